@@ -1,0 +1,232 @@
+"""What a backend does for an `EpBuffer`: the seam under which host, collective and reference live.
+
+`EpBuffer` has validated every tensor before it calls a backend (dtype, device, shape, contiguity,
+handle), so a backend checks only what needs the peers: expert ids, agreement between ranks, room.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import torch
+
+from moe_comm.config import EpConfig, Layout
+
+__all__ = ["Backend", "CombineOutput", "Completed", "DispatchOutput", "Operation", "Plan", "PlanTensors"]
+
+OutputT_co = TypeVar("OutputT_co", covariant=True)
+OutputT = TypeVar("OutputT")
+
+
+class Operation(Protocol[OutputT_co]):
+    """An operation that may still be in flight."""
+
+    def wait(self) -> OutputT_co:
+        """Block until it ended; return its output or raise what ended it, the same every time."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Whether `wait()` would return or raise at once."""
+        ...
+
+
+class Completed(Generic[OutputT]):
+    """An operation that ended before it was handed out."""
+
+    def __init__(self, output: OutputT) -> None:
+        self._output = output
+
+    def wait(self) -> OutputT:
+        """The output."""
+        return self._output
+
+    def is_complete(self) -> bool:
+        """Always true."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanTensors:
+    """A plan as plain tensors, in the form every backend and `torch.library` operator shares.
+
+    Args:
+        counts: int32 `[num_ranks, num_experts + num_ranks]`; row r is what rank r sends: its choices
+            of every expert, then its tokens bound for every distinct rank.
+        slots: int64 `[num_tokens, num_slots]`, where this rank's rows went: `rank << 48 | row`, or -1.
+            EXPERT_MAJOR: `num_slots = num_topk`, entry k belongs to choice k. RANK_MAJOR:
+            `num_slots = min(num_topk, num_ranks)`, destination ranks ascending, -1 at the end.
+        topk_idx: int64 `[num_tokens, num_topk]`, the caller's choices (a private copy).
+        layout: Order of received rows.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+    """
+
+    counts: torch.Tensor
+    slots: torch.Tensor
+    topk_idx: torch.Tensor
+    layout: Layout
+    expert_alignment: int
+
+
+class Plan(Protocol):
+    """Where rows went, kept by a handle; valid for any number of later epochs of its buffer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this rank dispatched."""
+        ...
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """Rows this rank received, padding included."""
+        ...
+
+    def to_tensors(self) -> PlanTensors:
+        """The plan as tensors that own their memory."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DispatchOutput:
+    """What arrived. M rows; see `DispatchResult` for the meaning of each tensor.
+
+    Args:
+        x: `[M, hidden]`.
+        topk_idx: None (EXPERT_MAJOR, and cached dispatch) or int64 `[M, num_topk]` (RANK_MAJOR).
+        topk_weights: None when none were sent; else `[M]` (EXPERT_MAJOR) or `[M, num_topk]`.
+        num_tokens_per_expert: int64 `[num_local_experts]`, real counts, CPU.
+        expert_offsets: int32 `[num_local_experts + 1]`, padded starts, last is the padded total.
+        plan: For the handle.
+    """
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    num_tokens_per_expert: torch.Tensor
+    expert_offsets: torch.Tensor
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CombineOutput:
+    """What came back.
+
+    Args:
+        x: `[num_tokens, hidden]` sums, or None when only weights were pulled.
+        topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, 0 where a choice is -1;
+            None when none were given.
+    """
+
+    x: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+
+
+class Backend(abc.ABC):
+    """The operations of one `EpBuffer` on one kind of machine.
+
+    Every method but `empty_expert_output`, `weighted_gradient`, `import_plan` and `destroy` is
+    collective: every rank of the communicator calls it, in the same order. What one rank finds
+    wrong is raised on every rank, as the same exception type, naming that rank.
+
+    Args:
+        communicator: Owner of the peers.
+        config: Equal on every rank; the constructor verifies that and raises ValueError with both
+            values on every rank where it is not so.
+    """
+
+    name: str
+
+    def __init__(self, communicator: object, config: EpConfig) -> None:
+        self.communicator = communicator
+        self.config = config
+
+    @abc.abstractmethod
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *,
+        layout: Layout,
+        expert_alignment: int,
+        copy_out: bool | None,
+        async_op: bool,
+    ) -> Operation[DispatchOutput]:
+        """Send rows. `copy_out` None means the backend decides."""
+
+    @abc.abstractmethod
+    def dispatch_cached(
+        self,
+        x: torch.Tensor,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        *,
+        copy_out: bool | None,
+        async_op: bool,
+    ) -> Operation[DispatchOutput]:
+        """Send rows to the places of an earlier dispatch; another dtype or hidden size is allowed."""
+
+    @abc.abstractmethod
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None,
+        copy_out: bool | None,
+        async_op: bool,
+    ) -> Operation[CombineOutput]:
+        """Sum rows back to their tokens, and pull one weight per row or choice back with them.
+
+        Args:
+            x: `[M, hidden]` rows of this rank's experts, or None to pull only weights.
+            plan: Of the dispatch that brought the rows.
+            topk_weights: `[num_tokens, num_topk]`, applied while adding (EXPERT_MAJOR only), or None.
+            row_weights: `[M]` (EXPERT_MAJOR) or `[M, num_topk]` (RANK_MAJOR), pulled to
+                `[num_tokens, num_topk]`, or None.
+            out: `[num_tokens, hidden]` to write the sums to, or None.
+            copy_out: As in `dispatch`, for the sums.
+            async_op: Return before the end.
+        """
+
+    @abc.abstractmethod
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Backward of weights applied in combine, on the expert's rank; local.
+
+        Writes `weights[:, None] * gradient` into `gradient` in place (one rounding) and returns the
+        dot products `<gradient, expert_out>` of every row, added element i into lane i mod 32 in
+        ascending i, then the lanes pairwise 16, 8, 4, 2, 1, in float32 (float64 rows: float64).
+
+        Args:
+            gradient: `[M, hidden]`, overwritten.
+            expert_out: `[M, hidden]`.
+            weights: `[M]`.
+
+        Returns:
+            `[M]`, dtype of `weights`.
+        """
+
+    @abc.abstractmethod
+    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[M, hidden]` uninitialised, where combine can read it in place if the backend can."""
+
+    @abc.abstractmethod
+    def import_plan(self, tensors: PlanTensors) -> Plan:
+        """The plan that `to_tensors` of a plan of this backend gave."""
+
+    @abc.abstractmethod
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """Take part in one operation with bad input: tell the peers, then raise `error`.
+
+        Every peer in the matching call raises an exception of the same type whose message names this
+        rank. Sends no rows; consumes the epoch; the buffer stays usable.
+        """
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Release what the buffer holds. Local, idempotent; tensors handed out stay valid."""

@@ -1,0 +1,123 @@
+"""How ranks find each other before they share memory: one all-gather of Python objects."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from moe_comm import env
+
+__all__ = ["Bootstrap", "RankThreads", "bootstrap_for"]
+
+
+class Bootstrap(Protocol):
+    """What a communicator needs of whoever started its ranks."""
+
+    @property
+    def rank_idx(self) -> int:
+        """This rank, in [0, num_ranks)."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        ...
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Every rank's `item`, in rank order. Collective."""
+        ...
+
+
+class _Solo:
+    """One rank with nobody to find."""
+
+    rank_idx = 0
+    num_ranks = 1
+
+    def all_gather(self, item: Any) -> list[Any]:
+        return [item]
+
+
+class _ProcessGroup:
+    """The ranks of a `torch.distributed` group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank_idx = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        if self.rank_idx < 0:
+            raise ValueError(
+                f"global rank {dist.get_rank()} is not a member of the group given to Communicator"
+            )
+
+    def all_gather(self, item: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(gathered, item, group=self.group)
+        return gathered
+
+
+class RankThreads:
+    """Ranks as threads of one process: make one object, give `[i]` to the thread of rank i.
+
+    Example:
+        ```python
+        ranks = RankThreads(2)
+        # in thread i:
+        comm = moe_comm.Communicator(ranks[i])
+        ```
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks must be >= 1, got {num_ranks}")
+        self.num_ranks = num_ranks
+        self._barrier = threading.Barrier(num_ranks)
+        self._slots: list[Any] = [None] * num_ranks
+
+    def __getitem__(self, rank_idx: int) -> Bootstrap:
+        if not 0 <= rank_idx < self.num_ranks:
+            raise IndexError(f"rank {rank_idx} is not in [0, {self.num_ranks})")
+        return _ThreadRank(self, rank_idx)
+
+    def exchange(self, rank_idx: int, item: Any) -> list[Any]:
+        """Every thread's `item`, in rank order. Called by every rank's thread."""
+        self._slots[rank_idx] = item
+        self._barrier.wait()
+        gathered = list(self._slots)
+        # Nobody may store the next item before everybody has read this one.
+        self._barrier.wait()
+        return gathered
+
+
+class _ThreadRank:
+    def __init__(self, ranks: RankThreads, rank_idx: int) -> None:
+        self._ranks = ranks
+        self.rank_idx = rank_idx
+        self.num_ranks = ranks.num_ranks
+
+    def all_gather(self, item: Any) -> list[Any]:
+        return self._ranks.exchange(self.rank_idx, item)
+
+
+def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:
+    """The bootstrap behind the `group` argument of `Communicator`.
+
+    None means the default process group, or a single rank when torch.distributed was never
+    initialised and no launcher started several processes.
+
+    Raises:
+        ValueError: A launcher started several processes but there is no process group.
+    """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return _ProcessGroup(group)
+    world_size = env.launcher_world_size()
+    if world_size > 1:
+        raise ValueError(
+            f"the launcher started {world_size} processes (WORLD_SIZE) but torch.distributed is not "
+            "initialised; call torch.distributed.init_process_group first"
+        )
+    return _Solo()

@@ -1,0 +1,125 @@
+"""What a buffer is configured with: shapes, dtype and where every expert lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["EpConfig", "Layout", "default_expert_rank"]
+
+ROW_BYTES_MULTIPLE = 16
+
+
+class Layout(enum.IntEnum):
+    """Order of received rows.
+
+    `EXPERT_MAJOR`: one row per (token, k) with an id >= 0, grouped by local expert, each group
+    starting at a multiple of `expert_alignment`, rows in order of (source rank, token, k).
+    `RANK_MAJOR`: one row per (token, distinct destination rank), in order of (source rank, token).
+    """
+
+    EXPERT_MAJOR = 0
+    RANK_MAJOR = 1
+
+
+def default_expert_rank(num_experts: int, num_ranks: int) -> torch.Tensor:
+    """Contiguous blocks of experts whose sizes differ by at most one, the larger ones first.
+
+    Returns:
+        int32 `[num_experts]`, the rank of every expert.
+
+    Example:
+        7 experts on 3 ranks: `[0, 0, 0, 1, 1, 2, 2]`.
+    """
+    base, extra = divmod(num_experts, num_ranks)
+    sizes = torch.tensor([base + (rank < extra) for rank in range(num_ranks)])
+    return torch.repeat_interleave(torch.arange(num_ranks, dtype=torch.int32), sizes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpConfig:
+    """Shape of the exchange; equal on every rank of the communicator.
+
+    Args:
+        num_experts: Experts over all ranks, >= 1.
+        num_topk: Choices per token, >= 1. Any number; there is no upper limit.
+        hidden: Elements per row; `hidden * dtype.itemsize` is a multiple of 16 bytes.
+        num_max_tokens_per_rank: Most tokens one rank may pass to a call.
+        dtype: Element type of dispatched rows. Any dtype can be dispatched (rows move as bytes);
+            combine adds bfloat16, float16, float32 and float64.
+        expert_rank: int32 `[num_experts]`, the rank of every expert, any number per rank including
+            none; None for contiguous blocks (`default_expert_rank`). Local order is ascending id.
+        num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
+
+    Raises:
+        ValueError: A size breaks a rule above; the message has the value.
+        TypeError: `dtype` is not a `torch.dtype`.
+    """
+
+    num_experts: int
+    num_topk: int
+    hidden: int
+    num_max_tokens_per_rank: int
+    dtype: torch.dtype = torch.bfloat16
+    expert_rank: torch.Tensor | Sequence[int] | None = None
+    num_max_in_flight: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_topk", "hidden"):
+            _check_int(name, getattr(self, name), minimum=1)
+        _check_int("num_max_tokens_per_rank", self.num_max_tokens_per_rank, minimum=0)
+        _check_int("num_max_in_flight", self.num_max_in_flight, minimum=2)
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        if self.row_bytes % ROW_BYTES_MULTIPLE:
+            raise ValueError(
+                f"a row must be a multiple of {ROW_BYTES_MULTIPLE} bytes, got hidden={self.hidden} "
+                f"x {self.dtype.itemsize} bytes ({self.dtype}) = {self.row_bytes}"
+            )
+        if self.expert_rank is not None:
+            placement = torch.as_tensor(self.expert_rank)
+            if placement.dtype.is_floating_point or placement.dtype == torch.bool:
+                raise TypeError(f"expert_rank must hold integers, got {placement.dtype}")
+            if placement.shape != (self.num_experts,):
+                raise ValueError(
+                    f"expert_rank must have shape ({self.num_experts},), got {tuple(placement.shape)}"
+                )
+            # A private copy: the caller may go on to edit its own placement.
+            frozen = placement.to(dtype=torch.int32, device="cpu", copy=True).contiguous()
+            object.__setattr__(self, "expert_rank", frozen)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one dispatched row."""
+        return self.hidden * self.dtype.itemsize
+
+    def resolve_expert_rank(self, num_ranks: int) -> torch.Tensor:
+        """The placement on a communicator of `num_ranks`, checked.
+
+        Returns:
+            int32 `[num_experts]`.
+
+        Raises:
+            ValueError: An expert lies on a rank outside `[0, num_ranks)`.
+        """
+        if self.expert_rank is None:
+            return default_expert_rank(self.num_experts, num_ranks)
+        placement = torch.as_tensor(self.expert_rank)
+        outside = (placement < 0) | (placement >= num_ranks)
+        if bool(outside.any()):
+            expert_idx = int(outside.nonzero()[0])
+            raise ValueError(
+                f"expert_rank[{expert_idx}] = {int(placement[expert_idx])} is not a rank of a "
+                f"communicator of {num_ranks}"
+            )
+        return placement
+
+
+def _check_int(name: str, value: object, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {value}")

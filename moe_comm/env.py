@@ -1,0 +1,31 @@
+"""Every environment variable the package reads, in one place.
+
+Features are arguments; these exist for debugging and for the build. `docs/environment.md` holds
+the table that a test compares with this file.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["force_isa", "launcher_world_size", "poison_windows", "trace_path"]
+
+
+def poison_windows() -> bool:
+    """`MOE_COMM_POISON=1`: fill every window with 0xFF when it is handed out, so unwritten rows show."""
+    return os.environ.get("MOE_COMM_POISON", "0") not in ("", "0")
+
+
+def trace_path() -> str | None:
+    """`MOE_COMM_TRACE=PATH`: record phases of every operation and write `PATH.rank<N>.json` at exit."""
+    return os.environ.get("MOE_COMM_TRACE") or None
+
+
+def force_isa() -> str | None:
+    """`MOE_COMM_ISA=portable|avx2|avx512`: use this instruction set instead of the best one."""
+    return os.environ.get("MOE_COMM_ISA") or None
+
+
+def launcher_world_size() -> int:
+    """`WORLD_SIZE` as torchrun sets it, 1 when absent; guards against a forgotten process group."""
+    return int(os.environ.get("WORLD_SIZE", "1") or "1")

@@ -1,0 +1,76 @@
+"""Exceptions that name who failed, where, and with which values.
+
+A caller's mistake is a `ValueError` or `TypeError`; what a peer or the machine does to an
+operation is one of the classes below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CapacityError",
+    "CommunicationError",
+    "PeerFailedError",
+    "PeerTimeoutError",
+]
+
+
+class CommunicationError(RuntimeError):
+    """An operation could not complete; the communicator is aborted until `recover()`.
+
+    Attributes:
+        ranks: Ranks of the communicator that caused it.
+        operation: Operation that ended, such as `"dispatch"`.
+        phase: `"rows"`, `"offers"`, `"data"` or `"idle"`.
+        epoch: Epoch of the buffer the operation belonged to, -1 outside an operation.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int] = (),
+        operation: str = "",
+        phase: str = "idle",
+        epoch: int = -1,
+    ) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.operation = operation
+        self.phase = phase
+        self.epoch = epoch
+
+
+class PeerFailedError(CommunicationError):
+    """A peer died, left, or gave up an operation in which it had already taken part."""
+
+
+class PeerTimeoutError(CommunicationError):
+    """A living peer entered an operation and stopped, or did not enter it within its limit."""
+
+
+class CapacityError(RuntimeError):
+    """The heap cannot hold what an operation needs; nothing was sent and the buffer is usable.
+
+    Attributes:
+        needed_bytes: Bytes that were asked for.
+        available_bytes: Bytes that could have been had.
+        ranks: Ranks that ran short.
+        needed_rows: Rows the short rank would have received, per local expert.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_bytes: int = 0,
+        available_bytes: int = 0,
+        ranks: Sequence[int] = (),
+        needed_rows: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.needed_rows: tuple[int, ...] = tuple(needed_rows)

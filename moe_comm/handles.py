@@ -1,0 +1,168 @@
+"""What calls return: frozen handles, results and events."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from moe_comm.backends.base import CombineOutput, DispatchOutput, Operation, Plan
+from moe_comm.config import Layout
+
+__all__ = ["CombineResult", "CommEvent", "DispatchHandle", "DispatchResult"]
+
+
+class CommEvent:
+    """The end of an operation.
+
+    `wait()` returns when the data is there (and the inputs may be overwritten) or raises what ended
+    the operation; waiting again does the same.
+    """
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: Operation[object]) -> None:
+        self._operation = operation
+
+    def wait(self) -> None:
+        """Block until the operation ended; raise what ended it. Releases the GIL."""
+        self._operation.wait()
+
+    def is_complete(self) -> bool:
+        """Whether `wait()` would not block."""
+        return self._operation.is_complete()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DispatchHandle:
+    """What combine and cached dispatch need to know of a dispatch.
+
+    Valid for any number of later operations of the same buffer, in any order, until the buffer is
+    destroyed. Holds places relative to a window, never an address.
+
+    Args:
+        buffer_id: Of the buffer that made it.
+        generation: Of that buffer when it made it.
+        layout: Order of received rows.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+        num_tokens: Tokens this rank sent, T.
+        num_topk: Choices per token, K.
+        num_recv_tokens: Rows this rank received, M, padding included.
+        plan: Belongs to the backend.
+    """
+
+    buffer_id: int
+    generation: int
+    layout: Layout
+    expert_alignment: int
+    num_tokens: int
+    num_topk: int
+    num_recv_tokens: int
+    plan: Plan
+
+
+class DispatchResult:
+    """What a dispatch brought to this rank; M rows, K choices per token.
+
+    With `async_op=True` the first look at an attribute waits until its shape is known, and `event`
+    must be waited for before the data is read or the inputs are overwritten.
+
+    Attributes:
+        x: `[M, hidden]`. EXPERT_MAJOR: rows of local expert e are
+            `x[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`; padding is zero.
+        x_sf: Scale factors of quantised rows, else None.
+        topk_idx: None (EXPERT_MAJOR), or int64 `[M, K]` local expert ids, -1 elsewhere (RANK_MAJOR).
+        topk_weights: None if none were given; float32 `[M]`, 0 in padding (EXPERT_MAJOR), or
+            `[M, K]`, 0 where the choice is not local (RANK_MAJOR). float64 where float64 was given.
+        num_tokens_per_expert: int64 `[num_local_experts]` on the host: choices of every local
+            expert, without padding.
+        expert_offsets: int32 `[num_local_experts + 1]` on x's device: padded starts. RANK_MAJOR: where
+            the experts would start after a local permute with the same alignment.
+        handle: For `combine` and cached `dispatch`.
+        event: End of the operation.
+    """
+
+    __slots__ = ("_make_handle", "_operation", "_output", "_handle", "event")
+
+    def __init__(
+        self,
+        operation: Operation[DispatchOutput],
+        make_handle: Callable[[DispatchOutput], DispatchHandle],
+    ) -> None:
+        self._operation = operation
+        self._make_handle = make_handle
+        self._output: DispatchOutput | None = None
+        self._handle: DispatchHandle | None = None
+        self.event = CommEvent(operation)
+
+    def _arrived(self) -> DispatchOutput:
+        if self._output is None:
+            self._output = self._operation.wait()
+        return self._output
+
+    @property
+    def x(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().x
+
+    @property
+    def x_sf(self) -> torch.Tensor | None:
+        """See the class."""
+        return None
+
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._arrived().topk_idx
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._arrived().topk_weights
+
+    @property
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().num_tokens_per_expert
+
+    @property
+    def expert_offsets(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().expert_offsets
+
+    @property
+    def handle(self) -> DispatchHandle:
+        """See the class."""
+        if self._handle is None:
+            self._handle = self._make_handle(self._arrived())
+        return self._handle
+
+
+class CombineResult:
+    """What a combine brought back; `event` must be waited for before `x` is read.
+
+    Attributes:
+        x: `[num_tokens, hidden]` sums.
+        topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, or None.
+        event: End of the operation.
+    """
+
+    __slots__ = ("_operation", "event")
+
+    def __init__(self, operation: Operation[CombineOutput]) -> None:
+        self._operation = operation
+        self.event = CommEvent(operation)
+
+    @property
+    def x(self) -> torch.Tensor:
+        """See the class."""
+        x = self._operation.wait().x
+        if x is None:
+            raise ValueError("this combine pulled weights only, it has no sums")
+        return x
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._operation.wait().topk_weights
