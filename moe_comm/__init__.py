@@ -1,0 +1,34 @@
+"""Expert-parallel communication for Mixture-of-Experts models.
+
+Start with `Communicator`, `EpConfig` and `EpBuffer`; `dispatch` and `combine` are the differentiable
+forms of the buffer's operations.
+"""
+
+from __future__ import annotations
+
+from moe_comm.bootstrap import Bootstrap, RankThreads
+from moe_comm.buffer import BufferManager, EpBuffer
+from moe_comm.communicator import Communicator, HeapStats, Recovery
+from moe_comm.config import EpConfig, Layout
+from moe_comm.errors import CapacityError, CommunicationError, PeerFailedError, PeerTimeoutError
+from moe_comm.handles import CombineResult, CommEvent, DispatchHandle, DispatchResult
+
+__all__ = [
+    "Bootstrap",
+    "BufferManager",
+    "CapacityError",
+    "CombineResult",
+    "CommEvent",
+    "CommunicationError",
+    "Communicator",
+    "DispatchHandle",
+    "DispatchResult",
+    "EpBuffer",
+    "EpConfig",
+    "HeapStats",
+    "Layout",
+    "PeerFailedError",
+    "PeerTimeoutError",
+    "RankThreads",
+    "Recovery",
+]

@@ -1,0 +1,438 @@
+"""EpBuffer: dispatch and combine, eager; and who owns which buffer."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import types
+import weakref
+from typing import Literal, overload
+
+import torch
+
+from moe_comm import validation
+from moe_comm.backends import load_backend
+from moe_comm.backends.base import DispatchOutput, PlanTensors
+from moe_comm.communicator import Communicator
+from moe_comm.config import EpConfig, Layout
+from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
+
+__all__ = ["BufferManager", "EpBuffer", "resolve_buffer"]
+
+CopyOut = bool | Literal["auto"]
+
+# The operator registry: torch.library operators carry a buffer as an int64 id.
+_buffers: weakref.WeakValueDictionary[int, EpBuffer] = weakref.WeakValueDictionary()
+_buffer_ids = itertools.count(1)
+
+
+def resolve_buffer(buffer_id: int) -> EpBuffer:
+    """The living buffer behind an operator's id.
+
+    Raises:
+        ValueError: No such buffer lives in this process.
+    """
+    buffer = _buffers.get(buffer_id)
+    if buffer is None:
+        raise ValueError(f"no living EpBuffer has id {buffer_id}")
+    return buffer
+
+
+class EpBuffer:
+    """Moves tokens to the ranks of their experts and back.
+
+    Collective: every rank of the communicator makes it, with an equal configuration and in the same
+    order, and issues the same operations on it in the same order. One thread uses it at a time.
+
+    A mistake of one rank (shape, dtype, handle, expert id, ...) is raised on every rank before
+    anything is sent: ValueError or TypeError naming the rank and both values; the buffer stays
+    usable.
+
+    Args:
+        communicator: Owner of the peers.
+        config: Shape of the exchange.
+        backend: "host", "collective" or "reference"; None for the communicator's.
+
+    Raises:
+        ValueError: Configurations differ between ranks; both values are named on every rank.
+    """
+
+    def __init__(
+        self, communicator: Communicator, config: EpConfig, *, backend: str | None = None
+    ) -> None:
+        if not isinstance(communicator, Communicator):
+            raise TypeError(f"communicator must be a Communicator, got {type(communicator).__name__}")
+        if not isinstance(config, EpConfig):
+            raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
+        self.communicator = communicator
+        self.config = config
+        self.buffer_id = next(_buffer_ids)
+        self.generation = 0
+        self.expert_rank = config.resolve_expert_rank(communicator.num_ranks)
+        self.num_local_experts = int((self.expert_rank == communicator.rank_idx).sum())
+        self._busy = threading.Lock()
+        self._is_destroyed = False
+        self._backend = load_backend(backend or communicator.backend)(communicator, config)
+        _buffers[self.buffer_id] = self
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        return self._backend.name
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        layout: Layout = Layout.EXPERT_MAJOR,
+        expert_alignment: int = 1,
+        quantization: None = None,
+        handle: DispatchHandle | None = None,
+        copy_out: CopyOut = "auto",
+        async_op: bool = False,
+    ) -> DispatchResult:
+        """Send each token to the ranks of its experts.
+
+        Collective: every rank calls it, in the same order.
+
+        Args:
+            x: `[num_tokens, hidden]`, dtype of the configuration, contiguous, CPU. With `handle`,
+                any dtype and any hidden whose rows are a multiple of 16 bytes.
+            topk_idx: int64 `[num_tokens, num_topk]`, contiguous; -1 marks an unused choice. None
+                with `handle`.
+            topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when x is float64), or
+                None. Forwarded, not applied.
+            layout: Order of received rows.
+            expert_alignment: Rows per local expert are padded with zero rows to a multiple of this.
+                RANK_MAJOR: affects `expert_offsets` only.
+            quantization: None; rows travel as they are.
+            handle: Send to the places of an earlier dispatch of this buffer; its layout and
+                alignment hold, counts are not exchanged again.
+            copy_out: True: rows are copied out of the heap into ordinary memory and the window is
+                free again at once. False: the result lies in the heap. "auto": copied out only when
+                less than one further window would stay free.
+            async_op: Return at once. `result.event.wait()` before x is read or the input
+                overwritten; attributes of the result wait for their shape.
+
+        Returns:
+            See `DispatchResult`.
+
+        Raises:
+            ValueError: A rule above is broken on some rank, or ranks disagree.
+            TypeError: A dtype or type is wrong on some rank.
+            CapacityError: Some rank's heap cannot hold what it would receive; nothing was sent.
+            PeerFailedError: A peer died or gave up.
+            PeerTimeoutError: A peer stopped progressing.
+            RuntimeError: Another thread is using this buffer.
+
+        Example:
+            2 ranks, 2 experts, `topk_idx = [[1], [0]]` on rank 0 and `[[1], [1]]` on rank 1: rank 1
+            receives 3 rows in the order (rank 0, token 0), (rank 1, token 0), (rank 1, token 1).
+        """
+        with self._in_use("dispatch"):
+            try:
+                if quantization is not None:
+                    raise ValueError(f"this version sends rows as they are, got {quantization=}")
+                copy = validation.check_copy_out(copy_out)
+                if handle is None:
+                    validation.check_dispatch(
+                        self.config, x, topk_idx, topk_weights, layout, expert_alignment
+                    )
+                else:
+                    self._check_handle(handle)
+                    validation.check_cached_dispatch(
+                        handle, x, topk_idx, topk_weights, layout, expert_alignment
+                    )
+            except (TypeError, ValueError) as error:
+                self._backend.reject("dispatch", error)
+            if handle is None:
+                assert topk_idx is not None
+                operation = self._backend.dispatch(
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    layout=layout,
+                    expert_alignment=expert_alignment,
+                    copy_out=copy,
+                    async_op=async_op,
+                )
+            else:
+                operation = self._backend.dispatch_cached(
+                    x, handle.plan, topk_weights, copy_out=copy, async_op=async_op
+                )
+            if not async_op:
+                operation.wait()
+        if handle is not None:
+            kept = handle
+            return DispatchResult(operation, lambda _: kept)
+
+        def make_handle(output: DispatchOutput) -> DispatchHandle:
+            return DispatchHandle(
+                buffer_id=self.buffer_id,
+                generation=self.generation,
+                layout=layout,
+                expert_alignment=expert_alignment,
+                num_tokens=output.plan.num_tokens,
+                num_topk=self.config.num_topk,
+                num_recv_tokens=output.plan.num_recv_tokens,
+                plan=output.plan,
+            )
+
+        return DispatchResult(operation, make_handle)
+
+    @overload
+    def combine(
+        self,
+        expert_out: torch.Tensor,
+        handle: DispatchHandle,
+        *,
+        topk_weights: torch.Tensor | None = ...,
+        row_weights: None = ...,
+        out: torch.Tensor | None = ...,
+        copy_out: CopyOut = ...,
+        async_op: Literal[False] = ...,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        expert_out: torch.Tensor | None,
+        handle: DispatchHandle,
+        *,
+        topk_weights: torch.Tensor | None = ...,
+        row_weights: torch.Tensor | None = ...,
+        out: torch.Tensor | None = ...,
+        copy_out: CopyOut = ...,
+        async_op: bool = ...,
+    ) -> torch.Tensor | CombineResult: ...
+
+    def combine(
+        self,
+        expert_out: torch.Tensor | None,
+        handle: DispatchHandle,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        row_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        copy_out: CopyOut = "auto",
+        async_op: bool = False,
+    ) -> torch.Tensor | CombineResult:
+        """Return expert outputs to the ranks their tokens came from, and sum them.
+
+        Collective: every rank calls it, in the same order. When it returns, this rank's sums are
+        complete and no peer reads `expert_out` any more.
+
+        Args:
+            expert_out: `[num_recv_tokens, hidden]`, contiguous: bfloat16, float16, float32 or
+                float64, rows a multiple of 16 bytes; dtype and hidden may differ from the dispatch.
+                Read in place when it lies in the heap (`empty_expert_output`, or the dispatched x
+                itself), else copied in once. None to pull `row_weights` only.
+            handle: Of a dispatch of this buffer.
+            topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when rows are float64):
+                each row is multiplied by its weight before it is added. EXPERT_MAJOR only.
+            row_weights: float32 (or float64) `[num_recv_tokens]` (EXPERT_MAJOR) or
+                `[num_recv_tokens, num_topk]` (RANK_MAJOR): one number per row or choice, brought
+                back unsummed as `CombineResult.topk_weights`.
+            out: `[num_tokens, hidden]`, contiguous, to write the sums to.
+            copy_out: As in `dispatch`, for the sums.
+            async_op: Return at once with a `CombineResult`.
+
+        Returns:
+            `[num_tokens, hidden]` sums in the dtype of `expert_out`; a `CombineResult` with
+            `async_op` or `row_weights`. EXPERT_MAJOR adds in top-k order, RANK_MAJOR in rank order.
+
+        Raises:
+            ValueError: A rule above is broken on some rank, or ranks disagree.
+            TypeError: A dtype or type is wrong on some rank.
+            CapacityError: Some rank's heap cannot hold its rows or sums.
+            PeerFailedError: A peer died or gave up.
+            PeerTimeoutError: A peer stopped progressing.
+            RuntimeError: Another thread is using this buffer.
+        """
+        with self._in_use("combine"):
+            try:
+                copy = validation.check_copy_out(copy_out)
+                self._check_handle(handle)
+                validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
+            except (TypeError, ValueError) as error:
+                self._backend.reject("combine", error)
+            operation = self._backend.combine(
+                expert_out,
+                handle.plan,
+                topk_weights,
+                row_weights,
+                out=out,
+                copy_out=copy,
+                async_op=async_op,
+            )
+            if async_op or row_weights is not None:
+                if not async_op:
+                    operation.wait()
+                return CombineResult(operation)
+            sums = operation.wait().x
+        assert sums is not None
+        return sums
+
+    def empty_expert_output(
+        self,
+        handle: DispatchHandle,
+        *,
+        hidden: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """`[num_recv_tokens, hidden]`, uninitialised, which combine reads in place. Local.
+
+        Args:
+            handle: Of a dispatch of this buffer.
+            hidden: Elements per row; None for the configuration's.
+            dtype: None for the configuration's.
+
+        Raises:
+            ValueError: The handle is not of this buffer, or rows are not a multiple of 16 bytes.
+            CapacityError: The heap cannot hold it.
+        """
+        self._check_alive()
+        self._check_handle(handle)
+        hidden = self.config.hidden if hidden is None else hidden
+        dtype = self.config.dtype if dtype is None else dtype
+        validation.check_row("hidden", hidden, dtype)
+        return self._backend.empty_expert_output(handle.plan, hidden, dtype)
+
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Local backward of weights applied in combine; see `Backend.weighted_gradient`."""
+        self._check_alive()
+        validation.check_weighted_gradient(gradient, expert_out, weights)
+        return self._backend.weighted_gradient(gradient, expert_out, weights)
+
+    def import_handle(self, tensors: PlanTensors) -> DispatchHandle:
+        """The handle that a plan of this buffer was exported from (`handle.plan.to_tensors()`)."""
+        plan = self._backend.import_plan(tensors)
+        return DispatchHandle(
+            buffer_id=self.buffer_id,
+            generation=self.generation,
+            layout=tensors.layout,
+            expert_alignment=tensors.expert_alignment,
+            num_tokens=plan.num_tokens,
+            num_topk=self.config.num_topk,
+            num_recv_tokens=plan.num_recv_tokens,
+            plan=plan,
+        )
+
+    def destroy(self) -> None:
+        """Release what the buffer holds. Local, idempotent; tensors handed out stay valid.
+
+        A peer that goes on to use its buffer gets a ValueError that names this rank.
+        """
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
+        self.generation += 1
+        self._backend.destroy()
+
+    def __enter__(self) -> EpBuffer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+    def _in_use(self, operation: str) -> _InUse:
+        self._check_alive()
+        return _InUse(self._busy, operation)
+
+    def _check_alive(self) -> None:
+        if self._is_destroyed:
+            raise ValueError("this EpBuffer has been destroyed")
+
+    def _check_handle(self, handle: DispatchHandle) -> None:
+        if not isinstance(handle, DispatchHandle):
+            raise TypeError(f"handle must be a DispatchHandle, got {type(handle).__name__}")
+        if handle.buffer_id != self.buffer_id:
+            raise ValueError(
+                f"handle belongs to buffer {handle.buffer_id}, this is buffer {self.buffer_id}"
+            )
+        if handle.generation != self.generation:
+            raise ValueError(
+                f"handle is of generation {handle.generation} of this buffer, which is at "
+                f"{self.generation}"
+            )
+
+
+class _InUse:
+    """Holds a buffer for one call; a second thread is refused, never queued."""
+
+    __slots__ = ("_busy", "_operation")
+
+    def __init__(self, busy: threading.Lock, operation: str) -> None:
+        self._busy = busy
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self._operation}: another thread is using this EpBuffer; give each thread its own"
+            )
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self._busy.release()
+
+
+class BufferManager:
+    """Owns the buffers of one communicator, one per configuration, so that layers can share them.
+
+    Collective where it makes or destroys a buffer: every rank asks for the same configurations in
+    the same order.
+
+    Args:
+        communicator: Owner of the peers.
+        backend: As in `EpBuffer`.
+    """
+
+    def __init__(self, communicator: Communicator, *, backend: str | None = None) -> None:
+        self.communicator = communicator
+        self._backend = backend
+        self._buffers: dict[tuple[object, ...], EpBuffer] = {}
+
+    def get(self, config: EpConfig, *, key: object = None) -> EpBuffer:
+        """The buffer for `config`, made on first use.
+
+        Args:
+            config: Two configurations of equal values share a buffer.
+            key: Distinguishes buffers of one configuration, such as operations in flight together.
+        """
+        placement = config.expert_rank
+        identity = (
+            config.num_experts,
+            config.num_topk,
+            config.hidden,
+            config.num_max_tokens_per_rank,
+            config.dtype,
+            None if placement is None else tuple(torch.as_tensor(placement).tolist()),
+            config.num_max_in_flight,
+            key,
+        )
+        if identity not in self._buffers:
+            self._buffers[identity] = EpBuffer(self.communicator, config, backend=self._backend)
+        return self._buffers[identity]
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def destroy(self) -> None:
+        """Destroy every buffer; idempotent."""
+        for buffer in self._buffers.values():
+            buffer.destroy()
+        self._buffers.clear()

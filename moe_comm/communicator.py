@@ -1,0 +1,312 @@
+"""Who the peers are: the ranks of one group, their heap and their health."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from moe_comm import env
+from moe_comm.bootstrap import Bootstrap, bootstrap_for
+
+if TYPE_CHECKING:
+    from moe_comm import _host
+
+__all__ = ["Communicator", "HeapStats", "Recovery"]
+
+BACKENDS = ("auto", "host", "collective", "reference")
+CONNECT_TIMEOUT_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeapStats:
+    """Bytes of this rank's symmetric heap.
+
+    Args:
+        segment_bytes: Sum over segments.
+        resident_bytes: Of those, backed by memory (`trim()` gives the rest back).
+        live_bytes: In windows that a tensor or an operation holds.
+        quarantined_bytes: Kept aside after an abort, until `recover()`.
+        peak_live_bytes: Most `live_bytes` so far.
+        num_segments: Segments.
+        num_windows: Windows held.
+        num_allocations: Windows handed out since the heap was made.
+        num_growths: Segments added since the heap was made.
+        huge_page_bytes: In 2 MiB pages, as the kernel reports them.
+        peer_segment_bytes: Of peers' segments mapped here; their memory, not this rank's.
+    """
+
+    segment_bytes: int
+    resident_bytes: int
+    live_bytes: int
+    quarantined_bytes: int
+    peak_live_bytes: int
+    num_segments: int
+    num_windows: int
+    num_allocations: int
+    num_growths: int
+    huge_page_bytes: int
+    peer_segment_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What the living agreed on.
+
+    Args:
+        failed_ranks: Ranks that are dead or have left; they take part in nothing any more.
+        completed_epochs: Last epoch that completed on every living rank, by buffer in the order the
+            buffers were made; -1 for none.
+    """
+
+    failed_ranks: tuple[int, ...]
+    completed_epochs: tuple[int, ...]
+
+
+class Communicator:
+    """The ranks of a group, on one machine (`host`) or several (`collective`).
+
+    Collective: every rank of the group makes it, in the same order. Bootstraps over the group and,
+    with the host backend, needs the group no more afterwards.
+
+    Args:
+        group: A `torch.distributed` group of any backend; None for the default group, or for a
+            single rank when torch.distributed was never initialised; or a `Bootstrap`, such as
+            `RankThreads(n)[i]` for ranks as threads of one process.
+        device: Where rows live. This version moves CPU tensors.
+        parent: A wider communicator that contains every rank of this one: share its heap, sockets
+            and service thread.
+        num_local_ranks: Ranks per node; None or the number of ranks (one node).
+        stall_timeout_s: Limit for a peer that entered an operation and stopped progressing.
+        arrival_timeout_s: Limit for a living peer that has not entered an operation others are in.
+            It is named in a warning once a minute before.
+        backend: "host" (shared memory, one machine), "collective" (torch.distributed; any number of
+            machines), "reference" (plain torch, slow, for comparison) or "auto": host where all
+            ranks share a machine, else collective. An `EpBuffer` may choose another.
+        max_heap_bytes: Most bytes of heap segments of this rank; None for no limit.
+        num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available
+            divided by the ranks on this machine.
+        with_huge_pages: Ask for 2 MiB pages.
+
+    Raises:
+        ValueError: An argument breaks a rule above, on every rank when it is only one rank's.
+        OSError: The machine refused a socket or memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Bootstrap | None = None,
+        device: str | torch.device = "cpu",
+        parent: Communicator | None = None,
+        num_local_ranks: int | None = None,
+        stall_timeout_s: float = 30.0,
+        arrival_timeout_s: float = 1800.0,
+        *,
+        backend: str = "auto",
+        max_heap_bytes: int | None = None,
+        num_threads: int | None = None,
+        with_huge_pages: bool = True,
+    ) -> None:
+        self.bootstrap = bootstrap_for(group)
+        self.group: dist.ProcessGroup | None = (
+            group if group is not None and isinstance(group, dist.ProcessGroup) else None
+        )
+        self.rank_idx = self.bootstrap.rank_idx
+        self.num_ranks = self.bootstrap.num_ranks
+        self.device = torch.device(device)
+        self.parent = parent
+        self.stall_timeout_s = float(stall_timeout_s)
+        self.arrival_timeout_s = float(arrival_timeout_s)
+        self.native: _host.Group | None = None
+        self._destroyed = False
+
+        problem = self._problem_with(backend, num_local_ranks, max_heap_bytes, num_threads)
+        machine = (_machine_identity(), parent.rank_idx if parent is not None else -1)
+        gathered = self.bootstrap.all_gather((problem, backend, machine))
+        for rank_idx, (peer_problem, _, _) in enumerate(gathered):
+            if peer_problem is not None:
+                raise ValueError(f"rank {rank_idx}: {peer_problem}")
+        backends = [peer_backend for _, peer_backend, _ in gathered]
+        if len(set(backends)) > 1:
+            raise ValueError(f"ranks ask for different backends: {backends}")
+        machines = [peer_machine for _, _, (peer_machine, _) in gathered]
+        is_one_machine = len(set(machines)) == 1
+        self.backend = ("host" if is_one_machine else "collective") if backend == "auto" else backend
+        if self.backend != "host":
+            return
+        if not is_one_machine:
+            other_idx = next(i for i, machine in enumerate(machines) if machine != machines[0])
+            raise ValueError(
+                "the host backend needs all ranks on one machine and in one network namespace; "
+                f"rank 0 is on {machines[0]}, rank {other_idx} on {machines[other_idx]}; use "
+                'backend="collective"'
+            )
+        parent_ranks = [parent_rank for _, _, (_, parent_rank) in gathered]
+        self.native = self._connect(parent_ranks, max_heap_bytes, num_threads, with_huge_pages)
+
+    def _problem_with(
+        self,
+        backend: str,
+        num_local_ranks: int | None,
+        max_heap_bytes: int | None,
+        num_threads: int | None,
+    ) -> str | None:
+        """What is wrong with this rank's arguments, or None."""
+        if backend not in BACKENDS:
+            return f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
+        if self.device.type != "cpu":
+            return f"this version moves CPU tensors, got device {self.device}"
+        if num_local_ranks not in (None, self.num_ranks):
+            return (
+                "this version knows one node: num_local_ranks must be None or "
+                f"{self.num_ranks}, got {num_local_ranks}"
+            )
+        for name in ("stall_timeout_s", "arrival_timeout_s"):
+            if not getattr(self, name) > 0.0:
+                return f"{name} must be > 0, got {getattr(self, name)}"
+        if max_heap_bytes is not None and max_heap_bytes <= 0:
+            return f"max_heap_bytes must be > 0, got {max_heap_bytes}"
+        if num_threads is not None and num_threads < 1:
+            return f"num_threads must be >= 1, got {num_threads}"
+        if self.parent is not None:
+            if self.parent._destroyed:
+                return "parent has been destroyed"
+            if max_heap_bytes is not None:
+                return f"max_heap_bytes belongs to the parent's heap, got {max_heap_bytes}"
+            if backend in ("auto", "host") and self.parent.native is None:
+                return f"parent has no heap (its backend is {self.parent.backend!r})"
+        return None
+
+    def _connect(
+        self,
+        parent_ranks: list[int],
+        max_heap_bytes: int | None,
+        num_threads: int | None,
+        with_huge_pages: bool,
+    ) -> _host.Group:
+        from moe_comm import _host
+
+        if num_threads is None:
+            num_threads = max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
+        channel = self.bootstrap.all_gather(secrets.randbits(62))[0]
+        if self.parent is not None and self.parent.native is not None:
+            return _host.Group.create_child(
+                self.parent.native,
+                parent_ranks,
+                self.rank_idx,
+                channel,
+                self.stall_timeout_s,
+                self.arrival_timeout_s,
+                num_threads,
+            )
+        mesh = _host.PeerMesh.create()
+        addresses = self.bootstrap.all_gather(mesh.address())
+        mesh.connect(self.rank_idx, addresses, CONNECT_TIMEOUT_S)
+        heap = _host.ShmHeap.create(mesh, max_heap_bytes or 0, with_huge_pages, env.poison_windows())
+        return _host.Group.create(
+            mesh, heap, channel, self.stall_timeout_s, self.arrival_timeout_s, num_threads
+        )
+
+    def require_native(self) -> _host.Group:
+        """The native group behind the host backend.
+
+        Raises:
+            ValueError: The communicator was destroyed or has no heap.
+        """
+        if self._destroyed:
+            raise ValueError("the communicator has been destroyed")
+        if self.native is None:
+            raise ValueError(f"the {self.backend} backend has no heap")
+        return self.native
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's small `payload` (<= 1 MiB), in rank order. Collective.
+
+        Travels over the communicator's own sockets (host) or its bootstrap. Failed ranks give b"".
+
+        Raises:
+            PeerFailedError: A peer died or left.
+            PeerTimeoutError: A peer did not arrive in `arrival_timeout_s`.
+        """
+        if self.native is not None:
+            return self.require_native().all_gather(payload)
+        return [bytes(item) for item in self.bootstrap.all_gather(payload)]
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grow this rank's heap so that `num_bytes` more fit without growth inside a call. Local.
+
+        Raises:
+            CapacityError: The limit or the machine does not allow it.
+        """
+        if num_bytes < 0:
+            raise ValueError(f"num_bytes must be >= 0, got {num_bytes}")
+        self.require_native().reserve(num_bytes)
+
+    def trim(self) -> int:
+        """Give the pages of all free heap memory of this rank back to the system. Local.
+
+        Returns:
+            Bytes given back.
+        """
+        return self.require_native().trim()
+
+    def heap_stats(self) -> HeapStats:
+        """Bytes of this rank's heap now. Local."""
+        return HeapStats(**self.require_native().heap_stats())
+
+    def recover(self) -> Recovery:
+        """Make the buffers of the living usable again after an abort. Collective over the living.
+
+        Operations go on among the living: a dead rank sends and receives nothing, and a token routed
+        to an expert of a dead rank is a ValueError on every rank.
+
+        Returns:
+            Failed ranks and the last epochs that completed everywhere, equal on all living ranks.
+
+        Raises:
+            PeerTimeoutError: A living peer did not arrive in `arrival_timeout_s`.
+        """
+        failed_ranks, completed_epochs = self.require_native().recover()
+        return Recovery(failed_ranks=tuple(failed_ranks), completed_epochs=tuple(completed_epochs))
+
+    def destroy(self) -> None:
+        """Leave in good order: peers hear of it and do not take it for a failure. Idempotent.
+
+        Tensors already handed out stay valid.
+        """
+        if self._destroyed:
+            return
+        self._destroyed = True
+        if self.native is not None:
+            self.native.destroy()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank_idx={self.rank_idx}, num_ranks={self.num_ranks}, backend={self.backend!r})"
+
+
+def _machine_identity() -> str:
+    """Equal for processes that can pass each other file descriptors over abstract sockets."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"boot {boot_id.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        import socket
+
+        return f"host {socket.gethostname()}"
