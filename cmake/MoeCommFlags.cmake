@@ -1,0 +1,21 @@
+# moe_comm_configure(target): flags every target of this project is built with.
+function(moe_comm_configure target)
+  target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
+  # -ffp-contract=off: a product is rounded before it is added, on every machine (docs/design.md).
+  target_compile_options(${target} PRIVATE -ffp-contract=off -fvisibility=hidden -Wall -Wextra)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    target_compile_options(${target} PRIVATE -march=x86-64-v2)
+  endif()
+  if(MOE_COMM_WERROR)
+    target_compile_options(${target} PRIVATE -Werror)
+  endif()
+  if(MOE_COMM_SANITIZE)
+    target_compile_options(${target} PRIVATE -g -O1 -fno-omit-frame-pointer
+                                             -fsanitize=${MOE_COMM_SANITIZE})
+    target_link_options(${target} PRIVATE -fsanitize=${MOE_COMM_SANITIZE})
+  elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    # The C++ runtime travels inside: a wheel then runs where the system's is older than the
+    # compiler.
+    target_link_options(${target} PRIVATE -static-libstdc++ -static-libgcc)
+  endif()
+endfunction()

@@ -1,0 +1,93 @@
+import contextlib
+import fcntl
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def enabled(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock file at `path`, so that two builds in one checkout follow each other."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def replace_if_changed(src: Path, dst: Path) -> None:
+    """Copies `src` over `dst` in one step: a process that has `dst` mapped keeps the old file."""
+    if dst.exists() and filecmp.cmp(src, dst, shallow=False):
+        return
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    partial = dst.with_name(f".{dst.name}.{os.getpid()}")
+    shutil.copy2(src, partial)
+    partial.replace(dst)
+
+
+class CMakeBuild(build_ext):
+    """Builds the extension module with CMake and ninja instead of distutils' compiler."""
+
+    def build_extension(self, ext: Extension) -> None:
+        # In-place builds keep their directory, for incremental rebuilds; a wheel is often built in
+        # an isolated environment whose tools vanish afterwards, so it has one of its own.
+        kind = "inplace" if self.inplace or self.editable_mode else "wheel"
+        sanitize = os.environ.get("MOE_COMM_SANITIZE", "")
+        name = "-".join(filter(None, ["native", kind, sys.implementation.cache_tag, sanitize]))
+        build_dir = ROOT / "build" / name
+        with locked(build_dir.with_suffix(".lock")):
+            self._run_cmake(build_dir, sanitize)
+            built = build_dir / "lib" / (ext.name.split(".")[-1] + sysconfig.get_config_var("EXT_SUFFIX"))
+            replace_if_changed(built, Path(self.get_ext_fullpath(ext.name)))
+
+    def _run_cmake(self, build_dir: Path, sanitize: str) -> None:
+        import pybind11
+
+        cmake = shutil.which("cmake")
+        ninja = shutil.which("ninja")
+        if cmake is None or ninja is None:
+            raise SystemExit(f"cmake and ninja are needed, found {cmake=} and {ninja=}")
+        definitions = {
+            "CMAKE_MAKE_PROGRAM": ninja,
+            "MOE_COMM_SANITIZE": sanitize,
+            "MOE_COMM_WERROR": "ON" if enabled("MOE_COMM_WERROR") else "OFF",
+            "Python_EXECUTABLE": sys.executable,
+            "pybind11_DIR": pybind11.get_cmake_dir(),
+        }
+        # A cache that points at tools of another environment is of no use.
+        stamp = build_dir / "tools.txt"
+        tools = "\n".join([cmake, ninja, sys.executable, definitions["pybind11_DIR"]])
+        if build_dir.exists() and (not stamp.exists() or stamp.read_text() != tools):
+            shutil.rmtree(build_dir)
+        build_dir.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(tools)
+        arguments = [f"-D{key}={value}" for key, value in definitions.items()]
+        subprocess.run(
+            [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *arguments], check=True
+        )
+        subprocess.run([cmake, "--build", str(build_dir)], check=True)
+
+    def copy_extensions_to_source(self) -> None:
+        build_py = self.get_finalized_command("build_py")
+        for ext in self.extensions:
+            _, built = self._get_inplace_equivalent(build_py, ext)
+            filename = self.get_ext_filename(self.get_ext_fullname(ext.name))
+            in_package = ROOT / filename
+            if Path(built).exists() and Path(built).resolve() != in_package.resolve():
+                replace_if_changed(Path(built), in_package)
+
+
+setup(ext_modules=[Extension("moe_comm._host", sources=[])], cmdclass={"build_ext": CMakeBuild})
