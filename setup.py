@@ -50,7 +50,8 @@ class CMakeBuild(build_ext):
         build_dir = ROOT / "build" / name
         with locked(build_dir.with_suffix(".lock")):
             self._run_cmake(build_dir, sanitize)
-            built = build_dir / "lib" / (ext.name.split(".")[-1] + sysconfig.get_config_var("EXT_SUFFIX"))
+            file_name = ext.name.split(".")[-1] + sysconfig.get_config_var("EXT_SUFFIX")
+            built = build_dir / "lib" / file_name
             replace_if_changed(built, Path(self.get_ext_fullpath(ext.name)))
 
     def _run_cmake(self, build_dir: Path, sanitize: str) -> None:

@@ -1,0 +1,71 @@
+# Everything here sets itself up: a virtual environment in .venv with the versions of
+# constraints.txt, and the package built into it. Needs python3 (with its venv module and C headers)
+# and a C++20 compiler; CMake and ninja come from the environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+DEMO := build/demo
+
+# With OpenMPI on the machine, the bench can compare itself with it.
+comma := ,
+EXTRAS := build,test,lint,plot$(if $(shell command -v mpirun),$(comma)mpi)
+
+# The project's own warnings are errors here, but not in a user's build of the package.
+export MOE_COMM_WERROR ?= 1
+
+CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' | sort)
+RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess)
+
+.DEFAULT_GOAL := help
+.PHONY: help
+help:  ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */: /' | column -t -s: 2>/dev/null \
+	  || grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST)
+
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel pybind11 cmake ninja torch
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet -c constraints.txt \
+	  --no-build-isolation -e '.[$(EXTRAS)]'
+	touch $@
+
+.PHONY: build
+build: $(READY)  ## Set up .venv and compile what has changed
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+
+.PHONY: demo
+demo: build  ## Train a small MoE on 4 ranks and on 1, then time dispatch on its recorded routing
+	mkdir -p $(DEMO)
+	$(BIN)/python examples/train_moe.py --trace $(DEMO)/trace.npz
+	$(BIN)/moe-comm bench dispatch-combine --ranks 4 --routing $(DEMO)/trace.npz \
+	  --json $(DEMO)/bench.json
+
+.PHONY: lint
+lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/codespell
+
+.PHONY: test
+test: build lint  ## Lint, then every test that takes no minutes, cheapest rung first
+	$(BIN)/python -m pytest -m "not slow" $(RUNGS) $(TEST_ARGS)
+
+.PHONY: test-all
+test-all: build lint  ## The same with the slow tests: full sizes, the wheel
+	$(BIN)/python -m pytest $(RUNGS) $(TEST_ARGS)
+
+.PHONY: bench
+bench: build  ## Time dispatch and combine at the reference sizes, over 2 ranks
+	$(BIN)/moe-comm bench dispatch-combine $(BENCH_ARGS)
+
+.PHONY: wheel
+wheel: $(READY)  ## Build dist/moe_comm-*.whl
+	MOE_COMM_WERROR=0 $(BIN)/python -m pip wheel --no-deps -w dist .
+
+.PHONY: clean
+clean:  ## Remove everything that make has made
+	rm -rf $(VENV) build dist moe_comm.egg-info moe_comm/_host*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
