@@ -20,8 +20,7 @@ RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess)
 .DEFAULT_GOAL := help
 .PHONY: help
 help:  ## This list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */: /' | column -t -s: 2>/dev/null \
-	  || grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
