@@ -41,10 +41,15 @@ def replace_if_changed(src: Path, dst: Path) -> None:
 class CMakeBuild(build_ext):
     """Builds the extension module with CMake and ninja instead of distutils' compiler."""
 
+    def run(self) -> None:
+        # setuptools clears `inplace` while it builds and copies the result afterwards.
+        self._keeps_build_dir = bool(self.inplace or self.editable_mode)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         # In-place builds keep their directory, for incremental rebuilds; a wheel is often built in
         # an isolated environment whose tools vanish afterwards, so it has one of its own.
-        kind = "inplace" if self.inplace or self.editable_mode else "wheel"
+        kind = "inplace" if self._keeps_build_dir else "wheel"
         sanitize = os.environ.get("MOE_COMM_SANITIZE", "")
         name = "-".join(filter(None, ["native", kind, sys.implementation.cache_tag, sanitize]))
         build_dir = ROOT / "build" / name
@@ -76,10 +81,11 @@ class CMakeBuild(build_ext):
         build_dir.mkdir(parents=True, exist_ok=True)
         stamp.write_text(tools)
         arguments = [f"-D{key}={value}" for key, value in definitions.items()]
-        subprocess.run(
-            [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *arguments], check=True
-        )
-        subprocess.run([cmake, "--build", str(build_dir)], check=True)
+        configure = [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *arguments]
+        for command in (configure, [cmake, "--build", str(build_dir)]):
+            returncode = subprocess.run(command, check=False).returncode
+            if returncode:
+                raise SystemExit(f"exit status {returncode} of: {' '.join(command)}")
 
     def copy_extensions_to_source(self) -> None:
         build_py = self.get_finalized_command("build_py")

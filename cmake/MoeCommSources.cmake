@@ -12,6 +12,10 @@ file(GLOB MOE_COMM_SOURCES CONFIGURE_DEPENDS
 
 set(MOE_COMM_AVX2_FLAGS "-mavx2;-mf16c")
 set(MOE_COMM_AVX512_FLAGS "-mavx2;-mf16c;-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq")
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  # GCC bug 105593: these warn about the compiler's own intrinsics headers.
+  list(APPEND MOE_COMM_AVX512_FLAGS -Wno-uninitialized -Wno-maybe-uninitialized)
+endif()
 foreach(isa AVX2 AVX512)
   string(TOLOWER ${isa} suffix)
   set(isa_sources ${MOE_COMM_SOURCES})
