@@ -1,0 +1,301 @@
+#pragma once
+
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "host/row_kernels.h"
+#include "host/row_numbers_impl.h"
+
+// The row kernels, written once. A translation unit includes one simd_*.h, which names `Simd`, and
+// then this file, and is compiled for that instruction set with -ffp-contract=off. Everything is in
+// an unnamed namespace or forced inline, so no code of one instruction set can reach another.
+
+namespace moe::host {
+namespace {
+
+constexpr int64_t kLineBytes = 64;
+constexpr int kRegistersPerLine = static_cast<int>(kLineBytes) / Simd::kRegisterBytes;
+/// Registers of a source that are read before the next source: 8 sums of bfloat16 stay in
+/// registers.
+constexpr int kRegistersPerChunk = 4;
+
+/// Bytes from @p dst to the next cache line, at most @p bytes.
+MOE_FORCE_INLINE int64_t bytes_to_line(const std::byte* dst, int64_t bytes) {
+  const auto gap = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & (kLineBytes - 1));
+  return gap < bytes ? gap : bytes;
+}
+
+template <bool kStream>
+MOE_FORCE_INLINE void put(std::byte* dst, Simd::Words value) {
+  if constexpr (kStream)
+    Simd::stream(dst, value);
+  else
+    store(dst, value);
+}
+
+/// Copies whole lines; with kStream, @p dst is aligned to a line.
+template <bool kStream>
+void copy_lines(const std::byte* src, std::byte* dst, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += kLineBytes) {
+    Simd::Words line[kRegistersPerLine];
+    for (int i = 0; i < kRegistersPerLine; ++i)
+      line[i] = load(src + at + i * Simd::kRegisterBytes);
+    for (int i = 0; i < kRegistersPerLine; ++i)
+      put<kStream>(dst + at + i * Simd::kRegisterBytes, line[i]);
+  }
+}
+
+void copy(const std::byte* src, std::byte* dst, int64_t bytes, StoreMode mode) {
+  // A line that is only partly written is stored through the cache: a neighbouring row completes
+  // it.
+  const bool is_streaming = mode == StoreMode::kStreaming;
+  const int64_t head = is_streaming ? bytes_to_line(dst, bytes) : 0;
+  const int64_t body = (bytes - head) & -kLineBytes;
+  std::memcpy(dst, src, head);
+  if (is_streaming)
+    copy_lines<true>(src + head, dst + head, body);
+  else
+    copy_lines<false>(src, dst, body);
+  std::memcpy(dst + head + body, src + head + body, bytes - head - body);
+}
+
+void zero(std::byte* dst, int64_t bytes, StoreMode mode) {
+  const bool is_streaming = mode == StoreMode::kStreaming;
+  const int64_t head = is_streaming ? bytes_to_line(dst, bytes) : 0;
+  const int64_t body = is_streaming ? (bytes - head) & -kLineBytes : 0;
+  std::memset(dst, 0, head);
+  for (int64_t at = head; at < head + body; at += Simd::kRegisterBytes)
+    Simd::stream(dst + at, Simd::Words{});
+  std::memset(dst + head + body, 0, bytes - head - body);
+}
+
+void fan_out(
+    const std::byte* src, std::byte* const* dst, int num_dst, int64_t bytes, StoreMode mode) {
+  bool is_aligned = true;
+  for (int d = 0; d < num_dst; ++d)
+    is_aligned = is_aligned && reinterpret_cast<uintptr_t>(dst[d]) % kLineBytes == 0;
+  if (mode == StoreMode::kCached || !is_aligned) {
+    for (int d = 0; d < num_dst; ++d)
+      copy(src, dst[d], bytes, mode);
+    return;
+  }
+  const int64_t body = bytes & -kLineBytes;
+  for (int64_t at = 0; at < body; at += kLineBytes) {
+    Simd::Words line[kRegistersPerLine];
+    for (int i = 0; i < kRegistersPerLine; ++i)
+      line[i] = load(src + at + i * Simd::kRegisterBytes);
+    for (int d = 0; d < num_dst; ++d)
+      for (int i = 0; i < kRegistersPerLine; ++i)
+        Simd::stream(dst[d] + at + i * Simd::kRegisterBytes, line[i]);
+  }
+  for (int d = 0; d < num_dst; ++d)
+    std::memcpy(dst[d] + body, src + body, bytes - body);
+}
+
+/// The sources of one `sum_rows`, typed.
+template <typename Number>
+struct SumRequest {
+  const std::byte* const* src;
+  const typename Number::Scalar* weights;
+  int num_src;
+  const std::byte* const* prefetch;
+  int num_prefetch;
+};
+
+/// Sums bytes [at, at + kCount registers) of all rows into @p sums, rounded to the row's type.
+template <typename Number, bool kWeighted, int kCount>
+MOE_FORCE_INLINE void sum_registers(const SumRequest<Number>& request,
+                                    int64_t at,
+                                    Simd::Words* sums) {
+  typename Number::Register acc[kCount * Number::kWidth] = {};
+  for (int k = 0; k < request.num_src; ++k) {
+    const std::byte* row = request.src[k] + at;
+    for (int i = 0; i < kCount; ++i) {
+      typename Number::Register values[Number::kWidth];
+      Number::widen(load(row + i * Simd::kRegisterBytes), values);
+      for (int j = 0; j < Number::kWidth; ++j) {
+        if constexpr (kWeighted)
+          values[j] *= broadcast<typename Number::Register>(request.weights[k]);
+        acc[i * Number::kWidth + j] += values[j];
+      }
+    }
+  }
+  for (int i = 0; i < kCount; ++i)
+    sums[i] = Number::narrow(acc + i * Number::kWidth);
+}
+
+/// Sums [at, end) in steps of kCount registers, leaves what is shorter; returns where it stopped.
+template <typename Number, bool kWeighted, bool kStream, int kCount>
+int64_t sum_span(const SumRequest<Number>& request, int64_t at, int64_t end, std::byte* dst) {
+  constexpr int64_t kStep = kCount * Simd::kRegisterBytes;
+  for (; at + kStep <= end; at += kStep) {
+    for (int p = 0; p < request.num_prefetch; ++p)
+      for (int64_t line = 0; line < kStep; line += kLineBytes)
+        __builtin_prefetch(request.prefetch[p] + at + line, 0, 2);
+    Simd::Words sums[kCount];
+    sum_registers<Number, kWeighted, kCount>(request, at, sums);
+    for (int i = 0; i < kCount; ++i)
+      put<kStream>(dst + at + i * Simd::kRegisterBytes, sums[i]);
+  }
+  return at;
+}
+
+/// Sums [at, end), less than one register.
+template <typename Number, bool kWeighted>
+void sum_rest(const SumRequest<Number>& request, int64_t at, int64_t end, std::byte* dst) {
+  typename Number::Register acc[Number::kWidth] = {};
+  for (int k = 0; k < request.num_src; ++k) {
+    Simd::Words padded = {};
+    std::memcpy(&padded, request.src[k] + at, end - at);
+    typename Number::Register values[Number::kWidth];
+    Number::widen(padded, values);
+    for (int j = 0; j < Number::kWidth; ++j) {
+      if constexpr (kWeighted)
+        values[j] *= broadcast<typename Number::Register>(request.weights[k]);
+      acc[j] += values[j];
+    }
+  }
+  const Simd::Words sums = Number::narrow(acc);
+  std::memcpy(dst + at, &sums, end - at);
+}
+
+template <typename Number, bool kWeighted, bool kStream>
+void sum_row(const SumRequest<Number>& request, int64_t bytes, std::byte* dst) {
+  int64_t at = 0;
+  if constexpr (kStream) {
+    const int64_t head = bytes_to_line(dst, bytes);
+    at = sum_span<Number, kWeighted, false, 1>(request, at, head, dst);
+    if (at < head)
+      sum_rest<Number, kWeighted>(request, at, head, dst);
+    at = head;
+  }
+  at = sum_span<Number, kWeighted, kStream, kRegistersPerChunk>(request, at, bytes, dst);
+  at = sum_span<Number, kWeighted, kStream, kRegistersPerLine>(request, at, bytes, dst);
+  at = sum_span<Number, kWeighted, false, 1>(request, at, bytes, dst);
+  if (at < bytes)
+    sum_rest<Number, kWeighted>(request, at, bytes, dst);
+}
+
+template <typename Number>
+void sum_rows_of(const std::byte* const* src,
+                 const void* weights,
+                 int num_src,
+                 int64_t hidden,
+                 std::byte* dst,
+                 StoreMode mode,
+                 const std::byte* const* prefetch,
+                 int num_prefetch) {
+  using Scalar = typename Number::Scalar;
+  const SumRequest<Number> request{
+      src, static_cast<const Scalar*>(weights), num_src, prefetch, prefetch ? num_prefetch : 0};
+  const int64_t bytes = hidden * Number::kElementBytes;
+  const bool is_streaming = mode == StoreMode::kStreaming;
+  if (weights && is_streaming)
+    sum_row<Number, true, true>(request, bytes, dst);
+  else if (weights)
+    sum_row<Number, true, false>(request, bytes, dst);
+  else if (is_streaming)
+    sum_row<Number, false, true>(request, bytes, dst);
+  else
+    sum_row<Number, false, false>(request, bytes, dst);
+}
+
+void sum_rows(DType dtype,
+              const std::byte* const* src,
+              const void* weights,
+              int num_src,
+              int64_t hidden,
+              std::byte* dst,
+              StoreMode mode,
+              const std::byte* const* prefetch,
+              int num_prefetch) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return sum_rows_of<BFloat16>(
+          src, weights, num_src, hidden, dst, mode, prefetch, num_prefetch);
+    case DType::kFloat16:
+      return sum_rows_of<Float16>(src, weights, num_src, hidden, dst, mode, prefetch, num_prefetch);
+    case DType::kFloat32:
+      return sum_rows_of<Float32>(src, weights, num_src, hidden, dst, mode, prefetch, num_prefetch);
+    case DType::kFloat64:
+      return sum_rows_of<Float64>(src, weights, num_src, hidden, dst, mode, prefetch, num_prefetch);
+    case DType::kBytes:
+      break;
+  }
+  assert(false && "sum_rows: bytes cannot be added");
+}
+
+/// `scale_and_dot` of kDotLanes elements; adds their products to @p acc.
+template <typename Number>
+MOE_FORCE_INLINE void scale_and_dot_group(std::byte* gradient,
+                                          const std::byte* value,
+                                          typename Number::Register weight,
+                                          typename Number::Register* acc) {
+  for (int i = 0; i < kDotRegisters<Number>; ++i) {
+    typename Number::Register gradients[Number::kWidth];
+    typename Number::Register values[Number::kWidth];
+    Number::widen(load(gradient + i * Simd::kRegisterBytes), gradients);
+    Number::widen(load(value + i * Simd::kRegisterBytes), values);
+    for (int j = 0; j < Number::kWidth; ++j) {
+      acc[i * Number::kWidth + j] += gradients[j] * values[j];
+      gradients[j] *= weight;
+    }
+    store(gradient + i * Simd::kRegisterBytes, Number::narrow(gradients));
+  }
+}
+
+template <typename Number>
+double scale_and_dot_of(std::byte* gradient,
+                        const std::byte* value,
+                        double weight,
+                        int64_t hidden) {
+  using Scalar = typename Number::Scalar;
+  constexpr int64_t kGroupBytes = kDotLanes * Number::kElementBytes;
+  const int64_t bytes = hidden * Number::kElementBytes;
+  const int64_t body = bytes - bytes % kGroupBytes;
+  const auto scale = broadcast<typename Number::Register>(static_cast<Scalar>(weight));
+  typename Number::Register acc[kDotRegisters<Number> * Number::kWidth] = {};
+  for (int64_t at = 0; at < body; at += kGroupBytes)
+    scale_and_dot_group<Number>(gradient + at, value + at, scale, acc);
+  if (body < bytes) {
+    // The padding adds +0.0 to its lanes, and no lane is ever -0.0: it changes nothing.
+    std::byte gradients[kGroupBytes] = {};
+    std::byte values[kGroupBytes] = {};
+    std::memcpy(gradients, gradient + body, bytes - body);
+    std::memcpy(values, value + body, bytes - body);
+    scale_and_dot_group<Number>(gradients, values, scale, acc);
+    std::memcpy(gradient + body, gradients, bytes - body);
+  }
+  return add_lanes<Number>(acc);
+}
+
+double scale_and_dot(
+    DType dtype, std::byte* gradient, const std::byte* value, double weight, int64_t hidden) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return scale_and_dot_of<BFloat16>(gradient, value, weight, hidden);
+    case DType::kFloat16:
+      return scale_and_dot_of<Float16>(gradient, value, weight, hidden);
+    case DType::kFloat32:
+      return scale_and_dot_of<Float32>(gradient, value, weight, hidden);
+    case DType::kFloat64:
+      return scale_and_dot_of<Float64>(gradient, value, weight, hidden);
+    case DType::kBytes:
+      break;
+  }
+  assert(false && "scale_and_dot: bytes cannot be multiplied");
+  return 0.0;
+}
+
+void store_fence() {
+  Simd::fence();
+}
+
+constexpr RowKernels make_row_kernels(const char* name) {
+  return {name, fan_out, sum_rows, scale_and_dot, copy, zero, store_fence};
+}
+
+}  // namespace
+}  // namespace moe::host

@@ -1,0 +1,19 @@
+#pragma once
+
+#include "host/roof.h"
+#include "host/row_kernels.h"
+
+namespace moe::host {
+
+// One pair of tables per instruction set, each defined in row_kernels_<name>.cpp. They are
+// constants: nothing of a translation unit runs before find_row_kernels() has asked the processor.
+extern const RowKernels kPortableRowKernels;
+extern const RoofKernels kPortableRoofKernels;
+#if defined(__x86_64__)
+extern const RowKernels kAvx2RowKernels;
+extern const RoofKernels kAvx2RoofKernels;
+extern const RowKernels kAvx512RowKernels;
+extern const RoofKernels kAvx512RoofKernels;
+#endif
+
+}  // namespace moe::host

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "core/dtype.h"
+#include "host/simd_registers.h"
+
+namespace moe::host {
+namespace {
+
+/// What row_kernels_impl.h and roof_impl.h are written in, for any machine. It knows no
+/// non-temporal store, so streaming is an ordinary store.
+struct Simd : Registers<16> {
+  static MOE_FORCE_INLINE void stream(std::byte* dst, Words value) {
+    std::memcpy(dst, &value, sizeof value);
+  }
+
+  static MOE_FORCE_INLINE void widen_float16(Words bits, Floats* values) {
+    uint16_t codes[8];
+    float numbers[8];
+    std::memcpy(codes, &bits, sizeof codes);
+    for (int i = 0; i < 8; ++i)
+      numbers[i] = float16_to_float(codes[i]);
+    std::memcpy(values, numbers, sizeof numbers);
+  }
+
+  static MOE_FORCE_INLINE Words narrow_float16(const Floats* values) {
+    uint16_t codes[8];
+    float numbers[8];
+    std::memcpy(numbers, values, sizeof numbers);
+    for (int i = 0; i < 8; ++i)
+      codes[i] = float_to_float16(numbers[i]);
+    Words bits;
+    std::memcpy(&bits, codes, sizeof bits);
+    return bits;
+  }
+
+  static MOE_FORCE_INLINE void fence() { std::atomic_thread_fence(std::memory_order_release); }
+};
+
+}  // namespace
+}  // namespace moe::host
