@@ -1,0 +1,100 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace moe::sync {
+
+// The vocabulary in which rows, flags and waits are written: load, store, fence, wait, wake. Words
+// live in memory shared between processes, so they are plain integers used through these functions
+// only; 64-bit words are lock-free on every supported machine.
+
+static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);
+
+template <typename Word>
+Word load_relaxed(const Word& word) {
+  return std::atomic_ref<Word>(const_cast<Word&>(word)).load(std::memory_order_relaxed);
+}
+
+template <typename Word>
+Word load_acquire(const Word& word) {
+  return std::atomic_ref<Word>(const_cast<Word&>(word)).load(std::memory_order_acquire);
+}
+
+template <typename Word>
+void store_relaxed(Word& word, Word value) {
+  std::atomic_ref<Word>(word).store(value, std::memory_order_relaxed);
+}
+
+template <typename Word>
+void store_release(Word& word, Word value) {
+  std::atomic_ref<Word>(word).store(value, std::memory_order_release);
+}
+
+template <typename Word>
+Word fetch_add(Word& word, Word value) {
+  return std::atomic_ref<Word>(word).fetch_add(value, std::memory_order_acq_rel);
+}
+
+template <typename Word>
+bool compare_exchange(Word& word, Word expected, Word desired) {
+  return std::atomic_ref<Word>(word).compare_exchange_strong(
+      expected, desired, std::memory_order_acq_rel, std::memory_order_acquire);
+}
+
+inline void fence_seq_cst() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
+/// Tells the core that this is a spin loop.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+/// Gives the core to another runnable thread.
+void yield();
+
+/// CLOCK_MONOTONIC: one clock for all processes of a machine.
+int64_t now_ns();
+
+/// Sleeps while @p word equals @p expected, at most @p timeout_ns. Works across processes. May
+/// return early for no reason.
+void futex_wait(uint32_t& word, uint32_t expected, int64_t timeout_ns);
+
+/// Wakes every sleeper on @p word.
+void futex_wake_all(uint32_t& word);
+
+/// How sleepers of one rank are woken: a writer stores its flag, then rings; a sleeper enrols, looks
+/// at its flag once more, then sleeps until the next ring.
+///
+/// Byte map (64 bytes): [0, 4) rings, a count; [4, 8) waiters, sleepers enrolled; rest unused.
+struct alignas(64) Doorbell {
+  uint32_t rings;
+  uint32_t waiters;
+};
+static_assert(sizeof(Doorbell) == 64);
+
+/// Called after the flag was stored. The fence keeps the flag ahead of the look at `waiters`: either
+/// the sleeper sees the flag, or this sees the sleeper.
+inline void ring(Doorbell& doorbell) {
+  fence_seq_cst();
+  if (load_relaxed(doorbell.waiters) == 0)
+    return;
+  fetch_add(doorbell.rings, 1u);
+  futex_wake_all(doorbell.rings);
+}
+
+/// Sleeps until @p ready() holds, a ring, or @p timeout_ns; the caller looks again in any case.
+template <typename Ready>
+void sleep_unless(Doorbell& doorbell, int64_t timeout_ns, Ready&& ready) {
+  fetch_add(doorbell.waiters, 1u);
+  fence_seq_cst();
+  const uint32_t seen = load_acquire(doorbell.rings);
+  if (!ready())
+    futex_wait(doorbell.rings, seen, timeout_ns);
+  fetch_add(doorbell.waiters, ~0u);
+}
+
+}  // namespace moe::sync

@@ -1,0 +1,190 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "core/peer_link.h"
+#include "core/symmetric_memory.h"
+#include "layout/control.h"
+#include "layout/row.h"
+
+namespace moe::host {
+
+/// Lets a blocked operation answer its caller's signals; may throw. Empty on progress threads.
+using InterruptCheck = std::function<void()>;
+
+/// Where an operation is while it waits: what an error about it says.
+struct WaitSite {
+  layout::Operation operation = layout::Operation::kNone;
+  layout::Phase phase = layout::Phase::kIdle;
+  int64_t epoch = -1;
+  const InterruptCheck* interrupt_check = nullptr;
+};
+
+/// Part of a buffer that takes part in recovery.
+class Recoverable {
+ public:
+  struct Epochs {
+    uint64_t next = 0;
+    uint64_t num_completed = 0;  ///< epochs [0, num_completed) have ended on this rank
+  };
+  virtual ~Recoverable() = default;
+  virtual Epochs epochs() const = 0;
+  /// Continue at @p next_epoch; flags and rows of earlier epochs mean nothing any more.
+  virtual void restart(uint64_t next_epoch) = 0;
+};
+
+struct RecoveryResult {
+  std::vector<int> failed_ranks;
+  std::vector<int64_t> completed_epochs;  ///< per buffer, last that completed everywhere, -1 for none
+};
+
+/// The ranks of one communicator: who lives, what was aborted, small messages between them.
+///
+/// Ranks are the communicator's own, [0, num_ranks). Thread-safe, except that `all_gather` and
+/// `recover` are called by one thread at a time.
+class Group {
+ public:
+  /// @param link     Sockets of the widest communicator.
+  /// @param memory   Heap of the widest communicator.
+  /// @param members  Rank of every member in the widest communicator.
+  /// @param channel  Tells this communicator's messages from others'; equal on every rank.
+  /// Collective: exchanges control blocks.
+  Group(std::shared_ptr<PeerLink> link,
+        std::shared_ptr<SymmetricMemory> memory,
+        std::vector<int> members,
+        int rank_idx,
+        uint64_t channel,
+        double stall_timeout_s,
+        double arrival_timeout_s,
+        int num_threads,
+        const InterruptCheck& interrupt_check);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank_idx() const { return rank_idx_; }
+  int num_ranks() const { return static_cast<int>(members_.size()); }
+  int num_threads() const { return num_threads_; }
+  bool has_spare_cores() const { return has_spare_cores_; }
+  int64_t stall_timeout_ns() const { return stall_timeout_ns_; }
+  int64_t arrival_timeout_ns() const { return arrival_timeout_ns_; }
+  SymmetricMemory& memory() { return *memory_; }
+  const std::shared_ptr<SymmetricMemory>& shared_memory() const { return memory_; }
+  const std::shared_ptr<PeerLink>& link() const { return link_; }
+  const std::vector<int>& members() const { return members_; }
+
+  /// Whether a rank takes part; false for ranks a recovery has excluded.
+  bool is_active(int rank_idx) const { return is_active_[static_cast<size_t>(rank_idx)]; }
+  PeerState state(int rank_idx) const {
+    return link_->state(members_[static_cast<size_t>(rank_idx)]);
+  }
+  sync::Doorbell& doorbell(int rank_idx) { return controls_[static_cast<size_t>(rank_idx)]->doorbell; }
+  sync::Doorbell& own_doorbell() { return doorbell(rank_idx_); }
+
+  /// Address of a place of @p rank_idx; waits until the peer's announcement has arrived.
+  std::byte* resolve(int rank_idx, const Offer& offer, const WaitSite& site);
+
+  /// Throws what aborted the communicator, if anything did. One relaxed load otherwise.
+  void check_abort() const {
+    if (sync::load_relaxed(own_abort_->state) != 0) [[unlikely]]
+      throw_abort();
+  }
+
+  /// Throws when the communicator is aborted, destroyed or forked away, or when an active peer is
+  /// gone; called before an operation publishes anything.
+  void check_usable(layout::Operation operation) const;
+
+  /// Throws PeerFailed (after aborting) when @p peer_rank is gone.
+  void check_peer(int peer_rank, const WaitSite& site);
+
+  /// Aborts the communicator: stores the record here and at every living peer, wakes all sleepers.
+  /// Only the first abort counts.
+  void abort(layout::AbortCause cause,
+             const WaitSite& site,
+             const std::vector<int>& ranks,
+             const std::string& message);
+  [[noreturn]] void throw_abort() const;
+  bool is_aborted() const { return sync::load_relaxed(own_abort_->state) != 0; }
+
+  /// Keeps a window that peers of an aborted operation may still write to, until recovery.
+  void quarantine(std::shared_ptr<Window> window);
+
+  /// Keeps a destroyed buffer's control area until every peer has destroyed its own.
+  void retire(std::shared_ptr<Window> window, std::function<bool()> is_unused);
+
+  /// Every active rank's payload, in rank order; "" for excluded ranks. Collective.
+  std::vector<std::string> all_gather(const std::string& payload,
+                                      const InterruptCheck& interrupt_check);
+
+  /// Makes the buffers of the living usable again. Collective over the living.
+  RecoveryResult recover(const InterruptCheck& interrupt_check);
+
+  /// Number of the next collective call, equal on every rank: names a buffer made by that call.
+  uint64_t next_gather_sequence() const { return gather_sequence_; }
+  void add_recoverable(uint64_t buffer_number, std::weak_ptr<Recoverable> buffer);
+
+  void destroy();
+  bool is_destroyed() const { return is_destroyed_.load(std::memory_order_relaxed); }
+
+  /// Counts operations that run in this process, so that recovery can wait for their end.
+  class OperationScope {
+   public:
+    explicit OperationScope(Group& group) : group_(group) { group_.num_running_.fetch_add(1); }
+    ~OperationScope() { group_.num_running_.fetch_sub(1); }
+    OperationScope(const OperationScope&) = delete;
+    OperationScope& operator=(const OperationScope&) = delete;
+
+   private:
+    Group& group_;
+  };
+
+ private:
+  std::vector<std::string> exchange(uint64_t channel,
+                                    uint64_t sequence,
+                                    const std::string& payload,
+                                    bool is_recovery,
+                                    const InterruptCheck& interrupt_check);
+  std::vector<int> missing_ranks() const;
+  void free_retired();
+  void exclude(const std::vector<int>& ranks);
+  RecoveryResult restart_buffers(const std::vector<std::string>& payloads);
+  std::string recovery_payload() const;
+
+  std::shared_ptr<PeerLink> link_;
+  std::shared_ptr<SymmetricMemory> memory_;
+  std::vector<int> members_;
+  int rank_idx_;
+  uint64_t channel_;
+  int64_t stall_timeout_ns_;
+  int64_t arrival_timeout_ns_;
+  int num_threads_;
+  bool has_spare_cores_;
+  int process_id_;
+
+  std::shared_ptr<Window> own_control_;
+  std::vector<layout::ControlBlock*> controls_;
+  layout::AbortRecord* own_abort_ = nullptr;
+  std::vector<uint8_t> is_active_;
+  int listener_id_ = -1;
+
+  uint64_t gather_sequence_ = 0;
+  uint64_t recovery_round_ = 0;
+  std::atomic<int> num_running_{0};
+  std::atomic<bool> is_destroyed_{false};
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Window>> quarantined_;
+  std::vector<std::pair<std::shared_ptr<Window>, std::function<bool()>>> retired_;
+  std::map<uint64_t, std::weak_ptr<Recoverable>> recoverables_;
+};
+
+}  // namespace moe::host

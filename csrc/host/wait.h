@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/sync.h"
+#include "host/group.h"
+
+namespace moe::host {
+
+/// How long a waiter spins and yields before it sleeps.
+struct WaitLadder {
+  int num_spins;
+  int num_yields;
+};
+
+/// Short spins when ranks outnumber cores: a spinning waiter then holds the core its peer needs.
+inline WaitLadder wait_ladder(bool has_spare_cores) {
+  return has_spare_cores ? WaitLadder{600, 500} : WaitLadder{20, 500};
+}
+
+constexpr int64_t kSleepSliceNs = 40'000'000;  // bounds how late a sleeper looks at its limits
+
+/// Waits until @p ready() holds: spins, yields, then sleeps on this rank's doorbell.
+///
+/// @param ready    Looks at the flag, with acquire order. Always looked at before anything else.
+/// @param on_slow  Called now and then while waiting; throws to give up (abort, death, limits).
+template <typename Ready, typename OnSlow>
+void wait_until(Group& group, Ready&& ready, OnSlow&& on_slow) {
+  const WaitLadder ladder = wait_ladder(group.has_spare_cores());
+  for (int i = 0; i < ladder.num_spins; ++i) {
+    if (ready())
+      return;
+    sync::pause();
+  }
+  for (int i = 0; i < ladder.num_yields; ++i) {
+    if (ready())
+      return;
+    if (i % 64 == 63)
+      on_slow();
+    sync::yield();
+  }
+  while (!ready()) {
+    on_slow();
+    sync::sleep_unless(group.own_doorbell(), kSleepSliceNs, ready);
+  }
+}
+
+}  // namespace moe::host

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/sync.h"
+
+namespace moe::layout {
+
+enum class AbortState : uint32_t { kClear = 0, kBeingWritten = 1, kSet = 2 };
+enum class AbortCause : int32_t { kPeerFailed = 0, kPeerTimeout = 1 };
+
+/// Why a communicator was aborted; written once by the first rank that aborts, into every peer.
+///
+/// Byte map (512 bytes): [0, 4) state; [4, 8) cause; [8, 12) operation; [12, 16) phase;
+///   [16, 24) epoch; [24, 28) num_ranks, how many of `ranks` count; [28, 156) ranks;
+///   [156, 512) message, zero-terminated.
+struct alignas(64) AbortRecord {
+  static constexpr int kMaxRanks = 32;
+  static constexpr int kMessageBytes = 356;
+
+  uint32_t state;
+  int32_t cause;
+  int32_t operation;
+  int32_t phase;
+  int64_t epoch;
+  int32_t num_ranks;
+  int32_t ranks[kMaxRanks];
+  char message[kMessageBytes];
+};
+static_assert(sizeof(AbortRecord) == 512);
+
+/// One per (communicator, rank), in that rank's heap; peers write to it.
+struct ControlBlock {
+  sync::Doorbell doorbell;
+  AbortRecord abort;
+};
+static_assert(sizeof(ControlBlock) == 576);
+
+}  // namespace moe::layout

@@ -1,0 +1,208 @@
+#include "layout/routing.h"
+
+#include <algorithm>
+
+#include "core/math.h"
+
+namespace moe::layout {
+
+Placement::Placement(std::vector<int32_t> expert_rank_in, int num_ranks_in)
+    : num_ranks(num_ranks_in),
+      num_experts(static_cast<int>(expert_rank_in.size())),
+      expert_rank(std::move(expert_rank_in)),
+      local_expert_idx(expert_rank.size()),
+      local_experts(static_cast<size_t>(num_ranks_in)) {
+  for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx) {
+    auto& owned = local_experts[static_cast<size_t>(expert_rank[expert_idx])];
+    local_expert_idx[expert_idx] = static_cast<int32_t>(owned.size());
+    owned.push_back(expert_idx);
+  }
+}
+
+uint64_t CountMatrix::hash(uint64_t seed) const {
+  return hash_words(counts.data(), static_cast<int64_t>(counts.size()), seed);
+}
+
+namespace {
+
+int64_t choices_of_expert(const CountMatrix& counts, int expert_idx) {
+  int64_t total = 0;
+  for (int src_rank = 0; src_rank < counts.num_ranks; ++src_rank)
+    total += counts.to_expert(src_rank, expert_idx);
+  return total;
+}
+
+int64_t rows_to_rank(const CountMatrix& counts, int dst_rank) {
+  int64_t total = 0;
+  for (int src_rank = 0; src_rank < counts.num_ranks; ++src_rank)
+    total += counts.to_rank(src_rank, dst_rank);
+  return total;
+}
+
+}  // namespace
+
+ReceivedRows received_rows(const CountMatrix& counts,
+                           const Placement& placement,
+                           RowLayout layout,
+                           int64_t expert_alignment,
+                           int rank_idx) {
+  const auto& owned = placement.local_experts[static_cast<size_t>(rank_idx)];
+  ReceivedRows received;
+  received.num_tokens_per_expert.reserve(owned.size());
+  received.expert_offsets.reserve(owned.size() + 1);
+  int64_t start = 0;
+  for (const int32_t expert_idx : owned) {
+    const int64_t count = choices_of_expert(counts, expert_idx);
+    received.num_tokens_per_expert.push_back(count);
+    received.expert_offsets.push_back(start);
+    start += round_up(count, expert_alignment);
+  }
+  received.expert_offsets.push_back(start);
+  received.num_rows = layout == RowLayout::kExpertMajor ? start : rows_to_rank(counts, rank_idx);
+  return received;
+}
+
+int64_t num_received_rows(const CountMatrix& counts,
+                          const Placement& placement,
+                          RowLayout layout,
+                          int64_t expert_alignment,
+                          int rank_idx) {
+  if (layout == RowLayout::kRankMajor)
+    return rows_to_rank(counts, rank_idx);
+  int64_t num_rows = 0;
+  for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(rank_idx)])
+    num_rows += round_up(choices_of_expert(counts, expert_idx), expert_alignment);
+  return num_rows;
+}
+
+bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank) {
+  return counts.to_rank(src_rank, dst_rank) > 0;
+}
+
+std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
+                                          const Placement& placement,
+                                          int64_t expert_alignment,
+                                          int src_rank) {
+  std::vector<int64_t> starts(static_cast<size_t>(placement.num_experts));
+  for (const auto& owned : placement.local_experts) {
+    int64_t start = 0;
+    for (const int32_t expert_idx : owned) {
+      int64_t before = 0;
+      int64_t total = 0;
+      for (int peer_rank = 0; peer_rank < counts.num_ranks; ++peer_rank) {
+        if (peer_rank == src_rank)
+          before = total;
+        total += counts.to_expert(peer_rank, expert_idx);
+      }
+      starts[static_cast<size_t>(expert_idx)] = start + before;
+      start += round_up(total, expert_alignment);
+    }
+  }
+  return starts;
+}
+
+std::vector<int64_t> rank_stream_starts(const CountMatrix& counts, int src_rank) {
+  std::vector<int64_t> starts(static_cast<size_t>(counts.num_ranks));
+  for (int dst_rank = 0; dst_rank < counts.num_ranks; ++dst_rank)
+    for (int peer_rank = 0; peer_rank < src_rank; ++peer_rank)
+      starts[static_cast<size_t>(dst_rank)] += counts.to_rank(peer_rank, dst_rank);
+  return starts;
+}
+
+int64_t count_choices(const int64_t* topk_idx,
+                      int64_t num_tokens,
+                      int64_t num_topk,
+                      const Placement& placement,
+                      int32_t* counts) {
+  const int num_experts = placement.num_experts;
+  std::fill_n(counts, num_experts + placement.num_ranks, 0);
+  int32_t* const to_rank = counts + num_experts;
+  // Which token was last counted for a rank: a token counts once per distinct rank.
+  std::vector<int64_t> last_token(static_cast<size_t>(placement.num_ranks), -1);
+  for (int64_t token_idx = 0; token_idx < num_tokens; ++token_idx) {
+    for (int64_t k = 0; k < num_topk; ++k) {
+      const int64_t flat_idx = token_idx * num_topk + k;
+      const int64_t expert_idx = topk_idx[flat_idx];
+      if (expert_idx < 0 || expert_idx >= num_experts) {
+        if (expert_idx == -1)
+          continue;
+        return flat_idx;
+      }
+      ++counts[expert_idx];
+      const auto dst_rank = static_cast<size_t>(placement.expert_rank[expert_idx]);
+      if (last_token[dst_rank] != token_idx) {
+        last_token[dst_rank] = token_idx;
+        ++to_rank[dst_rank];
+      }
+    }
+  }
+  return -1;
+}
+
+namespace {
+
+void assign_expert_major(const int64_t* topk_idx,
+                         int64_t num_choices,
+                         const Placement& placement,
+                         std::vector<int64_t> next_row,
+                         int64_t* slots) {
+  for (int64_t i = 0; i < num_choices; ++i) {
+    const int64_t expert_idx = topk_idx[i];
+    slots[i] = expert_idx < 0 ? Slot::kNone
+                              : Slot::pack(placement.expert_rank[expert_idx], next_row[expert_idx]++);
+  }
+}
+
+void assign_rank_major(const int64_t* topk_idx,
+                       int64_t num_tokens,
+                       int64_t num_topk,
+                       int64_t num_slots,
+                       const Placement& placement,
+                       std::vector<int64_t> next_row,
+                       int64_t* slots) {
+  std::vector<uint8_t> is_bound(static_cast<size_t>(placement.num_ranks));
+  for (int64_t token_idx = 0; token_idx < num_tokens; ++token_idx) {
+    std::fill(is_bound.begin(), is_bound.end(), uint8_t{0});
+    for (int64_t k = 0; k < num_topk; ++k) {
+      const int64_t expert_idx = topk_idx[token_idx * num_topk + k];
+      if (expert_idx >= 0)
+        is_bound[static_cast<size_t>(placement.expert_rank[expert_idx])] = 1;
+    }
+    int64_t* const token_slots = slots + token_idx * num_slots;
+    int64_t num_bound = 0;
+    for (int dst_rank = 0; dst_rank < placement.num_ranks; ++dst_rank)
+      if (is_bound[static_cast<size_t>(dst_rank)])
+        token_slots[num_bound++] = Slot::pack(dst_rank, next_row[static_cast<size_t>(dst_rank)]++);
+    std::fill(token_slots + num_bound, token_slots + num_slots, Slot::kNone);
+  }
+}
+
+}  // namespace
+
+void assign_slots(const int64_t* topk_idx,
+                  int64_t num_tokens,
+                  int64_t num_topk,
+                  const CountMatrix& counts,
+                  const Placement& placement,
+                  RowLayout layout,
+                  int64_t expert_alignment,
+                  int rank_idx,
+                  int64_t* slots) {
+  if (layout == RowLayout::kExpertMajor) {
+    assign_expert_major(topk_idx,
+                        num_tokens * num_topk,
+                        placement,
+                        expert_stream_starts(counts, placement, expert_alignment, rank_idx),
+                        slots);
+    return;
+  }
+  assign_rank_major(topk_idx,
+                    num_tokens,
+                    num_topk,
+                    num_slots_per_token(layout, num_topk, placement.num_ranks),
+                    placement,
+                    rank_stream_starts(counts, rank_idx),
+                    slots);
+}
+
+}  // namespace moe::layout

@@ -1,0 +1,120 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "layout/row.h"
+
+namespace moe::layout {
+
+/// Where a row lies: destination rank and row index in its window, packed as `rank << 48 | row`.
+struct Slot {
+  static constexpr int kRowBits = 48;
+  static constexpr int64_t kNone = -1;
+
+  static int64_t pack(int rank_idx, int64_t row_idx) {
+    return (static_cast<int64_t>(rank_idx) << kRowBits) | row_idx;
+  }
+  static int rank_idx(int64_t slot) { return static_cast<int>(slot >> kRowBits); }
+  static int64_t row_idx(int64_t slot) { return slot & ((int64_t{1} << kRowBits) - 1); }
+};
+
+/// Which rank owns every expert, and in which local order.
+struct Placement {
+  int num_ranks = 0;
+  int num_experts = 0;
+  std::vector<int32_t> expert_rank;         ///< [num_experts]
+  std::vector<int32_t> local_expert_idx;    ///< [num_experts], ascending id on the owner
+  std::vector<std::vector<int32_t>> local_experts;  ///< per rank, ascending global ids
+
+  Placement() = default;
+  Placement(std::vector<int32_t> expert_rank, int num_ranks);
+};
+
+/// How many rows every rank sends where: row r of the count matrix is what rank r sends, its choices
+/// of every expert, then its tokens bound for every distinct rank.
+struct CountMatrix {
+  int num_ranks = 0;
+  int num_experts = 0;
+  std::vector<int32_t> counts;  ///< [num_ranks, num_experts + num_ranks]
+
+  CountMatrix() = default;
+  CountMatrix(int num_ranks, int num_experts)
+      : num_ranks(num_ranks),
+        num_experts(num_experts),
+        counts(static_cast<size_t>(num_ranks) * static_cast<size_t>(num_experts + num_ranks)) {}
+
+  int32_t* row(int rank_idx) { return counts.data() + int64_t{stride()} * rank_idx; }
+  const int32_t* row(int rank_idx) const { return counts.data() + int64_t{stride()} * rank_idx; }
+  int stride() const { return num_experts + num_ranks; }
+  int64_t to_expert(int src_rank, int expert_idx) const { return row(src_rank)[expert_idx]; }
+  int64_t to_rank(int src_rank, int dst_rank) const { return row(src_rank)[num_experts + dst_rank]; }
+  uint64_t hash(uint64_t seed) const;
+};
+
+/// What one rank receives, from the count matrix alone.
+///
+/// Example: 2 ranks, rank 1 owns experts 1 and 2, alignment 4. Rank 0 sends 3 rows to expert 1 and
+/// 1 to expert 2, rank 1 sends 2 to expert 1. Then on rank 1 num_tokens_per_expert = [5, 1],
+/// expert_offsets = [0, 8, 12] and num_rows = 12; rank 1's own rows for expert 1 start at row 3.
+struct ReceivedRows {
+  int64_t num_rows = 0;                        ///< padding included
+  std::vector<int64_t> num_tokens_per_expert;  ///< [num_local_experts], choices
+  std::vector<int64_t> expert_offsets;         ///< [num_local_experts + 1], padded starts
+};
+
+ReceivedRows received_rows(const CountMatrix& counts,
+                           const Placement& placement,
+                           RowLayout layout,
+                           int64_t expert_alignment,
+                           int rank_idx);
+
+/// Rows @p rank_idx receives, padding included.
+int64_t num_received_rows(const CountMatrix& counts,
+                          const Placement& placement,
+                          RowLayout layout,
+                          int64_t expert_alignment,
+                          int rank_idx);
+
+/// Whether @p src_rank sends any row to @p dst_rank.
+bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank);
+
+/// First row that @p src_rank writes for every expert in its owner's window (expert-major).
+std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
+                                          const Placement& placement,
+                                          int64_t expert_alignment,
+                                          int src_rank);
+
+/// First row that @p src_rank writes on every rank (rank-major).
+std::vector<int64_t> rank_stream_starts(const CountMatrix& counts, int src_rank);
+
+/// Counts of one rank's choices. Ids must lie in [-1, num_experts).
+/// @param topk_idx  [num_tokens, num_topk]
+/// @param counts    [num_experts + num_ranks], overwritten
+/// @return the flat index of the first id outside the range, or -1.
+int64_t count_choices(const int64_t* topk_idx,
+                      int64_t num_tokens,
+                      int64_t num_topk,
+                      const Placement& placement,
+                      int32_t* counts);
+
+/// Slot of every row this rank sends.
+/// @param slots  expert-major: [num_tokens, num_topk], entry k for choice k; rank-major:
+///   [num_tokens, min(num_topk, num_ranks)], destination ranks ascending, then Slot::kNone.
+void assign_slots(const int64_t* topk_idx,
+                  int64_t num_tokens,
+                  int64_t num_topk,
+                  const CountMatrix& counts,
+                  const Placement& placement,
+                  RowLayout layout,
+                  int64_t expert_alignment,
+                  int rank_idx,
+                  int64_t* slots);
+
+inline int64_t num_slots_per_token(RowLayout layout, int64_t num_topk, int num_ranks) {
+  if (layout == RowLayout::kExpertMajor)
+    return num_topk;
+  return num_topk < num_ranks ? num_topk : num_ranks;
+}
+
+}  // namespace moe::layout

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/math.h"
+#include "core/symmetric_memory.h"
+
+namespace moe::layout {
+
+enum class Operation : int32_t {
+  kNone = 0,
+  kDispatch = 1,
+  kCachedDispatch = 2,
+  kCombine = 3,
+};
+
+enum class Phase : int32_t { kIdle = 0, kRows = 1, kOffers = 2, kData = 3, kReuse = 4 };
+
+enum class RowLayout : int32_t { kExpertMajor = 0, kRankMajor = 1 };
+
+enum class RowStatus : int32_t {
+  kOk = 0,
+  kInvalidArgument = 1,
+  kInvalidType = 2,
+  kNoCapacity = 3,
+};
+
+/// What a rank does in one operation; equal on every rank, compared by every rank.
+///
+/// Byte map (40 bytes): see the fields; all are written.
+struct OperationArguments {
+  int32_t operation = 0;
+  int32_t layout = 0;
+  int32_t expert_alignment = 0;
+  int32_t dtype = 0;
+  int64_t row_bytes = 0;        ///< 0 when no rows move
+  int32_t weight_bytes = 0;     ///< per weight that travels with rows or is pulled; 0 for none
+  int32_t reserved = 0;
+  uint64_t plan_hash = 0;       ///< of the count matrix a handle holds; 0 without a handle
+
+  bool operator==(const OperationArguments&) const = default;
+};
+static_assert(sizeof(OperationArguments) == 40);
+
+/// The small row every rank writes to every peer at the start of an operation, as it lies in the
+/// reader's workspace.
+///
+/// Byte map (`row_stride` is a multiple of 64):
+///   [0, 8)      epoch, the flag: stored last, released
+///   [8, 12)     status; [12, 16) num_tokens of the sender
+///   [16, 56)    arguments
+///   [56, 80)    offer of rows: where the sender will receive (dispatch) or lets others pull (combine)
+///   [80, 104)   offer of weights to pull (combine)
+///   [104, 128)  needed and available bytes (status kNoCapacity), reserved
+///   [128, ...)  status kOk: E + R int32 counts, in an uncached dispatch;
+///               else: a message of kMessageBytes, zero-terminated
+struct Row {
+  static constexpr int64_t kMessageBytes = 320;
+
+  uint64_t epoch;
+  int32_t status;
+  int32_t num_tokens;
+  OperationArguments arguments;
+  Offer offer;
+  Offer weights_offer;
+  uint64_t needed_bytes;
+  uint64_t available_bytes;
+  uint64_t reserved;
+
+  int32_t* counts() { return reinterpret_cast<int32_t*>(this + 1); }
+  const int32_t* counts() const { return reinterpret_cast<const int32_t*>(this + 1); }
+  char* message() { return reinterpret_cast<char*>(this + 1); }
+  const char* message() const { return reinterpret_cast<const char*>(this + 1); }
+
+  static int64_t stride(int num_ranks, int num_experts) {
+    const int64_t count_bytes = int64_t{4} * (num_experts + num_ranks);
+    const int64_t tail = count_bytes > kMessageBytes ? count_bytes : kMessageBytes;
+    return round_up(static_cast<int64_t>(sizeof(Row)) + tail, 64);
+  }
+};
+static_assert(sizeof(Row) == 128);
+
+inline const char* operation_name(Operation operation) {
+  switch (operation) {
+    case Operation::kNone:
+      return "none";
+    case Operation::kDispatch:
+      return "dispatch";
+    case Operation::kCachedDispatch:
+      return "cached dispatch";
+    case Operation::kCombine:
+      return "combine";
+  }
+  return "unknown";
+}
+
+inline const char* phase_name(Phase phase) {
+  switch (phase) {
+    case Phase::kIdle:
+      return "idle";
+    case Phase::kRows:
+      return "rows";
+    case Phase::kOffers:
+      return "offers";
+    case Phase::kData:
+      return "data";
+    case Phase::kReuse:
+      return "reuse";
+  }
+  return "unknown";
+}
+
+}  // namespace moe::layout
