@@ -1,0 +1,301 @@
+"""Holds the arrows of docs/design.md against every C++ include and Python import."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---------------------------------------------------------------------------------------------
+# C++: which folders of csrc a folder may include from, besides itself.
+
+CXX_ARROWS: dict[str, set[str]] = {
+    "bindings": {"host", "heap", "layout", "core"},
+    "host": {"layout", "core"},
+    "heap": {"core"},
+    "layout": {"core"},
+    "core": set(),
+}
+
+SYSTEM_FOLDERS = {"sys", "linux", "netinet", "arpa", "bits"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def cxx_violations(path: str, text: str) -> Iterator[str]:
+    """What is wrong with the includes of the file at `path`, relative to csrc."""
+    layer = path.split("/")[0]
+    allowed = CXX_ARROWS[layer] | {layer}
+    for bracket, header in INCLUDE.findall(text):
+        folder = header.split("/")[0] if "/" in header else ""
+        if bracket == '"' and folder not in allowed:
+            yield f"{path} includes {header}: {layer} may include {sorted(allowed)}"
+        elif bracket == "<" and folder == "pybind11" and layer != "bindings":
+            yield f"{path} includes {header}: pybind11 belongs in bindings"
+        elif bracket == "<" and folder not in SYSTEM_FOLDERS | {"", "pybind11"}:
+            yield f"{path} includes {header}: neither standard library nor operating system"
+
+
+CXX_FILES = sorted(
+    path.relative_to(ROOT / "csrc").as_posix()
+    for pattern in ("*.h", "*.cpp")
+    for path in (ROOT / "csrc").rglob(pattern)
+)
+
+
+@pytest.mark.parametrize("path", CXX_FILES)
+def test_cxx_includes_follow_the_arrows(path: str) -> None:
+    assert list(cxx_violations(path, (ROOT / "csrc" / path).read_text())) == []
+
+
+@pytest.mark.parametrize("path", CXX_FILES)
+def test_cxx_quoted_includes_exist(path: str) -> None:
+    text = (ROOT / "csrc" / path).read_text()
+    quoted = [header for bracket, header in INCLUDE.findall(text) if bracket == '"']
+    assert [header for header in quoted if not (ROOT / "csrc" / header).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "include"),
+    [
+        ("core/error.h", '#include "host/dispatch.h"'),
+        ("layout/row.h", '#include "heap/shm_heap.h"'),
+        ("heap/shm_heap.cpp", '#include "layout/row.h"'),
+        ("host/wait.cpp", '#include "heap/group.h"'),
+        ("host/wait.cpp", '  #  include "../heap/group.h"'),
+        ("host/wait.cpp", "#include <pybind11/pybind11.h>"),
+        ("core/dtype.h", "#include <c10/util/BFloat16.h>"),
+        ("bindings/host_module.cpp", "#include <torch/extension.h>"),
+    ],
+)
+def test_a_broken_cxx_arrow_is_found(path: str, include: str) -> None:
+    assert len(list(cxx_violations(path, f"#pragma once\n{include}\n#include <vector>\n"))) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Python: layers from top to bottom; a module imports from its own layer and those below it.
+# A module belongs to the longest prefix that names it. "moe_comm" is the package's own __init__.
+
+PYTHON_LAYERS: list[set[str]] = [
+    {"moe_comm.cli"},
+    {"moe_comm.testing"},
+    {"moe_comm"},
+    {"moe_comm.dispatcher", "moe_comm.fused_a2a", "moe_comm.compat"},
+    {"moe_comm.autograd"},
+    {"moe_comm.buffer"},
+    {"moe_comm.backends"},
+    {"moe_comm.communicator", "moe_comm.validation"},
+    {"moe_comm.handles"},
+    {"moe_comm.backends.base"},
+    {
+        "moe_comm._version",
+        "moe_comm.bootstrap",
+        "moe_comm.config",
+        "moe_comm.env",
+        "moe_comm.errors",
+        "moe_comm.routing_trace",
+        "moe_comm.tracing",
+    },
+    {"moe_comm._host"},
+]
+LAYER_OF_PREFIX = {prefix: idx for idx, layer in enumerate(PYTHON_LAYERS) for prefix in layer}
+
+# The native module is used where its objects are owned, nowhere else.
+USERS_OF_HOST = ("moe_comm.communicator", "moe_comm.backends.host", "moe_comm.cli")
+
+# The specification stands on torch alone, so that it can be read and trusted on its own.
+REFERENCE = "moe_comm.backends.reference"
+REFERENCE_MUST_NOT_REACH = {
+    "moe_comm",
+    "moe_comm._host",
+    "moe_comm.backends.collective",
+    "moe_comm.backends.host",
+    "moe_comm.buffer",
+    "moe_comm.communicator",
+}
+
+
+def python_layer(module: str) -> int | None:
+    """Index into `PYTHON_LAYERS`; None for a module that no layer names."""
+    while module not in LAYER_OF_PREFIX:
+        module = module.rpartition(".")[0]
+        if module in ("", "moe_comm"):
+            return None
+    return LAYER_OF_PREFIX[module]
+
+
+def imported_modules(text: str, modules: set[str]) -> Iterator[str]:
+    """Modules of the package that the source imports, in functions and for type checkers too.
+
+    Args:
+        text: Python source.
+        modules: All modules of the package; tells `from package import module` from a name.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (
+                alias.name for alias in node.names if alias.name.split(".")[0] == "moe_comm"
+            )
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            yield "." * node.level + (node.module or "")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "moe_comm":
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in modules else str(node.module)
+
+
+def python_violations(module: str, text: str, modules: set[str]) -> Iterator[str]:
+    """What is wrong with the imports of `module`."""
+    layer = python_layer(module)
+    if layer is None:
+        yield f"{module} is in no layer of PYTHON_LAYERS"
+        return
+    for imported in imported_modules(text, modules):
+        imported_layer = python_layer(imported)
+        if imported_layer is None:
+            yield f"{module} imports {imported}, which is in no layer"
+        elif imported_layer < layer:
+            yield f"{module} imports {imported}, which is above it"
+        if imported == "moe_comm._host" and not module.startswith(USERS_OF_HOST):
+            yield f"{module} imports {imported}: only {USERS_OF_HOST} may"
+
+
+def package_modules() -> dict[str, Path]:
+    """Every module of the package and its file; the native module has none."""
+    found = {}
+    for path in sorted((ROOT / "moe_comm").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = package_modules()
+MODULE_NAMES = set(MODULES) | {"moe_comm._host"}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_python_imports_follow_the_arrows(module: str) -> None:
+    assert list(python_violations(module, SOURCES[module], MODULE_NAMES)) == []
+
+
+def reachable_modules(module: str, sources: dict[str, str]) -> set[str]:
+    """Every module that importing `module` reaches, itself included."""
+    found: set[str] = set()
+    pending = [module]
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found.add(module)
+            pending += imported_modules(sources.get(module, ""), MODULE_NAMES)
+    return found
+
+
+SOURCES = {module: path.read_text() for module, path in MODULES.items()}
+
+
+def test_the_reference_stands_on_torch_alone() -> None:
+    reached = reachable_modules(REFERENCE, SOURCES)
+    assert "moe_comm.config" in reached
+    assert reached & REFERENCE_MUST_NOT_REACH == set()
+    third_party = {
+        name.split(".")[0]
+        for module in reached
+        for node in ast.walk(ast.parse(SOURCES[module]))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    } - set(sys.stdlib_module_names)
+    assert third_party == {"moe_comm", "torch"}
+
+
+def test_a_reference_that_reaches_the_native_module_is_found() -> None:
+    broken = SOURCES | {"moe_comm.backends.base": "def f():\n    from moe_comm import _host\n"}
+    assert "moe_comm._host" in reachable_modules(REFERENCE, broken)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("moe_comm.config", "from moe_comm.buffer import EpBuffer"),
+        ("moe_comm.backends.host", "from moe_comm import buffer"),
+        ("moe_comm.backends.base", "import moe_comm.handles"),
+        ("moe_comm.buffer", "def f():\n    from moe_comm.autograd import dispatch"),
+        ("moe_comm.buffer", "from moe_comm import EpConfig"),
+        ("moe_comm.buffer", "import moe_comm._host"),
+        ("moe_comm.autograd.operators", "if TYPE_CHECKING:\n    import moe_comm.cli"),
+        ("moe_comm.testing.conformance", "from moe_comm.cli.bench import case"),
+        ("moe_comm.handles", "from . import config"),
+        ("moe_comm.unheard_of", "import torch"),
+    ],
+)
+def test_a_broken_python_arrow_is_found(module: str, source: str) -> None:
+    names = MODULE_NAMES | {"moe_comm.autograd", "moe_comm.cli.bench.case"}
+    assert len(list(python_violations(module, source, names))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("moe_comm.cli.bench.case", "import moe_comm\nfrom moe_comm.testing import cases"),
+        ("moe_comm.buffer", "from moe_comm import validation\nfrom moe_comm.backends import base"),
+        ("moe_comm.backends.host", "from moe_comm import _host\nimport torch"),
+    ],
+)
+def test_an_import_downwards_is_allowed(module: str, source: str) -> None:
+    assert list(python_violations(module, source, MODULE_NAMES)) == []
+
+
+# ---------------------------------------------------------------------------------------------
+
+NUM_MAX_LINES = 600
+
+
+def test_no_source_file_is_overlong() -> None:
+    """Past 600 lines a file holds a second idea that wants a file of its own."""
+    sources = [
+        path
+        for folder in ("moe_comm", "csrc", "tests", "benchmarks", "examples", "cmake")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".h", ".cpp", ".cmake"}
+    ]
+    assert len(sources) > 20
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
+    assert {name: length for name, length in lengths.items() if length > NUM_MAX_LINES} == {}
+
+
+def test_no_cxx_source_reads_the_environment() -> None:
+    calls = [path for path in CXX_FILES if "getenv" in (ROOT / "csrc" / path).read_text()]
+    assert calls == [], "environment variables are read in moe_comm/env.py"
+
+
+def test_ruff_enforces_what_this_file_leaves_to_it(tmp_path: Path) -> None:
+    """Relative imports, `global` and os.environ outside env.py are errors of `make lint`."""
+    bad = tmp_path / "bad.py"
+    bad.write_text("import os\nfrom . import x\n\n\ndef f():\n    global y\n    y = os.environ\n")
+    try:
+        run = subprocess.run(
+            [
+                "ruff",
+                "check",
+                "--config",
+                str(ROOT / "pyproject.toml"),
+                "--output-format=concise",
+                bad,
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        pytest.skip("ruff is not installed")
+    assert {"TID251", "TID252", "PLW0603"} <= set(re.findall(r"\b[A-Z]+\d+\b", run.stdout))
