@@ -6,6 +6,7 @@ forms of the buffer's operations.
 
 from __future__ import annotations
 
+from moe_comm.autograd import SAVED_OPERATORS, combine, dispatch
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import BufferManager, EpBuffer
 from moe_comm.communicator import Communicator, HeapStats, Recovery
@@ -31,4 +32,7 @@ __all__ = [
     "PeerTimeoutError",
     "RankThreads",
     "Recovery",
+    "SAVED_OPERATORS",
+    "combine",
+    "dispatch",
 ]

@@ -67,6 +67,8 @@ class EpBuffer:
         self.communicator = communicator
         self.config = config
         self.buffer_id = next(_buffer_ids)
+        # A compiled graph takes the id as data, so that layers with other buffers share the graph.
+        self.id_tensor = torch.tensor(self.buffer_id)
         self.generation = 0
         self.expert_rank = config.resolve_expert_rank(communicator.num_ranks)
         self.num_local_experts = int((self.expert_rank == communicator.rank_idx).sum())

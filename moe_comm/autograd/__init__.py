@@ -1,0 +1,25 @@
+"""Differentiable, compilable dispatch and combine.
+
+`SAVED_OPERATORS` is the list for `torch.utils.checkpoint.create_selective_checkpoint_contexts` that
+keeps communication out of recomputation.
+"""
+
+from __future__ import annotations
+
+# The formulas register themselves with the operators.
+from moe_comm.autograd import formulas as _formulas  # noqa: F401
+from moe_comm.autograd.functional import (
+    DifferentiableDispatchResult,
+    TensorHandle,
+    combine,
+    dispatch,
+)
+from moe_comm.autograd.operators import SAVED_OPERATORS
+
+__all__ = [
+    "SAVED_OPERATORS",
+    "DifferentiableDispatchResult",
+    "TensorHandle",
+    "combine",
+    "dispatch",
+]
