@@ -1,0 +1,29 @@
+"""Backends by name; a backend's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from moe_comm.backends.base import Backend
+
+__all__ = ["BACKEND_CLASSES", "load_backend"]
+
+BACKEND_CLASSES = {
+    "host": "moe_comm.backends.host:HostBackend",
+    "collective": "moe_comm.backends.collective:CollectiveBackend",
+    "reference": "moe_comm.backends.reference:ReferenceBackend",
+}
+
+
+def load_backend(name: str) -> type[Backend]:
+    """The class of a backend.
+
+    Raises:
+        ValueError: There is no backend of that name.
+    """
+    if name not in BACKEND_CLASSES:
+        known = ", ".join(sorted(BACKEND_CLASSES))
+        raise ValueError(f"backend must be one of {known}, got {name!r}")
+    module_name, class_name = BACKEND_CLASSES[name].split(":")
+    return cast("type[Backend]", getattr(importlib.import_module(module_name), class_name))
