@@ -1,0 +1,62 @@
+"""What `import moe_comm` costs beyond torch: counted in modules, not in time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys
+import torch
+before = set(sys.modules)
+{statement}
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+# Standard library modules that torch has not loaded and that are worth their time.
+NUM_MAX_STDLIB_MODULES = 40
+
+
+def modules_added_by(statement: str) -> list[str]:
+    """Modules that `statement` loads in a fresh interpreter that has imported torch."""
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(statement=statement)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    added: list[str] = json.loads(run.stdout.splitlines()[-1])
+    return added
+
+
+def expensive(modules: list[str]) -> list[str]:
+    """Of `modules`, those that are neither the package's own nor the standard library's."""
+    cheap = sys.stdlib_module_names | {"moe_comm"}
+    return [module for module in modules if module.split(".")[0] not in cheap]
+
+
+def test_the_count_sees_an_expensive_import() -> None:
+    assert "rich.table" in expensive(modules_added_by("import rich.table"))
+
+
+@pytest.fixture(scope="module")
+def added() -> list[str]:
+    return modules_added_by("import moe_comm")
+
+
+def test_import_loads_only_the_package_and_the_standard_library(added: list[str]) -> None:
+    assert "moe_comm.buffer" in added
+    assert expensive(added) == []
+
+
+def test_import_leaves_the_command_line_and_the_test_suite_alone(added: list[str]) -> None:
+    on_demand = ("moe_comm.cli", "moe_comm.testing")
+    assert [module for module in added if module.startswith(on_demand)] == []
+
+
+def test_import_loads_few_modules_of_the_standard_library(added: list[str]) -> None:
+    stdlib = [module for module in added if module.split(".")[0] != "moe_comm"]
+    assert len(stdlib) <= NUM_MAX_STDLIB_MODULES, stdlib
