@@ -1,0 +1,152 @@
+"""What a user installs: the wheel's contents, what it links, and which instructions it holds."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+AVX_OBJECTS = re.compile(r"_avx(2|512)\.cpp\.o$")
+LINKED_LIBRARIES = re.compile(r"Shared library: \[([^]]+)\]")
+WIDE_REGISTER = re.compile(r"%[yz]mm|%k[0-7]\b")
+
+
+def require(tool: str) -> str:
+    path = shutil.which(tool)
+    if path is None:
+        pytest.skip(f"{tool} is not installed")
+    return path
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git knows, so that a wheel needs no file that is not committed."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    tree = tmp_path_factory.mktemp("source")
+    for name in run("git", "ls-files", "--cached", "--exclude-standard", cwd=ROOT).splitlines():
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(source_tree: Path) -> Path:
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"),
+        *("-w", source_tree / "dist", source_tree),
+    )
+    (path,) = (source_tree / "dist").glob("moe_comm-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path) -> Path:
+    """The wheel, unpacked as an installer would."""
+    target = wheel.parent / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def native_module(site: Path) -> Path:
+    (path,) = (site / "moe_comm").glob("_host.*.so")
+    return path
+
+
+@pytest.mark.slow
+def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"moe_comm", next(top for top in tops if top.endswith(".dist-info"))}
+    assert "moe_comm/py.typed" in names
+    assert [name for name in names if name.endswith("licenses/LICENSE")]
+    in_tree = {path.relative_to(ROOT).as_posix() for path in (ROOT / "moe_comm").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == in_tree
+
+
+@pytest.mark.slow
+def test_wheel_links_the_c_library_alone(native_module: Path) -> None:
+    needed = LINKED_LIBRARIES.findall(run(require("readelf"), "-d", native_module))
+    assert needed
+    assert {name.split(".so")[0] for name in needed} <= {
+        "libc",
+        "libm",
+        "libpthread",
+        "ld-linux-x86-64",
+        "ld-linux-aarch64",
+    }
+
+
+@pytest.mark.slow
+def test_wheel_exports_only_its_entry(native_module: Path) -> None:
+    lines = run(require("nm"), "-D", "--defined-only", native_module).splitlines()
+    assert [line.split()[-1] for line in lines] == ["PyInit__host"]
+
+
+@pytest.mark.slow
+def test_wheel_imports_away_from_the_checkout(site: Path, tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(site)!r}); import moe_comm, moe_comm._host;"
+        "print(moe_comm.__file__, moe_comm._host.__file__)"
+    )
+    files = run(sys.executable, "-c", program, cwd=tmp_path).split()
+    assert all(file.startswith(str(site)) for file in files), files
+
+
+def wide_functions(binary: Path) -> set[str]:
+    """Functions of an object file or module that use registers which came with AVX or later."""
+    found = set()
+    function = ""
+    for line in run(require("objdump"), "-d", "--no-show-raw-insn", binary).splitlines():
+        header = re.match(r"[0-9a-f]+ <(.+)>:$", line)
+        if header:
+            function = header[1]
+        elif WIDE_REGISTER.search(line):
+            found.add(function)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("sys.platform != 'linux' or __import__('platform').machine() != 'x86_64'")
+def test_wide_instructions_stay_in_their_files(
+    source_tree: Path, wheel: Path, native_module: Path
+) -> None:
+    """A machine without AVX-512 never meets one of its instructions outside the AVX-512 kernels.
+
+    An inline function that a baseline file and an AVX file both instantiate is kept once; the copy
+    that survives has to be the baseline's.
+    """
+    objects = list((source_tree / "build").rglob("*.cpp.o"))
+    baseline = [path for path in objects if not AVX_OBJECTS.search(path.name)]
+    avx = [path for path in objects if AVX_OBJECTS.search(path.name)]
+    assert len(avx) == 2
+    assert len(baseline) > 5
+    for path in baseline:
+        assert wide_functions(path) == set(), path.name
+    nm = require("nm")
+    shared = {
+        line.split()[-1]
+        for path in baseline
+        for line in run(nm, "--defined-only", path).splitlines()
+        if line.split()[-2] in "wWVu"
+    }
+    assert wide_functions(native_module) & shared == set()
+    assert wide_functions(native_module), "the AVX kernels are in the module"
