@@ -1,13 +1,6 @@
 #pragma once
 
-// GCC 12 sees a use of an uninitialised value in its own intrinsics (its bug 105593).
-#pragma GCC diagnostic push
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#endif
 #include <immintrin.h>
-#pragma GCC diagnostic pop
 
 #include "host/simd_registers.h"
 
