@@ -1,0 +1,156 @@
+"""What the documents name exists, and what exists is documented."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_comm
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "third_party/*.md")
+    for path in ROOT.glob(pattern)
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
+CODE_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TABLE_ROW = re.compile(r"^\| `(\w+)` \| `([\w.]+)` \|", re.MULTILINE)
+
+
+def code_blocks(document: str, language: str) -> list[str]:
+    text = (ROOT / document).read_text()
+    return [block for name, block in CODE_BLOCK.findall(text) if name == language]
+
+
+def environment_variables(source: str) -> dict[str, str]:
+    """Variables that a source reads, each with the function that does; "" outside a function."""
+    found = {}
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for node in ast.walk(tree):
+        is_read = isinstance(node, ast.Call) and ast.unparse(node.func) == "os.environ.get"
+        if is_read and isinstance(node.args[0], ast.Constant):
+            around = [f.name for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]
+            found[str(node.args[0].value)] = around[-1] if around else ""
+    return found
+
+
+def test_environment_table_is_complete() -> None:
+    documented = dict(TABLE_ROW.findall((ROOT / "docs/environment.md").read_text()))
+    read = environment_variables((ROOT / "moe_comm/env.py").read_text())
+    assert len(read) >= 4
+    expected = {variable: f"env.{function}" for variable, function in read.items()}
+    setup = (ROOT / "setup.py").read_text()
+    built_with = re.findall(r'(?:enabled|environ\.get)\("(\w+)"', setup)
+    expected |= dict.fromkeys(built_with, "setup.py")
+    assert documented == expected
+
+
+def test_env_functions_are_all_exported() -> None:
+    read = environment_variables((ROOT / "moe_comm/env.py").read_text())
+    assert sorted(set(read.values())) == sorted(moe_comm.env.__all__)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    links = LINK.findall((ROOT / document).read_text())
+    local = [link for link in links if not link.startswith(("http:", "https:"))]
+    folder = (ROOT / document).parent
+    assert [link for link in local if not (folder / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_make_targets_exist(document: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "lint"} <= targets
+    named = re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / document).read_text(), re.MULTILINE)
+    assert [name for name in named if name not in targets] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_cli_commands_exist(document: str) -> None:
+    blocks = "\n".join(code_blocks(document, ""))
+    for command in sorted(
+        set(re.findall(r"^moe-comm ((?:[a-z][a-z-]* ?)+)", blocks, re.MULTILINE))
+    ):
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import moe_comm.cli; moe_comm.cli.main()",
+                *command.split(),
+                "--help",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, f"moe-comm {command}: {run.stderr}"
+
+
+def test_readme_example_runs() -> None:
+    """On one rank, as printed; the sums are what its experts should give."""
+    (example,) = code_blocks("README.md", "python")
+    assert len(example.strip().splitlines()) <= 20
+    check = (
+        "w = topk_weights.sum(dim=1, keepdim=True)\n"
+        "assert torch.allclose(y.float(), 2 * w * x.float(), rtol=2e-2, atol=2e-2)\n"
+        "assert torch.allclose(x.grad.float(), (2 * w).expand(100, 64), rtol=2e-2, atol=2e-2)\n"
+        "buffer.destroy(); comm.destroy(); print('done')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", example + check], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["done"]
+
+
+@pytest.mark.parametrize("name", moe_comm.__all__)
+def test_public_names_have_docstrings(name: str) -> None:
+    value = getattr(moe_comm, name)
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return
+    assert inspect.getdoc(value)
+    members = vars(value).items() if inspect.isclass(value) else []
+    public = [(key, item) for key, item in members if not key.startswith("_")]
+    assert [
+        key for key, item in public if inspect.isroutine(item) and not inspect.getdoc(item)
+    ] == []
+
+
+@pytest.mark.parametrize("name", moe_comm.__all__)
+def test_public_names_are_in_the_api_page(name: str) -> None:
+    headings = re.findall(r"^#+ .*$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert any(re.search(rf"\b{name}\b", heading) for heading in headings), name
+
+
+def test_api_page_signatures_are_the_real_ones() -> None:
+    """Every parameter of the calls that docs/api.md shows exists, in that order."""
+    shown = re.findall(
+        r"^(?:\w+ = )?(moe_comm|buffer|comm)\.(\w+)\((.*?)\)$",
+        "\n".join(code_blocks("docs/api.md", "python")),
+        re.MULTILINE | re.DOTALL,
+    )
+    owners = {"moe_comm": moe_comm, "buffer": moe_comm.EpBuffer, "comm": moe_comm.Communicator}
+    assert len(shown) >= 10
+    for owner, name, arguments in shown:
+        parsed = ast.parse(f"f({arguments})", mode="eval").body
+        assert isinstance(parsed, ast.Call)
+        parameters = list(inspect.signature(getattr(owners[owner], name)).parameters)
+        named = [ast.unparse(arg) for arg in parsed.args] + [
+            str(word.arg) for word in parsed.keywords
+        ]
+        assert [p for p in parameters if p != "self" and p in named] == named, f"{owner}.{name}"
+
+
+def test_version_is_in_the_changelog() -> None:
+    from moe_comm._version import __version__
+
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
