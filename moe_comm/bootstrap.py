@@ -90,6 +90,10 @@ class RankThreads:
         self._barrier.wait()
         return gathered
 
+    def abort(self) -> None:
+        """Make every exchange, under way or later, raise: a thread has given up."""
+        self._barrier.abort()
+
 
 class _ThreadRank:
     def __init__(self, ranks: RankThreads, rank_idx: int) -> None:

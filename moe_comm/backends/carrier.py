@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -12,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import CommunicationError, PeerFailedError, PeerTimeoutError
 
 __all__ = ["Carrier", "Pending", "ProgressThread"]
@@ -19,39 +22,77 @@ __all__ = ["Carrier", "Pending", "ProgressThread"]
 OutputT = TypeVar("OutputT")
 
 
+@dataclasses.dataclass(eq=False)
+class _BufferGroups:
+    """Groups made for buffers over one parent group; equal indices are one group on all its ranks.
+
+    Args:
+        made: All of them, with their timeouts.
+        idle: Indices of those that no buffer of this rank uses.
+    """
+
+    made: list[tuple[dist.ProcessGroup, float]] = dataclasses.field(default_factory=list)
+    idle: set[int] = dataclasses.field(default_factory=set)
+
+
+# Groups are kept for the next buffer, never destroyed: torch names a group after its ranks, and a
+# second one of the same name would read the addresses that the first one left in the store.
+_buffer_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _BufferGroups] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class Carrier:
     """Collectives of one buffer, on a group of its own, so that buffers do not wait for each other.
 
     Args:
         group: Whose ranks, and whose torch.distributed backend; None for the default group.
-        num_ranks: Of the communicator. One rank needs no torch.distributed.
+        bootstrap: Of the communicator. One rank needs no torch.distributed.
         timeout_s: Limit of every collective.
 
     Raises:
-        ValueError: There is no torch.distributed group of `num_ranks` ranks.
+        ValueError: There is no torch.distributed group of as many ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, num_ranks: int, timeout_s: float) -> None:
-        self._num_ranks = num_ranks
+    def __init__(
+        self, group: dist.ProcessGroup | None, bootstrap: Bootstrap, timeout_s: float
+    ) -> None:
+        self._num_ranks = bootstrap.num_ranks
         self._failure: CommunicationError | None = None
         self.device = torch.device("cpu")
         self._group: dist.ProcessGroup | None = None
-        if num_ranks == 1:
+        if self._num_ranks == 1:
             return
-        if not dist.is_initialized() or dist.get_world_size(group) != num_ranks:
+        if not dist.is_initialized() or dist.get_world_size(group) != self._num_ranks:
             raise ValueError(
-                f"the collective backend needs a torch.distributed group of {num_ranks} ranks; call "
-                "torch.distributed.init_process_group first"
+                f"the collective backend needs a torch.distributed group of {self._num_ranks} "
+                "ranks; call torch.distributed.init_process_group first"
             )
-        kind = dist.get_backend(group)
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group),
+        parent = dist.group.WORLD if group is None else group
+        assert parent is not None
+        self._groups = _buffer_groups.setdefault(parent, _BufferGroups())
+        self._group_idx = self._take_group(parent, bootstrap, timeout_s)
+        self._group = self._groups.made[self._group_idx][0]
+        if dist.get_backend(parent) == dist.Backend.NCCL:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def _take_group(self, parent: dist.ProcessGroup, bootstrap: Bootstrap, timeout_s: float) -> int:
+        """Index of a group that is idle on every rank, or of a new one."""
+        groups = self._groups
+        fitting = [idx for idx in sorted(groups.idle) if groups.made[idx][1] == timeout_s]
+        idle_everywhere: set[int] = set.intersection(*map(set, bootstrap.all_gather(fitting)))
+        if idle_everywhere:
+            group_idx = min(idle_everywhere)
+            groups.idle.remove(group_idx)
+            return group_idx
+        group = dist.new_group(
+            dist.get_process_group_ranks(parent),
             timeout=timedelta(seconds=timeout_s),
-            backend=kind,
+            backend=dist.get_backend(parent),
             use_local_synchronization=True,
         )
-        if kind == dist.Backend.NCCL:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        groups.made.append((group, timeout_s))
+        return len(groups.made) - 1
 
     def all_gather_row(self, row: torch.Tensor, operation: str) -> torch.Tensor:
         """Every rank's `row`: int64 `[n]` on the CPU to int64 `[R, n]` on the CPU."""
@@ -61,7 +102,7 @@ class Carrier:
             gathered = torch.empty(
                 self._num_ranks, row.numel(), dtype=torch.int64, device=self.device
             )
-            dist.all_gather_into_tensor(gathered, row.to(self.device), group=self._group)
+            dist.all_gather(list(gathered.unbind(0)), row.to(self.device), group=self._group)
             return gathered.cpu()
 
     def all_gather_object(self, item: Any, operation: str) -> list[Any]:
@@ -89,10 +130,10 @@ class Carrier:
             dist.all_to_all_single(received, sent, recv_splits, send_splits, group=self._group)
 
     def destroy(self) -> None:
-        """Close the group. Local, idempotent."""
+        """Leave the group to a later buffer, unless it failed. Local, idempotent."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        if group is not None and self._failure is None:
+            self._groups.idle.add(self._group_idx)
 
     @contextlib.contextmanager
     def _limits(self, operation: str, phase: str) -> Iterator[None]:

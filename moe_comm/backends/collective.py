@@ -128,7 +128,7 @@ class CollectiveBackend(Backend):
         self._rank_idx = self._peers.rank_idx
         self._placement = agree_on_config(self._peers, config, self.name)
         self._carrier = Carrier(
-            self._peers.group, self._peers.num_ranks, self._peers.arrival_timeout_s
+            self._peers.group, self._peers.bootstrap, self._peers.arrival_timeout_s
         )
         self._progress = ProgressThread("moe_comm collective")
         self._staging: dict[str, torch.Tensor] = {}
