@@ -41,6 +41,24 @@ constexpr const char* dtype_name(DType dtype) {
   return "unknown";
 }
 
+/// DLPack's type code and bits, packed as `code << 8 | bits`: names a dtype between ranks and
+/// towards Python.
+constexpr int32_t dlpack_type(DType dtype) {
+  switch (dtype) {
+    case DType::kBytes:
+      return 1 << 8 | 8;
+    case DType::kBFloat16:
+      return 4 << 8 | 16;
+    case DType::kFloat16:
+      return 2 << 8 | 16;
+    case DType::kFloat32:
+      return 2 << 8 | 32;
+    case DType::kFloat64:
+      return 2 << 8 | 64;
+  }
+  return 0;
+}
+
 inline float bfloat16_to_float(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }

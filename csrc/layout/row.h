@@ -14,7 +14,7 @@ enum class Operation : int32_t {
   kCombine = 3,
 };
 
-enum class Phase : int32_t { kIdle = 0, kRows = 1, kOffers = 2, kData = 3, kReuse = 4 };
+enum class Phase : int32_t { kIdle = 0, kRows = 1, kOffers = 2, kData = 3, kReuse = 4, kGrowing = 5 };
 
 enum class RowLayout : int32_t { kExpertMajor = 0, kRankMajor = 1 };
 
@@ -106,6 +106,8 @@ inline const char* phase_name(Phase phase) {
       return "data";
     case Phase::kReuse:
       return "reuse";
+    case Phase::kGrowing:
+      return "growing";
   }
   return "unknown";
 }

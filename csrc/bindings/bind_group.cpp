@@ -1,0 +1,124 @@
+#include <memory>
+#include <numeric>
+
+#include "bindings/bindings.h"
+#include "bindings/native_group.h"
+#include "host/warn.h"
+
+namespace moe::bindings {
+
+namespace py = pybind11;
+
+namespace {
+
+void warn_in_python(const std::string& message) {
+  // A warning must not take the GIL from an interpreter that is going away.
+  if (!Py_IsInitialized())
+    return;
+  const py::gil_scoped_acquire gil;
+  try {
+    py::module_::import("logging").attr("getLogger")("moe_comm").attr("warning")("%s", message);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("moe_comm warning");
+  }
+}
+
+std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
+                                          std::shared_ptr<heap::ShmHeap> heap,
+                                          uint64_t channel,
+                                          double stall_timeout_s,
+                                          double arrival_timeout_s,
+                                          int num_threads) {
+  const py::gil_scoped_release no_gil;
+  std::vector<int> members(static_cast<size_t>(mesh->num_ranks()));
+  std::iota(members.begin(), members.end(), 0);
+  auto group = std::make_shared<host::Group>(mesh, heap, members, mesh->rank_idx(), channel,
+                                             stall_timeout_s, arrival_timeout_s, num_threads,
+                                             signal_check());
+  return std::make_shared<NativeGroup>(NativeGroup{mesh, heap, group, true});
+}
+
+std::shared_ptr<NativeGroup> create_child(const std::shared_ptr<NativeGroup>& parent,
+                                          const std::vector<int>& parent_ranks,
+                                          int rank_idx,
+                                          uint64_t channel,
+                                          double stall_timeout_s,
+                                          double arrival_timeout_s,
+                                          int num_threads) {
+  const py::gil_scoped_release no_gil;
+  std::vector<int> members;
+  for (const int parent_rank : parent_ranks)
+    members.push_back(parent->group->members().at(static_cast<size_t>(parent_rank)));
+  auto group = std::make_shared<host::Group>(parent->mesh, parent->heap, members, rank_idx, channel,
+                                             stall_timeout_s, arrival_timeout_s, num_threads,
+                                             signal_check());
+  return std::make_shared<NativeGroup>(NativeGroup{parent->mesh, parent->heap, group, false});
+}
+
+py::list all_gather(NativeGroup& native, const std::string& payload) {
+  std::vector<std::string> payloads;
+  {
+    const py::gil_scoped_release no_gil;
+    payloads = native.group->all_gather(payload, signal_check());
+  }
+  py::list gathered;
+  for (const auto& item : payloads)
+    gathered.append(py::bytes(item));
+  return gathered;
+}
+
+py::dict heap_stats(const NativeGroup& native) {
+  const heap::HeapStats stats = native.heap->stats();
+  py::dict values;
+  values["segment_bytes"] = stats.segment_bytes;
+  values["resident_bytes"] = stats.resident_bytes;
+  values["live_bytes"] = stats.live_bytes;
+  values["quarantined_bytes"] = stats.quarantined_bytes;
+  values["peak_live_bytes"] = stats.peak_live_bytes;
+  values["num_segments"] = stats.num_segments;
+  values["num_windows"] = stats.num_windows;
+  values["num_allocations"] = stats.num_allocations;
+  values["num_growths"] = stats.num_growths;
+  values["huge_page_bytes"] = stats.huge_page_bytes;
+  values["peer_segment_bytes"] = stats.peer_segment_bytes;
+  return values;
+}
+
+}  // namespace
+
+void bind_group(py::module_& module) {
+  host::set_warning_sink(&warn_in_python);
+  py::class_<NativeGroup, std::shared_ptr<NativeGroup>>(module, "Group")
+      .def_static("create", &create_group)
+      .def_static("create_child", &create_child)
+      .def_property_readonly("rank_idx", [](const NativeGroup& self) { return self.group->rank_idx(); })
+      .def_property_readonly("num_ranks",
+                             [](const NativeGroup& self) { return self.group->num_ranks(); })
+      .def("all_gather", &all_gather)
+      .def(
+          "reserve", [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "trim", [](NativeGroup& self) { return self.heap->trim(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("heap_stats", &heap_stats)
+      .def("recover",
+           [](NativeGroup& self) {
+             host::RecoveryResult result;
+             {
+               const py::gil_scoped_release no_gil;
+               result = self.group->recover(signal_check());
+             }
+             return py::make_tuple(result.failed_ranks, result.completed_epochs);
+           })
+      .def(
+          "destroy",
+          [](NativeGroup& self) {
+            self.group->destroy();
+            if (self.owns_mesh)
+              self.mesh->leave();
+          },
+          py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace moe::bindings

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+
+namespace moe::bindings {
+
+/// Wraps memory that @p owner keeps alive as a DLPack capsule, which torch takes without a copy.
+///
+/// The deleter only drops @p owner: it needs no GIL and may run on any thread.
+/// @param dlpack_type  `code << 8 | bits`.
+pybind11::capsule make_dlpack(std::shared_ptr<void> owner,
+                              void* data,
+                              std::initializer_list<int64_t> shape,
+                              int32_t dlpack_type);
+
+}  // namespace moe::bindings

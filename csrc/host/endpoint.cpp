@@ -1,0 +1,178 @@
+#include "host/endpoint.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace moe::host {
+
+namespace {
+
+constexpr int64_t kDefaultCacheBytes = int64_t{32} << 20;
+constexpr int64_t kBytesWorthAThread = int64_t{1} << 20;
+constexpr size_t kRecentNeeds = 8;
+
+int64_t last_level_cache_bytes() {
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (bytes > 0)
+    return bytes;
+#endif
+  return kDefaultCacheBytes;
+}
+
+const RowKernels& choose_kernels(const std::string& isa) {
+  if (isa.empty())
+    return best_row_kernels();
+  const RowKernels* kernels = find_row_kernels(isa);
+  MOE_CHECK(kernels != nullptr, "instruction set \"", isa, "\" is not available here; the best is \"",
+            best_row_kernels().name, "\"");
+  return *kernels;
+}
+
+std::string encode(const std::vector<std::pair<std::string, std::string>>& agreed) {
+  std::string text;
+  for (const auto& [name, value] : agreed)
+    text += name + '\0' + value + '\0';
+  return text;
+}
+
+std::vector<std::string> decode(const std::string& text, size_t from) {
+  std::vector<std::string> parts;
+  while (from < text.size()) {
+    const size_t end = text.find('\0', from);
+    parts.push_back(text.substr(from, end - from));
+    from = end + 1;
+  }
+  return parts;
+}
+
+void check_agreement(const std::vector<std::string>& payloads, int first_rank, size_t header_bytes) {
+  const auto expected = decode(payloads[static_cast<size_t>(first_rank)], header_bytes);
+  for (size_t peer_rank = 0; peer_rank < payloads.size(); ++peer_rank) {
+    if (payloads[peer_rank].empty())
+      continue;
+    const auto found = decode(payloads[peer_rank], header_bytes);
+    MOE_CHECK(found.size() == expected.size(), "rank ", first_rank, " configures ",
+              expected.size() / 2, " values, rank ", peer_rank, " ", found.size() / 2);
+    for (size_t i = 0; i + 1 < expected.size(); i += 2)
+      MOE_CHECK(expected[i + 1] == found[i + 1] && expected[i] == found[i],
+                "ranks configure the buffer differently: ", expected[i], " is ", expected[i + 1],
+                " on rank ", first_rank, " and ", found[i + 1], " on rank ", peer_rank);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Group> group,
+                                           EndpointConfig config,
+                                           const InterruptCheck& interrupt_check) {
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(group), std::move(config)));
+  endpoint->connect(interrupt_check);
+  endpoint->group_->add_recoverable(endpoint->buffer_number_, endpoint);
+  return endpoint;
+}
+
+Endpoint::Endpoint(std::shared_ptr<Group> group, EndpointConfig config)
+    : group_(std::move(group)),
+      config_(std::move(config)),
+      placement_(config_.expert_rank, group_->num_ranks()),
+      kernels_(&choose_kernels(config_.isa)),
+      workspaces_(static_cast<size_t>(group_->num_ranks())),
+      cache_bytes_(last_level_cache_bytes()),
+      recent_needs_(kRecentNeeds),
+      threads_(group_->num_threads()),
+      progress_(static_cast<size_t>(config_.depth)) {}
+
+Endpoint::~Endpoint() { destroy(); }
+
+void Endpoint::connect(const InterruptCheck& interrupt_check) {
+  group_->check_usable(layout::Operation::kNone);
+  const int64_t bytes =
+      layout::Workspace::bytes(num_ranks(), config_.num_experts, config_.depth);
+  own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
+  std::memset(own_window_->data(), 0, static_cast<size_t>(bytes));
+  buffer_number_ = group_->next_gather_sequence();
+  const Offer offer = own_window_->offer();
+  std::string payload(reinterpret_cast<const char*>(&offer), sizeof(offer));
+  payload += encode(config_.agreed);
+  const auto payloads = group_->all_gather(payload, interrupt_check);
+  int first_rank = 0;
+  while (payloads[static_cast<size_t>(first_rank)].empty())
+    ++first_rank;
+  check_agreement(payloads, first_rank, sizeof(Offer));
+  WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (!group_->is_active(peer_rank))
+      continue;
+    Offer place;
+    std::memcpy(&place, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(place));
+    workspaces_[static_cast<size_t>(peer_rank)] =
+        layout::Workspace(group_->resolve(peer_rank, place, site), num_ranks(), config_.num_experts,
+                          config_.depth);
+  }
+}
+
+StoreMode Endpoint::store_mode(int64_t total_bytes) const {
+  return total_bytes > cache_bytes_ ? StoreMode::kStreaming : StoreMode::kCached;
+}
+
+void Endpoint::for_tokens(int64_t num_tokens,
+                          int64_t total_bytes,
+                          const std::function<void(int64_t, int64_t)>& body) {
+  if (total_bytes < kBytesWorthAThread)
+    body(0, num_tokens);
+  else
+    threads_.parallel_for(num_tokens, body);
+}
+
+std::shared_ptr<Window> Endpoint::guess_window() {
+  const uint64_t need = *std::max_element(recent_needs_.begin(), recent_needs_.end());
+  if (need == 0)
+    return nullptr;
+  // Room for routing that differs a little from step to step; what is not needed goes back.
+  return group_->memory().allocate_free(need + need / 8);
+}
+
+void Endpoint::remember_need(uint64_t bytes) {
+  recent_needs_[next_need_] = bytes;
+  next_need_ = (next_need_ + 1) % recent_needs_.size();
+}
+
+void Endpoint::restart(uint64_t next_epoch) {
+  next_epoch_ = next_epoch;
+  first_epoch_ = next_epoch;
+}
+
+void Endpoint::destroy() {
+  if (is_destroyed_)
+    return;
+  is_destroyed_ = true;
+  progress_.stop();
+  if (!own_window_ || own_workspace().base() == nullptr)
+    return;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (workspace(peer_rank).base() == nullptr)
+      continue;
+    sync::store_release(workspace(peer_rank).closed(rank_idx()).epoch, uint64_t{1});
+    sync::ring(group_->doorbell(peer_rank));
+  }
+  // A peer may be about to write a row here; it learns of the end from its own closed flag.
+  const layout::Workspace workspace = own_workspace();
+  const int count = num_ranks();
+  std::weak_ptr<Group> weak_group = group_;
+  group_->retire(std::move(own_window_), [workspace, count, weak_group] {
+    const auto group = weak_group.lock();
+    for (int peer_rank = 0; peer_rank < count; ++peer_rank) {
+      const bool is_gone = group && (!group->is_active(peer_rank) ||
+                                     group->state(peer_rank) != PeerState::kAlive);
+      if (!is_gone && sync::load_acquire(workspace.closed(peer_rank).epoch) == 0)
+        return false;
+    }
+    return true;
+  });
+}
+
+}  // namespace moe::host

@@ -1,0 +1,390 @@
+#include "host/exchange.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "host/wait.h"
+#include "host/warn.h"
+
+namespace moe::host {
+
+namespace {
+
+constexpr int64_t kWarnEveryNs = 60'000'000'000;
+
+using layout::Phase;
+using layout::Row;
+using layout::RowStatus;
+
+std::string dtype_text(int32_t dlpack_type) {
+  constexpr const char* kFamilies[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  const int32_t code = dlpack_type >> 8;
+  if (code < 0 || code > 6)
+    return concat("opaque type ", dlpack_type);
+  return kFamilies[code] + std::to_string(dlpack_type & 0xFF);
+}
+
+}  // namespace
+
+std::string describe(const layout::OperationArguments& arguments) {
+  const auto operation = static_cast<layout::Operation>(arguments.operation);
+  std::string text = layout::operation_name(operation);
+  text += arguments.layout == static_cast<int32_t>(layout::RowLayout::kRankMajor)
+              ? "(RANK_MAJOR"
+              : "(EXPERT_MAJOR";
+  text += concat(", expert_alignment=", arguments.expert_alignment);
+  if (arguments.row_bytes > 0)
+    text += concat(", ", dtype_text(arguments.dtype), " rows of ", arguments.row_bytes, " bytes");
+  if (arguments.weight_bytes > 0)
+    text += concat(", float", arguments.weight_bytes * 8, " weights");
+  else
+    text += ", no weights";
+  if (arguments.plan_hash != 0)
+    text += concat(", handle ", arguments.plan_hash % 1000000);
+  return text + ")";
+}
+
+Exchange::Exchange(Endpoint& endpoint,
+                   layout::Operation operation,
+                   const InterruptCheck& interrupt_check)
+    : endpoint_(endpoint),
+      group_(endpoint.group()),
+      operation_(operation),
+      interrupt_check_(interrupt_check) {
+  MOE_CHECK(!endpoint.is_destroyed(), layout::operation_name(operation),
+            ": this buffer has been destroyed");
+  group_.check_usable(operation);
+  if (endpoint_.tracer().is_enabled())
+    phase_start_ns_ = sync::now_ns();
+  sync::store_relaxed(endpoint_.own_workspace().activity().waiting_for, uint32_t{0});
+  epoch_ = endpoint_.take_epoch();
+}
+
+WaitSite Exchange::site(Phase phase) const {
+  return WaitSite{operation_, phase, static_cast<int64_t>(epoch_), &interrupt_check_};
+}
+
+void Exchange::await_reuse() {
+  const auto depth = static_cast<uint64_t>(endpoint_.config().depth);
+  if (epoch_ < endpoint_.first_epoch() + depth)
+    return;
+  const uint64_t former_epoch = epoch_ - depth;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (!group_.is_active(peer_rank))
+      continue;
+    const auto& done = endpoint_.own_workspace().done(former_epoch, peer_rank);
+    await_entered(peer_rank, Phase::kReuse,
+                  [&] { return sync::load_acquire(done.epoch) >= former_epoch; });
+  }
+}
+
+void Exchange::publish(const RowMessage& message) {
+  await_reuse();
+  for (int offset = 0; offset < group_.num_ranks(); ++offset) {
+    // Each rank starts behind itself, so that no reader gets all rows at the end.
+    const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
+    if (!group_.is_active(peer_rank))
+      continue;
+    Row& row = endpoint_.workspace(peer_rank).row(epoch_, group_.rank_idx());
+    row.status = static_cast<int32_t>(message.status);
+    row.num_tokens = static_cast<int32_t>(message.num_tokens);
+    row.arguments = message.arguments;
+    row.offer = message.offer;
+    row.weights_offer = message.weights_offer;
+    row.needed_bytes = message.needed_bytes;
+    row.available_bytes = message.available_bytes;
+    row.reserved = 0;
+    if (message.status != RowStatus::kOk) {
+      std::strncpy(row.message(), message.message.c_str(), Row::kMessageBytes - 1);
+      row.message()[Row::kMessageBytes - 1] = '\0';
+    } else if (message.counts != nullptr) {
+      std::copy_n(message.counts, endpoint_.config().num_experts + group_.num_ranks(),
+                  row.counts());
+    }
+    sync::store_release(row.epoch, epoch_);
+    sync::ring(group_.doorbell(peer_rank));
+  }
+}
+
+void Exchange::await_row(int peer_rank) {
+  const Row& row = endpoint_.own_workspace().row(epoch_, peer_rank);
+  const auto ready = [&] { return sync::load_acquire(row.epoch) >= epoch_; };
+  if (ready()) [[likely]]
+    return;
+  const int64_t start_ns = sync::now_ns();
+  int64_t warned_ns = start_ns;
+  auto& activity = endpoint_.own_workspace().activity();
+  const WaitSite where = site(Phase::kRows);
+  wait_until(group_, ready, [&] {
+    sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
+    if (interrupt_check_)
+      interrupt_check_();
+    if (ready())
+      return;
+    group_.check_abort();
+    if (sync::load_acquire(endpoint_.own_workspace().closed(peer_rank).epoch) != 0) {
+      // No rank can get that row, so all end here alike; nothing was offered to anybody.
+      state_ = State::kEnded;
+      throw InvalidArgument(concat("rank ", peer_rank, " has destroyed this buffer, rank ",
+                                   group_.rank_idx(), " calls ",
+                                   layout::operation_name(operation_), " on it"));
+    }
+    group_.check_peer(peer_rank, where);
+    const int64_t now_ns = sync::now_ns();
+    if (now_ns - warned_ns > kWarnEveryNs) {
+      warned_ns = now_ns;
+      warn(concat("rank ", group_.rank_idx(), " has waited ", (now_ns - start_ns) / 1'000'000'000,
+                  " s for rank ", peer_rank, " to enter ", layout::operation_name(operation_),
+                  " of buffer ", endpoint_.buffer_number(), ", epoch ", epoch_));
+    }
+    if (now_ns - start_ns > group_.arrival_timeout_ns()) {
+      group_.abort(layout::AbortCause::kPeerTimeout, where, {peer_rank},
+                   concat("rank ", peer_rank, " did not enter ", layout::operation_name(operation_),
+                          " of buffer ", endpoint_.buffer_number(), " (epoch ", epoch_,
+                          ") within ", static_cast<double>(group_.arrival_timeout_ns()) / 1e9,
+                          " s of rank ", group_.rank_idx()));
+      group_.throw_abort();
+    }
+  });
+  sync::store_relaxed(activity.waiting_for, uint32_t{0});
+  trace("wait", start_ns, peer_rank);
+}
+
+template <typename Ready>
+void Exchange::await_entered(int peer_rank, Phase phase, Ready&& ready) {
+  if (ready()) [[likely]]
+    return;
+  const int64_t start_ns = sync::now_ns();
+  auto& activity = endpoint_.own_workspace().activity();
+  const auto& peer_activity = endpoint_.workspace(peer_rank).activity();
+  const WaitSite where = site(phase);
+  int64_t moved_ns = start_ns;
+  uint64_t seen_progress = sync::load_relaxed(peer_activity.progress);
+  wait_until(group_, ready, [&] {
+    sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
+    if (interrupt_check_)
+      interrupt_check_();
+    if (ready())
+      return;
+    group_.check_abort();
+    group_.check_peer(peer_rank, where);
+    const int64_t now_ns = sync::now_ns();
+    const uint64_t progress = sync::load_relaxed(peer_activity.progress);
+    if (progress != seen_progress) {
+      seen_progress = progress;
+      moved_ns = now_ns;
+    }
+    // Memory that is being faulted in shows no progress, and takes its time.
+    const bool is_growing =
+        sync::load_relaxed(peer_activity.phase) == static_cast<int32_t>(Phase::kGrowing);
+    if (now_ns - moved_ns > (is_growing ? group_.arrival_timeout_ns() : group_.stall_timeout_ns()))
+      give_up_stalled(peer_rank, where);
+  });
+  sync::store_relaxed(activity.waiting_for, uint32_t{0});
+  trace("wait", start_ns, peer_rank);
+}
+
+void Exchange::give_up_stalled(int peer_rank, const WaitSite& where) {
+  // A peer that itself waits for somebody is not the one to blame: follow the chain to its end.
+  int culprit = peer_rank;
+  for (int hops = 0; hops < group_.num_ranks(); ++hops) {
+    const uint32_t next =
+        sync::load_relaxed(endpoint_.workspace(culprit).activity().waiting_for);
+    if (next == 0 || static_cast<int>(next) > group_.num_ranks() ||
+        static_cast<int>(next) - 1 == group_.rank_idx() || !group_.is_active(static_cast<int>(next) - 1))
+      break;
+    culprit = static_cast<int>(next) - 1;
+  }
+  group_.abort(layout::AbortCause::kPeerTimeout, where, {culprit},
+               concat("rank ", culprit, " made no progress for ",
+                      static_cast<double>(group_.stall_timeout_ns()) / 1e9, " s in ",
+                      layout::operation_name(operation_), " of buffer ", endpoint_.buffer_number(),
+                      ", epoch ", epoch_, ", phase ", layout::phase_name(where.phase), "; rank ",
+                      group_.rank_idx(), " waited for rank ", peer_rank));
+  group_.throw_abort();
+}
+
+Rows Exchange::collect(bool with_counts) {
+  const int num_ranks = group_.num_ranks();
+  Rows rows;
+  rows.headers.resize(static_cast<size_t>(num_ranks));
+  for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
+    if (!group_.is_active(peer_rank))
+      continue;
+    await_row(peer_rank);
+    rows.headers[static_cast<size_t>(peer_rank)] =
+        endpoint_.own_workspace().row(epoch_, peer_rank);
+  }
+  check_agreement(rows);
+  if (with_counts) {
+    rows.counts = layout::CountMatrix(num_ranks, endpoint_.config().num_experts);
+    for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank)
+      if (group_.is_active(peer_rank))
+        std::copy_n(endpoint_.own_workspace().row(epoch_, peer_rank).counts(),
+                    rows.counts.stride(), rows.counts.row(peer_rank));
+  }
+  return rows;
+}
+
+void Exchange::check_agreement(const Rows& rows) {
+  std::string message;
+  auto worst = RowStatus::kOk;
+  CapacityError capacity("", 0, 0);
+  int first_rank = -1;
+  int other_rank = -1;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (!group_.is_active(peer_rank))
+      continue;
+    const Row& header = rows.headers[static_cast<size_t>(peer_rank)];
+    const auto status = static_cast<RowStatus>(header.status);
+    if (status != RowStatus::kOk) {
+      // Mistakes come before shortages, the lowest rank's kind decides the exception's type.
+      if (worst == RowStatus::kOk || (worst == RowStatus::kNoCapacity && status != worst))
+        worst = status;
+      message += concat(message.empty() ? "" : "; ", "rank ", peer_rank, ": ",
+                        endpoint_.own_workspace().row(epoch_, peer_rank).message());
+      if (status == RowStatus::kNoCapacity) {
+        capacity.ranks.push_back(peer_rank);
+        capacity.needed_bytes = std::max(capacity.needed_bytes, header.needed_bytes);
+        capacity.available_bytes = header.available_bytes;
+      }
+    }
+    if (first_rank < 0)
+      first_rank = peer_rank;
+    else if (other_rank < 0 &&
+             !(header.arguments == rows.headers[static_cast<size_t>(first_rank)].arguments))
+      other_rank = peer_rank;
+  }
+  if (worst == RowStatus::kOk && other_rank >= 0) {
+    worst = RowStatus::kInvalidArgument;
+    message = concat(
+        "ranks disagree: ", describe(rows.headers[static_cast<size_t>(first_rank)].arguments),
+        " on rank ", first_rank, " met ",
+        describe(rows.headers[static_cast<size_t>(other_rank)].arguments), " on rank ", other_rank);
+  }
+  if (worst == RowStatus::kOk)
+    return;
+  settle();
+  if (worst == RowStatus::kInvalidType)
+    throw InvalidType(message);
+  if (worst == RowStatus::kNoCapacity) {
+    CapacityError error(message, capacity.needed_bytes, capacity.available_bytes);
+    error.ranks = capacity.ranks;
+    throw error;
+  }
+  throw InvalidArgument(message);
+}
+
+void Exchange::reject(const layout::OperationArguments& arguments,
+                      RowStatus status,
+                      const std::string& message,
+                      uint64_t needed_bytes,
+                      uint64_t available_bytes) {
+  RowMessage row;
+  row.arguments = arguments;
+  row.status = status;
+  row.message = message;
+  row.needed_bytes = needed_bytes;
+  row.available_bytes = available_bytes;
+  publish(row);
+  collect(false);
+  throw std::logic_error("a rejected row was not reported");
+}
+
+void Exchange::publish_second_offer(const Offer& offer,
+                                    uint64_t needed_bytes,
+                                    uint64_t available_bytes) {
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (!group_.is_active(peer_rank))
+      continue;
+    auto& second = endpoint_.workspace(peer_rank).second_offer(epoch_, group_.rank_idx());
+    second.offer = offer;
+    second.needed_bytes = needed_bytes;
+    second.available_bytes = available_bytes;
+    sync::store_release(second.epoch, epoch_);
+    sync::ring(group_.doorbell(peer_rank));
+  }
+}
+
+const layout::SecondOffer& Exchange::await_second_offer(int peer_rank) {
+  const auto& second = endpoint_.own_workspace().second_offer(epoch_, peer_rank);
+  await_entered(peer_rank, Phase::kOffers,
+                [&] { return sync::load_acquire(second.epoch) >= epoch_; });
+  return second;
+}
+
+void Exchange::settle() {
+  release_done();
+  endpoint_.complete_epoch();
+  state_ = State::kEnded;
+}
+
+void Exchange::release_done() {
+  for (int offset = 0; offset < group_.num_ranks(); ++offset) {
+    const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
+    if (!group_.is_active(peer_rank))
+      continue;
+    auto& done = endpoint_.workspace(peer_rank).done(epoch_, group_.rank_idx());
+    sync::store_release(done.epoch, epoch_);
+    sync::ring(group_.doorbell(peer_rank));
+  }
+}
+
+void Exchange::await_done(int peer_rank) {
+  const auto& done = endpoint_.own_workspace().done(epoch_, peer_rank);
+  await_entered(peer_rank, Phase::kData,
+                [&] { return sync::load_acquire(done.epoch) >= epoch_; });
+}
+
+void Exchange::complete() {
+  if (state_ != State::kEntered)
+    return;
+  enter(nullptr);
+  state_ = State::kEnded;
+  endpoint_.complete_epoch();
+}
+
+void Exchange::fail(const std::string& reason) {
+  if (state_ != State::kEntered)
+    return;
+  state_ = State::kEnded;
+  if (!group_.is_aborted())
+    group_.abort(layout::AbortCause::kPeerFailed, site(Phase::kData), {group_.rank_idx()},
+                 concat("rank ", group_.rank_idx(), " gave up ", layout::operation_name(operation_),
+                        ", epoch ", epoch_, ": ", reason));
+  for (auto& window : offered_)
+    group_.quarantine(std::move(window));
+}
+
+void Exchange::enter(const char* phase) {
+  if (!endpoint_.tracer().is_enabled())
+    return;
+  trace(phase_, phase_start_ns_, -1);
+  phase_ = phase;
+  phase_start_ns_ = sync::now_ns();
+}
+
+void Exchange::trace(const char* phase, int64_t start_ns, int peer_rank) {
+  if (endpoint_.tracer().is_enabled())
+    endpoint_.tracer().add({static_cast<int64_t>(epoch_), operation_, phase, start_ns,
+                            sync::now_ns(), peer_rank});
+}
+
+std::shared_ptr<Window> Exchange::allocate(uint64_t bytes) {
+  auto& activity = endpoint_.own_workspace().activity();
+  sync::store_relaxed(activity.phase, static_cast<int32_t>(Phase::kGrowing));
+  try {
+    auto window = group_.memory().allocate(bytes);
+    sync::store_relaxed(activity.phase, static_cast<int32_t>(Phase::kIdle));
+    return window;
+  } catch (...) {
+    sync::store_relaxed(activity.phase, static_cast<int32_t>(Phase::kIdle));
+    throw;
+  }
+}
+
+std::byte* Exchange::resolve(int peer_rank, const Offer& offer) {
+  return group_.resolve(peer_rank, offer, site(Phase::kOffers));
+}
+
+}  // namespace moe::host

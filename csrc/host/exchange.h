@@ -1,0 +1,146 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/endpoint.h"
+#include "layout/row.h"
+#include "layout/routing.h"
+
+namespace moe::host {
+
+/// What a rank says in its row.
+struct RowMessage {
+  layout::OperationArguments arguments;
+  int64_t num_tokens = 0;
+  const int32_t* counts = nullptr;  ///< [num_experts + num_ranks], uncached dispatch
+  Offer offer;
+  Offer weights_offer;
+  layout::RowStatus status = layout::RowStatus::kOk;
+  std::string message;  ///< status not kOk: what is wrong, with both values
+  uint64_t needed_bytes = 0;
+  uint64_t available_bytes = 0;
+};
+
+/// A private copy of all rows of one epoch. Entries of excluded ranks are zero.
+struct Rows {
+  std::vector<layout::Row> headers;  ///< [num_ranks]
+  layout::CountMatrix counts;        ///< uncached dispatch
+};
+
+/// One operation of one buffer: its epoch, and the steps every operation is made of.
+///
+/// Made by run_operation() only, which aborts the communicator when the operation ends by an
+/// exception after it took its epoch and before every rank knows the same end.
+class Exchange {
+ public:
+  Exchange(Endpoint& endpoint, layout::Operation operation, const InterruptCheck& interrupt_check);
+
+  uint64_t epoch() const { return epoch_; }
+
+  /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
+  std::shared_ptr<Window> allocate(uint64_t bytes);
+
+  /// Windows that peers may write to in this operation; kept aside if it is aborted.
+  void offer(std::shared_ptr<Window> window) { offered_.push_back(std::move(window)); }
+
+  /// No peer writes to the offered windows any more.
+  void withdraw_offers() { offered_.clear(); }
+
+  /// Writes this rank's row to every active peer.
+  void publish(const RowMessage& message);
+
+  /// Waits for every active peer's row and copies them. Throws, on every rank alike, what some rank
+  /// found wrong or where rows disagree; the epoch is then consumed and the buffer stays usable.
+  Rows collect(bool with_counts);
+
+  /// Publishes a row that says what is wrong here, then throws it as every rank does.
+  [[noreturn]] void reject(const layout::OperationArguments& arguments,
+                           layout::RowStatus status,
+                           const std::string& message,
+                           uint64_t needed_bytes = 0,
+                           uint64_t available_bytes = 0);
+
+  /// Publishes what a rank that was short could get, and waits for the same of @p short_ranks.
+  void publish_second_offer(const Offer& offer, uint64_t needed_bytes, uint64_t available_bytes);
+  const layout::SecondOffer& await_second_offer(int peer_rank);
+
+  /// Every rank knows that this operation ends here: consumes the epoch without data.
+  void settle();
+
+  /// Tells every active peer that this rank has written (dispatch) or pulled (combine) all its rows.
+  void release_done();
+
+  /// Waits until @p peer_rank has released its done flag of this operation.
+  void await_done(int peer_rank);
+
+  /// All of this rank's part has ended.
+  void complete();
+
+  /// Ends by an exception.
+  void fail(const std::string& reason);
+
+  /// Raised while rows move, so that waiting peers see progress.
+  void progress() {
+    auto& activity = endpoint_.own_workspace().activity();
+    sync::store_relaxed(activity.progress, ++num_steps_);
+  }
+
+  /// From now on time counts as @p phase in the trace.
+  void enter(const char* phase);
+
+  std::byte* resolve(int peer_rank, const Offer& offer);
+
+ private:
+  enum class State { kEntered, kEnded };
+
+  void await_reuse();
+  WaitSite site(layout::Phase phase) const;
+  void check_agreement(const Rows& rows);
+  void trace(const char* phase, int64_t start_ns, int peer_rank);
+
+  /// Waits for a peer that has entered the operation; its limit is the stall limit.
+  template <typename Ready>
+  void await_entered(int peer_rank, layout::Phase phase, Ready&& ready);
+  void await_row(int peer_rank);
+  [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& site);
+
+  Endpoint& endpoint_;
+  Group& group_;
+  layout::Operation operation_;
+  const InterruptCheck& interrupt_check_;
+  uint64_t epoch_ = 0;
+  uint64_t num_steps_ = 0;
+  State state_ = State::kEntered;
+  std::vector<std::shared_ptr<Window>> offered_;
+  const char* phase_ = "prepare";
+  int64_t phase_start_ns_ = 0;
+};
+
+/// Runs @p body(exchange) as one operation of @p endpoint.
+template <typename Body>
+auto run_operation(Endpoint& endpoint,
+                   layout::Operation operation,
+                   const InterruptCheck& interrupt_check,
+                   Body&& body) {
+  const Group::OperationScope scope(endpoint.group());
+  Exchange exchange(endpoint, operation, interrupt_check);
+  try {
+    auto outcome = body(exchange);
+    exchange.complete();
+    return outcome;
+  } catch (const std::exception& error) {
+    exchange.fail(error.what());
+    throw;
+  } catch (...) {
+    exchange.fail("an exception without a message");
+    throw;
+  }
+}
+
+/// "dispatch(expert-major, ...)": the arguments as a reader would write them.
+std::string describe(const layout::OperationArguments& arguments);
+
+}  // namespace moe::host

@@ -1,0 +1,307 @@
+"""The embedded default: CPU ranks of one machine over the shared-memory heap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from moe_comm import _host, env
+from moe_comm.backends.base import (
+    Backend,
+    CombineOutput,
+    Completed,
+    DispatchOutput,
+    Operation,
+    Plan,
+    PlanTensors,
+)
+from moe_comm.config import EpConfig, Layout
+
+__all__ = ["HostBackend", "HostPlan"]
+
+OutputT = TypeVar("OutputT")
+
+# DLPack's `type code << 8 | bits`. Other dtypes travel as bytes and are viewed afterwards.
+_DLPACK_TYPES: dict[torch.dtype, int] = {
+    torch.bfloat16: 4 << 8 | 16,
+    torch.float16: 2 << 8 | 16,
+    torch.float32: 2 << 8 | 32,
+    torch.float64: 2 << 8 | 64,
+    torch.int8: 0 << 8 | 8,
+    torch.int16: 0 << 8 | 16,
+    torch.int32: 0 << 8 | 32,
+    torch.int64: 0 << 8 | 64,
+    torch.uint8: 1 << 8 | 8,
+}
+_SUMMABLE_TYPES: dict[torch.dtype, int] = {
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float32: 3,
+    torch.float64: 4,
+}
+
+
+class _NativePending(Protocol):
+    def is_complete(self) -> bool: ...
+
+
+class _NativeGroupOwner(Protocol):
+    """What this backend needs of a communicator."""
+
+    num_ranks: int
+
+    def require_native(self) -> _host.Group: ...
+
+
+class _Submitted(Generic[OutputT]):
+    """An asynchronous operation whose tensors are made once, by whoever looks first."""
+
+    def __init__(self, native: _NativePending, materialize: Callable[[], OutputT]) -> None:
+        self._native = native
+        self._materialize = materialize
+        self._output: OutputT | None = None
+
+    def wait(self) -> OutputT:
+        if self._output is None:
+            self._output = self._materialize()
+        return self._output
+
+    def is_complete(self) -> bool:
+        return self._native.is_complete()
+
+
+class HostPlan:
+    """A native plan; see `Plan`."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, native: _host.Plan) -> None:
+        self.native = native
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this rank dispatched."""
+        return self.native.num_tokens
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """Rows this rank received, padding included."""
+        return self.native.num_recv_tokens
+
+    def to_tensors(self) -> PlanTensors:
+        """The plan as tensors that own their memory."""
+        counts, slots, topk_idx = self.native.export()
+        return PlanTensors(
+            counts=from_dlpack(counts),
+            slots=from_dlpack(slots),
+            topk_idx=from_dlpack(topk_idx),
+            layout=Layout(self.native.layout),
+            expert_alignment=self.native.expert_alignment,
+        )
+
+
+class HostBackend(Backend):
+    """Dispatch and combine through windows of the shared-memory heap; see `Backend`."""
+
+    name = "host"
+
+    def __init__(self, communicator: _NativeGroupOwner, config: EpConfig) -> None:
+        super().__init__(communicator, config)
+        placement = config.resolve_expert_rank(communicator.num_ranks)
+        agreed = [
+            ("num_experts", str(config.num_experts)),
+            ("num_topk", str(config.num_topk)),
+            ("hidden", str(config.hidden)),
+            ("num_max_tokens_per_rank", str(config.num_max_tokens_per_rank)),
+            ("dtype", str(config.dtype)),
+            ("num_max_in_flight", str(config.num_max_in_flight)),
+            ("backend", self.name),
+            ("expert_rank", str(placement.tolist())),
+        ]
+        self._endpoint = _host.Endpoint.create(
+            communicator.require_native(),
+            config.num_experts,
+            config.num_topk,
+            config.num_max_tokens_per_rank,
+            config.row_bytes,
+            placement.tolist(),
+            config.num_max_in_flight,
+            env.force_isa() or "",
+            agreed,
+        )
+
+    @property
+    def instruction_set(self) -> str:
+        """Of the row kernels in use: "portable", "avx2" or "avx512"."""
+        return self._endpoint.isa
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *,
+        layout: Layout,
+        expert_alignment: int,
+        copy_out: bool | None,
+        async_op: bool,
+    ) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch`."""
+        native = self._endpoint.dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            None,
+            _dlpack_type(x.dtype),
+            int(layout),
+            expert_alignment,
+            copy_out,
+            async_op,
+        )
+        return _dispatched(native, x.dtype, async_op)
+
+    def dispatch_cached(
+        self,
+        x: torch.Tensor,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        *,
+        copy_out: bool | None,
+        async_op: bool,
+    ) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch_cached`."""
+        native = self._endpoint.dispatch(
+            x,
+            None,
+            topk_weights,
+            _native_plan(plan),
+            _dlpack_type(x.dtype),
+            0,
+            1,
+            copy_out,
+            async_op,
+        )
+        return _dispatched(native, x.dtype, async_op)
+
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None,
+        copy_out: bool | None,
+        async_op: bool,
+    ) -> Operation[CombineOutput]:
+        """See `Backend.combine`."""
+        native = self._endpoint.combine(
+            x,
+            _native_plan(plan),
+            topk_weights,
+            row_weights,
+            out,
+            0 if x is None else _SUMMABLE_TYPES[x.dtype],
+            copy_out,
+            async_op,
+        )
+
+        def materialize() -> CombineOutput:
+            sums, weights = native.result()
+            return CombineOutput(
+                x=out if sums is None else from_dlpack(sums),
+                topk_weights=None if weights is None else from_dlpack(weights),
+            )
+
+        if async_op:
+            return _Submitted(native, materialize)
+        return Completed(materialize())
+
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Backend.weighted_gradient`."""
+        dots = torch.empty_like(weights)
+        self._endpoint.weighted_gradient(
+            gradient, expert_out, weights, dots, _SUMMABLE_TYPES[gradient.dtype]
+        )
+        return dots
+
+    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Backend.empty_expert_output`; a window of the heap."""
+        rows = self._endpoint.empty_rows(
+            _native_plan(plan),
+            hidden * dtype.itemsize if dtype not in _DLPACK_TYPES else hidden,
+            hidden * dtype.itemsize,
+            _DLPACK_TYPES.get(dtype, _DLPACK_TYPES[torch.uint8]),
+        )
+        return _as_dtype(from_dlpack(rows), dtype)
+
+    def import_plan(self, tensors: PlanTensors) -> Plan:
+        """See `Backend.import_plan`."""
+        return HostPlan(
+            self._endpoint.import_plan(
+                tensors.counts.contiguous(),
+                tensors.topk_idx.contiguous(),
+                int(tensors.layout),
+                tensors.expert_alignment,
+            )
+        )
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """See `Backend.reject`."""
+        self._endpoint.reject(operation, str(error), isinstance(error, TypeError))
+        raise AssertionError("a rejected operation did not raise") from error
+
+    def take_trace(self) -> list[tuple[int, str, str, int, int, int]]:
+        """Records since the last call: (epoch, operation, phase, start_ns, end_ns, peer or -1).
+
+        The first call turns recording on.
+        """
+        self._endpoint.enable_trace()
+        return self._endpoint.take_trace()
+
+    def destroy(self) -> None:
+        """See `Backend.destroy`."""
+        self._endpoint.destroy()
+
+
+def _native_plan(plan: Plan) -> _host.Plan:
+    assert isinstance(plan, HostPlan)
+    return plan.native
+
+
+def _dlpack_type(dtype: torch.dtype) -> int:
+    """A number that is equal on all ranks for a dtype, and DLPack's where DLPack can name it."""
+    known = _DLPACK_TYPES.get(dtype)
+    if known is not None:
+        return known
+    # Above every DLPack code: rows are handed out as bytes, ranks still compare the dtype.
+    name_hash = sum(byte * 31**idx for idx, byte in enumerate(str(dtype).encode()))
+    return (0x100 + name_hash % 0x7FFF00) << 8
+
+
+def _as_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows if rows.dtype is dtype else rows.view(dtype)
+
+
+def _dispatched(
+    native: _host.SubmittedDispatch, dtype: torch.dtype, async_op: bool
+) -> Operation[DispatchOutput]:
+    def materialize() -> DispatchOutput:
+        x, topk_idx, weights, num_tokens_per_expert, expert_offsets, plan = native.result()
+        return DispatchOutput(
+            x=_as_dtype(from_dlpack(x), dtype),
+            topk_idx=None if topk_idx is None else from_dlpack(topk_idx),
+            topk_weights=None if weights is None else from_dlpack(weights),
+            num_tokens_per_expert=from_dlpack(num_tokens_per_expert),
+            expert_offsets=from_dlpack(expert_offsets),
+            plan=HostPlan(plan),
+        )
+
+    if async_op:
+        return _Submitted(native, materialize)
+    return Completed(materialize())
