@@ -131,23 +131,25 @@ def test_public_names_are_in_the_api_page(name: str) -> None:
     assert any(re.search(rf"\b{name}\b", heading) for heading in headings), name
 
 
-def test_api_page_signatures_are_the_real_ones() -> None:
-    """Every parameter of the calls that docs/api.md shows exists, in that order."""
-    shown = re.findall(
-        r"^(?:\w+ = )?(moe_comm|buffer|comm)\.(\w+)\((.*?)\)$",
-        "\n".join(code_blocks("docs/api.md", "python")),
-        re.MULTILINE | re.DOTALL,
-    )
+def test_api_page_shows_the_real_signatures() -> None:
+    """Parameters of the calls in docs/api.md exist, in that order, with the defaults shown."""
     owners = {"moe_comm": moe_comm, "buffer": moe_comm.EpBuffer, "comm": moe_comm.Communicator}
-    assert len(shown) >= 10
-    for owner, name, arguments in shown:
-        parsed = ast.parse(f"f({arguments})", mode="eval").body
-        assert isinstance(parsed, ast.Call)
-        parameters = list(inspect.signature(getattr(owners[owner], name)).parameters)
-        named = [ast.unparse(arg) for arg in parsed.args] + [
-            str(word.arg) for word in parsed.keywords
-        ]
-        assert [p for p in parameters if p != "self" and p in named] == named, f"{owner}.{name}"
+    calls = [
+        node
+        for block in code_blocks("docs/api.md", "python")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in owners
+    ]
+    assert len(calls) >= 9
+    for call in calls:
+        owner, name = ast.unparse(call.func).split(".")
+        parameters = inspect.signature(getattr(owners[owner], name)).parameters
+        shown = [str(keyword.arg) for keyword in call.keywords]
+        assert [parameter for parameter in parameters if parameter in shown] == shown, name
+        for keyword in call.keywords:
+            default = parameters[str(keyword.arg)].default
+            if isinstance(keyword.value, ast.Constant) and default is not inspect.Parameter.empty:
+                assert keyword.value.value == default, f"{name}({keyword.arg})"
 
 
 def test_version_is_in_the_changelog() -> None:
