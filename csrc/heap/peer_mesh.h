@@ -1,7 +1,5 @@
 #pragma once
 
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -9,16 +7,21 @@
 #include <vector>
 
 #include "core/peer_link.h"
+#include "heap/memfd_segment.h"
+#include "heap/owned_fd.h"
+#include "heap/segment_table.h"
 
 namespace moe::heap {
 
-/// Unix sockets between all ranks of a communicator tree on one machine, and the service thread that
-/// reads them: hears of deaths, maps announced segments, keeps small messages for their readers.
+/// Unix sockets between all ranks of a communicator tree on one machine, and the service thread
+/// that reads them: hears of deaths, maps announced segments, keeps small messages for their
+/// readers.
 ///
-/// Ranks are processes, or threads of one process (then a segment is shared by pointer, so that it is
-/// mapped once per process).
+/// Ranks are processes, or threads of one process (then a segment is shared by pointer, so that it
+/// is mapped once per process).
 ///
-/// Thread-safe after connect(). In a forked child every method throws and the sockets are closed.
+/// Thread-safe after connect(). In a forked child the sockets are closed and every method throws,
+/// but for leave() and remove_listener(), which have nothing left to do there.
 class PeerMesh : public PeerLink {
  public:
   /// Opens the listening socket (abstract name: nothing is left behind by a killed process).
@@ -29,11 +32,32 @@ class PeerMesh : public PeerLink {
   /// so that connect() can say which ranks are on another machine.
   virtual std::string address() const = 0;
 
-  /// Connects to every rank and starts the service thread. Collective.
-  /// @throws InvalidArgument  ranks on several machines or network namespaces, or a wire version that
+  /// Connects to every rank and starts the service thread. Collective: returns once every peer has
+  /// connected too.
+  /// @param interrupt_check  Called about ten times a second while waiting; what it throws ends the
+  ///   call.
+  /// @throws InvalidArgument  ranks on several machines or network namespaces, or a wire version
+  /// that
   ///   differs; names them.
-  /// @throws SystemError  a socket call failed or @p timeout_s passed.
-  virtual void connect(int rank_idx, const std::vector<std::string>& addresses, double timeout_s) = 0;
+  /// @throws SystemError  a socket call failed or @p timeout_s passed; names the ranks that are
+  /// missing.
+  virtual void connect(int rank_idx,
+                       const std::vector<std::string>& addresses,
+                       double timeout_s,
+                       const std::function<void()>& interrupt_check = {}) = 0;
+
+  /// Tells every peer of a segment of this rank, before anything in it is offered. Segments are
+  /// numbered from 0.
+  /// @param memfd  Closed once every peer has been sent it.
+  virtual void announce_segment(uint32_t segment_idx,
+                                const std::shared_ptr<Segment>& segment,
+                                OwnedFd memfd) = 0;
+
+  /// A segment that a peer announced, or null. Takes no lock.
+  virtual const SegmentTable::Entry* find_segment(int rank_idx, uint32_t segment_idx) const = 0;
+
+  /// Bytes of all peers' segments mapped here.
+  virtual uint64_t peer_segment_bytes() const = 0;
 
   /// Tells every peer that this rank leaves in good order, then stops the service thread and closes
   /// the sockets. Idempotent. Also runs at an orderly process exit.

@@ -25,17 +25,23 @@ struct HeapStats {
   uint64_t num_segments = 0;
   uint64_t num_windows = 0;
   uint64_t num_allocations = 0;  ///< since the heap was made
-  uint64_t num_growths = 0;
+  uint64_t num_growths = 0;      ///< segments added inside allocate(), not by reserve()
   uint64_t huge_page_bytes = 0;  ///< in 2 MiB pages, verified in smaps when asked
   uint64_t peer_segment_bytes = 0;
 };
 
 /// The shared-memory provider: memfd segments, announced to all peers over the mesh.
+///
+/// Windows stay valid when the heap is gone; the last of them unmaps the memory. In a forked child
+/// the memory is absent: every method throws, windows are dropped without effect.
 class ShmHeap : public SymmetricMemory {
  public:
-  static std::shared_ptr<ShmHeap> create(std::shared_ptr<PeerMesh> mesh, const HeapOptions& options);
+  /// @param mesh  Connected; serves one heap.
+  static std::shared_ptr<ShmHeap> create(std::shared_ptr<PeerMesh> mesh,
+                                         const HeapOptions& options);
 
-  /// Adds a segment so that @p bytes more can be allocated without growth. Local.
+  /// Sees to it that one window of @p bytes can be allocated without growth: adds a segment unless
+  /// a free range is that large. Local.
   /// @throws CapacityError
   virtual void reserve(uint64_t bytes) = 0;
 
@@ -43,7 +49,9 @@ class ShmHeap : public SymmetricMemory {
   /// allocated there later are faulted in again by this rank.
   virtual uint64_t trim() = 0;
 
-  virtual HeapStats stats() const = 0;
+  /// @param verify_huge_pages  Read huge_page_bytes from /proc/self/smaps (milliseconds) instead of
+  ///   what the system reported when it made them.
+  virtual HeapStats stats(bool verify_huge_pages = false) const = 0;
 };
 
 }  // namespace moe::heap

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "heap/fork_guard.h"
+#include "heap/owned_fd.h"
+
+namespace moe::heap {
+
+constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
+
+/// One shared mapping of a memfd, 2 MiB aligned, absent in forked children.
+class Segment {
+ public:
+  Segment(std::byte* data, uint64_t bytes) : data_(data), bytes_(bytes) {}
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+  ~Segment();
+
+  std::byte* data() const { return data_; }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* data_;
+  uint64_t bytes_;
+  ForkOrigin origin_;
+};
+
+/// A segment of this rank, before it is announced.
+struct NewSegment {
+  std::shared_ptr<Segment> segment;
+  OwnedFd memfd;                 ///< for the peers; the mapping does not need it
+  uint64_t huge_page_bytes = 0;  ///< of the segment, as MADV_COLLAPSE reported
+};
+
+/// Makes a segment that nobody can resize and faults it in.
+///
+/// @param bytes  A multiple of the page size.
+/// @throws CapacityError  the machine does not have or give that memory; nothing was left behind.
+/// @throws SystemError  no file descriptor.
+NewSegment create_segment(uint64_t bytes, bool with_huge_pages);
+
+/// Maps a segment that a peer announced.
+/// @throws SystemError  the descriptor is not a sealed memory file of @p bytes, or mmap failed.
+std::shared_ptr<Segment> map_peer_segment(int memfd, uint64_t bytes);
+
+/// Allocates and maps every page of [data, data + bytes), in this process, without a signal when
+/// memory is short. Contents are kept.
+///
+/// @return Bytes of it that MADV_COLLAPSE put in 2 MiB pages.
+/// @throws CapacityError
+uint64_t fault_in(std::byte* data, uint64_t bytes, bool with_huge_pages);
+
+/// Maps the pages of a peer's range into this process, so that the first sender does not pay for
+/// it. A hint: false where the system does not offer it.
+bool map_pages(std::byte* data, uint64_t bytes);
+
+/// Returns the pages of a range to the system; it reads as zeros afterwards, in every process.
+/// @return Whether the system took them.
+bool return_pages(std::byte* data, uint64_t bytes);
+
+/// Bytes of [data, data + bytes) that /proc/self/smaps shows mapped by 2 MiB pages. Exact for
+/// whole mappings.
+uint64_t huge_page_bytes_in_smaps(const std::byte* data, uint64_t bytes);
+
+uint64_t system_page_bytes();
+
+}  // namespace moe::heap

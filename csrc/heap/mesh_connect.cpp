@@ -1,0 +1,188 @@
+#include "heap/mesh_connect.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <string>
+
+#include "core/error.h"
+#include "heap/socket.h"
+
+namespace moe::heap {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kPollMs = 100;
+constexpr double kLongestTimeout = 1e9;  // seconds that fit the clock
+
+/// A socket whose Hello has not arrived whole.
+struct Greeting {
+  OwnedFd socket;
+  int rank_idx = -1;  ///< whom this rank dialled; -1 for a caller who has not said
+  Hello hello;
+  size_t num_bytes = 0;
+};
+
+class MeshConnector {
+ public:
+  MeshConnector(int rank_idx, const std::vector<MeshAddress>& addresses, const OwnedFd& listener)
+      : rank_idx_(rank_idx),
+        addresses_(addresses),
+        listener_(listener),
+        sockets_(addresses.size()) {}
+
+  std::vector<OwnedFd> run(double timeout_s, const std::function<void()>& interrupt_check) {
+    const auto limit = std::chrono::duration<double>(std::min(timeout_s, kLongestTimeout));
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+    int next_dial = 0;
+    while (true) {
+      while (next_dial < rank_idx_ && dial(next_dial))
+        ++next_dial;
+      const bool is_behind = next_dial < rank_idx_;
+      answer();
+      std::erase_if(greetings_, [this](Greeting& greeting) { return read_hello(greeting); });
+      const std::string missing = missing_ranks();
+      if (missing.empty())
+        return std::move(sockets_);
+      if (Clock::now() >= deadline)
+        throw SystemError(concat("rank ",
+                                 rank_idx_,
+                                 " waited ",
+                                 timeout_s,
+                                 " s for the sockets of its peers; did not connect: ",
+                                 missing),
+                          ETIMEDOUT);
+      if (interrupt_check)
+        interrupt_check();
+      wait(is_behind, deadline);
+    }
+  }
+
+ private:
+  /// @return False when the listener has too many callers for now.
+  bool dial(int peer_rank) {
+    OwnedFd socket = connect_abstract(listener_name(address(peer_rank).mesh_token));
+    if (!socket) {
+      if (errno == EAGAIN)
+        return false;
+      throw SystemError(concat("rank ",
+                               peer_rank,
+                               " cannot be reached from rank ",
+                               rank_idx_,
+                               ": nobody listens; it has ended, or it runs on another machine"),
+                        errno);
+    }
+    greet(socket, peer_rank);
+    greetings_.push_back({std::move(socket), peer_rank, Hello{}, 0});
+    return true;
+  }
+
+  void answer() {
+    while (OwnedFd socket = accept_connection(listener_))
+      greetings_.push_back({std::move(socket), -1, Hello{}, 0});
+  }
+
+  void greet(const OwnedFd& socket, int peer_rank) {
+    Hello hello;
+    hello.rank_idx = rank_idx_;
+    hello.sender = address(rank_idx_).mesh_token;
+    hello.receiver = address(peer_rank).mesh_token;
+    size_t sent_bytes = 0;
+    send_bytes(socket.get(), reinterpret_cast<const char*>(&hello), sizeof hello, -1, &sent_bytes);
+    // A new socket takes these few bytes at once unless the peer has gone.
+    if (sent_bytes != sizeof hello)
+      throw SystemError(concat("rank ", peer_rank, " hung up on rank ", rank_idx_), ECONNRESET);
+  }
+
+  /// @return Whether the greeting is over: its socket is in sockets_, or closed as a stranger's.
+  bool read_hello(Greeting& greeting) {
+    std::vector<OwnedFd> passed_fds;
+    size_t received_bytes = 0;
+    const Transfer transfer =
+        receive_bytes(greeting.socket.get(),
+                      reinterpret_cast<char*>(&greeting.hello) + greeting.num_bytes,
+                      sizeof(Hello) - greeting.num_bytes,
+                      &received_bytes,
+                      &passed_fds);
+    if (transfer == Transfer::kWouldBlock)
+      return false;
+    if (transfer != Transfer::kMoved) {
+      if (greeting.rank_idx >= 0)
+        throw SystemError(
+            concat("rank ", greeting.rank_idx, " hung up on rank ", rank_idx_, " while connecting"),
+            ECONNRESET);
+      return true;
+    }
+    greeting.num_bytes += received_bytes;
+    if (greeting.num_bytes < sizeof(Hello))
+      return false;
+    if (!is_peer(greeting))
+      return true;
+    if (greeting.rank_idx < 0)
+      greet(greeting.socket, greeting.hello.rank_idx);
+    sockets_[static_cast<size_t>(greeting.hello.rank_idx)] = std::move(greeting.socket);
+    return true;
+  }
+
+  /// Only a rank of this bootstrap knows the tokens: anybody may dial an abstract name.
+  bool is_peer(const Greeting& greeting) const {
+    const Hello& hello = greeting.hello;
+    if (hello.magic != kWireMagic || hello.rank_idx < 0 ||
+        hello.rank_idx >= static_cast<int>(addresses_.size()))
+      return false;
+    const bool is_expected =
+        greeting.rank_idx < 0 ? hello.rank_idx > rank_idx_ : hello.rank_idx == greeting.rank_idx;
+    return is_expected && hello.sender == address(hello.rank_idx).mesh_token &&
+           hello.receiver == address(rank_idx_).mesh_token &&
+           !sockets_[static_cast<size_t>(hello.rank_idx)];
+  }
+
+  std::string missing_ranks() const {
+    std::string text;
+    for (size_t rank = 0; rank < sockets_.size(); ++rank)
+      if (!sockets_[rank] && static_cast<int>(rank) != rank_idx_)
+        text += (text.empty() ? "rank " : ", ") + std::to_string(rank);
+    return text;
+  }
+
+  void wait(bool is_behind, Clock::time_point deadline) const {
+    std::vector<pollfd> polled{{listener_.get(), POLLIN, 0}};
+    for (const Greeting& greeting : greetings_)
+      polled.push_back({greeting.socket.get(), POLLIN, 0});
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    const int limit_ms = is_behind ? 1 : kPollMs;
+    ::poll(polled.data(),
+           polled.size(),
+           std::clamp(static_cast<int>(std::min<int64_t>(left.count(), limit_ms)), 0, limit_ms));
+  }
+
+  const MeshAddress& address(int rank_idx) const {
+    return addresses_[static_cast<size_t>(rank_idx)];
+  }
+
+  int rank_idx_;
+  const std::vector<MeshAddress>& addresses_;
+  const OwnedFd& listener_;
+  std::vector<Greeting> greetings_;
+  std::vector<OwnedFd> sockets_;
+};
+
+}  // namespace
+
+std::string listener_name(const Token& mesh_token) {
+  return "moe_comm-" + token_text(mesh_token);
+}
+
+std::vector<OwnedFd> connect_mesh(int rank_idx,
+                                  const std::vector<MeshAddress>& addresses,
+                                  const OwnedFd& listener,
+                                  double timeout_s,
+                                  const std::function<void()>& interrupt_check) {
+  return MeshConnector(rank_idx, addresses, listener).run(timeout_s, interrupt_check);
+}
+
+}  // namespace moe::heap

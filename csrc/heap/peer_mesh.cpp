@@ -1,0 +1,493 @@
+#include "heap/peer_mesh.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "core/error.h"
+#include "heap/mesh_connect.h"
+#include "heap/peer_connection.h"
+#include "heap/process_registry.h"
+
+namespace moe::heap {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A peer that is stopped may not read its last messages; leaving does not wait longer for it.
+constexpr auto kFlushLimit = std::chrono::seconds(1);
+constexpr int kRetryMs = 5;
+// Mapped between two looks at the sockets: about 10 ms where pages are small.
+constexpr uint64_t kMapStepBytes = uint64_t{32} << 20;
+
+constexpr uint64_t kWakeKey = ~uint64_t{0};
+constexpr uint64_t kPidfdBit = uint64_t{1} << 32;
+
+MeshAddress make_address() {
+  MeshAddress address;
+  address.process_token = process_registry::process_token();
+  address.mesh_token = random_token();
+  struct stat status{};
+  if (::stat("/proc/self/ns/net", &status) == 0)
+    address.network_namespace = status.st_ino;
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot_id;
+  file >> boot_id;
+  std::copy_n(boot_id.begin(),
+              std::min(boot_id.size(), address.boot_id.size() - 1),
+              address.boot_id.begin());
+  return address;
+}
+
+/// One peer: its connection and the segments it announced.
+struct Peer {
+  std::unique_ptr<PeerConnection> connection;  ///< null for this rank
+  SegmentTable segments;
+  std::vector<std::shared_ptr<Segment>> mapped;  ///< service thread only
+  std::string mapping_error;                     ///< valid once has_mapping_error is seen
+  std::atomic<bool> has_mapping_error{false};
+};
+
+class SocketMesh final : public PeerMesh,
+                         public process_registry::ExitListener,
+                         public std::enable_shared_from_this<SocketMesh> {
+ public:
+  SocketMesh()
+      : address_(make_address()), listener_(listen_abstract(listener_name(address_.mesh_token))) {}
+
+  ~SocketMesh() override {
+    stop();
+    if (!origin_.is_forked_child())
+      process_registry::forget_segments(address_.mesh_token);
+  }
+
+  std::string address() const override {
+    origin_.check("PeerMesh");
+    return address_.to_bytes();
+  }
+
+  void connect(int rank_idx,
+               const std::vector<std::string>& addresses,
+               double timeout_s,
+               const std::function<void()>& interrupt_check) override;
+
+  int rank_idx() const override { return rank_idx_; }
+  int num_ranks() const override { return static_cast<int>(peers_.size()); }
+
+  PeerState state(int rank_idx) const override {
+    origin_.check("PeerMesh");
+    const Peer& peer = peer_of(rank_idx);
+    return peer.connection == nullptr ? PeerState::kAlive : peer.connection->state();
+  }
+
+  void post(int rank_idx, uint64_t channel, uint64_t sequence, std::string payload) override;
+  bool take(int rank_idx, uint64_t channel, uint64_t sequence, std::string* payload) override;
+  int add_listener(std::function<void()> on_change) override;
+  void remove_listener(int id) override;
+
+  void announce_segment(uint32_t segment_idx,
+                        const std::shared_ptr<Segment>& segment,
+                        OwnedFd memfd) override;
+  const SegmentTable::Entry* find_segment(int rank_idx, uint32_t segment_idx) const override;
+  uint64_t peer_segment_bytes() const override {
+    return peer_segment_bytes_.load(std::memory_order_relaxed);
+  }
+
+  void leave() override { stop(); }
+  void on_process_exit() noexcept override {
+    try {
+      stop();
+    } catch (...) {  // the sockets close anyway; there is nobody left to tell
+    }
+  }
+
+ private:
+  struct MapJob {
+    std::shared_ptr<Segment> segment;
+    uint64_t num_mapped_bytes = 0;
+  };
+
+  const Peer& peer_of(int rank_idx) const {
+    MOE_CHECK(rank_idx >= 0 && rank_idx < num_ranks(),
+              "rank ",
+              rank_idx,
+              " is not in [0, ",
+              num_ranks(),
+              "): not a rank of this mesh, or it is not connected");
+    return *peers_[static_cast<size_t>(rank_idx)];
+  }
+  Peer& peer_of(int rank_idx) { return const_cast<Peer&>(std::as_const(*this).peer_of(rank_idx)); }
+
+  void start_service();
+  void stop();
+  void wake();
+
+  // Everything below runs on the service thread.
+  void serve();
+  bool handle_event(uint64_t key);
+  bool receive_from(int rank_idx, bool has_exited);
+  void handle_frame(
+      Peer& peer, int rank_idx, const FrameHeader& header, std::string payload, OwnedFd fd);
+  void map_announced(Peer& peer, int rank_idx, const FrameHeader& header, const OwnedFd& memfd);
+  void map_step();
+  void call_listeners();
+  enum class Sending { kDone, kWaits, kTryLater };
+  Sending flush_all();
+
+  ForkOrigin origin_;
+  MeshAddress address_;
+  OwnedFd listener_;
+  int rank_idx_ = -1;
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::vector<MeshAddress> addresses_;
+  Inbox own_inbox_;
+  std::atomic<uint64_t> peer_segment_bytes_{0};
+  uint32_t num_announced_ = 0;  ///< guarded by the heap's own lock
+
+  std::mutex stop_mutex_;
+  bool is_stopped_ = false;
+  std::atomic<bool> is_stopping_{false};
+  OwnedFd epoll_;
+  OwnedFd wake_fd_;
+  std::unique_ptr<std::thread> service_;
+  std::vector<MapJob> map_jobs_;
+
+  std::recursive_mutex listeners_mutex_;
+  std::map<int, std::shared_ptr<std::function<void()>>> listeners_;
+  int next_listener_id_ = 0;
+};
+
+void SocketMesh::connect(int rank_idx,
+                         const std::vector<std::string>& addresses,
+                         double timeout_s,
+                         const std::function<void()>& interrupt_check) {
+  origin_.check("PeerMesh");
+  MOE_CHECK(peers_.empty() && !is_stopped_, "PeerMesh::connect() may be called once");
+  const auto num_ranks = static_cast<int>(addresses.size());
+  MOE_CHECK(rank_idx >= 0 && rank_idx < num_ranks,
+            "rank ",
+            rank_idx,
+            " is not in [0, ",
+            num_ranks,
+            "), the ranks that gave an address");
+  addresses_ = parse_addresses(addresses);
+  const MeshAddress& own = addresses_[static_cast<size_t>(rank_idx)];
+  MOE_CHECK(own.mesh_token == address_.mesh_token,
+            "rank ",
+            rank_idx,
+            " has another address: ",
+            token_text(own.mesh_token),
+            " was gathered, this mesh is ",
+            token_text(address_.mesh_token));
+  std::vector<OwnedFd> sockets =
+      connect_mesh(rank_idx, addresses_, listener_, timeout_s, interrupt_check);
+  listener_.reset();
+  rank_idx_ = rank_idx;
+  for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
+    auto peer = std::make_unique<Peer>();
+    OwnedFd& socket = sockets[static_cast<size_t>(peer_rank)];
+    if (peer_rank != rank_idx) {
+      const bool is_same_process =
+          addresses_[static_cast<size_t>(peer_rank)].process_token == address_.process_token;
+      // This process cannot outlive itself: its ranks tell each other by the end of the socket.
+      OwnedFd pidfd = is_same_process ? OwnedFd() : peer_pidfd(socket);
+      peer->connection =
+          std::make_unique<PeerConnection>(std::move(socket), std::move(pidfd), is_same_process);
+    }
+    peers_.push_back(std::move(peer));
+  }
+  start_service();
+  process_registry::add_exit_listener(weak_from_this());
+}
+
+void SocketMesh::start_service() {
+  epoll_ = OwnedFd::open([] { return ::epoll_create1(EPOLL_CLOEXEC); });
+  wake_fd_ = OwnedFd::open([] { return ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
+  if (!epoll_ || !wake_fd_)
+    throw SystemError("epoll_create1 or eventfd failed", errno);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = kWakeKey;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_fd_.get(), &event) != 0)
+    throw SystemError("epoll_ctl of the wake descriptor failed", errno);
+  for (size_t peer_rank = 0; peer_rank < peers_.size(); ++peer_rank)
+    if (peers_[peer_rank]->connection != nullptr)
+      peers_[peer_rank]->connection->watch(epoll_.get(), peer_rank, peer_rank | kPidfdBit);
+  // The caller's handlers (Python's among them) must run on the caller's threads.
+  sigset_t all_signals;
+  sigset_t previous;
+  sigfillset(&all_signals);
+  pthread_sigmask(SIG_SETMASK, &all_signals, &previous);
+  try {
+    service_ = std::make_unique<std::thread>([this] { serve(); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+  pthread_setname_np(service_->native_handle(), "moe-mesh");
+}
+
+void SocketMesh::stop() {
+  if (origin_.is_forked_child()) {
+    // The thread exists in the parent only, and its object may be neither joined nor destroyed.
+    static_cast<void>(service_.release());
+    return;
+  }
+  const std::lock_guard lock(stop_mutex_);
+  if (is_stopped_)
+    return;
+  is_stopped_ = true;
+  listener_.reset();
+  if (service_ != nullptr) {
+    MOE_CHECK(service_->get_id() != std::this_thread::get_id(),
+              "a listener may not make its own mesh leave");
+    const std::string bye = make_frame({FrameKind::kBye, 0, 0, 0, 0}, "");
+    for (const auto& peer : peers_)
+      if (peer->connection != nullptr)
+        peer->connection->send(bye);
+    is_stopping_.store(true, std::memory_order_release);
+    wake();
+    service_->join();
+    service_.reset();
+  }
+  for (const auto& peer : peers_)
+    if (peer->connection != nullptr)
+      peer->connection->disconnect();
+}
+
+void SocketMesh::wake() {
+  const uint64_t one = 1;
+  // It can only fail by being full, and then the thread is about to wake anyway.
+  static_cast<void>(!::write(wake_fd_.get(), &one, sizeof one));
+}
+
+void SocketMesh::post(int rank_idx, uint64_t channel, uint64_t sequence, std::string payload) {
+  origin_.check("PeerMesh");
+  Peer& peer = peer_of(rank_idx);
+  MOE_CHECK(payload.size() <= kMaxPayloadBytes,
+            "a message may have ",
+            kMaxPayloadBytes,
+            " bytes, got ",
+            payload.size());
+  if (peer.connection != nullptr) {
+    peer.connection->send(
+        make_frame({FrameKind::kMessage, 0, channel, sequence, payload.size()}, payload));
+    return;
+  }
+  own_inbox_.put(channel, sequence, std::move(payload));
+  wake();
+}
+
+bool SocketMesh::take(int rank_idx, uint64_t channel, uint64_t sequence, std::string* payload) {
+  origin_.check("PeerMesh");
+  Peer& peer = peer_of(rank_idx);
+  Inbox& inbox = peer.connection == nullptr ? own_inbox_ : peer.connection->inbox();
+  return inbox.take(channel, sequence, payload);
+}
+
+int SocketMesh::add_listener(std::function<void()> on_change) {
+  origin_.check("PeerMesh");
+  const std::lock_guard lock(listeners_mutex_);
+  listeners_[next_listener_id_] = std::make_shared<std::function<void()>>(std::move(on_change));
+  return next_listener_id_++;
+}
+
+void SocketMesh::remove_listener(int id) {
+  if (origin_.is_forked_child())
+    return;
+  const std::lock_guard lock(listeners_mutex_);
+  listeners_.erase(id);
+}
+
+void SocketMesh::announce_segment(uint32_t segment_idx,
+                                  const std::shared_ptr<Segment>& segment,
+                                  OwnedFd memfd) {
+  origin_.check("PeerMesh");
+  MOE_CHECK(num_announced_ == segment_idx,
+            "a mesh serves one heap, whose next segment is ",
+            num_announced_,
+            "; got segment ",
+            segment_idx);
+  ++num_announced_;
+  process_registry::publish_segment(address_.mesh_token, segment_idx, segment);
+  const auto shared_fd = std::make_shared<OwnedFd>(std::move(memfd));
+  for (const auto& peer : peers_) {
+    if (peer->connection == nullptr)
+      continue;
+    const bool with_fd = !peer->connection->is_same_process();
+    const FrameHeader header{
+        FrameKind::kSegment, with_fd ? 1u : 0u, segment_idx, segment->bytes(), 0};
+    peer->connection->send(make_frame(header, ""), with_fd ? shared_fd : nullptr);
+  }
+}
+
+const SegmentTable::Entry* SocketMesh::find_segment(int rank_idx, uint32_t segment_idx) const {
+  const Peer& peer = peer_of(rank_idx);
+  const SegmentTable::Entry* entry = peer.segments.find(segment_idx);
+  if (entry == nullptr && peer.has_mapping_error.load(std::memory_order_acquire))
+    throw SystemError(peer.mapping_error, ENOMEM);
+  return entry;
+}
+
+void SocketMesh::serve() {
+  std::vector<epoll_event> events(16);
+  Clock::time_point flush_deadline{};
+  while (true) {
+    const bool is_stopping = is_stopping_.load(std::memory_order_acquire);
+    int wait_ms = map_jobs_.empty() ? -1 : 0;
+    if (is_stopping)  // the first round looks only, later ones wait for slow readers
+      wait_ms = flush_deadline == Clock::time_point{} ? 0 : kRetryMs;
+    const int num_events =
+        ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), wait_ms);
+    bool has_changed = false;
+    for (int i = 0; i < num_events; ++i)
+      has_changed |= handle_event(events[static_cast<size_t>(i)].data.u64);
+    const Sending sending = flush_all();
+    if (sending == Sending::kTryLater)  // the socket reports room, but the system has none for now
+      std::this_thread::sleep_for(std::chrono::milliseconds(kRetryMs));
+    if (has_changed)
+      call_listeners();
+    if (is_stopping) {
+      if (flush_deadline == Clock::time_point{})
+        flush_deadline = Clock::now() + kFlushLimit;
+      if (sending == Sending::kDone || Clock::now() >= flush_deadline)
+        return;
+    }
+    map_step();
+  }
+}
+
+/// @return Whether listeners have to hear of it.
+bool SocketMesh::handle_event(uint64_t key) {
+  if (key == kWakeKey) {
+    uint64_t count = 0;
+    static_cast<void>(!::read(wake_fd_.get(), &count, sizeof count));
+    return true;
+  }
+  // A process that has ended has sent all it ever will: a goodbye among it still counts.
+  const bool has_exited = (key & kPidfdBit) != 0;
+  return receive_from(static_cast<int>(key & ~kPidfdBit), has_exited);
+}
+
+bool SocketMesh::receive_from(int rank_idx, bool has_exited) {
+  Peer& peer = *peers_[static_cast<size_t>(rank_idx)];
+  if (!peer.connection->is_open())
+    return false;
+  const PeerState state_before = peer.connection->state();
+  bool has_changed = false;
+  const auto handle = [&](const FrameHeader& header, std::string payload, OwnedFd fd) {
+    has_changed = true;
+    handle_frame(peer, rank_idx, header, std::move(payload), std::move(fd));
+  };
+  PeerConnection::Receive received = peer.connection->receive(handle);
+  while (has_exited && received == PeerConnection::Receive::kMore)
+    received = peer.connection->receive(handle);
+  if (has_exited || received == PeerConnection::Receive::kEnded)
+    peer.connection->end();
+  return has_changed || peer.connection->state() != state_before;
+}
+
+void SocketMesh::handle_frame(
+    Peer& peer, int rank_idx, const FrameHeader& header, std::string payload, OwnedFd fd) {
+  switch (header.kind) {
+    case FrameKind::kMessage:
+      peer.connection->inbox().put(header.channel, header.sequence, std::move(payload));
+      break;
+    case FrameKind::kSegment:
+      map_announced(peer, rank_idx, header, fd);
+      break;
+    case FrameKind::kBye:
+      peer.connection->mark_left();
+      break;
+  }
+}
+
+void SocketMesh::map_announced(Peer& peer,
+                               int rank_idx,
+                               const FrameHeader& header,
+                               const OwnedFd& memfd) {
+  const auto segment_idx = static_cast<uint32_t>(header.channel);
+  try {
+    std::shared_ptr<Segment> segment;
+    if (memfd) {
+      segment = map_peer_segment(memfd.get(), header.sequence);
+      map_jobs_.push_back({segment, 0});
+    } else {
+      const Token& owner = addresses_[static_cast<size_t>(rank_idx)].mesh_token;
+      segment = process_registry::find_segment(owner, segment_idx);
+      if (segment == nullptr)
+        return;  // its heap is gone, and with it everything that was offered there
+    }
+    peer.mapped.push_back(segment);
+    peer.segments.publish(segment_idx, segment->data(), segment->bytes());
+    peer_segment_bytes_.fetch_add(segment->bytes(), std::memory_order_relaxed);
+  } catch (const std::exception& error) {
+    if (!peer.has_mapping_error.load(std::memory_order_relaxed)) {
+      peer.mapping_error = concat(
+          "segment ", segment_idx, " of rank ", rank_idx, " cannot be mapped: ", error.what());
+      peer.has_mapping_error.store(true, std::memory_order_release);
+    }
+  }
+}
+
+/// Maps a piece of what was announced last, so that sockets are looked at in between.
+void SocketMesh::map_step() {
+  if (map_jobs_.empty())
+    return;
+  MapJob& job = map_jobs_.back();
+  const uint64_t bytes = std::min(kMapStepBytes, job.segment->bytes() - job.num_mapped_bytes);
+  const bool is_mapped = map_pages(job.segment->data() + job.num_mapped_bytes, bytes);
+  job.num_mapped_bytes += bytes;
+  if (!is_mapped || job.num_mapped_bytes == job.segment->bytes())
+    map_jobs_.pop_back();
+}
+
+void SocketMesh::call_listeners() {
+  const std::lock_guard lock(listeners_mutex_);
+  const auto current = listeners_;  // a callback may add or remove
+  for (const auto& [id, on_change] : current)
+    if (listeners_.count(id) != 0)
+      (*on_change)();
+}
+
+SocketMesh::Sending SocketMesh::flush_all() {
+  Sending sending = Sending::kDone;
+  for (const auto& peer : peers_) {
+    if (peer->connection == nullptr)
+      continue;
+    switch (peer->connection->flush()) {
+      case PeerConnection::Flush::kEmpty:
+        break;
+      case PeerConnection::Flush::kWaits:
+        sending = std::max(sending, Sending::kWaits);
+        break;
+      case PeerConnection::Flush::kTryLater:
+        sending = Sending::kTryLater;
+        break;
+    }
+  }
+  return sending;
+}
+
+}  // namespace
+
+std::shared_ptr<PeerMesh> PeerMesh::create() {
+  return std::make_shared<SocketMesh>();
+}
+
+}  // namespace moe::heap

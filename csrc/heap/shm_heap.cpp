@@ -1,0 +1,423 @@
+#include "heap/shm_heap.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <utility>
+
+#include "core/error.h"
+#include "heap/fork_guard.h"
+#include "heap/machine_memory.h"
+#include "heap/memfd_segment.h"
+#include "heap/range_set.h"
+#include "heap/segment_table.h"
+#include "heap/window_allocator.h"
+
+namespace moe::heap {
+namespace {
+
+using Block = WindowAllocator::Block;
+
+// Above it sums of sizes and offsets could overflow.
+constexpr uint64_t kMostBytes = uint64_t{1} << 47;
+// A new segment is larger than the request by this fraction, so that a slightly larger one fits
+// later.
+constexpr uint64_t kHeadroomDivisor = 8;
+
+uint64_t round_up(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+uint64_t round_down(uint64_t value, uint64_t multiple) {
+  return value / multiple * multiple;
+}
+
+/// One segment of this rank. Which parts are cold (returned by trim()) is guarded by
+/// HeapCore::memory_mutex.
+struct OwnSegment {
+  std::shared_ptr<Segment> mapping;
+  uint64_t granule_bytes = 0;  ///< what trim() returns starts and ends at a multiple of it
+  RangeSet cold;
+  std::atomic<uint64_t> cold_bytes{0};
+  std::atomic<uint64_t> huge_page_bytes{0};
+
+  bool has_huge_pages() const { return granule_bytes == kHugePageBytes; }
+};
+
+/// What windows keep alive: the memory and who holds which part of it. It knows no peers.
+struct HeapCore {
+  ForkOrigin origin;
+  HeapOptions options;
+
+  // Held across system calls (growth, trim, faulting in); taken before `mutex`, never by a window.
+  std::mutex memory_mutex;
+  // Bookkeeping only.
+  std::mutex mutex;
+  WindowAllocator allocator;
+  std::vector<std::unique_ptr<OwnSegment>> segments;
+
+  // Read without a lock.
+  SegmentTable table;
+  std::atomic<uint32_t> num_segments{0};
+  std::atomic<uint64_t> segment_bytes{0};
+
+  /// Locks `mutex` with enough spare nodes for one change, so that none are made under it.
+  std::unique_lock<std::mutex> lock_with_nodes() {
+    std::unique_lock lock(mutex);
+    if (allocator.needs_nodes()) {
+      lock.unlock();
+      auto nodes = std::make_unique<Block[]>(WindowAllocator::kNodesPerChunk);
+      lock.lock();
+      allocator.add_nodes(std::move(nodes));
+    }
+    return lock;
+  }
+
+  void release(Block* block) noexcept {
+    if (block == nullptr || origin.is_forked_child())
+      return;  // in a child the mutex may be held for ever by a thread that is not there
+    const std::lock_guard lock(mutex);
+    allocator.free(block);
+  }
+};
+
+class ShmWindow final : public Window {
+ public:
+  ShmWindow(std::shared_ptr<HeapCore> core, Block* block, std::byte* data, const Offer& offer)
+      : core_(std::move(core)), block_(block) {
+    data_ = data;
+    offer_ = offer;
+  }
+  ~ShmWindow() override { core_->release(block_); }
+
+  void shrink(uint64_t bytes) override {
+    MOE_CHECK(bytes <= offer_.bytes, "shrink() to ", bytes, " bytes of a window of ", offer_.bytes);
+    core_->origin.check("the window");
+    if (block_ == nullptr)
+      return;
+    const auto lock = core_->lock_with_nodes();
+    core_->allocator.shrink(block_, bytes);
+    offer_.bytes = bytes;
+  }
+
+  void quarantine() override {
+    if (block_ == nullptr || core_->origin.is_forked_child())
+      return;
+    const std::lock_guard lock(core_->mutex);
+    core_->allocator.quarantine(block_);
+  }
+
+ private:
+  std::shared_ptr<HeapCore> core_;
+  Block* block_;
+};
+
+class MemfdHeap final : public ShmHeap {
+ public:
+  MemfdHeap(std::shared_ptr<PeerMesh> mesh, const HeapOptions& options)
+      : mesh_(std::move(mesh)), rank_idx_(mesh_->rank_idx()), core_(std::make_shared<HeapCore>()) {
+    MOE_CHECK(rank_idx_ >= 0, "the mesh of a heap must be connected, its rank is ", rank_idx_);
+    core_->options = options;
+  }
+
+  std::shared_ptr<Window> allocate(uint64_t bytes) override;
+  std::shared_ptr<Window> allocate_free(uint64_t most_bytes) override;
+  std::byte* try_resolve(int rank_idx, const Offer& offer) override;
+  bool find(const void* address, uint64_t bytes, Offer* offer) const override;
+  uint64_t available_bytes() const override;
+  void end_quarantine() override;
+  void reserve(uint64_t bytes) override;
+  uint64_t trim() override;
+  HeapStats stats(bool verify_huge_pages) const override;
+
+ private:
+  uint64_t growth_bytes() const;
+  void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
+  std::shared_ptr<Window> make_window(Block* block, uint64_t bytes);
+  void warm(const Block& block);
+
+  std::shared_ptr<PeerMesh> mesh_;
+  int rank_idx_;
+  std::shared_ptr<HeapCore> core_;
+  std::atomic<uint64_t> num_growths_{0};
+};
+
+/// Bytes that segments may still grow by.
+uint64_t MemfdHeap::growth_bytes() const {
+  if (core_->options.limit_bytes == 0)
+    return std::numeric_limits<uint64_t>::max();
+  const uint64_t used = core_->segment_bytes.load(std::memory_order_relaxed);
+  return core_->options.limit_bytes - std::min(core_->options.limit_bytes, used);
+}
+
+uint64_t MemfdHeap::available_bytes() const {
+  core_->origin.check("the heap");
+  const uint64_t growth = std::min(growth_bytes(), machine_available_bytes());
+  const std::lock_guard lock(core_->mutex);
+  return core_->allocator.counters().free_bytes + growth;
+}
+
+/// Adds a segment of @p wanted_bytes, or as little as @p least_bytes where no more can be had.
+/// The caller holds memory_mutex.
+void MemfdHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
+  const uint64_t page_bytes = system_page_bytes();
+  least_bytes = round_up(least_bytes, page_bytes);
+  const uint64_t room_bytes = round_down(growth_bytes(), page_bytes);
+  if (least_bytes > room_bytes) {
+    uint64_t largest_bytes = 0;
+    {
+      const std::lock_guard lock(core_->mutex);
+      largest_bytes = core_->allocator.largest_free_bytes();
+    }
+    throw CapacityError(concat("the heap of rank ",
+                               rank_idx_,
+                               " cannot hold a window of ",
+                               least_bytes,
+                               " bytes: its limit is ",
+                               core_->options.limit_bytes,
+                               " bytes, segments take ",
+                               core_->segment_bytes.load(std::memory_order_relaxed),
+                               ", the largest free range has ",
+                               largest_bytes),
+                        least_bytes,
+                        std::max(largest_bytes, room_bytes));
+  }
+  wanted_bytes = std::max(least_bytes, std::min(wanted_bytes, room_bytes));
+  NewSegment made;
+  try {
+    made = create_segment(wanted_bytes, core_->options.with_huge_pages);
+  } catch (const CapacityError&) {
+    if (wanted_bytes == least_bytes)
+      throw;
+    made = create_segment(least_bytes, core_->options.with_huge_pages);
+  }
+  const uint64_t bytes = made.segment->bytes();
+  auto segment = std::make_unique<OwnSegment>();
+  segment->mapping = made.segment;
+  segment->granule_bytes =
+      made.huge_page_bytes > 0 ? kHugePageBytes : std::max(page_bytes, WindowAllocator::kPageBytes);
+  segment->huge_page_bytes = made.huge_page_bytes;
+  const uint32_t segment_idx = core_->num_segments.load(std::memory_order_relaxed);
+  core_->table.publish(segment_idx, made.segment->data(), bytes);
+  core_->num_segments.store(segment_idx + 1, std::memory_order_release);
+  core_->segment_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  mesh_->announce_segment(segment_idx, made.segment, std::move(made.memfd));
+  const auto lock = core_->lock_with_nodes();
+  core_->segments.push_back(std::move(segment));
+  core_->allocator.add_segment(segment_idx, bytes);
+}
+
+std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
+  core_->origin.check("the heap");
+  if (bytes == 0)
+    return std::make_shared<ShmWindow>(core_, nullptr, nullptr, Offer{});
+  if (bytes > kMostBytes)
+    throw CapacityError(
+        concat("a window of ", bytes, " bytes is beyond any machine"), bytes, available_bytes());
+  Block* block = nullptr;
+  {
+    const auto lock = core_->lock_with_nodes();
+    block = core_->allocator.allocate(bytes);
+  }
+  if (block == nullptr) {
+    const std::lock_guard memory_lock(core_->memory_mutex);
+    const auto try_again = [&] {
+      const auto lock = core_->lock_with_nodes();
+      return core_->allocator.allocate(bytes);
+    };
+    // Another thread may have added memory meanwhile, or take what is added here.
+    while ((block = try_again()) == nullptr) {
+      add_segment(WindowAllocator::rounded_bytes(bytes),
+                  round_up(bytes + bytes / kHeadroomDivisor, kHugePageBytes));
+      num_growths_.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  return make_window(block, bytes);
+}
+
+std::shared_ptr<Window> MemfdHeap::allocate_free(uint64_t most_bytes) {
+  core_->origin.check("the heap");
+  Block* block = nullptr;
+  {
+    const auto lock = core_->lock_with_nodes();
+    block = core_->allocator.allocate_largest(std::min(most_bytes, kMostBytes));
+  }
+  if (block == nullptr)
+    return nullptr;
+  return make_window(block, std::min(most_bytes, block->bytes));
+}
+
+std::shared_ptr<Window> MemfdHeap::make_window(Block* block, uint64_t bytes) {
+  // From here on the window owns the block: whatever throws gives it back.
+  const SegmentTable::Entry* entry = core_->table.find(block->segment_idx);
+  std::byte* data = entry->data.load(std::memory_order_relaxed) + block->offset;
+  std::shared_ptr<ShmWindow> window;
+  try {
+    window = std::make_shared<ShmWindow>(
+        core_, block, data, Offer{block->segment_idx, 0, block->offset, bytes});
+  } catch (...) {
+    core_->release(block);
+    throw;
+  }
+  warm(*block);
+  if (core_->options.poison)
+    std::memset(data, 0xFF, block->bytes);
+  return window;
+}
+
+/// Faults in what trim() returned of the granules under a block.
+void MemfdHeap::warm(const Block& block) {
+  OwnSegment* segment = nullptr;
+  {
+    const std::lock_guard lock(core_->mutex);
+    segment = core_->segments[block.segment_idx].get();
+  }
+  if (segment->cold_bytes.load(std::memory_order_acquire) == 0)
+    return;
+  const std::lock_guard memory_lock(core_->memory_mutex);
+  const uint64_t start = round_down(block.offset, segment->granule_bytes);
+  const uint64_t end = std::min(round_up(block.offset + block.bytes, segment->granule_bytes),
+                                segment->mapping->bytes());
+  for (const RangeSet::Range& range : segment->cold.overlapping(start, end)) {
+    const uint64_t huge_bytes =
+        fault_in(segment->mapping->data() + range.start, range.bytes(), segment->has_huge_pages());
+    segment->cold.erase(range.start, range.end);
+    segment->cold_bytes.fetch_sub(range.bytes(), std::memory_order_release);
+    segment->huge_page_bytes.fetch_add(huge_bytes, std::memory_order_relaxed);
+  }
+}
+
+std::byte* MemfdHeap::try_resolve(int rank_idx, const Offer& offer) {
+  core_->origin.check("the heap");
+  // A window without memory has an address like any other, but nobody may touch it.
+  alignas(WindowAllocator::kSmallBytes) static std::byte nothing[WindowAllocator::kSmallBytes];
+  if (offer.bytes == 0)
+    return nothing;
+  const SegmentTable::Entry* entry = rank_idx == rank_idx_
+                                         ? core_->table.find(offer.segment_idx)
+                                         : mesh_->find_segment(rank_idx, offer.segment_idx);
+  if (entry == nullptr)
+    return nullptr;
+  MOE_CHECK(offer.offset <= entry->bytes && offer.bytes <= entry->bytes - offer.offset,
+            "rank ",
+            rank_idx,
+            " offers ",
+            offer.bytes,
+            " bytes at ",
+            offer.offset,
+            " of segment ",
+            offer.segment_idx,
+            ", which has ",
+            entry->bytes,
+            " bytes");
+  return entry->data.load(std::memory_order_relaxed) + offer.offset;
+}
+
+bool MemfdHeap::find(const void* address, uint64_t bytes, Offer* offer) const {
+  core_->origin.check("the heap");
+  const auto wanted = reinterpret_cast<uintptr_t>(address);
+  for (uint32_t idx = core_->num_segments.load(std::memory_order_acquire); idx-- > 0;) {
+    const SegmentTable::Entry* entry = core_->table.find(idx);
+    const auto start = reinterpret_cast<uintptr_t>(entry->data.load(std::memory_order_relaxed));
+    if (wanted < start || wanted - start > entry->bytes || bytes > entry->bytes - (wanted - start))
+      continue;
+    *offer = Offer{idx, 0, wanted - start, bytes};
+    return true;
+  }
+  return false;
+}
+
+void MemfdHeap::end_quarantine() {
+  core_->origin.check("the heap");
+  const std::lock_guard lock(core_->mutex);
+  core_->allocator.end_quarantine();
+}
+
+void MemfdHeap::reserve(uint64_t bytes) {
+  core_->origin.check("the heap");
+  if (bytes > kMostBytes)
+    throw CapacityError(
+        concat("a segment of ", bytes, " bytes is beyond any machine"), bytes, available_bytes());
+  const std::lock_guard memory_lock(core_->memory_mutex);
+  {
+    const std::lock_guard lock(core_->mutex);
+    if (core_->allocator.largest_free_bytes() >= bytes)
+      return;
+  }
+  add_segment(WindowAllocator::rounded_bytes(bytes), round_up(bytes, kHugePageBytes));
+}
+
+uint64_t MemfdHeap::trim() {
+  core_->origin.check("the heap");
+  const std::lock_guard memory_lock(core_->memory_mutex);
+  std::vector<Block*> blocks;
+  std::vector<OwnSegment*> segments;
+  {
+    const std::lock_guard lock(core_->mutex);
+    blocks = core_->allocator.take_all_free();
+    for (const auto& segment : core_->segments)
+      segments.push_back(segment.get());
+  }
+  uint64_t returned_bytes = 0;
+  for (const Block* block : blocks) {
+    OwnSegment& segment = *segments[block->segment_idx];
+    const uint64_t start = round_up(block->offset, segment.granule_bytes);
+    uint64_t end = block->offset + block->bytes;
+    if (end != segment.mapping->bytes())
+      end = round_down(end, segment.granule_bytes);
+    if (start >= end || !return_pages(segment.mapping->data() + start, end - start))
+      continue;
+    const uint64_t cooled_bytes = segment.cold.insert(start, end);
+    segment.cold_bytes.fetch_add(cooled_bytes, std::memory_order_release);
+    const uint64_t huge_bytes = segment.huge_page_bytes.load(std::memory_order_relaxed);
+    segment.huge_page_bytes.store(huge_bytes - std::min(huge_bytes, cooled_bytes),
+                                  std::memory_order_relaxed);
+    returned_bytes += cooled_bytes;
+  }
+  const std::lock_guard lock(core_->mutex);
+  for (Block* block : blocks)
+    core_->allocator.put_back(block);
+  return returned_bytes;
+}
+
+HeapStats MemfdHeap::stats(bool verify_huge_pages) const {
+  core_->origin.check("the heap");
+  HeapStats stats;
+  stats.num_growths = num_growths_.load(std::memory_order_relaxed);
+  stats.peer_segment_bytes = mesh_->peer_segment_bytes();
+  std::vector<std::shared_ptr<Segment>> mappings;
+  {
+    const std::lock_guard lock(core_->mutex);
+    const WindowAllocator::Counters& counters = core_->allocator.counters();
+    stats.live_bytes = counters.live_bytes;
+    stats.quarantined_bytes = counters.quarantined_bytes;
+    stats.peak_live_bytes = counters.peak_live_bytes;
+    stats.num_windows = counters.num_live;
+    stats.num_allocations = counters.num_allocations;
+    stats.num_segments = core_->segments.size();
+    for (const auto& segment : core_->segments) {
+      stats.segment_bytes += segment->mapping->bytes();
+      stats.resident_bytes +=
+          segment->mapping->bytes() - segment->cold_bytes.load(std::memory_order_relaxed);
+      stats.huge_page_bytes += segment->huge_page_bytes.load(std::memory_order_relaxed);
+      mappings.push_back(segment->mapping);
+    }
+  }
+  if (verify_huge_pages) {
+    stats.huge_page_bytes = 0;
+    for (const auto& mapping : mappings)
+      stats.huge_page_bytes += huge_page_bytes_in_smaps(mapping->data(), mapping->bytes());
+  }
+  return stats;
+}
+
+}  // namespace
+
+std::shared_ptr<ShmHeap> ShmHeap::create(std::shared_ptr<PeerMesh> mesh,
+                                         const HeapOptions& options) {
+  return std::make_shared<MemfdHeap>(std::move(mesh), options);
+}
+
+}  // namespace moe::heap

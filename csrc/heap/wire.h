@@ -1,0 +1,95 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace moe::heap {
+
+/// 16 random bytes: an identity that nobody else has and nobody can guess.
+using Token = std::array<uint8_t, 16>;
+
+Token random_token();
+std::string token_text(const Token& token);
+
+constexpr uint32_t kWireMagic = 0x4D4F4541;
+constexpr uint32_t kWireVersion = 1;
+
+/// What a rank tells the others, through the bootstrap, before there are sockets.
+///
+/// Byte map (112 bytes):
+///   [0, 4)      kWireMagic
+///   [4, 8)      kWireVersion
+///   [8, 24)     process token: equal for ranks that are threads of one process
+///   [24, 40)    mesh token: names the listening socket and proves who connects
+///   [40, 48)    inode of the network namespace, in which abstract socket names live
+///   [48, 112)   boot id of the machine, text, zero-padded
+struct MeshAddress {
+  uint32_t magic = kWireMagic;
+  uint32_t version = kWireVersion;
+  Token process_token{};
+  Token mesh_token{};
+  uint64_t network_namespace = 0;
+  std::array<char, 64> boot_id{};
+
+  std::string boot_id_text() const;
+  std::string to_bytes() const;
+};
+static_assert(sizeof(MeshAddress) == 112);
+
+/// Parses the addresses of all ranks and checks that they can talk over Unix sockets.
+///
+/// Every rank sees all addresses, so every rank comes to the same verdict alone.
+///
+/// @throws InvalidArgument  another wire version, machine or network namespace than that of rank 0,
+///   or two ranks with one address; names the ranks and both values.
+std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& addresses);
+
+/// First bytes on every socket, in both directions.
+///
+/// Byte map (48 bytes):
+///   [0, 4)    kWireMagic
+///   [4, 8)    rank_idx of the sender
+///   [8, 24)   mesh token of the sender
+///   [24, 40)  mesh token of the receiver
+///   [40, 48)  zero
+struct Hello {
+  uint32_t magic = kWireMagic;
+  int32_t rank_idx = -1;
+  Token sender{};
+  Token receiver{};
+  uint64_t reserved = 0;
+};
+static_assert(sizeof(Hello) == 48);
+
+enum class FrameKind : uint32_t {
+  kMessage = 1,  ///< payload for (channel, sequence)
+  kSegment =
+      2,  ///< channel is segment_idx, sequence its bytes; with_fd says whether a memfd comes along
+  kBye = 3,  ///< last frame of a rank that leaves in good order
+};
+
+/// Head of every frame behind the Hello.
+///
+/// Byte map (32 bytes):
+///   [0, 4)    kind
+///   [4, 8)    with_fd
+///   [8, 16)   channel
+///   [16, 24)  sequence
+///   [24, 32)  payload bytes that follow
+struct FrameHeader {
+  FrameKind kind = FrameKind::kMessage;
+  uint32_t with_fd = 0;
+  uint64_t channel = 0;
+  uint64_t sequence = 0;
+  uint64_t payload_bytes = 0;
+};
+static_assert(sizeof(FrameHeader) == 32);
+
+constexpr uint64_t kMaxPayloadBytes = uint64_t{1} << 20;
+
+/// A frame as it goes over the socket.
+std::string make_frame(const FrameHeader& header, const std::string& payload);
+
+}  // namespace moe::heap
