@@ -29,6 +29,9 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 // Left to the rest of the machine when a segment takes nearly all of it.
 constexpr uint64_t kSpareBytes = uint64_t{32} << 20;
 
+// Each failure may have made the kernel compact memory, which takes long.
+constexpr int kMostCollapseFailures = 8;
+
 [[noreturn]] void throw_capacity(uint64_t bytes, const std::string& cause) {
   const uint64_t available = machine_available_bytes();
   throw CapacityError(concat("cannot get ",
@@ -126,18 +129,19 @@ uint64_t system_page_bytes() {
 uint64_t fault_in(std::byte* data, uint64_t bytes, bool with_huge_pages) {
   check_machine(bytes);
   uint64_t huge_bytes = 0;
-  uint64_t offset = 0;
+  int num_failures = 0;
   const auto address = reinterpret_cast<uintptr_t>(data);
   if (with_huge_pages && address % kHugePageBytes == 0) {
-    for (; offset + kHugePageBytes <= bytes; offset += kHugePageBytes) {
+    for (uint64_t offset = 0; offset + kHugePageBytes <= bytes; offset += kHugePageBytes) {
       // MADV_COLLAPSE refuses a range without any page.
       populate(data + offset, system_page_bytes());
       if (::madvise(data + offset, kHugePageBytes, kMadvCollapse) == 0) {
         huge_bytes += kHugePageBytes;
         continue;
       }
-      if (errno == EINVAL || errno == ENOSYS)
-        break;  // not offered here; the rest need not be tried
+      // Not offered here, or memory is too scattered: the rest need not be tried.
+      if (errno == EINVAL || errno == ENOSYS || ++num_failures == kMostCollapseFailures)
+        break;
     }
   }
   // Maps what is there, allocates what collapsing left out.

@@ -54,6 +54,8 @@ class PeerConnection {
   /// @param passed_fd  Sent along with the first byte; null for none.
   void send(std::string frame, std::shared_ptr<OwnedFd> passed_fd = nullptr);
 
+  /// What is left to send afterwards: nothing, what the socket has no room for now, or what the
+  /// system has no room for now (the socket will not tell when it has).
   enum class Flush { kEmpty, kWaits, kTryLater };
 
   /// Sends what waits and the socket takes now.

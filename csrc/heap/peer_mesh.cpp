@@ -11,16 +11,16 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <fstream>
-#include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #include "core/error.h"
+#include "heap/listener_list.h"
 #include "heap/mesh_connect.h"
 #include "heap/peer_connection.h"
+#include "heap/peer_segments.h"
 #include "heap/process_registry.h"
 
 namespace moe::heap {
@@ -31,9 +31,6 @@ using Clock = std::chrono::steady_clock;
 // A peer that is stopped may not read its last messages; leaving does not wait longer for it.
 constexpr auto kFlushLimit = std::chrono::seconds(1);
 constexpr int kRetryMs = 5;
-// Mapped between two looks at the sockets: about 10 ms where pages are small.
-constexpr uint64_t kMapStepBytes = uint64_t{32} << 20;
-
 constexpr uint64_t kWakeKey = ~uint64_t{0};
 constexpr uint64_t kPidfdBit = uint64_t{1} << 32;
 
@@ -53,13 +50,9 @@ MeshAddress make_address() {
   return address;
 }
 
-/// One peer: its connection and the segments it announced.
 struct Peer {
   std::unique_ptr<PeerConnection> connection;  ///< null for this rank
-  SegmentTable segments;
-  std::vector<std::shared_ptr<Segment>> mapped;  ///< service thread only
-  std::string mapping_error;                     ///< valid once has_mapping_error is seen
-  std::atomic<bool> has_mapping_error{false};
+  std::unique_ptr<PeerSegments> segments;
 };
 
 class SocketMesh final : public PeerMesh,
@@ -102,9 +95,14 @@ class SocketMesh final : public PeerMesh,
   void announce_segment(uint32_t segment_idx,
                         const std::shared_ptr<Segment>& segment,
                         OwnedFd memfd) override;
-  const SegmentTable::Entry* find_segment(int rank_idx, uint32_t segment_idx) const override;
+  const SegmentTable::Entry* find_segment(int rank_idx, uint32_t segment_idx) const override {
+    return peer_of(rank_idx).segments->find(segment_idx);
+  }
   uint64_t peer_segment_bytes() const override {
-    return peer_segment_bytes_.load(std::memory_order_relaxed);
+    uint64_t bytes = 0;
+    for (const auto& peer : peers_)
+      bytes += peer->segments->bytes();
+    return bytes;
   }
 
   void leave() override { stop(); }
@@ -116,11 +114,6 @@ class SocketMesh final : public PeerMesh,
   }
 
  private:
-  struct MapJob {
-    std::shared_ptr<Segment> segment;
-    uint64_t num_mapped_bytes = 0;
-  };
-
   const Peer& peer_of(int rank_idx) const {
     MOE_CHECK(rank_idx >= 0 && rank_idx < num_ranks(),
               "rank ",
@@ -140,13 +133,8 @@ class SocketMesh final : public PeerMesh,
   void serve();
   bool handle_event(uint64_t key);
   bool receive_from(int rank_idx, bool has_exited);
-  void handle_frame(
-      Peer& peer, int rank_idx, const FrameHeader& header, std::string payload, OwnedFd fd);
-  void map_announced(Peer& peer, int rank_idx, const FrameHeader& header, const OwnedFd& memfd);
-  void map_step();
-  void call_listeners();
-  enum class Sending { kDone, kWaits, kTryLater };
-  Sending flush_all();
+  void handle_frame(Peer& peer, const FrameHeader& header, std::string payload, OwnedFd fd);
+  PeerConnection::Flush flush_all();
 
   ForkOrigin origin_;
   MeshAddress address_;
@@ -155,7 +143,6 @@ class SocketMesh final : public PeerMesh,
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<MeshAddress> addresses_;
   Inbox own_inbox_;
-  std::atomic<uint64_t> peer_segment_bytes_{0};
   uint32_t num_announced_ = 0;  ///< guarded by the heap's own lock
 
   std::mutex stop_mutex_;
@@ -164,11 +151,8 @@ class SocketMesh final : public PeerMesh,
   OwnedFd epoll_;
   OwnedFd wake_fd_;
   std::unique_ptr<std::thread> service_;
-  std::vector<MapJob> map_jobs_;
 
-  std::recursive_mutex listeners_mutex_;
-  std::map<int, std::shared_ptr<std::function<void()>>> listeners_;
-  int next_listener_id_ = 0;
+  ListenerList listeners_;
 };
 
 void SocketMesh::connect(int rank_idx,
@@ -199,6 +183,8 @@ void SocketMesh::connect(int rank_idx,
   rank_idx_ = rank_idx;
   for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
     auto peer = std::make_unique<Peer>();
+    peer->segments = std::make_unique<PeerSegments>(
+        peer_rank, addresses_[static_cast<size_t>(peer_rank)].mesh_token);
     OwnedFd& socket = sockets[static_cast<size_t>(peer_rank)];
     if (peer_rank != rank_idx) {
       const bool is_same_process =
@@ -302,16 +288,12 @@ bool SocketMesh::take(int rank_idx, uint64_t channel, uint64_t sequence, std::st
 
 int SocketMesh::add_listener(std::function<void()> on_change) {
   origin_.check("PeerMesh");
-  const std::lock_guard lock(listeners_mutex_);
-  listeners_[next_listener_id_] = std::make_shared<std::function<void()>>(std::move(on_change));
-  return next_listener_id_++;
+  return listeners_.add(std::move(on_change));
 }
 
 void SocketMesh::remove_listener(int id) {
-  if (origin_.is_forked_child())
-    return;
-  const std::lock_guard lock(listeners_mutex_);
-  listeners_.erase(id);
+  if (!origin_.is_forked_child())  // there the lock may be held for ever
+    listeners_.remove(id);
 }
 
 void SocketMesh::announce_segment(uint32_t segment_idx,
@@ -336,20 +318,15 @@ void SocketMesh::announce_segment(uint32_t segment_idx,
   }
 }
 
-const SegmentTable::Entry* SocketMesh::find_segment(int rank_idx, uint32_t segment_idx) const {
-  const Peer& peer = peer_of(rank_idx);
-  const SegmentTable::Entry* entry = peer.segments.find(segment_idx);
-  if (entry == nullptr && peer.has_mapping_error.load(std::memory_order_acquire))
-    throw SystemError(peer.mapping_error, ENOMEM);
-  return entry;
-}
-
 void SocketMesh::serve() {
   std::vector<epoll_event> events(16);
   Clock::time_point flush_deadline{};
   while (true) {
     const bool is_stopping = is_stopping_.load(std::memory_order_acquire);
-    int wait_ms = map_jobs_.empty() ? -1 : 0;
+    int wait_ms = -1;
+    for (const auto& peer : peers_)
+      if (peer->segments->has_unmapped_pages())
+        wait_ms = 0;
     if (is_stopping)  // the first round looks only, later ones wait for slow readers
       wait_ms = flush_deadline == Clock::time_point{} ? 0 : kRetryMs;
     const int num_events =
@@ -357,18 +334,20 @@ void SocketMesh::serve() {
     bool has_changed = false;
     for (int i = 0; i < num_events; ++i)
       has_changed |= handle_event(events[static_cast<size_t>(i)].data.u64);
-    const Sending sending = flush_all();
-    if (sending == Sending::kTryLater)  // the socket reports room, but the system has none for now
+    const PeerConnection::Flush flushed = flush_all();
+    if (flushed == PeerConnection::Flush::kTryLater)  // the socket reports room, but the system has
+                                                      // none for now
       std::this_thread::sleep_for(std::chrono::milliseconds(kRetryMs));
     if (has_changed)
-      call_listeners();
+      listeners_.call();
     if (is_stopping) {
       if (flush_deadline == Clock::time_point{})
         flush_deadline = Clock::now() + kFlushLimit;
-      if (sending == Sending::kDone || Clock::now() >= flush_deadline)
+      if (flushed == PeerConnection::Flush::kEmpty || Clock::now() >= flush_deadline)
         return;
     }
-    map_step();
+    for (const auto& peer : peers_)
+      peer->segments->map_step();
   }
 }
 
@@ -392,7 +371,7 @@ bool SocketMesh::receive_from(int rank_idx, bool has_exited) {
   bool has_changed = false;
   const auto handle = [&](const FrameHeader& header, std::string payload, OwnedFd fd) {
     has_changed = true;
-    handle_frame(peer, rank_idx, header, std::move(payload), std::move(fd));
+    handle_frame(peer, header, std::move(payload), std::move(fd));
   };
   PeerConnection::Receive received = peer.connection->receive(handle);
   while (has_exited && received == PeerConnection::Receive::kMore)
@@ -402,14 +381,16 @@ bool SocketMesh::receive_from(int rank_idx, bool has_exited) {
   return has_changed || peer.connection->state() != state_before;
 }
 
-void SocketMesh::handle_frame(
-    Peer& peer, int rank_idx, const FrameHeader& header, std::string payload, OwnedFd fd) {
+void SocketMesh::handle_frame(Peer& peer,
+                              const FrameHeader& header,
+                              std::string payload,
+                              OwnedFd fd) {
   switch (header.kind) {
     case FrameKind::kMessage:
       peer.connection->inbox().put(header.channel, header.sequence, std::move(payload));
       break;
     case FrameKind::kSegment:
-      map_announced(peer, rank_idx, header, fd);
+      peer.segments->add(static_cast<uint32_t>(header.channel), header.sequence, fd);
       break;
     case FrameKind::kBye:
       peer.connection->mark_left();
@@ -417,71 +398,13 @@ void SocketMesh::handle_frame(
   }
 }
 
-void SocketMesh::map_announced(Peer& peer,
-                               int rank_idx,
-                               const FrameHeader& header,
-                               const OwnedFd& memfd) {
-  const auto segment_idx = static_cast<uint32_t>(header.channel);
-  try {
-    std::shared_ptr<Segment> segment;
-    if (memfd) {
-      segment = map_peer_segment(memfd.get(), header.sequence);
-      map_jobs_.push_back({segment, 0});
-    } else {
-      const Token& owner = addresses_[static_cast<size_t>(rank_idx)].mesh_token;
-      segment = process_registry::find_segment(owner, segment_idx);
-      if (segment == nullptr)
-        return;  // its heap is gone, and with it everything that was offered there
-    }
-    peer.mapped.push_back(segment);
-    peer.segments.publish(segment_idx, segment->data(), segment->bytes());
-    peer_segment_bytes_.fetch_add(segment->bytes(), std::memory_order_relaxed);
-  } catch (const std::exception& error) {
-    if (!peer.has_mapping_error.load(std::memory_order_relaxed)) {
-      peer.mapping_error = concat(
-          "segment ", segment_idx, " of rank ", rank_idx, " cannot be mapped: ", error.what());
-      peer.has_mapping_error.store(true, std::memory_order_release);
-    }
-  }
-}
-
-/// Maps a piece of what was announced last, so that sockets are looked at in between.
-void SocketMesh::map_step() {
-  if (map_jobs_.empty())
-    return;
-  MapJob& job = map_jobs_.back();
-  const uint64_t bytes = std::min(kMapStepBytes, job.segment->bytes() - job.num_mapped_bytes);
-  const bool is_mapped = map_pages(job.segment->data() + job.num_mapped_bytes, bytes);
-  job.num_mapped_bytes += bytes;
-  if (!is_mapped || job.num_mapped_bytes == job.segment->bytes())
-    map_jobs_.pop_back();
-}
-
-void SocketMesh::call_listeners() {
-  const std::lock_guard lock(listeners_mutex_);
-  const auto current = listeners_;  // a callback may add or remove
-  for (const auto& [id, on_change] : current)
-    if (listeners_.count(id) != 0)
-      (*on_change)();
-}
-
-SocketMesh::Sending SocketMesh::flush_all() {
-  Sending sending = Sending::kDone;
-  for (const auto& peer : peers_) {
-    if (peer->connection == nullptr)
-      continue;
-    switch (peer->connection->flush()) {
-      case PeerConnection::Flush::kEmpty:
-        break;
-      case PeerConnection::Flush::kWaits:
-        sending = std::max(sending, Sending::kWaits);
-        break;
-      case PeerConnection::Flush::kTryLater:
-        sending = Sending::kTryLater;
-        break;
-    }
-  }
-  return sending;
+/// What is left to send, the worst of all peers.
+PeerConnection::Flush SocketMesh::flush_all() {
+  PeerConnection::Flush worst = PeerConnection::Flush::kEmpty;
+  for (const auto& peer : peers_)
+    if (peer->connection != nullptr)
+      worst = std::max(worst, peer->connection->flush());
+  return worst;
 }
 
 }  // namespace

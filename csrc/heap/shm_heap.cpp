@@ -8,10 +8,9 @@
 #include <utility>
 
 #include "core/error.h"
-#include "heap/fork_guard.h"
+#include "heap/heap_core.h"
 #include "heap/machine_memory.h"
 #include "heap/memfd_segment.h"
-#include "heap/range_set.h"
 #include "heap/segment_table.h"
 #include "heap/window_allocator.h"
 
@@ -33,55 +32,6 @@ uint64_t round_up(uint64_t value, uint64_t multiple) {
 uint64_t round_down(uint64_t value, uint64_t multiple) {
   return value / multiple * multiple;
 }
-
-/// One segment of this rank. Which parts are cold (returned by trim()) is guarded by
-/// HeapCore::memory_mutex.
-struct OwnSegment {
-  std::shared_ptr<Segment> mapping;
-  uint64_t granule_bytes = 0;  ///< what trim() returns starts and ends at a multiple of it
-  RangeSet cold;
-  std::atomic<uint64_t> cold_bytes{0};
-  std::atomic<uint64_t> huge_page_bytes{0};
-
-  bool has_huge_pages() const { return granule_bytes == kHugePageBytes; }
-};
-
-/// What windows keep alive: the memory and who holds which part of it. It knows no peers.
-struct HeapCore {
-  ForkOrigin origin;
-  HeapOptions options;
-
-  // Held across system calls (growth, trim, faulting in); taken before `mutex`, never by a window.
-  std::mutex memory_mutex;
-  // Bookkeeping only.
-  std::mutex mutex;
-  WindowAllocator allocator;
-  std::vector<std::unique_ptr<OwnSegment>> segments;
-
-  // Read without a lock.
-  SegmentTable table;
-  std::atomic<uint32_t> num_segments{0};
-  std::atomic<uint64_t> segment_bytes{0};
-
-  /// Locks `mutex` with enough spare nodes for one change, so that none are made under it.
-  std::unique_lock<std::mutex> lock_with_nodes() {
-    std::unique_lock lock(mutex);
-    if (allocator.needs_nodes()) {
-      lock.unlock();
-      auto nodes = std::make_unique<Block[]>(WindowAllocator::kNodesPerChunk);
-      lock.lock();
-      allocator.add_nodes(std::move(nodes));
-    }
-    return lock;
-  }
-
-  void release(Block* block) noexcept {
-    if (block == nullptr || origin.is_forked_child())
-      return;  // in a child the mutex may be held for ever by a thread that is not there
-    const std::lock_guard lock(mutex);
-    allocator.free(block);
-  }
-};
 
 class ShmWindow final : public Window {
  public:
