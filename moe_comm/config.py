@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_comm import budget
+
 __all__ = ["EpConfig", "Layout", "default_expert_rank"]
 
 ROW_BYTES_MULTIPLE = 16
@@ -116,6 +118,49 @@ class EpConfig:
                 f"communicator of {num_ranks}"
             )
         return placement
+
+    def heap_bytes(
+        self,
+        num_ranks: int,
+        *,
+        num_live_windows: int = 2,
+        num_live_expert_outputs: int = 1,
+        num_live_sums: int = 1,
+        expert_alignment: int = 1,
+        imbalance: float = 1.0,
+        worst_case: bool = False,
+    ) -> int:
+        """Heap of one rank with so many windows alive at once; for `Communicator.reserve`.
+
+        Args:
+            num_ranks: Of the communicator.
+            num_live_windows: Dispatched windows held by tensors, counting the one being received.
+            num_live_expert_outputs: Expert outputs held or copied in.
+            num_live_sums: Sums of combines held.
+            expert_alignment: As it will be passed to dispatch.
+            imbalance: Rows of the busiest rank over the mean, >= 1.
+            worst_case: Every token of every rank goes to one rank.
+        """
+        placement = self.resolve_expert_rank(num_ranks)
+        sizes = budget.window_sizes(
+            num_ranks=num_ranks,
+            num_tokens=self.num_max_tokens_per_rank,
+            num_topk=self.num_topk,
+            num_experts=self.num_experts,
+            num_local_experts=int(torch.bincount(placement.to(torch.int64)).max()),
+            row_bytes=self.row_bytes,
+            weight_bytes=8 if self.dtype == torch.float64 else 4,
+            depth=self.num_max_in_flight,
+            expert_alignment=expert_alignment,
+            imbalance=imbalance,
+            worst_case=worst_case,
+        )
+        return budget.live_heap_bytes(
+            sizes,
+            num_dispatched=num_live_windows,
+            num_expert_outputs=num_live_expert_outputs,
+            num_sums=num_live_sums,
+        )
 
 
 def _check_int(name: str, value: object, *, minimum: int) -> None:

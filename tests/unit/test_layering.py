@@ -102,6 +102,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.routing_trace",
         "moe_comm.tracing",
     },
+    {"moe_comm.budget"},
     {"moe_comm._host"},
 ]
 LAYER_OF_PREFIX = {prefix: idx for idx, layer in enumerate(PYTHON_LAYERS) for prefix in layer}

@@ -1,0 +1,152 @@
+"""What is measured: shapes, routing and data that every process can make again from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+
+from moe_comm.config import EpConfig, Layout
+from moe_comm.routing_trace import load_routing_trace
+
+__all__ = ["DTYPES", "BenchCase", "make_topk_idx", "make_x"]
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+# Rows are drawn in blocks, so that float32 temporaries stay small.
+NUM_ROWS_PER_BLOCK = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchCase:
+    """One configuration of the exchange; every process holds an equal copy.
+
+    Args:
+        num_ranks: Processes.
+        num_tokens: Tokens of every rank, T.
+        hidden: Elements per row, H.
+        num_topk: Choices per token, K.
+        num_experts: Experts over all ranks, E.
+        dtype: Key of `DTYPES`.
+        layout: Order of received rows.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+        skew: Exponent s of expert popularity: the i-th most popular expert is drawn with probability
+            proportional to `1 / i ** s`. 0 is uniform, 1 is Zipf.
+        routing: Trace file to replay instead of drawing; see `moe_comm.routing_trace`.
+        with_huge_page_x: x lies in 2 MiB pages instead of wherever torch puts it.
+        seed: Of data and routing.
+    """
+
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    num_topk: int
+    num_experts: int
+    dtype: str = "bf16"
+    layout: Layout = Layout.EXPERT_MAJOR
+    expert_alignment: int = 1
+    skew: float = 0.0
+    routing: Path | None = None
+    with_huge_page_x: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"num_ranks must be >= 1, got {self.num_ranks}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.skew < 0.0:
+            raise ValueError(f"skew must be >= 0, got {self.skew}")
+        if self.routing is None and self.num_topk > self.num_experts:
+            raise ValueError(
+                f"num_topk must be <= num_experts to draw distinct experts, got {self.num_topk} > "
+                f"{self.num_experts}"
+            )
+        if self.expert_alignment < 1:
+            raise ValueError(f"expert_alignment must be >= 1, got {self.expert_alignment}")
+        # Checks the shapes the package itself has rules for.
+        self.config  # noqa: B018
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Element type of rows."""
+        return DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.hidden * self.torch_dtype.itemsize
+
+    @property
+    def config(self) -> EpConfig:
+        """Configuration of the buffer."""
+        return EpConfig(
+            num_experts=self.num_experts,
+            num_topk=self.num_topk,
+            hidden=self.hidden,
+            num_max_tokens_per_rank=self.num_tokens,
+            dtype=self.torch_dtype,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def make_topk_idx(case: BenchCase, rank_idx: int) -> torch.Tensor:
+    """Choices of one rank, drawn or replayed; the same in every process.
+
+    Returns:
+        int64 `[num_tokens, num_topk]`.
+
+    Raises:
+        ValueError: The trace's top-k or experts differ from the case's.
+    """
+    if case.routing is not None:
+        trace = load_routing_trace(case.routing)
+        if (trace.num_topk, trace.num_experts) != (case.num_topk, case.num_experts):
+            raise ValueError(
+                f"{case.routing} was recorded with top-{trace.num_topk} of {trace.num_experts} experts, "
+                f"the case has top-{case.num_topk} of {case.num_experts}"
+            )
+        return trace.rank_topk_idx(rank_idx, case.num_tokens)
+    popularity = torch.Generator().manual_seed(case.seed)
+    place = torch.randperm(case.num_experts, generator=popularity).to(torch.float64) + 1.0
+    log_weight = -case.skew * torch.log(place)
+    draw = torch.Generator().manual_seed(_mix(case.seed, rank_idx, 1))
+    uniform = torch.rand(
+        case.num_tokens, case.num_experts, generator=draw, dtype=torch.float64
+    ).clamp_(min=1e-300)
+    # The K largest of log w + Gumbel noise are K draws without replacement with weights w.
+    gumbel = -torch.log(-torch.log(uniform))
+    return torch.topk(log_weight + gumbel, case.num_topk, dim=1).indices.contiguous()
+
+
+def make_x(case: BenchCase, rank_idx: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows of one rank: standard normal, so that they have the entropy of real activations.
+
+    Write bandwidth depends on the data (zero lines stream up to twice as fast), so never zeros.
+
+    Args:
+        case: The case.
+        rank_idx: Whose rows.
+        out: `[num_tokens, hidden]` to fill, or None.
+
+    Returns:
+        `[num_tokens, hidden]`.
+    """
+    if out is None:
+        out = torch.empty(case.num_tokens, case.hidden, dtype=case.torch_dtype)
+    draw = torch.Generator().manual_seed(_mix(case.seed, rank_idx, 2))
+    wide = torch.float64 if case.torch_dtype == torch.float64 else torch.float32
+    for start in range(0, case.num_tokens, NUM_ROWS_PER_BLOCK):
+        block = out[start : start + NUM_ROWS_PER_BLOCK]
+        block.copy_(torch.randn(block.shape, generator=draw, dtype=wide))
+    return out
+
+
+def _mix(seed: int, rank_idx: int, purpose: int) -> int:
+    return (seed * 1_000_003 + rank_idx) * 8 + purpose

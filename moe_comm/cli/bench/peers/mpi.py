@@ -1,0 +1,105 @@
+"""The OpenMPI pipeline as the benchmark sees it: processes of its own, run in turns with ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from moe_comm.cli.bench.barrier import SpinBarrier
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.peers.mpi_control import ControlFile
+from moe_comm.cli.bench.statistics import Interval
+
+__all__ = ["MpiPeer", "missing_mpi"]
+
+START_TIMEOUT_S = 300.0
+RUN_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 20.0
+
+
+def missing_mpi() -> str | None:
+    """None when the peer can run, else what is missing and how to get it."""
+    missing = []
+    launcher = shutil.which("mpirun")
+    if launcher is None:
+        missing.append("mpirun (apt-get install openmpi-bin libopenmpi-dev)")
+    else:
+        version = subprocess.run(
+            [launcher, "--version"], capture_output=True, text=True, check=False
+        ).stdout
+        if "Open MPI" not in version:
+            missing.append(f"an mpirun of Open MPI (found {version.strip()[:40]!r})")
+    if importlib.util.find_spec("mpi4py") is None:
+        missing.append("mpi4py (pip install mpi4py)")
+    return None if not missing else "needs " + " and ".join(missing)
+
+
+class MpiPeer:
+    """`num_ranks` processes under one mpirun.
+
+    Args:
+        case: The case.
+        folder: For the control file, the barrier and the log; belongs to the caller.
+
+    Raises:
+        RuntimeError: mpirun or a rank failed; with its message.
+    """
+
+    def __init__(self, case: BenchCase, folder: Path) -> None:
+        self.case = case
+        self._log = folder / "mpirun.log"
+        case_file = folder / "case.pickle"
+        case_file.write_bytes(pickle.dumps(case))
+        control_file = folder / "mpi.control"
+        control_file.write_bytes(bytes(ControlFile.file_bytes(case.num_ranks)))
+        barrier_file = folder / "mpi.barrier"
+        barrier_file.write_bytes(bytes(SpinBarrier.file_bytes(case.num_ranks)))
+        self._control = ControlFile(control_file, case.num_ranks)
+        arguments = ["mpirun", "-n", str(case.num_ranks), "--bind-to", "none", "--oversubscribe"]
+        if os.geteuid() == 0:
+            arguments.append("--allow-run-as-root")
+        if case.num_ranks > len(os.sched_getaffinity(0)):
+            arguments += ["--mca", "mpi_yield_when_idle", "1"]
+        module = "moe_comm.cli.bench.peers.mpi_worker"
+        arguments += [sys.executable, "-m", module, str(case_file), str(control_file)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*arguments, str(barrier_file)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def check(self) -> None:
+        """Compare with the oracle on every rank.
+
+        Raises:
+            RuntimeError: See the class.
+        """
+        self._command("check", 0, START_TIMEOUT_S)
+
+    def run(self, operation: str, num_iterations: int) -> list[list[Interval]]:
+        """Intervals of every rank, rank by rank."""
+        return self._command(operation, num_iterations, RUN_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Stop the processes. Idempotent."""
+        if self._process.poll() is None:
+            self._control.post("stop", 0)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.terminate()
+                self._process.wait()
+
+    def _command(self, command: str, num_iterations: int, timeout_s: float) -> list[list[Interval]]:
+        number = self._control.post(command, num_iterations)
+        try:
+            return self._control.wait_done(
+                number, num_iterations, lambda: self._process.poll() is None, timeout_s
+            )
+        except RuntimeError as error:
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise RuntimeError(f"{error}\n{tail}") from None

@@ -1,0 +1,143 @@
+"""Starts the rank processes of the benchmark and speaks to all of them at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import tempfile
+import types
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from moe_comm.cli.bench.barrier import SpinBarrier
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.worker import Launch, worker_main
+
+__all__ = ["RankProcesses", "WorkerError"]
+
+JOIN_TIMEOUT_S = 20.0
+
+
+class WorkerError(RuntimeError):
+    """A rank of the benchmark failed; the message holds its traceback."""
+
+
+class RankProcesses:
+    """One process per rank; a context manager that leaves none behind.
+
+    Args:
+        case: The case.
+        backend: Of the communicator.
+        num_threads: Of the communicator; None for its own choice.
+        with_huge_pages: Of the communicator.
+
+    Raises:
+        WorkerError: A rank could not start.
+    """
+
+    def __init__(
+        self,
+        case: BenchCase,
+        *,
+        backend: str,
+        num_threads: int | None = None,
+        with_huge_pages: bool = True,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="moe-comm-bench-")
+        self.folder = Path(self._folder.name)
+        (self.folder / "barrier").write_bytes(bytes(SpinBarrier.file_bytes(case.num_ranks)))
+        launch = Launch(
+            case=case,
+            backend=backend,
+            folder=self.folder,
+            num_threads=num_threads,
+            with_huge_pages=with_huge_pages,
+        )
+        # A forked child would inherit torch's threads and locks in any state.
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        try:
+            for rank_idx in range(case.num_ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=worker_main,
+                    args=(launch, rank_idx, theirs),
+                    name=f"rank {rank_idx}",
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            self._collect()
+        except BaseException:
+            self._kill()
+            raise
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a `Worker` method on every rank; every rank's answer, in rank order.
+
+        Raises:
+            WorkerError: A rank raised or died.
+        """
+        for pipe in self._pipes:
+            pipe.send((method, arguments))
+        return self._collect()
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        if all(process.is_alive() for process in self._processes):
+            try:
+                self.call("close")
+                for process in self._processes:
+                    process.join(JOIN_TIMEOUT_S)
+            except (WorkerError, OSError):
+                # The ranks are leaving anyway; whoever called close has its results.
+                pass
+        self._kill()
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.close()
+        else:
+            self._kill()
+
+    def _collect(self) -> list[Any]:
+        answers: dict[int, Any] = {}
+        pending: Mapping[Any, int] = {pipe: i for i, pipe in enumerate(self._pipes)}
+        while len(answers) < len(self._pipes):
+            waiting = [pipe for pipe, i in pending.items() if i not in answers]
+            for pipe in multiprocessing.connection.wait(waiting):
+                rank_idx = pending[pipe]
+                try:
+                    status, value = self._pipes[rank_idx].recv()
+                except EOFError:
+                    process = self._processes[rank_idx]
+                    process.join(JOIN_TIMEOUT_S)
+                    raise WorkerError(
+                        f"rank {rank_idx} died (exit code {process.exitcode})"
+                    ) from None
+                if status == "error":
+                    raise WorkerError(f"rank {rank_idx} failed:\n{value}")
+                answers[rank_idx] = value
+        return [answers[i] for i in range(len(self._pipes))]
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()

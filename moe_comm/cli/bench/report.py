@@ -1,0 +1,149 @@
+"""Tables and plots of what the benchmark found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.result import BenchRow
+
+__all__ = ["case_title", "header_line", "result_table", "wide_console", "write_plot"]
+
+PIPE_WIDTH = 168
+LABELS = {
+    "dispatch": "dispatch",
+    "combine": "combine, in place",
+    "combine_copy_in": "combine, ordinary tensor",
+    "dispatch+combine": "dispatch + combine",
+    "differentiable_overhead": "differentiable overhead",
+}
+
+
+def wide_console() -> Console:
+    """Standard output; a file or pipe is given the width that the tables need."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def header_line(environment: dict[str, Any]) -> str:
+    """The environment on one line."""
+    huge = environment["transparent_huge_pages"]
+    return (
+        f"moe-comm {environment['version']} ({environment['commit'] or 'installed'}) | "
+        f"{environment['cpu']}, {environment['cores']} cores, {environment['isa'] or 'no native module'} | "
+        f"kernel {environment['kernel']}, shmem_enabled={huge['shmem_enabled']} | "
+        f"torch {environment['torch']} | load {environment['load_average']:.2f}"
+    )
+
+
+def case_title(case: BenchCase) -> str:
+    """The case on one line."""
+    routing = f"routing {case.routing.name}" if case.routing else f"skew {case.skew:g}"
+    return (
+        f"dispatch-combine: {case.num_ranks} ranks, {case.num_tokens} tokens each, hidden {case.hidden}, "
+        f"top-{case.num_topk} of {case.num_experts}, {case.dtype}, {case.layout.name}, "
+        f"alignment {case.expert_alignment}, {routing}"
+    )
+
+
+def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Group:
+    """Times, bandwidth and ratios of one case; memory and notes below."""
+    peers = sorted({peer for row in rows for peer in row.speedup})
+    table = Table(title=case_title(rows[0].case), title_justify="left")
+    table.add_column("operation")
+    for name in ("p50 us", "p95 us", "MB", "GB/s", "roof GB/s", "of roof", "pairs (dropped)"):
+        table.add_column(name, justify="right")
+    table.add_column("roof state")
+    for peer in peers:
+        table.add_column(f"vs {peer}", justify="right")
+    table.add_column("check")
+    notes: list[Text] = []
+    for row in rows:
+        if row.op == "memory":
+            notes.append(_memory_note(row))
+            continue
+        table.add_row(
+            LABELS[row.op],
+            _number(row.p50_us, 1),
+            _number(row.p95_us, 1),
+            _number(None if row.bytes is None else row.bytes / 1e6, 1),
+            _number(row.gbs, 1),
+            _number(row.roof_gbs, 1),
+            _number(row.fraction_of_roof, 3),
+            f"{row.num_pairs} ({row.num_dropped})",
+            row.roof_state or "-",
+            *(_ratio(row.speedup.get(peer)) for peer in peers),
+            row.check,
+        )
+    notes += [Text(f"{peer}: not compared, {why}") for peer, why in sorted(missing_peers.items())]
+    return Group(table, *notes)
+
+
+def write_plot(path: Path, rows: Sequence[BenchRow], environment: dict[str, Any]) -> None:
+    """Bars of time per operation, ours beside every peer's, on a logarithmic axis.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if row.p50_us is not None and row.p50_us > 0.0]
+    if not timed:
+        raise ValueError("nothing was timed, so there is nothing to plot")
+    names = [timed[0].backend, *sorted({peer for row in timed for peer in row.peer_p50_us})]
+    figure = Figure(figsize=(2.0 + 2.2 * len(timed), 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    width = 0.8 / len(names)
+    for name_idx, name in enumerate(names):
+        for row_idx, row in enumerate(timed):
+            value = row.p50_us if name_idx == 0 else row.peer_p50_us.get(name)
+            if value is None:
+                continue
+            place = row_idx + (name_idx - (len(names) - 1) / 2) * width
+            axes.bar(
+                place, value, width, color=f"C{name_idx}", label=name if row_idx == 0 else None
+            )
+            label = f"{value:.0f}"
+            if name_idx == 0 and row.fraction_of_roof is not None:
+                label += f"\n{row.fraction_of_roof:.0%} of roof"
+            axes.annotate(label, (place, value), ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(timed)), [LABELS[row.op] for row in timed], fontsize=8)
+    axes.set_yscale("log")
+    axes.set_ylabel("p50 of wall time [us]")
+    axes.set_title(case_title(timed[0].case) + "\n" + header_line(environment), fontsize=7)
+    axes.legend()
+    axes.margins(y=0.2)
+    figure.savefig(path, dpi=150)
+
+
+def _memory_note(row: BenchRow) -> Text:
+    resident, windows = row.extra["resident_bytes"], row.extra["window_bytes"]
+    lines = ["memory of all ranks, resident (windows by formula):"]
+    for stage, meaning in (
+        ("dispatch", "received rows"),
+        ("combine", "received rows, expert output in the heap, sums"),
+        ("combine_copy_in", "received rows, copy of an expert output outside the heap, sums"),
+    ):
+        lines.append(
+            f"  after {LABELS[stage]}: {resident[stage] / 1e6:.1f} MB ({windows[stage] / 1e6:.1f} MB: {meaning})"
+        )
+    lines.append(
+        f"  the expert output outside the heap itself: {row.extra['ordinary_expert_output_bytes'] / 1e6:.1f} MB more"
+    )
+    return Text("\n".join(lines))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}x"

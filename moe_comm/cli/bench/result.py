@@ -1,0 +1,98 @@
+"""What the benchmark found, in the form it is written to JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moe_comm.cli.bench.case import BenchCase
+
+__all__ = ["BenchRow", "to_json"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchRow:
+    """One operation of one case.
+
+    Args:
+        op: `"dispatch"`, `"combine"` (in place), `"combine_copy_in"` (of an ordinary tensor),
+            `"dispatch+combine"` (latency, back to back), `"differentiable_overhead"` or `"memory"`.
+        case: The case.
+        backend: That ran it.
+        p50_us: Median of the ranks' wall times over ranks and repeats.
+        p95_us: 95th percentile of the same.
+        op_us: Median time from the first rank's start to the last rank's end; GB/s comes from it.
+        bytes: Over all ranks, by formula (`moe_comm.cli.bench.traffic`).
+        gbs: `bytes / op_us`.
+        roof_gbs: Median bandwidth of the plain loops timed around the operation; None without a roof.
+        fraction_of_roof: Median over clean pairs.
+        check: `"ok"`, or what differs from the oracle.
+        speedup: Median ratio of a peer's time to ours, by peer.
+        peer_p50_us: Median wall time of each peer.
+        num_pairs: Clean pairs behind the fraction (repeats where there is no roof).
+        num_dropped: Pairs left out because their roofs disagreed.
+        roof_state: `"slow"`, `"fast"`, or both numbers where it changed during the run.
+        extra: Row-specific values.
+    """
+
+    op: str
+    case: BenchCase
+    backend: str
+    p50_us: float | None = None
+    p95_us: float | None = None
+    op_us: float | None = None
+    bytes: int | None = None
+    gbs: float | None = None
+    roof_gbs: float | None = None
+    fraction_of_roof: float | None = None
+    check: str = "ok"
+    speedup: dict[str, float] = dataclasses.field(default_factory=dict)
+    peer_p50_us: dict[str, float] = dataclasses.field(default_factory=dict)
+    num_pairs: int = 0
+    num_dropped: int = 0
+    roof_state: str | None = None
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON writes it."""
+        case = self.case
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("case", "extra")
+        }
+        return {
+            "op": values.pop("op"),
+            "backend": values.pop("backend"),
+            "ranks": case.num_ranks,
+            "tokens": case.num_tokens,
+            "hidden": case.hidden,
+            "topk": case.num_topk,
+            "experts": case.num_experts,
+            "dtype": case.dtype,
+            "layout": case.layout.name,
+            "expert_alignment": case.expert_alignment,
+            "skew": case.skew,
+            "routing": None if case.routing is None else case.routing.name,
+            "huge_page_x": case.with_huge_page_x,
+            "seed": case.seed,
+            **values,
+            **self.extra,
+        }
+
+
+def to_json(
+    environment: dict[str, Any], rows: list[BenchRow], notes: dict[str, str]
+) -> dict[str, Any]:
+    """The document that `--json` writes.
+
+    Args:
+        environment: See `collect_environment`.
+        rows: All rows.
+        notes: Why a peer is missing, by peer.
+    """
+    return {
+        "environment": environment,
+        "cases": [row.to_dict() for row in rows],
+        "missing_peers": notes,
+    }

@@ -1,0 +1,374 @@
+"""Runs a case: check, then rounds in which ours and every peer are timed next to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.environment import last_level_cache_bytes, roof_state
+from moe_comm.cli.bench.memory import WindowMemory, total_bytes
+from moe_comm.cli.bench.peers.mpi import MpiPeer, missing_mpi
+from moe_comm.cli.bench.processes import RankProcesses, WorkerError
+from moe_comm.cli.bench.result import BenchRow
+from moe_comm.cli.bench.statistics import (
+    Interval,
+    Pair,
+    makespan_us,
+    percentile,
+    wall_times_us,
+)
+from moe_comm.cli.bench.traffic import (
+    combine_bytes,
+    copy_in_bytes,
+    dispatch_bytes,
+    rank_traffic,
+)
+from moe_comm.config import Layout
+
+__all__ = [
+    "OPERATIONS",
+    "PEERS",
+    "BenchOptions",
+    "CaseRun",
+    "default_operations",
+    "operation_bytes",
+]
+
+PEERS = ("gloo", "mpi")
+THROUGHPUT_OPERATIONS = ("dispatch", "combine", "combine_copy_in")
+LATENCY_OPERATIONS = ("dispatch+combine", "differentiable_overhead")
+OPERATIONS = (*THROUGHPUT_OPERATIONS, *LATENCY_OPERATIONS, "memory")
+
+NUM_WARM_UP = 2
+MAX_ROUNDS_PER_PAIR = 5
+NUM_ITERATIONS = 200
+NUM_PEER_ITERATIONS = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """How to measure.
+
+    Args:
+        backend: Of the communicator.
+        peers: Of `PEERS`.
+        num_repeats: Clean pairs to collect, and rounds with peers.
+        operations: Of `OPERATIONS`; empty for what suits the size.
+        num_threads: Of the communicator; None for its own choice.
+        with_huge_pages: Of the communicator.
+    """
+
+    backend: str = "host"
+    peers: tuple[str, ...] = ()
+    num_repeats: int = 9
+    operations: tuple[str, ...] = ()
+    num_threads: int | None = None
+    with_huge_pages: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("peers", PEERS), ("operations", OPERATIONS)):
+            unknown = [value for value in getattr(self, name) if value not in allowed]
+            if unknown:
+                raise ValueError(
+                    f"{name} must be of {', '.join(allowed)}, got {', '.join(unknown)}"
+                )
+        if self.num_repeats < 1:
+            raise ValueError(f"num_repeats must be >= 1, got {self.num_repeats}")
+
+
+def operation_bytes(case: BenchCase) -> dict[str, int]:
+    """Bytes of every operation over all ranks, by formula."""
+    per_rank = [rank_traffic(case, rank_idx) for rank_idx in range(case.num_ranks)]
+    dispatch = sum(dispatch_bytes(traffic) for traffic in per_rank)
+    combine = sum(combine_bytes(traffic) for traffic in per_rank)
+    return {
+        "dispatch": dispatch,
+        "combine": combine,
+        "combine_copy_in": combine + sum(copy_in_bytes(traffic) for traffic in per_rank),
+        "dispatch+combine": dispatch + combine,
+    }
+
+
+def default_operations(case: BenchCase) -> tuple[str, ...]:
+    """Bandwidth where rows do not fit the last-level cache twice, else latency; memory always."""
+    is_small = operation_bytes(case)["dispatch"] <= 2 * max(last_level_cache_bytes(), 1 << 20)
+    return (*(LATENCY_OPERATIONS if is_small else THROUGHPUT_OPERATIONS), "memory")
+
+
+class CaseRun:
+    """One case on living processes; a context manager.
+
+    Args:
+        case: The case.
+        options: How to measure.
+        on_progress: Called with a short text after every round.
+
+    Raises:
+        WorkerError: A rank failed.
+        RuntimeError: MPI failed.
+    """
+
+    def __init__(
+        self,
+        case: BenchCase,
+        options: BenchOptions,
+        on_progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        if options.peers and case.layout != Layout.EXPERT_MAJOR:
+            raise ValueError(f"peers give expert-major rows, got layout {case.layout.name}")
+        self.case = case
+        self.options = options
+        self.on_progress = on_progress
+        self.missing_peers: dict[str, str] = {}
+        self.mpi: MpiPeer | None = None
+        self.bytes = operation_bytes(case)
+        self._stack = contextlib.ExitStack()
+        self.check = "ok"
+
+    def __enter__(self) -> CaseRun:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        options = self.options
+        self.ranks = self._stack.enter_context(
+            RankProcesses(
+                self.case,
+                backend=options.backend,
+                num_threads=options.num_threads,
+                with_huge_pages=options.with_huge_pages,
+            )
+        )
+        self.on_progress("check")
+        problems = [problem for problem in self.ranks.call("check") if problem is not None]
+        if problems:
+            # A wrong operation has no speed.
+            raise WorkerError("the check against the reference failed: " + "; ".join(problems))
+        self.backend = str(self.ranks.call("describe")[0]["backend"])
+        if "gloo" in options.peers:
+            self.on_progress("check gloo")
+            self.ranks.call("prepare_gloo")
+        if "mpi" in options.peers:
+            missing = missing_mpi()
+            if missing is not None:
+                self.missing_peers["mpi"] = missing
+                return
+            self.on_progress("check mpi")
+            self.mpi = MpiPeer(self.case, self.ranks.folder)
+            self._stack.callback(self.mpi.close)
+            self.mpi.check()
+
+    def run(self) -> list[BenchRow]:
+        """Measure every operation of the options."""
+        operations = self.options.operations or default_operations(self.case)
+        rows = [
+            self._measure_throughput(operation)
+            for operation in operations
+            if operation in THROUGHPUT_OPERATIONS
+        ]
+        self.ranks.call("release_roof")
+        if "dispatch+combine" in operations:
+            rows.append(self._measure_latency())
+        if "differentiable_overhead" in operations:
+            rows.append(self._measure_differentiable())
+        if "memory" in operations and self.backend == "host":
+            rows.append(self._measure_memory())
+        return rows
+
+    def _measure_throughput(self, operation: str) -> BenchRow:
+        has_roof = all(self.ranks.call("prepare_roof"))
+        peer_operation = "dispatch" if operation == "dispatch" else "combine"
+        for _ in range(NUM_WARM_UP):
+            self.ranks.call("sample", operation)
+        wall_us: list[float] = []
+        op_us: list[float] = []
+        pairs: list[Pair] = []
+        peer_wall_us: dict[str, list[float]] = {}
+        ratios: dict[str, list[float]] = {}
+        num_clean = 0
+        num_repeats = self.options.num_repeats
+        for round_idx in range(num_repeats * MAX_ROUNDS_PER_PAIR):
+            samples = self.ranks.call("sample", operation)
+            ours = [sample.op for sample in samples]
+            op_us.append(makespan_us(ours))
+            wall_us += wall_times_us(ours)
+            if has_roof:
+                pairs.append(
+                    Pair(
+                        op_us=op_us[-1],
+                        roof_before_us=makespan_us([sample.roof_before for sample in samples]),
+                        roof_after_us=makespan_us([sample.roof_after for sample in samples]),
+                    )
+                )
+                num_clean += pairs[-1].is_clean
+            else:
+                num_clean += 1
+            if round_idx < num_repeats:
+                for peer, intervals in self._run_peers(peer_operation, 1).items():
+                    first = [rank_intervals[0] for rank_intervals in intervals]
+                    peer_wall_us.setdefault(peer, []).extend(wall_times_us(first))
+                    ratios.setdefault(peer, []).append(makespan_us(first) / op_us[-1])
+            self.on_progress(f"{operation} {num_clean}/{num_repeats}")
+            if num_clean >= num_repeats and round_idx + 1 >= num_repeats:
+                break
+        roof: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        if has_roof:
+            roof, extra = self._summarize_roof(operation, pairs)
+        median_us = percentile(op_us, 0.5)
+        return BenchRow(
+            op=operation,
+            case=self.case,
+            backend=self.backend,
+            p50_us=percentile(wall_us, 0.5),
+            p95_us=percentile(wall_us, 0.95),
+            op_us=median_us,
+            bytes=self.bytes[operation],
+            gbs=self.bytes[operation] / median_us / 1e3,
+            check=self.check,
+            speedup={peer: percentile(values, 0.5) for peer, values in ratios.items()},
+            peer_p50_us={peer: percentile(values, 0.5) for peer, values in peer_wall_us.items()},
+            num_pairs=num_clean,
+            num_dropped=len(op_us) - num_clean,
+            extra=extra,
+            **roof,
+        )
+
+    def _summarize_roof(
+        self, operation: str, pairs: Sequence[Pair]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The roof's columns of a row, and the details for JSON."""
+        clean = [pair for pair in pairs if pair.is_clean]
+        roof_bytes = sum(per_rank[operation] for per_rank in self.ranks.call("roof_bytes"))
+        # The loops move whole lines of whole rows, so their bytes may differ a little from ours.
+        scale = self.bytes[operation] / roof_bytes
+        roof_gbs = [roof_bytes / pair.roof_us / 1e3 for pair in clean]
+        extra = {
+            "roof_bytes": roof_bytes,
+            "pairs": [dataclasses.asdict(pair) for pair in pairs],
+        }
+        if not clean:
+            return {"roof_state": "unstable"}, extra
+        states = [roof_state(gbs) for gbs in roof_gbs]
+        fractions = [pair.fraction * scale for pair in clean]
+        extra["fraction_p10"] = percentile(fractions, 0.1)
+        extra["fraction_p90"] = percentile(fractions, 0.9)
+        for state in sorted(set(states)):
+            extra[f"fraction_{state}"] = percentile(
+                [value for value, at in zip(fractions, states, strict=True) if at == state], 0.5
+            )
+        counts = {state: states.count(state) for state in sorted(set(states))}
+        return {
+            "roof_gbs": percentile(roof_gbs, 0.5),
+            "fraction_of_roof": percentile(fractions, 0.5),
+            "roof_state": ", ".join(f"{state} {count}" for state, count in counts.items())
+            if len(counts) > 1
+            else states[0],
+        }, extra
+
+    def _measure_latency(self) -> BenchRow:
+        self.ranks.call("run_back_to_back", NUM_ITERATIONS)
+        wall_us: list[float] = []
+        peer_wall_us: dict[str, list[float]] = {}
+        ratios: dict[str, list[float]] = {}
+        for round_idx in range(self.options.num_repeats):
+            ours = _all_wall_times_us(self.ranks.call("run_back_to_back", NUM_ITERATIONS))
+            wall_us += ours
+            peers = self._run_peers("dispatch+combine", NUM_PEER_ITERATIONS)
+            for peer, intervals in peers.items():
+                theirs = _all_wall_times_us(intervals)
+                peer_wall_us.setdefault(peer, []).extend(theirs)
+                ratios.setdefault(peer, []).append(percentile(theirs, 0.5) / percentile(ours, 0.5))
+            self.on_progress(f"dispatch+combine {round_idx + 1}/{self.options.num_repeats}")
+        median_us = percentile(wall_us, 0.5)
+        return BenchRow(
+            op="dispatch+combine",
+            case=self.case,
+            backend=self.backend,
+            p50_us=median_us,
+            p95_us=percentile(wall_us, 0.95),
+            op_us=median_us,
+            bytes=self.bytes["dispatch+combine"],
+            gbs=self.bytes["dispatch+combine"] / median_us / 1e3,
+            check=self.check,
+            speedup={peer: percentile(values, 0.5) for peer, values in ratios.items()},
+            peer_p50_us={peer: percentile(values, 0.5) for peer, values in peer_wall_us.items()},
+            num_pairs=self.options.num_repeats,
+            extra={"num_iterations": NUM_ITERATIONS, "p99_us": percentile(wall_us, 0.99)},
+        )
+
+    def _measure_differentiable(self) -> BenchRow:
+        self.ranks.call("compare_differentiable", NUM_WARM_UP)
+        eager_us: list[float] = []
+        differentiable_us: list[float] = []
+        for round_idx in range(self.options.num_repeats):
+            for per_rank in self.ranks.call("compare_differentiable", NUM_ITERATIONS):
+                eager_us += wall_times_us(per_rank["eager"])
+                differentiable_us += wall_times_us(per_rank["differentiable"])
+            self.on_progress(f"differentiable {round_idx + 1}/{self.options.num_repeats}")
+        eager_p50_us = percentile(eager_us, 0.5)
+        differentiable_p50_us = percentile(differentiable_us, 0.5)
+        return BenchRow(
+            op="differentiable_overhead",
+            case=self.case,
+            backend=self.backend,
+            p50_us=differentiable_p50_us - eager_p50_us,
+            check=self.check,
+            num_pairs=self.options.num_repeats,
+            extra={
+                "eager_dispatch_p50_us": eager_p50_us,
+                "differentiable_dispatch_p50_us": differentiable_p50_us,
+            },
+        )
+
+    def _measure_memory(self) -> BenchRow:
+        """Resident windows against the windows that the operations need."""
+        stages: list[dict[str, WindowMemory]] = self.ranks.call("measure_memory")
+        traffic = [rank_traffic(self.case, rank_idx) for rank_idx in range(self.case.num_ranks)]
+        rows_bytes = sum((t.num_recv_rows + t.num_padding_rows) * t.row_bytes for t in traffic)
+        sums_bytes = sum(t.num_tokens * t.row_bytes for t in traffic)
+        expected = {
+            "dispatch": rows_bytes,
+            "combine": 2 * rows_bytes + sums_bytes,
+            "combine_copy_in": 2 * rows_bytes + sums_bytes,
+        }
+        resident = {
+            stage: total_bytes([per_rank[stage] for per_rank in stages]) for stage in expected
+        }
+        return BenchRow(
+            op="memory",
+            case=self.case,
+            backend=self.backend,
+            bytes=resident["combine_copy_in"],
+            check=self.check,
+            num_pairs=1,
+            extra={
+                "resident_bytes": resident,
+                "window_bytes": expected,
+                "ordinary_expert_output_bytes": rows_bytes,
+                "huge_page_bytes": max(per_rank["combine"].huge_page_bytes for per_rank in stages),
+            },
+        )
+
+    def _run_peers(self, operation: str, num_iterations: int) -> dict[str, list[list[Interval]]]:
+        """One block of every peer: intervals by peer and rank."""
+        intervals = {}
+        if "gloo" in self.options.peers:
+            intervals["gloo"] = self.ranks.call("run_gloo", operation, num_iterations)
+        if self.mpi is not None:
+            intervals["mpi"] = self.mpi.run(operation, num_iterations)
+        return intervals
+
+
+def _all_wall_times_us(per_rank: Sequence[Sequence[Interval]]) -> list[float]:
+    return [us for intervals in per_rank for us in wall_times_us(intervals)]

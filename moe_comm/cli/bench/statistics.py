@@ -1,0 +1,77 @@
+"""From clock readings to medians: what counts, what is dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+__all__ = ["ROOF_DISAGREEMENT", "Interval", "Pair", "makespan_us", "percentile", "wall_times_us"]
+
+ROOF_DISAGREEMENT = 0.20
+
+Interval = tuple[int, int]
+"""Start and end of a call on one rank, nanoseconds of `CLOCK_MONOTONIC`."""
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value below which `fraction` of the values lie, interpolated linearly.
+
+    Raises:
+        ValueError: There are no values.
+
+    Example:
+        `percentile([1.0, 2.0, 4.0], 0.5) == 2.0`
+    """
+    if not values:
+        raise ValueError("a percentile needs at least one value, got none")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * fraction
+    low = math.floor(position)
+    high = math.ceil(position)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def makespan_us(intervals: Sequence[Interval]) -> float:
+    """From the first rank's start to the last rank's end.
+
+    At least the slowest rank's own time. Where ranks outnumber cores it stays right: there a rank may
+    have finished its part before another one was given a core.
+    """
+    return (max(end for _, end in intervals) - min(start for start, _ in intervals)) / 1e3
+
+
+def wall_times_us(intervals: Sequence[Interval]) -> list[float]:
+    """Time of the call on every rank."""
+    return [(end - start) / 1e3 for start, end in intervals]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One timed operation between two roofs.
+
+    Args:
+        op_us: The operation.
+        roof_before_us: The same bytes moved by a plain loop, right before.
+        roof_after_us: The same, right after.
+    """
+
+    op_us: float
+    roof_before_us: float
+    roof_after_us: float
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the machine held still: the two roofs agree within `ROOF_DISAGREEMENT`."""
+        low, high = sorted((self.roof_before_us, self.roof_after_us))
+        return high <= low * (1.0 + ROOF_DISAGREEMENT)
+
+    @property
+    def roof_us(self) -> float:
+        """Mean of the two roofs."""
+        return (self.roof_before_us + self.roof_after_us) / 2.0
+
+    @property
+    def fraction(self) -> float:
+        """Share of the roof the operation reached."""
+        return self.roof_us / self.op_us

@@ -1,0 +1,106 @@
+"""Bytes an operation cannot avoid moving, over all ranks: the formulas behind GB/s."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moe_comm.cli.bench.case import BenchCase, make_topk_idx
+from moe_comm.config import Layout, default_expert_rank
+
+__all__ = ["RankTraffic", "combine_bytes", "copy_in_bytes", "dispatch_bytes", "rank_traffic"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankTraffic:
+    """Rows of one rank; routing metadata is not counted, it is a thousandth of a row.
+
+    Args:
+        row_bytes: Bytes of a row.
+        num_tokens: Tokens it sends.
+        num_read_tokens: Tokens with at least one choice.
+        num_sent_rows: Rows it writes to receivers; K a token unless a choice is -1 (EXPERT_MAJOR), one
+            per distinct rank (RANK_MAJOR).
+        num_recv_rows: Rows written to it, without padding.
+        num_padding_rows: Zero rows it writes to reach the alignment.
+    """
+
+    row_bytes: int
+    num_tokens: int
+    num_read_tokens: int
+    num_sent_rows: int
+    num_recv_rows: int
+    num_padding_rows: int
+
+
+def dispatch_bytes(traffic: RankTraffic) -> int:
+    """Read every token once, write every row and every padding row once.
+
+    Example:
+        T tokens with K choices, no padding: `T * (1 + K) * row_bytes`.
+    """
+    num_rows = traffic.num_read_tokens + traffic.num_sent_rows + traffic.num_padding_rows
+    return num_rows * traffic.row_bytes
+
+
+def combine_bytes(traffic: RankTraffic) -> int:
+    """Read every row in place, write one sum per token.
+
+    Example:
+        T tokens with K choices: `T * (K + 1) * row_bytes`.
+    """
+    return (traffic.num_sent_rows + traffic.num_tokens) * traffic.row_bytes
+
+
+def copy_in_bytes(traffic: RankTraffic) -> int:
+    """Read and write every received row once: an expert output that lies outside the heap.
+
+    Example:
+        Balanced: `2 * T * K * row_bytes`, which makes a combine of an ordinary tensor
+        `T * (3 K + 1) * row_bytes`.
+    """
+    return 2 * traffic.num_recv_rows * traffic.row_bytes
+
+
+def rank_traffic(case: BenchCase, rank_idx: int) -> RankTraffic:
+    """What the case makes one rank move."""
+    expert_rank = default_expert_rank(case.num_experts, case.num_ranks)
+    own = make_topk_idx(case, rank_idx)
+    num_recv_rows = 0
+    for src_rank_idx in range(case.num_ranks):
+        num_recv_rows += int(num_rows_per_rank(case, src_rank_idx)[rank_idx])
+    return RankTraffic(
+        row_bytes=case.row_bytes,
+        num_tokens=case.num_tokens,
+        num_read_tokens=int((own >= 0).any(dim=1).sum()),
+        num_sent_rows=int(num_rows_per_rank(case, rank_idx).sum()),
+        num_recv_rows=num_recv_rows,
+        num_padding_rows=_num_padding_rows(case, rank_idx, expert_rank),
+    )
+
+
+def num_rows_per_rank(case: BenchCase, src_rank_idx: int) -> torch.Tensor:
+    """Rows that one rank sends to every rank.
+
+    Returns:
+        int64 `[num_ranks]`.
+    """
+    topk_idx = make_topk_idx(case, src_rank_idx)
+    expert_rank = default_expert_rank(case.num_experts, case.num_ranks).to(torch.int64)
+    dst_rank = torch.where(topk_idx >= 0, expert_rank[topk_idx.clamp(min=0)], -1)
+    if case.layout == Layout.EXPERT_MAJOR:
+        return torch.bincount(dst_rank[dst_rank >= 0], minlength=case.num_ranks)
+    goes_to = dst_rank[:, :, None] == torch.arange(case.num_ranks)
+    return goes_to.any(dim=1).sum(dim=0)
+
+
+def _num_padding_rows(case: BenchCase, rank_idx: int, expert_rank: torch.Tensor) -> int:
+    if case.layout != Layout.EXPERT_MAJOR:
+        return 0
+    counts = torch.zeros(case.num_experts, dtype=torch.int64)
+    for src_rank_idx in range(case.num_ranks):
+        ids = make_topk_idx(case, src_rank_idx)
+        counts += torch.bincount(ids[ids >= 0], minlength=case.num_experts)
+    own = counts[expert_rank == rank_idx]
+    return int((-own % case.expert_alignment).sum())

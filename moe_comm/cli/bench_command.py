@@ -1,0 +1,168 @@
+"""`moe-comm bench`."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.environment import collect_environment
+from moe_comm.cli.bench.report import header_line, result_table, wide_console, write_plot
+from moe_comm.cli.bench.result import to_json
+from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
+from moe_comm.config import Layout
+from moe_comm.routing_trace import load_routing_trace
+
+__all__ = ["bench_app"]
+
+bench_app = typer.Typer(help="Check an operation, then time it against what the machine can do.")
+
+
+class LayoutName(str, enum.Enum):
+    """Names of `Layout` on the command line."""
+
+    EXPERT_MAJOR = "expert-major"
+    RANK_MAJOR = "rank-major"
+
+
+class BackendName(str, enum.Enum):
+    """Backends on the command line."""
+
+    AUTO = "auto"
+    HOST = "host"
+    COLLECTIVE = "collective"
+    REFERENCE = "reference"
+
+
+class DtypeName(str, enum.Enum):
+    """Row types on the command line."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    FP64 = "fp64"
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Check an operation, then time it against what the machine can do."""
+
+
+@bench_app.command("dispatch-combine")
+def dispatch_combine(
+    ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
+    topk: Annotated[
+        int | None, typer.Option(min=1, help="Choices per token [default: 8, or the trace's].")
+    ] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Experts over all ranks [default: 64, or the trace's]."),
+    ] = None,
+    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
+    backend: Annotated[BackendName, typer.Option(help="Backend to measure.")] = BackendName.HOST,
+    peers: Annotated[
+        str, typer.Option(help=f"Pipelines to compare with, of {','.join(PEERS)}; empty for none.")
+    ] = "",
+    skew: Annotated[
+        float, typer.Option(min=0.0, help="Zipf exponent of expert popularity; 0 is uniform.")
+    ] = 0.0,
+    routing: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Replay this routing trace (.npz)."),
+    ] = None,
+    layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = LayoutName.EXPERT_MAJOR,
+    alignment: Annotated[
+        int, typer.Option(min=1, help="Pad rows per local expert to a multiple.")
+    ] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
+    operations: Annotated[
+        str,
+        typer.Option(help=f"Of {','.join(OPERATIONS)} [default: what suits the size]."),
+    ] = "",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
+    ] = None,
+    huge_pages: Annotated[bool, typer.Option(help="Ask for 2 MiB pages for windows.")] = True,
+    huge_page_x: Annotated[bool, typer.Option(help="Put x in 2 MiB pages too.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of data and routing.")] = 0,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here (needs matplotlib).")] = None,
+) -> None:
+    """Dispatch and combine between processes of this machine."""
+    console = wide_console()
+    try:
+        topk, experts = _resolve_routing(routing, topk, experts)
+        case = BenchCase(
+            num_ranks=ranks,
+            num_tokens=tokens,
+            hidden=hidden,
+            num_topk=topk,
+            num_experts=experts,
+            dtype=dtype.value,
+            layout=Layout[layout.name],
+            expert_alignment=alignment,
+            skew=skew,
+            routing=routing,
+            with_huge_page_x=huge_page_x,
+            seed=seed,
+        )
+        options = BenchOptions(
+            backend=backend.value,
+            peers=_split(peers),
+            num_repeats=repeats,
+            operations=_split(operations),
+            num_threads=threads,
+            with_huge_pages=huge_pages,
+        )
+        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+            # Found out before minutes of measuring, not after.
+            raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        environment = collect_environment()
+        console.print(header_line(environment), soft_wrap=True)
+        with _progress(console) as progress:
+            task = progress.add_task("start")
+            with CaseRun(
+                case, options, lambda text: progress.update(task, description=text)
+            ) as run:
+                rows = run.run()
+                missing_peers = run.missing_peers
+    except (ValueError, RuntimeError) as error:
+        typer.echo(f"moe-comm bench: {error}", err=True)
+        raise typer.Exit(1) from error
+    console.print(result_table(rows, missing_peers))
+    environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}
+    if json_path is not None:
+        document = to_json(environment, rows, missing_peers)
+        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        write_plot(plot, rows, environment)
+
+
+def _resolve_routing(
+    routing: Path | None, topk: int | None, experts: int | None
+) -> tuple[int, int]:
+    """Top-k and experts: as given, else the trace's, else the defaults."""
+    if routing is None:
+        return topk or 8, experts or 64
+    trace = load_routing_trace(routing)
+    return topk or trace.num_topk, experts or trace.num_experts
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _progress(console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)

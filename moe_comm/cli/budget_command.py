@@ -1,0 +1,114 @@
+"""`moe-comm budget`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from moe_comm import budget as formulas
+from moe_comm.cli.bench.case import DTYPES
+from moe_comm.cli.bench.report import wide_console
+from moe_comm.cli.bench_command import DtypeName
+from moe_comm.config import EpConfig, default_expert_rank
+
+__all__ = ["budget"]
+
+
+def budget(
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks.")] = 8,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank and microbatch.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
+    topk: Annotated[int, typer.Option(min=1, help="Choices per token.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 64,
+    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
+    moe_layers: Annotated[int, typer.Option(min=1, help="MoE layers of a rank.")] = 1,
+    microbatches: Annotated[
+        int, typer.Option(min=1, help="Microbatches whose backward is still to come.")
+    ] = 1,
+    recompute: Annotated[
+        bool, typer.Option(help="MoE layers are recomputed in the backward, dispatch included.")
+    ] = False,
+    weights_in_combine: Annotated[
+        bool, typer.Option(help="Combine applies the router's weights (else the experts do).")
+    ] = True,
+    alignment: Annotated[
+        int, typer.Option(min=1, help="Rows per local expert are padded to a multiple.")
+    ] = 1,
+    imbalance: Annotated[
+        float, typer.Option(min=1.0, help="Rows of the busiest rank over the mean.")
+    ] = 1.0,
+    worst_case: Annotated[bool, typer.Option(help="Every token goes to one rank.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say how many bytes a configuration needs before anything is allocated."""
+    try:
+        config = EpConfig(
+            num_experts=experts,
+            num_topk=topk,
+            hidden=hidden,
+            num_max_tokens_per_rank=tokens,
+            dtype=DTYPES[dtype.value],
+        )
+    except ValueError as error:
+        typer.echo(f"moe-comm budget: {error}", err=True)
+        raise typer.Exit(1) from error
+    # Contiguous blocks: the first rank has the most experts.
+    num_local_experts = int((default_expert_rank(experts, ranks) == 0).sum())
+    sizes = formulas.window_sizes(
+        num_ranks=ranks,
+        num_tokens=tokens,
+        num_topk=topk,
+        num_experts=experts,
+        num_local_experts=num_local_experts,
+        row_bytes=config.row_bytes,
+        weight_bytes=8 if dtype is DtypeName.FP64 else 4,
+        depth=config.num_max_in_flight,
+        expert_alignment=alignment,
+        imbalance=imbalance,
+        worst_case=worst_case,
+    )
+    result = formulas.budget_bytes(
+        sizes,
+        num_ranks=ranks,
+        num_moe_layers=moe_layers,
+        num_microbatches=microbatches,
+        recompute=recompute,
+        weights_in_combine=weights_in_combine,
+    )
+    if as_json:
+        document = dataclasses.asdict(result) | {"machine_bytes": result.machine_bytes}
+        typer.echo(json.dumps(document, indent=1))
+        return
+    wide_console().print(_table(result))
+    typer.echo(f"before the first step: communicator.reserve({result.rank_bytes})")
+
+
+def _table(result: formulas.Budget) -> Table:
+    sizes = result.sizes
+    table = Table(title="windows alive at the peak, one rank", title_justify="left")
+    table.add_column("what")
+    for name in ("windows", "MB each", "MB"):
+        table.add_column(name, justify="right")
+    for what, count, num_bytes in (
+        (
+            f"dispatched rows ({sizes.num_recv_rows:,} rows)",
+            result.num_dispatched,
+            sizes.dispatched,
+        ),
+        ("expert outputs", result.num_expert_outputs, sizes.expert_output),
+        ("sums", result.num_sums, sizes.sums),
+        ("control", 1, sizes.control),
+    ):
+        table.add_row(
+            what, str(count), f"{num_bytes / 1e6:,.2f}", f"{count * num_bytes / 1e6:,.1f}"
+        )
+    table.add_section()
+    table.add_row("heap of one rank", "", "", f"{result.rank_bytes / 1e6:,.1f}")
+    table.add_row(
+        f"heaps of {result.num_ranks} ranks", "", "", f"{result.machine_bytes / 1e6:,.1f}"
+    )
+    return table

@@ -1,0 +1,322 @@
+"""What this machine has for the package, found by trying."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moe_comm.cli.bench.environment import (
+    cpu_model,
+    instruction_set,
+    last_level_cache_bytes,
+    transparent_huge_pages,
+)
+from moe_comm.cli.bench.memory import parse_smaps
+from moe_comm.cli.bench.peers.mpi import missing_mpi
+
+__all__ = ["Finding", "collapse_huge_pages", "examine", "self_test"]
+
+HUGE_PAGE_BYTES = 2 << 20
+MADV_COLLAPSE = 25
+SELF_TEST_TIMEOUT_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is here or not.
+
+    Args:
+        name: What was looked for.
+        is_present: Whether it is here and works.
+        detail: What was found.
+        remedy: What it would be good for and how to get it; empty when present.
+        is_required: Whether the default backend needs it.
+    """
+
+    name: str
+    is_present: bool
+    detail: str
+    remedy: str = ""
+    is_required: bool = False
+
+
+def examine() -> list[Finding]:
+    """Look at everything; the last finding is a dispatch and combine on the default backend."""
+    return [
+        _python(),
+        Finding(name="torch", is_present=True, detail=torch.__version__, is_required=True),
+        _native_module(),
+        _processor(),
+        _memory(),
+        _dev_shm(),
+        _memfd(),
+        _huge_pages(),
+        _pidfd(),
+        _mpi(),
+        _module("matplotlib", "plots of the benchmark: pip install matplotlib"),
+        _module("triton", "tensor work on a GPU with the collective backend: pip install triton"),
+        _cuda_driver(),
+        _nvshmem(),
+        _default_backend(),
+    ]
+
+
+def _python() -> Finding:
+    return Finding(
+        name="python",
+        is_present=sys.version_info >= (3, 10),
+        detail=sys.version.split()[0],
+        remedy="needs Python 3.10 or later",
+        is_required=True,
+    )
+
+
+def _native_module() -> Finding:
+    isa = instruction_set()
+    if isa is not None:
+        return Finding(
+            name="native module", is_present=True, detail=f"uses {isa}", is_required=True
+        )
+    return Finding(
+        name="native module",
+        is_present=False,
+        detail="moe_comm._host cannot be imported",
+        remedy="install the wheel, or pip install . with a C++20 compiler",
+        is_required=True,
+    )
+
+
+def _processor() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    cache_mib = last_level_cache_bytes() / (1 << 20)
+    detail = f"{cpu_model()}, {cores} cores for this process, last-level cache {cache_mib:.0f} MiB"
+    return Finding(name="processor", is_present=True, detail=detail)
+
+
+def _memory() -> Finding:
+    num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    detail = f"{num_bytes / 1e9:.1f} GB"
+    try:
+        text = limit.read_text(encoding="ascii").strip()
+    except OSError:
+        text = "max"
+    if text != "max":
+        detail += f", limited to {int(text) / 1e9:.1f} GB by the control group"
+    return Finding(name="memory", is_present=True, detail=detail)
+
+
+def _dev_shm() -> Finding:
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return Finding(name="/dev/shm", is_present=True, detail="absent; not used")
+    return Finding(name="/dev/shm", is_present=True, detail=f"{size / 1e6:.0f} MB; not used")
+
+
+def _memfd() -> Finding:
+    try:
+        os.close(os.memfd_create("moe-comm-doctor", os.MFD_ALLOW_SEALING))
+    except (AttributeError, OSError) as error:
+        return Finding(
+            name="memfd",
+            is_present=False,
+            detail=str(error),
+            remedy="the host backend keeps its windows in memfd segments: needs Linux 3.17 or later",
+            is_required=True,
+        )
+    return Finding(name="memfd", is_present=True, detail="sealed segments work", is_required=True)
+
+
+def _huge_pages() -> Finding:
+    settings = transparent_huge_pages()
+    described = f"enabled={settings['enabled']}, shmem_enabled={settings['shmem_enabled']}"
+    num_bytes = collapse_huge_pages()
+    if num_bytes > 0:
+        detail = f"MADV_COLLAPSE gives shared memory 2 MiB pages ({described})"
+        return Finding(name="huge pages", is_present=True, detail=detail)
+    return Finding(
+        name="huge pages",
+        is_present=False,
+        detail=f"MADV_COLLAPSE gives shared memory none ({described})",
+        remedy="up to a tenth faster with Linux 6.1 or later; everything works without",
+    )
+
+
+def collapse_huge_pages() -> int:
+    """Bytes of a small shared segment that the kernel puts into 2 MiB pages when asked.
+
+    Counted in smaps: the call can succeed and do nothing.
+    """
+    try:
+        fd = os.memfd_create("moe-comm-doctor")
+    except (AttributeError, OSError):
+        return 0
+    try:
+        os.ftruncate(fd, 2 * HUGE_PAGE_BYTES)
+        inode = os.fstat(fd).st_ino
+        with mmap.mmap(fd, 2 * HUGE_PAGE_BYTES) as memory:
+            for offset in range(0, len(memory), mmap.PAGESIZE):
+                memory[offset] = 1
+            word = ctypes.c_char.from_buffer(memory)
+            start = -ctypes.addressof(word) % HUGE_PAGE_BYTES
+            del word
+            try:
+                memory.madvise(MADV_COLLAPSE, start, HUGE_PAGE_BYTES)
+            except (OSError, ValueError):
+                return 0
+            smaps = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace")
+            return parse_smaps(smaps, inode=inode).huge_page_bytes
+    finally:
+        os.close(fd)
+
+
+def _pidfd() -> Finding:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        return Finding(
+            name="pidfd",
+            is_present=False,
+            detail=str(error),
+            remedy="deaths are seen through sockets instead; pidfd needs Linux 5.3 or later",
+        )
+    namespace = os.readlink("/proc/self/ns/pid")
+    detail = f"deaths are seen through it by ranks of the same process namespace ({namespace})"
+    return Finding(name="pidfd", is_present=True, detail=detail)
+
+
+def _mpi() -> Finding:
+    missing = missing_mpi()
+    if missing is None:
+        detail = f"mpi4py {importlib.metadata.version('mpi4py')} and mpirun"
+        return Finding(name="OpenMPI", is_present=True, detail=detail)
+    return Finding(
+        name="OpenMPI",
+        is_present=False,
+        detail="not complete",
+        remedy=f"a peer of the benchmark; {missing}",
+    )
+
+
+def _module(name: str, remedy: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name=name, is_present=False, detail="not installed", remedy=remedy)
+    return Finding(name=name, is_present=True, detail=importlib.metadata.version(name))
+
+
+def _cuda_driver() -> Finding:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Finding(
+            name="CUDA driver",
+            is_present=False,
+            detail="absent",
+            remedy="this version moves CPU tensors and does not need it",
+        )
+    version = ctypes.c_int()
+    status = driver.cuDriverGetVersion(ctypes.byref(version))
+    detail = (
+        f"version {version.value // 1000}.{version.value % 1000 // 10}; not used by this version"
+    )
+    return Finding(name="CUDA driver", is_present=status == 0, detail=detail)
+
+
+def _nvshmem() -> Finding:
+    for name in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        detail = f"{name} {version}; not used by this version"
+        return Finding(name="NVSHMEM wheel", is_present=True, detail=detail)
+    return Finding(
+        name="NVSHMEM wheel",
+        is_present=False,
+        detail="not installed",
+        remedy="this version moves CPU tensors and does not need it",
+    )
+
+
+def _default_backend() -> Finding:
+    problem = _with_time_limit(self_test, SELF_TEST_TIMEOUT_S)
+    if problem is None:
+        detail = "host: two ranks dispatched and combined, and compared every row"
+        return Finding(name="default backend", is_present=True, detail=detail, is_required=True)
+    return Finding(
+        name="default backend",
+        is_present=False,
+        detail=problem,
+        remedy='see the findings above; without the host backend, backend="collective" needs only torch',
+        is_required=True,
+    )
+
+
+def self_test() -> str | None:
+    """Dispatch and combine between two ranks that are threads of this process.
+
+    Returns:
+        None, or what went wrong.
+    """
+    from moe_comm.bootstrap import RankThreads
+    from moe_comm.buffer import EpBuffer
+    from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
+    from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
+    from moe_comm.communicator import Communicator
+
+    case = BenchCase(num_ranks=2, num_tokens=16, hidden=256, num_topk=2, num_experts=4)
+    ranks = RankThreads(case.num_ranks)
+    problems: list[str] = []
+
+    def serve(rank_idx: int) -> None:
+        try:
+            with (
+                Communicator(
+                    ranks[rank_idx], backend="host", arrival_timeout_s=10.0
+                ) as communicator,
+                EpBuffer(communicator, case.config) as buffer,
+            ):
+                result = buffer.dispatch(make_x(case, rank_idx), make_topk_idx(case, rank_idx))
+                expert_out = buffer.empty_expert_output(result.handle)
+                run_experts(case, rank_idx, result.x, expert_out)
+                sums = buffer.combine(expert_out, result.handle)
+                checks = (
+                    check_dispatch(case, rank_idx, result.x),
+                    check_combine(case, rank_idx, sums),
+                )
+                problems.extend(problem for problem in checks if problem is not None)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the finding
+            problems.append(f"rank {rank_idx}: {type(error).__name__}: {error}")
+
+    threads = [
+        threading.Thread(target=serve, args=(i,), daemon=True) for i in range(case.num_ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return "; ".join(problems) if problems else None
+
+
+def _with_time_limit(test: Callable[[], str | None], timeout_s: float) -> str | None:
+    outcome: list[str | None] = [f"did not end within {timeout_s} s"]
+
+    def run() -> None:
+        outcome[0] = test()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return outcome[0]

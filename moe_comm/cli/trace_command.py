@@ -1,0 +1,105 @@
+"""`moe-comm trace`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.processes import RankProcesses, WorkerError
+from moe_comm.cli.bench.report import wide_console
+from moe_comm.cli.bench_command import DtypeName
+from moe_comm.cli.trace_report import NO_PEER, PhaseSummary, perfetto_document, summarize_phases
+from moe_comm.tracing import PhaseRecord, read_trace
+
+__all__ = ["trace_app"]
+
+trace_app = typer.Typer(help="Show which rank waited for which, per phase.", no_args_is_help=True)
+
+OUT_HELP = "Perfetto file to write."
+
+
+@trace_app.command("convert")
+def convert(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            help="Files PATH.rank<N>.json that a run with MOE_COMM_TRACE=PATH left.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
+) -> None:
+    """Turn the trace files of all ranks of a run into one Perfetto file and a table."""
+    try:
+        records = [record for file_name in files for record in read_trace(file_name)]
+    except ValueError as error:
+        typer.echo(f"moe-comm trace: {error}", err=True)
+        raise typer.Exit(1) from error
+    _report(records, out)
+
+
+@trace_app.command("run")
+def run(
+    ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank.")] = 256,
+    hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 2048,
+    topk: Annotated[int, typer.Option(min=1, help="Choices per token.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 64,
+    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
+    skew: Annotated[float, typer.Option(min=0.0, help="Zipf exponent of expert popularity.")] = 0.0,
+    iterations: Annotated[int, typer.Option(min=1, help="Dispatches and combines to record.")] = 20,
+    out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
+) -> None:
+    """Run dispatch and combine on the host backend and record every phase of every rank."""
+    try:
+        case = BenchCase(
+            num_ranks=ranks,
+            num_tokens=tokens,
+            hidden=hidden,
+            num_topk=topk,
+            num_experts=experts,
+            dtype=dtype.value,
+            skew=skew,
+        )
+        with RankProcesses(case, backend="host") as processes:
+            per_rank = processes.call("record_trace", iterations)
+    except (ValueError, WorkerError) as error:
+        typer.echo(f"moe-comm trace: {error}", err=True)
+        raise typer.Exit(1) from error
+    _report([record for records in per_rank for record in records], out)
+
+
+def _report(records: Sequence[PhaseRecord], out: Path) -> None:
+    if not records:
+        typer.echo("moe-comm trace: there are no records", err=True)
+        raise typer.Exit(1)
+    out.write_text(json.dumps(perfetto_document(records)) + "\n", encoding="utf-8")
+    wide_console().print(_table(summarize_phases(records)))
+    typer.echo(f"{len(records)} records in {out}; open it at ui.perfetto.dev")
+
+
+def _table(summaries: Sequence[PhaseSummary]) -> Table:
+    table = Table(title="who waited for whom, per phase", title_justify="left")
+    for name in ("operation", "phase", "rank", "spent on"):
+        table.add_column(name)
+    for name in ("times", "total us", "p50 us", "max us"):
+        table.add_column(name, justify="right")
+    for summary in summaries:
+        table.add_row(
+            summary.operation,
+            summary.phase,
+            str(summary.rank),
+            "own work" if summary.peer == NO_PEER else f"waiting for rank {summary.peer}",
+            str(summary.count),
+            f"{summary.total_us:,.1f}",
+            f"{summary.p50_us:,.1f}",
+            f"{summary.max_us:,.1f}",
+        )
+    return table
