@@ -6,12 +6,12 @@ the layout. Row counts, `needs_input_grad` and missing gradients change no colle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C import DispatchKeySet, _after_autograd_keyset, _AutoDispatchBelowAutograd
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from moe_comm.autograd import operators
 
@@ -30,7 +30,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         with _AutoDispatchBelowAutograd():
             output = operators.DISPATCH.redispatch(keyset & _after_autograd_keyset, *args)
-        x, weights, *others, link = output
+        x, weights, *others, _link = output
         ctx.set_materialize_grads(False)
         # needs_input_grad: keyset, anchor, x, topk_idx, topk_weights, ...
         without_gradient = others
@@ -119,28 +119,31 @@ class _Combine(torch.autograd.Function):
         )
 
 
-def _dispatch(keyset: DispatchKeySet, *args: Any) -> Sequence[torch.Tensor]:
+_apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = _Dispatch.apply
+_apply_combine: Callable[..., torch.Tensor] = _Combine.apply
+
+
+def _dispatch(keyset: DispatchKeySet, *args: Any) -> list[torch.Tensor]:
     if not torch.is_grad_enabled():
         with _AutoDispatchBelowAutograd():
-            output: Sequence[torch.Tensor] = operators.DISPATCH.redispatch(
+            output: list[torch.Tensor] = operators.DISPATCH.redispatch(
                 keyset & _after_autograd_keyset, *args
             )
-            return output
+        return output
     x, _, topk_weights, *_ = args
     anchor = None
     if not (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)):
         # Peers may need gradients where this rank does not: the link has a gradient on every rank.
         anchor = torch.empty(0, requires_grad=True)
-    return list(_Dispatch.apply(keyset, anchor, *args))
+    return list(_apply_dispatch(keyset, anchor, *args))
 
 
 def _combine(keyset: DispatchKeySet, *args: Any) -> torch.Tensor:
     if torch.is_grad_enabled():
-        y: torch.Tensor = _Combine.apply(keyset, *args)
-        return y
+        return _apply_combine(keyset, *args)
     with _AutoDispatchBelowAutograd():
-        y = operators.COMBINE.redispatch(keyset & _after_autograd_keyset, *args)
-        return y
+        y: torch.Tensor = operators.COMBINE.redispatch(keyset & _after_autograd_keyset, *args)
+    return y
 
 
 operators.library.impl("dispatch", _dispatch, "Autograd", with_keyset=True)

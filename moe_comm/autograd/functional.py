@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 
@@ -153,13 +154,12 @@ def dispatch(
         y = moe_comm.combine(rows * result.topk_weights[:, None], result.handle, buffer=buffer)
         ```
     """
-    if (
-        not isinstance(x, torch.Tensor)
-        or not isinstance(topk_idx, torch.Tensor)
-        or not (topk_weights is None or isinstance(topk_weights, torch.Tensor))
-        or not isinstance(layout, Layout)
-        or not isinstance(expert_alignment, int)
-        or quantization is not None
+    if not (
+        _is_operand(x)
+        and _is_operand(topk_idx)
+        and _is_operand(topk_weights, is_optional=True)
+        and _is_layout(layout, expert_alignment)
+        and quantization is None
     ):
         # An operator would refuse these on this rank alone; the buffer tells the peers.
         buffer.dispatch(
@@ -224,10 +224,10 @@ def combine(
         ValueError: See `EpBuffer.combine`; also the errors of the communication.
         TypeError: See `EpBuffer.combine`.
     """
-    if (
-        not isinstance(expert_out, torch.Tensor)
-        or not (topk_weights is None or isinstance(topk_weights, torch.Tensor))
-        or not isinstance(handle, DispatchHandle)
+    if not (
+        _is_operand(expert_out)
+        and _is_operand(topk_weights, is_optional=True)
+        and _is_handle(handle)
     ):
         # An operator would refuse these on this rank alone; the buffer tells the peers.
         buffer.combine(expert_out, handle, topk_weights=topk_weights)
@@ -245,6 +245,18 @@ def combine(
         handle.link,
     )
     return y
+
+
+def _is_operand(value: Any, *, is_optional: bool = False) -> bool:
+    return isinstance(value, torch.Tensor) or (is_optional and value is None)
+
+
+def _is_layout(layout: Any, expert_alignment: Any) -> bool:
+    return isinstance(layout, Layout) and type(expert_alignment) is int
+
+
+def _is_handle(handle: Any) -> bool:
+    return isinstance(handle, DispatchHandle)
 
 
 def _export(handle: DispatchHandle) -> TensorHandle:

@@ -11,10 +11,14 @@ an effectful operator that returns a tuple.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
+from moe_comm.autograd.inductor import keep_program_order
 from moe_comm.backends.base import PlanTensors
 from moe_comm.buffer import EpBuffer, resolve_buffer
 from moe_comm.config import Layout
@@ -37,7 +41,7 @@ NUM_META = 5
 
 _HANDLE = "Tensor counts, Tensor slots, Tensor topk_idx, Tensor meta"
 
-library = torch.library.Library("moe_comm", "DEF")
+library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyped-call]
 
 # sizes: num_ranks, num_experts, num_local_experts.
 # -> x, topk_weights, topk_idx as received, num_tokens_per_expert, expert_offsets, then the handle:
@@ -100,7 +104,9 @@ class _ForeignPlan:
     num_recv_tokens: int
 
     def to_tensors(self) -> PlanTensors:
-        raise ValueError("this handle is of another buffer, or of an earlier generation of its buffer")
+        raise ValueError(
+            "this handle is of another buffer, or of an earlier generation of its buffer"
+        )
 
 
 def _dispatch(
@@ -305,6 +311,15 @@ def _combine_backward_fake(
     return [slots.new_empty((num_recv_tokens, hidden), dtype=dtype), weights]
 
 
+def _fake_with_order(fake: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fake)
+    def ordered(*args: Any) -> Any:
+        keep_program_order(_OPERATORS)
+        return fake(*args)
+
+    return ordered
+
+
 for _name, _kernel, _fake in (
     ("dispatch", _dispatch, _dispatch_fake),
     ("dispatch_backward", _dispatch_backward, _dispatch_backward_fake),
@@ -313,14 +328,15 @@ for _name, _kernel, _fake in (
 ):
     # Every device: EpBuffer refuses the ones it cannot serve, on every rank.
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_comm::{_name}", _fake, lib=library)
+    torch.library.register_fake(f"moe_comm::{_name}", _fake_with_order(_fake), lib=library)
 
 DISPATCH = torch.ops.moe_comm.dispatch.default
 DISPATCH_BACKWARD = torch.ops.moe_comm.dispatch_backward.default
 COMBINE = torch.ops.moe_comm.combine.default
 COMBINE_BACKWARD = torch.ops.moe_comm.combine_backward.default
 
-for _operator in (DISPATCH, DISPATCH_BACKWARD, COMBINE, COMBINE_BACKWARD):
+_OPERATORS = (DISPATCH, DISPATCH_BACKWARD, COMBINE, COMBINE_BACKWARD)
+for _operator in _OPERATORS:
     # Kept in program order and never removed by the compiler, forward and backward: a rank that skips
     # or swaps a collective operation leaves its peers waiting.
     _register_effectful_op(_operator, _EffectType.ORDERED)
