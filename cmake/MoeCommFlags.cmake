@@ -3,6 +3,10 @@ function(moe_comm_configure target)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
   # -ffp-contract=off: a product is rounded before it is added, on every machine (docs/design.md).
   target_compile_options(${target} PRIVATE -ffp-contract=off -fvisibility=hidden -Wall -Wextra)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+    # GCC bug 105651: warns about std::string's own operator+.
+    target_compile_options(${target} PRIVATE -Wno-restrict)
+  endif()
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     target_compile_options(${target} PRIVATE -march=x86-64-v2)
   endif()
