@@ -125,7 +125,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     const bool is_rank_major = plan.layout == layout::RowLayout::kRankMajor;
     py::object topk_idx = py::none();
     py::object weights = py::none();
-    if (outcome.topk_idx != nullptr)
+    if (outcome.has_topk_idx)
       topk_idx = make_dlpack(outcome.owner, outcome.topk_idx, {num_rows, plan.num_topk}, kInt64);
     if (weight_bytes_ > 0)
       weights = is_rank_major ? make_dlpack(outcome.owner, outcome.weights,

@@ -326,6 +326,7 @@ class DispatchOperation {
                                     needed(endpoint_.rank_idx()), params_.copy_out, &outcome.rows);
     if (params_.weight_bytes > 0)
       outcome.weights = outcome.rows + window.weights_offset;
+    outcome.has_topk_idx = with_topk_idx_;
     if (with_topk_idx_)
       outcome.topk_idx = outcome.rows + window.topk_idx_offset;
     return outcome;

@@ -30,7 +30,8 @@ struct DispatchOutcome {
   std::shared_ptr<void> owner;
   std::byte* rows = nullptr;      ///< [M, row_bytes]
   std::byte* weights = nullptr;   ///< [M] or [M, num_topk], null without weights
-  std::byte* topk_idx = nullptr;  ///< int64 [M, num_topk], rank-major and uncached
+  std::byte* topk_idx = nullptr;  ///< int64 [M, num_topk] where has_topk_idx
+  bool has_topk_idx = false;      ///< rank-major and uncached
   std::shared_ptr<const Plan> plan;
 };
 
