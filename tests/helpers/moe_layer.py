@@ -101,22 +101,27 @@ def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.
 
 
 @contextmanager
-def recorded_operations() -> Iterator[list[str]]:
-    """The buffer operations inside the block, in order: what a rank asks of its peers."""
+def recorded_operations(*buffers: EpBuffer) -> Iterator[list[str]]:
+    """Operations of `buffers` inside the block, in order: what this rank asks of its peers."""
     operations: list[str] = []
-    dispatch, combine = EpBuffer.dispatch, EpBuffer.combine
 
-    def record_dispatch(self: EpBuffer, *args: Any, **kwargs: Any) -> Any:
-        operations.append("cached dispatch" if kwargs.get("handle") is not None else "dispatch")
-        return dispatch(self, *args, **kwargs)
+    def recorded(method: Any, name: Any) -> Any:
+        def record(rows: Any, *args: Any, **kwargs: Any) -> Any:
+            operations.append(name(rows, kwargs))
+            return method(rows, *args, **kwargs)
 
-    def record_combine(self: EpBuffer, expert_out: Any, *args: Any, **kwargs: Any) -> Any:
-        operations.append("combine weights" if expert_out is None else "combine")
-        return combine(self, expert_out, *args, **kwargs)
+        return record
+
+    def dispatch_name(_: Any, kwargs: dict[str, Any]) -> str:
+        return "dispatch" if kwargs.get("handle") is None else "cached dispatch"
+
+    def combine_name(rows: Any, _: dict[str, Any]) -> str:
+        return "combine" if rows is not None else "combine weights"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EpBuffer, "dispatch", record_dispatch)
-        patch.setattr(EpBuffer, "combine", record_combine)
+        for buffer in buffers:
+            patch.setattr(buffer, "dispatch", recorded(buffer.dispatch, dispatch_name))
+            patch.setattr(buffer, "combine", recorded(buffer.combine, combine_name))
         yield operations
 
 

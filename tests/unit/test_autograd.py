@@ -139,10 +139,10 @@ def test_strided_expert_output(buffer: EpBuffer) -> None:
 
 def test_skipped_experts_run_the_same_operations(buffer: EpBuffer) -> None:
     x, topk_idx, topk_weights = inputs()
-    with recorded_operations() as used:
+    with recorded_operations(buffer) as used:
         moe(x, topk_weights, topk_idx, buffer, Layout.EXPERT_MAJOR, "dispatch").sum().backward()
     x.grad = topk_weights.grad = None
-    with recorded_operations() as skipped:
+    with recorded_operations(buffer) as skipped:
         result = moe_comm.dispatch(x, topk_idx, topk_weights, buffer=buffer, expert_alignment=4)
         y = moe_comm.combine(torch.zeros_like(result.x.detach()), result.handle, buffer=buffer)
         y.sum().backward()
@@ -159,7 +159,7 @@ def test_operations_do_not_depend_on_who_needs_a_gradient(
     x, topk_idx, topk_weights = inputs()
     x.requires_grad_(needs_x)
     topk_weights.requires_grad_(needs_weights)
-    with recorded_operations() as operations:
+    with recorded_operations(buffer) as operations:
         result = moe_comm.dispatch(x, topk_idx, buffer=buffer)
         y = moe_comm.combine(result.x, result.handle, buffer=buffer, topk_weights=topk_weights)
         y.sum().backward()
@@ -306,10 +306,10 @@ def test_selective_checkpointing_does_not_communicate_again(
 ) -> None:
     layer = MoeLayer(layer_buffer, weighted_by=weighted_by)
     x = torch.randn(16, 32).bfloat16()
-    with recorded_operations() as expected_operations:
+    with recorded_operations(layer_buffer) as expected_operations:
         expected = forward_backward(layer, layer, x)
     recomputed = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=selective)
-    with recorded_operations() as operations:
+    with recorded_operations(layer_buffer) as operations:
         actual = forward_backward(recomputed, layer, x)
     assert operations == expected_operations
     assert_same_bits(actual, expected)
@@ -321,10 +321,10 @@ def test_plain_checkpointing_repeats_the_forward(
 ) -> None:
     layer = MoeLayer(layer_buffer)
     x = torch.randn(16, 32).bfloat16()
-    with recorded_operations() as once:
+    with recorded_operations(layer_buffer) as once:
         expected = forward_backward(layer, layer, x)
     recomputed = functools.partial(checkpoint, layer, use_reentrant=use_reentrant)
-    with recorded_operations() as operations:
+    with recorded_operations(layer_buffer) as operations:
         actual = forward_backward(recomputed, layer, x)
     assert operations == [*once[:2], *once]
     assert_same_bits(actual, expected)
