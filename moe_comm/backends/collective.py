@@ -305,7 +305,7 @@ class CollectiveBackend(Backend):
     ) -> DispatchOutput:
         token_idx = plan.send_token_idx
         sent = self._stage("send", token_idx.numel(), _row_bytes(x))
-        _gather_rows(_as_bytes(x), token_idx, sent)
+        _gather_rows(routing.as_bytes(x), token_idx, sent)
         return DispatchOutput(
             x=self._place(sent, plan).to(x.device).view(x.dtype),
             topk_idx=(
@@ -377,10 +377,10 @@ class CollectiveBackend(Backend):
     ) -> torch.Tensor:
         source_rows = plan.window.source_rows
         if plan.tensors.layout is Layout.RANK_MAJOR and x.device == self._carrier.device:
-            sent = _as_bytes(x)  # every row, in the order in which it came
+            sent = routing.as_bytes(x)  # every row, in the order in which it came
         else:
             sent = self._stage("send", source_rows.numel(), _row_bytes(x))
-            _gather_rows(_as_bytes(x), source_rows, sent)
+            _gather_rows(routing.as_bytes(x), source_rows, sent)
         arrived = self._stage("receive", plan.send_order.numel(), _row_bytes(x))
         self._carry(arrived, sent, plan.send_splits, plan.recv_splits, "combine")
         rows = arrived.to(x.device).view(x.dtype)
@@ -410,7 +410,7 @@ class CollectiveBackend(Backend):
         self, values: torch.Tensor, recv_splits: list[int], send_splits: list[int], operation: str
     ) -> torch.Tensor:
         """Carry weights or ids `[n, k]` from the CPU to the CPU."""
-        sent = _as_bytes(values.contiguous()).to(self._carrier.device)
+        sent = routing.as_bytes(values.contiguous()).to(self._carrier.device)
         arrived = torch.empty(
             sum(recv_splits), sent.shape[1], dtype=torch.uint8, device=sent.device
         )
@@ -438,11 +438,6 @@ class CollectiveBackend(Backend):
             kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._carrier.device)
             self._staging[name] = kept
         return kept[:num_bytes].view(num_rows, row_bytes)
-
-
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8 `[n, row_bytes]`."""
-    return rows.detach().view(torch.uint8)
 
 
 def _row_bytes(rows: torch.Tensor) -> int:

@@ -122,7 +122,7 @@ def received(
         slot_rank, row = routing.decode_slots(source.plan.slots)
         token_idx, slot_pos = (slot_rank == rank_idx).nonzero(as_tuple=True)
         rows = row[token_idx, slot_pos]
-        _as_bytes(x)[rows] = _as_bytes(source.x)[token_idx]
+        routing.as_bytes(x)[rows] = routing.as_bytes(source.x)[token_idx]
         local = routing.local_topk_idx(source.plan.topk_idx[token_idx], rank_idx, placement)
         if topk_idx is not None:
             topk_idx[rows] = local
@@ -181,7 +181,10 @@ def combined(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Contribution:
-    """What a rank tells every rank in one operation."""
+    """What a rank tells every rank in one operation.
+
+    Dispatched rows travel as bytes: not every dtype can be pickled.
+    """
 
     call: str
     error: Exception | None = None
@@ -226,7 +229,9 @@ class ReferenceBackend(Backend):
             error = messages.bad_expert_id(self._peers.rank_idx, *bad, self.config.num_experts)
         call = messages.describe_dispatch(x, topk_weights, layout, expert_alignment)
         gathered = self._exchange(
-            _Contribution(call, error, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+            _Contribution(
+                call, error, x=routing.as_bytes(x), topk_idx=topk_idx, topk_weights=topk_weights
+            )
         )
         plans = plan_dispatch(
             [_present(rank.topk_idx) for rank in gathered],
@@ -234,7 +239,7 @@ class ReferenceBackend(Backend):
             layout,
             expert_alignment,
         )
-        return self._receive(gathered, plans, is_cached=False)
+        return self._receive(x.dtype, gathered, plans, is_cached=False)
 
     def dispatch_cached(
         self,
@@ -249,9 +254,11 @@ class ReferenceBackend(Backend):
         del copy_out, async_op
         tensors = _tensors_of(plan)
         call = messages.describe_dispatch_cached(x, topk_weights, tensors)
-        gathered = self._exchange(_Contribution(call, x=x, topk_weights=topk_weights, plan=tensors))
+        gathered = self._exchange(
+            _Contribution(call, x=routing.as_bytes(x), topk_weights=topk_weights, plan=tensors)
+        )
         plans = [_present(rank.plan) for rank in gathered]
-        return self._receive(gathered, plans, is_cached=True)
+        return self._receive(x.dtype, gathered, plans, is_cached=True)
 
     def combine(
         self,
@@ -313,10 +320,15 @@ class ReferenceBackend(Backend):
         """See `Backend.destroy`; the garbage collector does it all."""
 
     def _receive(
-        self, gathered: Sequence[_Contribution], plans: Sequence[PlanTensors], *, is_cached: bool
+        self,
+        dtype: torch.dtype,
+        gathered: Sequence[_Contribution],
+        plans: Sequence[PlanTensors],
+        *,
+        is_cached: bool,
     ) -> Operation[DispatchOutput]:
         sent = [
-            Sent(x=_present(rank.x), topk_weights=rank.topk_weights, plan=plan)
+            Sent(x=_present(rank.x).view(dtype), topk_weights=rank.topk_weights, plan=plan)
             for rank, plan in zip(gathered, plans, strict=True)
         ]
         return Completed(received(self._peers.rank_idx, sent, self._placement, is_cached=is_cached))
@@ -343,11 +355,6 @@ def _positions_in_concatenation(
     first_row = num_rows.cumsum(0) - num_rows
     slot_rank, row = routing.decode_slots(slots)
     return torch.where(slots < 0, -1, first_row[slot_rank.clamp(min=0)] + row)
-
-
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8 `[N, row_bytes]`."""
-    return rows.view(torch.uint8)
 
 
 def _private(contribution: _Contribution) -> _Contribution:

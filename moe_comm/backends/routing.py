@@ -16,6 +16,7 @@ __all__ = [
     "SLOT_RANK_SHIFT",
     "Placement",
     "Window",
+    "as_bytes",
     "choice_slots",
     "count_choices",
     "decode_slots",
@@ -270,6 +271,13 @@ def validate_plan_tensors(plan: PlanTensors, placement: Placement) -> None:
         got = tuple(getattr(plan, name).shape)
         if got != shape:
             raise ValueError(f"{name} of a plan must have shape {shape}, got {got}")
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8 `[N, row_bytes]`; `rows` is contiguous."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    # By way of one dimension: a column of one element may have any stride, which a view refuses.
+    return rows.detach().view(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
 
 
 def _choice_rank(topk_idx: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -1,0 +1,240 @@
+"""Mistakes that every backend must refuse on every rank, and survive."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_comm.backends.base import Backend, Plan
+from moe_comm.config import EpConfig, Layout
+from moe_comm.testing.cases import Case, case_inputs
+from moe_comm.testing.compare import Expectations
+from moe_comm.testing.launch import RankContext
+from moe_comm.testing.oracle import Oracle
+from moe_comm.testing.scripts import compare_dispatch
+from moe_comm.testing.target import Target
+
+__all__ = ["run_bad_config", "run_bad_input"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mistake:
+    """One call that some rank gets wrong.
+
+    Args:
+        name: Of the mistake.
+        call: What a rank does; `is_wrong` on the rank that errs.
+        error: What every rank must raise.
+        pattern: Regular expression found in the message on every rank.
+    """
+
+    name: str
+    call: Callable[[_Caller, bool], object]
+    error: type[Exception]
+    pattern: str
+
+
+class _Caller:
+    """The calls of one rank, with valid arguments unless said otherwise."""
+
+    def __init__(self, backend: Backend, oracle: Oracle, rank_idx: int) -> None:
+        self.backend = backend
+        self.oracle = oracle
+        self.rank_idx = rank_idx
+        self.mine = oracle.inputs[rank_idx]
+        self.plan: Plan = self.dispatch()
+
+    def dispatch(self, **changes: Any) -> Plan:
+        """A dispatch; returns its plan."""
+        arguments = {
+            "layout": Layout.EXPERT_MAJOR,
+            "expert_alignment": 1,
+            "copy_out": None,
+            "async_op": False,
+            **changes,
+        }
+        x = arguments.pop("x", self.mine.x)
+        topk_idx = arguments.pop("topk_idx", self.mine.topk_idx)
+        weights = arguments.pop("topk_weights", self.mine.topk_weights)
+        return self.backend.dispatch(x, topk_idx, weights, **arguments).wait().plan
+
+    def with_expert(self, value: int) -> torch.Tensor:
+        """Choices of which the very last is `value`."""
+        topk_idx = self.mine.topk_idx.clone()
+        topk_idx[-1, -1] = value
+        return topk_idx
+
+    def cached(self, dtype: torch.dtype = torch.bfloat16, hidden: int = 64) -> object:
+        """A cached dispatch of zeros."""
+        x = torch.zeros(len(self.mine.x), hidden, dtype=dtype)
+        return self.backend.dispatch_cached(
+            x, self.plan, None, copy_out=None, async_op=False
+        ).wait()
+
+    def combine(self, plan: Plan | None = None, **changes: Any) -> object:
+        """A combine of zeros."""
+        plan = plan or self.plan
+        rows = torch.zeros(plan.num_recv_tokens, 64, dtype=changes.get("dtype", torch.bfloat16))
+        weights = self.mine.topk_weights if changes.get("has_weights") else None
+        return self.backend.combine(
+            rows, plan, weights, None, out=None, copy_out=None, async_op=False
+        ).wait()
+
+    def reject(self, error: Exception) -> None:
+        """What `EpBuffer` does with input that it finds wrong."""
+        self.backend.reject("dispatch", error)
+
+
+def _mistakes(bad_rank: int) -> list[_Mistake]:
+    def choose(value: int, **more: Any) -> Callable[[_Caller, bool], object]:
+        return lambda caller, is_wrong: caller.dispatch(
+            **({"topk_idx": caller.with_expert(value)} if is_wrong else {}), **more
+        )
+
+    def reject(error: Exception) -> Callable[[_Caller, bool], object]:
+        return lambda caller, is_wrong: caller.reject(error) if is_wrong else caller.dispatch()
+
+    def differ(**changes: Any) -> Callable[[_Caller, bool], object]:
+        return lambda caller, is_wrong: caller.dispatch(**(changes if is_wrong else {}))
+
+    bad_id = rf"^rank {bad_rank}: topk_idx\[\d+, \d+\] = {{}} is not an expert id in \[-1, 8\)"
+    return [
+        _Mistake("id = num_experts", choose(8), ValueError, bad_id.format("8")),
+        _Mistake("id = -2", choose(-2), ValueError, bad_id.format("-2")),
+        _Mistake("huge id", choose(1 << 40), ValueError, bad_id.format(1 << 40)),
+        _Mistake(
+            "id, RANK_MAJOR", choose(9, layout=Layout.RANK_MAJOR), ValueError, bad_id.format("9")
+        ),
+        _Mistake("id, asynchronous", choose(8, async_op=True), ValueError, bad_id.format("8")),
+        _Mistake("ValueError", reject(ValueError("x has 3 rows, not 4")), ValueError, "x has 3 rows, not 4"),
+        _Mistake("TypeError", reject(TypeError("x is a list")), TypeError, "x is a list"),
+        _Mistake(
+            "another operation",
+            lambda caller, is_wrong: caller.combine() if is_wrong else caller.dispatch(),
+            ValueError,
+            r"(dispatch.* on rank \d met combine|combine.* on rank \d met dispatch).* on rank \d",
+        ),
+        _Mistake(
+            "cached against uncached",
+            lambda caller, is_wrong: caller.cached() if is_wrong else caller.dispatch(),
+            ValueError,
+            r"dispatch.* on rank \d met dispatch.* on rank \d",
+        ),
+        _Mistake(
+            "layouts",
+            differ(layout=Layout.RANK_MAJOR),
+            ValueError,
+            r"(EXPERT_MAJOR.* on rank \d met .*RANK_MAJOR|RANK_MAJOR.* on rank \d met .*EXPERT_MAJOR)",
+        ),
+        _Mistake(
+            "alignments", differ(expert_alignment=16), ValueError, r"(\b1\b.* met .*\b16\b|\b16\b.* met .*\b1\b)"
+        ),
+        _Mistake("weights", differ(topk_weights=None), ValueError, "topk_weights"),
+        _Mistake(
+            "dtypes",
+            lambda caller, is_wrong: caller.cached(torch.float32 if is_wrong else torch.bfloat16),
+            ValueError,
+            r"(bfloat16.* met .*float32|float32.* met .*bfloat16)",
+        ),
+        _Mistake(
+            "hidden sizes",
+            lambda caller, is_wrong: caller.cached(hidden=128 if is_wrong else 64),
+            ValueError,
+            r"(\b64\b.* met .*\b128\b|\b128\b.* met .*\b64\b)",
+        ),
+        _Mistake(
+            "weights in combine",
+            lambda caller, is_wrong: caller.combine(has_weights=is_wrong),
+            ValueError,
+            "topk_weights",
+        ),
+    ]  # fmt: skip
+
+
+def run_bad_input(context: RankContext, target: Target) -> list[str]:
+    """Every mistake, made by the first and by the last rank; after each of them the buffer works."""
+    expected = Expectations()
+    case = Case(name="bad input", num_ranks=context.num_ranks, num_tokens=(4,) * context.num_ranks)
+    oracle = Oracle(case, case_inputs(case))
+    rank_idx = context.rank_idx
+    with target.communicator(context) as communicator:
+        backend = target.backend(communicator, case.config)
+        caller = _Caller(backend, oracle, rank_idx)
+        for bad_rank in {0, context.num_ranks - 1}:
+            for mistake in _mistakes(bad_rank):
+                if context.num_ranks == 1 and not mistake.pattern.startswith(("^rank", "x ")):
+                    continue  # one rank cannot disagree with itself
+                what = f"{mistake.name} on rank {bad_rank}"
+                _expect_error(expected, what, mistake, caller, is_wrong=rank_idx == bad_rank)
+                _expect_work(expected, f"after {what}", caller)
+        backend.destroy()
+    return [f"rank {rank_idx}: {text}" for text in expected.result()]
+
+
+def _expect_error(
+    expected: Expectations, what: str, mistake: _Mistake, caller: _Caller, *, is_wrong: bool
+) -> None:
+    try:
+        mistake.call(caller, is_wrong)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is compared
+        expected.true(what, type(error) is mistake.error, f"got {error!r}, want {mistake.error}")
+        found = re.search(mistake.pattern, str(error))
+        expected.true(what, found is not None, f"got {str(error)!r}, want {mistake.pattern!r}")
+        bad_rank = re.search(r"on rank (\d)$", what)
+        assert bad_rank is not None
+        if not is_wrong:
+            named = f"rank {bad_rank.group(1)}"
+            expected.true(what, named in str(error), f"{str(error)!r} does not name {named}")
+    else:
+        expected.true(what, False, "raised nothing")
+
+
+def _expect_work(expected: Expectations, what: str, caller: _Caller) -> None:
+    oracle, rank_idx = caller.oracle, caller.rank_idx
+    output = caller.backend.dispatch(
+        caller.mine.x,
+        caller.mine.topk_idx,
+        caller.mine.topk_weights,
+        layout=Layout.EXPERT_MAJOR,
+        expert_alignment=1,
+        copy_out=None,
+        async_op=False,
+    ).wait()
+    rows = [rank.x for rank in oracle.inputs]
+    weights = [rank.topk_weights for rank in oracle.inputs]
+    compare_dispatch(expected, what, output, oracle.dispatched(rank_idx, rows, weights))
+
+
+def run_bad_config(context: RankContext, target: Target) -> list[str]:
+    """Configurations that differ on the last rank are refused on every rank, with both values."""
+    expected = Expectations()
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("num_topk", {"num_topk": 3}),
+        ("num_experts", {"num_experts": 9}),
+        ("hidden", {"hidden": 128}),
+        ("num_max_tokens_per_rank", {"num_max_tokens_per_rank": 5}),
+        ("dtype", {"dtype": torch.float16}),
+        ("expert_rank", {"expert_rank": [context.num_ranks - 1] * 8}),
+        ("is not a rank of a", {"expert_rank": [context.num_ranks] * 8}),
+    ]
+    valid: dict[str, Any] = {"num_experts": 8, "num_topk": 2, "hidden": 64}
+    valid["num_max_tokens_per_rank"] = 4
+    is_wrong = context.rank_idx == context.num_ranks - 1
+    with target.communicator(context) as communicator:
+        for name, change in changes:
+            config = EpConfig(**{**valid, **(change if is_wrong else {})})
+            try:
+                target.backend(communicator, config)
+            except ValueError as error:
+                has_both = name in str(error) and f"rank {context.num_ranks - 1}" in str(error)
+                is_own = is_wrong and "is not a rank" in str(error)
+                expected.true(f"config {name}", has_both or is_own, str(error))
+            else:
+                expected.true(f"config {name}", False, "raised nothing")
+        backend = target.backend(communicator, EpConfig(**valid))
+        backend.destroy()
+    return [f"rank {context.rank_idx}: {text}" for text in expected.result()]

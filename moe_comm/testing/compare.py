@@ -1,0 +1,76 @@
+"""Exact comparison of tensors, and a list of what differed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+__all__ = ["Expectations", "difference"]
+
+
+def difference(got: object, want: torch.Tensor | None) -> str | None:
+    """How `got` differs from `want` in type, shape or any bit, or None.
+
+    NaNs are compared with their payload and zeros with their sign.
+    """
+    if want is None:
+        return None if got is None else f"got {type(got).__name__}, want None"
+    if not isinstance(got, torch.Tensor):
+        return f"got {got!r}, want a tensor"
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return f"got {got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"
+    if got.numel() == 0:
+        return None
+    got_bytes, want_bytes = (_element_bytes(tensor) for tensor in (got, want))
+    if torch.equal(got_bytes, want_bytes):
+        return None
+    is_different = (got_bytes != want_bytes).any(dim=1)
+    first = int(is_different.nonzero()[0])
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first), got.shape)]
+    values = [
+        f"{tensor.flatten()[first].item()!r} (0x{bytes(raw[first].tolist())[::-1].hex()})"
+        for tensor, raw in ((got, got_bytes), (want, want_bytes))
+    ]
+    return (
+        f"{int(is_different.sum())} of {got.numel()} elements differ, first at {place}: "
+        f"got {values[0]}, want {values[1]}"
+    )
+
+
+def _element_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """As uint8 `[numel, itemsize]`."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).view(tensor.numel(), -1)
+
+
+@dataclasses.dataclass
+class Expectations:
+    """Pairs of tensors compared when everything is done, so that ranks never part on the way.
+
+    Comparing late also shows memory that a later operation overwrote.
+    """
+
+    pairs: list[tuple[str, object, torch.Tensor | None]] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)
+
+    def equal(self, what: str, got: object, want: torch.Tensor | None) -> None:
+        """`got` must have the bits of `want` now and later."""
+        self.pairs.append((what, got, want))
+        self._compare(what, got, want)
+
+    def true(self, what: str, condition: bool, detail: object = "") -> None:
+        """`condition` must hold."""
+        if not condition:
+            self.faults.append(f"{what}: {detail}")
+
+    def result(self) -> list[str]:
+        """Everything that differed, in the order in which it was seen."""
+        if not self.faults:
+            for what, got, want in self.pairs:
+                self._compare(f"{what}, at the end", got, want)
+        return self.faults
+
+    def _compare(self, what: str, got: object, want: torch.Tensor | None) -> None:
+        text = difference(got, want)
+        if text is not None:
+            self.faults.append(f"{what}: {text}")

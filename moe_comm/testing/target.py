@@ -1,0 +1,54 @@
+"""The backend under test."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from moe_comm.backends import load_backend
+from moe_comm.backends.base import Backend
+from moe_comm.communicator import Communicator
+from moe_comm.config import EpConfig
+from moe_comm.testing.launch import RankContext
+
+__all__ = ["Target"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A backend and how to reach it.
+
+    Args:
+        name: A registered backend, or any name where `make` is given.
+        make: `make(communicator, config) -> Backend`, at the top of an importable module; None for the
+            registered backend.
+        connect: `connect(group)`, the communicator for `make`; None for a `Communicator` without a heap,
+            which has `rank_idx`, `num_ranks`, `bootstrap` and `group`.
+        can_overlap: Asynchronous operations on several buffers may be issued in another order on every
+            rank. False for a backend that computes when it is called.
+    """
+
+    name: str
+    make: Callable[[Any, EpConfig], Backend] | None = None
+    connect: Callable[[Any], Any] | None = None
+    can_overlap: bool = True
+
+    @contextlib.contextmanager
+    def communicator(self, context: RankContext) -> Iterator[Any]:
+        """The communicator of one rank, destroyed at the end."""
+        if self.connect is not None:
+            communicator = self.connect(context.group)
+        else:
+            carrier = self.name if self.make is None else "reference"
+            communicator = Communicator(context.group, backend=carrier)
+        try:
+            yield communicator
+        finally:
+            communicator.destroy()
+
+    def backend(self, communicator: Any, config: EpConfig) -> Backend:
+        """A backend for one buffer. Collective."""
+        make = load_backend(self.name) if self.make is None else self.make
+        return make(communicator, config)
