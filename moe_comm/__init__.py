@@ -15,6 +15,7 @@ from moe_comm.errors import CapacityError, CommunicationError, PeerFailedError, 
 from moe_comm.handles import CombineResult, CommEvent, DispatchHandle, DispatchResult
 
 __all__ = [
+    "SAVED_OPERATORS",
     "Bootstrap",
     "BufferManager",
     "CapacityError",
@@ -32,7 +33,6 @@ __all__ = [
     "PeerTimeoutError",
     "RankThreads",
     "Recovery",
-    "SAVED_OPERATORS",
     "combine",
     "dispatch",
 ]

@@ -137,7 +137,9 @@ class Communicator:
             raise ValueError(f"ranks ask for different backends: {backends}")
         machines = [peer_machine for _, _, (peer_machine, _) in gathered]
         is_one_machine = len(set(machines)) == 1
-        self.backend = ("host" if is_one_machine else "collective") if backend == "auto" else backend
+        self.backend = (
+            ("host" if is_one_machine else "collective") if backend == "auto" else backend
+        )
         if self.backend != "host":
             return
         if not is_one_machine:
@@ -208,7 +210,9 @@ class Communicator:
         mesh = _host.PeerMesh.create()
         addresses = self.bootstrap.all_gather(mesh.address())
         mesh.connect(self.rank_idx, addresses, CONNECT_TIMEOUT_S)
-        heap = _host.ShmHeap.create(mesh, max_heap_bytes or 0, with_huge_pages, env.poison_windows())
+        heap = _host.ShmHeap.create(
+            mesh, max_heap_bytes or 0, with_huge_pages, env.poison_windows()
+        )
         return _host.Group.create(
             mesh, heap, channel, self.stall_timeout_s, self.arrival_timeout_s, num_threads
         )

@@ -83,7 +83,7 @@ class DispatchResult:
         event: End of the operation.
     """
 
-    __slots__ = ("_make_handle", "_operation", "_output", "_handle", "event")
+    __slots__ = ("_handle", "_make_handle", "_operation", "_output", "event")
 
     def __init__(
         self,

@@ -95,7 +95,9 @@ def check_cached_dispatch(
     _check_tensor("x", x, 2)
     num_tokens, hidden = x.shape
     if num_tokens != handle.num_tokens:
-        raise ValueError(f"x has {num_tokens} tokens, the handle's dispatch had {handle.num_tokens}")
+        raise ValueError(
+            f"x has {num_tokens} tokens, the handle's dispatch had {handle.num_tokens}"
+        )
     check_row("x", hidden, x.dtype)
     _check_weights(topk_weights, num_tokens, handle.num_topk, x.dtype)
 
@@ -144,7 +146,9 @@ def check_combine(
         _check_tensor("row_weights", row_weights, 2 if by_choice else 1)
         expected = (handle.num_recv_tokens, *((handle.num_topk,) if by_choice else ()))
         if row_weights.shape != expected:
-            raise ValueError(f"row_weights must have shape {expected}, got {tuple(row_weights.shape)}")
+            raise ValueError(
+                f"row_weights must have shape {expected}, got {tuple(row_weights.shape)}"
+            )
         _check_weight_dtype("row_weights", row_weights, rows_dtype)
 
 

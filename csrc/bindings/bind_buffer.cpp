@@ -104,14 +104,16 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
                     const host::DispatchParams& params,
                     int64_t hidden,
                     bool is_async)
-      : Submitted(endpoint,
-                  std::move(inputs),
-                  [raw = endpoint.get(), params] {
-                    return host::dispatch(*raw, params, raw->is_on_progress_thread()
-                                                            ? host::InterruptCheck{}
-                                                            : signal_check());
-                  },
-                  is_async),
+      : Submitted(
+            endpoint,
+            std::move(inputs),
+            [raw = endpoint.get(), params] {
+              return host::dispatch(
+                  *raw,
+                  params,
+                  raw->is_on_progress_thread() ? host::InterruptCheck{} : signal_check());
+            },
+            is_async),
         hidden_(hidden),
         row_bytes_(params.row_bytes),
         dtype_(params.dtype),
@@ -128,26 +130,30 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     if (outcome.has_topk_idx)
       topk_idx = make_dlpack(outcome.owner, outcome.topk_idx, {num_rows, plan.num_topk}, kInt64);
     if (weight_bytes_ > 0)
-      weights = is_rank_major ? make_dlpack(outcome.owner, outcome.weights,
-                                            {num_rows, plan.num_topk}, weight_type(weight_bytes_))
-                              : make_dlpack(outcome.owner, outcome.weights, {num_rows},
-                                            weight_type(weight_bytes_));
+      weights =
+          is_rank_major
+              ? make_dlpack(outcome.owner,
+                            outcome.weights,
+                            {num_rows, plan.num_topk},
+                            weight_type(weight_bytes_))
+              : make_dlpack(outcome.owner, outcome.weights, {num_rows}, weight_type(weight_bytes_));
     const auto& received = plan.received;
     const auto num_local = static_cast<int64_t>(received.num_tokens_per_expert.size());
     std::vector<int32_t> offsets(received.expert_offsets.begin(), received.expert_offsets.end());
-    return py::make_tuple(
-        rows_dlpack(outcome, num_rows), topk_idx, weights,
-        vector_dlpack(received.num_tokens_per_expert, {num_local}, kInt64),
-        vector_dlpack(std::move(offsets), {num_local + 1}, kInt32),
-        std::const_pointer_cast<host::Plan>(outcome.plan));
+    return py::make_tuple(rows_dlpack(outcome, num_rows),
+                          topk_idx,
+                          weights,
+                          vector_dlpack(received.num_tokens_per_expert, {num_local}, kInt64),
+                          vector_dlpack(std::move(offsets), {num_local + 1}, kInt32),
+                          std::const_pointer_cast<host::Plan>(outcome.plan));
   }
 
  private:
   /// Rows of a dtype that DLPack cannot name are handed out as bytes.
   py::capsule rows_dlpack(const host::DispatchOutcome& outcome, int64_t num_rows) const {
     if (dtype_ >= kFirstOpaqueType)
-      return make_dlpack(outcome.owner, outcome.rows, {num_rows, row_bytes_},
-                         dlpack_type(DType::kBytes));
+      return make_dlpack(
+          outcome.owner, outcome.rows, {num_rows, row_bytes_}, dlpack_type(DType::kBytes));
     return make_dlpack(outcome.owner, outcome.rows, {num_rows, hidden_}, dtype_);
   }
 
@@ -163,14 +169,16 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
                    std::shared_ptr<void> inputs,
                    const host::CombineParams& params,
                    bool is_async)
-      : Submitted(endpoint,
-                  std::move(inputs),
-                  [raw = endpoint.get(), params] {
-                    return host::combine(*raw, params, raw->is_on_progress_thread()
-                                                           ? host::InterruptCheck{}
-                                                           : signal_check());
-                  },
-                  is_async),
+      : Submitted(
+            endpoint,
+            std::move(inputs),
+            [raw = endpoint.get(), params] {
+              return host::combine(
+                  *raw,
+                  params,
+                  raw->is_on_progress_thread() ? host::InterruptCheck{} : signal_check());
+            },
+            is_async),
         params_(params) {}
 
   /// (sums or None, pulled weights or None); sums is None where the caller gave `out`.
@@ -180,10 +188,12 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
     py::object sums = py::none();
     py::object weights = py::none();
     if (params_.has_rows && params_.out == nullptr)
-      sums = make_dlpack(outcome.owner, outcome.sums, {num_tokens, params_.hidden},
-                         dlpack_type(params_.dtype));
+      sums = make_dlpack(
+          outcome.owner, outcome.sums, {num_tokens, params_.hidden}, dlpack_type(params_.dtype));
     if (params_.row_weight_bytes > 0)
-      weights = make_dlpack(outcome.owner, outcome.weights, {num_tokens, params_.plan->num_topk},
+      weights = make_dlpack(outcome.owner,
+                            outcome.weights,
+                            {num_tokens, params_.plan->num_topk},
                             weight_type(params_.row_weight_bytes));
     return py::make_tuple(sums, weights);
   }
@@ -244,8 +254,8 @@ std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<host::Endpoin
   std::shared_ptr<void> inputs;
   if (is_async)
     inputs = keep_alive(py::make_tuple(x, topk_idx, topk_weights));
-  return std::make_unique<SubmittedDispatch>(std::move(endpoint), std::move(inputs), params,
-                                             rows.row_elements, is_async);
+  return std::make_unique<SubmittedDispatch>(
+      std::move(endpoint), std::move(inputs), params, rows.row_elements, is_async);
 }
 
 std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<host::Endpoint> endpoint,
@@ -275,7 +285,8 @@ std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<host::Endpoint>
   std::shared_ptr<void> inputs;
   if (is_async)
     inputs = keep_alive(py::make_tuple(x, topk_weights, row_weights, out));
-  return std::make_unique<SubmittedCombine>(std::move(endpoint), std::move(inputs), params, is_async);
+  return std::make_unique<SubmittedCombine>(
+      std::move(endpoint), std::move(inputs), params, is_async);
 }
 
 /// Sends a row that says what is wrong with this rank's input; raises what every rank raises.
@@ -284,15 +295,16 @@ void reject(host::Endpoint& endpoint,
             const std::string& message,
             bool is_type_error) {
   const py::gil_scoped_release no_gil;
-  const auto kind = operation == "combine" ? layout::Operation::kCombine : layout::Operation::kDispatch;
+  const auto kind =
+      operation == "combine" ? layout::Operation::kCombine : layout::Operation::kDispatch;
   endpoint.progress().wait_idle(signal_check());
   host::run_operation(endpoint, kind, signal_check(), [&](host::Exchange& exchange) -> int {
     layout::OperationArguments arguments;
     arguments.operation = static_cast<int32_t>(kind);
-    exchange.reject(arguments,
-                    is_type_error ? layout::RowStatus::kInvalidType
-                                  : layout::RowStatus::kInvalidArgument,
-                    message);
+    exchange.reject(
+        arguments,
+        is_type_error ? layout::RowStatus::kInvalidType : layout::RowStatus::kInvalidArgument,
+        message);
   });
 }
 
@@ -327,9 +339,11 @@ void weighted_gradient(host::Endpoint& endpoint,
     for (int64_t row = begin; row < end; ++row) {
       const double factor = is_wide ? reinterpret_cast<const double*>(factors.data)[row]
                                     : reinterpret_cast<const float*>(factors.data)[row];
-      const double dot = endpoint.kernels().scale_and_dot(
-          static_cast<DType>(dtype), rows.data + row * rows.row_bytes(),
-          values.data + row * rows.row_bytes(), factor, rows.row_elements);
+      const double dot = endpoint.kernels().scale_and_dot(static_cast<DType>(dtype),
+                                                          rows.data + row * rows.row_bytes(),
+                                                          values.data + row * rows.row_bytes(),
+                                                          factor,
+                                                          rows.row_elements);
       if (is_wide)
         reinterpret_cast<double*>(products.data)[row] = dot;
       else
@@ -357,36 +371,58 @@ std::shared_ptr<host::Plan> import_plan(const host::Endpoint& endpoint,
   layout::CountMatrix copied(endpoint.num_ranks(), endpoint.config().num_experts);
   MOE_CHECK(matrix.num_rows == copied.num_ranks && matrix.row_elements == copied.stride() &&
                 matrix.element_bytes == 4,
-            "counts must be int32 [", copied.num_ranks, ", ", copied.stride(), "], got [",
-            matrix.num_rows, ", ", matrix.row_elements, "]");
-  MOE_CHECK(choices.row_elements == endpoint.config().num_topk, "topk_idx must have ",
-            endpoint.config().num_topk, " choices per token, got ", choices.row_elements);
+            "counts must be int32 [",
+            copied.num_ranks,
+            ", ",
+            copied.stride(),
+            "], got [",
+            matrix.num_rows,
+            ", ",
+            matrix.row_elements,
+            "]");
+  MOE_CHECK(choices.row_elements == endpoint.config().num_topk,
+            "topk_idx must have ",
+            endpoint.config().num_topk,
+            " choices per token, got ",
+            choices.row_elements);
   const auto* source = reinterpret_cast<const int32_t*>(matrix.data);
   std::copy_n(source, copied.counts.size(), copied.counts.data());
   const auto* ids = reinterpret_cast<const int64_t*>(choices.data);
   std::vector<int32_t> own(static_cast<size_t>(copied.stride()));
-  const int64_t bad_idx = layout::count_choices(ids, choices.num_rows, choices.row_elements,
-                                                endpoint.placement(), own.data());
+  const int64_t bad_idx = layout::count_choices(
+      ids, choices.num_rows, choices.row_elements, endpoint.placement(), own.data());
   MOE_CHECK(bad_idx < 0 && std::equal(own.begin(), own.end(), copied.row(endpoint.rank_idx())),
             "topk_idx and counts of a handle belong to different dispatches");
-  return std::make_shared<host::Plan>(host::Plan::make(
-      static_cast<layout::RowLayout>(layout), expert_alignment, std::move(copied),
-      endpoint.placement(), endpoint.rank_idx(), ids, choices.num_rows, choices.row_elements));
+  return std::make_shared<host::Plan>(host::Plan::make(static_cast<layout::RowLayout>(layout),
+                                                       expert_alignment,
+                                                       std::move(copied),
+                                                       endpoint.placement(),
+                                                       endpoint.rank_idx(),
+                                                       ids,
+                                                       choices.num_rows,
+                                                       choices.row_elements));
 }
 
 py::list take_trace(host::Endpoint& endpoint) {
   py::list records;
   for (const host::TraceRecord& record : endpoint.tracer().take())
-    records.append(py::make_tuple(record.epoch, layout::operation_name(record.operation),
-                                  record.phase, record.start_ns, record.end_ns, record.peer_rank));
+    records.append(py::make_tuple(record.epoch,
+                                  layout::operation_name(record.operation),
+                                  record.phase,
+                                  record.start_ns,
+                                  record.end_ns,
+                                  record.peer_rank));
   return records;
 }
 
 }  // namespace
 
 void bind_buffer(py::module_& module) {
-  module.def("workspace_bytes", &layout::Workspace::bytes, py::arg("num_ranks"),
-             py::arg("num_experts"), py::arg("depth"));
+  module.def("workspace_bytes",
+             &layout::Workspace::bytes,
+             py::arg("num_ranks"),
+             py::arg("num_experts"),
+             py::arg("depth"));
   py::class_<host::Plan, std::shared_ptr<host::Plan>>(module, "Plan")
       .def_readonly("num_tokens", &host::Plan::num_tokens)
       .def_readonly("num_topk", &host::Plan::num_topk)
@@ -410,8 +446,7 @@ void bind_buffer(py::module_& module) {
       .def("empty_rows", &empty_rows)
       .def("weighted_gradient", &weighted_gradient)
       .def("import_plan", &import_plan)
-      .def_property_readonly("isa",
-                             [](const host::Endpoint& self) { return self.kernels().name; })
+      .def_property_readonly("isa", [](const host::Endpoint& self) { return self.kernels().name; })
       .def_property_readonly("buffer_number", &host::Endpoint::buffer_number)
       .def("enable_trace", [](host::Endpoint& self) { self.tracer().enable(); })
       .def("take_trace", &take_trace)

@@ -32,8 +32,14 @@ std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
   const py::gil_scoped_release no_gil;
   std::vector<int> members(static_cast<size_t>(mesh->num_ranks()));
   std::iota(members.begin(), members.end(), 0);
-  auto group = std::make_shared<host::Group>(mesh, heap, members, mesh->rank_idx(), channel,
-                                             stall_timeout_s, arrival_timeout_s, num_threads,
+  auto group = std::make_shared<host::Group>(mesh,
+                                             heap,
+                                             members,
+                                             mesh->rank_idx(),
+                                             channel,
+                                             stall_timeout_s,
+                                             arrival_timeout_s,
+                                             num_threads,
                                              signal_check());
   return std::make_shared<NativeGroup>(NativeGroup{mesh, heap, group, true});
 }
@@ -49,8 +55,14 @@ std::shared_ptr<NativeGroup> create_child(const std::shared_ptr<NativeGroup>& pa
   std::vector<int> members;
   for (const int parent_rank : parent_ranks)
     members.push_back(parent->group->members().at(static_cast<size_t>(parent_rank)));
-  auto group = std::make_shared<host::Group>(parent->mesh, parent->heap, members, rank_idx, channel,
-                                             stall_timeout_s, arrival_timeout_s, num_threads,
+  auto group = std::make_shared<host::Group>(parent->mesh,
+                                             parent->heap,
+                                             members,
+                                             rank_idx,
+                                             channel,
+                                             stall_timeout_s,
+                                             arrival_timeout_s,
+                                             num_threads,
                                              signal_check());
   return std::make_shared<NativeGroup>(NativeGroup{parent->mesh, parent->heap, group, false});
 }
@@ -91,15 +103,18 @@ void bind_group(py::module_& module) {
   py::class_<NativeGroup, std::shared_ptr<NativeGroup>>(module, "Group")
       .def_static("create", &create_group)
       .def_static("create_child", &create_child)
-      .def_property_readonly("rank_idx", [](const NativeGroup& self) { return self.group->rank_idx(); })
+      .def_property_readonly("rank_idx",
+                             [](const NativeGroup& self) { return self.group->rank_idx(); })
       .def_property_readonly("num_ranks",
                              [](const NativeGroup& self) { return self.group->num_ranks(); })
       .def("all_gather", &all_gather)
       .def(
-          "reserve", [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); },
+          "reserve",
+          [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); },
           py::call_guard<py::gil_scoped_release>())
       .def(
-          "trim", [](NativeGroup& self) { return self.heap->trim(); },
+          "trim",
+          [](NativeGroup& self) { return self.heap->trim(); },
           py::call_guard<py::gil_scoped_release>())
       .def("heap_stats", &heap_stats)
       .def("recover",

@@ -40,7 +40,9 @@ struct Holder {
   std::shared_ptr<void> owner;
 };
 
-void drop(ManagedTensor* managed) { delete static_cast<Holder*>(managed->context); }
+void drop(ManagedTensor* managed) {
+  delete static_cast<Holder*>(managed->context);
+}
 
 void drop_unconsumed(PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, kName))

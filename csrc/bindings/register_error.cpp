@@ -13,19 +13,21 @@ py::object error_class(const char* name) {
 
 void raise(const char* name, const std::string& message, const FailureSite& site) {
   const py::object type = error_class(name);
-  const py::object error =
-      type(message, py::arg("ranks") = py::cast(site.ranks), py::arg("operation") = site.operation,
-           py::arg("phase") = site.phase, py::arg("epoch") = site.epoch);
+  const py::object error = type(message,
+                                py::arg("ranks") = py::cast(site.ranks),
+                                py::arg("operation") = site.operation,
+                                py::arg("phase") = site.phase,
+                                py::arg("epoch") = site.epoch);
   PyErr_SetObject(type.ptr(), error.ptr());
 }
 
 void raise(const CapacityError& error) {
   const py::object type = error_class("CapacityError");
-  const py::object raised =
-      type(std::string(error.what()), py::arg("needed_bytes") = error.needed_bytes,
-           py::arg("available_bytes") = error.available_bytes,
-           py::arg("ranks") = py::cast(error.ranks),
-           py::arg("needed_rows") = py::cast(error.needed_rows));
+  const py::object raised = type(std::string(error.what()),
+                                 py::arg("needed_bytes") = error.needed_bytes,
+                                 py::arg("available_bytes") = error.available_bytes,
+                                 py::arg("ranks") = py::cast(error.ranks),
+                                 py::arg("needed_rows") = py::cast(error.needed_rows));
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 

@@ -12,8 +12,8 @@ namespace moe::bindings {
 /// Dtype, device and contiguity have been checked in Python; rows are contiguous.
 struct TensorView {
   std::byte* data = nullptr;
-  int64_t num_rows = 0;       ///< first dimension
-  int64_t row_elements = 1;   ///< product of the others
+  int64_t num_rows = 0;      ///< first dimension
+  int64_t row_elements = 1;  ///< product of the others
   int64_t element_bytes = 0;
 
   int64_t row_bytes() const { return row_elements * element_bytes; }

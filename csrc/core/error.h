@@ -84,12 +84,20 @@ std::string concat(const Parts&... parts) {
 
 }  // namespace moe
 
-#define MOE_CHECK(condition, ...)                              \
-  do {                                                         \
-    if (!(condition)) [[unlikely]]                             \
+#define MOE_CHECK(condition, ...)                               \
+  do {                                                          \
+    if (!(condition)) [[unlikely]]                              \
       throw ::moe::InvalidArgument(::moe::concat(__VA_ARGS__)); \
   } while (false)
 
-#define MOE_CHECK_EQ(left, right, what)                                                       \
-  MOE_CHECK((left) == (right), what, ": expected ", #left, " == ", #right, ", got ", (left), \
-            " and ", (right))
+#define MOE_CHECK_EQ(left, right, what) \
+  MOE_CHECK((left) == (right),          \
+            what,                       \
+            ": expected ",              \
+            #left,                      \
+            " == ",                     \
+            #right,                     \
+            ", got ",                   \
+            (left),                     \
+            " and ",                    \
+            (right))

@@ -24,8 +24,8 @@ class PeerLink {
   virtual PeerState state(int rank_idx) const = 0;
 
   /// Sends a small message (<= 1 MiB). Messages of one sender to one (channel, sequence) arrive in
-  /// order. Does nothing when the peer is gone. Never waits for a peer that does not read: what does
-  /// not fit the socket is queued and sent by the service thread.
+  /// order. Does nothing when the peer is gone. Never waits for a peer that does not read: what
+  /// does not fit the socket is queued and sent by the service thread.
   virtual void post(int rank_idx, uint64_t channel, uint64_t sequence, std::string payload) = 0;
 
   /// Takes the oldest message of @p rank_idx for (channel, sequence), if there is one.

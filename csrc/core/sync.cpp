@@ -10,7 +10,9 @@
 
 namespace moe::sync {
 
-void yield() { sched_yield(); }
+void yield() {
+  sched_yield();
+}
 
 int64_t now_ns() {
   timespec now;

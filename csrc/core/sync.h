@@ -42,7 +42,9 @@ bool compare_exchange(Word& word, Word expected, Word desired) {
       expected, desired, std::memory_order_acq_rel, std::memory_order_acquire);
 }
 
-inline void fence_seq_cst() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void fence_seq_cst() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
 
 /// Tells the core that this is a spin loop.
 inline void pause() {
@@ -66,8 +68,8 @@ void futex_wait(uint32_t& word, uint32_t expected, int64_t timeout_ns);
 /// Wakes every sleeper on @p word.
 void futex_wake_all(uint32_t& word);
 
-/// How sleepers of one rank are woken: a writer stores its flag, then rings; a sleeper enrols, looks
-/// at its flag once more, then sleeps until the next ring.
+/// How sleepers of one rank are woken: a writer stores its flag, then rings; a sleeper enrols,
+/// looks at its flag once more, then sleeps until the next ring.
 ///
 /// Byte map (64 bytes): [0, 4) rings, a count; [4, 8) waiters, sleepers enrolled; rest unused.
 struct alignas(64) Doorbell {
@@ -76,8 +78,8 @@ struct alignas(64) Doorbell {
 };
 static_assert(sizeof(Doorbell) == 64);
 
-/// Called after the flag was stored. The fence keeps the flag ahead of the look at `waiters`: either
-/// the sleeper sees the flag, or this sees the sleeper.
+/// Called after the flag was stored. The fence keeps the flag ahead of the look at `waiters`:
+/// either the sleeper sees the flag, or this sees the sleeper.
 inline void ring(Doorbell& doorbell) {
   fence_seq_cst();
   if (load_relaxed(doorbell.waiters) == 0)

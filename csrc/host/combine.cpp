@@ -34,7 +34,10 @@ class CombineOperation {
       offer_rows();
       allocate_sums();
     } catch (const CapacityError& error) {
-      exchange_.reject(arguments(), RowStatus::kNoCapacity, error.what(), error.needed_bytes,
+      exchange_.reject(arguments(),
+                       RowStatus::kNoCapacity,
+                       error.what(),
+                       error.needed_bytes,
                        error.available_bytes);
     }
     exchange_.enter("rows");
@@ -75,7 +78,8 @@ class CombineOperation {
     for (int rank_idx = 0; rank_idx < endpoint_.num_ranks(); ++rank_idx)
       if (!endpoint_.group().is_active(rank_idx) &&
           layout::sends_rows(plan_.counts, endpoint_.rank_idx(), rank_idx))
-        exchange_.reject(arguments(), RowStatus::kInvalidArgument,
+        exchange_.reject(arguments(),
+                         RowStatus::kInvalidArgument,
                          concat("the handle has rows on rank ", rank_idx, ", which has failed"));
   }
 
@@ -84,11 +88,13 @@ class CombineOperation {
     message_.arguments = arguments();
     message_.num_tokens = plan_.num_tokens;
     if (row_bytes_ > 0 && plan_.num_rows() > 0)
-      was_copied_in_ = offer_place(params_.x, plan_.num_rows() * row_bytes_, &message_.offer,
-                                   &copied_rows_);
+      was_copied_in_ =
+          offer_place(params_.x, plan_.num_rows() * row_bytes_, &message_.offer, &copied_rows_);
     if (params_.row_weight_bytes > 0 && num_row_weights() > 0)
-      offer_place(params_.row_weights, num_row_weights() * params_.row_weight_bytes,
-                  &message_.weights_offer, &copied_weights_);
+      offer_place(params_.row_weights,
+                  num_row_weights() * params_.row_weight_bytes,
+                  &message_.weights_offer,
+                  &copied_weights_);
   }
 
   bool offer_place(const std::byte* source,
@@ -116,8 +122,7 @@ class CombineOperation {
   /// Sums and pulled weights share one window: [sums, to a multiple of 64][weights].
   void allocate_sums() {
     sums_bytes_ = params_.out == nullptr ? round_up(plan_.num_tokens * row_bytes_, 64) : 0;
-    window_bytes_ =
-        sums_bytes_ + plan_.num_tokens * plan_.num_topk * params_.row_weight_bytes;
+    window_bytes_ = sums_bytes_ + plan_.num_tokens * plan_.num_topk * params_.row_weight_bytes;
     window_ = window_bytes_ == 0 ? endpoint_.group().memory().allocate(0)
                                  : exchange_.allocate(static_cast<uint64_t>(window_bytes_));
     sums_ = params_.out != nullptr ? params_.out : window_->data();
@@ -140,8 +145,7 @@ class CombineOperation {
     if (row_bytes_ == 0)
       return;
     const int64_t pulled_bytes = plan_.num_tokens * plan_.num_slots * row_bytes_;
-    const StoreMode mode =
-        endpoint_.store_mode(pulled_bytes * endpoint_.num_ranks());
+    const StoreMode mode = endpoint_.store_mode(pulled_bytes * endpoint_.num_ranks());
     endpoint_.for_tokens(plan_.num_tokens, pulled_bytes, [&](int64_t begin, int64_t end) {
       const FloatingPointScope scope;
       add_tokens(begin, end, mode);
@@ -160,7 +164,8 @@ class CombineOperation {
                     params_.weights + (token_idx * plan_.num_topk + i) * params_.weight_bytes,
                     static_cast<size_t>(params_.weight_bytes));
       places[num_places++] = offset_ptr(row_bases_[static_cast<size_t>(Slot::rank_idx(slots[i]))],
-                                        Slot::row_idx(slots[i]), row_bytes_);
+                                        Slot::row_idx(slots[i]),
+                                        row_bytes_);
     }
     return num_places;
   }
@@ -176,16 +181,22 @@ class CombineOperation {
     const auto weights_or_null = [](std::vector<std::byte>& raw) {
       return raw.empty() ? nullptr : raw.data();
     };
-    int num_next = begin < end ? gather(begin, next_places.data(), weights_or_null(next_raw_weights)) : 0;
+    int num_next =
+        begin < end ? gather(begin, next_places.data(), weights_or_null(next_raw_weights)) : 0;
     for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
       places.swap(next_places);
       raw_weights.swap(next_raw_weights);
       const int num_places = num_next;
-      num_next = token_idx + 1 < end ? gather(token_idx + 1, next_places.data(),
-                                              weights_or_null(next_raw_weights))
-                                     : 0;
-      kernels.sum_rows(params_.dtype, places.data(), weights_of(raw_weights, num_places, &wide_weights),
-                       num_places, params_.hidden, offset_ptr(sums_, token_idx, row_bytes_), mode,
+      num_next = token_idx + 1 < end
+                     ? gather(token_idx + 1, next_places.data(), weights_or_null(next_raw_weights))
+                     : 0;
+      kernels.sum_rows(params_.dtype,
+                       places.data(),
+                       weights_of(raw_weights, num_places, &wide_weights),
+                       num_places,
+                       params_.hidden,
+                       offset_ptr(sums_, token_idx, row_bytes_),
+                       mode,
                        mode == StoreMode::kStreaming ? next_places.data() : nullptr,
                        mode == StoreMode::kStreaming ? num_next : 0);
       if (begin == 0 && token_idx % kTokensPerProgress == 0)
@@ -220,14 +231,14 @@ class CombineOperation {
     for (int64_t token_idx = 0; token_idx < plan_.num_tokens; ++token_idx) {
       const int64_t* const slots = plan_.slots.data() + token_idx * plan_.num_slots;
       for (int64_t k = 0; k < plan_.num_topk; ++k, target += weight_bytes) {
-        const int64_t slot =
-            is_rank_major ? slot_of_choice(token_idx, k, slots) : slots[k];
+        const int64_t slot = is_rank_major ? slot_of_choice(token_idx, k, slots) : slots[k];
         if (slot == Slot::kNone)
           continue;
         const int64_t weight_idx =
             is_rank_major ? Slot::row_idx(slot) * plan_.num_topk + k : Slot::row_idx(slot);
         std::memcpy(target,
-                    offset_ptr(weight_bases_[static_cast<size_t>(Slot::rank_idx(slot))], weight_idx,
+                    offset_ptr(weight_bases_[static_cast<size_t>(Slot::rank_idx(slot))],
+                               weight_idx,
                                params_.row_weight_bytes),
                     weight_bytes);
       }
@@ -249,8 +260,11 @@ class CombineOperation {
     CombineOutcome outcome;
     outcome.was_copied_in = was_copied_in_;
     std::byte* base = nullptr;
-    outcome.owner = copy_out_window(endpoint_, std::move(window_),
-                                    static_cast<uint64_t>(window_bytes_), params_.copy_out, &base);
+    outcome.owner = copy_out_window(endpoint_,
+                                    std::move(window_),
+                                    static_cast<uint64_t>(window_bytes_),
+                                    params_.copy_out,
+                                    &base);
     if (row_bytes_ > 0)
       outcome.sums = params_.out != nullptr ? params_.out : base;
     if (params_.row_weight_bytes > 0)
@@ -280,10 +294,10 @@ class CombineOperation {
 CombineOutcome combine(Endpoint& endpoint,
                        const CombineParams& params,
                        const InterruptCheck& interrupt_check) {
-  return run_operation(endpoint, layout::Operation::kCombine, interrupt_check,
-                       [&](Exchange& exchange) {
-                         return CombineOperation(endpoint, params, exchange).run();
-                       });
+  return run_operation(
+      endpoint, layout::Operation::kCombine, interrupt_check, [&](Exchange& exchange) {
+        return CombineOperation(endpoint, params, exchange).run();
+      });
 }
 
 }  // namespace moe::host

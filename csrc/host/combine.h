@@ -11,12 +11,12 @@
 namespace moe::host {
 
 struct CombineParams {
-  const std::byte* x = nullptr;            ///< [M, row_bytes]; null to pull weights only
-  bool has_rows = false;                   ///< whether rows move; x may be null when M is 0
-  DType dtype = DType::kBFloat16;          ///< of x
+  const std::byte* x = nullptr;    ///< [M, row_bytes]; null to pull weights only
+  bool has_rows = false;           ///< whether rows move; x may be null when M is 0
+  DType dtype = DType::kBFloat16;  ///< of x
   int64_t hidden = 0;
-  const std::byte* weights = nullptr;      ///< [num_tokens, num_topk], applied while adding, or null
-  int32_t weight_bytes = 0;                ///< of `weights`: 4, 8, or 0
+  const std::byte* weights = nullptr;  ///< [num_tokens, num_topk], applied while adding, or null
+  int32_t weight_bytes = 0;            ///< of `weights`: 4, 8, or 0
   const std::byte* row_weights = nullptr;  ///< [M] or [M, num_topk], pulled
   int32_t row_weight_bytes = 0;            ///< 4, 8, or 0 when none are pulled
   std::byte* out = nullptr;                ///< [num_tokens, row_bytes], or null

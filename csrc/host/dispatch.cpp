@@ -71,12 +71,15 @@ class DispatchOperation {
   void lay_out_windows(const layout::CountMatrix& counts) {
     total_rows_ = 0;
     for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx) {
-      const int64_t num_rows = layout::num_received_rows(counts, endpoint_.placement(), layout(),
-                                                         alignment(), rank_idx);
+      const int64_t num_rows =
+          layout::num_received_rows(counts, endpoint_.placement(), layout(), alignment(), rank_idx);
       total_rows_ += num_rows;
-      windows_[static_cast<size_t>(rank_idx)] =
-          ReceiveWindow::make(layout(), num_rows, params_.row_bytes, params_.weight_bytes,
-                              endpoint_.config().num_topk, with_topk_idx_);
+      windows_[static_cast<size_t>(rank_idx)] = ReceiveWindow::make(layout(),
+                                                                    num_rows,
+                                                                    params_.row_bytes,
+                                                                    params_.weight_bytes,
+                                                                    endpoint_.config().num_topk,
+                                                                    with_topk_idx_);
     }
   }
 
@@ -85,11 +88,12 @@ class DispatchOperation {
   }
 
   void exchange_rows() {
-    std::vector<int32_t> counts(
-        static_cast<size_t>(endpoint_.config().num_experts + num_ranks_));
-    const int64_t bad_idx =
-        layout::count_choices(params_.topk_idx, params_.num_tokens, endpoint_.config().num_topk,
-                              endpoint_.placement(), counts.data());
+    std::vector<int32_t> counts(static_cast<size_t>(endpoint_.config().num_experts + num_ranks_));
+    const int64_t bad_idx = layout::count_choices(params_.topk_idx,
+                                                  params_.num_tokens,
+                                                  endpoint_.config().num_topk,
+                                                  endpoint_.placement(),
+                                                  counts.data());
     if (bad_idx >= 0)
       reject_expert(bad_idx);
     reject_failed_ranks(counts.data() + endpoint_.config().num_experts);
@@ -106,9 +110,14 @@ class DispatchOperation {
     exchange_.publish(message);
     Rows rows = exchange_.collect(true);
     lay_out_windows(rows.counts);
-    plan_ = std::make_shared<Plan>(Plan::make(
-        layout(), alignment(), std::move(rows.counts), endpoint_.placement(), endpoint_.rank_idx(),
-        params_.topk_idx, params_.num_tokens, endpoint_.config().num_topk));
+    plan_ = std::make_shared<Plan>(Plan::make(layout(),
+                                              alignment(),
+                                              std::move(rows.counts),
+                                              endpoint_.placement(),
+                                              endpoint_.rank_idx(),
+                                              params_.topk_idx,
+                                              params_.num_tokens,
+                                              endpoint_.config().num_topk));
     offers_.reserve(static_cast<size_t>(num_ranks_));
     for (const auto& header : rows.headers)
       offers_.push_back(header.offer);
@@ -138,18 +147,24 @@ class DispatchOperation {
       error.ranks.push_back(rank_idx);
       error.needed_bytes = second.needed_bytes;
       error.available_bytes = second.available_bytes;
-      message += concat(message.empty() ? "" : "; ", "rank ", rank_idx, " needs ",
-                        second.needed_bytes, " bytes for the rows it would receive, ",
-                        second.available_bytes, " can be had");
+      message += concat(message.empty() ? "" : "; ",
+                        "rank ",
+                        rank_idx,
+                        " needs ",
+                        second.needed_bytes,
+                        " bytes for the rows it would receive, ",
+                        second.available_bytes,
+                        " can be had");
     }
     if (error.ranks.empty())
       return;
     exchange_.settle();
     CapacityError full(message, error.needed_bytes, error.available_bytes);
     full.ranks = error.ranks;
-    full.needed_rows = layout::received_rows(plan_->counts, endpoint_.placement(), layout(),
-                                             alignment(), full.ranks.front())
-                           .num_tokens_per_expert;
+    full.needed_rows =
+        layout::received_rows(
+            plan_->counts, endpoint_.placement(), layout(), alignment(), full.ranks.front())
+            .num_tokens_per_expert;
     throw full;
   }
 
@@ -176,12 +191,16 @@ class DispatchOperation {
     for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
       if (!endpoint_.group().is_active(rank_idx) &&
           layout::sends_rows(plan_->counts, endpoint_.rank_idx(), rank_idx))
-        exchange_.reject(arguments(), RowStatus::kInvalidArgument,
+        exchange_.reject(arguments(),
+                         RowStatus::kInvalidArgument,
                          concat("the handle sends rows to rank ", rank_idx, ", which has failed"));
     try {
       window_ = exchange_.allocate(needed(endpoint_.rank_idx()));
     } catch (const CapacityError& error) {
-      exchange_.reject(arguments(), RowStatus::kNoCapacity, error.what(), error.needed_bytes,
+      exchange_.reject(arguments(),
+                       RowStatus::kNoCapacity,
+                       error.what(),
+                       error.needed_bytes,
                        error.available_bytes);
     }
     exchange_.offer(window_);
@@ -198,18 +217,28 @@ class DispatchOperation {
 
   [[noreturn]] void reject_expert(int64_t bad_idx) {
     const int64_t num_topk = endpoint_.config().num_topk;
-    exchange_.reject(arguments(), RowStatus::kInvalidArgument,
-                     concat("topk_idx[", bad_idx / num_topk, ", ", bad_idx % num_topk, "] = ",
-                            params_.topk_idx[bad_idx], " is not an expert id in [-1, ",
-                            endpoint_.config().num_experts, ")"));
+    exchange_.reject(arguments(),
+                     RowStatus::kInvalidArgument,
+                     concat("topk_idx[",
+                            bad_idx / num_topk,
+                            ", ",
+                            bad_idx % num_topk,
+                            "] = ",
+                            params_.topk_idx[bad_idx],
+                            " is not an expert id in [-1, ",
+                            endpoint_.config().num_experts,
+                            ")"));
   }
 
   void reject_failed_ranks(const int32_t* to_rank) {
     for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
       if (!endpoint_.group().is_active(rank_idx) && to_rank[rank_idx] > 0)
-        exchange_.reject(arguments(), RowStatus::kInvalidArgument,
-                         concat(to_rank[rank_idx], " tokens are routed to experts of rank ",
-                                rank_idx, ", which has failed"));
+        exchange_.reject(arguments(),
+                         RowStatus::kInvalidArgument,
+                         concat(to_rank[rank_idx],
+                                " tokens are routed to experts of rank ",
+                                rank_idx,
+                                ", which has failed"));
   }
 
   void resolve_bases() {
@@ -222,7 +251,8 @@ class DispatchOperation {
   void write_rows() {
     const int64_t total_bytes = total_rows_ * params_.row_bytes;
     const StoreMode mode = endpoint_.store_mode(total_bytes);
-    endpoint_.for_tokens(params_.num_tokens, params_.num_tokens * plan_->num_slots * params_.row_bytes,
+    endpoint_.for_tokens(params_.num_tokens,
+                         params_.num_tokens * plan_->num_slots * params_.row_bytes,
                          [&](int64_t begin, int64_t end) { write_tokens(begin, end, mode); });
   }
 
@@ -239,8 +269,11 @@ class DispatchOperation {
             offset_ptr(base_of(slots[i]), Slot::row_idx(slots[i]), params_.row_bytes);
       }
       if (num_places > 0)
-        kernels.fan_out(offset_ptr(params_.x, token_idx, params_.row_bytes), places.data(),
-                        num_places, params_.row_bytes, mode);
+        kernels.fan_out(offset_ptr(params_.x, token_idx, params_.row_bytes),
+                        places.data(),
+                        num_places,
+                        params_.row_bytes,
+                        mode);
       if (params_.weight_bytes > 0 || with_topk_idx_)
         write_companions(token_idx, slots);
       if (begin == 0 && token_idx % kTokensPerProgress == 0)
@@ -267,7 +300,8 @@ class DispatchOperation {
         const auto& window = windows_[static_cast<size_t>(Slot::rank_idx(slots[k]))];
         std::memcpy(base_of(slots[k]) + window.weights_offset +
                         Slot::row_idx(slots[k]) * params_.weight_bytes,
-                    weights + k * params_.weight_bytes, weight_bytes);
+                    weights + k * params_.weight_bytes,
+                    weight_bytes);
       }
       return;
     }
@@ -306,10 +340,12 @@ class DispatchOperation {
       const int64_t num_rows = received.expert_offsets[e + 1] - first;
       if (num_rows == 0)
         continue;
-      std::memset(offset_ptr(window_->data(), first, params_.row_bytes), 0,
+      std::memset(offset_ptr(window_->data(), first, params_.row_bytes),
+                  0,
                   static_cast<size_t>(num_rows * params_.row_bytes));
       if (params_.weight_bytes > 0)
-        std::memset(window_->data() + window.weights_offset + first * params_.weight_bytes, 0,
+        std::memset(window_->data() + window.weights_offset + first * params_.weight_bytes,
+                    0,
                     static_cast<size_t>(num_rows * params_.weight_bytes));
     }
   }
@@ -322,8 +358,11 @@ class DispatchOperation {
     if (!window_)
       window_ = endpoint_.group().memory().allocate(0);
     window_->shrink(needed(endpoint_.rank_idx()));
-    outcome.owner = copy_out_window(endpoint_, std::move(window_),
-                                    needed(endpoint_.rank_idx()), params_.copy_out, &outcome.rows);
+    outcome.owner = copy_out_window(endpoint_,
+                                    std::move(window_),
+                                    needed(endpoint_.rank_idx()),
+                                    params_.copy_out,
+                                    &outcome.rows);
     if (params_.weight_bytes > 0)
       outcome.weights = outcome.rows + window.weights_offset;
     outcome.has_topk_idx = with_topk_idx_;

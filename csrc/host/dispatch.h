@@ -12,16 +12,16 @@ namespace moe::host {
 enum class CopyOut { kAuto, kAlways, kNever };
 
 struct DispatchParams {
-  const std::byte* x = nullptr;          ///< [num_tokens, row_bytes]
-  const int64_t* topk_idx = nullptr;     ///< [num_tokens, num_topk], uncached
-  const std::byte* weights = nullptr;    ///< [num_tokens, num_topk] of weight_bytes, or null
+  const std::byte* x = nullptr;        ///< [num_tokens, row_bytes]
+  const int64_t* topk_idx = nullptr;   ///< [num_tokens, num_topk], uncached
+  const std::byte* weights = nullptr;  ///< [num_tokens, num_topk] of weight_bytes, or null
   int64_t num_tokens = 0;
   int64_t row_bytes = 0;
-  int32_t weight_bytes = 0;              ///< 4, 8, or 0 without weights
-  int32_t dtype = 0;                     ///< `code << 8 | bits`, compared between ranks only
+  int32_t weight_bytes = 0;  ///< 4, 8, or 0 without weights
+  int32_t dtype = 0;         ///< `code << 8 | bits`, compared between ranks only
   layout::RowLayout layout = layout::RowLayout::kExpertMajor;
   int64_t expert_alignment = 1;
-  std::shared_ptr<const Plan> plan;      ///< cached dispatch: where the rows go
+  std::shared_ptr<const Plan> plan;  ///< cached dispatch: where the rows go
   CopyOut copy_out = CopyOut::kAuto;
 };
 

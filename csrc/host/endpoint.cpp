@@ -26,8 +26,12 @@ const RowKernels& choose_kernels(const std::string& isa) {
   if (isa.empty())
     return best_row_kernels();
   const RowKernels* kernels = find_row_kernels(isa);
-  MOE_CHECK(kernels != nullptr, "instruction set \"", isa, "\" is not available here; the best is \"",
-            best_row_kernels().name, "\"");
+  MOE_CHECK(kernels != nullptr,
+            "instruction set \"",
+            isa,
+            "\" is not available here; the best is \"",
+            best_row_kernels().name,
+            "\"");
   return *kernels;
 }
 
@@ -48,18 +52,35 @@ std::vector<std::string> decode(const std::string& text, size_t from) {
   return parts;
 }
 
-void check_agreement(const std::vector<std::string>& payloads, int first_rank, size_t header_bytes) {
+void check_agreement(const std::vector<std::string>& payloads,
+                     int first_rank,
+                     size_t header_bytes) {
   const auto expected = decode(payloads[static_cast<size_t>(first_rank)], header_bytes);
   for (size_t peer_rank = 0; peer_rank < payloads.size(); ++peer_rank) {
     if (payloads[peer_rank].empty())
       continue;
     const auto found = decode(payloads[peer_rank], header_bytes);
-    MOE_CHECK(found.size() == expected.size(), "rank ", first_rank, " configures ",
-              expected.size() / 2, " values, rank ", peer_rank, " ", found.size() / 2);
+    MOE_CHECK(found.size() == expected.size(),
+              "rank ",
+              first_rank,
+              " configures ",
+              expected.size() / 2,
+              " values, rank ",
+              peer_rank,
+              " ",
+              found.size() / 2);
     for (size_t i = 0; i + 1 < expected.size(); i += 2)
       MOE_CHECK(expected[i + 1] == found[i + 1] && expected[i] == found[i],
-                "ranks configure the buffer differently: ", expected[i], " is ", expected[i + 1],
-                " on rank ", first_rank, " and ", found[i + 1], " on rank ", peer_rank);
+                "ranks configure the buffer differently: ",
+                expected[i],
+                " is ",
+                expected[i + 1],
+                " on rank ",
+                first_rank,
+                " and ",
+                found[i + 1],
+                " on rank ",
+                peer_rank);
   }
 }
 
@@ -85,12 +106,13 @@ Endpoint::Endpoint(std::shared_ptr<Group> group, EndpointConfig config)
       threads_(group_->num_threads()),
       progress_(static_cast<size_t>(config_.depth)) {}
 
-Endpoint::~Endpoint() { destroy(); }
+Endpoint::~Endpoint() {
+  destroy();
+}
 
 void Endpoint::connect(const InterruptCheck& interrupt_check) {
   group_->check_usable(layout::Operation::kNone);
-  const int64_t bytes =
-      layout::Workspace::bytes(num_ranks(), config_.num_experts, config_.depth);
+  const int64_t bytes = layout::Workspace::bytes(num_ranks(), config_.num_experts, config_.depth);
   own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
   std::memset(own_window_->data(), 0, static_cast<size_t>(bytes));
   buffer_number_ = group_->next_gather_sequence();
@@ -109,9 +131,8 @@ void Endpoint::connect(const InterruptCheck& interrupt_check) {
       continue;
     Offer place;
     std::memcpy(&place, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(place));
-    workspaces_[static_cast<size_t>(peer_rank)] =
-        layout::Workspace(group_->resolve(peer_rank, place, site), num_ranks(), config_.num_experts,
-                          config_.depth);
+    workspaces_[static_cast<size_t>(peer_rank)] = layout::Workspace(
+        group_->resolve(peer_rank, place, site), num_ranks(), config_.num_experts, config_.depth);
   }
 }
 
@@ -166,8 +187,8 @@ void Endpoint::destroy() {
   group_->retire(std::move(own_window_), [workspace, count, weak_group] {
     const auto group = weak_group.lock();
     for (int peer_rank = 0; peer_rank < count; ++peer_rank) {
-      const bool is_gone = group && (!group->is_active(peer_rank) ||
-                                     group->state(peer_rank) != PeerState::kAlive);
+      const bool is_gone =
+          group && (!group->is_active(peer_rank) || group->state(peer_rank) != PeerState::kAlive);
       if (!is_gone && sync::load_acquire(workspace.closed(peer_rank).epoch) == 0)
         return false;
     }

@@ -17,7 +17,8 @@ using layout::Row;
 using layout::RowStatus;
 
 std::string dtype_text(int32_t dlpack_type) {
-  constexpr const char* kFamilies[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  constexpr const char* kFamilies[] = {
+      "int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
   const int32_t code = dlpack_type >> 8;
   if (code < 0 || code > 6)
     return concat("opaque type ", dlpack_type);
@@ -29,9 +30,8 @@ std::string dtype_text(int32_t dlpack_type) {
 std::string describe(const layout::OperationArguments& arguments) {
   const auto operation = static_cast<layout::Operation>(arguments.operation);
   std::string text = layout::operation_name(operation);
-  text += arguments.layout == static_cast<int32_t>(layout::RowLayout::kRankMajor)
-              ? "(RANK_MAJOR"
-              : "(EXPERT_MAJOR";
+  text += arguments.layout == static_cast<int32_t>(layout::RowLayout::kRankMajor) ? "(RANK_MAJOR"
+                                                                                  : "(EXPERT_MAJOR";
   text += concat(", expert_alignment=", arguments.expert_alignment);
   if (arguments.row_bytes > 0)
     text += concat(", ", dtype_text(arguments.dtype), " rows of ", arguments.row_bytes, " bytes");
@@ -51,7 +51,8 @@ Exchange::Exchange(Endpoint& endpoint,
       group_(endpoint.group()),
       operation_(operation),
       interrupt_check_(interrupt_check) {
-  MOE_CHECK(!endpoint.is_destroyed(), layout::operation_name(operation),
+  MOE_CHECK(!endpoint.is_destroyed(),
+            layout::operation_name(operation),
             ": this buffer has been destroyed");
   group_.check_usable(operation);
   if (endpoint_.tracer().is_enabled())
@@ -73,8 +74,8 @@ void Exchange::await_reuse() {
     if (!group_.is_active(peer_rank))
       continue;
     const auto& done = endpoint_.own_workspace().done(former_epoch, peer_rank);
-    await_entered(peer_rank, Phase::kReuse,
-                  [&] { return sync::load_acquire(done.epoch) >= former_epoch; });
+    await_entered(
+        peer_rank, Phase::kReuse, [&] { return sync::load_acquire(done.epoch) >= former_epoch; });
   }
 }
 
@@ -98,8 +99,8 @@ void Exchange::publish(const RowMessage& message) {
       std::strncpy(row.message(), message.message.c_str(), Row::kMessageBytes - 1);
       row.message()[Row::kMessageBytes - 1] = '\0';
     } else if (message.counts != nullptr) {
-      std::copy_n(message.counts, endpoint_.config().num_experts + group_.num_ranks(),
-                  row.counts());
+      std::copy_n(
+          message.counts, endpoint_.config().num_experts + group_.num_ranks(), row.counts());
     }
     sync::store_release(row.epoch, epoch_);
     sync::ring(group_.doorbell(peer_rank));
@@ -125,24 +126,47 @@ void Exchange::await_row(int peer_rank) {
     if (sync::load_acquire(endpoint_.own_workspace().closed(peer_rank).epoch) != 0) {
       // No rank can get that row, so all end here alike; nothing was offered to anybody.
       state_ = State::kEnded;
-      throw InvalidArgument(concat("rank ", peer_rank, " has destroyed this buffer, rank ",
-                                   group_.rank_idx(), " calls ",
-                                   layout::operation_name(operation_), " on it"));
+      throw InvalidArgument(concat("rank ",
+                                   peer_rank,
+                                   " has destroyed this buffer, rank ",
+                                   group_.rank_idx(),
+                                   " calls ",
+                                   layout::operation_name(operation_),
+                                   " on it"));
     }
     group_.check_peer(peer_rank, where);
     const int64_t now_ns = sync::now_ns();
     if (now_ns - warned_ns > kWarnEveryNs) {
       warned_ns = now_ns;
-      warn(concat("rank ", group_.rank_idx(), " has waited ", (now_ns - start_ns) / 1'000'000'000,
-                  " s for rank ", peer_rank, " to enter ", layout::operation_name(operation_),
-                  " of buffer ", endpoint_.buffer_number(), ", epoch ", epoch_));
+      warn(concat("rank ",
+                  group_.rank_idx(),
+                  " has waited ",
+                  (now_ns - start_ns) / 1'000'000'000,
+                  " s for rank ",
+                  peer_rank,
+                  " to enter ",
+                  layout::operation_name(operation_),
+                  " of buffer ",
+                  endpoint_.buffer_number(),
+                  ", epoch ",
+                  epoch_));
     }
     if (now_ns - start_ns > group_.arrival_timeout_ns()) {
-      group_.abort(layout::AbortCause::kPeerTimeout, where, {peer_rank},
-                   concat("rank ", peer_rank, " did not enter ", layout::operation_name(operation_),
-                          " of buffer ", endpoint_.buffer_number(), " (epoch ", epoch_,
-                          ") within ", static_cast<double>(group_.arrival_timeout_ns()) / 1e9,
-                          " s of rank ", group_.rank_idx()));
+      group_.abort(layout::AbortCause::kPeerTimeout,
+                   where,
+                   {peer_rank},
+                   concat("rank ",
+                          peer_rank,
+                          " did not enter ",
+                          layout::operation_name(operation_),
+                          " of buffer ",
+                          endpoint_.buffer_number(),
+                          " (epoch ",
+                          epoch_,
+                          ") within ",
+                          static_cast<double>(group_.arrival_timeout_ns()) / 1e9,
+                          " s of rank ",
+                          group_.rank_idx()));
       group_.throw_abort();
     }
   });
@@ -188,19 +212,32 @@ void Exchange::give_up_stalled(int peer_rank, const WaitSite& where) {
   // A peer that itself waits for somebody is not the one to blame: follow the chain to its end.
   int culprit = peer_rank;
   for (int hops = 0; hops < group_.num_ranks(); ++hops) {
-    const uint32_t next =
-        sync::load_relaxed(endpoint_.workspace(culprit).activity().waiting_for);
+    const uint32_t next = sync::load_relaxed(endpoint_.workspace(culprit).activity().waiting_for);
     if (next == 0 || static_cast<int>(next) > group_.num_ranks() ||
-        static_cast<int>(next) - 1 == group_.rank_idx() || !group_.is_active(static_cast<int>(next) - 1))
+        static_cast<int>(next) - 1 == group_.rank_idx() ||
+        !group_.is_active(static_cast<int>(next) - 1))
       break;
     culprit = static_cast<int>(next) - 1;
   }
-  group_.abort(layout::AbortCause::kPeerTimeout, where, {culprit},
-               concat("rank ", culprit, " made no progress for ",
-                      static_cast<double>(group_.stall_timeout_ns()) / 1e9, " s in ",
-                      layout::operation_name(operation_), " of buffer ", endpoint_.buffer_number(),
-                      ", epoch ", epoch_, ", phase ", layout::phase_name(where.phase), "; rank ",
-                      group_.rank_idx(), " waited for rank ", peer_rank));
+  group_.abort(layout::AbortCause::kPeerTimeout,
+               where,
+               {culprit},
+               concat("rank ",
+                      culprit,
+                      " made no progress for ",
+                      static_cast<double>(group_.stall_timeout_ns()) / 1e9,
+                      " s in ",
+                      layout::operation_name(operation_),
+                      " of buffer ",
+                      endpoint_.buffer_number(),
+                      ", epoch ",
+                      epoch_,
+                      ", phase ",
+                      layout::phase_name(where.phase),
+                      "; rank ",
+                      group_.rank_idx(),
+                      " waited for rank ",
+                      peer_rank));
   group_.throw_abort();
 }
 
@@ -212,8 +249,7 @@ Rows Exchange::collect(bool with_counts) {
     if (!group_.is_active(peer_rank))
       continue;
     await_row(peer_rank);
-    rows.headers[static_cast<size_t>(peer_rank)] =
-        endpoint_.own_workspace().row(epoch_, peer_rank);
+    rows.headers[static_cast<size_t>(peer_rank)] = endpoint_.own_workspace().row(epoch_, peer_rank);
   }
   check_agreement(rows);
   if (with_counts) {
@@ -221,7 +257,8 @@ Rows Exchange::collect(bool with_counts) {
     for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank)
       if (group_.is_active(peer_rank))
         std::copy_n(endpoint_.own_workspace().row(epoch_, peer_rank).counts(),
-                    rows.counts.stride(), rows.counts.row(peer_rank));
+                    rows.counts.stride(),
+                    rows.counts.row(peer_rank));
   }
   return rows;
 }
@@ -241,7 +278,10 @@ void Exchange::check_agreement(const Rows& rows) {
       // Mistakes come before shortages, the lowest rank's kind decides the exception's type.
       if (worst == RowStatus::kOk || (worst == RowStatus::kNoCapacity && status != worst))
         worst = status;
-      message += concat(message.empty() ? "" : "; ", "rank ", peer_rank, ": ",
+      message += concat(message.empty() ? "" : "; ",
+                        "rank ",
+                        peer_rank,
+                        ": ",
                         endpoint_.own_workspace().row(epoch_, peer_rank).message());
       if (status == RowStatus::kNoCapacity) {
         capacity.ranks.push_back(peer_rank);
@@ -257,10 +297,14 @@ void Exchange::check_agreement(const Rows& rows) {
   }
   if (worst == RowStatus::kOk && other_rank >= 0) {
     worst = RowStatus::kInvalidArgument;
-    message = concat(
-        "ranks disagree: ", describe(rows.headers[static_cast<size_t>(first_rank)].arguments),
-        " on rank ", first_rank, " met ",
-        describe(rows.headers[static_cast<size_t>(other_rank)].arguments), " on rank ", other_rank);
+    message = concat("ranks disagree: ",
+                     describe(rows.headers[static_cast<size_t>(first_rank)].arguments),
+                     " on rank ",
+                     first_rank,
+                     " met ",
+                     describe(rows.headers[static_cast<size_t>(other_rank)].arguments),
+                     " on rank ",
+                     other_rank);
   }
   if (worst == RowStatus::kOk)
     return;
@@ -308,8 +352,8 @@ void Exchange::publish_second_offer(const Offer& offer,
 
 const layout::SecondOffer& Exchange::await_second_offer(int peer_rank) {
   const auto& second = endpoint_.own_workspace().second_offer(epoch_, peer_rank);
-  await_entered(peer_rank, Phase::kOffers,
-                [&] { return sync::load_acquire(second.epoch) >= epoch_; });
+  await_entered(
+      peer_rank, Phase::kOffers, [&] { return sync::load_acquire(second.epoch) >= epoch_; });
   return second;
 }
 
@@ -332,8 +376,7 @@ void Exchange::release_done() {
 
 void Exchange::await_done(int peer_rank) {
   const auto& done = endpoint_.own_workspace().done(epoch_, peer_rank);
-  await_entered(peer_rank, Phase::kData,
-                [&] { return sync::load_acquire(done.epoch) >= epoch_; });
+  await_entered(peer_rank, Phase::kData, [&] { return sync::load_acquire(done.epoch) >= epoch_; });
 }
 
 void Exchange::complete() {
@@ -349,9 +392,17 @@ void Exchange::fail(const std::string& reason) {
     return;
   state_ = State::kEnded;
   if (!group_.is_aborted())
-    group_.abort(layout::AbortCause::kPeerFailed, site(Phase::kData), {group_.rank_idx()},
-                 concat("rank ", group_.rank_idx(), " gave up ", layout::operation_name(operation_),
-                        ", epoch ", epoch_, ": ", reason));
+    group_.abort(layout::AbortCause::kPeerFailed,
+                 site(Phase::kData),
+                 {group_.rank_idx()},
+                 concat("rank ",
+                        group_.rank_idx(),
+                        " gave up ",
+                        layout::operation_name(operation_),
+                        ", epoch ",
+                        epoch_,
+                        ": ",
+                        reason));
   for (auto& window : offered_)
     group_.quarantine(std::move(window));
 }
@@ -366,8 +417,8 @@ void Exchange::enter(const char* phase) {
 
 void Exchange::trace(const char* phase, int64_t start_ns, int peer_rank) {
   if (endpoint_.tracer().is_enabled())
-    endpoint_.tracer().add({static_cast<int64_t>(epoch_), operation_, phase, start_ns,
-                            sync::now_ns(), peer_rank});
+    endpoint_.tracer().add(
+        {static_cast<int64_t>(epoch_), operation_, phase, start_ns, sync::now_ns(), peer_rank});
 }
 
 std::shared_ptr<Window> Exchange::allocate(uint64_t bytes) {

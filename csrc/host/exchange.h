@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "host/endpoint.h"
-#include "layout/row.h"
 #include "layout/routing.h"
+#include "layout/row.h"
 
 namespace moe::host {
 
@@ -70,7 +70,8 @@ class Exchange {
   /// Every rank knows that this operation ends here: consumes the epoch without data.
   void settle();
 
-  /// Tells every active peer that this rank has written (dispatch) or pulled (combine) all its rows.
+  /// Tells every active peer that this rank has written (dispatch) or pulled (combine) all its
+  /// rows.
   void release_done();
 
   /// Waits until @p peer_rank has released its done flag of this operation.

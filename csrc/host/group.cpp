@@ -35,7 +35,10 @@ int64_t seconds_to_ns(double seconds) {
 std::string describe(const WaitSite& site) {
   if (site.operation == layout::Operation::kNone)
     return "outside an operation";
-  return concat(layout::operation_name(site.operation), ", epoch ", site.epoch, ", phase ",
+  return concat(layout::operation_name(site.operation),
+                ", epoch ",
+                site.epoch,
+                ", phase ",
                 layout::phase_name(site.phase));
 }
 
@@ -84,8 +87,11 @@ Group::Group(std::shared_ptr<PeerLink> link,
       process_id_(getpid()),
       controls_(members_.size()),
       is_active_(members_.size(), 1) {
-  MOE_CHECK(rank_idx >= 0 && rank_idx < num_ranks(), "rank ", rank_idx,
-            " is not a rank of a group of ", num_ranks());
+  MOE_CHECK(rank_idx >= 0 && rank_idx < num_ranks(),
+            "rank ",
+            rank_idx,
+            " is not a rank of a group of ",
+            num_ranks());
   own_control_ = memory_->allocate(sizeof(layout::ControlBlock));
   std::memset(own_control_->data(), 0, sizeof(layout::ControlBlock));
   auto* own = reinterpret_cast<layout::ControlBlock*>(own_control_->data());
@@ -138,16 +144,20 @@ std::byte* Group::resolve(int rank_idx, const Offer& offer, const WaitSite& site
     return address;
   const int64_t start_ns = sync::now_ns();
   wait_until(
-      *this, [&] { return (address = memory_->try_resolve(link_rank, offer)) != nullptr; },
+      *this,
+      [&] { return (address = memory_->try_resolve(link_rank, offer)) != nullptr; },
       [&] {
         check_abort();
         if (site.interrupt_check != nullptr && *site.interrupt_check)
           (*site.interrupt_check)();
         check_peer(rank_idx, site);
         if (sync::now_ns() - start_ns > stall_timeout_ns_) {
-          abort(layout::AbortCause::kPeerTimeout, site, {rank_idx},
-                concat("rank ", rank_idx, " offered memory it did not announce (", describe(site),
-                       ")"));
+          abort(
+              layout::AbortCause::kPeerTimeout,
+              site,
+              {rank_idx},
+              concat(
+                  "rank ", rank_idx, " offered memory it did not announce (", describe(site), ")"));
           throw_abort();
         }
       });
@@ -155,21 +165,26 @@ std::byte* Group::resolve(int rank_idx, const Offer& offer, const WaitSite& site
 }
 
 void Group::check_usable(layout::Operation operation) const {
-  MOE_CHECK(!is_destroyed(), layout::operation_name(operation),
-            ": the communicator has been destroyed");
-  MOE_CHECK(getpid() == process_id_, layout::operation_name(operation),
-            ": the communicator belongs to process ", process_id_, " and this is its forked child ",
+  MOE_CHECK(
+      !is_destroyed(), layout::operation_name(operation), ": the communicator has been destroyed");
+  MOE_CHECK(getpid() == process_id_,
+            layout::operation_name(operation),
+            ": the communicator belongs to process ",
+            process_id_,
+            " and this is its forked child ",
             getpid());
   check_abort();
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (!is_active(peer_rank) || peer_rank == rank_idx_) continue;
+    if (!is_active(peer_rank) || peer_rank == rank_idx_)
+      continue;
     const PeerState peer_state = state(peer_rank);
     if (peer_state != PeerState::kAlive) [[unlikely]]
-      throw PeerFailed(
-          concat("rank ", peer_rank,
-                 peer_state == PeerState::kDead ? " died" : " left the communicator", " before this ",
-                 layout::operation_name(operation)),
-          FailureSite{{peer_rank}, layout::operation_name(operation), "idle", -1});
+      throw PeerFailed(concat("rank ",
+                              peer_rank,
+                              peer_state == PeerState::kDead ? " died" : " left the communicator",
+                              " before this ",
+                              layout::operation_name(operation)),
+                       FailureSite{{peer_rank}, layout::operation_name(operation), "idle", -1});
   }
 }
 
@@ -177,9 +192,17 @@ void Group::check_peer(int peer_rank, const WaitSite& site) {
   const PeerState peer_state = state(peer_rank);
   if (peer_state == PeerState::kAlive || peer_rank == rank_idx_)
     return;
-  abort(layout::AbortCause::kPeerFailed, site, {peer_rank},
-        concat("rank ", peer_rank, peer_state == PeerState::kDead ? " died" : " left",
-               " while rank ", rank_idx_, " waited for it (", describe(site), ")"));
+  abort(layout::AbortCause::kPeerFailed,
+        site,
+        {peer_rank},
+        concat("rank ",
+               peer_rank,
+               peer_state == PeerState::kDead ? " died" : " left",
+               " while rank ",
+               rank_idx_,
+               " waited for it (",
+               describe(site),
+               ")"));
   throw_abort();
 }
 
@@ -226,7 +249,8 @@ void Group::throw_abort() const {
                    record.operation == 0
                        ? ""
                        : layout::operation_name(static_cast<layout::Operation>(record.operation)),
-                   layout::phase_name(static_cast<layout::Phase>(record.phase)), record.epoch};
+                   layout::phase_name(static_cast<layout::Phase>(record.phase)),
+                   record.epoch};
   if (record.cause == static_cast<int32_t>(layout::AbortCause::kPeerTimeout))
     throw PeerTimeout(record.message, std::move(site));
   throw PeerFailed(record.message, std::move(site));
@@ -291,7 +315,8 @@ std::vector<std::string> Group::exchange(uint64_t channel,
     const int link_rank = members_[static_cast<size_t>(peer_rank)];
     bool is_gone = false;
     wait_until(
-        *this, [&] { return is_gone || link_->take(link_rank, channel, sequence, target); },
+        *this,
+        [&] { return is_gone || link_->take(link_rank, channel, sequence, target); },
         [&] {
           if (interrupt_check)
             interrupt_check();
@@ -308,13 +333,21 @@ std::vector<std::string> Group::exchange(uint64_t channel,
           const int64_t now_ns = sync::now_ns();
           if (now_ns - warned_ns > kWarnEveryNs) {
             warned_ns = now_ns;
-            warn(concat("rank ", rank_idx_, " has waited ", (now_ns - start_ns) / 1'000'000'000,
-                        " s for rank ", peer_rank, " to arrive"));
+            warn(concat("rank ",
+                        rank_idx_,
+                        " has waited ",
+                        (now_ns - start_ns) / 1'000'000'000,
+                        " s for rank ",
+                        peer_rank,
+                        " to arrive"));
           }
           if (now_ns - start_ns > arrival_timeout_ns_) {
-            const std::string message =
-                concat("rank ", peer_rank, " did not arrive within ", arrival_timeout_ns_ / 1e9,
-                       " s at a collective call of rank ", rank_idx_);
+            const std::string message = concat("rank ",
+                                               peer_rank,
+                                               " did not arrive within ",
+                                               arrival_timeout_ns_ / 1e9,
+                                               " s at a collective call of rank ",
+                                               rank_idx_);
             if (!is_recovery)
               abort(layout::AbortCause::kPeerTimeout, site, {peer_rank}, message);
             throw PeerTimeout(message, FailureSite{{peer_rank}, "", "idle", -1});
@@ -344,8 +377,11 @@ std::string Group::recovery_payload() const {
 
 RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
   MOE_CHECK(!is_destroyed(), "recover: the communicator has been destroyed");
-  MOE_CHECK(getpid() == process_id_, "recover: the communicator belongs to process ", process_id_,
-            " and this is its forked child ", getpid());
+  MOE_CHECK(getpid() == process_id_,
+            "recover: the communicator belongs to process ",
+            process_id_,
+            " and this is its forked child ",
+            getpid());
   // Operations of progress threads see the abort within a sleep slice and end.
   while (num_running_.load() != 0) {
     if (interrupt_check)
@@ -374,7 +410,9 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
       for (size_t i = 0; i < width; ++i)
         united[i] = static_cast<char>(united[i] | payload[i]);
     }
-    MOE_CHECK(united[static_cast<size_t>(rank_idx_)] == 0, "recover: a peer takes rank ", rank_idx_,
+    MOE_CHECK(united[static_cast<size_t>(rank_idx_)] == 0,
+              "recover: a peer takes rank ",
+              rank_idx_,
               ", which is this one, for failed");
     failed.clear();
     for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)

@@ -44,7 +44,8 @@ class Recoverable {
 
 struct RecoveryResult {
   std::vector<int> failed_ranks;
-  std::vector<int64_t> completed_epochs;  ///< per buffer, last that completed everywhere, -1 for none
+  std::vector<int64_t>
+      completed_epochs;  ///< per buffer, last that completed everywhere, -1 for none
 };
 
 /// The ranks of one communicator: who lives, what was aborted, small messages between them.
@@ -87,7 +88,9 @@ class Group {
   PeerState state(int rank_idx) const {
     return link_->state(members_[static_cast<size_t>(rank_idx)]);
   }
-  sync::Doorbell& doorbell(int rank_idx) { return controls_[static_cast<size_t>(rank_idx)]->doorbell; }
+  sync::Doorbell& doorbell(int rank_idx) {
+    return controls_[static_cast<size_t>(rank_idx)]->doorbell;
+  }
   sync::Doorbell& own_doorbell() { return doorbell(rank_idx_); }
 
   /// Address of a place of @p rank_idx; waits until the peer's announcement has arrived.

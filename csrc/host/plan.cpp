@@ -28,8 +28,7 @@ Plan Plan::make(layout::RowLayout layout,
                        expert_alignment,
                        rank_idx,
                        plan.slots.data());
-  plan.received =
-      layout::received_rows(plan.counts, placement, layout, expert_alignment, rank_idx);
+  plan.received = layout::received_rows(plan.counts, placement, layout, expert_alignment, rank_idx);
   plan.hash = plan.counts.hash(static_cast<uint64_t>(expert_alignment) * 2 +
                                (layout == layout::RowLayout::kRankMajor ? 1 : 0));
   return plan;

@@ -13,12 +13,12 @@ struct Plan {
   int64_t expert_alignment = 1;
   int64_t num_tokens = 0;
   int64_t num_topk = 0;
-  int64_t num_slots = 0;           ///< slots per token, see layout::assign_slots
-  layout::CountMatrix counts;      ///< equal on every rank
-  std::vector<int64_t> slots;      ///< [num_tokens, num_slots]
-  std::vector<int64_t> topk_idx;   ///< [num_tokens, num_topk], a private copy
-  layout::ReceivedRows received;   ///< what this rank receives
-  uint64_t hash = 0;               ///< equal on every rank for one dispatch
+  int64_t num_slots = 0;          ///< slots per token, see layout::assign_slots
+  layout::CountMatrix counts;     ///< equal on every rank
+  std::vector<int64_t> slots;     ///< [num_tokens, num_slots]
+  std::vector<int64_t> topk_idx;  ///< [num_tokens, num_topk], a private copy
+  layout::ReceivedRows received;  ///< what this rank receives
+  uint64_t hash = 0;              ///< equal on every rank for one dispatch
 
   /// @throws InvalidArgument  slots or counts that no dispatch could have made.
   static Plan make(layout::RowLayout layout,

@@ -6,7 +6,9 @@
 
 namespace moe::host {
 
-ProgressThread::~ProgressThread() { stop(); }
+ProgressThread::~ProgressThread() {
+  stop();
+}
 
 bool ProgressThread::is_idle() const {
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -13,8 +13,8 @@ enum class StoreMode { kCached, kStreaming };
 
 /// The inner loops over rows, one table per instruction set; all tables give the same bits.
 ///
-/// Sources may have any alignment of their element type. Destinations of `fan_out` are aligned to 16
-/// bytes; other destinations to their element type (a kernel falls back to cached stores where a
+/// Sources may have any alignment of their element type. Destinations of `fan_out` are aligned to
+/// 16 bytes; other destinations to their element type (a kernel falls back to cached stores where a
 /// streaming store needs more). A kernel does not fence: the caller executes `store_fence()` after
 /// its last streaming call, before it reports its part done. Subnormals are kept: the caller holds
 /// a `FloatingPointScope`.
@@ -22,18 +22,16 @@ struct RowKernels {
   const char* name;  ///< "portable", "avx2" or "avx512"
 
   /// Copies one row to @p num_dst places. @p bytes is a multiple of 16. The row is read once.
-  void (*fan_out)(const std::byte* src,
-                  std::byte* const* dst,
-                  int num_dst,
-                  int64_t bytes,
-                  StoreMode mode);
+  void (*fan_out)(
+      const std::byte* src, std::byte* const* dst, int num_dst, int64_t bytes, StoreMode mode);
 
   /// dst[i] = round(sum over k ascending of src[k][i] * weight[k]), starting from +0.0, one IEEE
   /// addition per row; the product is rounded before it is added, never fused. Accumulates in
   /// float32 (float64 rows: float64); rounds once, to nearest even; a NaN is stored as 0x7FC0,
   /// 0x7E00, 0x7FC00000 or 0x7FF8000000000000.
   /// @param weights   null, or num_src values of float32 (float64 for float64 rows).
-  /// @param prefetch  null, or num_prefetch addresses whose bytes [0, hidden * element) the next call
+  /// @param prefetch  null, or num_prefetch addresses whose bytes [0, hidden * element) the next
+  /// call
   ///   will read: brought into L2 while this row is added.
   void (*sum_rows)(DType dtype,
                    const std::byte* const* src,
@@ -48,11 +46,8 @@ struct RowKernels {
   /// Returns <gradient, value> (element i into lane i mod 32 in ascending i, from +0.0, product
   /// rounded before it is added; then lanes pairwise 16, 8, 4, 2, 1), and stores
   /// round(weight * gradient[i]) over gradient[i]. Float32 arithmetic; float64 rows: float64.
-  double (*scale_and_dot)(DType dtype,
-                          std::byte* gradient,
-                          const std::byte* value,
-                          double weight,
-                          int64_t hidden);
+  double (*scale_and_dot)(
+      DType dtype, std::byte* gradient, const std::byte* value, double weight, int64_t hidden);
 
   /// Copies @p bytes (any number) between places that do not overlap.
   void (*copy)(const std::byte* src, std::byte* dst, int64_t bytes, StoreMode mode);
@@ -70,8 +65,8 @@ const RowKernels* find_row_kernels(std::string_view name);
 /// The best table of this machine.
 const RowKernels& best_row_kernels();
 
-/// While it lives, the calling thread rounds to nearest even and keeps subnormals (x86: MXCSR without
-/// FTZ and DAZ; aarch64: FPCR without FZ); then the former state returns.
+/// While it lives, the calling thread rounds to nearest even and keeps subnormals (x86: MXCSR
+/// without FTZ and DAZ; aarch64: FPCR without FZ); then the former state returns.
 class FloatingPointScope {
  public:
   FloatingPointScope();

@@ -12,10 +12,10 @@ namespace moe::host {
 struct TraceRecord {
   int64_t epoch;
   layout::Operation operation;
-  const char* phase;   ///< "prepare", "rows", "offers", "data" or "wait"
+  const char* phase;  ///< "prepare", "rows", "offers", "data" or "wait"
   int64_t start_ns;
   int64_t end_ns;
-  int peer_rank;       ///< rank waited for, -1 for own work
+  int peer_rank;  ///< rank waited for, -1 for own work
 };
 
 /// The last records of a buffer; recording is off until it is asked for.

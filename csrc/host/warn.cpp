@@ -8,7 +8,9 @@ namespace {
 std::atomic<WarningSink> warning_sink{nullptr};
 }
 
-void set_warning_sink(WarningSink sink) { warning_sink.store(sink); }
+void set_warning_sink(WarningSink sink) {
+  warning_sink.store(sink);
+}
 
 void warn(const std::string& message) {
   if (const WarningSink sink = warning_sink.load())

@@ -148,8 +148,9 @@ void assign_expert_major(const int64_t* topk_idx,
                          int64_t* slots) {
   for (int64_t i = 0; i < num_choices; ++i) {
     const int64_t expert_idx = topk_idx[i];
-    slots[i] = expert_idx < 0 ? Slot::kNone
-                              : Slot::pack(placement.expert_rank[expert_idx], next_row[expert_idx]++);
+    slots[i] = expert_idx < 0
+                   ? Slot::kNone
+                   : Slot::pack(placement.expert_rank[expert_idx], next_row[expert_idx]++);
   }
 }
 

@@ -23,16 +23,16 @@ struct Slot {
 struct Placement {
   int num_ranks = 0;
   int num_experts = 0;
-  std::vector<int32_t> expert_rank;         ///< [num_experts]
-  std::vector<int32_t> local_expert_idx;    ///< [num_experts], ascending id on the owner
+  std::vector<int32_t> expert_rank;                 ///< [num_experts]
+  std::vector<int32_t> local_expert_idx;            ///< [num_experts], ascending id on the owner
   std::vector<std::vector<int32_t>> local_experts;  ///< per rank, ascending global ids
 
   Placement() = default;
   Placement(std::vector<int32_t> expert_rank, int num_ranks);
 };
 
-/// How many rows every rank sends where: row r of the count matrix is what rank r sends, its choices
-/// of every expert, then its tokens bound for every distinct rank.
+/// How many rows every rank sends where: row r of the count matrix is what rank r sends, its
+/// choices of every expert, then its tokens bound for every distinct rank.
 struct CountMatrix {
   int num_ranks = 0;
   int num_experts = 0;
@@ -48,7 +48,9 @@ struct CountMatrix {
   const int32_t* row(int rank_idx) const { return counts.data() + int64_t{stride()} * rank_idx; }
   int stride() const { return num_experts + num_ranks; }
   int64_t to_expert(int src_rank, int expert_idx) const { return row(src_rank)[expert_idx]; }
-  int64_t to_rank(int src_rank, int dst_rank) const { return row(src_rank)[num_experts + dst_rank]; }
+  int64_t to_rank(int src_rank, int dst_rank) const {
+    return row(src_rank)[num_experts + dst_rank];
+  }
   uint64_t hash(uint64_t seed) const;
 };
 

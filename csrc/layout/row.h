@@ -14,7 +14,14 @@ enum class Operation : int32_t {
   kCombine = 3,
 };
 
-enum class Phase : int32_t { kIdle = 0, kRows = 1, kOffers = 2, kData = 3, kReuse = 4, kGrowing = 5 };
+enum class Phase : int32_t {
+  kIdle = 0,
+  kRows = 1,
+  kOffers = 2,
+  kData = 3,
+  kReuse = 4,
+  kGrowing = 5
+};
 
 enum class RowLayout : int32_t { kExpertMajor = 0, kRankMajor = 1 };
 
@@ -33,10 +40,10 @@ struct OperationArguments {
   int32_t layout = 0;
   int32_t expert_alignment = 0;
   int32_t dtype = 0;
-  int64_t row_bytes = 0;        ///< 0 when no rows move
-  int32_t weight_bytes = 0;     ///< per weight that travels with rows or is pulled; 0 for none
+  int64_t row_bytes = 0;     ///< 0 when no rows move
+  int32_t weight_bytes = 0;  ///< per weight that travels with rows or is pulled; 0 for none
   int32_t reserved = 0;
-  uint64_t plan_hash = 0;       ///< of the count matrix a handle holds; 0 without a handle
+  uint64_t plan_hash = 0;  ///< of the count matrix a handle holds; 0 without a handle
 
   bool operator==(const OperationArguments&) const = default;
 };
@@ -49,10 +56,10 @@ static_assert(sizeof(OperationArguments) == 40);
 ///   [0, 8)      epoch, the flag: stored last, released
 ///   [8, 12)     status; [12, 16) num_tokens of the sender
 ///   [16, 56)    arguments
-///   [56, 80)    offer of rows: where the sender will receive (dispatch) or lets others pull (combine)
-///   [80, 104)   offer of weights to pull (combine)
-///   [104, 128)  needed and available bytes (status kNoCapacity), reserved
-///   [128, ...)  status kOk: E + R int32 counts, in an uncached dispatch;
+///   [56, 80)    offer of rows: where the sender will receive (dispatch) or lets others pull
+///   (combine) [80, 104)   offer of weights to pull (combine) [104, 128)  needed and available
+///   bytes (status kNoCapacity), reserved [128, ...)  status kOk: E + R int32 counts, in an
+///   uncached dispatch;
 ///               else: a message of kMessageBytes, zero-terminated
 struct Row {
   static constexpr int64_t kMessageBytes = 320;

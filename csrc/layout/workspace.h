@@ -82,8 +82,8 @@ class Workspace {
     return 64 + int64_t{64} * num_ranks + entry_idx * entry_bytes(num_ranks, row_stride);
   }
   int64_t entry(uint64_t epoch) const {
-    return entry_offset(num_ranks_, static_cast<int64_t>(epoch % static_cast<uint64_t>(depth_)),
-                        row_stride_);
+    return entry_offset(
+        num_ranks_, static_cast<int64_t>(epoch % static_cast<uint64_t>(depth_)), row_stride_);
   }
 
   std::byte* base_ = nullptr;

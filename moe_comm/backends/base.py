@@ -14,7 +14,15 @@ import torch
 
 from moe_comm.config import EpConfig, Layout
 
-__all__ = ["Backend", "CombineOutput", "Completed", "DispatchOutput", "Operation", "Plan", "PlanTensors"]
+__all__ = [
+    "Backend",
+    "CombineOutput",
+    "Completed",
+    "DispatchOutput",
+    "Operation",
+    "Plan",
+    "PlanTensors",
+]
 
 OutputT_co = TypeVar("OutputT_co", covariant=True)
 OutputT = TypeVar("OutputT")
