@@ -104,9 +104,11 @@ uint64_t MemfdHeap::growth_bytes() const {
 
 uint64_t MemfdHeap::available_bytes() const {
   core_->origin.check("the heap");
-  const uint64_t growth = std::min(growth_bytes(), machine_available_bytes());
+  // Asked once per operation: what the machine has left would cost more to read than to move rows.
+  const uint64_t growth = growth_bytes();
   const std::lock_guard lock(core_->mutex);
-  return core_->allocator.counters().free_bytes + growth;
+  const uint64_t free_bytes = core_->allocator.counters().free_bytes;
+  return growth > std::numeric_limits<uint64_t>::max() - free_bytes ? growth : free_bytes + growth;
 }
 
 /// Adds a segment of @p wanted_bytes, or as little as @p least_bytes where no more can be had.
