@@ -132,6 +132,11 @@ class DispatchResult:
         return self._arrived().expert_offsets
 
     @property
+    def plan(self) -> Plan:
+        """Places of the rows; belongs to the backend. `handle` has it too."""
+        return self._arrived().plan
+
+    @property
     def handle(self) -> DispatchHandle:
         """See the class."""
         if self._handle is None:

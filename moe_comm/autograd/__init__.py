@@ -6,8 +6,6 @@ keeps communication out of recomputation.
 
 from __future__ import annotations
 
-# The formulas register themselves with the operators.
-from moe_comm.autograd import formulas as _formulas  # noqa: F401
 from moe_comm.autograd.functional import (
     DifferentiableDispatchResult,
     TensorHandle,

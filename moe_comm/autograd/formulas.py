@@ -15,35 +15,50 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.autograd import operators
 
-__all__: list[str] = []
+__all__ = ["combine", "dispatch"]
 
 # Rows whose gradients combine can add.
 _DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def _below_autograd(operator: Any, keyset: DispatchKeySet | None, *args: Any) -> Any:
+    with _AutoDispatchBelowAutograd():
+        if keyset is None:
+            return operator(*args)
+        return operator.redispatch(keyset & _after_autograd_keyset, *args)
+
+
 class _Dispatch(torch.autograd.Function):
-    """Backward is an unweighted combine; the gradient of the weights is pulled with it."""
+    """Backward is an unweighted combine; the gradient of the weights is pulled with it.
+
+    Outputs are x, topk_weights and link. What has no gradient goes around autograd, into `others`:
+    an output costs time.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, keyset: DispatchKeySet, anchor: torch.Tensor | None, *args: Any
+        ctx: Any,
+        others: list[torch.Tensor],
+        anchor: torch.Tensor | None,
+        keyset: DispatchKeySet | None,
+        *args: Any,
     ) -> tuple[torch.Tensor, ...]:
-        with _AutoDispatchBelowAutograd():
-            output = operators.DISPATCH.redispatch(keyset & _after_autograd_keyset, *args)
-        x, weights, *others, _link = output
+        rows, weights, *integers, link = _below_autograd(operators.DISPATCH, keyset, *args)
+        others.extend(integers)
+        ctx.save_for_backward(*integers[-4:])
         ctx.set_materialize_grads(False)
-        # needs_input_grad: keyset, anchor, x, topk_idx, topk_weights, ...
-        without_gradient = others
-        if not ctx.needs_input_grad[2] or x.dtype not in _DIFFERENTIABLE:
-            without_gradient = [x, *without_gradient]
-        if not ctx.needs_input_grad[4]:
-            without_gradient = [weights, *without_gradient]
+        # needs_input_grad: others, anchor, keyset, x, topk_idx, topk_weights, ...
+        ctx.needs = (ctx.needs_input_grad[3], ctx.needs_input_grad[5])
+        without_gradient = []
+        if not ctx.needs[0] or rows.dtype not in _DIFFERENTIABLE:
+            without_gradient.append(rows)
+        if not ctx.needs[1]:
+            without_gradient.append(weights)
         ctx.mark_non_differentiable(*without_gradient)
-        ctx.save_for_backward(*others[-4:])
-        ctx.num_recv_tokens, ctx.hidden = x.shape
-        ctx.dtype = x.dtype
+        ctx.num_recv_tokens, ctx.hidden = rows.shape
+        ctx.dtype = rows.dtype
         ctx.weights_dtype = None if args[2] is None else weights.dtype
-        return tuple(output)
+        return rows, weights, link
 
     @staticmethod
     @once_differentiable
@@ -57,17 +72,13 @@ class _Dispatch(torch.autograd.Function):
             ctx.dtype,
             ctx.weights_dtype,
         )
-        _, _, needs_x, _, needs_weights, *_ = ctx.needs_input_grad
+        needs_x, needs_weights = ctx.needs
         return (
-            None,
-            None,
+            *(None, None, None),
             grad_x if needs_x else None,
             None,
             grad_weights if needs_weights else None,
-            None,
-            None,
-            None,
-            None,
+            *(None, None, None, None),
         )
 
 
@@ -75,14 +86,13 @@ class _Combine(torch.autograd.Function):
     """Backward is a cached dispatch; where weights were applied, a weights-only combine after it."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: DispatchKeySet, *args: Any) -> torch.Tensor:
-        with _AutoDispatchBelowAutograd():
-            y: torch.Tensor = operators.COMBINE.redispatch(keyset & _after_autograd_keyset, *args)
+    def forward(ctx: Any, keyset: DispatchKeySet | None, *args: Any) -> torch.Tensor:
+        y: torch.Tensor = _below_autograd(operators.COMBINE, keyset, *args)
         expert_out, topk_weights, _, counts, slots, topk_idx, meta, _ = args
         ctx.set_materialize_grads(False)
-        ctx.is_weighted = topk_weights is not None
         ctx.save_for_backward(
-            counts, slots, topk_idx, meta, *((expert_out, topk_weights) if ctx.is_weighted else ())
+            *(counts, slots, topk_idx, meta),
+            *((expert_out, topk_weights) if topk_weights is not None else ()),
         )
         ctx.num_recv_tokens, ctx.hidden = expert_out.shape
         ctx.dtype = expert_out.dtype
@@ -94,27 +104,17 @@ class _Combine(torch.autograd.Function):
         counts, slots, topk_idx, meta, *weighted = ctx.saved_tensors
         expert_out, topk_weights = weighted or (None, None)
         grad_expert_out, grad_weights = operators.COMBINE_BACKWARD(
-            grad_y,
-            expert_out,
-            topk_weights,
-            counts,
-            slots,
-            topk_idx,
-            meta,
-            ctx.num_recv_tokens,
-            ctx.hidden,
-            ctx.dtype,
+            *(grad_y, expert_out, topk_weights),
+            *(counts, slots, topk_idx, meta),
+            *(ctx.num_recv_tokens, ctx.hidden, ctx.dtype),
         )
         _, needs_expert_out, needs_weights, *_ = ctx.needs_input_grad
         return (
             None,
             grad_expert_out if needs_expert_out else None,
             grad_weights if needs_weights else None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None, None, None, None, None),
+            # A gradient of the link, so that the backward of dispatch runs whatever became of the rows.
             slots.new_empty(0, dtype=torch.float32),
         )
 
@@ -123,28 +123,28 @@ _apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = _Dispatch.apply
 _apply_combine: Callable[..., torch.Tensor] = _Combine.apply
 
 
-def _dispatch(keyset: DispatchKeySet, *args: Any) -> list[torch.Tensor]:
+def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
+    """The operator with its gradient; `keyset` is None outside the dispatcher of torch."""
     if not torch.is_grad_enabled():
-        with _AutoDispatchBelowAutograd():
-            output: list[torch.Tensor] = operators.DISPATCH.redispatch(
-                keyset & _after_autograd_keyset, *args
-            )
+        output: list[torch.Tensor] = _below_autograd(operators.DISPATCH, keyset, *args)
         return output
     x, _, topk_weights, *_ = args
     anchor = None
     if not (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)):
         # Peers may need gradients where this rank does not: the link has a gradient on every rank.
         anchor = torch.empty(0, requires_grad=True)
-    return list(_apply_dispatch(keyset, anchor, *args))
+    others: list[torch.Tensor] = []
+    rows, weights, link = _apply_dispatch(others, anchor, keyset, *args)
+    return [rows, weights, *others, link]
 
 
-def _combine(keyset: DispatchKeySet, *args: Any) -> torch.Tensor:
+def combine(keyset: DispatchKeySet | None, *args: Any) -> torch.Tensor:
+    """The operator with its gradient; `keyset` is None outside the dispatcher of torch."""
     if torch.is_grad_enabled():
         return _apply_combine(keyset, *args)
-    with _AutoDispatchBelowAutograd():
-        y: torch.Tensor = operators.COMBINE.redispatch(keyset & _after_autograd_keyset, *args)
+    y: torch.Tensor = _below_autograd(operators.COMBINE, keyset, *args)
     return y
 
 
-operators.library.impl("dispatch", _dispatch, "Autograd", with_keyset=True)
-operators.library.impl("combine", _combine, "Autograd", with_keyset=True)
+operators.library.impl("dispatch", dispatch, "Autograd", with_keyset=True)
+operators.library.impl("combine", combine, "Autograd", with_keyset=True)

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from moe_comm.autograd import operators
+from moe_comm.autograd import formulas, operators
 from moe_comm.backends.base import Completed, Plan
 from moe_comm.buffer import EpBuffer, resolve_buffer
 from moe_comm.config import Layout
 from moe_comm.handles import CommEvent, DispatchHandle
 
 __all__ = ["DifferentiableDispatchResult", "TensorHandle", "combine", "dispatch"]
+
+# The formulas around the operators, without a round trip through the dispatcher of torch: the same
+# operators run, below autograd, so dispatch modes (selective checkpointing) see them all the same.
+_eager_dispatch = functools.partial(formulas.dispatch, None)
+_eager_combine = functools.partial(formulas.combine, None)
 
 
 class TensorHandle(DispatchHandle):
@@ -171,6 +176,7 @@ def dispatch(
             quantization=quantization,
         )
         raise AssertionError("EpBuffer.dispatch took what the operator does not")
+    run = operators.DISPATCH if torch.compiler.is_compiling() else _eager_dispatch
     sizes = [buffer.communicator.num_ranks, buffer.config.num_experts, buffer.num_local_experts]
     (
         rows,
@@ -183,9 +189,7 @@ def dispatch(
         sent_topk_idx,
         meta,
         link,
-    ) = operators.DISPATCH(
-        x, topk_idx, topk_weights, buffer.id_tensor, sizes, int(layout), expert_alignment
-    )
+    ) = run(x, topk_idx, topk_weights, buffer.id_tensor, sizes, int(layout), expert_alignment)
     return DifferentiableDispatchResult(
         rows,
         None,
@@ -234,7 +238,8 @@ def combine(
         raise AssertionError("EpBuffer.combine took what the operator does not")
     if not isinstance(handle, TensorHandle):
         handle = _export(handle)
-    y: torch.Tensor = operators.COMBINE(
+    run = operators.COMBINE if torch.compiler.is_compiling() else _eager_combine
+    y: torch.Tensor = run(
         expert_out,
         topk_weights,
         buffer.id_tensor,

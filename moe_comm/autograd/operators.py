@@ -127,9 +127,8 @@ def _dispatch(
         expert_alignment=expert_alignment,
     )
     rows, weights, ids = result.x, result.topk_weights, result.topk_idx
-    handle = result.handle
-    plan = handle.plan.to_tensors()
-    meta = [handle.buffer_id, handle.generation, layout, expert_alignment, handle.num_recv_tokens]
+    plan = result.plan.to_tensors()
+    meta = [buffer.buffer_id, buffer.generation, layout, expert_alignment, rows.shape[0]]
     return [
         rows,
         x.new_empty(0, dtype=torch.float32) if weights is None else weights,
