@@ -70,11 +70,12 @@ class EpBuffer:
         # A compiled graph takes the id as data, so that layers with other buffers share the graph.
         self.id_tensor = torch.tensor(self.buffer_id)
         self.generation = 0
-        self.expert_rank = config.resolve_expert_rank(communicator.num_ranks)
-        self.num_local_experts = int((self.expert_rank == communicator.rank_idx).sum())
         self._busy = threading.Lock()
         self._is_destroyed = False
+        # The backend compares configurations between ranks, so a mistake of one is raised on all.
         self._backend = load_backend(backend or communicator.backend)(communicator, config)
+        self.expert_rank = config.resolve_expert_rank(communicator.num_ranks)
+        self.num_local_experts = int((self.expert_rank == communicator.rank_idx).sum())
         _buffers[self.buffer_id] = self
 
     @property

@@ -47,11 +47,9 @@ def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> Placem
     gathered: list[tuple[dict[str, str], Exception | None]] = peers.bootstrap.all_gather(
         (fields, error)
     )
-    if error is not None:
-        raise error
-    for rank_idx, (_, peer_error) in enumerate(gathered):
-        if peer_error is not None:
-            raise messages.peer_rejected(rank_idx, peer_error)
+    rejected = messages.rejected([peer_error for _, peer_error in gathered])
+    if rejected is not None:
+        raise rejected from error
     differs = messages.config_differs([other for other, _ in gathered])
     if differs is not None:
         raise differs

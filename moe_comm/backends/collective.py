@@ -195,7 +195,7 @@ class CollectiveBackend(Backend):
         del copy_out
         assert isinstance(plan, CollectivePlan)
         known = plan
-        call = messages.describe_combine(x, topk_weights, row_weights, plan.tensors)
+        call = messages.describe_combine(x, row_weights, plan.tensors)
 
         def work() -> CombineOutput:
             self._agree(call)
@@ -254,7 +254,7 @@ class CollectiveBackend(Backend):
         """The count matrix, or the error that every rank raises."""
         bad = routing.first_bad_expert_id(topk_idx, self._placement.num_experts)
         if bad is not None:
-            error = messages.bad_expert_id(self._rank_idx, *bad, self._placement.num_experts)
+            error = messages.bad_expert_id(*bad, self._placement.num_experts)
             return self._agree(call, error)
         return self._agree(call, None, routing.count_choices(topk_idx, self._placement))
 
@@ -286,11 +286,9 @@ class CollectiveBackend(Backend):
         gathered: list[tuple[str, Exception | None]] = self._carrier.all_gather_object(
             (call, error), operation
         )
-        if error is not None:
-            raise error
-        for rank_idx, (_, peer_error) in enumerate(gathered):
-            if peer_error is not None:
-                raise messages.peer_rejected(rank_idx, peer_error)
+        rejected = messages.rejected([peer_error for _, peer_error in gathered])
+        if rejected is not None:
+            raise rejected from error
         differs = messages.calls_differ([peer_call for peer_call, _ in gathered])
         assert differs is not None
         raise differs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Generic, NoReturn, Protocol, TypeVar
 
@@ -18,7 +19,8 @@ from moe_comm.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import EpConfig, Layout, default_expert_rank
+from moe_comm.tracing import PhaseRecord, write_trace
 
 __all__ = ["HostBackend", "HostPlan"]
 
@@ -51,6 +53,7 @@ class _NativePending(Protocol):
 class _NativeGroupOwner(Protocol):
     """What this backend needs of a communicator."""
 
+    rank_idx: int
     num_ranks: int
 
     def require_native(self) -> _host.Group: ...
@@ -110,7 +113,13 @@ class HostBackend(Backend):
 
     def __init__(self, communicator: _NativeGroupOwner, config: EpConfig) -> None:
         super().__init__(communicator, config)
-        placement = config.resolve_expert_rank(communicator.num_ranks)
+        problem = ""
+        try:
+            placement = config.resolve_expert_rank(communicator.num_ranks)
+        except ValueError as error:
+            # Peers are about to compare configurations, and must hear of it.
+            problem = str(error)
+            placement = default_expert_rank(config.num_experts, communicator.num_ranks)
         agreed = [
             ("num_experts", str(config.num_experts)),
             ("num_topk", str(config.num_topk)),
@@ -119,7 +128,7 @@ class HostBackend(Backend):
             ("dtype", str(config.dtype)),
             ("num_max_in_flight", str(config.num_max_in_flight)),
             ("backend", self.name),
-            ("expert_rank", str(placement.tolist())),
+            ("expert_rank", problem or str(placement.tolist())),
         ]
         self._endpoint = _host.Endpoint.create(
             communicator.require_native(),
@@ -132,6 +141,18 @@ class HostBackend(Backend):
             env.force_isa() or "",
             agreed,
         )
+        if problem:
+            self._endpoint.destroy()
+            raise ValueError(problem)
+        self._rank_idx = communicator.rank_idx
+        self._write_trace: Callable[[], object] | None = None
+        path = env.trace_path()
+        if path is not None:
+            self._endpoint.enable_trace()
+            # Runs once: at destroy(), when the buffer is dropped, or at the interpreter's exit.
+            self._write_trace = weakref.finalize(
+                self, _write_records, path, self._rank_idx, self._endpoint
+            )
 
     @property
     def instruction_set(self) -> str:
@@ -256,17 +277,36 @@ class HostBackend(Backend):
         self._endpoint.reject(operation, str(error), isinstance(error, TypeError))
         raise AssertionError("a rejected operation did not raise") from error
 
-    def take_trace(self) -> list[tuple[int, str, str, int, int, int]]:
-        """Records since the last call: (epoch, operation, phase, start_ns, end_ns, peer or -1).
-
-        The first call turns recording on.
-        """
+    def take_trace(self) -> list[PhaseRecord]:
+        """Records since the last call, oldest first. The first call turns recording on."""
         self._endpoint.enable_trace()
-        return self._endpoint.take_trace()
+        return _take_records(self._endpoint, self._rank_idx)
 
     def destroy(self) -> None:
-        """See `Backend.destroy`."""
+        """See `Backend.destroy`; also writes the trace that `MOE_COMM_TRACE` asked for."""
         self._endpoint.destroy()
+        if self._write_trace is not None:
+            self._write_trace()
+
+
+def _take_records(endpoint: _host.Endpoint, rank_idx: int) -> list[PhaseRecord]:
+    return [
+        PhaseRecord(
+            rank=rank_idx,
+            buffer=endpoint.buffer_number,
+            epoch=epoch,
+            operation=operation,
+            phase=phase,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            peer=peer,
+        )
+        for epoch, operation, phase, start_ns, end_ns, peer in endpoint.take_trace()
+    ]
+
+
+def _write_records(path: str, rank_idx: int, endpoint: _host.Endpoint) -> None:
+    write_trace(path, rank_idx, _take_records(endpoint, rank_idx))
 
 
 def _native_plan(plan: Plan) -> _host.Plan:

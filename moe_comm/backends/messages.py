@@ -23,29 +23,30 @@ __all__ = [
     "describe_config",
     "describe_dispatch",
     "describe_dispatch_cached",
-    "peer_rejected",
+    "rejected",
 ]
 
 
-def bad_expert_id(
-    rank_idx: int, token_idx: int, topk_pos: int, value: int, num_experts: int
-) -> ValueError:
-    """For every rank, when one chose an expert that does not exist."""
+def bad_expert_id(token_idx: int, topk_pos: int, value: int, num_experts: int) -> ValueError:
+    """A rank chose an expert that does not exist; `rejected` adds which rank."""
     return ValueError(
-        f"rank {rank_idx}: topk_idx[{token_idx}, {topk_pos}] = {value} is not an expert id in "
-        f"[-1, {num_experts})"
+        f"topk_idx[{token_idx}, {topk_pos}] = {value} is not an expert id in [-1, {num_experts})"
     )
 
 
-def peer_rejected(rank_idx: int, error: Exception) -> Exception:
-    """For the peers of a rank whose own call raised `error`: the same type, naming that rank.
+def rejected(errors: Sequence[Exception | None]) -> Exception | None:
+    """What every rank raises when some ranks' calls were wrong; None when none was.
 
-    A type whose constructor does not take a message alone becomes its nearest base that does.
+    The type is that of the lowest rank's error, or its nearest base that takes a message alone.
+
+    Args:
+        errors: Of every rank.
     """
-    text = str(error)
-    prefix = f"rank {rank_idx}: "
-    message = text if text.startswith(prefix) else prefix + text
-    for kind in type(error).__mro__:
+    found = [(rank_idx, error) for rank_idx, error in enumerate(errors) if error is not None]
+    if not found:
+        return None
+    message = "; ".join(f"rank {rank_idx}: {error}" for rank_idx, error in found)
+    for kind in type(found[0][1]).__mro__:
         if not issubclass(kind, Exception):
             break
         try:
@@ -59,7 +60,7 @@ def calls_differ(calls: Sequence[str]) -> ValueError | None:
     """For every rank, when the calls that met are not the same; None when they are."""
     for rank_idx, call in enumerate(calls):
         if call != calls[0]:
-            return ValueError(f"{calls[0]} on rank 0 met {call} on rank {rank_idx}")
+            return ValueError(f"ranks disagree: {calls[0]} on rank 0 met {call} on rank {rank_idx}")
     return None
 
 
@@ -71,36 +72,30 @@ def call_hash(call: str) -> int:
 def describe_dispatch(
     x: torch.Tensor, topk_weights: torch.Tensor | None, layout: Layout, expert_alignment: int
 ) -> str:
-    """What ranks must agree on in a dispatch."""
-    return (
-        f"dispatch({_rows(x)}, {_option('topk_weights', topk_weights)}, layout={layout.name}, "
-        f"expert_alignment={expert_alignment})"
-    )
+    """What ranks must agree on in a dispatch.
+
+    Example:
+        `dispatch(EXPERT_MAJOR, expert_alignment=8, bfloat16 rows of 4096 bytes, float32 weights)`
+    """
+    return f"dispatch({_places(layout, expert_alignment)}{_rows(x)}{_weights(topk_weights)})"
 
 
 def describe_dispatch_cached(
     x: torch.Tensor, topk_weights: torch.Tensor | None, plan: PlanTensors
 ) -> str:
     """What ranks must agree on in a cached dispatch."""
-    return f"dispatch({_rows(x)}, {_option('topk_weights', topk_weights)}, {_handle(plan)})"
+    return f"cached dispatch({_places_of(plan)}{_rows(x)}{_weights(topk_weights)}, {_handle(plan)})"
 
 
 def describe_combine(
-    x: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    row_weights: torch.Tensor | None,
-    plan: PlanTensors,
+    x: torch.Tensor | None, row_weights: torch.Tensor | None, plan: PlanTensors
 ) -> str:
-    """What ranks must agree on in a combine."""
-    return (
-        f"combine({_rows(x)}, {_option('topk_weights', topk_weights)}, "
-        f"{_option('row_weights', row_weights)}, {_handle(plan)})"
-    )
+    """What ranks must agree on in a combine. Weights applied while adding are each rank's own."""
+    return f"combine({_places_of(plan)}{_rows(x)}{_weights(row_weights)}, {_handle(plan)})"
 
 
 def describe_config(config: EpConfig, num_ranks: int) -> dict[str, str]:
     """Every field of a configuration as text, the placement resolved."""
-    placement = ",".join(str(int(rank)) for rank in config.resolve_expert_rank(num_ranks))
     return {
         "num_experts": str(config.num_experts),
         "num_topk": str(config.num_topk),
@@ -108,7 +103,7 @@ def describe_config(config: EpConfig, num_ranks: int) -> dict[str, str]:
         "num_max_tokens_per_rank": str(config.num_max_tokens_per_rank),
         "dtype": str(config.dtype),
         "num_max_in_flight": str(config.num_max_in_flight),
-        "expert_rank": f"[{placement}]",
+        "expert_rank": str(config.resolve_expert_rank(num_ranks).tolist()),
     }
 
 
@@ -118,23 +113,34 @@ def config_differs(fields: Sequence[dict[str, str]]) -> ValueError | None:
         for name, value in fields[0].items():
             if other[name] != value:
                 return ValueError(
-                    f"EpConfig must be equal on every rank: {name} = {value} on rank 0 but "
+                    f"ranks configure the buffer differently: {name} is {value} on rank 0 and "
                     f"{other[name]} on rank {rank_idx}"
                 )
     return None
 
 
+def _places(layout: Layout, expert_alignment: int) -> str:
+    return f"{layout.name}, expert_alignment={expert_alignment}"
+
+
+def _places_of(plan: PlanTensors) -> str:
+    return _places(plan.layout, plan.expert_alignment)
+
+
 def _rows(x: torch.Tensor | None) -> str:
-    return "x=None" if x is None else f"x=[*, {x.shape[1]}] {x.dtype}"
+    if x is None:
+        return ""
+    return f", {_short(x.dtype)} rows of {x.shape[1] * x.element_size()} bytes"
 
 
-def _option(name: str, value: torch.Tensor | None) -> str:
-    return f"{name}={'None' if value is None else value.dtype}"
+def _weights(weights: torch.Tensor | None) -> str:
+    return ", no weights" if weights is None else f", {_short(weights.dtype)} weights"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _handle(plan: PlanTensors) -> str:
     # Equal on every rank, because every rank holds the whole count matrix.
-    digest = hashlib.sha256(plan.counts.contiguous().numpy().tobytes()).hexdigest()[:8]
-    return (
-        f"handle of {plan.layout.name} dispatch {digest}, expert_alignment={plan.expert_alignment}"
-    )
+    return f"handle {hashlib.sha256(plan.counts.contiguous().numpy().tobytes()).hexdigest()[:8]}"

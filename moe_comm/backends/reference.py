@@ -226,7 +226,7 @@ class ReferenceBackend(Backend):
         error: Exception | None = None
         bad = routing.first_bad_expert_id(topk_idx, self.config.num_experts)
         if bad is not None:
-            error = messages.bad_expert_id(self._peers.rank_idx, *bad, self.config.num_experts)
+            error = messages.bad_expert_id(*bad, self.config.num_experts)
         call = messages.describe_dispatch(x, topk_weights, layout, expert_alignment)
         gathered = self._exchange(
             _Contribution(
@@ -274,7 +274,7 @@ class ReferenceBackend(Backend):
         """See `Backend.combine`."""
         del copy_out, async_op
         tensors = _tensors_of(plan)
-        call = messages.describe_combine(x, topk_weights, row_weights, tensors)
+        call = messages.describe_combine(x, row_weights, tensors)
         gathered = self._exchange(_Contribution(call, x=x, row_weights=row_weights))
         output = combined(
             tensors,
@@ -336,11 +336,9 @@ class ReferenceBackend(Backend):
     def _exchange(self, mine: _Contribution) -> list[_Contribution]:
         """Every rank's contribution, or the error that every rank raises."""
         gathered: list[_Contribution] = self._peers.bootstrap.all_gather(_private(mine))
-        if mine.error is not None:
-            raise mine.error
-        for rank_idx, rank in enumerate(gathered):
-            if rank.error is not None:
-                raise messages.peer_rejected(rank_idx, rank.error)
+        rejected = messages.rejected([rank.error for rank in gathered])
+        if rejected is not None:
+            raise rejected from mine.error
         differs = messages.calls_differ([rank.call for rank in gathered])
         if differs is not None:
             raise differs
