@@ -1,0 +1,402 @@
+"""Shared memory between processes: who dies, who leaves, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import heap_ranks as steps
+from tests.helpers.heap_ranks import MIB, WAIT_S, RankProcess, rank_processes
+
+
+@contextlib.contextmanager
+def ended_after(pid: int) -> Iterator[None]:
+    """End a process that a rank forked."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+def test_peers_write_into_each_others_windows() -> None:
+    with rank_processes(3) as workers:
+        offers = [worker.call(steps.allocate, 5 * MIB, b"-") for worker in workers]
+        for src, worker in enumerate(workers):
+            for dst in range(3):
+                worker.call(steps.write_peer, dst, offers[dst], src * MIB + 17, b"from %d" % src)
+        for dst, worker in enumerate(workers):
+            for src in range(3):
+                assert worker.call(steps.read_own, 0, src * MIB + 16, 7) == b"-from %d" % src
+                assert workers[src].call(steps.read_peer, dst, offers[dst], 0, 3) == b"---"
+
+
+def test_growth_is_announced_and_mapped_once() -> None:
+    with rank_processes(2) as (owner, reader):
+        for num_bytes in (100, 3 * MIB, 9 * MIB):
+            offer = owner.call(steps.allocate, num_bytes, b"x")
+            assert reader.call(steps.read_peer, 0, offer, num_bytes - 1, 1) == b"x"
+        own = owner.call(steps.stats)
+        assert own["num_segments"] == 3
+        assert reader.call(steps.stats)["peer_segment_bytes"] == own["segment_bytes"]
+        assert reader.call(steps.footprint)["num_mappings"] == 3
+        assert owner.call(steps.footprint)["num_mappings"] == 3
+
+
+def test_trimmed_memory_is_usable_again_by_peers() -> None:
+    with rank_processes(2) as (owner, reader):
+        offer = owner.call(steps.allocate, 32 * MIB, b"a")
+        assert reader.call(steps.read_peer, 0, offer, 31 * MIB, 1) == b"a"
+        owner.call(steps.drop_windows)
+        assert owner.call(steps.trim) >= 32 * MIB
+        again = owner.call(steps.allocate, 32 * MIB)
+        assert again == offer
+        reader.call(steps.write_peer, 0, again, 31 * MIB, b"new")
+        assert owner.call(steps.read_own, 0, 31 * MIB - 1, 5) == b"\0new\0"
+
+
+def test_nothing_grows_over_ten_thousand_windows() -> None:
+    with rank_processes(2) as workers:
+        for worker in workers:
+            worker.call(steps.churn, 1000)
+        before = [(worker.call(steps.footprint), worker.call(steps.stats)) for worker in workers]
+        for worker in workers:
+            worker.call(steps.churn, 10_000)
+        for worker, (footprint, stats) in zip(workers, before, strict=True):
+            now = worker.call(steps.footprint)
+            for name in ("num_fds", "num_threads", "num_mappings"):
+                assert now[name] == footprint[name], name
+            assert now["shared_bytes"] - footprint["shared_bytes"] < MIB
+            assert worker.call(steps.stats)["segment_bytes"] == stats["segment_bytes"]
+
+
+def test_destroy_leaves_nothing() -> None:
+    workers = [RankProcess() for _ in range(2)]
+    try:
+        before = [worker.call(steps.footprint) for worker in workers]
+        addresses = [worker.call(steps.open_mesh) for worker in workers]
+        for rank_idx, worker in enumerate(workers):
+            worker.start(steps.connect, rank_idx, addresses, {})
+        for worker in workers:
+            worker.finish()
+        offers = [worker.call(steps.allocate, 4 * MIB) for worker in workers]
+        for rank_idx, worker in enumerate(workers):
+            worker.call(steps.read_peer, 1 - rank_idx, offers[1 - rank_idx], 0, 1)
+        for worker in workers:
+            worker.call(steps.destroy)
+        for worker, footprint in zip(workers, before, strict=True):
+            now = worker.call(steps.footprint)
+            for name in ("num_fds", "num_threads", "num_mappings"):
+                assert now[name] == footprint[name], name
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def test_descriptors_per_rank_are_linear_in_ranks() -> None:
+    workers = [RankProcess() for _ in range(4)]
+    try:
+        before = workers[0].call(steps.footprint)
+        addresses = [worker.call(steps.open_mesh) for worker in workers]
+        for rank_idx, worker in enumerate(workers):
+            worker.start(steps.connect, rank_idx, addresses, {})
+        for worker in workers:
+            worker.finish()
+        workers[0].call(steps.allocate, MIB)
+        now = workers[0].call(steps.footprint)
+        # A socket and a pidfd per peer, one epoll and one wake descriptor.
+        assert now["num_fds"] - before["num_fds"] <= 3 * 2 + 2
+        assert now["num_threads"] - before["num_threads"] == 1
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def test_huge_pages_are_mapped_by_owner_and_peer() -> None:
+    with rank_processes(2) as (owner, reader):
+        offer = owner.call(steps.allocate, 30 * MIB, b"h")
+        reported = owner.call(steps.stats)
+        if reported["huge_page_bytes"] == 0:
+            pytest.skip("this machine gives no 2 MiB pages to shared memory (MADV_COLLAPSE)")
+        verified = owner.call(steps.stats, True)
+        assert verified["huge_page_bytes"] == reported["huge_page_bytes"] == 34 * MIB
+        assert reader.call(steps.read_peer, 0, offer, 5 * MIB, 1) == b"h"
+
+
+def test_limits_of_the_process_are_errors_not_signals() -> None:
+    """RLIMIT_FSIZE would kill by SIGXFSZ, RLIMIT_AS fails mmap; both are a CapacityError."""
+    script = """
+        import resource, sys
+        from moe_comm import _host
+        from moe_comm.errors import CapacityError
+        mesh = _host.PeerMesh.create()
+        mesh.connect(0, [mesh.address()], 10.0)
+        heap = _host.ShmHeap.create(mesh)
+        which, extra = getattr(resource, sys.argv[1]), int(sys.argv[2])
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        limit = extra + (used if sys.argv[1] == "RLIMIT_AS" else 0)
+        resource.setrlimit(which, (limit, limit))
+        try:
+            heap.allocate(64 << 20)
+        except CapacityError as error:
+            print("refused", error.needed_bytes, error)
+        print("small", heap.allocate(1 << 20).bytes)
+        """
+    for limit in ("RLIMIT_FSIZE", "RLIMIT_AS"):
+        ended = run_python(script, limit, str(32 * MIB))
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.startswith(f"refused {64 * MIB} "), ended.stdout
+        assert f"small {MIB}" in ended.stdout
+
+
+def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
+    script = f"""
+        import os
+        from moe_comm import _host
+        assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 1 << 20
+        mesh = _host.PeerMesh.create()
+        mesh.connect(0, [mesh.address()], 10.0)
+        window = _host.ShmHeap.create(mesh).allocate({48 * MIB})
+        memoryview(window)[-1] = 5
+        assert os.listdir("/dev/shm") == []
+        print("allocated")
+        """
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(script))
+    shell = f'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "{sys.executable}" "{program}"'
+    probe = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1M tmpfs /dev/shm"]
+    with contextlib.suppress(FileNotFoundError):
+        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+            ended = subprocess.run(
+                ["unshare", "-m", "sh", "-c", shell],
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=Path.cwd(),
+                env=python_environment(),
+            )
+            assert ended.stdout.strip() == "allocated", ended.stderr
+            return
+    pytest.skip("a mount namespace of its own is not permitted here")
+
+
+# ------------------------------------------------------------------------------------ ends
+
+
+def test_a_killed_rank_is_dead_to_all_and_its_memory_stays_readable() -> None:
+    with rank_processes(3) as workers:
+        offer = workers[0].call(steps.allocate, MIB, b"d")
+        workers[1].call(steps.allocate, MIB)
+        assert workers[1].call(steps.read_peer, 0, offer, 0, 1) == b"d"
+        for peer in (1, 2):
+            workers[peer].start(steps.wait_gone, 0)
+        workers[0].kill()
+        for peer in (1, 2):
+            assert workers[peer].finish()[0] == "DEAD"
+            assert workers[peer].call(steps.read_peer, 0, offer, MIB - 1, 1) == b"d"
+            workers[peer].call(steps.post, 0, 1, b"to nobody")
+        assert workers[1].call(steps.peer_state, 2) == "ALIVE"
+        grown = workers[1].call(steps.allocate, 8 * MIB, b"g")
+        assert workers[2].call(steps.read_peer, 1, grown, 8 * MIB - 1, 1) == b"g"
+
+
+def test_a_killed_rank_is_dead_though_its_forked_child_lives() -> None:
+    with rank_processes(2) as workers:
+        child, num_shared = workers[0].call(steps.fork_and_wait_for_end)
+        with ended_after(child):
+            assert num_shared <= 1, "the child has the sockets of the mesh"  # 1: the test's own
+            workers[1].start(steps.wait_gone, 0)
+            workers[0].kill()
+            assert workers[1].finish()[0] == "DEAD"
+
+
+def test_a_killed_rank_is_dead_though_a_child_holds_its_sockets() -> None:
+    with rank_processes(2) as workers:
+        child = workers[0].call(steps.leak_sockets_to_a_child)
+        with ended_after(child):
+            workers[1].start(steps.wait_gone, 0)
+            workers[0].kill()
+            assert workers[1].finish()[0] == "DEAD"
+
+
+def test_the_end_of_the_socket_is_enough() -> None:
+    with rank_processes(2) as workers:
+        workers[1].start(steps.wait_gone, 0)
+        workers[0].call(steps.close_sockets_behind_the_library)
+        assert workers[1].finish()[0] == "DEAD"
+
+
+def test_leaving_is_announced_after_every_message() -> None:
+    with rank_processes(2) as workers:
+        workers[0].call(steps.post, 1, 5, bytes(100_000), 40)
+        workers[0].call(steps.leave)
+        assert workers[1].call(steps.wait_gone, 0)[0] == "LEFT"
+        workers[0].kill()
+        assert workers[1].call(steps.take, 0, 5, 40) == [bytes(100_000)] * 40
+        assert workers[1].call(steps.peer_state, 0) == "LEFT"
+
+
+@pytest.mark.parametrize(
+    "ending", ["end of the script", "exception", "sys.exit", "os._exit", "kill"]
+)
+def test_how_an_interpreter_ends(ending: str) -> None:
+    """An orderly end says goodbye without destroy(); a hard one is a death."""
+    script = """
+        import os, signal, sys
+        from moe_comm import _host
+        mesh = _host.PeerMesh.create()
+        print(mesh.address().hex(), flush=True)
+        peer = bytes.fromhex(sys.stdin.readline())
+        mesh.connect(0, [mesh.address(), peer], 30.0)
+        heap = _host.ShmHeap.create(mesh)
+        window = heap.allocate(1 << 20)
+        mesh.post(1, 9, 0, b"last words")
+        ending = sys.argv[1]
+        if ending == "exception":
+            raise RuntimeError("as planned")
+        if ending == "sys.exit":
+            sys.exit(3)
+        if ending == "os._exit":
+            os._exit(0)
+        if ending == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    worker = RankProcess()
+    try:
+        with start_python(script, ending) as program:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            address = worker.call(steps.open_mesh)
+            peer = bytes.fromhex(program.stdout.readline())
+            program.stdin.write(address.hex() + "\n")
+            program.stdin.flush()
+            worker.call(steps.connect, 1, [peer, address], {})
+            expected = "DEAD" if ending in ("os._exit", "kill") else "LEFT"
+            assert worker.call(steps.wait_gone, 0)[0] == expected
+            assert worker.call(steps.take, 0, 9) == [b"last words"]
+    finally:
+        worker.close()
+
+
+def test_killing_at_any_moment_leaves_nothing_behind() -> None:
+    script = """
+        import sys
+        from moe_comm import _host
+        mesh = _host.PeerMesh.create()
+        print("started", flush=True)
+        mesh.connect(0, [mesh.address()], 30.0)
+        heap = _host.ShmHeap.create(mesh)
+        held = [heap.allocate(4 << 20) for _ in range(40)]
+        """
+    names_before = shared_names()
+    for delay_s in (0.0, 0.003, 0.01, 0.03, 0.1):
+        with start_python(script) as program:
+            assert program.stdout is not None
+            program.stdout.readline()
+            time.sleep(delay_s)
+            program.kill()
+    assert shared_names() - names_before == set()
+
+
+def shared_names() -> set[str]:
+    """Files in /dev/shm and bound socket names of this library."""
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return set(os.listdir("/dev/shm")) | {
+        line.split()[-1] for line in sockets if "moe_comm-" in line
+    }
+
+
+# ------------------------------------------------------------------------------------ peers that stop
+
+
+def test_posting_to_a_stopped_peer_does_not_block() -> None:
+    with rank_processes(3) as workers:
+        os.kill(workers[1].pid, signal.SIGSTOP)
+        workers[0].call(steps.post, 1, 2, bytes(MIB), 20)
+        offer = workers[0].call(steps.allocate, MIB, b"s")
+        workers[0].call(steps.post, 2, 2, b"others are served")
+        assert workers[2].call(steps.take, 0, 2) == [b"others are served"]
+        os.kill(workers[1].pid, signal.SIGCONT)
+        assert workers[1].call(steps.take, 0, 2, 20) == [bytes(MIB)] * 20
+        assert workers[1].call(steps.read_peer, 0, offer, 0, 1) == b"s"
+        workers[0].call(steps.leave)
+        assert workers[1].call(steps.wait_gone, 0)[0] == "LEFT"
+
+
+def test_leaving_does_not_wait_for_a_stopped_peer() -> None:
+    with rank_processes(2) as workers:
+        os.kill(workers[1].pid, signal.SIGSTOP)
+        workers[0].call(steps.post, 1, 2, bytes(MIB), 20)
+        workers[0].call(steps.leave)
+        os.kill(workers[1].pid, signal.SIGCONT)
+        assert workers[1].call(steps.wait_gone, 0)[0] == "DEAD", "its goodbye could not be sent"
+
+
+def test_signals_go_to_the_threads_of_the_program() -> None:
+    with rank_processes(1) as (worker,):
+        for task in Path(f"/proc/{worker.pid}/task").iterdir():
+            if (task / "comm").read_text().strip() == "moe-mesh":
+                status = (task / "status").read_text()
+                blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
+                    assert blocked >> (number - 1) & 1, signal.Signals(number).name
+                return
+        pytest.fail("no thread is named moe-mesh")
+
+
+def test_a_forked_child_gets_clear_errors_and_can_start_anew() -> None:
+    with rank_processes(2) as workers:
+        results = workers[0].call(steps.use_in_child)
+        assert results.pop("exit") == "0"
+        assert results.pop("fresh") == "works"
+        for name in ("mesh.leave", "window.quarantine"):
+            assert results.pop(name) == "nothing"
+        for name, raised in results.items():
+            assert raised.startswith("ValueError: "), name
+            assert "forked" in raised, name
+        # The child's end and all it did are nothing to the peers.
+        offer = workers[0].call(steps.allocate, MIB, b"p")
+        assert workers[1].call(steps.read_peer, 0, offer, 0, 1) == b"p"
+        assert workers[1].call(steps.peer_state, 0) == "ALIVE"
+
+
+# ------------------------------------------------------------------------------------ programs
+
+
+def python_environment() -> dict[str, str]:
+    return {"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def start_python(script: str, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=python_environment(),
+    )
+
+
+def run_python(script: str, *args: str) -> Any:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * WAIT_S,
+        env=python_environment(),
+    )
