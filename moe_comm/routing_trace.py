@@ -108,9 +108,10 @@ def load_routing_trace(path: str | Path) -> RoutingTrace:
         ValueError: The file is not such a trace; names what is wrong.
         OSError: The file cannot be read.
     """
-    with np.load(path, allow_pickle=False) as arrays:
-        if not hasattr(arrays, "files"):
-            raise ValueError(f"{path} is not a routing trace: it holds one array, not named ones")
+    arrays = np.load(path, allow_pickle=False)
+    if isinstance(arrays, np.ndarray):
+        raise ValueError(f"{path} is not a routing trace: it holds one array, not named ones")  # noqa: TRY004
+    with arrays:
         missing = {"topk_idx", "num_experts", "num_ranks", "version"} - set(arrays.files)
         if missing:
             raise ValueError(

@@ -21,7 +21,8 @@ class BenchRow:
         backend: That ran it.
         p50_us: Median of the ranks' wall times over ranks and repeats.
         p95_us: 95th percentile of the same.
-        op_us: Median time from the first rank's start to the last rank's end; GB/s comes from it.
+        op_us: Median time from the first rank's start to the last rank's end, over clean pairs; GB/s comes
+            from it.
         bytes: Over all ranks, by formula (`moe_comm.cli.bench.traffic`).
         gbs: `bytes / op_us`.
         roof_gbs: Median bandwidth of the plain loops timed around the operation; None without a roof.

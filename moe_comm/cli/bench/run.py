@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,12 +134,17 @@ class CaseRun:
         try:
             self._start()
         except BaseException:
-            self._stack.close()
+            self._stack.__exit__(*sys.exc_info())
             raise
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(exc_type, exc, traceback)
 
     def _start(self) -> None:
         options = self.options
@@ -225,7 +232,9 @@ class CaseRun:
         extra: dict[str, Any] = {}
         if has_roof:
             roof, extra = self._summarize_roof(operation, pairs)
-        median_us = percentile(op_us, 0.5)
+        # Where there is a roof, a time counts when the machine held still around it.
+        clean_us = [pair.op_us for pair in pairs if pair.is_clean] or op_us
+        median_us = percentile(clean_us, 0.5)
         return BenchRow(
             op=operation,
             case=self.case,

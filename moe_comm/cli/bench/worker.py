@@ -230,19 +230,7 @@ class Worker:
         # The first call switches recording on; what it returns is older.
         backend.take_trace()
         self.run_back_to_back(num_iterations)
-        return [
-            PhaseRecord(
-                rank=self.rank_idx,
-                buffer=self.buffer.buffer_id,
-                epoch=epoch,
-                operation=operation,
-                phase=phase,
-                start_ns=start_ns,
-                end_ns=end_ns,
-                peer=peer,
-            )
-            for epoch, operation, phase, start_ns, end_ns, peer in backend.take_trace()
-        ]
+        return backend.take_trace()
 
     def describe(self) -> dict[str, Any]:
         """What this rank runs on, for the header."""

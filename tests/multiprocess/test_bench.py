@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_comm.cli.app import app
+from moe_comm.cli.bench import worker
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.peers.mpi import missing_mpi
+from moe_comm.cli.bench.processes import RankProcesses, WorkerError
+from moe_comm.cli.bench.run import BenchOptions, CaseRun
+from moe_comm.config import Layout
+from moe_comm.routing_trace import save_routing_trace
+
+CASE = BenchCase(num_ranks=2, num_tokens=40, hidden=128, num_topk=4, num_experts=8)
+ALL_OPERATIONS = (
+    "dispatch",
+    "combine",
+    "combine_copy_in",
+    "dispatch+combine",
+    "differentiable_overhead",
+    "memory",
+)
+
+
+def bench(tmp_path: Path, *arguments: str) -> dict[str, dict]:
+    """Run the command, return its rows by operation."""
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(
+        app, ["bench", "dispatch-combine", *arguments, "--json", str(out)], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    document = json.loads(out.read_text())
+    assert document["environment"]["cores"] >= 1
+    return {row["op"]: row for row in document["cases"]}
+
+
+def test_host_backend_is_timed_between_roofs(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *("--ranks", "2", "--tokens", "200", "--hidden", "1024", "--topk", "4", "--experts", "8"),
+        *("--peers", "gloo", "--repeats", "2", "--operations", ",".join(ALL_OPERATIONS)),
+        *("--plot", str(tmp_path / "plot.png")),
+    )
+    assert set(rows) == set(ALL_OPERATIONS)
+    assert all(row["check"] == "ok" and row["backend"] == "host" for row in rows.values())
+    for name in ("dispatch", "combine", "combine_copy_in"):
+        row = rows[name]
+        assert row["roof_bytes"] > 0
+        assert len(row["pairs"]) == row["num_pairs"] + row["num_dropped"]
+        assert row["p50_us"] <= row["p95_us"]
+        assert row["speedup"]["gloo"] > 0.0
+    assert rows["dispatch"]["bytes"] == 2 * 200 * 5 * 2048
+    assert rows["combine_copy_in"]["bytes"] == 2 * 200 * 13 * 2048
+    assert rows["dispatch+combine"]["speedup"]["gloo"] > 0.0
+    assert "eager_dispatch_p50_us" in rows["differentiable_overhead"]
+    memory = rows["memory"]
+    for stage, window_bytes in memory["window_bytes"].items():
+        assert memory["resident_bytes"][stage] >= window_bytes
+    assert (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.parametrize("backend", ["collective", "reference"])
+def test_other_backends_are_checked_and_timed_without_a_roof_of_windows(
+    tmp_path: Path, backend: str
+) -> None:
+    rows = bench(
+        tmp_path,
+        *("--tokens", "20", "--hidden", "64", "--topk", "2", "--experts", "4"),
+        *(
+            "--backend",
+            backend,
+            "--repeats",
+            "1",
+            "--operations",
+            "dispatch,dispatch+combine,memory",
+        ),
+    )
+    # Only the host backend has windows whose memory could be counted.
+    assert set(rows) == {"dispatch", "dispatch+combine"}
+    assert all(row["backend"] == backend and row["p50_us"] > 0.0 for row in rows.values())
+
+
+def test_trace_is_replayed(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    trace = tmp_path / "trace.npz"
+    ids = torch.tensor([[[0, 2], [-1, 2], [-1, -1], [2, 1]]])
+    save_routing_trace(trace, ids, num_experts=3, num_ranks=1)
+    rows = bench(
+        tmp_path,
+        *("--tokens", "4", "--hidden", "64", "--routing", str(trace), "--repeats", "1"),
+        *("--operations", "dispatch", "--alignment", "4"),
+    )
+    row = rows["dispatch"]
+    assert (row["topk"], row["experts"], row["routing"]) == (2, 3, "trace.npz")
+    # Both ranks send the same 4 tokens: 3 read, 5 written each; experts receive 2, 2 and 6 rows.
+    assert row["bytes"] == (2 * (3 + 5) + 2 + 2 + 2) * 128
+
+
+def test_rank_major_has_no_peers(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    small = ("--tokens", "16", "--hidden", "64", "--topk", "2", "--experts", "4", "--repeats", "1")
+    rows = bench(tmp_path, *small, "--layout", "rank-major", "--operations", "dispatch,combine")
+    assert rows["combine"]["layout"] == "RANK_MAJOR"
+    done = CliRunner().invoke(
+        app, ["bench", "dispatch-combine", *small, "--layout", "rank-major", "--peers", "gloo"]
+    )
+    assert done.exit_code == 1
+    assert "RANK_MAJOR" in done.output
+
+
+def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RankProcesses(CASE, backend="reference") as ranks:
+        problems = ranks.call("check")
+    assert problems == [None, None]
+    monkeypatch.setattr(
+        RankProcesses, "call", lambda _self, method, *_: ["rank 0 row 3 differs", None]
+    )
+    with pytest.raises(WorkerError, match="check against the reference failed: rank 0 row 3"):
+        CaseRun(CASE, BenchOptions(backend="reference")).__enter__()
+
+
+def test_failing_rank_is_named_and_none_is_left() -> None:
+    with pytest.raises(WorkerError, match=r"rank \d failed") as caught:
+        with RankProcesses(CASE, backend="reference") as ranks:
+            ranks.call("run_gloo", "dispatch", 1)  # not prepared
+    assert "AssertionError" in str(caught.value)
+    assert not any(process.is_alive() for process in ranks._processes)
+    assert not ranks.folder.exists()
+
+
+def test_dead_rank_is_named() -> None:
+    ranks = RankProcesses(CASE, backend="reference")
+    ranks._processes[1].kill()
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        ranks._collect()
+    ranks.close()
+    assert not ranks.folder.exists()
+
+
+@pytest.mark.skipif(missing_mpi() is not None, reason=str(missing_mpi()))
+def test_mpi_takes_turns_with_ours() -> None:
+    options = BenchOptions(
+        backend="reference", peers=("mpi",), num_repeats=1, operations=("dispatch", "combine")
+    )
+    with CaseRun(CASE, options) as run:
+        rows = run.run()
+    assert [row.op for row in rows] == ["dispatch", "combine"]
+    assert all(row.speedup["mpi"] > 0.0 for row in rows)
+
+
+def test_missing_mpi_is_said_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("moe_comm.cli.bench.run.missing_mpi", lambda: "needs mpirun (apt-get ...)")
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(
+        app,
+        [
+            *("bench", "dispatch-combine", "--tokens", "4", "--hidden", "64", "--topk", "2"),
+            *("--experts", "4", "--backend", "reference", "--repeats", "1", "--peers", "mpi"),
+            *("--operations", "dispatch", "--json", str(out)),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    assert "needs mpirun" in done.output
+    assert json.loads(out.read_text())["missing_peers"] == {"mpi": "needs mpirun (apt-get ...)"}
+
+
+def test_trace_of_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    out = tmp_path / "trace.json"
+    done = CliRunner().invoke(
+        app,
+        [
+            *("trace", "run", "--tokens", "16", "--hidden", "64", "--topk", "2", "--experts", "4"),
+            *("--iterations", "3", "--out", str(out)),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    events = [e for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {"dispatch: data", "combine: data"} <= {event["name"] for event in events}
+
+
+def test_rank_major_worker_serves_every_operation() -> None:
+    case = BenchCase(
+        num_ranks=2, num_tokens=8, hidden=64, num_topk=2, num_experts=4, layout=Layout.RANK_MAJOR
+    )
+    with RankProcesses(case, backend="reference") as ranks:
+        assert ranks.call("check") == [None, None]
+        assert ranks.call("prepare_roof") in ([True, True], [False, False])
+        for sample in ranks.call("sample", "combine_copy_in"):
+            assert isinstance(sample, worker.Sample)
+            assert sample.op[0] < sample.op[1]

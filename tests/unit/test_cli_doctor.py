@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from moe_comm.cli import doctor
+from moe_comm.cli.app import app
+
+
+def test_every_missing_thing_has_a_remedy() -> None:
+    for finding in doctor.examine():
+        assert finding.is_present or finding.remedy, finding
+
+
+def test_doctor_says_that_the_default_backend_works() -> None:
+    pytest.importorskip("moe_comm._host")
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.output)
+    assert document["works"]
+    found = {finding["name"]: finding for finding in document["findings"]}
+    assert found["default backend"]["is_present"]
+    assert found["native module"]["detail"].startswith("uses ")
+
+
+def test_doctor_fails_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An entry of None makes the import fail, as on a machine where the module cannot be loaded.
+    monkeypatch.setitem(sys.modules, "moe_comm._host", None)
+    monkeypatch.delitem(sys.modules, "moe_comm.backends.host", raising=False)
+    monkeypatch.delattr("moe_comm._host", raising=False)
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert "does not work" in done.output
+
+
+def test_self_test_reports_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moe_comm._host")
+    assert doctor.self_test() is None
+    monkeypatch.setattr(
+        "moe_comm.cli.bench.oracle.check_dispatch", lambda *_: "rank 0 row 1 differs"
+    )
+    assert "rank 0 row 1 differs" in str(doctor.self_test())
