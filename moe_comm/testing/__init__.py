@@ -1,1 +1,29 @@
 """For tests of this package and of backends made elsewhere: ranks, cases, conformance."""
+
+from __future__ import annotations
+
+from moe_comm.testing.cases import CASES, Case
+from moe_comm.testing.conformance import CHECKS, ConformanceError, check_backend, check_case
+from moe_comm.testing.launch import (
+    RankContext,
+    RankError,
+    RankTimeoutError,
+    close_workers,
+    run_ranks,
+)
+from moe_comm.testing.target import Target
+
+__all__ = [
+    "CASES",
+    "CHECKS",
+    "Case",
+    "ConformanceError",
+    "RankContext",
+    "RankError",
+    "RankTimeoutError",
+    "Target",
+    "check_backend",
+    "check_case",
+    "close_workers",
+    "run_ranks",
+]

@@ -1,0 +1,148 @@
+"""The conformance suite fails for backends that are wrong in one way each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from moe_comm.backends import reference
+from moe_comm.backends.base import CombineOutput, Completed, DispatchOutput, Operation, Plan
+from moe_comm.config import EpConfig, Layout
+from moe_comm.testing import CHECKS, Case, ConformanceError, RankError, Target, check_case
+
+
+class _Mutant(reference.ReferenceBackend):
+    """The reference with hooks on what it returns."""
+
+    def dispatch(self, *args: Any, **options: Any) -> Operation[DispatchOutput]:
+        output = super().dispatch(*args, **options).wait()
+        return Completed(dataclasses.replace(output, x=self.spoil_rows(output)))
+
+    def combine(self, *args: Any, **options: Any) -> Operation[CombineOutput]:
+        output = super().combine(*args, **options).wait()
+        if output.x is None:
+            return Completed(output)
+        return Completed(dataclasses.replace(output, x=self.spoil_sums(output.x)))
+
+    def spoil_rows(self, output: DispatchOutput) -> torch.Tensor:
+        return output.x
+
+    def spoil_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
+
+
+class QuietsNans(_Mutant):
+    def spoil_rows(self, output: DispatchOutput) -> torch.Tensor:
+        return output.x * 1
+
+
+class LeavesPaddingUnwritten(_Mutant):
+    def spoil_rows(self, output: DispatchOutput) -> torch.Tensor:
+        ends = output.expert_offsets[:-1] + output.num_tokens_per_expert
+        for end, next_start in zip(ends.tolist(), output.expert_offsets[1:].tolist(), strict=True):
+            output.x[end:next_start] = 1
+        return output.x
+
+
+class ReusesItsOutput(_Mutant):
+    kept: torch.Tensor | None = None
+
+    def spoil_rows(self, output: DispatchOutput) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.empty(1 << 16, dtype=output.x.dtype)
+        place = self.kept[: output.x.numel()].view(output.x.shape)
+        return place.copy_(output.x)
+
+
+class FlushesSubnormals(_Mutant):
+    def spoil_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        return torch.where(sums.abs() < torch.finfo(sums.dtype).tiny, 0.0, sums)
+
+
+class KeepsSignOfZero(_Mutant):
+    def spoil_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        return torch.where(sums == 0, -0.0, sums)
+
+
+class OffByOneBit(_Mutant):
+    def spoil_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        if sums.dtype is torch.bfloat16 and sums.numel():
+            sums.view(torch.int16).view(-1)[-1] ^= 1
+        return sums
+
+
+class AddsBackwards(_Mutant):
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        *args: Any,
+        **options: Any,
+    ) -> Operation[CombineOutput]:
+        assert isinstance(plan, reference.ReferencePlan)
+        tensors = plan.tensors
+        if x is not None and tensors.layout is Layout.EXPERT_MAJOR:
+            row_weights, *_ = args
+            if row_weights is None:
+                flipped = dataclasses.replace(
+                    tensors, slots=tensors.slots.flip(1), topk_idx=tensors.topk_idx.flip(1)
+                )
+                plan = dataclasses.replace(plan, tensors=flipped)
+                topk_weights = None if topk_weights is None else topk_weights.flip(1)
+        return super().combine(x, plan, topk_weights, *args, **options)
+
+
+class IgnoresOut(_Mutant):
+    def combine(
+        self, *args: Any, out: torch.Tensor | None, **options: Any
+    ) -> Operation[CombineOutput]:
+        return super().combine(*args, out=None, **options)
+
+
+class ChangesTheException(_Mutant):
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        super().reject(operation, RuntimeError(str(error)))
+
+
+class AcceptsAnyConfig(_Mutant):
+    def __init__(self, communicator: Any, config: EpConfig) -> None:
+        super().__init__(communicator, dataclasses.replace(config, num_max_tokens_per_rank=4))
+
+
+CASE = Case(name="catch", num_ranks=2, num_tokens=(5, 8), num_topk=4, expert_alignment=4)
+SPECIAL = dataclasses.replace(CASE, has_special_values=True)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "case", "symptom"),
+    [
+        (QuietsNans, SPECIAL, "dispatch: x: .* elements differ"),
+        (LeavesPaddingUnwritten, CASE, "dispatch: x: .* elements differ"),
+        (ReusesItsOutput, CASE, "dispatch: x, at the end"),
+        (FlushesSubnormals, SPECIAL, "combine"),
+        (KeepsSignOfZero, SPECIAL, "combine"),
+        (OffByOneBit, CASE, "combine .*: 1 of .* elements differ"),
+        (AddsBackwards, CASE, "combine"),
+        (IgnoresOut, CASE, "out="),
+    ],
+)
+def test_a_wrong_bit_is_found(mutant: type[_Mutant], case: Case, symptom: str) -> None:
+    with pytest.raises(ConformanceError, match=symptom):
+        check_case(Target(name="mutant", make=mutant), case, mode="threads")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "check"), [(ChangesTheException, "bad-input"), (AcceptsAnyConfig, "bad-config")]
+)
+def test_a_missing_refusal_is_found(mutant: type[_Mutant], check: str) -> None:
+    with pytest.raises((ConformanceError, RankError)):
+        CHECKS[check](Target(name="mutant", make=mutant, can_overlap=False), mode="threads")
+
+
+def test_the_unchanged_mutant_passes() -> None:
+    for case in (CASE, SPECIAL):
+        check_case(Target(name="unchanged", make=_Mutant), case, mode="threads")
