@@ -113,9 +113,8 @@ class _Combine(torch.autograd.Function):
             None,
             grad_expert_out if needs_expert_out else None,
             grad_weights if needs_weights else None,
-            *(None, None, None, None, None),
-            # A gradient of the link, so that the backward of dispatch runs whatever became of the rows.
-            slots.new_empty(0, dtype=torch.float32),
+            # The link too: the engine goes on to the dispatch whether or not its gradient is defined.
+            *(None, None, None, None, None, None),
         )
 
 
