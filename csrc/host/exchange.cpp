@@ -171,7 +171,7 @@ void Exchange::await_row(int peer_rank) {
     }
   });
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
-  trace("wait", start_ns, peer_rank);
+  trace_wait(start_ns, peer_rank);
 }
 
 template <typename Ready>
@@ -205,7 +205,7 @@ void Exchange::await_entered(int peer_rank, Phase phase, Ready&& ready) {
       give_up_stalled(peer_rank, where);
   });
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
-  trace("wait", start_ns, peer_rank);
+  trace_wait(start_ns, peer_rank);
 }
 
 void Exchange::give_up_stalled(int peer_rank, const WaitSite& where) {
@@ -410,15 +410,26 @@ void Exchange::fail(const std::string& reason) {
 void Exchange::enter(const char* phase) {
   if (!endpoint_.tracer().is_enabled())
     return;
-  trace(phase_, phase_start_ns_, -1);
+  const int64_t now_ns = sync::now_ns();
+  record(phase_start_ns_, now_ns, -1);
   phase_ = phase;
-  phase_start_ns_ = sync::now_ns();
+  phase_start_ns_ = now_ns;
 }
 
-void Exchange::trace(const char* phase, int64_t start_ns, int peer_rank) {
-  if (endpoint_.tracer().is_enabled())
+void Exchange::trace_wait(int64_t start_ns, int peer_rank) {
+  if (!endpoint_.tracer().is_enabled())
+    return;
+  // Records of one operation do not overlap: own work ends where a wait starts.
+  const int64_t now_ns = sync::now_ns();
+  record(phase_start_ns_, start_ns, -1);
+  record(start_ns, now_ns, peer_rank);
+  phase_start_ns_ = now_ns;
+}
+
+void Exchange::record(int64_t start_ns, int64_t end_ns, int peer_rank) {
+  if (phase_ != nullptr && end_ns > start_ns)
     endpoint_.tracer().add(
-        {static_cast<int64_t>(epoch_), operation_, phase, start_ns, sync::now_ns(), peer_rank});
+        {static_cast<int64_t>(epoch_), operation_, phase_, start_ns, end_ns, peer_rank});
 }
 
 std::shared_ptr<Window> Exchange::allocate(uint64_t bytes) {

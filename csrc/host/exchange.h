@@ -100,7 +100,8 @@ class Exchange {
   void await_reuse();
   WaitSite site(layout::Phase phase) const;
   void check_agreement(const Rows& rows);
-  void trace(const char* phase, int64_t start_ns, int peer_rank);
+  void trace_wait(int64_t start_ns, int peer_rank);
+  void record(int64_t start_ns, int64_t end_ns, int peer_rank);
 
   /// Waits for a peer that has entered the operation; its limit is the stall limit.
   template <typename Ready>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Generic, NoReturn, Protocol, TypeVar
 
@@ -320,8 +321,7 @@ def _dlpack_type(dtype: torch.dtype) -> int:
     if known is not None:
         return known
     # Above every DLPack code: rows are handed out as bytes, ranks still compare the dtype.
-    name_hash = sum(byte * 31**idx for idx, byte in enumerate(str(dtype).encode()))
-    return (0x100 + name_hash % 0x7FFF00) << 8
+    return (0x100 + zlib.crc32(str(dtype).encode()) % 0x7FFF00) << 8
 
 
 def _as_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
