@@ -1,0 +1,286 @@
+"""What a caller can get wrong in `EpBuffer`, on any rank, with any backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_comm import Communicator, DispatchHandle, EpBuffer, EpConfig, Layout
+from moe_comm.testing import RankContext, run_ranks
+
+CONFIG = EpConfig(num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
+BACKENDS = ["reference", "collective", "host"]
+
+
+@dataclasses.dataclass
+class Calls:
+    """A buffer with what a rank may pass to it."""
+
+    buffer: EpBuffer
+    other: EpBuffer
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    weights: torch.Tensor
+    handle: DispatchHandle
+    foreign: DispatchHandle
+    by_rank: DispatchHandle
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return torch.zeros(self.handle.num_recv_tokens, 16, dtype=torch.bfloat16)
+
+    def dispatch(self, **changes: Any) -> object:
+        arguments = {"x": self.x, "topk_idx": self.topk_idx, **changes}
+        return self.buffer.dispatch(**arguments).x
+
+    def cached(self, **changes: Any) -> object:
+        arguments = {"x": self.x, "topk_idx": None, "handle": self.handle, **changes}
+        return self.buffer.dispatch(**arguments).x
+
+    def combine(self, **changes: Any) -> object:
+        arguments = {"expert_out": self.rows, "handle": self.handle, **changes}
+        return self.buffer.combine(**arguments)
+
+
+Call = Callable[[Calls], object]
+
+# Name: (the operation, what one rank does to it, type, pieces of the message: what was given and what
+# was to be given).
+MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
+    "x dtype": (
+        "dispatch", lambda c: c.dispatch(x=c.x.float()), TypeError, ("bfloat16", "float32")
+    ),
+    "x hidden": (
+        "dispatch",
+        lambda c: c.dispatch(x=torch.zeros(4, 24, dtype=torch.bfloat16)),
+        ValueError,
+        ("16", "24"),
+    ),
+    "x rank": ("dispatch", lambda c: c.dispatch(x=c.x[0]), ValueError, ("2 dimensions", "(16,)")),
+    "x stride": (
+        "dispatch", lambda c: c.dispatch(x=torch.zeros(16, 4).bfloat16().T), ValueError, ("contiguous", "(1, 4)"),
+    ),
+    "x device": (
+        "dispatch", lambda c: c.dispatch(x=c.x.to("meta")), ValueError, ("cpu", "meta")
+    ),
+    "x type": ("dispatch", lambda c: c.dispatch(x=[1.0]), TypeError, ("tensor", "list")),
+    "too many tokens": (
+        "dispatch",
+        lambda c: c.dispatch(
+            x=torch.zeros(5, 16).bfloat16(), topk_idx=torch.zeros(5, 2, dtype=torch.int64)
+        ),
+        ValueError,
+        ("5", "4"),
+    ),
+    "topk_idx dtype": (
+        "dispatch", lambda c: c.dispatch(topk_idx=c.topk_idx.int()), TypeError, ("int64", "int32")
+    ),
+    "topk_idx shape": (
+        "dispatch",
+        lambda c: c.dispatch(topk_idx=torch.zeros(4, 3, dtype=torch.int64)),
+        ValueError,
+        ("(4, 2)", "(4, 3)"),
+    ),
+    "topk_idx missing": ("dispatch", lambda c: c.dispatch(topk_idx=None), ValueError, ("None", "handle")),
+    "expert id": (
+        "dispatch", lambda c: c.dispatch(topk_idx=c.topk_idx + 6), ValueError, ("topk_idx[0, 0]", "[-1, 6)")
+    ),
+    "weights dtype": (
+        "dispatch", lambda c: c.dispatch(topk_weights=c.weights.double()), TypeError, ("float32", "float64")
+    ),
+    "weights shape": (
+        "dispatch", lambda c: c.dispatch(topk_weights=c.weights[:3]), ValueError, ("(4, 2)", "(3, 2)")
+    ),
+    "alignment": ("dispatch", lambda c: c.dispatch(expert_alignment=0), ValueError, ("expert_alignment", "0")),
+    "alignment type": (
+        "dispatch", lambda c: c.dispatch(expert_alignment=2.0), TypeError, ("expert_alignment", "2.0")
+    ),
+    "layout type": ("dispatch", lambda c: c.dispatch(layout=1), TypeError, ("Layout", "1")),
+    "copy_out": ("dispatch", lambda c: c.dispatch(copy_out="yes"), ValueError, ("copy_out", "'yes'")),
+    "quantization": ("dispatch", lambda c: c.dispatch(quantization="fp8"), ValueError, ("'fp8'",)),
+    "both topk_idx and handle": (
+        "cached", lambda c: c.cached(topk_idx=c.topk_idx), ValueError, ("topk_idx", "handle")
+    ),
+    "cached tokens": ("cached", lambda c: c.cached(x=c.x[:2]), ValueError, ("2", "4")),
+    "cached hidden": (
+        "cached", lambda c: c.cached(x=torch.zeros(4, 3)), ValueError, ("16 bytes", "12 bytes")
+    ),
+    "foreign handle": ("cached", lambda c: c.cached(handle=c.foreign), ValueError, ("buffer",)),
+    "earlier generation": (
+        "cached",
+        lambda c: c.cached(handle=dataclasses.replace(c.handle, generation=-1)),
+        ValueError,
+        ("generation", "-1"),
+    ),
+    "handle type": ("combine", lambda c: c.combine(handle="h"), TypeError, ("DispatchHandle", "str")),
+    "rows": (
+        "combine",
+        lambda c: c.combine(expert_out=torch.zeros(99, 16).bfloat16()),
+        ValueError,
+        ("99 rows", "brought"),
+    ),
+    "rows dtype": (
+        "combine", lambda c: c.combine(expert_out=c.rows.to(torch.int32)), TypeError, ("bfloat16", "int32")
+    ),
+    "no rows at all": ("combine", lambda c: c.combine(expert_out=None), ValueError, ("None and None",)),
+    "combine weights shape": (
+        "combine", lambda c: c.combine(topk_weights=c.weights[:1]), ValueError, ("(4, 2)", "(1, 2)")
+    ),
+    "row weights shape": (
+        "combine", lambda c: c.combine(row_weights=torch.zeros(99)), ValueError, ("(99,)",)
+    ),
+    "out shape": (
+        "combine",
+        lambda c: c.combine(out=torch.zeros(3, 16).bfloat16()),
+        ValueError,
+        ("(4, 16)", "(3, 16)"),
+    ),
+    "out dtype": (
+        "combine", lambda c: c.combine(out=torch.zeros(4, 16)), TypeError, ("bfloat16", "float32")
+    ),
+    "weights of RANK_MAJOR": (
+        "combine by rank",
+        lambda c: c.buffer.combine(by_rank_rows(c), c.by_rank, topk_weights=c.weights),
+        ValueError,
+        ("EXPERT_MAJOR", "RANK_MAJOR"),
+    ),
+}  # fmt: skip
+RIGHT: dict[str, Call] = {
+    "dispatch": Calls.dispatch,
+    "cached": Calls.cached,
+    "combine": Calls.combine,
+    "combine by rank": lambda c: c.buffer.combine(by_rank_rows(c), c.by_rank),
+}
+
+
+def by_rank_rows(calls: Calls) -> torch.Tensor:
+    return torch.zeros(calls.by_rank.num_recv_tokens, 16, dtype=torch.bfloat16)
+
+
+def err(
+    context: RankContext, backend: str, drawn: list[tuple[str, int]]
+) -> list[tuple[str, str, bool]]:
+    """Make the drawn mistakes one after the other: (type, message, whether the buffer works after)."""
+    with Communicator(context.group, backend=backend) as communicator:
+        buffer, other = EpBuffer(communicator, CONFIG), EpBuffer(communicator, CONFIG)
+        generator = torch.Generator().manual_seed(context.rank_idx)
+        x = torch.randn(4, 16, generator=generator).bfloat16()
+        topk_idx = torch.randint(0, 6, (4, 2), generator=generator)
+        weights = torch.ones(4, 2)
+        calls = Calls(
+            buffer, other, x, topk_idx, weights,
+            handle=buffer.dispatch(x, topk_idx).handle,
+            foreign=other.dispatch(x, topk_idx).handle,
+            by_rank=buffer.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR).handle,
+        )  # fmt: skip
+        found = []
+        for name, bad_rank in drawn:
+            operation, wrong, _, _ = MISTAKES[name]
+            is_wrong = bad_rank % context.num_ranks == context.rank_idx
+            raised: Exception | None = None
+            try:
+                (wrong if is_wrong else RIGHT[operation])(calls)
+            except Exception as error:  # noqa: BLE001 - compared in the parent
+                raised = error
+            result = buffer.dispatch(x, topk_idx, weights)
+            works = torch.equal(buffer.combine(result.x, result.handle), x + x)
+            found.append((type(raised).__name__, str(raised), works))
+        buffer.destroy()
+        other.destroy()
+    return found
+
+
+def check(backend: str, mode: str, num_ranks: int, drawn: list[tuple[str, int]]) -> None:
+    by_rank = run_ranks(err, num_ranks, backend, drawn, mode=mode, timeout_s=60)
+    for found in by_rank:
+        for (name, bad_rank), (kind, message, works) in zip(drawn, found, strict=True):
+            _, _, error, pieces = MISTAKES[name]
+            assert kind == error.__name__, (name, message)
+            assert message.startswith(f"rank {bad_rank % num_ranks}: "), (name, message)
+            assert all(piece in message for piece in pieces), (name, message)
+            assert works, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_mistake_on_every_rank(backend: str, num_ranks: int) -> None:
+    check(backend, "processes", num_ranks, [(n, r) for n in MISTAKES for r in range(num_ranks)])
+
+
+@pytest.mark.parametrize("backend", ["reference", "host"])
+@settings(max_examples=15, deadline=None)
+@given(
+    drawn=st.lists(
+        st.tuples(st.sampled_from(sorted(MISTAKES)), st.integers(0, 2)), min_size=1, max_size=8
+    )
+)
+def test_any_sequence_of_mistakes(backend: str, drawn: list[tuple[str, int]]) -> None:
+    check(backend, "threads", 3, drawn)
+
+
+def use_after_destroy(context: RankContext, backend: str) -> list[str]:
+    with Communicator(context.group, backend=backend) as communicator:
+        buffer = EpBuffer(communicator, CONFIG)
+        x, topk_idx = torch.zeros(1, 16).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+        handle = buffer.dispatch(x, topk_idx).handle
+        rows = torch.zeros(handle.num_recv_tokens, 16).bfloat16()
+        buffer.destroy()
+        messages = []
+        for call in (
+            lambda: buffer.dispatch(x, topk_idx),
+            lambda: buffer.combine(rows, handle),
+            lambda: buffer.empty_expert_output(handle),
+        ):
+            with pytest.raises(ValueError, match="destroyed") as info:
+                call()
+            messages.append(str(info.value))
+    return messages
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_destroyed_buffer_says_so(backend: str) -> None:
+    for messages in run_ranks(use_after_destroy, 2, backend):
+        assert len(messages) == 3
+
+
+def use_from_two_threads(context: RankContext, backend: str) -> tuple[str, bool]:
+    """Rank 0 is in a dispatch that waits for rank 1 while its second thread calls, too."""
+    with Communicator(context.group, backend=backend) as communicator:
+        buffer = EpBuffer(communicator, CONFIG)
+        x, topk_idx = torch.ones(1, 16).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+        message = ""
+        if context.rank_idx == 0:
+            result = []
+            first = threading.Thread(target=lambda: result.append(buffer.dispatch(x, topk_idx)))
+            first.start()
+            while not buffer._busy.locked() and first.is_alive():
+                pass
+            with pytest.raises(RuntimeError, match="another thread") as info:
+                buffer.combine(x, None)  # type: ignore[arg-type]
+            message = str(info.value)
+            communicator.all_gather(b"refused") if backend == "host" else None
+            first.join()
+            handle = result[0].handle
+            rows = result[0].x
+        else:
+            communicator.all_gather(b"refused") if backend == "host" else None
+            result_of_peer = buffer.dispatch(x, topk_idx)
+            handle, rows = result_of_peer.handle, result_of_peer.x
+        works = torch.equal(buffer.combine(rows, handle), x + x)
+        buffer.destroy()
+    return message, works
+
+
+def test_two_threads_are_refused_on_that_rank_alone() -> None:
+    (message, works), (peer_message, peer_works) = run_ranks(use_from_two_threads, 2, "host")
+    assert "combine" in message
+    assert peer_message == ""
+    assert works
+    assert peer_works
