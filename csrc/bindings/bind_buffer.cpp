@@ -224,7 +224,17 @@ std::shared_ptr<host::Endpoint> create_endpoint(
   config.depth = depth;
   config.isa = std::move(isa);
   config.agreed = std::move(agreed);
-  return host::Endpoint::create(native.group, std::move(config), signal_check());
+  auto endpoint = host::Endpoint::create(native.group, std::move(config), signal_check());
+  auto* const address = endpoint.get();
+  // The end waits for the progress thread, which may want the GIL to drop an operation's inputs.
+  return std::shared_ptr<host::Endpoint>(address, [endpoint](host::Endpoint*) mutable {
+    if (!Py_IsInitialized() || PyGILState_Check() == 0) {
+      endpoint.reset();
+      return;
+    }
+    const py::gil_scoped_release released;
+    endpoint.reset();
+  });
 }
 
 std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<host::Endpoint> endpoint,
