@@ -56,6 +56,10 @@ test: build lint  ## Lint, then every test that takes no minutes, cheapest rung 
 test-all: build lint  ## The same with the slow tests: full sizes, the wheel
 	$(BIN)/python -m pytest $(RUNGS) $(TEST_ARGS)
 
+.PHONY: tsan
+tsan: build  ## Ranks as threads under ThreadSanitizer
+	$(BIN)/python -m pytest tests/cpp/test_thread_sanitizer.py $(TEST_ARGS)
+
 .PHONY: bench
 bench: build  ## Time dispatch and combine at the reference sizes, over 2 ranks
 	$(BIN)/moe-comm bench dispatch-combine $(BENCH_ARGS)

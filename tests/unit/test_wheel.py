@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.source_tree import ROOT, copy_source_tree, run
+
 AVX_OBJECTS = re.compile(r"_avx(2|512)\.cpp\.o$")
 LINKED_LIBRARIES = re.compile(r"Shared library: \[([^]]+)\]")
 WIDE_REGISTER = re.compile(r"%[yz]mm|%k[0-7]\b")
@@ -24,24 +24,10 @@ def require(tool: str) -> str:
     return path
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git knows, so that a wheel needs no file that is not committed."""
-    if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
     tree = tmp_path_factory.mktemp("source")
-    for name in run("git", "ls-files", "--cached", "--exclude-standard", cwd=ROOT).splitlines():
-        if (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
+    copy_source_tree(tree)
     return tree
 
 

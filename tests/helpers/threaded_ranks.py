@@ -1,0 +1,81 @@
+"""Ranks as threads that run every operation for a while; run as a program under ThreadSanitizer."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+
+import torch
+
+import moe_comm
+
+NUM_RANKS = 3
+NUM_ROUNDS = 20
+CONFIG = moe_comm.EpConfig(
+    num_experts=8, num_topk=3, hidden=64, num_max_tokens_per_rank=64, dtype=torch.float32
+)
+
+
+def exchange(buffer: moe_comm.EpBuffer, round_idx: int, generator: torch.Generator) -> None:
+    """One dispatch and combine, in another mode every round."""
+    num_tokens = 5 + (buffer.communicator.rank_idx + round_idx) % 40
+    x = torch.randn(num_tokens, CONFIG.hidden, generator=generator)
+    topk_idx = torch.rand(num_tokens, CONFIG.num_experts, generator=generator).topk(3).indices
+    topk_weights = torch.rand(num_tokens, CONFIG.num_topk, generator=generator)
+    layout = moe_comm.Layout(round_idx % 2)
+    result = buffer.dispatch(
+        x,
+        topk_idx,
+        topk_weights,
+        layout=layout,
+        expert_alignment=4,
+        async_op=round_idx % 3 == 0,
+    )
+    result.event.wait()
+    if round_idx % 5 == 0:
+        expert_out = buffer.empty_expert_output(result.handle)
+        expert_out.copy_(result.x)
+    else:
+        expert_out = result.x.clone()
+    combined = buffer.combine(
+        expert_out,
+        result.handle,
+        topk_weights=topk_weights if layout is moe_comm.Layout.EXPERT_MAJOR else None,
+        row_weights=result.topk_weights,
+        async_op=round_idx % 4 == 1,
+    )
+    assert isinstance(combined, moe_comm.CombineResult)
+    combined.event.wait()
+    assert combined.topk_weights is not None
+    assert torch.equal(combined.topk_weights, topk_weights)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    ranks = moe_comm.RankThreads(NUM_RANKS)
+    failures: list[str] = []
+
+    def be_rank(rank_idx: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(rank_idx)
+            with moe_comm.Communicator(ranks[rank_idx], backend="host", num_threads=2) as comm:
+                with moe_comm.EpBuffer(comm, CONFIG) as buffer:
+                    for round_idx in range(NUM_ROUNDS):
+                        exchange(buffer, round_idx, generator)
+        except BaseException:  # noqa: BLE001 - reported by main; the other ranks must not wait
+            failures.append(traceback.format_exc())
+            ranks.abort()
+
+    threads = [threading.Thread(target=be_rank, args=(i,)) for i in range(NUM_RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in failures:
+        sys.stderr.write(failure)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
