@@ -166,8 +166,9 @@ std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
   if (bytes == 0)
     return std::make_shared<ShmWindow>(core_, nullptr, nullptr, Offer{});
   if (bytes > kMostBytes)
-    throw CapacityError(
-        concat("a window of ", bytes, " bytes is beyond any machine"), bytes, available_bytes());
+    throw CapacityError(concat("a window of ", bytes, " bytes is beyond any machine"),
+                        bytes,
+                        machine_available_bytes());
   Block* block = nullptr;
   {
     const auto lock = core_->lock_with_nodes();
@@ -290,8 +291,9 @@ void MemfdHeap::end_quarantine() {
 void MemfdHeap::reserve(uint64_t bytes) {
   core_->origin.check("the heap");
   if (bytes > kMostBytes)
-    throw CapacityError(
-        concat("a segment of ", bytes, " bytes is beyond any machine"), bytes, available_bytes());
+    throw CapacityError(concat("a segment of ", bytes, " bytes is beyond any machine"),
+                        bytes,
+                        machine_available_bytes());
   const std::lock_guard memory_lock(core_->memory_mutex);
   {
     const std::lock_guard lock(core_->mutex);

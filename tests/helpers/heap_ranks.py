@@ -127,6 +127,14 @@ def take(state: Any, rank_idx: int, channel: int, num_messages: int = 1) -> list
     return taken
 
 
+def hear_from_service_thread(state: Any) -> None:
+    """Return once the service thread has run."""
+    seen = state.waiter.num_changes
+    state.mesh.post(state.mesh.rank_idx, 0, 0, b"")
+    if not state.waiter.wait_beyond(seen, WAIT_S):
+        raise TimeoutError(f"the service thread called no listener in {WAIT_S} s")
+
+
 def wait_gone(state: Any, rank_idx: int) -> tuple[str, float]:
     """What became of a peer, and at which monotonic time it was known."""
     deadline = time.monotonic() + WAIT_S
@@ -207,15 +215,32 @@ def destroy(state: Any) -> None:
     state.windows.clear()
 
 
+def wait_for_no_thread(state: Any) -> None:
+    """The system may list a thread for a moment after it was joined."""
+    deadline = time.monotonic() + WAIT_S
+    while _num_service_threads() > 0:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a service thread is still there after {WAIT_S} s")
+        time.sleep(0.001)
+
+
 def footprint(state: Any) -> dict[str, int]:
     """What this process holds of the system, apart from memory that Python manages."""
     maps = Path("/proc/self/maps").read_text()
     return {
         "num_fds": len(os.listdir("/proc/self/fd")),
-        "num_threads": len(os.listdir("/proc/self/task")),
+        "num_threads": _num_service_threads(),
         "num_mappings": maps.count("memfd:moe_comm"),
         "shared_bytes": int(Path("/proc/self/statm").read_text().split()[2]) * 4096,
     }
+
+
+def _num_service_threads() -> int:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text().strip())
+    return names.count("moe-mesh")
 
 
 def fork_and_wait_for_end(state: Any) -> tuple[int, int]:
@@ -302,6 +327,7 @@ def use_in_child(state: Any) -> dict[str, str]:
     pid = os.fork()
     if pid == 0:
         lines = [f"{name}={_raised_by(call)}" for name, call in calls.items()]
+        lines.append(f"mappings={footprint(state)['num_mappings']}")
         # Dropping everything must neither hang nor unmap what the child has mapped there since.
         calls.clear()
         del window
