@@ -61,7 +61,9 @@ class EpBuffer:
         self, communicator: Communicator, config: EpConfig, *, backend: str | None = None
     ) -> None:
         if not isinstance(communicator, Communicator):
-            raise TypeError(f"communicator must be a Communicator, got {type(communicator).__name__}")
+            raise TypeError(
+                f"communicator must be a Communicator, got {type(communicator).__name__}"
+            )
         if not isinstance(config, EpConfig):
             raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
         self.communicator = communicator
