@@ -8,7 +8,6 @@ every other backend.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import NoReturn, Protocol, TypeVar, cast
 
@@ -27,10 +26,10 @@ from moe_comm.backends.base import (
     PlanTensors,
 )
 from moe_comm.backends.carrier import Carrier, ProgressThread
-from moe_comm.backends.routing import Placement, Window
+from moe_comm.backends.collective_plan import CollectivePlan
 from moe_comm.config import EpConfig, Layout
 
-__all__ = ["CollectiveBackend", "CollectivePlan"]
+__all__ = ["CollectiveBackend"]
 
 OutputT = TypeVar("OutputT")
 
@@ -45,71 +44,6 @@ class _GroupPeers(Peers, Protocol):
 
     @property
     def arrival_timeout_s(self) -> float: ...
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CollectivePlan:
-    """A plan with what the two directions need of it.
-
-    Args:
-        tensors: Own their memory.
-        window: What this rank receives.
-        send_order: int64 `[num_sent]`, flat places in `slots` of the rows it sends, ascending by slot.
-        send_splits: Rows it sends to every rank.
-        recv_splits: Rows it receives from every rank.
-    """
-
-    tensors: PlanTensors
-    window: Window
-    send_order: torch.Tensor
-    send_splits: list[int]
-    recv_splits: list[int]
-
-    @classmethod
-    def of(cls, tensors: PlanTensors, rank_idx: int, placement: Placement) -> CollectivePlan:
-        """Derive everything from the tensors."""
-        window = routing.window_of(
-            rank_idx, tensors.counts, placement, tensors.layout, tensors.expert_alignment
-        )
-        slots = tensors.slots.flatten()
-        order = slots.argsort()[int((slots < 0).sum()) :]
-        slot_rank, _ = routing.decode_slots(slots[order])
-        return cls(
-            tensors=tensors,
-            window=window,
-            send_order=order,
-            send_splits=torch.bincount(slot_rank, minlength=placement.num_ranks).tolist(),
-            recv_splits=window.num_rows_per_source.tolist(),
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens this rank dispatched."""
-        return self.tensors.topk_idx.shape[0]
-
-    @property
-    def num_recv_tokens(self) -> int:
-        """Rows this rank received, padding included."""
-        return self.window.num_recv_tokens
-
-    @property
-    def send_token_idx(self) -> torch.Tensor:
-        """The token of every row this rank sends, int64 `[num_sent]`."""
-        return self.send_order // max(1, self.tensors.slots.shape[1])
-
-    def sent_positions(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where among the rows it sends every slot of `slots` is, -1 for a slot of -1."""
-        ascending = self.tensors.slots.flatten()[self.send_order]
-        return torch.where(slots < 0, -1, torch.searchsorted(ascending, slots))
-
-    def to_tensors(self) -> PlanTensors:
-        """A copy of the tensors."""
-        return dataclasses.replace(
-            self.tensors,
-            counts=self.tensors.counts.clone(),
-            slots=self.tensors.slots.clone(),
-            topk_idx=self.tensors.topk_idx.clone(),
-        )
 
 
 class CollectiveBackend(Backend):

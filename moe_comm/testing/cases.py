@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -222,67 +223,55 @@ def _special_values(dtype: torch.dtype) -> torch.Tensor:
 _RAGGED = (5, 0, 9, 3, 17, 1, 0, 4)
 
 
-def _cases() -> Iterator[Case]:
-    for layout in Layout:
-        kind = layout.name.lower().replace("_", "-")
+def _case(name: str, num_ranks: int, **fields: Any) -> Case:
+    return Case(name=name, num_ranks=num_ranks, **{"num_tokens": _RAGGED[:num_ranks], **fields})
 
-        def case(
-            name: str,
-            num_ranks: int,
-            *,
-            kind: str = kind,
-            layout: Layout = layout,
-            **fields: object,
-        ) -> Case:
-            num_tokens = fields.pop("num_tokens", _RAGGED[:num_ranks])
-            return Case(
-                name=f"{kind}-{name}",
-                num_ranks=num_ranks,
-                num_tokens=num_tokens,  # type: ignore[arg-type]
-                layout=layout,
-                **fields,  # type: ignore[arg-type]
-            )
 
-        for num_ranks in (1, 2, 3, 4, 6, 8):
-            yield case(f"{num_ranks}-ranks", num_ranks, num_experts=13, num_topk=3)
-        for dtype in (torch.float16, torch.float32, torch.float64):
-            yield case(_short(dtype), 3, dtype=dtype)
-        for dtype in (torch.float8_e4m3fn, torch.uint8, torch.int32, torch.bool):
-            yield case(_short(dtype), 2, dtype=dtype, routing="masked")
-        for dtype in ADDABLE_DTYPES:
-            yield case(
-                f"special-{_short(dtype)}", 2, dtype=dtype, num_topk=4, has_special_values=True
-            )
-        for routing in ROUTINGS[1:]:
-            yield case(routing.replace("_", "-"), 4, num_topk=4, routing=routing)
-        for num_topk in (1, 5, 17, 64):
-            yield case(f"top-{num_topk}", 2, num_topk=num_topk, routing="masked")
-        yield case("top-64-of-64", 3, num_topk=64, num_experts=64)
-        for hidden in (8, 24, 1000, 2880):
-            yield case(f"hidden-{hidden}", 2, hidden=hidden)
-        for alignment in (8, 128):
-            yield case(f"alignment-{alignment}", 3, expert_alignment=alignment, routing="masked")
-        yield case("one-element-rows", 2, hidden=1, dtype=torch.complex128)
-        yield case("empty-everywhere", 3, num_tokens=(0, 0, 0), expert_alignment=8)
-        yield case("empty-first", 4, num_tokens=(0, 6, 6, 6))
-        yield case("one-token", 4, num_tokens=(0, 0, 1, 0))
-        yield case("spare-capacity", 2, num_spare_tokens=100)
-        yield case("one-expert-in-all", 3, num_experts=1, num_topk=1)
-        yield case("experts-on-last-rank", 3, expert_rank=(2,) * 8)
-        yield case("rank-without-experts", 4, expert_rank=(0, 0, 2, 2, 3, 3, 3, 0))
-        yield case("interleaved-experts", 3, expert_rank=(2, 0, 1, 2, 1, 0, 0, 2), num_topk=3)
-        yield case(
-            "larger", 2, num_tokens=(200, 123), hidden=512, num_experts=64, num_topk=8,
-            expert_alignment=16,
-        )  # fmt: skip
-        yield case(
-            "larger-8-ranks", 8, num_tokens=(30, 64, 1, 0, 64, 17, 40, 2), hidden=256,
-            num_experts=64, num_topk=8, routing="skewed",
-        )  # fmt: skip
+def _cases_of_a_layout() -> Iterator[Case]:
+    for num_ranks in (1, 2, 3, 4, 6, 8):
+        yield _case(f"{num_ranks}-ranks", num_ranks, num_experts=13, num_topk=3)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        yield _case(_short(dtype), 3, dtype=dtype)
+    for dtype in (torch.float8_e4m3fn, torch.uint8, torch.int32, torch.bool):
+        yield _case(_short(dtype), 2, dtype=dtype, routing="masked")
+    for dtype in ADDABLE_DTYPES:
+        yield _case(f"special-{_short(dtype)}", 2, dtype=dtype, num_topk=4, has_special_values=True)
+    for routing in ROUTINGS[1:]:
+        yield _case(routing.replace("_", "-"), 4, num_topk=4, routing=routing)
+    for num_topk in (1, 5, 17, 64):
+        yield _case(f"top-{num_topk}", 2, num_topk=num_topk, routing="masked")
+    yield _case("top-64-of-64", 3, num_topk=64, num_experts=64)
+    for hidden in (8, 24, 1000, 2880):
+        yield _case(f"hidden-{hidden}", 2, hidden=hidden)
+    for alignment in (8, 128):
+        yield _case(f"alignment-{alignment}", 3, expert_alignment=alignment, routing="masked")
+    yield _case("one-element-rows", 2, hidden=1, dtype=torch.complex128)
+    yield _case("empty-everywhere", 3, num_tokens=(0, 0, 0), expert_alignment=8)
+    yield _case("empty-first", 4, num_tokens=(0, 6, 6, 6))
+    yield _case("one-token", 4, num_tokens=(0, 0, 1, 0))
+    yield _case("spare-capacity", 2, num_spare_tokens=100)
+    yield _case("one-expert-in-all", 3, num_experts=1, num_topk=1)
+    yield _case("experts-on-last-rank", 3, expert_rank=(2,) * 8)
+    yield _case("rank-without-experts", 4, expert_rank=(0, 0, 2, 2, 3, 3, 3, 0))
+    yield _case("interleaved-experts", 3, expert_rank=(2, 0, 1, 2, 1, 0, 0, 2), num_topk=3)
+    yield _case(
+        "larger", 2, num_tokens=(200, 123), hidden=512, num_experts=64, num_topk=8,
+        expert_alignment=16,
+    )  # fmt: skip
+    yield _case(
+        "larger-8-ranks", 8, num_tokens=(30, 64, 1, 0, 64, 17, 40, 2), hidden=256,
+        num_experts=64, num_topk=8, routing="skewed",
+    )  # fmt: skip
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-CASES: tuple[Case, ...] = tuple(_cases())
+CASES: tuple[Case, ...] = tuple(
+    dataclasses.replace(
+        case, name=f"{layout.name.lower().replace('_', '-')}-{case.name}", layout=layout
+    )
+    for layout in Layout
+    for case in _cases_of_a_layout()
+)

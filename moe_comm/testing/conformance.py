@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_comm.config import Layout
-from moe_comm.testing import bad_input, scripts
+from moe_comm.testing import bad_input, in_flight, scripts
 from moe_comm.testing.cases import CASES, Case
 from moe_comm.testing.compare import difference
 from moe_comm.testing.launch import run_ranks
@@ -41,18 +41,18 @@ def check_case(target: Target, case: Case, *, mode: str = "processes") -> None:
 def check_asynchronous(target: Target, *, mode: str = "processes") -> None:
     """As many operations in flight on one buffer as its configuration allows."""
     for layout in Layout:
-        _run(target, scripts.run_asynchronous, 3, _ragged(3, layout), mode=mode)
+        _run(target, in_flight.run_asynchronous, 3, _ragged(3, layout), mode=mode)
 
 
 def check_in_flight(target: Target, *, mode: str = "processes") -> None:
     """Operations in flight on several buffers, in another order on every rank."""
     for num_ranks in (2, 3):
-        _run(target, scripts.run_in_flight, num_ranks, _ragged(num_ranks), mode=mode)
+        _run(target, in_flight.run_in_flight, num_ranks, _ragged(num_ranks), mode=mode)
 
 
 def check_overwrite(target: Target, *, mode: str = "processes") -> None:
     """A combine that returned no longer needs this rank's expert outputs, nor do its peers."""
-    _run(target, scripts.run_overwrite, 3, mode=mode)
+    _run(target, in_flight.run_overwrite, 3, mode=mode)
 
 
 def check_bad_input(target: Target, *, mode: str = "processes") -> None:
@@ -89,7 +89,7 @@ def check_same_bits(
                 routing="masked",
             )
             per_rank = run_ranks(
-                scripts.run_same_bits, count, target, case, mode=mode, timeout_s=TIMEOUT_S
+                in_flight.run_same_bits, count, target, case, mode=mode, timeout_s=TIMEOUT_S
             )
             results[count] = [torch.cat(pieces) for pieces in zip(*per_rank, strict=True)]
         first = num_ranks[0]

@@ -80,7 +80,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        self._folder = tempfile.TemporaryDirectory(prefix="moe-comm-ranks-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._num_groups = 0
@@ -104,12 +104,15 @@ class WorkerPool:
             expect_dead: Ranks whose death is not an error.
         """
         with self._lock:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="moe-comm-ranks-")
+            folder = Path(self._folder.name)
             while len(self._workers) < num_ranks:
-                self._workers.append(self._start(len(self._workers)))
+                self._workers.append(self._start(len(self._workers), folder))
             if num_ranks != self._num_ranks:
                 self._num_groups += 1
                 self._num_ranks = num_ranks
-            store_path = str(Path(self._folder.name) / f"store{self._num_groups}")
+            store_path = str(folder / f"store{self._num_groups}")
             job = _Job(list(sys.path), num_ranks, store_path, pickle.dumps((fn, args)))
             for worker in self._workers[:num_ranks]:
                 with contextlib.suppress(BrokenPipeError):  # died since; its outcome says so
@@ -123,9 +126,9 @@ class WorkerPool:
         with self._lock:
             self._end_workers()
 
-    def _start(self, rank_idx: int) -> _Worker:
+    def _start(self, rank_idx: int, folder: Path) -> _Worker:
         mine, theirs = self._context.Pipe()
-        stacks_path = Path(self._folder.name) / f"stacks{rank_idx}"
+        stacks_path = folder / f"stacks{rank_idx}"
         process = self._context.Process(
             target=_worker_main,
             args=(rank_idx, theirs, str(stacks_path)),
@@ -198,6 +201,9 @@ class WorkerPool:
             worker.process.join()
         self._workers.clear()
         self._num_ranks = 0
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 def _worker_main(rank_idx: int, connection: Connection, stacks_path: str) -> None:

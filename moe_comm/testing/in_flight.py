@@ -1,0 +1,208 @@
+"""What every rank does in the checks of asynchrony, reuse of memory and equal bits."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_comm.testing.cases import Case, case_inputs
+from moe_comm.testing.compare import Expectations
+from moe_comm.testing.launch import RankContext
+from moe_comm.testing.oracle import Oracle
+from moe_comm.testing.scripts import compare_dispatch
+from moe_comm.testing.target import Target
+
+__all__ = ["run_asynchronous", "run_in_flight", "run_overwrite", "run_same_bits"]
+
+
+def run_asynchronous(context: RankContext, target: Target, case: Case) -> list[str]:
+    """As many operations in flight on one buffer as its configuration allows, waited for backwards."""
+    expected = Expectations()
+    with target.communicator(context) as communicator:
+        backend = target.backend(communicator, case.config)
+        depth = case.config.num_max_in_flight
+        oracles = [Oracle(case, case_inputs(case, idx)) for idx in range(depth)]
+        rank_idx = context.rank_idx
+        pending = [
+            backend.dispatch(
+                oracle.inputs[rank_idx].x,
+                oracle.inputs[rank_idx].topk_idx,
+                oracle.inputs[rank_idx].topk_weights,
+                layout=case.layout,
+                expert_alignment=case.expert_alignment,
+                copy_out=None,
+                async_op=True,
+            )
+            for oracle in oracles
+        ]
+        outputs = [operation.wait() for operation in reversed(pending)][::-1]
+        for idx, (oracle, output) in enumerate(zip(oracles, outputs, strict=True)):
+            rows = [rank.x for rank in oracle.inputs]
+            weights = [rank.topk_weights for rank in oracle.inputs]
+            want = oracle.dispatched(rank_idx, rows, weights)
+            compare_dispatch(expected, f"asynchronous dispatch {idx}", output, want)
+            expected.true("is_complete after wait", pending[idx].is_complete())
+            expected.true("wait gives the same again", pending[idx].wait() is output)
+        outs = [
+            oracle.expert_outputs(idx, case.hidden, case.combine_dtype)
+            for idx, oracle in enumerate(oracles)
+        ]
+        combines = [
+            backend.combine(
+                outs[idx][rank_idx],
+                outputs[idx].plan,
+                None,
+                None,
+                out=None,
+                copy_out=None,
+                async_op=True,
+            )
+            for idx in range(depth - 1)
+        ]
+        # A blocking call comes after what is in flight.
+        rows = [rank.x for rank in oracles[0].inputs]
+        output = backend.dispatch_cached(
+            rows[rank_idx], outputs[0].plan, None, copy_out=None, async_op=False
+        ).wait()
+        want = oracles[0].dispatched(rank_idx, rows, None, is_cached=True)
+        compare_dispatch(expected, "dispatch behind combines in flight", output, want)
+        for idx, combine in enumerate(combines):
+            want_sums = oracles[idx].combined(rank_idx, outs[idx], None, None)
+            expected.equal(f"asynchronous combine {idx}", combine.wait().x, want_sums.x)
+        backend.destroy()
+        return [f"rank {rank_idx}: {text}" for text in expected.result()]
+
+
+def run_in_flight(
+    context: RankContext, target: Target, case: Case, num_buffers: int = 3
+) -> list[str]:
+    """Operations in flight on several buffers, issued and awaited in another order on every rank."""
+    expected = Expectations()
+    rank_idx = context.rank_idx
+    with target.communicator(context) as communicator:
+        backends = [target.backend(communicator, case.config) for _ in range(num_buffers)]
+        oracles = [Oracle(case, case_inputs(case, idx)) for idx in range(num_buffers)]
+        outs = [
+            oracle.expert_outputs(idx, case.hidden, case.combine_dtype)
+            for idx, oracle in enumerate(oracles)
+        ]
+        shift = rank_idx if target.can_overlap else 0
+        order = [(shift + idx) % num_buffers for idx in range(num_buffers)]
+        dispatches = {
+            idx: backends[idx].dispatch(
+                oracles[idx].inputs[rank_idx].x,
+                oracles[idx].inputs[rank_idx].topk_idx,
+                None,
+                layout=case.layout,
+                expert_alignment=case.expert_alignment,
+                copy_out=None,
+                async_op=True,
+            )
+            for idx in order
+        }
+        combines = {}
+        for idx in reversed(order) if target.can_overlap else order:
+            output = dispatches[idx].wait()
+            want = oracles[idx].dispatched(rank_idx, [rank.x for rank in oracles[idx].inputs], None)
+            compare_dispatch(expected, f"dispatch on buffer {idx}", output, want)
+            combines[idx] = backends[idx].combine(
+                outs[idx][rank_idx],
+                output.plan,
+                None,
+                None,
+                out=None,
+                copy_out=None,
+                async_op=True,
+            )
+        for idx in order:
+            want_sums = oracles[idx].combined(rank_idx, outs[idx], None, None)
+            expected.equal(f"combine on buffer {idx}", combines[idx].wait().x, want_sums.x)
+        for backend in backends:
+            backend.destroy()
+        return [f"rank {rank_idx}: {text}" for text in expected.result()]
+
+
+def run_overwrite(context: RankContext, target: Target, num_rounds: int = 3) -> list[str]:
+    """Rank 0 pulls many rows; the others get theirs at once and then destroy what it pulls from."""
+    case = Case(
+        name="overwrite",
+        num_ranks=context.num_ranks,
+        num_tokens=(1500, *(1,) * (context.num_ranks - 1)),
+        hidden=512,
+        num_experts=16,
+        num_topk=8,
+    )
+    expected = Expectations()
+    rank_idx = context.rank_idx
+    oracle = Oracle(case, case_inputs(case))
+    outs = oracle.expert_outputs("overwrite", case.hidden, case.dtype)
+    want = oracle.combined(rank_idx, outs, None, None).x
+    with target.communicator(context) as communicator:
+        backend = target.backend(communicator, case.config)
+        plan = (
+            backend.dispatch(
+                oracle.inputs[rank_idx].x,
+                oracle.inputs[rank_idx].topk_idx,
+                None,
+                layout=case.layout,
+                expert_alignment=1,
+                copy_out=None,
+                async_op=False,
+            )
+            .wait()
+            .plan
+        )
+        rows = backend.empty_expert_output(plan, case.hidden, case.dtype)
+        for round_idx in range(num_rounds):
+            rows.copy_(outs[rank_idx])
+            sums = backend.combine(
+                rows, plan, None, None, out=None, copy_out=None, async_op=False
+            ).wait()
+            rows.fill_(float("nan"))
+            expected.equal(f"sums of round {round_idx}", sums.x, want)
+        backend.destroy()
+    return [f"rank {rank_idx}: {text}" for text in expected.result()]
+
+
+def run_same_bits(context: RankContext, target: Target, case: Case) -> list[torch.Tensor]:
+    """What this rank gets, to be laid end to end and compared between rank counts."""
+    oracle = Oracle(case, case_inputs(case))
+    rank_idx = context.rank_idx
+    mine = oracle.inputs[rank_idx]
+    with target.communicator(context) as communicator:
+        backend = target.backend(communicator, case.config)
+        output = backend.dispatch(
+            mine.x,
+            mine.topk_idx,
+            mine.topk_weights,
+            layout=case.layout,
+            expert_alignment=case.expert_alignment,
+            copy_out=None,
+            async_op=False,
+        ).wait()
+        assert output.topk_weights is not None
+        expert_out = oracle.expert_outputs("same bits", case.hidden, case.combine_dtype)[rank_idx]
+        row_weights = oracle.row_weights("same bits", case.weights_dtype)[rank_idx]
+        plain = backend.combine(
+            expert_out, output.plan, None, row_weights, out=None, copy_out=None, async_op=False
+        ).wait()
+        weighted = backend.combine(
+            expert_out,
+            output.plan,
+            mine.topk_weights,
+            None,
+            out=None,
+            copy_out=None,
+            async_op=False,
+        ).wait()
+        gradient = output.x.clone()
+        dots = backend.weighted_gradient(gradient, expert_out, output.topk_weights)
+        assert plain.x is not None
+        assert plain.topk_weights is not None
+        assert weighted.x is not None
+        results = [
+            output.x, output.topk_weights, output.num_tokens_per_expert, plain.x, plain.topk_weights,
+            weighted.x, gradient, dots,
+        ]  # fmt: skip
+        results = [tensor.clone() for tensor in results]
+        backend.destroy()
+    return results
