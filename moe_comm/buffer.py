@@ -76,6 +76,7 @@ class EpBuffer:
         self._is_destroyed = False
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
         self._backend = load_backend(backend or communicator.backend)(communicator, config)
+        communicator.adopt(self)
         self.expert_rank = config.resolve_expert_rank(communicator.num_ranks)
         self.num_local_experts = int((self.expert_rank == communicator.rank_idx).sum())
         _buffers[self.buffer_id] = self
@@ -150,7 +151,7 @@ class EpBuffer:
                     validation.check_cached_dispatch(
                         handle, x, topk_idx, topk_weights, layout, expert_alignment
                     )
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
             if handle is None:
                 assert topk_idx is not None
@@ -261,7 +262,7 @@ class EpBuffer:
                 copy = validation.check_copy_out(copy_out)
                 self._check_handle(handle)
                 validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
             operation = self._backend.combine(
                 expert_out,
@@ -330,13 +331,18 @@ class EpBuffer:
     def destroy(self) -> None:
         """Release what the buffer holds. Local, idempotent; tensors handed out stay valid.
 
-        A peer that goes on to use its buffer gets a ValueError that names this rank.
+        Waits for operations in flight, `stall_timeout_s` at most: then they are aborted, and raise on
+        every rank. A peer that goes on to use its buffer gets a ValueError that names this rank.
+
+        Raises:
+            RuntimeError: Another thread is using this buffer.
         """
         if self._is_destroyed:
             return
-        self._is_destroyed = True
-        self.generation += 1
-        self._backend.destroy()
+        with _InUse(self._busy, "destroy"):
+            self._is_destroyed = True
+            self.generation += 1
+            self._backend.destroy()
 
     def __enter__(self) -> EpBuffer:
         return self

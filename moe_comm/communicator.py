@@ -6,8 +6,10 @@ import dataclasses
 import os
 import secrets
 import types
+import weakref
+from multiprocessing import util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,10 @@ __all__ = ["Communicator", "HeapStats", "Recovery"]
 
 BACKENDS = ("auto", "host", "collective", "reference")
 CONNECT_TIMEOUT_S = 300.0
+
+
+class _Destroyable(Protocol):
+    def destroy(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,14 +125,18 @@ class Communicator:
         )
         self.rank_idx = self.bootstrap.rank_idx
         self.num_ranks = self.bootstrap.num_ranks
-        self.device = torch.device(device)
         self.parent = parent
         self.stall_timeout_s = float(stall_timeout_s)
         self.arrival_timeout_s = float(arrival_timeout_s)
         self.native: _host.Group | None = None
         self._destroyed = False
+        self._dependants: weakref.WeakSet[_Destroyable] = weakref.WeakSet()
 
-        problem = self._problem_with(backend, num_local_ranks, max_heap_bytes, num_threads)
+        try:
+            self.device = torch.device(device)
+            problem = self._problem_with(backend, num_local_ranks, max_heap_bytes, num_threads)
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            problem = str(error).split("\n", 1)[0]
         machine = (_machine_identity(), parent.rank_idx if parent is not None else -1)
         gathered = self.bootstrap.all_gather((problem, backend, machine))
         for rank_idx, (peer_problem, _, _) in enumerate(gathered):
@@ -151,6 +161,11 @@ class Communicator:
             )
         parent_ranks = [parent_rank for _, _, (_, parent_rank) in gathered]
         self.native = self._connect(parent_ranks, max_heap_bytes, num_threads, with_huge_pages)
+        if parent is not None:
+            parent.adopt(self)
+        # At exit operations in flight end and peers hear of it while Python still runs; `atexit`
+        # alone is not called in the children of multiprocessing.
+        util.Finalize(self, _leave, (weakref.ref(self), self.native), exitpriority=100)
 
     def _problem_with(
         self,
@@ -229,6 +244,10 @@ class Communicator:
             raise ValueError(f"the {self.backend} backend has no heap")
         return self.native
 
+    def adopt(self, dependant: _Destroyable) -> None:
+        """Destroy `dependant`, a buffer or a child, before this communicator, if it still lives."""
+        self._dependants.add(dependant)
+
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's small `payload` (<= 1 MiB), in rank order. Collective.
 
@@ -286,6 +305,8 @@ class Communicator:
         """
         if self._destroyed:
             return
+        for dependant in list(self._dependants):
+            dependant.destroy()
         self._destroyed = True
         if self.native is not None:
             self.native.destroy()
@@ -303,6 +324,14 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"Communicator(rank_idx={self.rank_idx}, num_ranks={self.num_ranks}, backend={self.backend!r})"
+
+
+def _leave(reference: weakref.ref[Communicator], native: _host.Group) -> None:
+    """The end of a communicator that nobody destroyed."""
+    communicator = reference()
+    if communicator is not None:
+        communicator.destroy()
+    native.destroy()
 
 
 def _machine_identity() -> str:

@@ -57,7 +57,8 @@ std::shared_ptr<void> keep_alive(py::tuple objects) {
   });
 }
 
-/// One operation of a buffer as Python holds it.
+/// One operation of a buffer as Python holds it. @p inputs are given where a progress thread will
+/// read them: a caller interrupted by a signal may drop its own.
 template <typename Outcome>
 class Submitted {
  public:
@@ -247,6 +248,7 @@ std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<host::Endpoin
                                                    int64_t expert_alignment,
                                                    std::optional<bool> copy_out,
                                                    bool is_async) {
+  endpoint->group().check_process("dispatch");
   const TensorView rows = view_tensor(x);
   const TensorView weights = view_tensor(topk_weights);
   host::DispatchParams params;
@@ -262,7 +264,7 @@ std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<host::Endpoin
   params.plan = std::move(plan);
   params.copy_out = copy_out_of(copy_out);
   std::shared_ptr<void> inputs;
-  if (is_async)
+  if (is_async || !endpoint->progress().is_idle())
     inputs = keep_alive(py::make_tuple(x, topk_idx, topk_weights));
   return std::make_unique<SubmittedDispatch>(
       std::move(endpoint), std::move(inputs), params, rows.row_elements, is_async);
@@ -277,6 +279,7 @@ std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<host::Endpoint>
                                                  int32_t dtype,
                                                  std::optional<bool> copy_out,
                                                  bool is_async) {
+  endpoint->group().check_process("combine");
   const TensorView rows = view_tensor(x);
   const TensorView weights = view_tensor(topk_weights);
   const TensorView pulled = view_tensor(row_weights);
@@ -293,7 +296,7 @@ std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<host::Endpoint>
   params.plan = std::move(plan);
   params.copy_out = copy_out_of(copy_out);
   std::shared_ptr<void> inputs;
-  if (is_async)
+  if (is_async || !endpoint->progress().is_idle())
     inputs = keep_alive(py::make_tuple(x, topk_weights, row_weights, out));
   return std::make_unique<SubmittedCombine>(
       std::move(endpoint), std::move(inputs), params, is_async);
@@ -304,6 +307,7 @@ void reject(host::Endpoint& endpoint,
             const std::string& operation,
             const std::string& message,
             bool is_type_error) {
+  endpoint.group().check_process(operation.c_str());
   const py::gil_scoped_release no_gil;
   const auto kind =
       operation == "combine" ? layout::Operation::kCombine : layout::Operation::kDispatch;
@@ -460,7 +464,10 @@ void bind_buffer(py::module_& module) {
       .def_property_readonly("buffer_number", &host::Endpoint::buffer_number)
       .def("enable_trace", [](host::Endpoint& self) { self.tracer().enable(); })
       .def("take_trace", &take_trace)
-      .def("destroy", &host::Endpoint::destroy, py::call_guard<py::gil_scoped_release>());
+      .def(
+          "destroy",
+          [](host::Endpoint& self) { self.destroy(signal_check()); },
+          py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace moe::bindings

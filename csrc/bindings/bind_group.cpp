@@ -40,6 +40,7 @@ std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
                                              stall_timeout_s,
                                              arrival_timeout_s,
                                              num_threads,
+                                             false,
                                              signal_check());
   return std::make_shared<NativeGroup>(NativeGroup{mesh, heap, group, true});
 }
@@ -63,6 +64,7 @@ std::shared_ptr<NativeGroup> create_child(const std::shared_ptr<NativeGroup>& pa
                                              stall_timeout_s,
                                              arrival_timeout_s,
                                              num_threads,
+                                             true,
                                              signal_check());
   return std::make_shared<NativeGroup>(NativeGroup{parent->mesh, parent->heap, group, false});
 }

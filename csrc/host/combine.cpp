@@ -199,8 +199,12 @@ class CombineOperation {
                        mode,
                        mode == StoreMode::kStreaming ? next_places.data() : nullptr,
                        mode == StoreMode::kStreaming ? num_next : 0);
-      if (begin == 0 && token_idx % kTokensPerProgress == 0)
+      if (token_idx % kTokensPerProgress != 0)
+        continue;
+      if (begin == 0)
         exchange_.progress();
+      if (exchange_.is_aborted())
+        break;
     }
     kernels.store_fence();
   }

@@ -276,8 +276,12 @@ class DispatchOperation {
                         mode);
       if (params_.weight_bytes > 0 || with_topk_idx_)
         write_companions(token_idx, slots);
-      if (begin == 0 && token_idx % kTokensPerProgress == 0)
+      if (token_idx % kTokensPerProgress != 0)
+        continue;
+      if (begin == 0)
         exchange_.progress();
+      if (exchange_.is_aborted())
+        break;
     }
     // Each thread fences its own streaming stores before its part counts as done.
     kernels.store_fence();

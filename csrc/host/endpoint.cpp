@@ -1,9 +1,8 @@
 #include "host/endpoint.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 
 namespace moe::host {
 
@@ -13,13 +12,20 @@ constexpr int64_t kDefaultCacheBytes = int64_t{32} << 20;
 constexpr int64_t kBytesWorthAThread = int64_t{1} << 20;
 constexpr size_t kRecentNeeds = 8;
 
+/// Largest cache that one core sees. sysconf(_SC_LEVEL3_CACHE_SIZE) adds up all caches of a socket.
 int64_t last_level_cache_bytes() {
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (bytes > 0)
-    return bytes;
-#endif
-  return kDefaultCacheBytes;
+  int64_t largest = 0;
+  for (int level = 0; level < 8; ++level) {
+    std::ifstream file(concat("/sys/devices/system/cpu/cpu0/cache/index", level, "/size"));
+    int64_t size = 0;
+    char unit = ' ';
+    if (!(file >> size))
+      break;
+    file >> unit;
+    const int shift = unit == 'K' ? 10 : unit == 'M' ? 20 : unit == 'G' ? 30 : 0;
+    largest = std::max(largest, size << shift);
+  }
+  return largest > 0 ? largest : kDefaultCacheBytes;
 }
 
 const RowKernels& choose_kernels(const std::string& isa) {
@@ -89,8 +95,21 @@ void check_agreement(const std::vector<std::string>& payloads,
 std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Group> group,
                                            EndpointConfig config,
                                            const InterruptCheck& interrupt_check) {
-  std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(group), std::move(config)));
-  endpoint->connect(interrupt_check);
+  // A forked child has neither the threads nor the memory: its copy cannot be taken apart.
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(group), std::move(config)),
+                                     [](Endpoint* made) {
+                                       if (!made->group_->is_forked_child())
+                                         delete made;
+                                     });
+  try {
+    endpoint->connect(interrupt_check);
+  } catch (const InvalidArgument&) {
+    throw;  // on every rank alike: nobody has a buffer that could write here
+  } catch (...) {
+    if (endpoint->own_window_)
+      endpoint->own_window_->quarantine();
+    throw;
+  }
   endpoint->group_->add_recoverable(endpoint->buffer_number_, endpoint);
   return endpoint;
 }
@@ -107,7 +126,7 @@ Endpoint::Endpoint(std::shared_ptr<Group> group, EndpointConfig config)
       progress_(static_cast<size_t>(config_.depth)) {}
 
 Endpoint::~Endpoint() {
-  destroy();
+  destroy({});
 }
 
 void Endpoint::connect(const InterruptCheck& interrupt_check) {
@@ -167,9 +186,31 @@ void Endpoint::restart(uint64_t next_epoch) {
   first_epoch_ = next_epoch;
 }
 
-void Endpoint::destroy() {
-  if (is_destroyed_)
+void Endpoint::end_operations(const InterruptCheck& interrupt_check) {
+  const auto give_up = [this] {
+    WaitSite site;
+    group_->abort(layout::AbortCause::kPeerFailed,
+                  site,
+                  {rank_idx()},
+                  concat("rank ",
+                         rank_idx(),
+                         " destroyed buffer ",
+                         buffer_number_,
+                         " with operations in flight"));
+  };
+  try {
+    if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
+      give_up();
+  } catch (...) {
+    give_up();
+    throw;
+  }
+}
+
+void Endpoint::destroy(const InterruptCheck& interrupt_check) {
+  if (is_destroyed_ || group_->is_forked_child())
     return;
+  end_operations(interrupt_check);
   is_destroyed_ = true;
   progress_.stop();
   if (!own_window_ || own_workspace().base() == nullptr)

@@ -71,18 +71,22 @@ class Endpoint : public Recoverable {
 
   uint64_t take_epoch() { return next_epoch_++; }
   uint64_t first_epoch() const { return first_epoch_; }
-  void complete_epoch() { num_completed_.fetch_add(1, std::memory_order_relaxed); }
+  void complete_epoch(uint64_t epoch) { last_completed_.store(epoch, std::memory_order_relaxed); }
 
-  Epochs epochs() const override { return {next_epoch_, next_completed()}; }
+  Epochs epochs() const override {
+    return {next_epoch_, last_completed_.load(std::memory_order_relaxed)};
+  }
+  bool is_idle() const override { return progress_.is_idle(); }
   void restart(uint64_t next_epoch) override;
 
-  /// Ends operations in flight, tells peers, gives the control area back once they all did. Local.
-  void destroy();
+  /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
+  /// peers, and gives the control area back once they all did. Local, idempotent.
+  void destroy(const InterruptCheck& interrupt_check);
   bool is_destroyed() const { return is_destroyed_; }
 
  private:
   Endpoint(std::shared_ptr<Group> group, EndpointConfig config);
-  uint64_t next_completed() const { return num_completed_.load(std::memory_order_relaxed); }
+  void end_operations(const InterruptCheck& interrupt_check);
   void connect(const InterruptCheck& interrupt_check);
 
   std::shared_ptr<Group> group_;
@@ -94,7 +98,7 @@ class Endpoint : public Recoverable {
   std::vector<layout::Workspace> workspaces_;
   uint64_t next_epoch_ = 1;  // 0 is the flag of memory that was never written
   uint64_t first_epoch_ = 1;
-  std::atomic<uint64_t> num_completed_{0};
+  std::atomic<uint64_t> last_completed_{0};
   int64_t cache_bytes_;
   std::vector<uint64_t> recent_needs_;
   size_t next_need_ = 0;

@@ -11,6 +11,9 @@ namespace moe::host {
 namespace {
 
 constexpr int64_t kWarnEveryNs = 60'000'000'000;
+// A peer may die after its part of an operation that the others can complete; who has not entered
+// by then has seen the death as well and will not.
+constexpr int64_t kDeathGraceNs = 300'000'000;
 
 using layout::Phase;
 using layout::Row;
@@ -55,10 +58,29 @@ Exchange::Exchange(Endpoint& endpoint,
             layout::operation_name(operation),
             ": this buffer has been destroyed");
   group_.check_usable(operation);
+  check_closed();
   if (endpoint_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();
   sync::store_relaxed(endpoint_.own_workspace().activity().waiting_for, uint32_t{0});
   epoch_ = endpoint_.take_epoch();
+}
+
+void Exchange::check_closed() const {
+  const auto& workspace = endpoint_.own_workspace();
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank) ||
+        sync::load_acquire(workspace.closed(peer_rank).epoch) == 0)
+      continue;
+    // It may have closed after an operation whose end this rank has not seen yet.
+    if (epoch_ == 0 || sync::load_acquire(workspace.row(epoch_, peer_rank).epoch) < epoch_)
+      throw InvalidArgument(concat("rank ",
+                                   peer_rank,
+                                   " has destroyed this buffer, rank ",
+                                   group_.rank_idx(),
+                                   " calls ",
+                                   layout::operation_name(operation_),
+                                   " on it"));
+  }
 }
 
 WaitSite Exchange::site(Phase phase) const {
@@ -74,8 +96,9 @@ void Exchange::await_reuse() {
     if (!group_.is_active(peer_rank))
       continue;
     const auto& done = endpoint_.own_workspace().done(former_epoch, peer_rank);
-    await_entered(
-        peer_rank, Phase::kReuse, [&] { return sync::load_acquire(done.epoch) >= former_epoch; });
+    await_entered(peer_rank, Phase::kReuse, former_epoch, [&] {
+      return sync::load_acquire(done.epoch) >= former_epoch;
+    });
   }
 }
 
@@ -114,6 +137,7 @@ void Exchange::await_row(int peer_rank) {
     return;
   const int64_t start_ns = sync::now_ns();
   int64_t warned_ns = start_ns;
+  int64_t death_ns = 0;
   auto& activity = endpoint_.own_workspace().activity();
   const WaitSite where = site(Phase::kRows);
   wait_until(group_, ready, [&] {
@@ -123,19 +147,23 @@ void Exchange::await_row(int peer_rank) {
     if (ready())
       return;
     group_.check_abort();
-    if (sync::load_acquire(endpoint_.own_workspace().closed(peer_rank).epoch) != 0) {
-      // No rank can get that row, so all end here alike; nothing was offered to anybody.
+    try {
+      check_closed();
+    } catch (...) {
+      // No rank can get that row, so all end here alike; nothing was written to anybody.
       state_ = State::kEnded;
-      throw InvalidArgument(concat("rank ",
-                                   peer_rank,
-                                   " has destroyed this buffer, rank ",
-                                   group_.rank_idx(),
-                                   " calls ",
-                                   layout::operation_name(operation_),
-                                   " on it"));
+      throw;
     }
-    group_.check_peer(peer_rank, where);
     const int64_t now_ns = sync::now_ns();
+    group_.check_peers(where, [&](int gone_rank) {
+      if (sync::load_acquire(endpoint_.own_workspace().row(epoch_, gone_rank).epoch) < epoch_)
+        return true;
+      if (group_.state(gone_rank) != PeerState::kDead)
+        return false;
+      if (death_ns == 0)
+        death_ns = now_ns;
+      return now_ns - death_ns > kDeathGraceNs;
+    });
     if (now_ns - warned_ns > kWarnEveryNs) {
       warned_ns = now_ns;
       warn(concat("rank ",
@@ -175,7 +203,7 @@ void Exchange::await_row(int peer_rank) {
 }
 
 template <typename Ready>
-void Exchange::await_entered(int peer_rank, Phase phase, Ready&& ready) {
+void Exchange::await_entered(int peer_rank, Phase phase, uint64_t last_epoch, Ready&& ready) {
   if (ready()) [[likely]]
     return;
   const int64_t start_ns = sync::now_ns();
@@ -191,7 +219,10 @@ void Exchange::await_entered(int peer_rank, Phase phase, Ready&& ready) {
     if (ready())
       return;
     group_.check_abort();
-    group_.check_peer(peer_rank, where);
+    group_.check_peers(where, [&](int gone_rank) {
+      return sync::load_acquire(endpoint_.own_workspace().done(last_epoch, gone_rank).epoch) <
+             last_epoch;
+    });
     const int64_t now_ns = sync::now_ns();
     const uint64_t progress = sync::load_relaxed(peer_activity.progress);
     if (progress != seen_progress) {
@@ -252,6 +283,7 @@ Rows Exchange::collect(bool with_counts) {
     rows.headers[static_cast<size_t>(peer_rank)] = endpoint_.own_workspace().row(epoch_, peer_rank);
   }
   check_agreement(rows);
+  step_ = Phase::kData;
   if (with_counts) {
     rows.counts = layout::CountMatrix(num_ranks, endpoint_.config().num_experts);
     for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank)
@@ -352,18 +384,25 @@ void Exchange::publish_second_offer(const Offer& offer,
 
 const layout::SecondOffer& Exchange::await_second_offer(int peer_rank) {
   const auto& second = endpoint_.own_workspace().second_offer(epoch_, peer_rank);
-  await_entered(
-      peer_rank, Phase::kOffers, [&] { return sync::load_acquire(second.epoch) >= epoch_; });
+  step_ = Phase::kOffers;
+  await_entered(peer_rank, Phase::kOffers, epoch_, [&] {
+    return sync::load_acquire(second.epoch) >= epoch_;
+  });
+  step_ = Phase::kData;
   return second;
 }
 
 void Exchange::settle() {
   release_done();
-  endpoint_.complete_epoch();
+  endpoint_.complete_epoch(epoch_);
   state_ = State::kEnded;
 }
 
 void Exchange::release_done() {
+  // What was read from a peer counts only if that peer had not given up by then: it may have
+  // overwritten its rows since.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  group_.check_abort();
   for (int offset = 0; offset < group_.num_ranks(); ++offset) {
     const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
     if (!group_.is_active(peer_rank))
@@ -376,7 +415,8 @@ void Exchange::release_done() {
 
 void Exchange::await_done(int peer_rank) {
   const auto& done = endpoint_.own_workspace().done(epoch_, peer_rank);
-  await_entered(peer_rank, Phase::kData, [&] { return sync::load_acquire(done.epoch) >= epoch_; });
+  await_entered(
+      peer_rank, Phase::kData, epoch_, [&] { return sync::load_acquire(done.epoch) >= epoch_; });
 }
 
 void Exchange::complete() {
@@ -384,7 +424,7 @@ void Exchange::complete() {
     return;
   enter(nullptr);
   state_ = State::kEnded;
-  endpoint_.complete_epoch();
+  endpoint_.complete_epoch(epoch_);
 }
 
 void Exchange::fail(const std::string& reason) {
@@ -393,7 +433,7 @@ void Exchange::fail(const std::string& reason) {
   state_ = State::kEnded;
   if (!group_.is_aborted())
     group_.abort(layout::AbortCause::kPeerFailed,
-                 site(Phase::kData),
+                 site(step_),
                  {group_.rank_idx()},
                  concat("rank ",
                         group_.rank_idx(),

@@ -83,6 +83,9 @@ class Exchange {
   /// Ends by an exception.
   void fail(const std::string& reason);
 
+  /// Rows that still move serve nobody: the operation ends at the next release_done().
+  bool is_aborted() const { return group_.is_aborted(); }
+
   /// Raised while rows move, so that waiting peers see progress.
   void progress() {
     auto& activity = endpoint_.own_workspace().activity();
@@ -98,14 +101,16 @@ class Exchange {
   enum class State { kEntered, kEnded };
 
   void await_reuse();
+  void check_closed() const;
   WaitSite site(layout::Phase phase) const;
   void check_agreement(const Rows& rows);
   void trace_wait(int64_t start_ns, int peer_rank);
   void record(int64_t start_ns, int64_t end_ns, int peer_rank);
 
-  /// Waits for a peer that has entered the operation; its limit is the stall limit.
+  /// Waits for a peer that has entered the operation; its limit is the stall limit. Nobody may go
+  /// before its done flag of @p last_epoch is here.
   template <typename Ready>
-  void await_entered(int peer_rank, layout::Phase phase, Ready&& ready);
+  void await_entered(int peer_rank, layout::Phase phase, uint64_t last_epoch, Ready&& ready);
   void await_row(int peer_rank);
   [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& site);
 
@@ -116,6 +121,7 @@ class Exchange {
   uint64_t epoch_ = 0;
   uint64_t num_steps_ = 0;
   State state_ = State::kEntered;
+  layout::Phase step_ = layout::Phase::kRows;
   std::vector<std::shared_ptr<Window>> offered_;
   const char* phase_ = "prepare";
   int64_t phase_start_ns_ = 0;

@@ -34,10 +34,12 @@ class Recoverable {
  public:
   struct Epochs {
     uint64_t next = 0;
-    uint64_t num_completed = 0;  ///< epochs [0, num_completed) have ended on this rank
+    uint64_t last_completed = 0;  ///< 0 for none
   };
   virtual ~Recoverable() = default;
   virtual Epochs epochs() const = 0;
+  /// No operation of this rank runs or waits to run.
+  virtual bool is_idle() const = 0;
   /// Continue at @p next_epoch; flags and rows of earlier epochs mean nothing any more.
   virtual void restart(uint64_t next_epoch) = 0;
 };
@@ -58,6 +60,7 @@ class Group {
   /// @param memory   Heap of the widest communicator.
   /// @param members  Rank of every member in the widest communicator.
   /// @param channel  Tells this communicator's messages from others'; equal on every rank.
+  /// @param is_child True where peers may leave this communicator and keep the link.
   /// Collective: exchanges control blocks.
   Group(std::shared_ptr<PeerLink> link,
         std::shared_ptr<SymmetricMemory> memory,
@@ -67,6 +70,7 @@ class Group {
         double stall_timeout_s,
         double arrival_timeout_s,
         int num_threads,
+        bool is_child,
         const InterruptCheck& interrupt_check);
   ~Group();
   Group(const Group&) = delete;
@@ -85,9 +89,15 @@ class Group {
 
   /// Whether a rank takes part; false for ranks a recovery has excluded.
   bool is_active(int rank_idx) const { return is_active_[static_cast<size_t>(rank_idx)]; }
-  PeerState state(int rank_idx) const {
-    return link_->state(members_[static_cast<size_t>(rank_idx)]);
-  }
+  /// Of a peer; whoever sees it gone also sees every flag it stored before.
+  PeerState state(int rank_idx) const;
+
+  /// In a forked child nothing of a communicator may be touched: its memory is not mapped there and
+  /// its threads do not exist.
+  bool is_forked_child() const;
+  /// @throws InvalidArgument  in a forked child, or when destroyed. Touches nothing shared.
+  void check_process(const char* what) const;
+
   sync::Doorbell& doorbell(int rank_idx) {
     return controls_[static_cast<size_t>(rank_idx)]->doorbell;
   }
@@ -98,16 +108,28 @@ class Group {
 
   /// Throws what aborted the communicator, if anything did. One relaxed load otherwise.
   void check_abort() const {
-    if (sync::load_relaxed(own_abort_->state) != 0) [[unlikely]]
+    if (is_aborted()) [[unlikely]]
       throw_abort();
   }
 
   /// Throws when the communicator is aborted, destroyed or forked away, or when an active peer is
-  /// gone; called before an operation publishes anything.
-  void check_usable(layout::Operation operation) const;
+  /// gone; called before an operation publishes anything. A death also aborts, because peers may
+  /// wait for this rank, which will not come.
+  void check_usable(layout::Operation operation);
 
-  /// Throws PeerFailed (after aborting) when @p peer_rank is gone.
-  void check_peer(int peer_rank, const WaitSite& site);
+  /// Throws PeerFailed (after aborting) when a peer is gone from which something @p
+  /// is_missing(peer). The flag is looked at after the state: a peer may store it and then leave in
+  /// good order.
+  template <typename IsMissing>
+  void check_peers(const WaitSite& site, IsMissing&& is_missing) {
+    for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+      if (peer_rank != rank_idx_ && is_active(peer_rank) && state(peer_rank) != PeerState::kAlive &&
+          is_missing(peer_rank)) [[unlikely]]
+        give_up_gone(peer_rank, site);
+  }
+
+  /// Aborts because @p peer_rank is gone.
+  [[noreturn]] void give_up_gone(int peer_rank, const WaitSite& site);
 
   /// Aborts the communicator: stores the record here and at every living peer, wakes all sleepers.
   /// Only the first abort counts.
@@ -116,7 +138,10 @@ class Group {
              const std::vector<int>& ranks,
              const std::string& message);
   [[noreturn]] void throw_abort() const;
-  bool is_aborted() const { return sync::load_relaxed(own_abort_->state) != 0; }
+  bool is_aborted() const {
+    const uint32_t word = sync::load_relaxed(own_abort_->state);
+    return word != 0 && layout::AbortRecord::generation(word) >= generation();
+  }
 
   /// Keeps a window that peers of an aborted operation may still write to, until recovery.
   void quarantine(std::shared_ptr<Window> window);
@@ -151,16 +176,32 @@ class Group {
   };
 
  private:
-  std::vector<std::string> exchange(uint64_t channel,
-                                    uint64_t sequence,
-                                    const std::string& payload,
-                                    bool is_recovery,
-                                    const InterruptCheck& interrupt_check);
+  static constexpr uint64_t kRecoveryChannelBit = uint64_t{1} << 63;
+  static constexpr uint64_t kLeaveChannelBit = uint64_t{1} << 62;
+  static constexpr uint64_t kReservedChannelBits = kRecoveryChannelBit | kLeaveChannelBit;
+
+  /// What ranks have said in the recovery that is under way. Outlives a call that ended early, so
+  /// that the next one goes on where it stopped.
+  struct Recovery {
+    std::vector<std::string> proposals;  ///< by rank, the latest; "" for none yet
+    std::vector<uint8_t> has_committed;  ///< by rank
+    std::string decision;                ///< what this rank has committed to; "" for none yet
+  };
+
+  uint32_t generation() const { return generation_.load(std::memory_order_relaxed); }
+  void store_abort(int rank_idx, const layout::AbortRecord& record);
   std::vector<int> missing_ranks() const;
   void free_retired();
-  void exclude(const std::vector<int>& ranks);
-  RecoveryResult restart_buffers(const std::vector<std::string>& payloads);
-  std::string recovery_payload() const;
+  bool has_running_operations();
+  void end_operations(const InterruptCheck& interrupt_check);
+  bool step_recovery();
+  void propose();
+  bool is_agreed() const;
+  std::string merge_proposals() const;
+  RecoveryResult commit(const std::string& decision);
+  int first_missing_in_recovery() const;
+  void abort_to_recover();
+  void post_to_peers(uint64_t channel, uint64_t sequence, const std::string& payload);
 
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<SymmetricMemory> memory_;
@@ -172,15 +213,20 @@ class Group {
   int num_threads_;
   bool has_spare_cores_;
   int process_id_;
+  bool is_child_;
 
   std::shared_ptr<Window> own_control_;
   std::vector<layout::ControlBlock*> controls_;
   layout::AbortRecord* own_abort_ = nullptr;
   std::vector<uint8_t> is_active_;
+  mutable std::vector<std::atomic<bool>> has_left_;  ///< this communicator, not the link
   int listener_id_ = -1;
 
   uint64_t gather_sequence_ = 0;
-  uint64_t recovery_round_ = 0;
+  Recovery recovery_;
+  RecoveryResult recovery_result_;
+  std::atomic<uint32_t> generation_{0};  ///< recoveries that have ended
+  std::atomic<bool> is_recovery_unfinished_{false};
   std::atomic<int> num_running_{0};
   std::atomic<bool> is_destroyed_{false};
 

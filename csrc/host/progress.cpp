@@ -15,15 +15,19 @@ bool ProgressThread::is_idle() const {
   return tasks_.empty() && !is_running_task_;
 }
 
-void ProgressThread::wait_idle(const InterruptCheck& interrupt_check) {
+bool ProgressThread::wait_idle(const InterruptCheck& interrupt_check, int64_t limit_ns) {
+  const int64_t start_ns = sync::now_ns();
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_idle = [this] { return tasks_.empty() && !is_running_task_; };
   while (!changed_.wait_for(lock, std::chrono::milliseconds(50), is_idle)) {
+    if (sync::now_ns() - start_ns > limit_ns)
+      return false;
     lock.unlock();
     if (interrupt_check)
       interrupt_check();
     lock.lock();
   }
+  return true;
 }
 
 void ProgressThread::submit(std::function<void()> task, const InterruptCheck& interrupt_check) {

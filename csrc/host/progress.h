@@ -75,8 +75,8 @@ class ProgressThread {
   bool is_idle() const;
   bool is_current_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
-  /// Returns when every task submitted so far has ended.
-  void wait_idle(const InterruptCheck& interrupt_check);
+  /// Waits until every task submitted so far has ended; @return false after @p limit_ns.
+  bool wait_idle(const InterruptCheck& interrupt_check, int64_t limit_ns = INT64_MAX);
 
   /// Ends after the tasks already submitted. Idempotent.
   void stop();

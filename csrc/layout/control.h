@@ -6,10 +6,12 @@
 
 namespace moe::layout {
 
-enum class AbortState : uint32_t { kClear = 0, kBeingWritten = 1, kSet = 2 };
 enum class AbortCause : int32_t { kPeerFailed = 0, kPeerTimeout = 1 };
 
 /// Why a communicator was aborted; written once by the first rank that aborts, into every peer.
+///
+/// `state` is 0, or four times the generation (recoveries that the writer has been through) plus
+/// kBeingWritten or kSet; a record of an earlier generation than the reader's means nothing.
 ///
 /// Byte map (512 bytes): [0, 4) state; [4, 8) cause; [8, 12) operation; [12, 16) phase;
 ///   [16, 24) epoch; [24, 28) num_ranks, how many of `ranks` count; [28, 156) ranks;
@@ -17,6 +19,14 @@ enum class AbortCause : int32_t { kPeerFailed = 0, kPeerTimeout = 1 };
 struct alignas(64) AbortRecord {
   static constexpr int kMaxRanks = 32;
   static constexpr int kMessageBytes = 356;
+  static constexpr uint32_t kBeingWritten = 1;
+  static constexpr uint32_t kSet = 2;
+
+  static constexpr uint32_t word(uint32_t generation, uint32_t state) {
+    return generation << 2 | state;
+  }
+  static constexpr uint32_t generation(uint32_t word) { return word >> 2; }
+  static constexpr bool is_set(uint32_t word) { return (word & 3) == kSet; }
 
   uint32_t state;
   int32_t cause;

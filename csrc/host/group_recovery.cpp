@@ -1,0 +1,274 @@
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "host/group.h"
+#include "host/wait.h"
+#include "host/warn.h"
+
+// How the living agree. Every rank proposes which ranks have failed, and at which epochs its own
+// buffers stand; it proposes again whenever it learns of another failure. A rank that sees the same
+// set proposed by everybody outside that set commits to it, tells the others, and never goes back
+// on it; a rank that hears of a commitment makes it its own. The call ends when every living rank
+// has committed. A rank that dies after somebody committed is found by the next operation, and
+// excluded by the next recovery.
+
+namespace moe::host {
+
+namespace {
+
+constexpr int64_t kWarnEveryNs = 60'000'000'000;
+// A peer that waits for this rank in an operation would never learn that it will not come.
+constexpr int64_t kPatienceNs = 1'000'000'000;
+constexpr char kProposal = 'p';
+constexpr char kCommitment = 'c';
+
+/// What a rank says of one buffer.
+struct BufferEpochs {
+  uint64_t buffer_number;
+  uint64_t next_epoch;
+  uint64_t last_completed;
+};
+
+template <typename Value>
+void append_value(std::string* bytes, const Value& value) {
+  bytes->append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+template <typename Value>
+Value read_value(const std::string& bytes, size_t* position) {
+  Value value{};
+  if (*position + sizeof(value) > bytes.size())
+    throw std::runtime_error("a control message is shorter than its contents");
+  std::memcpy(&value, bytes.data() + *position, sizeof(value));
+  *position += sizeof(value);
+  return value;
+}
+
+}  // namespace
+
+// A message of the recovery: [0] kind; [1, 1 + num_ranks) 1 for each failed rank; uint64 next
+// sequence of all_gather(); then one BufferEpochs per buffer.
+
+RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
+  check_process("recover");
+  const auto count = static_cast<size_t>(num_ranks());
+  recovery_.proposals.resize(count);
+  recovery_.has_committed.resize(count);
+  is_recovery_unfinished_.store(true, std::memory_order_relaxed);
+  end_operations(interrupt_check);
+  const int64_t start_ns = sync::now_ns();
+  int64_t warned_ns = start_ns;
+  wait_until(
+      *this,
+      [this] { return step_recovery(); },
+      [&] {
+        if (interrupt_check)
+          interrupt_check();
+        const int64_t now_ns = sync::now_ns();
+        if (now_ns - start_ns > kPatienceNs)
+          abort_to_recover();
+        const int missing = first_missing_in_recovery();
+        if (missing < 0)
+          return;
+        if (now_ns - warned_ns > kWarnEveryNs) {
+          warned_ns = now_ns;
+          warn(concat("rank ",
+                      rank_idx_,
+                      " has waited ",
+                      (now_ns - start_ns) / 1'000'000'000,
+                      " s for rank ",
+                      missing,
+                      " to recover"));
+        }
+        if (now_ns - start_ns > arrival_timeout_ns_)
+          throw PeerTimeout(concat("rank ",
+                                   missing,
+                                   " did not call recover() within ",
+                                   static_cast<double>(arrival_timeout_ns_) / 1e9,
+                                   " s of rank ",
+                                   rank_idx_),
+                            FailureSite{{missing}, "recover", "idle", -1});
+      });
+  recovery_ = Recovery{};
+  generation_.fetch_add(1, std::memory_order_relaxed);
+  is_recovery_unfinished_.store(false, std::memory_order_relaxed);
+  return std::move(recovery_result_);
+}
+
+bool Group::has_running_operations() {
+  if (num_running_.load() != 0)
+    return true;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [number, weak] : recoverables_)
+    if (const auto buffer = weak.lock(); buffer && !buffer->is_idle())
+      return true;
+  return false;
+}
+
+/// Operations of progress threads end by the abort; a stray one is given time, then aborted.
+void Group::end_operations(const InterruptCheck& interrupt_check) {
+  const int64_t start_ns = sync::now_ns();
+  while (has_running_operations()) {
+    if (interrupt_check)
+      interrupt_check();
+    if (sync::now_ns() - start_ns > kPatienceNs)
+      abort_to_recover();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void Group::abort_to_recover() {
+  if (is_aborted() || !recovery_.decision.empty())
+    return;
+  std::vector<int> ranks = missing_ranks();
+  if (ranks.empty())
+    ranks.push_back(rank_idx_);
+  abort(layout::AbortCause::kPeerFailed,
+        WaitSite{},
+        ranks,
+        concat("rank ", rank_idx_, " left the operations of this communicator to recover it"));
+}
+
+/// Hears what peers said and answers; @return whether every living rank has committed.
+bool Group::step_recovery() {
+  const auto is_gone = missing_ranks();
+  std::string message;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const auto idx = static_cast<size_t>(peer_rank);
+    if (peer_rank == rank_idx_ || !is_active(peer_rank))
+      continue;
+    while (link_->take(members_[idx], channel_ | kRecoveryChannelBit, generation(), &message)) {
+      if (message[0] == kProposal) {
+        recovery_.proposals[idx] = message;
+        continue;
+      }
+      recovery_.has_committed[idx] = 1;
+      if (recovery_.decision.empty())
+        recovery_result_ = commit(message);
+    }
+  }
+  if (recovery_.decision.empty()) {
+    propose();
+    if (!is_agreed())
+      return false;
+    recovery_result_ = commit(merge_proposals());
+  }
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const bool is_done = peer_rank == rank_idx_ || !is_active(peer_rank) ||
+                         recovery_.has_committed[static_cast<size_t>(peer_rank)] != 0 ||
+                         std::find(is_gone.begin(), is_gone.end(), peer_rank) != is_gone.end();
+    if (!is_done)
+      return false;
+  }
+  return true;
+}
+
+/// Tells the peers what this rank knows, if it knows more than it said last.
+void Group::propose() {
+  std::string failed(static_cast<size_t>(num_ranks()), '\0');
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+    if (peer_rank != rank_idx_ && (!is_active(peer_rank) || state(peer_rank) != PeerState::kAlive))
+      failed[static_cast<size_t>(peer_rank)] = 1;
+  for (const auto& proposal : recovery_.proposals)
+    for (size_t i = 0; !proposal.empty() && i < failed.size(); ++i)
+      failed[i] = static_cast<char>(failed[i] | proposal[1 + i]);
+  MOE_CHECK(failed[static_cast<size_t>(rank_idx_)] == 0,
+            "recover: a peer takes rank ",
+            rank_idx_,
+            ", which is this one, for failed");
+  std::string& own = recovery_.proposals[static_cast<size_t>(rank_idx_)];
+  if (!own.empty() && own.compare(1, failed.size(), failed) == 0)
+    return;
+  own = kProposal + failed;
+  append_value(&own, gather_sequence_);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [buffer_number, weak] : recoverables_)
+      if (const auto buffer = weak.lock()) {
+        const Recoverable::Epochs epochs = buffer->epochs();
+        append_value(&own, BufferEpochs{buffer_number, epochs.next, epochs.last_completed});
+      }
+  }
+  post_to_peers(channel_ | kRecoveryChannelBit, generation(), own);
+}
+
+bool Group::is_agreed() const {
+  const auto count = static_cast<size_t>(num_ranks());
+  const std::string& own = recovery_.proposals[static_cast<size_t>(rank_idx_)];
+  for (size_t peer_rank = 0; peer_rank < count; ++peer_rank) {
+    const std::string& proposal = recovery_.proposals[peer_rank];
+    if (own[1 + peer_rank] == 0 &&
+        (proposal.empty() || proposal.compare(1, count, own, 1, count) != 0))
+      return false;
+  }
+  return true;
+}
+
+/// The commitment that follows from proposals that agree.
+std::string Group::merge_proposals() const {
+  const auto count = static_cast<size_t>(num_ranks());
+  const std::string& own = recovery_.proposals[static_cast<size_t>(rank_idx_)];
+  uint64_t next_sequence = 0;
+  std::map<uint64_t, BufferEpochs> buffers;
+  for (size_t peer_rank = 0; peer_rank < count; ++peer_rank) {
+    if (own[1 + peer_rank] != 0)
+      continue;
+    const std::string& proposal = recovery_.proposals[peer_rank];
+    size_t position = 1 + count;
+    next_sequence = std::max(next_sequence, read_value<uint64_t>(proposal, &position));
+    while (position < proposal.size()) {
+      const auto epochs = read_value<BufferEpochs>(proposal, &position);
+      BufferEpochs& merged = buffers.emplace(epochs.buffer_number, epochs).first->second;
+      merged.next_epoch = std::max(merged.next_epoch, epochs.next_epoch);
+      merged.last_completed = std::min(merged.last_completed, epochs.last_completed);
+    }
+  }
+  std::string decision = kCommitment + own.substr(1, count);
+  append_value(&decision, next_sequence);
+  for (const auto& [number, epochs] : buffers)
+    append_value(&decision, epochs);
+  return decision;
+}
+
+/// Does what was decided, then tells the peers; from then on they may write to this rank.
+RecoveryResult Group::commit(const std::string& decision) {
+  RecoveryResult result;
+  for (int rank = 0; rank < num_ranks(); ++rank)
+    if (decision[1 + static_cast<size_t>(rank)] != 0) {
+      is_active_[static_cast<size_t>(rank)] = 0;
+      result.failed_ranks.push_back(rank);
+    }
+  size_t position = 1 + static_cast<size_t>(num_ranks());
+  gather_sequence_ = read_value<uint64_t>(decision, &position);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    while (position < decision.size()) {
+      const auto epochs = read_value<BufferEpochs>(decision, &position);
+      result.completed_epochs.push_back(
+          epochs.last_completed == 0 ? -1 : static_cast<int64_t>(epochs.last_completed));
+      const auto entry = recoverables_.find(epochs.buffer_number);
+      if (const auto buffer = entry == recoverables_.end() ? nullptr : entry->second.lock())
+        buffer->restart(epochs.next_epoch);
+    }
+    quarantined_.clear();
+  }
+  recovery_.decision = decision;
+  post_to_peers(channel_ | kRecoveryChannelBit, generation(), decision);
+  return result;
+}
+
+int Group::first_missing_in_recovery() const {
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const auto idx = static_cast<size_t>(peer_rank);
+    if (peer_rank == rank_idx_ || !is_active(peer_rank) || state(peer_rank) != PeerState::kAlive)
+      continue;
+    if (recovery_.decision.empty() ? recovery_.proposals[idx].empty()
+                                   : recovery_.has_committed[idx] == 0)
+      return peer_rank;
+  }
+  return -1;
+}
+
+}  // namespace moe::host
