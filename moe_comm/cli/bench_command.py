@@ -92,6 +92,9 @@ def dispatch_combine(
         int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
     ] = None,
     huge_pages: Annotated[bool, typer.Option(help="Ask for 2 MiB pages for windows.")] = True,
+    pin: Annotated[
+        bool, typer.Option(help="Bind rank r to core r modulo the number of cores, peers too.")
+    ] = False,
     huge_page_x: Annotated[bool, typer.Option(help="Put x in 2 MiB pages too.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of data and routing.")] = 0,
     json_path: Annotated[
@@ -124,6 +127,7 @@ def dispatch_combine(
             operations=_split(operations),
             num_threads=threads,
             with_huge_pages=huge_pages,
+            is_pinned=pin,
         )
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
             # Found out before minutes of measuring, not after.
@@ -141,6 +145,7 @@ def dispatch_combine(
         typer.echo(f"moe-comm bench: {error}", err=True)
         raise typer.Exit(1) from error
     console.print(result_table(rows, missing_peers))
+    environment["pinned"] = pin
     environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}
     if json_path is not None:
         document = to_json(environment, rows, missing_peers)

@@ -7,11 +7,17 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["SpinBarrier"]
+__all__ = ["SpinBarrier", "bind_to_core"]
 
 CACHE_LINE_WORDS = 8
 NUM_SPINS_BEFORE_YIELD = 50
 NUM_YIELDS_BEFORE_SLEEP = 20_000
+
+
+def bind_to_core(rank_idx: int) -> None:
+    """Bind this process to one of its cores; ranks beyond the number of cores share."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank_idx % len(cores)]})
 
 
 class SpinBarrier:

@@ -32,6 +32,7 @@ class RankProcesses:
         backend: Of the communicator.
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.
+        is_pinned: Every rank is bound to one core.
 
     Raises:
         WorkerError: A rank could not start.
@@ -44,6 +45,7 @@ class RankProcesses:
         backend: str,
         num_threads: int | None = None,
         with_huge_pages: bool = True,
+        is_pinned: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moe-comm-bench-")
         self.folder = Path(self._folder.name)
@@ -54,6 +56,7 @@ class RankProcesses:
             folder=self.folder,
             num_threads=num_threads,
             with_huge_pages=with_huge_pages,
+            is_pinned=is_pinned,
         )
         # A forked child would inherit torch's threads and locks in any state.
         context = multiprocessing.get_context("spawn")

@@ -61,6 +61,7 @@ class BenchOptions:
         operations: Of `OPERATIONS`; empty for what suits the size.
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.
+        is_pinned: Every rank is bound to one core, peers too.
     """
 
     backend: str = "host"
@@ -69,6 +70,7 @@ class BenchOptions:
     operations: tuple[str, ...] = ()
     num_threads: int | None = None
     with_huge_pages: bool = True
+    is_pinned: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("peers", PEERS), ("operations", OPERATIONS)):
@@ -154,6 +156,7 @@ class CaseRun:
                 backend=options.backend,
                 num_threads=options.num_threads,
                 with_huge_pages=options.with_huge_pages,
+                is_pinned=options.is_pinned,
             )
         )
         self.on_progress("check")
@@ -171,7 +174,7 @@ class CaseRun:
                 self.missing_peers["mpi"] = missing
                 return
             self.on_progress("check mpi")
-            self.mpi = MpiPeer(self.case, self.ranks.folder)
+            self.mpi = MpiPeer(self.case, self.ranks.folder, is_pinned=options.is_pinned)
             self._stack.callback(self.mpi.close)
             self.mpi.check()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moe_comm.autograd import dispatch as differentiable_dispatch
 from moe_comm.buffer import EpBuffer
-from moe_comm.cli.bench.barrier import SpinBarrier
+from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.memory import WindowMemory, window_memory
 from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
@@ -42,6 +42,7 @@ class Launch:
         folder: Files for rendezvous and barrier.
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.
+        is_pinned: Every rank is bound to one core.
     """
 
     case: BenchCase
@@ -49,6 +50,7 @@ class Launch:
     folder: Path
     num_threads: int | None = None
     with_huge_pages: bool = True
+    is_pinned: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class Worker:
     def __init__(self, launch: Launch, rank_idx: int) -> None:
         # Rows are moved by the communicator's threads; torch's own would compete for the cores.
         torch.set_num_threads(1)
+        if launch.is_pinned:
+            bind_to_core(rank_idx)
         case = launch.case
         self.case = case
         self.rank_idx = rank_idx

@@ -45,12 +45,13 @@ class MpiPeer:
     Args:
         case: The case.
         folder: For the control file, the barrier and the log; belongs to the caller.
+        is_pinned: Every rank is bound to one core.
 
     Raises:
         RuntimeError: mpirun or a rank failed; with its message.
     """
 
-    def __init__(self, case: BenchCase, folder: Path) -> None:
+    def __init__(self, case: BenchCase, folder: Path, *, is_pinned: bool = False) -> None:
         self.case = case
         self._log = folder / "mpirun.log"
         case_file = folder / "case.pickle"
@@ -69,7 +70,10 @@ class MpiPeer:
         arguments += [sys.executable, "-m", module, str(case_file), str(control_file)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*arguments, str(barrier_file)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*arguments, str(barrier_file), "pinned" if is_pinned else "free"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     def check(self) -> None:

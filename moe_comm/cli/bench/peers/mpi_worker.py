@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.cli.bench.barrier import SpinBarrier
+from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.peers.mpi_control import ControlFile
 from moe_comm.cli.bench.peers.runner import PipelineRunner
@@ -58,12 +58,14 @@ def _starts(counts: Sequence[int]) -> list[int]:
     return starts
 
 
-def main(case_file: str, control_file: str, barrier_file: str) -> None:
+def main(case_file: str, control_file: str, barrier_file: str, binding: str) -> None:
     """Serve commands until told to stop."""
     torch.set_num_threads(1)
     case: BenchCase = pickle.loads(Path(case_file).read_bytes())
     transport = MpiTransport()
     rank_idx = int(transport.communicator.Get_rank())
+    if binding == "pinned":
+        bind_to_core(rank_idx)
     control = ControlFile(Path(control_file), case.num_ranks)
     barrier = SpinBarrier(Path(barrier_file), rank_idx, case.num_ranks)
     try:
