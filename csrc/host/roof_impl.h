@@ -14,6 +14,11 @@ namespace {
 
 constexpr int64_t kRoofLineBytes = 64;
 constexpr int kRoofRegisters = static_cast<int>(kRoofLineBytes) / Simd::kRegisterBytes;
+/// Lines read from one stream before the next, and how far ahead. Line by line and without
+/// prefetch, streams that begin certain distances apart were measured to read at two thirds of
+/// this.
+constexpr int64_t kRoofBurstLines = 4;
+constexpr int64_t kRoofPrefetchBytes = 512;
 
 void roof_fan_out(const std::byte* src,
                   int64_t num_rows,
@@ -31,15 +36,30 @@ void roof_fan_out(const std::byte* src,
   Simd::fence();
 }
 
-void roof_sum(const std::byte* const* src, int num_src, int64_t bytes, std::byte* dst) {
-  for (int64_t at = 0; at < bytes; at += kRoofLineBytes) {
-    Simd::Words line[kRoofRegisters] = {};
-    for (int k = 0; k < num_src; ++k)
-      for (int i = 0; i < kRoofRegisters; ++i)
-        line[i] += load(src[k] + at + i * Simd::kRegisterBytes);
-    for (int i = 0; i < kRoofRegisters; ++i)
-      Simd::stream(dst + at + i * Simd::kRegisterBytes, line[i]);
+/// Sums @p kLines lines of every stream.
+template <int64_t kLines>
+MOE_FORCE_INLINE void roof_sum_burst(const std::byte* const* src,
+                                     int num_src,
+                                     int64_t at,
+                                     std::byte* dst) {
+  constexpr int kRegisters = static_cast<int>(kLines) * kRoofRegisters;
+  Simd::Words sums[kRegisters] = {};
+  for (int k = 0; k < num_src; ++k) {
+    for (int64_t line = 0; line < kLines; ++line)
+      __builtin_prefetch(src[k] + at + kRoofPrefetchBytes + line * kRoofLineBytes);
+    for (int i = 0; i < kRegisters; ++i)
+      sums[i] += load(src[k] + at + i * Simd::kRegisterBytes);
   }
+  for (int i = 0; i < kRegisters; ++i)
+    Simd::stream(dst + at + i * Simd::kRegisterBytes, sums[i]);
+}
+
+void roof_sum(const std::byte* const* src, int num_src, int64_t bytes, std::byte* dst) {
+  int64_t at = 0;
+  for (; at + kRoofBurstLines * kRoofLineBytes <= bytes; at += kRoofBurstLines * kRoofLineBytes)
+    roof_sum_burst<kRoofBurstLines>(src, num_src, at, dst);
+  for (; at < bytes; at += kRoofLineBytes)
+    roof_sum_burst<1>(src, num_src, at, dst);
   Simd::fence();
 }
 

@@ -30,9 +30,8 @@ struct RowKernels {
   /// float32 (float64 rows: float64); rounds once, to nearest even; a NaN is stored as 0x7FC0,
   /// 0x7E00, 0x7FC00000 or 0x7FF8000000000000.
   /// @param weights   null, or num_src values of float32 (float64 for float64 rows).
-  /// @param prefetch  null, or num_prefetch addresses whose bytes [0, hidden * element) the next
-  /// call
-  ///   will read: brought into L2 while this row is added.
+  /// @param prefetch  null, or num_prefetch addresses of rows that the next call will read: their
+  ///   first bytes are brought into the cache while the last of this row are added.
   void (*sum_rows)(DType dtype,
                    const std::byte* const* src,
                    const void* weights,

@@ -19,6 +19,10 @@ constexpr int64_t kLineBytes = 64;
 constexpr int kRegistersPerLine = static_cast<int>(kLineBytes) / Simd::kRegisterBytes;
 /// Sums of up to this many rows have a loop of their own, without counting rows.
 constexpr int kMaxUnrolledRows = 8;
+/// Bytes, of all sources together, that are prefetched into L1 ahead of the sum. The hardware needs
+/// several lines of a row to see a stream, and a row is short: at its end the next call's rows are
+/// begun.
+constexpr int64_t kPrefetchBytes = 6144;
 
 /// Bytes from @p dst to the next cache line, at most @p bytes.
 MOE_FORCE_INLINE int64_t bytes_to_line(const std::byte* dst, int64_t bytes) {
@@ -119,24 +123,39 @@ MOE_FORCE_INLINE void add_elements(const SumRequest<Number>& request,
   }
 }
 
+/// Bytes between the line that is summed and the line that is prefetched, in each source.
+MOE_FORCE_INLINE int64_t prefetch_distance(int num_src, int64_t row_bytes) {
+  const int64_t distance = num_src < 2 ? kPrefetchBytes : kPrefetchBytes / num_src & -kLineBytes;
+  return distance < row_bytes ? distance : row_bytes;
+}
+
 /// Sums whole lines of [at, end) and returns where it stopped. All sources are read side by side,
 /// line by line: each line of the sum is written once and no sum ever leaves its register.
 /// @tparam kNumSrc  num_src, or 0 for any number.
 template <typename Number, bool kWeighted, bool kStream, int kNumSrc>
 int64_t sum_lines(const SumRequest<Number>& request, int64_t at, int64_t end) {
   const int num_src = kNumSrc == 0 ? request.num_src : kNumSrc;
+  const std::byte* near[kNumSrc == 0 ? 1 : kNumSrc];  // a copy that no store can change
+  for (int k = 0; k < kNumSrc; ++k)
+    near[k] = request.src[k];
+  const std::byte* const* src = kNumSrc == 0 ? request.src : near;
+  const int64_t distance = prefetch_distance(num_src, end - at);
   for (; at + kLineBytes <= end; at += kLineBytes) {
+    const int64_t ahead = at + distance;
+    if (ahead < end) {
+#pragma GCC unroll 8
+      for (int k = 0; k < num_src; ++k)
+        __builtin_prefetch(src[k] + ahead);
+    } else {
+      for (int p = 0; p < request.num_prefetch; ++p)
+        __builtin_prefetch(request.prefetch[p] + (ahead - end));
+    }
     typename Number::Register acc[kRegistersPerLine * Number::kWidth] = {};
 #pragma GCC unroll 8
     for (int k = 0; k < num_src; ++k)
       for (int i = 0; i < kRegistersPerLine; ++i)
-        add_elements<Number, kWeighted>(request,
-                                        k,
-                                        load(request.src[k] + at + i * Simd::kRegisterBytes),
-                                        acc + i * Number::kWidth);
-    // Into L1, from where it falls to L2: measured faster than asking for L2.
-    for (int p = 0; p < request.num_prefetch; ++p)
-      __builtin_prefetch(request.prefetch[p] + at, 0, 3);
+        add_elements<Number, kWeighted>(
+            request, k, load(src[k] + at + i * Simd::kRegisterBytes), acc + i * Number::kWidth);
     for (int i = 0; i < kRegistersPerLine; ++i)
       put<kStream>(request.dst + at + i * Simd::kRegisterBytes,
                    Number::narrow(acc + i * Number::kWidth));
