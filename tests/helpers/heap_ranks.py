@@ -204,6 +204,18 @@ def stats(state: Any, verify_huge_pages: bool = False) -> dict[str, int]:
     return {name: getattr(found, name) for name in names}
 
 
+def wait_for_huge_mapping(state: Any, num_bytes: int) -> int:
+    """Bytes of shared memory that this process maps by 2 MiB pages, once they are num_bytes."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        found = 0
+        for mapping in Path("/proc/self/smaps").read_text().split("memfd:moe_comm")[1:]:
+            found += int(mapping.split("ShmemPmdMapped:")[1].split()[0]) * 1024
+        if found >= num_bytes or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
 def leave(state: Any) -> float:
     state.mesh.leave()
     return time.monotonic()

@@ -134,6 +134,7 @@ def test_huge_pages_are_mapped_by_owner_and_peer() -> None:
             pytest.skip("this machine gives no 2 MiB pages to shared memory (MADV_COLLAPSE)")
         verified = owner.call(steps.stats, True)
         assert verified["huge_page_bytes"] == reported["huge_page_bytes"] == 34 * MIB
+        assert reader.call(steps.wait_for_huge_mapping, 34 * MIB) == 34 * MIB, "before any access"
         assert reader.call(steps.read_peer, 0, offer, 5 * MIB, 1) == b"h"
 
 
