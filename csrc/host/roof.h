@@ -24,6 +24,8 @@ struct RoofKernels {
 
   /// The bytes of combine: reads @p num_src streams and writes one, the sum of their 32-bit words
   /// (the cheapest arithmetic that needs every byte and gives lines as dense as the sources).
+  /// NOTE: at some distances between the streams' beginnings memory itself reads up to a third
+  /// slower; an operation faster than this roof has met one, not beaten the machine.
   void (*sum)(const std::byte* const* src, int num_src, int64_t bytes, std::byte* dst);
 
   void (*copy)(const std::byte* src, std::byte* dst, int64_t bytes);
