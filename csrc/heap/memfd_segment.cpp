@@ -29,6 +29,9 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 // Left to the rest of the machine when a segment takes nearly all of it.
 constexpr uint64_t kSpareBytes = uint64_t{32} << 20;
 
+// Faulted in between two looks at what the machine has left.
+constexpr uint64_t kStepBytes = uint64_t{8} << 20;
+
 // Each failure may have made the kernel compact memory, which takes long.
 constexpr int kMostCollapseFailures = 8;
 
@@ -114,6 +117,26 @@ void populate(std::byte* data, uint64_t bytes) {
   }
 }
 
+/// Puts what it can of a range into 2 MiB pages; @return bytes of it that are.
+uint64_t collapse(std::byte* data, uint64_t bytes, int* num_failures) {
+  uint64_t huge_bytes = 0;
+  if (reinterpret_cast<uintptr_t>(data) % kHugePageBytes != 0)
+    return huge_bytes;
+  for (uint64_t offset = 0; offset + kHugePageBytes <= bytes; offset += kHugePageBytes) {
+    // MADV_COLLAPSE refuses a range without any page.
+    populate(data + offset, system_page_bytes());
+    if (::madvise(data + offset, kHugePageBytes, kMadvCollapse) == 0)
+      huge_bytes += kHugePageBytes;
+    else if (errno == EINVAL || errno == ENOSYS)
+      *num_failures = kMostCollapseFailures;  // not offered here
+    else
+      ++*num_failures;
+    if (*num_failures >= kMostCollapseFailures)
+      break;
+  }
+  return huge_bytes;
+}
+
 }  // namespace
 
 Segment::~Segment() {
@@ -127,25 +150,17 @@ uint64_t system_page_bytes() {
 }
 
 uint64_t fault_in(std::byte* data, uint64_t bytes, bool with_huge_pages) {
-  check_machine(bytes);
-  uint64_t huge_bytes = 0;
   int num_failures = 0;
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  if (with_huge_pages && address % kHugePageBytes == 0) {
-    for (uint64_t offset = 0; offset + kHugePageBytes <= bytes; offset += kHugePageBytes) {
-      // MADV_COLLAPSE refuses a range without any page.
-      populate(data + offset, system_page_bytes());
-      if (::madvise(data + offset, kHugePageBytes, kMadvCollapse) == 0) {
-        huge_bytes += kHugePageBytes;
-        continue;
-      }
-      // Not offered here, or memory is too scattered: the rest need not be tried.
-      if (errno == EINVAL || errno == ENOSYS || ++num_failures == kMostCollapseFailures)
-        break;
-    }
+  uint64_t huge_bytes = 0;
+  for (uint64_t offset = 0; offset < bytes; offset += kStepBytes) {
+    // The kernel kills rather than refuse, so look again: other ranks may be growing as well.
+    check_machine(bytes - offset);
+    const uint64_t step_bytes = std::min(kStepBytes, bytes - offset);
+    if (with_huge_pages && num_failures < kMostCollapseFailures)
+      huge_bytes += collapse(data + offset, step_bytes, &num_failures);
+    // Maps what is there, allocates what collapsing left out.
+    populate(data + offset, step_bytes);
   }
-  // Maps what is there, allocates what collapsing left out.
-  populate(data, bytes);
   return huge_bytes;
 }
 

@@ -196,6 +196,64 @@ def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
     pytest.skip("a mount namespace of its own is not permitted here")
 
 
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A memory cgroup of 800 MiB for a process to move into."""
+    made = Path(
+        "/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").exists() else "/sys/fs/cgroup"
+    )
+    limit_name = "memory.limit_in_bytes" if made.name == "memory" else "memory.max"
+    made = made / f"moe_comm_test_{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / limit_name).write_text(str(800 * MIB))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            made.rmdir()
+        pytest.skip(f"cannot make a memory cgroup: {error}")
+    yield made
+    deadline = time.monotonic() + WAIT_S
+    while made.exists() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # busy until its processes are reaped
+            made.rmdir()
+        time.sleep(0.01)
+
+
+def test_ranks_that_fill_their_container_get_errors_not_kills(memory_group: Path) -> None:
+    script = """
+        import os, sys
+        from pathlib import Path
+        Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+        from moe_comm import _host
+        from moe_comm.errors import CapacityError
+        mesh = _host.PeerMesh.create()
+        mesh.connect(0, [mesh.address()], 10.0)
+        heap = _host.ShmHeap.create(mesh)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        held = []
+        try:
+            while len(held) < 20:
+                held.append(heap.allocate(50 << 20))
+        except CapacityError:
+            print("refused")
+        """
+    with (
+        start_python(script, str(memory_group)) as one,
+        start_python(script, str(memory_group)) as two,
+    ):
+        for program in (one, two):
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+        for program in (one, two):
+            assert program.stdin is not None
+            program.stdin.write("go\n")
+            program.stdin.flush()
+        for program in (one, two):
+            assert program.communicate(timeout=2 * WAIT_S)[0] == "refused\n"
+            assert program.returncode == 0
+
+
 # ------------------------------------------------------------------------------------ ends
 
 
@@ -299,30 +357,22 @@ def test_how_an_interpreter_ends(ending: str) -> None:
 
 def test_killing_at_any_moment_leaves_nothing_behind() -> None:
     script = """
-        import sys
         from moe_comm import _host
         mesh = _host.PeerMesh.create()
-        print("started", flush=True)
+        print(mesh.address().hex(), flush=True)
         mesh.connect(0, [mesh.address()], 30.0)
         heap = _host.ShmHeap.create(mesh)
         held = [heap.allocate(4 << 20) for _ in range(40)]
         """
-    names_before = shared_names()
     for delay_s in (0.0, 0.003, 0.01, 0.03, 0.1):
         with start_python(script) as program:
             assert program.stdout is not None
-            program.stdout.readline()
+            token = bytes.fromhex(program.stdout.readline())[24:40].hex()
             time.sleep(delay_s)
             program.kill()
-    assert shared_names() - names_before == set()
-
-
-def shared_names() -> set[str]:
-    """Files in /dev/shm and bound socket names of this library."""
-    sockets = Path("/proc/net/unix").read_text().splitlines()
-    return set(os.listdir("/dev/shm")) | {
-        line.split()[-1] for line in sockets if "moe_comm-" in line
-    }
+        # Byte map of an address: csrc/heap/wire.h.
+        assert token not in Path("/proc/net/unix").read_text()
+        assert not [name for name in os.listdir("/dev/shm") if "moe_comm" in name]
 
 
 # ------------------------------------------------------------------------------------ peers that stop
