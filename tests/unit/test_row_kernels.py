@@ -347,11 +347,11 @@ def test_copy_and_zero(
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_roofs_move_the_bytes_they_count(rng: np.random.Generator, isa: str) -> None:
-    streams = [place(rng.integers(0, 2**32, 960, np.uint32), 0) for _ in range(9)]
+    streams = [place(rng.integers(0, 2**32, 912, np.uint32), 0) for _ in range(9)]
     num_bytes = streams[0].nbytes
     for num in (1, 2, 8, 9):
         targets = [Guarded(num_bytes) for _ in range(num)]
-        kernels.roof_fan_out(streams[0], 384, [t.bytes for t in targets], isa)
+        kernels.roof_fan_out(streams[0], 192, [t.bytes for t in targets], isa)
         assert all((t.bytes == streams[0]).all() for t in targets)
         kernels.roof_sum(streams[:num], targets[0].bytes, isa)
         want = np.sum([s.view(np.uint32) for s in streams[:num]], axis=0, dtype=np.uint32)
