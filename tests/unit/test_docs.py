@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import moe_comm
+from moe_comm.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -77,22 +79,10 @@ def test_make_targets_exist(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_cli_commands_exist(document: str) -> None:
     blocks = "\n".join(code_blocks(document, ""))
-    for command in sorted(
-        set(re.findall(r"^moe-comm ((?:[a-z][a-z-]* ?)+)", blocks, re.MULTILINE))
-    ):
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import moe_comm.cli; moe_comm.cli.main()",
-                *command.split(),
-                "--help",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, f"moe-comm {command}: {run.stderr}"
+    commands = set(re.findall(r"^moe-comm ((?:[a-z][a-z-]* ?)+)", blocks, re.MULTILINE))
+    for command in sorted(commands):
+        outcome = CliRunner().invoke(app, [*command.split(), "--help"])
+        assert outcome.exit_code == 0, f"moe-comm {command}: {outcome.output}"
 
 
 def test_readme_example_runs() -> None:
