@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from moe_comm import Bootstrap, Communicator, _host
+from moe_comm.backends.host import HostBackend
 from moe_comm.testing.cases import CASES, Case
 from moe_comm.testing.conformance import CHECKS, check_case
 from moe_comm.testing.target import Target
@@ -37,3 +39,27 @@ def test_case(target_and_mode: tuple[Target, str], case: Case) -> None:
 def test_check(target_and_mode: tuple[Target, str], check: str) -> None:
     target, mode = target_and_mode
     CHECKS[check](target, mode=mode)
+
+
+def connect_with_three_threads(group: Bootstrap) -> Communicator:
+    return Communicator(group, backend="host", num_threads=3)
+
+
+SPECIAL_CASES = [case for case in CASES if "special" in case.name or "larger" in case.name]
+
+
+@pytest.mark.parametrize("case", SPECIAL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("instruction_set", _host.kernels.instruction_sets())
+def test_instruction_set(instruction_set: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_COMM_ISA", instruction_set)
+    with Communicator(backend="host") as communicator:
+        backend = TARGETS["host"].backend(communicator, case.config)
+        assert isinstance(backend, HostBackend)
+        assert backend.instruction_set == instruction_set
+        backend.destroy()
+    check_case(TARGETS["host"], case, mode="threads")
+
+
+@pytest.mark.parametrize("case", SPECIAL_CASES, ids=lambda case: case.name)
+def test_several_threads_per_rank(case: Case) -> None:
+    check_case(Target(name="host", connect=connect_with_three_threads), case, mode="threads")
