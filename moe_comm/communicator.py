@@ -305,6 +305,8 @@ class Communicator:
         """
         if self._destroyed:
             return
+        if self.native is not None:
+            self.native.prepare_to_leave()
         for dependant in list(self._dependants):
             dependant.destroy()
         self._destroyed = True

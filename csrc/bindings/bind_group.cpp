@@ -128,6 +128,7 @@ void bind_group(py::module_& module) {
              }
              return py::make_tuple(result.failed_ranks, result.completed_epochs);
            })
+      .def("prepare_to_leave", [](NativeGroup& self) { self.group->prepare_to_leave(); })
       .def(
           "destroy",
           [](NativeGroup& self) {

@@ -17,6 +17,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kPollMs = 100;
+constexpr auto kProbeEvery = std::chrono::milliseconds(100);
+// Who finds that a rank has ended stays that long: else its own end would be taken for the cause.
+constexpr auto kLinger = std::chrono::milliseconds(300);
 constexpr double kLongestTimeout = 1e9;  // seconds that fit the clock
 
 /// A socket whose Hello has not arrived whole.
@@ -36,6 +39,16 @@ class MeshConnector {
         sockets_(addresses.size()) {}
 
   std::vector<OwnedFd> run(double timeout_s, const std::function<void()>& interrupt_check) {
+    try {
+      return connect_all(timeout_s, interrupt_check);
+    } catch (const PeerFailed&) {
+      linger();
+      throw;
+    }
+  }
+
+ private:
+  std::vector<OwnedFd> connect_all(double timeout_s, const std::function<void()>& interrupt_check) {
     const auto limit = std::chrono::duration<double>(std::min(timeout_s, kLongestTimeout));
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
     int next_dial = 0;
@@ -48,6 +61,10 @@ class MeshConnector {
       const std::string missing = missing_ranks();
       if (missing.empty())
         return std::move(sockets_);
+      if (Clock::now() >= next_probe_) {
+        next_probe_ = Clock::now() + kProbeEvery;
+        probe_callers();
+      }
       if (Clock::now() >= deadline)
         throw SystemError(concat("rank ",
                                  rank_idx_,
@@ -62,23 +79,56 @@ class MeshConnector {
     }
   }
 
- private:
+  void linger() {
+    const auto deadline = Clock::now() + kLinger;
+    while (Clock::now() < deadline) {
+      try {
+        answer();
+        std::erase_if(greetings_, [this](Greeting& greeting) { return read_hello(greeting); });
+      } catch (const PeerFailed&) {  // another one, or the same again
+      }
+      wait(true, deadline);
+    }
+  }
+
   /// @return False when the listener has too many callers for now.
   bool dial(int peer_rank) {
     OwnedFd socket = connect_abstract(listener_name(address(peer_rank).mesh_token));
     if (!socket) {
       if (errno == EAGAIN)
         return false;
-      throw SystemError(concat("rank ",
-                               peer_rank,
-                               " cannot be reached from rank ",
-                               rank_idx_,
-                               ": nobody listens; it has ended, or it runs on another machine"),
-                        errno);
+      fail(peer_rank,
+           concat("rank ",
+                  peer_rank,
+                  " cannot be reached from rank ",
+                  rank_idx_,
+                  ": nobody listens; it has ended, or it runs on another machine"));
     }
     greet(socket, peer_rank);
     greetings_.push_back({std::move(socket), peer_rank, Hello{}, 0});
     return true;
+  }
+
+  [[noreturn]] static void fail(int peer_rank, const std::string& message) {
+    throw PeerFailed(message, FailureSite{{peer_rank}, "connect", "idle", -1});
+  }
+
+  /// A rank that still has to dial this one listens until it has; one that does not listen and has
+  /// not dialled has ended.
+  void probe_callers() {
+    for (int peer_rank = rank_idx_ + 1; peer_rank < static_cast<int>(sockets_.size());
+         ++peer_rank) {
+      if (sockets_[static_cast<size_t>(peer_rank)])
+        continue;
+      if (connect_abstract(listener_name(address(peer_rank).mesh_token)) || errno != ECONNREFUSED)
+        continue;
+      // It may have dialled just before it stopped listening.
+      answer();
+      std::erase_if(greetings_, [this](Greeting& greeting) { return read_hello(greeting); });
+      if (!sockets_[static_cast<size_t>(peer_rank)])
+        fail(peer_rank,
+             concat("rank ", peer_rank, " ended before it connected to rank ", rank_idx_));
+    }
   }
 
   void answer() {
@@ -95,7 +145,7 @@ class MeshConnector {
     send_bytes(socket.get(), reinterpret_cast<const char*>(&hello), sizeof hello, -1, &sent_bytes);
     // A new socket takes these few bytes at once unless the peer has gone.
     if (sent_bytes != sizeof hello)
-      throw SystemError(concat("rank ", peer_rank, " hung up on rank ", rank_idx_), ECONNRESET);
+      fail(peer_rank, concat("rank ", peer_rank, " hung up on rank ", rank_idx_));
   }
 
   /// @return Whether the greeting is over: its socket is in sockets_, or closed as a stranger's.
@@ -112,9 +162,9 @@ class MeshConnector {
       return false;
     if (transfer != Transfer::kMoved) {
       if (greeting.rank_idx >= 0)
-        throw SystemError(
-            concat("rank ", greeting.rank_idx, " hung up on rank ", rank_idx_, " while connecting"),
-            ECONNRESET);
+        fail(greeting.rank_idx,
+             concat(
+                 "rank ", greeting.rank_idx, " hung up on rank ", rank_idx_, " while connecting"));
       return true;
     }
     greeting.num_bytes += received_bytes;
@@ -149,6 +199,7 @@ class MeshConnector {
     return text;
   }
 
+  /// Sleeps until a socket has something to say, some moments at most.
   void wait(bool is_behind, Clock::time_point deadline) const {
     std::vector<pollfd> polled{{listener_.get(), POLLIN, 0}};
     for (const Greeting& greeting : greetings_)
@@ -169,6 +220,7 @@ class MeshConnector {
   const OwnedFd& listener_;
   std::vector<Greeting> greetings_;
   std::vector<OwnedFd> sockets_;
+  Clock::time_point next_probe_ = Clock::now() + kProbeEvery;
 };
 
 }  // namespace

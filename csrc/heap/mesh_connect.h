@@ -16,7 +16,8 @@ std::string listener_name(const Token& mesh_token);
 /// Returns once a Hello of every peer has arrived, so every peer is in this call or past it.
 ///
 /// @return One socket per rank, empty for this rank.
-/// @throws SystemError  ranks are missing after @p timeout_s, or one hung up; names them.
+/// @throws PeerFailed  a rank has ended.
+/// @throws SystemError  ranks are missing after @p timeout_s; names them.
 std::vector<OwnedFd> connect_mesh(int rank_idx,
                                   const std::vector<MeshAddress>& addresses,
                                   const OwnedFd& listener,

@@ -39,6 +39,7 @@ class PeerMesh : public PeerLink {
   /// @throws InvalidArgument  ranks on several machines or network namespaces, or a wire version
   /// that
   ///   differs; names them.
+  /// @throws PeerFailed  a rank has ended before it was connected.
   /// @throws SystemError  a socket call failed or @p timeout_s passed; names the ranks that are
   /// missing.
   virtual void connect(int rank_idx,

@@ -216,7 +216,7 @@ void Endpoint::destroy(const InterruptCheck& interrupt_check) {
   if (!own_window_ || own_workspace().base() == nullptr)
     return;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (workspace(peer_rank).base() == nullptr)
+    if (workspace(peer_rank).base() == nullptr || group_->is_leaving())
       continue;
     sync::store_release(workspace(peer_rank).closed(rank_idx()).epoch, uint64_t{1});
     sync::ring(group_->doorbell(peer_rank));

@@ -160,6 +160,9 @@ class Group {
   uint64_t next_gather_sequence() const { return gather_sequence_; }
   void add_recoverable(uint64_t buffer_number, std::weak_ptr<Recoverable> buffer);
 
+  /// Buffers destroyed from now on go with the communicator: peers hear that this rank left.
+  void prepare_to_leave() { is_leaving_.store(true, std::memory_order_relaxed); }
+  bool is_leaving() const { return is_leaving_.load(std::memory_order_relaxed); }
   void destroy();
   bool is_destroyed() const { return is_destroyed_.load(std::memory_order_relaxed); }
 
@@ -228,6 +231,7 @@ class Group {
   std::atomic<uint32_t> generation_{0};  ///< recoveries that have ended
   std::atomic<bool> is_recovery_unfinished_{false};
   std::atomic<int> num_running_{0};
+  std::atomic<bool> is_leaving_{false};
   std::atomic<bool> is_destroyed_{false};
 
   std::mutex mutex_;

@@ -1,0 +1,146 @@
+"""What ranks do in the tests of failure: steps whose outcome is known, deaths, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_comm import Communicator, EpBuffer, EpConfig
+from moe_comm.testing import RankContext
+
+NUM_TOPK = 2
+EXPERTS_PER_RANK = 2
+HANG_S = 60.0
+"""Limit for what should take a second; only a hang reaches it."""
+
+
+def config_for(num_ranks: int, num_tokens: int = 64, hidden: int = 64) -> EpConfig:
+    return EpConfig(
+        num_experts=EXPERTS_PER_RANK * num_ranks,
+        num_topk=NUM_TOPK,
+        hidden=hidden,
+        num_max_tokens_per_rank=num_tokens,
+    )
+
+
+def gather_pids(comm: Communicator) -> list[int]:
+    return [int(pid) for pid in comm.all_gather(str(os.getpid()).encode())]
+
+
+def inputs(
+    buffer: EpBuffer,
+    seed: int,
+    living: Collection[int] | None = None,
+    num_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows, and choices among the experts of `living` ranks only."""
+    config, comm = buffer.config, buffer.communicator
+    generator = torch.Generator().manual_seed(1000 * seed + comm.rank_idx)
+    num_tokens = config.num_max_tokens_per_rank if num_tokens is None else num_tokens
+    x = torch.randn(num_tokens, config.hidden, generator=generator).to(config.dtype)
+    ranks = torch.tensor(sorted(living if living is not None else range(comm.num_ranks)))
+    experts = (ranks[:, None] * EXPERTS_PER_RANK + torch.arange(EXPERTS_PER_RANK)).flatten()
+    choices = torch.randint(len(experts), (num_tokens, config.num_topk), generator=generator)
+    return x, experts[choices]
+
+
+def step(
+    buffer: EpBuffer,
+    seed: int,
+    living: Collection[int] | None = None,
+    num_tokens: int | None = None,
+) -> None:
+    """Dispatch and combine with experts that return their input; the sum is known exactly."""
+    x, topk_idx = inputs(buffer, seed, living, num_tokens)
+    result = buffer.dispatch(x, topk_idx)
+    y = buffer.combine(result.x, result.handle)
+    if not torch.equal(y, NUM_TOPK * x):
+        wrong = int((y != NUM_TOPK * x).any(1).sum())
+        raise AssertionError(f"step {seed}: {wrong} of {len(x)} sums are wrong")
+
+
+def steps_until_error(
+    buffer: EpBuffer, limit_s: float = HANG_S, living: Collection[int] | None = None
+) -> tuple[Exception, float]:
+    """Steps until one raises; the error and when it was raised (CLOCK_MONOTONIC)."""
+    deadline = time.monotonic() + limit_s
+    seed = 0
+    while time.monotonic() < deadline:
+        seed += 1
+        try:
+            step(buffer, seed, living)
+        except AssertionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return error, time.monotonic()
+    raise AssertionError(f"{seed} steps without an error in {limit_s} s")
+
+
+def error_of(call: Callable[[], Any]) -> BaseException:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - the test looks at it
+        return error
+    raise AssertionError("raised nothing")
+
+
+def die(when: Path | None = None) -> None:
+    """SIGKILL this process; first write down when."""
+    if when is not None:
+        when.write_text(repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after(delay_s: float, when: Path | None = None) -> None:
+    """Die while the calling thread goes on."""
+    threading.Timer(delay_s, die, (when,)).start()
+
+
+def has_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def num_open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_buffer(
+    context: RankContext, num_tokens: int = 64, hidden: int = 64, **options: Any
+) -> EpBuffer:
+    options = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0, **options}
+    comm = Communicator(context.group, backend="host", **options)
+    return EpBuffer(comm, config_for(context.num_ranks, num_tokens, hidden))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"did not come true in {HANG_S} s")
+        time.sleep(0.01)
+
+
+def own_sockets() -> list[str]:
+    """Names of the abstract sockets that this process has open."""
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        target = os.readlink(fd) if fd.is_symlink() else ""
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    fields = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sorted({line[7] for line in fields if len(line) > 7 and line[6] in inodes})

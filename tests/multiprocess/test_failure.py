@@ -1,0 +1,352 @@
+"""Ranks that die, stop, leave or are interrupted: every other rank is told who it was, and nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_comm import (
+    CommunicationError,
+    Communicator,
+    EpBuffer,
+    PeerFailedError,
+    PeerTimeoutError,
+    _host,
+)
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import (
+    HANG_S,
+    config_for,
+    die,
+    die_after,
+    error_of,
+    gather_pids,
+    has_stopped,
+    inputs,
+    make_buffer,
+    own_sockets,
+    step,
+    steps_until_error,
+    wait_for,
+)
+
+Told = tuple[str, tuple[int, ...], str, int, str]
+
+
+def told(error: BaseException) -> Told:
+    assert isinstance(error, CommunicationError), repr(error)
+    return type(error).__name__, error.ranks, error.phase, error.epoch, str(error)
+
+
+def assert_all_told(results: list[Told | None], kind: type[Exception], culprit: int) -> None:
+    for rank_idx, result in enumerate(results):
+        if rank_idx != culprit:
+            assert result is not None
+            name, ranks, _, _, text = result
+            assert (name, ranks) == (kind.__name__, (culprit,)), text
+            assert f"rank {culprit} " in text
+
+
+# ---------------------------------------------------------------------------------------------
+# SIGKILL.
+
+
+def _die_at_random(context: RankContext, victim: int, delay_s: float, hidden: int) -> Told:
+    buffer = make_buffer(context, num_tokens=512, hidden=hidden)
+    step(buffer, 0)
+    buffer.communicator.all_gather(b"")
+    if context.rank_idx == victim:
+        die_after(delay_s)
+    error, _ = steps_until_error(buffer)
+    later = error_of(lambda: step(buffer, 1))
+    assert told(later)[:2] == told(error)[:2]
+    return told(error)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "victim", "delay_s", "hidden"),
+    [(2, 0, 0.002, 64), (3, 2, 0.05, 64), (4, 1, 0.1, 2048), (3, 0, 0.25, 4096)],
+)
+def test_death_at_any_moment(num_ranks: int, victim: int, delay_s: float, hidden: int) -> None:
+    results = run_ranks(
+        _die_at_random,
+        num_ranks,
+        victim,
+        delay_s,
+        hidden,
+        fresh=True,
+        expect_dead=[victim],
+    )
+    assert_all_told(results, PeerFailedError, victim)
+
+
+def _die_after_the_row(context: RankContext, folder: str) -> Told:
+    """Rank 2 has published its row when it dies; rank 0 has not entered; rank 1 waits."""
+    buffer = make_buffer(context)
+    died = Path(folder) / "died"
+    if context.rank_idx == 2:
+        x, topk_idx = inputs(buffer, 1)
+        buffer.dispatch(x, topk_idx, async_op=True)
+        time.sleep(0.1)
+        die(died)
+    if context.rank_idx == 0:
+        wait_for(died.exists)
+        time.sleep(0.1)
+    return told(error_of(lambda: step(buffer, 1)))
+
+
+def test_death_after_the_row(tmp_path: Path) -> None:
+    results = run_ranks(_die_after_the_row, 3, str(tmp_path), fresh=True, expect_dead=[2])
+    assert_all_told(results, PeerFailedError, 2)
+
+
+def _die_while_another_idles(context: RankContext, folder: str) -> Told:
+    """Rank 0 does not come for a long time: rank 1 must not wait for it to hear of rank 2."""
+    buffer = make_buffer(context)
+    done = Path(folder) / "done"
+    if context.rank_idx == 2:
+        die()
+    if context.rank_idx == 0:
+        wait_for(done.exists)
+    error = error_of(lambda: step(buffer, 1))
+    done.touch()
+    return told(error)
+
+
+def test_death_while_another_rank_idles(tmp_path: Path) -> None:
+    results = run_ranks(_die_while_another_idles, 3, str(tmp_path), fresh=True, expect_dead=[2])
+    assert_all_told(results, PeerFailedError, 2)
+
+
+def _die_while_a_heap_grows(context: RankContext) -> Told:
+    buffer = make_buffer(context)
+    buffer.communicator.all_gather(b"")
+    if context.rank_idx == 1:
+        die_after(0.02)
+        time.sleep(HANG_S)
+    if context.rank_idx == 0:
+        buffer.communicator.reserve(256 << 20)
+    return told(error_of(lambda: step(buffer, 1)))
+
+
+def test_death_while_a_heap_grows() -> None:
+    results = run_ranks(_die_while_a_heap_grows, 3, fresh=True, expect_dead=[1])
+    assert_all_told(results, PeerFailedError, 1)
+
+
+def _die_instead_of_a_buffer(context: RankContext) -> Told:
+    comm = Communicator(context.group, backend="host", arrival_timeout_s=HANG_S)
+    if context.rank_idx == 2:
+        die()
+    return told(error_of(lambda: EpBuffer(comm, config_for(context.num_ranks))))
+
+
+def test_death_while_a_buffer_is_made() -> None:
+    results = run_ranks(_die_instead_of_a_buffer, 3, fresh=True, expect_dead=[2])
+    assert_all_told(results, PeerFailedError, 2)
+
+
+def _die_while_connecting(context: RankContext, victim: int) -> Told:
+    if context.rank_idx == victim:
+        _host.PeerMesh.connect = lambda *_: die()  # type: ignore[method-assign]
+    return told(error_of(lambda: Communicator(context.group, backend="host")))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_death_while_a_communicator_is_made(victim: int) -> None:
+    results = run_ranks(_die_while_connecting, 3, victim, fresh=True, expect_dead=[victim])
+    assert_all_told(results, PeerFailedError, victim)
+
+
+def _leave_sockets(context: RankContext, folder: str) -> None:
+    buffer = make_buffer(context)
+    step(buffer, 0)
+    (Path(folder) / f"sockets{context.rank_idx}").write_text("\n".join(own_sockets()))
+    buffer.communicator.all_gather(b"")
+    if context.rank_idx == 0:
+        die()
+    steps_until_error(buffer)
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    shm = set(Path("/dev/shm").glob("*moe*"))
+    run_ranks(_leave_sockets, 3, str(tmp_path), fresh=True, expect_dead=[0])
+    names = {name for path in tmp_path.glob("sockets*") for name in path.read_text().split()}
+    assert len(names) >= 2
+    open_names = Path("/proc/net/unix").read_text()
+    assert [name for name in names if name in open_names] == []
+    assert set(Path("/dev/shm").glob("*moe*")) - shm == set()
+
+
+# ---------------------------------------------------------------------------------------------
+# Stopped and absent ranks.
+
+
+def _stop(context: RankContext, folder: str) -> tuple[Told, Told]:
+    """Rank 2 is stopped inside a dispatch; rank 1 waits for its done flag, rank 0 too."""
+    buffer = make_buffer(context, num_tokens=2048, hidden=4096, stall_timeout_s=1.0)
+    comm = buffer.communicator
+    step(buffer, 0)
+    pids = gather_pids(comm)
+    entered = Path(folder) / "entered"
+    if context.rank_idx == 0:
+        # Rank 2 enters first and waits for rank 0, so it is inside when it stops.
+        wait_for(entered.exists)
+        time.sleep(0.1)
+        os.kill(pids[2], signal.SIGSTOP)
+        wait_for(lambda: has_stopped(pids[2]))
+    if context.rank_idx == 2:
+        entered.touch()
+    first = error_of(lambda: step(buffer, 1))
+    if context.rank_idx != 2:
+        comm_error = error_of(lambda: step(buffer, 2))
+    if context.rank_idx == 0:
+        os.kill(pids[2], signal.SIGCONT)
+    if context.rank_idx == 2:
+        comm_error = error_of(lambda: step(buffer, 2))
+    recovery = comm.recover()
+    assert recovery.failed_ranks == ()
+    step(buffer, 3)
+    buffer.destroy()
+    comm.destroy()
+    return told(first), told(comm_error)
+
+
+def test_stopped_rank_is_named_by_all_and_everybody_recovers(tmp_path: Path) -> None:
+    results = run_ranks(_stop, 3, str(tmp_path))
+    for rank_idx, (first, later) in enumerate(results):
+        assert first[:2] == ("PeerTimeoutError", (2,)), (rank_idx, first)
+        assert first[2] in ("data", "offers")
+        assert first[3] > 0
+        assert later[:2] == ("PeerTimeoutError", (2,)), (rank_idx, later)
+
+
+def _never_come(context: RankContext, folder: str) -> Told | None:
+    buffer = make_buffer(context, arrival_timeout_s=1.0)
+    done = Path(folder) / "done"
+    error = None
+    if context.rank_idx == 1:
+        wait_for(done.exists)
+    else:
+        error = error_of(lambda: step(buffer, 1))
+        done.touch()
+    buffer.communicator.recover()
+    step(buffer, 2)
+    buffer.destroy()
+    buffer.communicator.destroy()
+    return None if error is None else told(error)
+
+
+def test_absent_rank_is_named(tmp_path: Path) -> None:
+    results = run_ranks(_never_come, 3, str(tmp_path))
+    assert_all_told(results, PeerTimeoutError, 1)
+    assert results[0] is not None
+    assert "did not enter dispatch" in results[0][4]
+
+
+# ---------------------------------------------------------------------------------------------
+# Interrupted and leaving ranks.
+
+
+def _interrupt(context: RankContext, folder: str) -> Told:
+    """Rank 0 is interrupted while it waits for rank 2, which is elsewhere."""
+    buffer = make_buffer(context)
+    comm = buffer.communicator
+    step(buffer, 0)
+    done = Path(folder) / "done"
+    if context.rank_idx == 0:
+        assert threading.current_thread() is threading.main_thread()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        first = error_of(lambda: step(buffer, 1))
+        assert isinstance(first, KeyboardInterrupt), repr(first)
+        error = error_of(lambda: step(buffer, 1))
+        done.touch()
+    else:
+        if context.rank_idx == 2:
+            wait_for(done.exists)
+        error = error_of(lambda: step(buffer, 1))
+    assert comm.recover().failed_ranks == ()
+    step(buffer, 2)
+    buffer.destroy()
+    comm.destroy()
+    return told(error)
+
+
+def test_interrupted_rank_is_named(tmp_path: Path) -> None:
+    results = run_ranks(_interrupt, 3, str(tmp_path))
+    for name, ranks, phase, _, text in results:
+        assert (name, ranks, phase) == ("PeerFailedError", (0,), "rows"), text
+
+
+def _leave(context: RankContext, how: str) -> Told | None:
+    buffer = make_buffer(context)
+    comm = buffer.communicator
+    step(buffer, 0)
+    if context.rank_idx == 1:
+        if how == "destroy":
+            comm.destroy()
+            return None
+        if how == "drop":
+            del buffer, comm
+            return None
+        sys.exit(0)
+    wait_for(lambda: isinstance(error_of(lambda: comm.all_gather(b"")), PeerFailedError))
+    return told(error_of(lambda: step(buffer, 1)))
+
+
+@pytest.mark.parametrize("how", ["destroy", "drop"])
+def test_leaving_between_operations_fails_the_next_call_only(how: str) -> None:
+    results = run_ranks(_leave, 3, how, fresh=True)
+    assert_all_told(results, PeerFailedError, 1)
+    assert all(result is None or "left" in result[4] for result in results)
+
+
+_EXITING_RANKS = """
+import sys, torch, moe_comm, threading
+from tests.helpers.failing_ranks import *
+import torch.distributed as dist
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+comm = moe_comm.Communicator(backend="host", stall_timeout_s=2.0, arrival_timeout_s=60.0)
+buffer = moe_comm.EpBuffer(comm, config_for(2))
+step(buffer, 0)
+if rank == 1:
+    if how == "in flight":
+        pending = buffer.dispatch(*inputs(buffer, 1), async_op=True)
+    sys.exit(7)
+if how == "in flight":
+    import time
+    time.sleep(0.5)
+    wait_for(lambda: isinstance(error_of(lambda: comm.all_gather(b"")), moe_comm.PeerFailedError))
+error = error_of(lambda: step(buffer, 1))
+assert type(error) is moe_comm.PeerFailedError and error.ranks == (1,), repr(error)
+print("told:", error)
+"""
+
+
+@pytest.mark.parametrize("how", ["idle", "in flight"])
+def test_exit_without_destroy(how: str, tmp_path: Path) -> None:
+    """Python ends in good order whatever is alive, and peers hear of it."""
+
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _EXITING_RANKS, str(rank), str(tmp_path / "store"), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(2)
+    ]
+    output = [rank.communicate(timeout=HANG_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 7], output
+    assert "told: rank 1 " in output[0]
+    assert "rror" not in output[1], output[1]
