@@ -141,7 +141,7 @@ void Exchange::await_row(int peer_rank) {
   auto& activity = endpoint_.own_workspace().activity();
   const WaitSite where = site(Phase::kRows);
   wait_until(group_, ready, [&] {
-    sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
+    show_wait(peer_rank, Phase::kRows, epoch_);
     if (interrupt_check_)
       interrupt_check_();
     if (ready())
@@ -213,7 +213,7 @@ void Exchange::await_entered(int peer_rank, Phase phase, uint64_t last_epoch, Re
   int64_t moved_ns = start_ns;
   uint64_t seen_progress = sync::load_relaxed(peer_activity.progress);
   wait_until(group_, ready, [&] {
-    sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
+    show_wait(peer_rank, phase, last_epoch);
     if (interrupt_check_)
       interrupt_check_();
     if (ready())
@@ -239,16 +239,42 @@ void Exchange::await_entered(int peer_rank, Phase phase, uint64_t last_epoch, Re
   trace_wait(start_ns, peer_rank);
 }
 
+void Exchange::show_wait(int peer_rank, Phase phase, uint64_t flag_epoch) {
+  auto& activity = endpoint_.own_workspace().activity();
+  sync::store_relaxed(activity.waiting_epoch, flag_epoch);
+  sync::store_relaxed(activity.waiting_phase, static_cast<int32_t>(phase));
+  sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
+}
+
+int Exchange::awaited_by(int rank_idx) const {
+  const auto& workspace = endpoint_.workspace(rank_idx);
+  const auto& activity = workspace.activity();
+  const auto peer_rank = static_cast<int>(sync::load_relaxed(activity.waiting_for)) - 1;
+  if (peer_rank < 0 || peer_rank >= group_.num_ranks() || !group_.is_active(peer_rank))
+    return -1;
+  const uint64_t flag_epoch = sync::load_relaxed(activity.waiting_epoch);
+  uint64_t seen_epoch = 0;
+  switch (static_cast<Phase>(sync::load_relaxed(activity.waiting_phase))) {
+    case Phase::kRows:
+      seen_epoch = sync::load_relaxed(workspace.row(flag_epoch, peer_rank).epoch);
+      break;
+    case Phase::kOffers:
+      seen_epoch = sync::load_relaxed(workspace.second_offer(flag_epoch, peer_rank).epoch);
+      break;
+    default:
+      seen_epoch = sync::load_relaxed(workspace.done(flag_epoch, peer_rank).epoch);
+  }
+  return seen_epoch < flag_epoch ? peer_rank : -1;
+}
+
 void Exchange::give_up_stalled(int peer_rank, const WaitSite& where) {
   // A peer that itself waits for somebody is not the one to blame: follow the chain to its end.
   int culprit = peer_rank;
   for (int hops = 0; hops < group_.num_ranks(); ++hops) {
-    const uint32_t next = sync::load_relaxed(endpoint_.workspace(culprit).activity().waiting_for);
-    if (next == 0 || static_cast<int>(next) > group_.num_ranks() ||
-        static_cast<int>(next) - 1 == group_.rank_idx() ||
-        !group_.is_active(static_cast<int>(next) - 1))
+    const int next = awaited_by(culprit);
+    if (next < 0 || next == group_.rank_idx())
       break;
-    culprit = static_cast<int>(next) - 1;
+    culprit = next;
   }
   group_.abort(layout::AbortCause::kPeerTimeout,
                where,

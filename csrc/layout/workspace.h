@@ -11,11 +11,14 @@ namespace moe::layout {
 /// What a rank is doing on a buffer, for peers that wait for it and want to say why.
 ///
 /// Byte map (64 bytes): [0, 8) progress, raised while it works; [8, 12) waiting_for, rank + 1 or 0;
-///   [12, 16) phase; rest unused.
+///   [12, 16) phase; [16, 24) waiting_epoch and [24, 28) waiting_phase, which flag it waits for;
+///   rest unused.
 struct alignas(64) Activity {
   uint64_t progress;
   uint32_t waiting_for;
   int32_t phase;
+  uint64_t waiting_epoch;
+  int32_t waiting_phase;
 };
 static_assert(sizeof(Activity) == 64);
 
