@@ -1,0 +1,487 @@
+"""Trains a small MoE language model on 4 ranks and on 1 rank, and compares the losses bit for bit.
+
+The model reads characters of the Python standard library. Its experts are spread over the ranks by
+moe_comm; everything else is replicated. The global batch is cut into 4 equal shards. Outside the
+experts every shard is computed on its own, whichever rank it is on, and what is summed over shards is
+summed in shard order. Inside the experts, dispatch brings the same rows in the same order on any number
+of ranks. So the two runs do the same floating-point operations, and their losses are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import struct
+import sys
+import sysconfig
+import tempfile
+import time
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+import moe_comm
+from moe_comm.routing_trace import save_routing_trace
+
+NUM_SHARDS = 4
+NUM_TRACED_STEPS = 4
+NUM_TABLE_ROWS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of the model and its training; the same in both runs."""
+
+    num_steps: int = 300
+    text_bytes: int = 1_000_000
+    seed: int = 1
+    num_sequences: int = 32  # per step, over all shards
+    context: int = 64
+    hidden: int = 64
+    num_heads: int = 4
+    num_layers: int = 2
+    num_experts: int = 16
+    num_topk: int = 2
+    learning_rate: float = 3e-3
+    balance_rate: float = 1e-2
+
+    @property
+    def num_shard_tokens(self) -> int:
+        """Tokens of one shard in one step."""
+        return self.num_sequences // NUM_SHARDS * self.context
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What a run leaves behind.
+
+    Args:
+        losses: One per step.
+        topk_idx: int64 `[num_samples, num_tokens, num_topk]`: what the routers chose for the tokens of
+            all shards, for every layer of a few steps.
+        seconds: Of training.
+    """
+
+    losses: list[float]
+    topk_idx: torch.Tensor
+    seconds: float
+
+
+def read_text(num_bytes: int) -> torch.Tensor:
+    """The first `num_bytes` of the standard library's sources as ids in [0, 128); 127: not ASCII."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= num_bytes:
+            break
+    return torch.frombuffer(text[:num_bytes], dtype=torch.uint8).long().clamp(max=127)
+
+
+class Block(nn.Module):
+    """One layer without its experts: attention, and the router's scores."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.num_heads = options.num_heads
+        self.attention_norm = nn.LayerNorm(options.hidden)
+        self.qkv = nn.Linear(options.hidden, 3 * options.hidden)
+        self.project = nn.Linear(options.hidden, options.hidden)
+        self.expert_norm = nn.LayerNorm(options.hidden)
+        self.router = nn.Linear(options.hidden, options.num_experts, bias=False)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_sequences, context, hidden]` to the same."""
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.project(mixed.transpose(1, 2).flatten(2))
+
+
+class Trunk(nn.Module):
+    """Everything but the experts; replicated on every rank, and once more for every shard."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.token = nn.Embedding(128, options.hidden)
+        self.position = nn.Parameter(torch.randn(options.context, options.hidden) * 0.1)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.num_layers))
+        self.norm = nn.LayerNorm(options.hidden)
+        self.head = nn.Linear(options.hidden, 128)
+
+
+class Expert(nn.Module):
+    """Two matrices, parameters of their own: the same tensors on any number of ranks."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(options.hidden, 2 * options.hidden) * 0.1)
+        self.down = nn.Parameter(torch.randn(2 * options.hidden, options.hidden) * 0.1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[num_rows, hidden]` to the same; there may be no row."""
+        return torch.relu(rows @ self.up) @ self.down
+
+
+class MoeModel:
+    """The part of the model that one rank holds: trunks of its shards, and its experts.
+
+    Args:
+        options: The same on every rank.
+        buffer: Moves rows between the ranks.
+    """
+
+    def __init__(self, options: Options, buffer: moe_comm.EpBuffer) -> None:
+        self.options = options
+        self.buffer = buffer
+        num_ranks = buffer.communicator.num_ranks
+        # Every rank draws all parameters and keeps its own, so that they do not depend on the ranks.
+        torch.manual_seed(options.seed)
+        self.trunk = Trunk(options)
+        experts = [
+            [Expert(options) for _ in range(options.num_experts)] for _ in range(options.num_layers)
+        ]
+        is_local = (buffer.expert_rank == buffer.communicator.rank_idx).tolist()
+        self.experts = [
+            [expert for expert, keep in zip(layer, is_local, strict=True) if keep]
+            for layer in experts
+        ]
+        # Added to the scores when experts are chosen; raised for those that get few tokens.
+        self.balance = torch.zeros(options.num_layers, options.num_experts)
+        # A trunk per shard: same values in the same memory, gradients apart.
+        self.shard_trunks = [copy.deepcopy(self.trunk) for _ in range(NUM_SHARDS // num_ranks)]
+        for replica in self.shard_trunks:
+            for mine, shared in zip(replica.parameters(), self.trunk.parameters(), strict=True):
+                mine.data = shared.data
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trunk's, then those of this rank's experts."""
+        experts = [
+            parameter
+            for layer in self.experts
+            for expert in layer
+            for parameter in expert.parameters()
+        ]
+        return [*self.trunk.parameters(), *experts]
+
+    def losses(self, shards: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The loss of every shard of this rank, and what its routers chose.
+
+        Args:
+            shards: int64 `[num_sequences, context + 1]` of every shard of this rank.
+
+        Returns:
+            Scalars; int64 `[num_layers, num_tokens, num_topk]`, tokens in shard order.
+
+        Every tensor has at most two uses that send a gradient back: their sum is the same in either
+        order, which may differ between one shard per rank and four.
+        """
+        hidden = [
+            trunk.token(tokens[:, :-1]) + trunk.position
+            for trunk, tokens in zip(self.shard_trunks, shards, strict=True)
+        ]
+        chosen = []
+        for layer_idx in range(self.options.num_layers):
+            hidden, topk_idx = self._layer(layer_idx, hidden)
+            chosen.append(topk_idx)
+        losses = []
+        for trunk, x, tokens in zip(self.shard_trunks, hidden, shards, strict=True):
+            logits = trunk.head(trunk.norm(x))
+            losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+        return losses, torch.stack(chosen)
+
+    def _layer(
+        self, layer_idx: int, hidden: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        residual, rows, topk_idx, topk_weights = [], [], [], []
+        for trunk, x in zip(self.shard_trunks, hidden, strict=True):
+            block: Any = trunk.blocks[layer_idx]
+            x = block.attend(x)
+            normed = block.expert_norm(x)
+            scores = torch.softmax(block.router(normed).flatten(0, 1), -1)
+            choice = (scores.detach() + self.balance[layer_idx]).topk(self.options.num_topk).indices
+            weights = scores.gather(1, choice)
+            residual.append(x)
+            rows.append(normed.flatten(0, 1))
+            topk_idx.append(choice)
+            topk_weights.append(weights / weights.sum(1, keepdim=True))
+
+        choices = torch.cat(topk_idx)
+        result = moe_comm.dispatch(torch.cat(rows), choices, buffer=self.buffer)
+        parts = result.x.split(result.num_tokens_per_expert.tolist())
+        out = [expert(part) for expert, part in zip(self.experts[layer_idx], parts, strict=True)]
+        y = moe_comm.combine(
+            torch.cat(out), result.handle, buffer=self.buffer, topk_weights=torch.cat(topk_weights)
+        )
+        summed = [
+            x + part.view_as(x) for x, part in zip(residual, y.chunk(len(residual)), strict=True)
+        ]
+        return summed, choices
+
+
+def gather_shards(mine: torch.Tensor) -> torch.Tensor:
+    """`[num_shards_here, ...]` of every rank, as `[NUM_SHARDS, ...]` in shard order. Collective."""
+    if not dist.is_initialized():
+        return mine
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return torch.cat(gathered)
+
+
+def sum_in_order(values: torch.Tensor) -> torch.Tensor:
+    """Sum over the first dimension, one addition after the other."""
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total
+
+
+def train_step(
+    model: MoeModel, optimizer: torch.optim.Optimizer, shards: list[torch.Tensor]
+) -> tuple[float, torch.Tensor]:
+    """One step; the global loss, and what this rank's routers chose."""
+    options = model.options
+    optimizer.zero_grad()
+    for trunk in model.shard_trunks:
+        trunk.zero_grad()
+    losses, topk_idx = model.losses(shards)
+    torch.autograd.backward([loss / NUM_SHARDS for loss in losses])
+
+    # What belongs to all shards: gradients of the trunk, router statistics, loss. Each shard's is
+    # gathered and added in shard order; a ring would add in an order that depends on the ranks.
+    counts = [
+        torch.stack([layer.flatten().bincount(minlength=options.num_experts) for layer in choices])
+        for choices in topk_idx.split(options.num_shard_tokens, dim=1)
+    ]
+    mine = torch.stack(
+        [
+            torch.cat(
+                [
+                    loss.detach().view(1),
+                    count.flatten().float(),
+                    *[parameter.grad.flatten() for parameter in trunk.parameters()],
+                ]
+            )
+            for loss, count, trunk in zip(losses, counts, model.shard_trunks, strict=True)
+        ]
+    )
+    total = sum_in_order(gather_shards(mine))
+    loss, load, gradient = total.split(
+        [1, model.balance.numel(), total.numel() - 1 - model.balance.numel()]
+    )
+    trunk_parameters = list(model.trunk.parameters())
+    pieces = gradient.split([parameter.numel() for parameter in trunk_parameters])
+    for parameter, piece in zip(trunk_parameters, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+    optimizer.step()
+
+    load = load.view_as(model.balance)
+    model.balance += options.balance_rate * torch.sign(load.mean(1, keepdim=True) - load)
+    return loss.item() / NUM_SHARDS, topk_idx
+
+
+def run_rank(
+    rank_idx: int, num_ranks: int, options: Options, store: str, results: SimpleQueue[Any]
+) -> None:
+    """Train on one rank; rank 0 reports every step's loss, then a `RunResult`."""
+    torch.set_num_threads(1)  # more threads would add in another order
+    if num_ranks > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank_idx, world_size=num_ranks
+        )
+    text = read_text(options.text_bytes)
+    num_shards_here = NUM_SHARDS // num_ranks
+    config = moe_comm.EpConfig(
+        num_experts=options.num_experts,
+        num_topk=options.num_topk,
+        hidden=options.hidden,
+        num_max_tokens_per_rank=num_shards_here * options.num_shard_tokens,
+        dtype=torch.float32,
+    )
+    with moe_comm.Communicator() as communicator, moe_comm.EpBuffer(communicator, config) as buffer:
+        model = MoeModel(options, buffer)
+        # One tensor after the other: an element's bits do not depend on its neighbours.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, foreach=False)
+        draw = torch.Generator().manual_seed(options.seed)
+        window = torch.arange(options.context + 1)
+        traced_steps = set(range(options.num_steps)[-NUM_TRACED_STEPS:])
+        losses: list[float] = []
+        traces = []
+        start = time.perf_counter()
+        for step in range(options.num_steps):
+            first = torch.randint(
+                len(text) - options.context, (options.num_sequences,), generator=draw
+            )
+            shards = text[first[:, None] + window].chunk(NUM_SHARDS)
+            mine = shards[rank_idx * num_shards_here : (rank_idx + 1) * num_shards_here]
+            loss, topk_idx = train_step(model, optimizer, list(mine))
+            losses.append(loss)
+            if step in traced_steps:
+                by_token = topk_idx.transpose(0, 1).contiguous()
+                traces.append(gather_shards(by_token).transpose(0, 1))
+            if rank_idx == 0:
+                results.put(loss)
+        seconds = time.perf_counter() - start
+        if rank_idx == 0:
+            # numpy, because a tensor in a queue is shared memory of this process, which ends.
+            results.put((losses, torch.cat(traces).numpy(), seconds))
+    if num_ranks > 1:
+        dist.destroy_process_group()
+
+
+def run(num_ranks: int, options: Options, progress: Progress) -> RunResult:
+    """Train on `num_ranks` new processes.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: A rank failed; the message has its traceback.
+    """
+    task = progress.add_task(
+        f"{num_ranks} rank{'s' * (num_ranks > 1)}", total=options.num_steps, loss=""
+    )
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = torch.multiprocessing.spawn(
+            run_rank,
+            args=(num_ranks, options, str(Path(folder) / "store"), results),
+            nprocs=num_ranks,
+            join=False,
+            daemon=True,
+        )
+        result = None
+        has_ended = False
+        while not has_ended:
+            has_ended = ranks.join(timeout=0.1)
+            while not results.empty():
+                item = results.get()
+                if isinstance(item, float):
+                    progress.update(task, advance=1, loss=f"loss {item:.4f}")
+                else:
+                    losses, topk_idx, seconds = item
+                    result = RunResult(losses, torch.from_numpy(topk_idx), seconds)
+    assert result is not None
+    return result
+
+
+def first_difference(spread: RunResult, alone: RunResult) -> int | None:
+    """The first step whose losses are not equal, or None."""
+    steps = range(len(alone.losses))
+    return next((step for step in steps if spread.losses[step] != alone.losses[step]), None)
+
+
+def bits(loss: float) -> str:
+    """Sign, exponent and fraction of a float32 number, in hexadecimal."""
+    return struct.pack(">f", loss).hex()
+
+
+def show(console: Console, num_ranks: int, spread: RunResult, alone: RunResult) -> None:
+    """Print the two curves side by side, every digit of them."""
+    table = Table(title="training loss", caption="bits: of the float32 number")
+    table.add_column("step", justify="right")
+    for name in (f"{num_ranks} ranks", "1 rank"):
+        table.add_column(name, justify="right")
+        table.add_column("bits", style="dim")
+    table.add_column("")
+    last = len(alone.losses) - 1
+    for step in sorted({round(last * row / NUM_TABLE_ROWS) for row in range(NUM_TABLE_ROWS + 1)}):
+        pair = (spread.losses[step], alone.losses[step])
+        cells = [text for loss in pair for text in (f"{loss:.6f}", bits(loss))]
+        table.add_row(str(step), *cells, "==" if pair[0] == pair[1] else "!=")
+    console.print(table)
+    seconds = f"{spread.seconds:.1f} s on {num_ranks} ranks, {alone.seconds:.1f} s on 1 rank"
+    console.print(f"{len(alone.losses)} steps: {seconds}")
+
+
+def plot(path: Path, num_ranks: int, spread: RunResult, alone: RunResult) -> None:
+    """Draw both curves."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    axes.plot(alone.losses, linewidth=4, alpha=0.4, label="1 rank")
+    axes.plot(spread.losses, linewidth=1, label=f"{num_ranks} ranks")
+    axes.set(xlabel="step", ylabel="loss", title="The same model on one rank and on several")
+    axes.legend()
+    figure.savefig(path)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """What the user asks for."""
+    defaults = Options()
+    parser = argparse.ArgumentParser(
+        description="Train a small MoE language model on several ranks and on one; compare the losses."
+    )
+    parser.add_argument(
+        "--ranks", type=int, choices=(2, 4), default=4, help="ranks to compare with 1"
+    )
+    parser.add_argument("--steps", type=int, default=defaults.num_steps)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument(
+        "--text-bytes",
+        type=int,
+        default=defaults.text_bytes,
+        help="of the standard library to read",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        default=Path("trace.npz"),
+        help="file for the router's decisions (moe-comm bench --routing)",
+    )
+    parser.add_argument("--plot", type=Path, help="image file for the curves; needs matplotlib")
+    parsed = parser.parse_args(arguments)
+    if parsed.steps < 1:
+        parser.error(f"--steps must be >= 1, got {parsed.steps}")
+    if parsed.text_bytes <= defaults.context + 1:
+        parser.error(f"--text-bytes must be > {defaults.context + 1}, got {parsed.text_bytes}")
+    return parsed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; 0 when the losses are identical, else 1."""
+    parsed = parse_arguments(arguments)
+    options = Options(num_steps=parsed.steps, text_bytes=parsed.text_bytes, seed=parsed.seed)
+    console = Console()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        spread = run(parsed.ranks, options, progress)
+        alone = run(1, options, progress)
+    show(console, parsed.ranks, spread, alone)
+    save_routing_trace(
+        parsed.trace, spread.topk_idx, num_experts=options.num_experts, num_ranks=parsed.ranks
+    )
+    console.print(f"routing of the last steps: {parsed.trace}")
+    if parsed.plot is not None:
+        plot(parsed.plot, parsed.ranks, spread, alone)
+        console.print(f"curves: {parsed.plot}")
+    step = first_difference(spread, alone)
+    if step is not None:
+        pair = f"{bits(spread.losses[step])} and {bits(alone.losses[step])}"
+        console.print(f"DIFFERENT from step {step} on: {pair}", style="bold red")
+        return 1
+    if not torch.equal(spread.topk_idx, alone.topk_idx):
+        console.print("DIFFERENT routing in the last steps", style="bold red")
+        return 1
+    console.print(
+        f"identical: {len(alone.losses)} losses on {parsed.ranks} ranks and on 1 rank, bit for bit",
+        style="bold green",
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
