@@ -71,6 +71,9 @@ class SymmetricMemory {
   /// Bytes that could still be had: free ones plus what the byte limit leaves for growth.
   virtual uint64_t available_bytes() const = 0;
 
+  /// The largest window that could still be had, as far as the byte limit goes.
+  virtual uint64_t largest_available_bytes() const = 0;
+
   /// Frees what quarantined windows left behind.
   virtual void end_quarantine() = 0;
 };

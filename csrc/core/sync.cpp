@@ -14,6 +14,10 @@ void yield() {
   sched_yield();
 }
 
+uint32_t current_core() {
+  return static_cast<uint32_t>(sched_getcpu());
+}
+
 int64_t now_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);

@@ -58,6 +58,9 @@ inline void pause() {
 /// Gives the core to another runnable thread.
 void yield();
 
+/// The core this thread runs on now.
+uint32_t current_core();
+
 /// CLOCK_MONOTONIC: one clock for all processes of a machine.
 int64_t now_ns();
 

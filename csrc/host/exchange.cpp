@@ -61,7 +61,9 @@ Exchange::Exchange(Endpoint& endpoint,
   check_closed();
   if (endpoint_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();
-  sync::store_relaxed(endpoint_.own_workspace().activity().waiting_for, uint32_t{0});
+  auto& activity = endpoint_.own_workspace().activity();
+  sync::store_relaxed(activity.waiting_for, uint32_t{0});
+  sync::store_relaxed(activity.core, sync::current_core());
   epoch_ = endpoint_.take_epoch();
 }
 
@@ -130,6 +132,12 @@ void Exchange::publish(const RowMessage& message) {
   }
 }
 
+WaitLadder Exchange::ladder_for(int peer_rank) const {
+  const uint32_t peer_core = sync::load_relaxed(endpoint_.workspace(peer_rank).activity().core);
+  return peer_core == sync::current_core() ? wait_ladder_on_core_of_peer(group_.has_spare_cores())
+                                           : wait_ladder(group_.has_spare_cores());
+}
+
 void Exchange::await_row(int peer_rank) {
   const Row& row = endpoint_.own_workspace().row(epoch_, peer_rank);
   const auto ready = [&] { return sync::load_acquire(row.epoch) >= epoch_; };
@@ -140,7 +148,7 @@ void Exchange::await_row(int peer_rank) {
   int64_t death_ns = 0;
   auto& activity = endpoint_.own_workspace().activity();
   const WaitSite where = site(Phase::kRows);
-  wait_until(group_, ready, [&] {
+  wait_until(group_, ladder_for(peer_rank), ready, [&] {
     show_wait(peer_rank, Phase::kRows, epoch_);
     if (interrupt_check_)
       interrupt_check_();
@@ -212,7 +220,7 @@ void Exchange::await_entered(int peer_rank, Phase phase, uint64_t last_epoch, Re
   const WaitSite where = site(phase);
   int64_t moved_ns = start_ns;
   uint64_t seen_progress = sync::load_relaxed(peer_activity.progress);
-  wait_until(group_, ready, [&] {
+  wait_until(group_, ladder_for(peer_rank), ready, [&] {
     show_wait(peer_rank, phase, last_epoch);
     if (interrupt_check_)
       interrupt_check_();

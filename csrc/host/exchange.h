@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "host/endpoint.h"
+#include "host/wait.h"
 #include "layout/routing.h"
 #include "layout/row.h"
 
@@ -116,6 +117,7 @@ class Exchange {
   template <typename Ready>
   void await_entered(int peer_rank, layout::Phase phase, uint64_t last_epoch, Ready&& ready);
   void await_row(int peer_rank);
+  WaitLadder ladder_for(int peer_rank) const;
   [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& site);
 
   Endpoint& endpoint_;

@@ -18,6 +18,13 @@ inline WaitLadder wait_ladder(bool has_spare_cores) {
   return has_spare_cores ? WaitLadder{600, 500} : WaitLadder{20, 500};
 }
 
+/// For a waiter on the very core of the peer it waits for: spinning only delays that peer. Where
+/// there are cores to spare it sleeps soon, because the kernel wakes a sleeper on an idle core and
+/// leaves yielding threads together for long.
+inline WaitLadder wait_ladder_on_core_of_peer(bool has_spare_cores) {
+  return has_spare_cores ? WaitLadder{0, 4} : WaitLadder{0, 500};
+}
+
 constexpr int64_t kSleepSliceNs = 40'000'000;  // bounds how late a sleeper looks at its limits
 
 /// Waits until @p ready() holds: spins, yields, then sleeps on this rank's doorbell.
@@ -25,8 +32,7 @@ constexpr int64_t kSleepSliceNs = 40'000'000;  // bounds how late a sleeper look
 /// @param ready    Looks at the flag, with acquire order. Always looked at before anything else.
 /// @param on_slow  Called now and then while waiting; throws to give up (abort, death, limits).
 template <typename Ready, typename OnSlow>
-void wait_until(Group& group, Ready&& ready, OnSlow&& on_slow) {
-  const WaitLadder ladder = wait_ladder(group.has_spare_cores());
+void wait_until(Group& group, const WaitLadder& ladder, Ready&& ready, OnSlow&& on_slow) {
   for (int i = 0; i < ladder.num_spins; ++i) {
     if (ready())
       return;
@@ -43,6 +49,11 @@ void wait_until(Group& group, Ready&& ready, OnSlow&& on_slow) {
     on_slow();
     sync::sleep_unless(group.own_doorbell(), kSleepSliceNs, ready);
   }
+}
+
+template <typename Ready, typename OnSlow>
+void wait_until(Group& group, Ready&& ready, OnSlow&& on_slow) {
+  wait_until(group, wait_ladder(group.has_spare_cores()), ready, on_slow);
 }
 
 }  // namespace moe::host

@@ -12,13 +12,14 @@ namespace moe::layout {
 ///
 /// Byte map (64 bytes): [0, 8) progress, raised while it works; [8, 12) waiting_for, rank + 1 or 0;
 ///   [12, 16) phase; [16, 24) waiting_epoch and [24, 28) waiting_phase, which flag it waits for;
-///   rest unused.
+///   [28, 32) core, where it ran when it entered its operation; rest unused.
 struct alignas(64) Activity {
   uint64_t progress;
   uint32_t waiting_for;
   int32_t phase;
   uint64_t waiting_epoch;
   int32_t waiting_phase;
+  uint32_t core;
 };
 static_assert(sizeof(Activity) == 64);
 
