@@ -9,12 +9,15 @@ mkdir -p "$out"
 bench() {
   name=$1
   shift
-  moe-comm bench dispatch-combine --peers "$peers" --json "$out/$name.json" --plot "$out/$name.png" "$@"
+  moe-comm bench dispatch-combine --json "$out/$name.json" --plot "$out/$name.png" "$@"
 }
 
-bench train_2_ranks --ranks 2 --tokens 4096
-bench train_4_ranks --ranks 4 --tokens 2048
-bench train_8_ranks --ranks 8 --tokens 2048
-bench decode_2_ranks --ranks 2 --tokens 8 --hidden 2048
-bench decode_4_ranks --ranks 4 --tokens 8 --hidden 2048
-bench decode_8_ranks --ranks 8 --tokens 8 --hidden 2048
+bench train_2_ranks --ranks 2 --tokens 4096 --peers "$peers"
+bench train_4_ranks --ranks 4 --tokens 2048 --peers "$peers"
+# One peer at a time: each needs three windows of rows a rank beside ours.
+for peer in $(echo "$peers" | tr , ' '); do
+  bench "train_8_ranks_$peer" --ranks 8 --tokens 2048 --peers "$peer"
+done
+bench decode_2_ranks --ranks 2 --tokens 8 --hidden 2048 --peers "$peers"
+bench decode_4_ranks --ranks 4 --tokens 8 --hidden 2048 --peers "$peers"
+bench decode_8_ranks --ranks 8 --tokens 8 --hidden 2048 --peers "$peers"
