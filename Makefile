@@ -37,8 +37,8 @@ build: $(READY)  ## Set up .venv and compile what has changed
 demo: build  ## Train a small MoE on 4 ranks and on 1, then time dispatch on its recorded routing
 	mkdir -p $(DEMO)
 	$(BIN)/python examples/train_moe.py --trace $(DEMO)/trace.npz
-	$(BIN)/moe-comm bench dispatch-combine --ranks 4 --routing $(DEMO)/trace.npz \
-	  --json $(DEMO)/bench.json
+	$(BIN)/moe-comm bench dispatch-combine --ranks 4 --tokens 2048 --hidden 2048 \
+	  --routing $(DEMO)/trace.npz --peers gloo --json $(DEMO)/bench.json
 
 .PHONY: lint
 lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
