@@ -12,7 +12,7 @@ import torch
 
 from moe_comm import validation
 from moe_comm.backends import load_backend
-from moe_comm.backends.base import DispatchOutput, PlanTensors
+from moe_comm.backends.base import Backend, DispatchOutput, PlanTensors
 from moe_comm.communicator import Communicator
 from moe_comm.config import EpConfig, Layout
 from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
@@ -64,8 +64,7 @@ class EpBuffer:
             raise TypeError(
                 f"communicator must be a Communicator, got {type(communicator).__name__}"
             )
-        if not isinstance(config, EpConfig):
-            raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
+        backend_class = _agree_on_backend(communicator, config, backend or communicator.backend)
         self.communicator = communicator
         self.config = config
         self.buffer_id = next(_buffer_ids)
@@ -75,7 +74,7 @@ class EpBuffer:
         self._busy = threading.Lock()
         self._is_destroyed = False
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
-        self._backend = load_backend(backend or communicator.backend)(communicator, config)
+        self._backend = backend_class(communicator, config)
         communicator.adopt(self)
         self.expert_rank = config.resolve_expert_rank(communicator.num_ranks)
         self.num_local_experts = int((self.expert_rank == communicator.rank_idx).sum())
@@ -375,6 +374,39 @@ class EpBuffer:
                 f"handle is of generation {handle.generation} of this buffer, which is at "
                 f"{self.generation}"
             )
+
+
+def _agree_on_backend(communicator: Communicator, config: object, name: str) -> type[Backend]:
+    """The backend that every rank asks for. Collective.
+
+    Raises:
+        ValueError: Backends differ or there is no such backend, on every rank.
+        TypeError: A rank's configuration is none, on every rank.
+    """
+    error: Exception | None = None
+    backend_class = None
+    try:
+        if not isinstance(config, EpConfig):
+            raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
+        backend_class = load_backend(name)
+    except (TypeError, ValueError) as raised:
+        error = raised
+    problem = "" if error is None else f"{type(error).__name__}:{error}"
+    answers = communicator.all_gather(f"{name}\0{problem}".encode())
+    asked: dict[str, int] = {}
+    for rank_idx, answer in enumerate(answers):
+        if not answer:
+            continue  # failed before a recovery
+        peer_name, peer_problem = answer.decode().split("\0", 1)
+        if peer_problem:
+            kind, _, text = peer_problem.partition(":")
+            raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank_idx}: {text}")
+        asked.setdefault(peer_name, rank_idx)
+    if len(asked) > 1:
+        texts = ", ".join(f"{peer_name!r} on rank {rank}" for peer_name, rank in asked.items())
+        raise ValueError(f"ranks ask for different backends: {texts}")
+    assert backend_class is not None
+    return backend_class
 
 
 class _InUse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing.util
 import os
 import secrets
 import types
@@ -162,8 +161,6 @@ class Communicator:
             )
         parent_ranks = [parent_rank for _, _, (_, parent_rank) in gathered]
         self.native = self._connect(parent_ranks, max_heap_bytes, num_threads, with_huge_pages)
-        # Children that multiprocessing forked end without the interpreter's own exit handlers.
-        multiprocessing.util.Finalize(self, self.native.destroy, exitpriority=10)
         if parent is not None:
             parent.adopt(self)
         # At exit operations in flight end and peers hear of it while Python still runs; `atexit`

@@ -77,6 +77,7 @@ class MemfdHeap final : public ShmHeap {
   std::byte* try_resolve(int rank_idx, const Offer& offer) override;
   bool find(const void* address, uint64_t bytes, Offer* offer) const override;
   uint64_t available_bytes() const override;
+  uint64_t largest_available_bytes() const override;
   void end_quarantine() override;
   void reserve(uint64_t bytes) override;
   uint64_t trim() override;
@@ -109,6 +110,13 @@ uint64_t MemfdHeap::available_bytes() const {
   const std::lock_guard lock(core_->mutex);
   const uint64_t free_bytes = core_->allocator.counters().free_bytes;
   return growth > std::numeric_limits<uint64_t>::max() - free_bytes ? growth : free_bytes + growth;
+}
+
+uint64_t MemfdHeap::largest_available_bytes() const {
+  core_->origin.check("the heap");
+  const uint64_t growth = growth_bytes();
+  const std::lock_guard lock(core_->mutex);
+  return std::max(growth, core_->allocator.largest_free_bytes());
 }
 
 /// Adds a segment of @p wanted_bytes, or as little as @p least_bytes where no more can be had.

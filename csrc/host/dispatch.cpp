@@ -1,5 +1,6 @@
 #include "host/dispatch.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -395,8 +396,12 @@ std::shared_ptr<void> copy_out_window(Endpoint& endpoint,
                                       uint64_t bytes,
                                       CopyOut mode,
                                       std::byte** data) {
+  // Routing differs a little from step to step, and so will the further window that is to stay
+  // free.
+  const uint64_t further_bytes = std::max(bytes, endpoint.largest_recent_need());
   if (mode == CopyOut::kNever || bytes == 0 ||
-      (mode == CopyOut::kAuto && endpoint.group().memory().available_bytes() >= bytes)) {
+      (mode == CopyOut::kAuto &&
+       endpoint.group().memory().largest_available_bytes() >= further_bytes + further_bytes / 8)) {
     *data = window->data();
     return window;
   }

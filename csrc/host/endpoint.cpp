@@ -169,7 +169,7 @@ void Endpoint::for_tokens(int64_t num_tokens,
 }
 
 std::shared_ptr<Window> Endpoint::guess_window() {
-  const uint64_t need = *std::max_element(recent_needs_.begin(), recent_needs_.end());
+  const uint64_t need = largest_recent_need();
   if (need == 0)
     return nullptr;
   // Room for routing that differs a little from step to step; what is not needed goes back.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -68,6 +69,9 @@ class Endpoint : public Recoverable {
   /// A window of about the size of recent needs, without growing the heap; may be empty.
   std::shared_ptr<Window> guess_window();
   void remember_need(uint64_t bytes);
+  uint64_t largest_recent_need() const {
+    return *std::max_element(recent_needs_.begin(), recent_needs_.end());
+  }
 
   uint64_t take_epoch() { return next_epoch_++; }
   uint64_t first_epoch() const { return first_epoch_; }

@@ -1,0 +1,276 @@
+"""Mistakes that only ranks as processes with a heap can make; `test_bad_input.py` has those of any backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import CapacityError, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import config_for, error_of, inputs, make_buffer, step, wait_for
+
+Wrong = Callable[[EpBuffer, torch.Tensor, torch.Tensor], Any]
+
+
+class _Strange(torch.Tensor):
+    """A tensor whose questions raise what they like."""
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+        raise OSError("no idea")
+
+
+def _wrong_k(buffer: EpBuffer, x: torch.Tensor, topk_idx: torch.Tensor) -> object:
+    return buffer.dispatch(x, topk_idx.repeat(1, 500))
+
+
+# Name: what one rank does where the others dispatch, and pieces of the message on every rank.
+WRONG: dict[str, tuple[Wrong, tuple[str, ...]]] = {
+    "sparse": (lambda b, x, i: b.dispatch(x.to_sparse(), i), ("x",)),
+    "strange": (lambda b, x, i: b.dispatch(x.as_subclass(_Strange), i), ("no idea",)),
+    "huge K": (_wrong_k, ("(64, 2)", "(64, 1000)")),
+    "id = -2": (lambda b, x, i: b.dispatch(x, i - i - 2), ("topk_idx[0, 0] = -2", "[-1, 6)")),
+    "id = 2**62": (lambda b, x, i: b.dispatch(x, i - i + 2**62), (str(2**62), "[-1, 6)")),
+    "float16": (lambda b, x, i: b.dispatch(x.half(), i), ("bfloat16", "float16")),
+    "int32 ids": (lambda b, x, i: b.dispatch(x, i.int()), ("int64", "int32")),
+    "layout": (
+        lambda b, x, i: b.dispatch(x, i, layout=Layout.RANK_MAJOR),
+        ("EXPERT_MAJOR", "RANK_MAJOR"),
+    ),
+    "alignment": (
+        lambda b, x, i: b.dispatch(x, i, expert_alignment=7),
+        ("expert_alignment=1,", "expert_alignment=7,"),
+    ),
+    "weights": (
+        lambda b, x, i: b.dispatch(x, i, torch.ones(64, 2)),
+        ("no weights", "float32 weights"),
+    ),
+    "async": (lambda b, x, i: b.dispatch(x, i + 6, async_op=True).event.wait(), ("[-1, 6)",)),
+}
+
+
+def _err(context: RankContext) -> dict[str, list[tuple[str, str]]]:
+    buffer = make_buffer(context)
+    x, topk_idx = inputs(buffer, 1)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, (wrong, _) in WRONG.items():
+        found[name] = []
+        for bad_rank in range(context.num_ranks):
+            is_wrong = context.rank_idx == bad_rank
+            call = wrong if is_wrong else EpBuffer.dispatch
+            error = error_of(lambda call=call: call(buffer, x, topk_idx))  # type: ignore[misc]
+            found[name].append((type(error).__name__, str(error)))
+            step(buffer, 2)
+    # Combine with handles of two different dispatches.
+    first, second = buffer.dispatch(x, topk_idx), buffer.dispatch(*inputs(buffer, 9))
+    chosen = first if context.rank_idx == 1 else second
+    error = error_of(lambda: buffer.combine(chosen.x, chosen.handle))
+    found["handles"] = [(type(error).__name__, str(error))]
+    # Not a mistake.
+    weights = torch.full((64, 2), float("nan"))
+    result = buffer.dispatch(x, topk_idx, weights)
+    assert result.topk_weights is not None
+    assert result.topk_weights.isnan().all()
+    step(buffer, 3)
+    buffer.destroy()
+    buffer.communicator.destroy()
+    return found
+
+
+def test_every_rank_learns_of_it_and_goes_on() -> None:
+    results = run_ranks(_err, 3)
+    for name, (_, pieces) in WRONG.items():
+        for bad_rank in range(3):
+            kinds = {result[name][bad_rank][0] for result in results}
+            texts = [result[name][bad_rank][1] for result in results]
+            assert kinds <= {"ValueError", "TypeError"}, (name, texts)
+            assert len(kinds) == len(set(texts)) == 1, (name, texts)
+            assert f"rank {bad_rank}" in texts[0], (name, texts)
+            assert all(piece in texts[0] for piece in pieces), (name, texts)
+    for result in results:
+        kind, text = result["handles"][0]
+        assert kind == "ValueError"
+        assert "on rank 0 met" in text
+        assert "on rank 1" in text
+
+
+def _destroy_one(context: RankContext) -> list[str]:
+    """Rank 1 destroys its buffer while the others wait in a dispatch, and go on calling."""
+    buffer = make_buffer(context, stall_timeout_s=1.0)
+    other = EpBuffer(buffer.communicator, buffer.config)
+    step(buffer, 0)
+    texts = []
+    if context.rank_idx == 1:
+        time.sleep(0.2)
+        buffer.destroy()
+    else:
+        for seed in range(12):  # more than fit the ring of operations in flight
+            error = error_of(lambda seed=seed: step(buffer, seed))  # type: ignore[misc]
+            assert type(error) is ValueError, repr(error)
+            texts.append(str(error))
+    for seed in range(3):
+        step(other, seed)
+    with EpBuffer(buffer.communicator, buffer.config) as again:
+        step(again, 0)
+        buffer.communicator.all_gather(b"")
+    buffer.communicator.destroy()
+    return texts
+
+
+def test_buffer_destroyed_on_one_rank() -> None:
+    results = run_ranks(_destroy_one, 3)
+    for rank_idx in (0, 2):
+        assert len(results[rank_idx]) == 12
+        assert all("rank 1 has destroyed this buffer" in text for text in results[rank_idx])
+
+
+def _make(context: RankContext, options: dict[str, Any]) -> str:
+    changed = options if context.rank_idx == 1 else {}
+    error = error_of(lambda: Communicator(context.group, backend="host", **changed))
+    assert type(error) is ValueError, repr(error)
+    with Communicator(context.group, backend="host") as comm:
+        assert comm.all_gather(b"x") == [b"x"] * 2
+    return str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [
+        ({"device": "cuda:1"}, ("CPU", "cuda:1")),
+        ({"device": "nonsense"}, ("nonsense",)),
+        ({"stall_timeout_s": 0}, ("stall_timeout_s", "> 0")),
+        ({"arrival_timeout_s": float("nan")}, ("arrival_timeout_s", "nan")),
+        ({"num_threads": 0}, (">= 1", "0")),
+        ({"max_heap_bytes": -5}, ("max_heap_bytes", "-5")),
+        ({"num_local_ranks": 1}, ("num_local_ranks", "2", "1")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_of_one_rank(options: dict[str, Any], pieces: tuple[str, ...]) -> None:
+    for text in run_ranks(_make, 2, options):
+        assert text.startswith("rank 1: "), text
+        assert all(piece in text for piece in pieces), text
+
+
+def _make_buffers(context: RankContext) -> list[str]:
+    comm = Communicator(context.group, backend="host")
+    is_wrong = context.rank_idx == 1
+    calls: list[Callable[[], EpBuffer]] = [
+        lambda: EpBuffer(comm, config_for(2, num_tokens=64 + is_wrong)),
+        lambda: EpBuffer(comm, config_for(2), backend="reference" if is_wrong else "host"),
+        lambda: EpBuffer(comm, config_for(2), backend="nonsense" if is_wrong else "host"),
+        lambda: EpBuffer(comm, "nonsense" if is_wrong else config_for(2)),  # type: ignore[arg-type]
+        lambda: EpBuffer(
+            comm,
+            EpConfig(
+                num_experts=2,
+                num_topk=1,
+                hidden=8,
+                num_max_tokens_per_rank=1,
+                expert_rank=[0, 5 if is_wrong else 1],
+            ),
+        ),
+    ]
+    texts = []
+    for call in calls:
+        error = error_of(call)
+        assert isinstance(error, (ValueError, TypeError)), repr(error)
+        texts.append(f"{type(error).__name__}: {error}")
+        with EpBuffer(comm, config_for(2)) as buffer:
+            step(buffer, 1)
+            comm.all_gather(b"")
+    comm.destroy()
+    return texts
+
+
+def test_configuration_of_one_rank() -> None:
+    by_rank = run_ranks(_make_buffers, 2, timeout_s=30)
+    pieces = [("64", "65"), ("host", "reference"), ("nonsense",), ("EpConfig", "str"), ("5",)]
+    for texts in by_rank:
+        for text, expected in zip(texts, pieces, strict=True):
+            assert all(piece in text for piece in expected), text
+
+
+def _overfill(context: RankContext) -> list[tuple[int, int, tuple[int, ...]]]:
+    """All rows go to rank 1, whose heap cannot hold them; and the user keeps what it can hold."""
+    buffer = make_buffer(context, num_tokens=512, hidden=1024, max_heap_bytes=4 << 20)
+    found = []
+    x, topk_idx = inputs(buffer, 1, living=[1])
+    for _ in range(3):
+        error = error_of(lambda: buffer.dispatch(x, topk_idx))
+        assert isinstance(error, CapacityError), repr(error)
+        found.append((error.needed_bytes, error.available_bytes, error.ranks))
+        assert sum(error.needed_rows) == 512 * 2 * context.num_ranks
+        step(buffer, 2, num_tokens=16)
+    # Results that the caller holds on to are copied out before the heap is full.
+    kept = []
+    even = torch.arange(64 * 2).reshape(64, 2) % buffer.config.num_experts
+    for seed in range(40):
+        x, _ = inputs(buffer, seed, num_tokens=64)
+        result = buffer.dispatch(x, even)
+        kept.append((result.x, result.x.clone()))
+    assert all(torch.equal(x, copy) for x, copy in kept)
+    assert buffer.communicator.heap_stats().segment_bytes <= 4 << 20
+    # Results that may not be copied fill it, on whichever rank; every rank hears of it alike.
+    held: list[object] = []
+
+    def hold() -> None:
+        for seed in range(200):
+            x, _ = inputs(buffer, seed, num_tokens=64)
+            held.append(buffer.dispatch(x, even, copy_out=False).x)
+
+    error = error_of(hold)
+    assert isinstance(error, CapacityError), repr(error)
+    held.clear()
+    kept.clear()
+    step(buffer, 3, num_tokens=64)
+    buffer.destroy()
+    buffer.communicator.destroy()
+    return found
+
+
+def test_full_heap_is_raised_on_every_rank_alike() -> None:
+    results = run_ranks(_overfill, 3)
+    assert results[0] == results[1] == results[2]
+    for needed, available, ranks in results[0]:
+        assert ranks == (1,)
+        assert needed >= 512 * 2 * 3 * 2048
+        assert 0 < available < needed
+
+
+def _interrupt_a_queue(context: RankContext, folder: str) -> None:
+    """A blocking call behind operations in flight is interrupted; its tensors die, nothing else does."""
+    buffer = make_buffer(context)
+    step(buffer, 0)
+    done = Path(folder) / "done"
+    if context.rank_idx == 0:
+        x, topk_idx = inputs(buffer, 1)
+        pending = buffer.dispatch(x, topk_idx, async_op=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        error = error_of(lambda: step(buffer, 2))
+        assert isinstance(error, KeyboardInterrupt), repr(error)
+        done.touch()
+        pending.event.wait()
+    else:
+        wait_for(done.exists)
+        x, topk_idx = inputs(buffer, 1)
+        buffer.dispatch(x, topk_idx)
+        x, topk_idx = inputs(buffer, 2)
+        result = buffer.dispatch(x, topk_idx)  # what rank 0 had issued goes on
+        del result
+    buffer.communicator.all_gather(b"")
+    step(buffer, 3)
+    buffer.destroy()
+    buffer.communicator.destroy()
+
+
+def test_interrupted_queue(tmp_path: Path) -> None:
+    run_ranks(_interrupt_a_queue, 2, str(tmp_path))
