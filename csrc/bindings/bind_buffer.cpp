@@ -120,33 +120,42 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
         dtype_(params.dtype),
         weight_bytes_(params.weight_bytes) {}
 
-  /// (x, topk_idx or None, topk_weights or None, num_tokens_per_expert, expert_offsets, plan)
-  py::tuple result() {
+  std::shared_ptr<host::Plan> plan() { return std::const_pointer_cast<host::Plan>(wait().plan); }
+
+  /// `[M, hidden]`, or bytes `[M, row_bytes]` where DLPack cannot name the dtype.
+  py::object x() { return rows_dlpack(wait(), wait().plan->num_rows()); }
+
+  py::object topk_idx() {
     const host::DispatchOutcome& outcome = wait();
-    const host::Plan& plan = *outcome.plan;
-    const int64_t num_rows = plan.num_rows();
-    const bool is_rank_major = plan.layout == layout::RowLayout::kRankMajor;
-    py::object topk_idx = py::none();
-    py::object weights = py::none();
-    if (outcome.has_topk_idx)
-      topk_idx = make_dlpack(outcome.owner, outcome.topk_idx, {num_rows, plan.num_topk}, kInt64);
-    if (weight_bytes_ > 0)
-      weights =
-          is_rank_major
-              ? make_dlpack(outcome.owner,
-                            outcome.weights,
-                            {num_rows, plan.num_topk},
-                            weight_type(weight_bytes_))
-              : make_dlpack(outcome.owner, outcome.weights, {num_rows}, weight_type(weight_bytes_));
-    const auto& received = plan.received;
-    const auto num_local = static_cast<int64_t>(received.num_tokens_per_expert.size());
-    std::vector<int32_t> offsets(received.expert_offsets.begin(), received.expert_offsets.end());
-    return py::make_tuple(rows_dlpack(outcome, num_rows),
-                          topk_idx,
-                          weights,
-                          vector_dlpack(received.num_tokens_per_expert, {num_local}, kInt64),
-                          vector_dlpack(std::move(offsets), {num_local + 1}, kInt32),
-                          std::const_pointer_cast<host::Plan>(outcome.plan));
+    if (!outcome.has_topk_idx)
+      return py::none();
+    return make_dlpack(outcome.owner,
+                       outcome.topk_idx,
+                       {outcome.plan->num_rows(), outcome.plan->num_topk},
+                       kInt64);
+  }
+
+  py::object topk_weights() {
+    const host::DispatchOutcome& outcome = wait();
+    if (weight_bytes_ == 0)
+      return py::none();
+    const int64_t num_rows = outcome.plan->num_rows();
+    const int32_t type = weight_type(weight_bytes_);
+    if (outcome.plan->layout == layout::RowLayout::kRankMajor)
+      return make_dlpack(outcome.owner, outcome.weights, {num_rows, outcome.plan->num_topk}, type);
+    return make_dlpack(outcome.owner, outcome.weights, {num_rows}, type);
+  }
+
+  py::object num_tokens_per_expert() {
+    const auto& counts = wait().plan->received.num_tokens_per_expert;
+    return vector_dlpack(counts, {static_cast<int64_t>(counts.size())}, kInt64);
+  }
+
+  py::object expert_offsets() {
+    const auto& starts = wait().plan->received.expert_offsets;
+    return vector_dlpack(std::vector<int32_t>(starts.begin(), starts.end()),
+                         {static_cast<int64_t>(starts.size())},
+                         kInt32);
   }
 
  private:
@@ -447,7 +456,12 @@ void bind_buffer(py::module_& module) {
       .def("export", &export_plan);
   py::class_<SubmittedDispatch>(module, "SubmittedDispatch")
       .def("is_complete", &SubmittedDispatch::is_complete)
-      .def("result", &SubmittedDispatch::result);
+      .def("plan", &SubmittedDispatch::plan)
+      .def("x", &SubmittedDispatch::x)
+      .def("topk_idx", &SubmittedDispatch::topk_idx)
+      .def("topk_weights", &SubmittedDispatch::topk_weights)
+      .def("num_tokens_per_expert", &SubmittedDispatch::num_tokens_per_expert)
+      .def("expert_offsets", &SubmittedDispatch::expert_offsets);
   py::class_<SubmittedCombine>(module, "SubmittedCombine")
       .def("is_complete", &SubmittedCombine::is_complete)
       .def("was_copied_in", &SubmittedCombine::was_copied_in)

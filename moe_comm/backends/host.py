@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -328,20 +328,30 @@ def _as_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rows if rows.dtype is dtype else rows.view(dtype)
 
 
+class _Arrived(DispatchOutput):
+    """A native outcome whose tensors are made when they are first looked at.
+
+    A tensor costs half a microsecond, and few callers read all of them.
+    """
+
+    def __init__(self, native: _host.SubmittedDispatch, dtype: torch.dtype) -> None:
+        self.__dict__.update(_native=native, _dtype=dtype, plan=HostPlan(native.plan()))
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        if name not in DispatchOutput.__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        made = self.__dict__
+        capsule = getattr(made["_native"], name)()
+        tensor = None if capsule is None else from_dlpack(capsule)
+        if name == "x" and tensor is not None:
+            tensor = _as_dtype(tensor, made["_dtype"])
+        # Of two threads that look at once, both get the tensor of the first.
+        return cast("torch.Tensor | None", made.setdefault(name, tensor))
+
+
 def _dispatched(
     native: _host.SubmittedDispatch, dtype: torch.dtype, async_op: bool
 ) -> Operation[DispatchOutput]:
-    def materialize() -> DispatchOutput:
-        x, topk_idx, weights, num_tokens_per_expert, expert_offsets, plan = native.result()
-        return DispatchOutput(
-            x=_as_dtype(from_dlpack(x), dtype),
-            topk_idx=None if topk_idx is None else from_dlpack(topk_idx),
-            topk_weights=None if weights is None else from_dlpack(weights),
-            num_tokens_per_expert=from_dlpack(num_tokens_per_expert),
-            expert_offsets=from_dlpack(expert_offsets),
-            plan=HostPlan(plan),
-        )
-
     if async_op:
-        return _Submitted(native, materialize)
-    return Completed(materialize())
+        return _Submitted(native, lambda: _Arrived(native, dtype))
+    return Completed(_Arrived(native, dtype))
