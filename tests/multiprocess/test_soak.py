@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 import shutil
 import subprocess
 import sys
@@ -41,13 +40,15 @@ class _Usage:
         gc.collect()
         comm.all_gather(b"")
         stats = comm.heap_stats()
-        return cls(
+        usage = cls(
             num_open_fds(),
             num_threads(),
             stats.segment_bytes,
             stats.num_windows,
             stats.live_bytes,
         )
+        comm.all_gather(b"")  # a peer that has ended closes its sockets
+        return usage
 
 
 def _many_calls(context: RankContext, num_calls: int) -> tuple[list[_Usage], list[int]]:
@@ -73,7 +74,7 @@ def _many_calls(context: RankContext, num_calls: int) -> tuple[list[_Usage], lis
 )
 def test_many_calls_leave_nothing(num_ranks: int, num_calls: int) -> None:
     for usages, resident in run_ranks(_many_calls, num_ranks, num_calls, timeout_s=280):
-        assert usages[1] == usages[2]
+        assert usages[0] == usages[1] == usages[2]
         assert resident[2] - resident[1] < 1 << 20
 
 
@@ -104,7 +105,7 @@ def _ragged_calls(context: RankContext, num_calls: int) -> tuple[list[_Usage], l
 
 def test_ragged_calls_do_not_grow_the_heap() -> None:
     for usages, resident in run_ranks(_ragged_calls, 3, 700, timeout_s=200):
-        assert usages[1] == usages[2]
+        assert usages[0] == usages[1] == usages[2]
         # 16 results of at most 128 * 2 * 3 rows of 512 bytes fit in there several times.
         assert usages[2].segment_bytes <= 32 << 20
         assert resident[2] - resident[0] < 4 << 20
@@ -133,7 +134,7 @@ def _many_buffers(context: RankContext) -> list[_Usage]:
 
 def test_many_buffers_leave_nothing() -> None:
     for usages in run_ranks(_many_buffers, 3):
-        assert usages[1] == usages[2]
+        assert usages[0] == usages[1] == usages[2]
 
 
 def _many_communicators(context: RankContext) -> list[tuple[int, int]]:
@@ -194,6 +195,7 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
 
 _SMALL_SHM = """
 import os, sys
+sys.path.insert(0, os.getcwd())
 from tests.helpers.failing_ranks import make_buffer, step
 from moe_comm.testing import run_ranks
 from tests.multiprocess.test_soak import use_much
@@ -234,6 +236,5 @@ def test_small_dev_shm(tmp_path: Path) -> None:
         timeout=HANG_S,
         check=False,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": root},
     )
     assert (result.returncode, result.stdout) == (0, "works\n"), result.stderr
