@@ -246,25 +246,30 @@ def test_full_heap_is_raised_on_every_rank_alike() -> None:
 
 
 def _interrupt_a_queue(context: RankContext, folder: str) -> None:
-    """A blocking call behind operations in flight is interrupted; its tensors die, nothing else does."""
-    buffer = make_buffer(context)
+    """A blocking call behind operations in flight is interrupted; what it was to send still arrives."""
+    buffer = make_buffer(context, num_tokens=4096)
     step(buffer, 0)
     done = Path(folder) / "done"
+    to_rank_1 = torch.full((4096, 2), 2)
     if context.rank_idx == 0:
-        x, topk_idx = inputs(buffer, 1)
-        pending = buffer.dispatch(x, topk_idx, async_op=True)
+        pending = buffer.dispatch(*inputs(buffer, 1), async_op=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        error = error_of(lambda: step(buffer, 2))
+        error = error_of(
+            lambda: buffer.dispatch(torch.full((4096, 64), 3.0).bfloat16(), to_rank_1.clone())
+        )
         assert isinstance(error, KeyboardInterrupt), repr(error)
+        # Whoever gets the memory of the interrupted caller's tensors writes to it.
+        others = [torch.full((4096, 64), 9.0).bfloat16() for _ in range(8)]
         done.touch()
         pending.event.wait()
+        del others
     else:
         wait_for(done.exists)
-        x, topk_idx = inputs(buffer, 1)
-        buffer.dispatch(x, topk_idx)
-        x, topk_idx = inputs(buffer, 2)
-        result = buffer.dispatch(x, topk_idx)  # what rank 0 had issued goes on
+        buffer.dispatch(*inputs(buffer, 1))
+        result = buffer.dispatch(torch.full((4096, 64), 5.0).bfloat16(), to_rank_1)
+        assert bool((result.x[: 2 * 4096] == 3.0).all())
+        assert bool((result.x[2 * 4096 :] == 5.0).all())
         del result
     buffer.communicator.all_gather(b"")
     step(buffer, 3)
