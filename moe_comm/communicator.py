@@ -95,7 +95,8 @@ class Communicator:
         backend: "host" (shared memory, one machine), "collective" (torch.distributed; any number of
             machines), "reference" (plain torch, slow, for comparison) or "auto": host where all
             ranks share a machine, else collective. An `EpBuffer` may choose another.
-        max_heap_bytes: Most bytes of heap segments of this rank; None for no limit.
+        max_heap_bytes: Most bytes of memory that heap segments of this rank take; None for no
+            limit.
         num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available
             divided by the ranks on this machine.
         with_huge_pages: Ask for 2 MiB pages.

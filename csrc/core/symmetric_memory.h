@@ -68,10 +68,10 @@ class SymmetricMemory {
   /// Whether [address, address + bytes) lies whole in this rank's own heap; if so sets @p offer.
   virtual bool find(const void* address, uint64_t bytes, Offer* offer) const = 0;
 
-  /// Bytes that could still be had: free ones plus what the byte limit leaves for growth.
+  /// Bytes that could still be had, as far as the byte limit goes: free ones plus room for growth.
   virtual uint64_t available_bytes() const = 0;
 
-  /// The largest window that could still be had, as far as the byte limit goes.
+  /// A window of so many bytes can be had for certain, as far as the byte limit goes.
   virtual uint64_t largest_available_bytes() const = 0;
 
   /// Frees what quarantined windows left behind.

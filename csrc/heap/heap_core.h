@@ -44,6 +44,7 @@ struct HeapCore {
   SegmentTable table;
   std::atomic<uint32_t> num_segments{0};
   std::atomic<uint64_t> segment_bytes{0};
+  std::atomic<uint64_t> cold_bytes{0};  ///< over all segments
 
   /// Locks `mutex` with enough spare nodes for one change, so that none are made under it.
   std::unique_lock<std::mutex> lock_with_nodes() {

@@ -23,7 +23,6 @@ using Block = WindowAllocator::Block;
 constexpr uint64_t kMostBytes = uint64_t{1} << 47;
 // A new segment is larger than the request by this fraction, so that a slightly larger one fits
 // later.
-constexpr uint64_t kHeadroomDivisor = 8;
 
 uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -85,6 +84,8 @@ class MemfdHeap final : public ShmHeap {
 
  private:
   uint64_t growth_bytes() const;
+  uint64_t headroom_bytes(uint64_t bytes) const;
+  uint64_t return_free_pages();
   void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
   std::shared_ptr<Window> make_window(Block* block, uint64_t bytes);
   void warm(const Block& block);
@@ -95,11 +96,12 @@ class MemfdHeap final : public ShmHeap {
   std::atomic<uint64_t> num_growths_{0};
 };
 
-/// Bytes that segments may still grow by.
+/// Bytes of memory that the limit still allows. What trim() returned is none.
 uint64_t MemfdHeap::growth_bytes() const {
   if (core_->options.limit_bytes == 0)
     return std::numeric_limits<uint64_t>::max();
-  const uint64_t used = core_->segment_bytes.load(std::memory_order_relaxed);
+  const uint64_t used = core_->segment_bytes.load(std::memory_order_relaxed) -
+                        core_->cold_bytes.load(std::memory_order_relaxed);
   return core_->options.limit_bytes - std::min(core_->options.limit_bytes, used);
 }
 
@@ -108,15 +110,29 @@ uint64_t MemfdHeap::available_bytes() const {
   // Asked once per operation: what the machine has left would cost more to read than to move rows.
   const uint64_t growth = growth_bytes();
   const std::lock_guard lock(core_->mutex);
-  const uint64_t free_bytes = core_->allocator.counters().free_bytes;
+  const uint64_t cold_bytes = core_->cold_bytes.load(std::memory_order_relaxed);
+  const uint64_t all_free_bytes = core_->allocator.counters().free_bytes;
+  // Cold memory counts against the limit when it is used again.
+  const uint64_t free_bytes = all_free_bytes - std::min(all_free_bytes, cold_bytes);
   return growth > std::numeric_limits<uint64_t>::max() - free_bytes ? growth : free_bytes + growth;
 }
 
 uint64_t MemfdHeap::largest_available_bytes() const {
   core_->origin.check("the heap");
   const uint64_t growth = growth_bytes();
+  const uint64_t cold_bytes = core_->cold_bytes.load(std::memory_order_relaxed);
   const std::lock_guard lock(core_->mutex);
-  return std::max(growth, core_->allocator.largest_free_bytes());
+  // The largest free range may be cold, and its pages beyond the limit.
+  const uint64_t largest_bytes = core_->allocator.largest_free_bytes();
+  return std::max(growth, largest_bytes - std::min(largest_bytes, cold_bytes));
+}
+
+/// What a new segment gets beyond the window that asks for it: little, as its pages are resident,
+/// but enough where a window outgrew its former place, or needs that creep upwards would each grow
+/// the heap.
+uint64_t MemfdHeap::headroom_bytes(uint64_t bytes) const {
+  const std::lock_guard lock(core_->mutex);
+  return core_->allocator.largest_free_bytes() >= bytes / 2 ? bytes / 8 : bytes / 64;
 }
 
 /// Adds a segment of @p wanted_bytes, or as little as @p least_bytes where no more can be had.
@@ -190,8 +206,10 @@ std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
     };
     // Another thread may have added memory meanwhile, or take what is added here.
     while ((block = try_again()) == nullptr) {
-      add_segment(WindowAllocator::rounded_bytes(bytes),
-                  round_up(bytes + bytes / kHeadroomDivisor, kHugePageBytes));
+      const uint64_t wanted_bytes = bytes + headroom_bytes(bytes);
+      // What is free is too small for this step's windows; later ones will hardly fit it either.
+      return_free_pages();
+      add_segment(WindowAllocator::rounded_bytes(bytes), round_up(wanted_bytes, kHugePageBytes));
       num_growths_.fetch_add(1, std::memory_order_relaxed);
     }
   }
@@ -241,11 +259,31 @@ void MemfdHeap::warm(const Block& block) {
   const uint64_t start = round_down(block.offset, segment->granule_bytes);
   const uint64_t end = std::min(round_up(block.offset + block.bytes, segment->granule_bytes),
                                 segment->mapping->bytes());
-  for (const RangeSet::Range& range : segment->cold.overlapping(start, end)) {
+  const auto cold_ranges = segment->cold.overlapping(start, end);
+  uint64_t cold_bytes = 0;
+  for (const RangeSet::Range& range : cold_ranges)
+    cold_bytes += range.bytes();
+  if (cold_bytes > growth_bytes()) {
+    return_free_pages();
+    if (cold_bytes > growth_bytes())
+      throw CapacityError(concat("the heap of rank ",
+                                 rank_idx_,
+                                 " cannot hold a window of ",
+                                 block.bytes,
+                                 " bytes: its limit is ",
+                                 core_->options.limit_bytes,
+                                 " bytes, of which ",
+                                 growth_bytes(),
+                                 " are left"),
+                          block.bytes,
+                          growth_bytes());
+  }
+  for (const RangeSet::Range& range : cold_ranges) {
     const uint64_t huge_bytes =
         fault_in(segment->mapping->data() + range.start, range.bytes(), segment->has_huge_pages());
     segment->cold.erase(range.start, range.end);
     segment->cold_bytes.fetch_sub(range.bytes(), std::memory_order_release);
+    core_->cold_bytes.fetch_sub(range.bytes(), std::memory_order_relaxed);
     segment->huge_page_bytes.fetch_add(huge_bytes, std::memory_order_relaxed);
   }
 }
@@ -314,6 +352,11 @@ void MemfdHeap::reserve(uint64_t bytes) {
 uint64_t MemfdHeap::trim() {
   core_->origin.check("the heap");
   const std::lock_guard memory_lock(core_->memory_mutex);
+  return return_free_pages();
+}
+
+/// The caller holds memory_mutex.
+uint64_t MemfdHeap::return_free_pages() {
   std::vector<Block*> blocks;
   std::vector<OwnSegment*> segments;
   {
@@ -333,6 +376,7 @@ uint64_t MemfdHeap::trim() {
       continue;
     const uint64_t cooled_bytes = segment.cold.insert(start, end);
     segment.cold_bytes.fetch_add(cooled_bytes, std::memory_order_release);
+    core_->cold_bytes.fetch_add(cooled_bytes, std::memory_order_relaxed);
     const uint64_t huge_bytes = segment.huge_page_bytes.load(std::memory_order_relaxed);
     segment.huge_page_bytes.store(huge_bytes - std::min(huge_bytes, cooled_bytes),
                                   std::memory_order_relaxed);

@@ -11,7 +11,7 @@
 namespace moe::heap {
 
 struct HeapOptions {
-  uint64_t limit_bytes = 0;  ///< most bytes of segments, 0 for no limit
+  uint64_t limit_bytes = 0;  ///< most resident bytes of segments, 0 for no limit
   bool with_huge_pages = true;
   bool poison = false;  ///< fill windows with 0xFF when they are handed out
 };

@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t kDefaultCacheBytes = int64_t{32} << 20;
 constexpr int64_t kBytesWorthAThread = int64_t{1} << 20;
 constexpr size_t kRecentNeeds = 8;
+constexpr uint64_t kMostSlackBytes = uint64_t{1} << 20;
 
 /// Largest cache that one core sees. sysconf(_SC_LEVEL3_CACHE_SIZE) adds up all caches of a socket.
 int64_t last_level_cache_bytes() {
@@ -172,8 +173,9 @@ std::shared_ptr<Window> Endpoint::guess_window() {
   const uint64_t need = largest_recent_need();
   if (need == 0)
     return nullptr;
-  // Room for routing that differs a little from step to step; what is not needed goes back.
-  return group_->memory().allocate_free(need + need / 8);
+  // Room for routing that differs a little from step to step; what is not needed goes back. Few
+  // rows differ by more, of a large window a 64th is plenty.
+  return group_->memory().allocate_free(need + need / 64 + std::min(need / 8, kMostSlackBytes));
 }
 
 void Endpoint::remember_need(uint64_t bytes) {

@@ -217,7 +217,7 @@ def _overfill(context: RankContext) -> list[tuple[int, int, tuple[int, ...]]]:
         result = buffer.dispatch(x, even)
         kept.append((result.x, result.x.clone()))
     assert all(torch.equal(x, copy) for x, copy in kept)
-    assert buffer.communicator.heap_stats().segment_bytes <= 4 << 20
+    assert buffer.communicator.heap_stats().resident_bytes <= 4 << 20
     # Results that may not be copied fill it, on whichever rank; every rank hears of it alike.
     held: list[object] = []
 
