@@ -6,13 +6,21 @@ namespace py = pybind11;
 
 namespace {
 
-py::object call(py::handle object, const char* name) {
-  return py::reinterpret_steal<py::object>(
-      PyObject_CallMethodNoArgs(object.ptr(), py::str(name).ptr()));
+/// Attribute names, made once: a lookup by an interned name compares addresses.
+struct Names {
+  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* element_size = PyUnicode_InternFromString("element_size");
+  PyObject* shape = PyUnicode_InternFromString("shape");
+};
+
+const Names& names() {
+  static const Names interned;
+  return interned;
 }
 
-int64_t call_int(py::handle object, const char* name) {
-  const py::object value = call(object, name);
+int64_t call_int(py::handle object, PyObject* name) {
+  const auto value =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name));
   if (!value)
     throw py::error_already_set();
   const long long number = PyLong_AsLongLong(value.ptr());
@@ -27,9 +35,12 @@ TensorView view_tensor(py::handle tensor) {
   TensorView view;
   if (tensor.is_none())
     return view;
-  view.data = reinterpret_cast<std::byte*>(call_int(tensor, "data_ptr"));
-  view.element_bytes = call_int(tensor, "element_size");
-  const py::object shape = tensor.attr("shape");
+  view.data = reinterpret_cast<std::byte*>(call_int(tensor, names().data_ptr));
+  view.element_bytes = call_int(tensor, names().element_size);
+  const auto shape =
+      py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor.ptr(), names().shape));
+  if (!shape)
+    throw py::error_already_set();
   const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape.ptr());
   for (Py_ssize_t dim = 0; dim < num_dims; ++dim) {
     const int64_t size = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), dim));

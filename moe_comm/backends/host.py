@@ -328,30 +328,58 @@ def _as_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rows if rows.dtype is dtype else rows.view(dtype)
 
 
-class _Arrived(DispatchOutput):
-    """A native outcome whose tensors are made when they are first looked at.
+class _Arrived:
+    """A native outcome as a `DispatchOutput` whose tensors are made when they are first looked at.
 
-    A tensor costs half a microsecond, and few callers read all of them.
+    A tensor costs half a microsecond, and few callers read all of them. Where two threads look at
+    once, each gets a tensor over the same memory.
     """
 
-    def __init__(self, native: _host.SubmittedDispatch, dtype: torch.dtype) -> None:
-        self.__dict__.update(_native=native, _dtype=dtype, plan=HostPlan(native.plan()))
+    __slots__ = ("_dtype", "_made", "_native", "plan")
 
-    def __getattr__(self, name: str) -> torch.Tensor | None:
-        if name not in DispatchOutput.__dataclass_fields__:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        made = self.__dict__
-        capsule = getattr(made["_native"], name)()
-        tensor = None if capsule is None else from_dlpack(capsule)
-        if name == "x" and tensor is not None:
-            tensor = _as_dtype(tensor, made["_dtype"])
-        # Of two threads that look at once, both get the tensor of the first.
-        return cast("torch.Tensor | None", made.setdefault(name, tensor))
+    def __init__(self, native: _host.SubmittedDispatch, dtype: torch.dtype) -> None:
+        self._native = native
+        self._dtype = dtype
+        self._made: dict[str, torch.Tensor | None] = {}
+        self.plan = HostPlan(native.plan())
+
+    @property
+    def x(self) -> torch.Tensor:
+        x = self._made.get("x")
+        if x is None:
+            self._made["x"] = x = _as_dtype(from_dlpack(self._native.x()), self._dtype)
+        return x
+
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        return self._optional("topk_idx", self._native.topk_idx)
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        return self._optional("topk_weights", self._native.topk_weights)
+
+    @property
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        counts = self._optional("num_tokens_per_expert", self._native.num_tokens_per_expert)
+        assert counts is not None
+        return counts
+
+    @property
+    def expert_offsets(self) -> torch.Tensor:
+        offsets = self._optional("expert_offsets", self._native.expert_offsets)
+        assert offsets is not None
+        return offsets
+
+    def _optional(self, name: str, make_capsule: Callable[[], object]) -> torch.Tensor | None:
+        if name not in self._made:
+            capsule = make_capsule()
+            self._made[name] = None if capsule is None else from_dlpack(capsule)
+        return self._made[name]
 
 
 def _dispatched(
     native: _host.SubmittedDispatch, dtype: torch.dtype, async_op: bool
 ) -> Operation[DispatchOutput]:
     if async_op:
-        return _Submitted(native, lambda: _Arrived(native, dtype))
-    return Completed(_Arrived(native, dtype))
+        return _Submitted(native, lambda: cast("DispatchOutput", _Arrived(native, dtype)))
+    return Completed(cast("DispatchOutput", _Arrived(native, dtype)))
