@@ -1,13 +1,59 @@
+"""What every test gets: a seed of its own, poisoned windows, and the rung it stands on."""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+import zlib
 
 import pytest
+import torch
+
+BASE_SEED = 20260
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _poisoned_windows() -> Iterator[None]:
-    """Windows are filled with 0xFF when they are handed out, in this process and its workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOE_COMM_POISON", "1")
-        yield
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-benchmark", action="store_true", help="run tests that only time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Windows hold 0xFF (NaN in every float format) when they are handed out, so that a row nobody
+    # wrote shows. Child processes inherit it, as they do the limit to one thread per rank.
+    environment = pytest.MonkeyPatch()
+    environment.setenv("MOE_COMM_POISON", "1")
+    environment.setenv("OMP_NUM_THREADS", "1")
+    config.add_cleanup(environment.undo)
+    torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("gpu"):
+        (num_needed,) = marker.args
+        num_present = torch.cuda.device_count()
+        if num_present < num_needed:
+            pytest.skip(f"needs {num_needed} CUDA devices, this machine has {num_present}")
+    if item.get_closest_marker("multinode"):
+        pytest.skip("needs more than one node")
+    if item.get_closest_marker("benchmark") and not item.config.getoption("--run-benchmark"):
+        pytest.skip("times only; --run-benchmark runs it")
+
+
+@pytest.fixture(autouse=True)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """The same random numbers for a test on every run, and others for every test."""
+    torch.manual_seed(BASE_SEED + zlib.crc32(request.node.nodeid.encode()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what every rung of the ladder took: tests/<rung>/..."""
+    seconds: collections.Counter[str] = collections.Counter()
+    num_tests: collections.Counter[str] = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                rung = "/".join(report.nodeid.split("/")[:2])
+                seconds[rung] += report.duration
+                num_tests[rung] += report.when == "call"
+    if seconds:
+        terminalreporter.section("rungs")
+    for rung, total in seconds.items():
+        terminalreporter.write_line(f"{rung:<24} {num_tests[rung]:>6} tests {total:>8.1f} s")

@@ -286,7 +286,7 @@ def test_interrupted_rank_is_named(tmp_path: Path) -> None:
         assert (name, ranks, phase) == ("PeerFailedError", (0,), "rows"), text
 
 
-def _leave(context: RankContext, how: str) -> Told | None:
+def _leave(context: RankContext, how: str, folder: str) -> Told | None:
     buffer = make_buffer(context)
     comm = buffer.communicator
     step(buffer, 0)
@@ -299,12 +299,16 @@ def _leave(context: RankContext, how: str) -> Told | None:
             return None
         sys.exit(0)
     wait_for(lambda: isinstance(error_of(lambda: comm.all_gather(b"")), PeerFailedError))
-    return told(error_of(lambda: step(buffer, 1)))
+    result = told(error_of(lambda: step(buffer, 1)))
+    # A rank that returns leaves too, and would be named by one that has not looked yet.
+    (Path(folder) / f"told {context.rank_idx}").touch()
+    wait_for(lambda: len(list(Path(folder).glob("told *"))) == context.num_ranks - 1)
+    return result
 
 
 @pytest.mark.parametrize("how", ["destroy", "drop"])
-def test_leaving_between_operations_fails_the_next_call_only(how: str) -> None:
-    results = run_ranks(_leave, 3, how, fresh=True)
+def test_leaving_between_operations_fails_the_next_call_only(how: str, tmp_path: Path) -> None:
+    results = run_ranks(_leave, 3, how, str(tmp_path), fresh=True)
     assert_all_told(results, PeerFailedError, 1)
     assert all(result is None or "left" in result[4] for result in results)
 
