@@ -150,7 +150,7 @@ def test_children_are_refused_and_disturb_nobody() -> None:
 
 
 _EXITING_CHILD = """
-import os, sys, torch, moe_comm
+import gc, os, sys, torch, moe_comm
 from tests.helpers.failing_ranks import *
 comm = moe_comm.Communicator(backend="host", num_threads=2)
 buffer = moe_comm.EpBuffer(comm, config_for(1))
@@ -159,6 +159,8 @@ pending = buffer.dispatch(*inputs(buffer, 1), async_op=True)
 pending.event.wait()
 child = os.fork()
 if child == 0:
+    del pending, buffer, comm
+    gc.collect()
     sys.exit(3)
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 assert status == 3, status
