@@ -16,6 +16,8 @@ class ShmHeap:
         mesh: PeerMesh, limit_bytes: int, with_huge_pages: bool, poison: bool
     ) -> ShmHeap: ...
 
+def set_warning_interval(seconds: float) -> None: ...
+
 class Group:
     rank_idx: int
     num_ranks: int

@@ -28,7 +28,7 @@ HUGE_PAGE_BYTES = 2 << 20
 # Sizes of the control area, as csrc/layout/row.h and workspace.h have them.
 ROW_HEADER_BYTES = 128
 ROW_MESSAGE_BYTES = 320
-CONTROL_BLOCK_BYTES = 576
+CONTROL_BLOCK_BYTES = 640
 
 
 def expected_recv_rows(

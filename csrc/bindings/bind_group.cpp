@@ -102,6 +102,10 @@ py::dict heap_stats(const NativeGroup& native) {
 
 void bind_group(py::module_& module) {
   host::set_warning_sink(&warn_in_python);
+  module.def(
+      "set_warning_interval",
+      [](double seconds) { host::set_warning_interval_ns(static_cast<int64_t>(seconds * 1e9)); },
+      py::arg("seconds"));
   py::class_<NativeGroup, std::shared_ptr<NativeGroup>>(module, "Group")
       .def_static("create", &create_group)
       .def_static("create_child", &create_child)

@@ -10,7 +10,6 @@ namespace moe::host {
 
 namespace {
 
-constexpr int64_t kWarnEveryNs = 60'000'000'000;
 // A peer may die after its part of an operation that the others can complete; who has not entered
 // by then has seen the death as well and will not.
 constexpr int64_t kDeathGraceNs = 300'000'000;
@@ -65,6 +64,27 @@ Exchange::Exchange(Endpoint& endpoint,
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
   sync::store_relaxed(activity.core, sync::current_core());
   epoch_ = endpoint_.take_epoch();
+  show_presence(operation_);
+}
+
+void Exchange::show_presence(layout::Operation operation) {
+  layout::Presence& presence = group_.presence(group_.rank_idx());
+  sync::store_relaxed(presence.buffer_number, endpoint_.buffer_number());
+  sync::store_relaxed(presence.epoch, epoch_);
+  sync::store_relaxed(presence.operation, static_cast<int32_t>(operation));
+}
+
+std::string Exchange::whereabouts(int peer_rank) const {
+  const layout::Presence& presence = group_.presence(peer_rank);
+  const auto operation = static_cast<layout::Operation>(sync::load_relaxed(presence.operation));
+  if (operation == layout::Operation::kNone)
+    return "";
+  return concat("; it is in ",
+                layout::operation_name(operation),
+                " of buffer ",
+                sync::load_relaxed(presence.buffer_number),
+                ", epoch ",
+                sync::load_relaxed(presence.epoch));
 }
 
 void Exchange::check_closed() const {
@@ -160,6 +180,7 @@ void Exchange::await_row(int peer_rank) {
     } catch (...) {
       // No rank can get that row, so all end here alike; nothing was written to anybody.
       state_ = State::kEnded;
+      show_presence(layout::Operation::kNone);
       throw;
     }
     const int64_t now_ns = sync::now_ns();
@@ -172,7 +193,7 @@ void Exchange::await_row(int peer_rank) {
         death_ns = now_ns;
       return now_ns - death_ns > kDeathGraceNs;
     });
-    if (now_ns - warned_ns > kWarnEveryNs) {
+    if (now_ns - warned_ns > warning_interval_ns()) {
       warned_ns = now_ns;
       warn(concat("rank ",
                   group_.rank_idx(),
@@ -185,7 +206,8 @@ void Exchange::await_row(int peer_rank) {
                   " of buffer ",
                   endpoint_.buffer_number(),
                   ", epoch ",
-                  epoch_));
+                  epoch_,
+                  whereabouts(peer_rank)));
     }
     if (now_ns - start_ns > group_.arrival_timeout_ns()) {
       group_.abort(layout::AbortCause::kPeerTimeout,
@@ -202,7 +224,8 @@ void Exchange::await_row(int peer_rank) {
                           ") within ",
                           static_cast<double>(group_.arrival_timeout_ns()) / 1e9,
                           " s of rank ",
-                          group_.rank_idx()));
+                          group_.rank_idx(),
+                          whereabouts(peer_rank)));
       group_.throw_abort();
     }
   });
@@ -429,6 +452,7 @@ const layout::SecondOffer& Exchange::await_second_offer(int peer_rank) {
 void Exchange::settle() {
   release_done();
   endpoint_.complete_epoch(epoch_);
+  show_presence(layout::Operation::kNone);
   state_ = State::kEnded;
 }
 
@@ -458,6 +482,7 @@ void Exchange::complete() {
     return;
   enter(nullptr);
   state_ = State::kEnded;
+  show_presence(layout::Operation::kNone);
   endpoint_.complete_epoch(epoch_);
 }
 
@@ -465,6 +490,7 @@ void Exchange::fail(const std::string& reason) {
   if (state_ != State::kEntered)
     return;
   state_ = State::kEnded;
+  show_presence(layout::Operation::kNone);
   if (!group_.is_aborted())
     group_.abort(layout::AbortCause::kPeerFailed,
                  site(step_),

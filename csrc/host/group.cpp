@@ -16,8 +16,6 @@ namespace moe::host {
 
 namespace {
 
-constexpr int64_t kWarnEveryNs = 60'000'000'000;
-
 int num_usable_cores() {
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -353,7 +351,7 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
           check_abort();
           check_peers(site, is_missing);
           const int64_t now_ns = sync::now_ns();
-          if (now_ns - warned_ns > kWarnEveryNs) {
+          if (now_ns - warned_ns > warning_interval_ns()) {
             warned_ns = now_ns;
             warn(concat("rank ",
                         rank_idx_,

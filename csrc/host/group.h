@@ -101,6 +101,9 @@ class Group {
   sync::Doorbell& doorbell(int rank_idx) {
     return controls_[static_cast<size_t>(rank_idx)]->doorbell;
   }
+  layout::Presence& presence(int rank_idx) {
+    return controls_[static_cast<size_t>(rank_idx)]->presence;
+  }
   sync::Doorbell& own_doorbell() { return doorbell(rank_idx_); }
 
   /// Address of a place of @p rank_idx; waits until the peer's announcement has arrived.

@@ -18,7 +18,6 @@ namespace moe::host {
 
 namespace {
 
-constexpr int64_t kWarnEveryNs = 60'000'000'000;
 // A peer that waits for this rank in an operation would never learn that it will not come.
 constexpr int64_t kPatienceNs = 1'000'000'000;
 constexpr char kProposal = 'p';
@@ -72,7 +71,7 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
         const int missing = first_missing_in_recovery();
         if (missing < 0)
           return;
-        if (now_ns - warned_ns > kWarnEveryNs) {
+        if (now_ns - warned_ns > warning_interval_ns()) {
           warned_ns = now_ns;
           warn(concat("rank ",
                       rank_idx_,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace moe::host {
@@ -10,5 +11,10 @@ using WarningSink = void (*)(const std::string& message);
 
 void set_warning_sink(WarningSink sink);
 void warn(const std::string& message);
+
+/// How long a rank waits for another before it says so, and says so again: a minute, unless a test
+/// is in a hurry.
+int64_t warning_interval_ns();
+void set_warning_interval_ns(int64_t interval_ns);
 
 }  // namespace moe::host

@@ -39,11 +39,24 @@ struct alignas(64) AbortRecord {
 };
 static_assert(sizeof(AbortRecord) == 512);
 
+/// The operation a rank entered last on any buffer, for peers that wait for it on another.
+///
+/// Byte map (64 bytes): [0, 8) buffer_number; [8, 16) epoch; [16, 20) operation, 0 when it has
+/// ended;
+///   rest unused.
+struct alignas(64) Presence {
+  uint64_t buffer_number;
+  uint64_t epoch;
+  int32_t operation;
+};
+static_assert(sizeof(Presence) == 64);
+
 /// One per (communicator, rank), in that rank's heap; peers write to it.
 struct ControlBlock {
   sync::Doorbell doorbell;
   AbortRecord abort;
+  Presence presence;  ///< written by its owner
 };
-static_assert(sizeof(ControlBlock) == 576);
+static_assert(sizeof(ControlBlock) == 640);
 
 }  // namespace moe::layout

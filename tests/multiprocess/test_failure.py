@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -251,6 +253,58 @@ def test_absent_rank_is_named(tmp_path: Path) -> None:
     assert "did not enter dispatch" in results[0][4]
 
 
+def _come_late(context: RankContext) -> list[str]:
+    buffer = make_buffer(context)
+    warnings: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("moe_comm").addHandler(handler)
+    _host.set_warning_interval(0.2)
+    try:
+        if context.rank_idx == 1:
+            time.sleep(1.0)
+        step(buffer, 1)
+    finally:
+        _host.set_warning_interval(60.0)
+        logging.getLogger("moe_comm").removeHandler(handler)
+    buffer.communicator.destroy()
+    return warnings
+
+
+def test_late_rank_is_reported_until_it_comes() -> None:
+    results = run_ranks(_come_late, 3)
+    for rank_idx in (0, 2):
+        waits = [text for text in results[rank_idx] if "s for rank 1 to enter dispatch" in text]
+        assert len(waits) >= 2, results[rank_idx]
+
+
+def _cross(context: RankContext) -> tuple[Told, int]:
+    """Two ranks block on two buffers in opposite order."""
+    first = make_buffer(context, arrival_timeout_s=1.0)
+    second = EpBuffer(first.communicator, first.config)
+    buffers = [first, second]
+    error = error_of(lambda: step(buffers[context.rank_idx], 1))
+    first.communicator.recover()
+    for buffer in buffers:
+        step(buffer, 2)
+    first.communicator.destroy()
+    return told(error), context.rank_idx
+
+
+def test_blocking_calls_in_opposite_order_name_both_buffers() -> None:
+    results = run_ranks(_cross, 2)
+    texts = [text for (_, _, _, _, text), _ in results]
+    assert [name for (name, *_), _ in results] == ["PeerTimeoutError"] * 2
+    assert texts[0] == texts[1]
+    match = re.search(r"dispatch of buffer (\d+) .*; it is in dispatch of buffer (\d+)", texts[0])
+    assert match is not None, texts[0]
+    assert match.group(1) != match.group(2)
+
+
 # ---------------------------------------------------------------------------------------------
 # Interrupted and leaving ranks.
 
@@ -294,10 +348,8 @@ def _leave(context: RankContext, how: str, folder: str) -> Told | None:
         if how == "destroy":
             comm.destroy()
             return None
-        if how == "drop":
-            del buffer, comm
-            return None
-        sys.exit(0)
+        del buffer, comm
+        return None
     wait_for(lambda: isinstance(error_of(lambda: comm.all_gather(b"")), PeerFailedError))
     result = told(error_of(lambda: step(buffer, 1)))
     # A rank that returns leaves too, and would be named by one that has not looked yet.
@@ -306,9 +358,12 @@ def _leave(context: RankContext, how: str, folder: str) -> Told | None:
     return result
 
 
+@pytest.mark.parametrize("mode", ["processes", "threads"])
 @pytest.mark.parametrize("how", ["destroy", "drop"])
-def test_leaving_between_operations_fails_the_next_call_only(how: str, tmp_path: Path) -> None:
-    results = run_ranks(_leave, 3, how, str(tmp_path), fresh=True)
+def test_leaving_between_operations_fails_the_next_call_only(
+    how: str, mode: str, tmp_path: Path
+) -> None:
+    results = run_ranks(_leave, 3, how, str(tmp_path), mode=mode)
     assert_all_told(results, PeerFailedError, 1)
     assert all(result is None or "left" in result[4] for result in results)
 
