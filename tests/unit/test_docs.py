@@ -68,6 +68,11 @@ def test_links_lead_somewhere(document: str) -> None:
     assert [link for link in local if not (folder / link).exists()] == []
 
 
+def test_index_lists_every_page() -> None:
+    listed = set(LINK.findall((ROOT / "docs/index.md").read_text()))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"} - listed == set()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_targets_exist(document: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
