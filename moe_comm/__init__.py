@@ -10,14 +10,24 @@ from moe_comm.autograd import SAVED_OPERATORS, combine, dispatch
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import BufferManager, EpBuffer
 from moe_comm.communicator import Communicator, HeapStats, Recovery
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.errors import CapacityError, CommunicationError, PeerFailedError, PeerTimeoutError
 from moe_comm.handles import CombineResult, CommEvent, DispatchHandle, DispatchResult
+from moe_comm.quantization import (
+    FP8_BLOCK128,
+    MXFP8,
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+)
 
 __all__ = [
+    "FP8_BLOCK128",
+    "MXFP8",
     "SAVED_OPERATORS",
     "Bootstrap",
     "BufferManager",
+    "Capacity",
     "CapacityError",
     "CombineResult",
     "CommEvent",
@@ -31,8 +41,11 @@ __all__ = [
     "Layout",
     "PeerFailedError",
     "PeerTimeoutError",
+    "Quantization",
+    "QuantizationFormat",
     "RankThreads",
     "Recovery",
+    "ScaleFormat",
     "combine",
     "dispatch",
 ]

@@ -6,6 +6,7 @@ import itertools
 import threading
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Literal, overload
 
 import torch
@@ -14,8 +15,9 @@ from moe_comm import validation
 from moe_comm.backends import load_backend
 from moe_comm.backends.base import Backend, DispatchOutput, PlanTensors
 from moe_comm.communicator import Communicator
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.quantization import Quantization
 
 __all__ = ["BufferManager", "EpBuffer", "resolve_buffer"]
 
@@ -73,6 +75,7 @@ class EpBuffer:
         self.generation = 0
         self._busy = threading.Lock()
         self._is_destroyed = False
+        self._masked_ranks: tuple[int, ...] = ()
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
         self._backend = backend_class(communicator, config)
         communicator.adopt(self)
@@ -87,13 +90,14 @@ class EpBuffer:
 
     def dispatch(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None = None,
         *,
         layout: Layout = Layout.EXPERT_MAJOR,
         expert_alignment: int = 1,
-        quantization: None = None,
+        quantization: Quantization | None = None,
+        capacity: Capacity | None = None,
         handle: DispatchHandle | None = None,
         copy_out: CopyOut = "auto",
         async_op: bool = False,
@@ -104,15 +108,22 @@ class EpBuffer:
 
         Args:
             x: `[num_tokens, hidden]`, dtype of the configuration, contiguous, CPU. With `handle`,
-                any dtype and any hidden whose rows are a multiple of 16 bytes.
+                any dtype and any hidden whose rows are a multiple of 16 bytes. Or `(data, sf)`, rows
+                that are quantised already: data `[num_tokens, hidden]` of a one-byte dtype,
+                contiguous, and sf `[num_tokens, num_scales]` of elements of 1, 2, 4 or 8 bytes, any
+                strides; both travel as they are.
             topk_idx: int64 `[num_tokens, num_topk]`, contiguous; -1 marks an unused choice. None
                 with `handle`.
             topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when x is float64), or
                 None. Forwarded, not applied.
             layout: Order of received rows.
             expert_alignment: Rows per local expert are padded with zero rows to a multiple of this.
-                RANK_MAJOR: affects `expert_offsets` only.
-            quantization: None; rows travel as they are.
+                RANK_MAJOR: affects `expert_offsets` only. LOW_LATENCY: 1.
+            quantization: Rows are quantised while they are written: `result.x` is e4m3 and
+                `result.x_sf` has the scale factors. x is bfloat16, float16 or float32. None: rows
+                travel as they are. With `(data, sf)` only `is_column_major` matters.
+            capacity: Limits on what is delivered, and what happens beyond them. Not with `handle`,
+                whose limits hold, and not with LOW_LATENCY.
             handle: Send to the places of an earlier dispatch of this buffer; its layout and
                 alignment hold, counts are not exchanged again.
             copy_out: True: rows are copied out of the heap into ordinary memory and the window is
@@ -127,7 +138,8 @@ class EpBuffer:
         Raises:
             ValueError: A rule above is broken on some rank, or ranks disagree.
             TypeError: A dtype or type is wrong on some rank.
-            CapacityError: Some rank's heap cannot hold what it would receive; nothing was sent.
+            CapacityError: Some rank's heap cannot hold what it would receive, or `capacity` says to
+                raise; nothing was sent.
             PeerFailedError: A peer died or gave up.
             PeerTimeoutError: A peer stopped progressing.
             RuntimeError: Another thread is using this buffer.
@@ -138,34 +150,57 @@ class EpBuffer:
         """
         with self._in_use("dispatch"):
             try:
-                if quantization is not None:
-                    raise ValueError(f"this version sends rows as they are, got {quantization=}")
                 copy = validation.check_copy_out(copy_out)
+                rows, scales = validation.check_rows(x, quantization)
                 if handle is None:
                     validation.check_dispatch(
-                        self.config, x, topk_idx, topk_weights, layout, expert_alignment
+                        self.config,
+                        rows,
+                        topk_idx,
+                        topk_weights,
+                        layout,
+                        expert_alignment,
+                        is_quantized=scales is not None,
                     )
+                    validation.check_capacity(capacity, layout, expert_alignment)
                 else:
                     self._check_handle(handle)
                     validation.check_cached_dispatch(
-                        handle, x, topk_idx, topk_weights, layout, expert_alignment
+                        handle,
+                        rows,
+                        topk_idx,
+                        topk_weights,
+                        layout,
+                        expert_alignment,
+                        capacity,
+                        is_quantized=scales is not None or quantization is not None,
                     )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
             if handle is None:
                 assert topk_idx is not None
                 operation = self._backend.dispatch(
-                    x,
+                    rows,
+                    scales,
                     topk_idx,
                     topk_weights,
                     layout=layout,
                     expert_alignment=expert_alignment,
+                    quantization=quantization,
+                    capacity=capacity,
+                    masked_ranks=self._masked_ranks if layout is Layout.LOW_LATENCY else (),
                     copy_out=copy,
                     async_op=async_op,
                 )
             else:
                 operation = self._backend.dispatch_cached(
-                    x, handle.plan, topk_weights, copy_out=copy, async_op=async_op
+                    rows,
+                    scales,
+                    handle.plan,
+                    topk_weights,
+                    quantization=quantization,
+                    copy_out=copy,
+                    async_op=async_op,
                 )
             if not async_op:
                 operation.wait()
@@ -180,12 +215,39 @@ class EpBuffer:
                 layout=layout,
                 expert_alignment=expert_alignment,
                 num_tokens=output.plan.num_tokens,
-                num_topk=self.config.num_topk,
+                num_topk=output.plan.num_topk,
                 num_recv_tokens=output.plan.num_recv_tokens,
+                num_recv_topk=output.plan.num_recv_topk,
                 plan=output.plan,
             )
 
-        return DispatchResult(operation, make_handle)
+        return DispatchResult(operation, make_handle, capacity)
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Ranks that later LOW_LATENCY dispatches of this buffer leave out, from this rank on. Local.
+
+        Nothing is sent to a masked rank and nothing comes from it; choices of its experts count in
+        `num_dropped_per_expert` on its side and add nothing to the sum. A rank is masked in a dispatch
+        when any rank masks it: the ranks agree in the dispatch itself. A masked rank still makes the
+        calls; a dead one is masked after `Communicator.recover`.
+
+        Args:
+            ranks: All masked ranks; replaces those masked before.
+
+        Raises:
+            ValueError: Not a rank of this communicator.
+        """
+        masked = sorted(set(ranks))
+        num_ranks = self.communicator.num_ranks
+        for rank_idx in masked:
+            if not 0 <= rank_idx < num_ranks:
+                raise ValueError(f"{rank_idx} is not a rank of a communicator of {num_ranks}")
+        self._masked_ranks = tuple(masked)
+
+    @property
+    def masked_ranks(self) -> tuple[int, ...]:
+        """Ranks masked from this rank on, ascending."""
+        return self._masked_ranks
 
     @overload
     def combine(
@@ -236,9 +298,9 @@ class EpBuffer:
                 itself), else copied in once. None to pull `row_weights` only.
             handle: Of a dispatch of this buffer.
             topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when rows are float64):
-                each row is multiplied by its weight before it is added. EXPERT_MAJOR only.
-            row_weights: float32 (or float64) `[num_recv_tokens]` (EXPERT_MAJOR) or
-                `[num_recv_tokens, num_topk]` (RANK_MAJOR): one number per row or choice, brought
+                each row is multiplied by its weight before it is added. Not RANK_MAJOR.
+            row_weights: float32 (or float64) `[num_recv_tokens]`, RANK_MAJOR:
+                `[num_recv_tokens, num_recv_topk]`: one number per row or choice, brought
                 back unsummed as `CombineResult.topk_weights`.
             out: `[num_tokens, hidden]`, contiguous, to write the sums to.
             copy_out: As in `dispatch`, for the sums.
@@ -246,7 +308,7 @@ class EpBuffer:
 
         Returns:
             `[num_tokens, hidden]` sums in the dtype of `expert_out`; a `CombineResult` with
-            `async_op` or `row_weights`. EXPERT_MAJOR adds in top-k order, RANK_MAJOR in rank order.
+            `async_op` or `row_weights`. RANK_MAJOR adds in rank order, the others in top-k order.
 
         Raises:
             ValueError: A rule above is broken on some rank, or ranks disagree.
@@ -302,6 +364,10 @@ class EpBuffer:
         self._check_handle(handle)
         hidden = self.config.hidden if hidden is None else hidden
         dtype = self.config.dtype if dtype is None else dtype
+        if hidden is None or dtype is None:
+            raise ValueError(
+                f"the configuration leaves hidden or dtype open: give both, got {hidden} and {dtype}"
+            )
         validation.check_row("hidden", hidden, dtype)
         return self._backend.empty_expert_output(handle.plan, hidden, dtype)
 
@@ -322,8 +388,9 @@ class EpBuffer:
             layout=tensors.layout,
             expert_alignment=tensors.expert_alignment,
             num_tokens=plan.num_tokens,
-            num_topk=self.config.num_topk,
+            num_topk=plan.num_topk,
             num_recv_tokens=plan.num_recv_tokens,
+            num_recv_topk=plan.num_recv_topk,
             plan=plan,
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from moe_comm import budget
 
-__all__ = ["EpConfig", "Layout", "default_expert_rank"]
+__all__ = ["Capacity", "EpConfig", "Layout", "default_expert_rank"]
 
 ROW_BYTES_MULTIPLE = 16
 
@@ -21,10 +22,63 @@ class Layout(enum.IntEnum):
     `EXPERT_MAJOR`: one row per (token, k) with an id >= 0, grouped by local expert, each group
     starting at a multiple of `expert_alignment`, rows in order of (source rank, token, k).
     `RANK_MAJOR`: one row per (token, distinct destination rank), in order of (source rank, token).
+    `LOW_LATENCY`: rows as in EXPERT_MAJOR, in a shape that does not depend on the routing: local
+    expert e has rows `[e * n, (e + 1) * n)` with `n = num_ranks * num_max_tokens_per_rank`, of which
+    the first `num_tokens_per_expert[e]` are filled, in order of (source rank, token, k), and the
+    rest is undefined.
     """
 
     EXPERT_MAJOR = 0
     RANK_MAJOR = 1
+    LOW_LATENCY = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Limits on what a dispatch delivers, and what happens to what is beyond them.
+
+    Which rows are beyond a limit follows from counts alone: first `num_rows_per_expert`, which keeps
+    the first rows of an expert in (source rank, token, k) order whatever the number of ranks; then
+    `num_rows`, which drops the rows whose padded place lies beyond it. A dropped row is skipped by
+    combine; weights are not renormalised.
+
+    Args:
+        num_rows: Rows of this rank's result, exactly (what is not filled is zero, weights 0, ids
+            -1), so that shapes do not depend on the routing. May differ between ranks; a multiple of
+            the call's `expert_alignment`. None for as many rows as arrive.
+        num_rows_per_expert: Most rows of one expert, over all ranks that send to it; equal on every
+            rank. Not with "grow". None for no limit.
+        on_overflow: "grow": the result has more rows than `num_rows` where more are needed, and
+            nothing is dropped. "drop": what is beyond a limit is dropped and counted (not with
+            `RANK_MAJOR`). "raise": CapacityError on every rank, before any row moves.
+
+    Raises:
+        ValueError: A limit is negative, both are None, or they do not go with `on_overflow`.
+        TypeError: A limit is not an int.
+    """
+
+    num_rows: int | None = None
+    num_rows_per_expert: int | None = None
+    on_overflow: Literal["grow", "drop", "raise"] = "grow"
+
+    def __post_init__(self) -> None:
+        if self.on_overflow not in ("grow", "drop", "raise"):
+            raise ValueError(
+                f'on_overflow must be "grow", "drop" or "raise", got {self.on_overflow!r}'
+            )
+        for name in ("num_rows", "num_rows_per_expert"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, minimum=0)
+                if value >= 2**31:
+                    raise ValueError(f"{name} must be below 2**31, got {value}")
+        if self.num_rows is None and self.num_rows_per_expert is None:
+            raise ValueError("a Capacity needs num_rows or num_rows_per_expert, got neither")
+        if self.num_rows_per_expert is not None and self.on_overflow == "grow":
+            raise ValueError(
+                f'num_rows_per_expert = {self.num_rows_per_expert} needs on_overflow "drop" or '
+                f'"raise", got "grow"'
+            )
 
 
 def default_expert_rank(num_experts: int, num_ranks: int) -> torch.Tensor:
@@ -45,13 +99,17 @@ def default_expert_rank(num_experts: int, num_ranks: int) -> torch.Tensor:
 class EpConfig:
     """Shape of the exchange; equal on every rank of the communicator.
 
+    Where a field may be None, every call brings its own value: the ranks agree on dtype and row size
+    in the call, choices per token and tokens may even differ between them.
+
     Args:
         num_experts: Experts over all ranks, >= 1.
-        num_topk: Choices per token, >= 1. Any number; there is no upper limit.
-        hidden: Elements per row; `hidden * dtype.itemsize` is a multiple of 16 bytes.
-        num_max_tokens_per_rank: Most tokens one rank may pass to a call.
-        dtype: Element type of dispatched rows. Any dtype can be dispatched (rows move as bytes);
-            combine adds bfloat16, float16, float32 and float64.
+        num_topk: Choices per token, >= 1, or None. Any number; there is no upper limit.
+        hidden: Elements per row, or None; `hidden * dtype.itemsize` is a multiple of 16 bytes.
+        num_max_tokens_per_rank: Most tokens one rank may pass to a call, or None.
+            `Layout.LOW_LATENCY` needs it.
+        dtype: Element type of dispatched rows, or None. Any dtype can be dispatched (rows move as
+            bytes); combine adds bfloat16, float16, float32 and float64.
         expert_rank: int32 `[num_experts]`, the rank of every expert, any number per rank including
             none; None for contiguous blocks (`default_expert_rank`). Local order is ascending id.
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
@@ -62,21 +120,26 @@ class EpConfig:
     """
 
     num_experts: int
-    num_topk: int
-    hidden: int
-    num_max_tokens_per_rank: int
-    dtype: torch.dtype = torch.bfloat16
+    num_topk: int | None = None
+    hidden: int | None = None
+    num_max_tokens_per_rank: int | None = None
+    dtype: torch.dtype | None = torch.bfloat16
     expert_rank: torch.Tensor | Sequence[int] | None = None
     num_max_in_flight: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_topk", "hidden"):
-            _check_int(name, getattr(self, name), minimum=1)
-        _check_int("num_max_tokens_per_rank", self.num_max_tokens_per_rank, minimum=0)
+        _check_int("num_experts", self.num_experts, minimum=1)
+        for name, minimum in (("num_topk", 1), ("hidden", 1), ("num_max_tokens_per_rank", 0)):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), minimum=minimum)
         _check_int("num_max_in_flight", self.num_max_in_flight, minimum=2)
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
-        if self.row_bytes % ROW_BYTES_MULTIPLE:
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype or None, got {self.dtype!r}")
+        if (
+            self.hidden is not None
+            and self.dtype is not None
+            and self.row_bytes % ROW_BYTES_MULTIPLE
+        ):
             raise ValueError(
                 f"a row must be a multiple of {ROW_BYTES_MULTIPLE} bytes, got hidden={self.hidden} "
                 f"x {self.dtype.itemsize} bytes ({self.dtype}) = {self.row_bytes}"
@@ -95,7 +158,9 @@ class EpConfig:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one dispatched row."""
+        """Bytes of one dispatched row; 0 where every call brings its own."""
+        if self.hidden is None or self.dtype is None:
+            return 0
         return self.hidden * self.dtype.itemsize
 
     def resolve_expert_rank(self, num_ranks: int) -> torch.Tensor:
@@ -140,7 +205,15 @@ class EpConfig:
             expert_alignment: As it will be passed to dispatch.
             imbalance: Rows of the busiest rank over the mean, >= 1.
             worst_case: Every token of every rank goes to one rank.
+
+        Raises:
+            ValueError: A field that decides the size is None.
         """
+        if self.num_topk is None or self.num_max_tokens_per_rank is None or self.row_bytes == 0:
+            raise ValueError(
+                "heap_bytes needs num_topk, hidden, num_max_tokens_per_rank and dtype, got "
+                f"{self.num_topk}, {self.hidden}, {self.num_max_tokens_per_rank} and {self.dtype}"
+            )
         placement = self.resolve_expert_rank(num_ranks)
         sizes = budget.window_sizes(
             num_ranks=num_ranks,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from moe_comm.backends.base import CombineOutput, DispatchOutput, Operation, Plan
-from moe_comm.config import Layout
+from moe_comm.config import Capacity, Layout
 
 __all__ = ["CombineResult", "CommEvent", "DispatchHandle", "DispatchResult"]
 
@@ -48,7 +48,8 @@ class DispatchHandle:
         expert_alignment: Rows per local expert are padded to a multiple of this.
         num_tokens: Tokens this rank sent, T.
         num_topk: Choices per token, K.
-        num_recv_tokens: Rows this rank received, M, padding included.
+        num_recv_tokens: Rows of this rank's result, M, padding included.
+        num_recv_topk: Largest number of choices per token of all ranks.
         plan: Belongs to the backend.
     """
 
@@ -59,6 +60,7 @@ class DispatchHandle:
     num_tokens: int
     num_topk: int
     num_recv_tokens: int
+    num_recv_topk: int
     plan: Plan
 
 
@@ -71,27 +73,36 @@ class DispatchResult:
     Attributes:
         x: `[M, hidden]`. EXPERT_MAJOR: rows of local expert e are
             `x[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`; padding is zero.
-        x_sf: Scale factors of quantised rows, else None.
+            LOW_LATENCY: M is `num_local_experts * num_ranks * num_max_tokens_per_rank`.
+        x_sf: Scale factors `[M, num_scales]` of quantised rows (see `Quantization`), else None.
         topk_idx: None (EXPERT_MAJOR), or int64 `[M, K]` local expert ids, -1 elsewhere (RANK_MAJOR).
+            K is the largest of all ranks where they chose different numbers.
         topk_weights: None if none were given; float32 `[M]`, 0 in padding (EXPERT_MAJOR), or
             `[M, K]`, 0 where the choice is not local (RANK_MAJOR). float64 where float64 was given.
         num_tokens_per_expert: int64 `[num_local_experts]` on the host: choices of every local
-            expert, without padding.
+            expert, without padding and without what was dropped.
+        num_dropped_per_expert: int64 `[num_local_experts]` on the host: choices of every local
+            expert that a capacity or a masked rank dropped.
+        num_required_rows: Rows this rank's result would have without a capacity.
+        has_overflow: Whether rows for this rank were dropped, or its capacity had to grow.
+        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation.
         expert_offsets: int32 `[num_local_experts + 1]` on x's device: padded starts. RANK_MAJOR: where
             the experts would start after a local permute with the same alignment.
         handle: For `combine` and cached `dispatch`.
         event: End of the operation.
     """
 
-    __slots__ = ("_handle", "_make_handle", "_operation", "_output", "event")
+    __slots__ = ("_capacity", "_handle", "_make_handle", "_operation", "_output", "event")
 
     def __init__(
         self,
         operation: Operation[DispatchOutput],
         make_handle: Callable[[DispatchOutput], DispatchHandle],
+        capacity: Capacity | None = None,
     ) -> None:
         self._operation = operation
         self._make_handle = make_handle
+        self._capacity = capacity
         self._output: DispatchOutput | None = None
         self._handle: DispatchHandle | None = None
         self.event = CommEvent(operation)
@@ -109,7 +120,7 @@ class DispatchResult:
     @property
     def x_sf(self) -> torch.Tensor | None:
         """See the class."""
-        return None
+        return self._arrived().x_sf
 
     @property
     def topk_idx(self) -> torch.Tensor | None:
@@ -125,6 +136,30 @@ class DispatchResult:
     def num_tokens_per_expert(self) -> torch.Tensor:
         """See the class."""
         return self._arrived().num_tokens_per_expert
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().num_dropped_per_expert
+
+    @property
+    def num_required_rows(self) -> int:
+        """See the class."""
+        return self._arrived().num_required_rows
+
+    @property
+    def has_overflow(self) -> bool:
+        """See the class."""
+        output = self._arrived()
+        most_rows = None if self._capacity is None else self._capacity.num_rows
+        if most_rows is not None and output.num_required_rows > most_rows:
+            return True
+        return bool(output.num_dropped_per_expert.any())
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().wait_ns
 
     @property
     def expert_offsets(self) -> torch.Tensor:
@@ -150,6 +185,7 @@ class CombineResult:
     Attributes:
         x: `[num_tokens, hidden]` sums.
         topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, or None.
+        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation.
         event: End of the operation.
     """
 
@@ -171,3 +207,8 @@ class CombineResult:
     def topk_weights(self) -> torch.Tensor | None:
         """See the class."""
         return self._operation.wait().topk_weights
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """See the class."""
+        return self._operation.wait().wait_ns

@@ -6,19 +6,23 @@ from typing import Literal
 
 import torch
 
-from moe_comm.config import ROW_BYTES_MULTIPLE, EpConfig, Layout
+from moe_comm.config import ROW_BYTES_MULTIPLE, Capacity, EpConfig, Layout
 from moe_comm.handles import DispatchHandle
+from moe_comm.quantization import Quantization
 
 __all__ = [
     "check_cached_dispatch",
+    "check_capacity",
     "check_combine",
     "check_copy_out",
     "check_dispatch",
     "check_row",
+    "check_rows",
     "check_weighted_gradient",
 ]
 
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_copy_out(copy_out: bool | Literal["auto"]) -> bool | None:
@@ -40,6 +44,34 @@ def check_row(name: str, hidden: int, dtype: torch.dtype) -> None:
         )
 
 
+def check_rows(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], quantization: Quantization | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows and their scale factors as given, or None where rows are not quantised yet."""
+    if quantization is not None and not isinstance(quantization, Quantization):
+        raise TypeError(f"quantization must be a Quantization, got {quantization!r}")
+    if not isinstance(x, tuple):
+        is_tensor = isinstance(x, torch.Tensor)
+        if quantization is not None and is_tensor and x.dtype not in QUANTIZABLE:
+            names = ", ".join(str(dtype) for dtype in QUANTIZABLE)
+            raise TypeError(f"rows that are to be quantised must be {names}, got {x.dtype}")
+        return x, None
+    if len(x) != 2:
+        raise ValueError(f"quantised rows are a pair (data, sf), got {len(x)} values")
+    data, scales = x
+    _check_tensor("data", data, 2)
+    _check_tensor("sf", scales, 2, is_strided=True)
+    if data.dtype.itemsize != 1:
+        raise TypeError(f"data of quantised rows must be of a one-byte dtype, got {data.dtype}")
+    if scales.shape[0] != data.shape[0] or scales.shape[1] < 1:
+        raise ValueError(
+            f"sf must have shape ({data.shape[0]}, num_scales >= 1), got {tuple(scales.shape)}"
+        )
+    if scales.dtype.itemsize > 8:
+        raise TypeError(f"sf must have elements of at most 8 bytes, got {scales.dtype}")
+    return data, scales
+
+
 def check_dispatch(
     config: EpConfig,
     x: torch.Tensor,
@@ -47,32 +79,73 @@ def check_dispatch(
     topk_weights: torch.Tensor | None,
     layout: Layout,
     expert_alignment: int,
+    *,
+    is_quantized: bool,
 ) -> None:
-    """Input of a dispatch that exchanges counts."""
+    """Input of a dispatch that exchanges counts; `is_quantized`: x is the data of a pair."""
     if topk_idx is None:
         raise ValueError("topk_idx is None, which needs a handle")
     _check_tensor("x", x, 2)
     _check_tensor("topk_idx", topk_idx, 2)
-    if x.dtype is not config.dtype:
+    if not is_quantized and config.dtype is not None and x.dtype is not config.dtype:
         raise TypeError(f"x must have the configured dtype {config.dtype}, got {x.dtype}")
     if topk_idx.dtype is not torch.int64:
         raise TypeError(f"topk_idx must be torch.int64, got {topk_idx.dtype}")
     num_tokens, hidden = x.shape
-    if hidden != config.hidden:
+    if config.hidden is not None and hidden != config.hidden:
         raise ValueError(f"x must have the configured hidden {config.hidden}, got {hidden}")
-    if num_tokens > config.num_max_tokens_per_rank:
+    if not is_quantized and (config.hidden is None or config.dtype is None):
+        check_row("x", hidden, x.dtype)
+    if hidden < 1:
+        raise ValueError(f"x must have at least one column, got shape {tuple(x.shape)}")
+    most_tokens = config.num_max_tokens_per_rank
+    if most_tokens is not None and num_tokens > most_tokens:
         raise ValueError(
             f"x has {num_tokens} tokens, more than the configured num_max_tokens_per_rank = "
-            f"{config.num_max_tokens_per_rank}"
+            f"{most_tokens}"
         )
-    if topk_idx.shape != (num_tokens, config.num_topk):
+    num_topk = topk_idx.shape[1] if config.num_topk is None else config.num_topk
+    if topk_idx.shape != (num_tokens, num_topk):
         raise ValueError(
-            f"topk_idx must have shape ({num_tokens}, {config.num_topk}), got {tuple(topk_idx.shape)}"
+            f"topk_idx must have shape ({num_tokens}, {num_topk}), got {tuple(topk_idx.shape)}"
         )
-    _check_weights(topk_weights, num_tokens, config.num_topk, x.dtype)
-    if layout is not Layout.EXPERT_MAJOR and layout is not Layout.RANK_MAJOR:
+    if num_topk < 1:
+        raise ValueError(f"topk_idx must have at least one column, got {tuple(topk_idx.shape)}")
+    _check_weights(topk_weights, num_tokens, num_topk, x.dtype)
+    if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a Layout, got {layout!r}")
     _check_alignment(expert_alignment)
+    if layout is Layout.LOW_LATENCY:
+        if most_tokens is None:
+            raise ValueError(
+                "Layout.LOW_LATENCY needs a configured num_max_tokens_per_rank, got None"
+            )
+        if expert_alignment != 1:
+            raise ValueError(
+                f"Layout.LOW_LATENCY has experts at fixed places, expert_alignment must be 1, got "
+                f"{expert_alignment}"
+            )
+
+
+def check_capacity(capacity: Capacity | None, layout: Layout, expert_alignment: int) -> None:
+    """Limits that go with a layout and an alignment."""
+    if capacity is None:
+        return
+    if not isinstance(capacity, Capacity):
+        raise TypeError(f"capacity must be a Capacity, got {capacity!r}")
+    if layout is Layout.LOW_LATENCY:
+        raise ValueError("Layout.LOW_LATENCY has a shape of its own, capacity must be None")
+    if layout is Layout.RANK_MAJOR and (
+        capacity.on_overflow == "drop" or capacity.num_rows_per_expert is not None
+    ):
+        raise ValueError(
+            f'Layout.RANK_MAJOR takes a capacity of rows with "grow" or "raise", got {capacity}'
+        )
+    if layout is Layout.EXPERT_MAJOR and (capacity.num_rows or 0) % expert_alignment:
+        raise ValueError(
+            f"num_rows of a capacity must be a multiple of expert_alignment = {expert_alignment}, "
+            f"got {capacity.num_rows}"
+        )
 
 
 def check_cached_dispatch(
@@ -82,8 +155,11 @@ def check_cached_dispatch(
     topk_weights: torch.Tensor | None,
     layout: Layout,
     expert_alignment: int,
+    capacity: Capacity | None,
+    *,
+    is_quantized: bool,
 ) -> None:
-    """Input of a dispatch to the places of `handle`."""
+    """Input of a dispatch to the places of `handle`; `is_quantized`: rows travel as bytes."""
     if topk_idx is not None:
         raise ValueError("topk_idx must be None with a handle, which already holds the choices")
     if layout is not Layout.EXPERT_MAJOR and layout != handle.layout:
@@ -92,13 +168,18 @@ def check_cached_dispatch(
         raise ValueError(
             f"expert_alignment is {expert_alignment}, the handle's is {handle.expert_alignment}"
         )
+    if capacity is not None:
+        raise ValueError(f"the capacity of the handle holds, got {capacity}")
     _check_tensor("x", x, 2)
     num_tokens, hidden = x.shape
     if num_tokens != handle.num_tokens:
         raise ValueError(
             f"x has {num_tokens} tokens, the handle's dispatch had {handle.num_tokens}"
         )
-    check_row("x", hidden, x.dtype)
+    if not is_quantized:
+        check_row("x", hidden, x.dtype)
+    elif hidden < 1:
+        raise ValueError(f"x must have at least one column, got shape {tuple(x.shape)}")
     _check_weights(topk_weights, num_tokens, handle.num_topk, x.dtype)
 
 
@@ -135,16 +216,16 @@ def check_combine(
     elif topk_weights is not None or out is not None:
         raise ValueError("topk_weights and out need expert_out, got None")
     if topk_weights is not None:
-        if handle.layout is not Layout.EXPERT_MAJOR:
+        if handle.layout is Layout.RANK_MAJOR:
             raise ValueError(
-                f"topk_weights are applied by combine for Layout.EXPERT_MAJOR only, the handle is "
-                f"{handle.layout!r}: apply them to the rows before combine"
+                f"topk_weights are not applied by combine for {handle.layout!r}: apply them to the "
+                f"rows before combine"
             )
         _check_weights(topk_weights, handle.num_tokens, handle.num_topk, rows_dtype)
     if row_weights is not None:
         by_choice = handle.layout is Layout.RANK_MAJOR
         _check_tensor("row_weights", row_weights, 2 if by_choice else 1)
-        expected = (handle.num_recv_tokens, *((handle.num_topk,) if by_choice else ()))
+        expected = (handle.num_recv_tokens, *((handle.num_recv_topk,) if by_choice else ()))
         if row_weights.shape != expected:
             raise ValueError(
                 f"row_weights must have shape {expected}, got {tuple(row_weights.shape)}"
@@ -172,14 +253,16 @@ def check_weighted_gradient(
     _check_weight_dtype("weights", weights, gradient.dtype)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, num_dims: int) -> None:
+def _check_tensor(
+    name: str, tensor: torch.Tensor, num_dims: int, *, is_strided: bool = False
+) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dim() != num_dims:
         raise ValueError(f"{name} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
     if not tensor.is_cpu:
         raise ValueError(f"{name} must be on cpu, got {tensor.device}")
-    if not tensor.is_contiguous():
+    if not is_strided and not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
         )

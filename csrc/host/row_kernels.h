@@ -11,6 +11,18 @@ namespace moe::host {
 /// How a kernel stores: through the caches, or past them (non-temporal; pays above cache size).
 enum class StoreMode { kCached, kStreaming };
 
+enum class ScaleFormat : int32_t { kFloat32 = 0, kFloat32PowerOf2 = 1, kUe8m0 = 2 };
+
+/// How a row is quantised to e4m3; the arithmetic is that of docs/design.md.
+struct RowQuantization {
+  DType dtype = DType::kBFloat16;  ///< of the source: bf16, fp16 or fp32
+  int block = 128;                 ///< channels per scale factor: 128 (FP8_BLOCK128) or 32 (MXFP8)
+  ScaleFormat scale_format = ScaleFormat::kFloat32;
+  int64_t hidden = 0;  ///< elements; the last block may be shorter
+
+  int64_t num_blocks() const { return (hidden + block - 1) / block; }
+};
+
 /// The inner loops over rows, one table per instruction set; all tables give the same bits.
 ///
 /// Sources may have any alignment of their element type. Destinations of `fan_out` are aligned to
@@ -56,6 +68,17 @@ struct RowKernels {
 
   /// Orders streaming stores of the calling thread before its later stores.
   void (*store_fence)();
+
+  /// Quantises one row in registers and writes its `hidden` bytes to @p num_dst places. The row is
+  /// read once. Destinations may have any alignment (cached stores are used where streaming ones
+  /// need more).
+  /// @param scales  num_blocks() values: float32, or uint8 for kUe8m0; ordinary memory.
+  void (*quantize_row)(const RowQuantization& quantization,
+                       const std::byte* src,
+                       std::byte* const* dst,
+                       int num_dst,
+                       void* scales,
+                       StoreMode mode);
 };
 
 /// The table for @p name, or null when this machine or build lacks it. "portable" always exists.

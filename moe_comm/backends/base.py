@@ -12,7 +12,8 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.quantization import Quantization
 
 __all__ = [
     "Backend",
@@ -60,11 +61,14 @@ class PlanTensors:
     """A plan as plain tensors, in the form every backend and `torch.library` operator shares.
 
     Args:
-        counts: int32 `[num_ranks, num_experts + num_ranks]`; row r is what rank r sends: its choices
-            of every expert, then its tokens bound for every distinct rank.
-        slots: int64 `[num_tokens, num_slots]`, where this rank's rows went: `rank << 48 | row`, or -1.
-            EXPERT_MAJOR: `num_slots = num_topk`, entry k belongs to choice k. RANK_MAJOR:
-            `num_slots = min(num_topk, num_ranks)`, destination ranks ascending, -1 at the end.
+        counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; row r is what rank r sends and was
+            kept: its choices of every expert; its tokens bound for every distinct rank (EXPERT_MAJOR
+            and LOW_LATENCY: 0 where it sends no row there); then the number of rows of rank r's
+            result where a capacity fixed it, else -1; then its choices per token.
+        slots: int64 `[num_tokens, num_slots]`, where this rank's rows went: `rank << 48 | row`, or -1
+            (not a choice, or dropped). EXPERT_MAJOR and LOW_LATENCY: `num_slots = num_topk`, entry k
+            belongs to choice k. RANK_MAJOR: `num_slots = min(num_topk, num_ranks)`, destination ranks
+            ascending, -1 at the end.
         topk_idx: int64 `[num_tokens, num_topk]`, the caller's choices (a private copy).
         layout: Order of received rows.
         expert_alignment: Rows per local expert are padded to a multiple of this.
@@ -86,8 +90,18 @@ class Plan(Protocol):
         ...
 
     @property
+    def num_topk(self) -> int:
+        """Choices per token of this rank."""
+        ...
+
+    @property
     def num_recv_tokens(self) -> int:
-        """Rows this rank received, padding included."""
+        """Rows of this rank's result, padding included."""
+        ...
+
+    @property
+    def num_recv_topk(self) -> int:
+        """Largest number of choices per token of all ranks."""
         ...
 
     def to_tensors(self) -> PlanTensors:
@@ -101,18 +115,29 @@ class DispatchOutput:
 
     Args:
         x: `[M, hidden]`.
-        topk_idx: None (EXPERT_MAJOR, and cached dispatch) or int64 `[M, num_topk]` (RANK_MAJOR).
-        topk_weights: None when none were sent; else `[M]` (EXPERT_MAJOR) or `[M, num_topk]`.
-        num_tokens_per_expert: int64 `[num_local_experts]`, real counts, CPU.
+        x_sf: Scale factors `[M, num_scales]` of quantised rows, else None.
+        topk_idx: None (EXPERT_MAJOR, LOW_LATENCY and cached dispatch) or int64 `[M, num_topk]`
+            (RANK_MAJOR), num_topk being the largest of all ranks.
+        topk_weights: None when none were sent; else `[M]`, RANK_MAJOR: `[M, num_topk]`.
+        num_tokens_per_expert: int64 `[num_local_experts]`, kept choices, CPU.
+        num_dropped_per_expert: int64 `[num_local_experts]`, choices of every local expert that a
+            capacity or a mask dropped, CPU; zeros in a cached dispatch.
+        num_required_rows: Rows this rank's result would need to drop nothing, padding included.
         expert_offsets: int32 `[num_local_experts + 1]`, padded starts, last is the padded total.
+        wait_ns: int64 `[num_ranks]`, nanoseconds this rank waited for each rank; zeros where the
+            backend cannot tell.
         plan: For the handle.
     """
 
     x: torch.Tensor
+    x_sf: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     num_tokens_per_expert: torch.Tensor
+    num_dropped_per_expert: torch.Tensor
+    num_required_rows: int
     expert_offsets: torch.Tensor
+    wait_ns: torch.Tensor
     plan: Plan
 
 
@@ -122,12 +147,14 @@ class CombineOutput:
 
     Args:
         x: `[num_tokens, hidden]` sums, or None when only weights were pulled.
-        topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, 0 where a choice is -1;
-            None when none were given.
+        topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, 0 where a choice is -1 or
+            was dropped; None when none were given.
+        wait_ns: As in `DispatchOutput`.
     """
 
     x: torch.Tensor | None
     topk_weights: torch.Tensor | None
+    wait_ns: torch.Tensor
 
 
 class Backend(abc.ABC):
@@ -153,23 +180,45 @@ class Backend(abc.ABC):
     def dispatch(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         *,
         layout: Layout,
         expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         async_op: bool,
     ) -> Operation[DispatchOutput]:
-        """Send rows. `copy_out` None means the backend decides."""
+        """Send rows.
+
+        Args:
+            x: `[num_tokens, hidden]`; any dtype where not quantised here.
+            x_sf: `[num_tokens, num_scales]`, any strides, where x is quantised already: both travel
+                as they are. `quantization` then only says whether they arrive column-major.
+            topk_idx: `[num_tokens, num_topk]`.
+            topk_weights: `[num_tokens, num_topk]` or None.
+            layout: Order of received rows.
+            expert_alignment: As in `EpBuffer.dispatch`.
+            quantization: How to quantise x, or None.
+            capacity: Limits; None for none.
+            masked_ranks: LOW_LATENCY: ranks that take no part in this operation, united over all
+                ranks: nothing goes to them or comes from them.
+            copy_out: None means the backend decides.
+            async_op: Return before the end.
+        """
 
     @abc.abstractmethod
     def dispatch_cached(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
         *,
+        quantization: Quantization | None,
         copy_out: bool | None,
         async_op: bool,
     ) -> Operation[DispatchOutput]:
@@ -192,8 +241,8 @@ class Backend(abc.ABC):
         Args:
             x: `[M, hidden]` rows of this rank's experts, or None to pull only weights.
             plan: Of the dispatch that brought the rows.
-            topk_weights: `[num_tokens, num_topk]`, applied while adding (EXPERT_MAJOR only), or None.
-            row_weights: `[M]` (EXPERT_MAJOR) or `[M, num_topk]` (RANK_MAJOR), pulled to
+            topk_weights: `[num_tokens, num_topk]`, applied while adding (not RANK_MAJOR), or None.
+            row_weights: `[M]` (EXPERT_MAJOR, LOW_LATENCY) or `[M, num_topk]` (RANK_MAJOR), pulled to
                 `[num_tokens, num_topk]`, or None.
             out: `[num_tokens, hidden]` to write the sums to, or None.
             copy_out: As in `dispatch`, for the sums.
