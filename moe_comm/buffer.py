@@ -7,7 +7,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 
@@ -370,6 +370,18 @@ class EpBuffer:
             )
         validation.check_row("hidden", hidden, dtype)
         return self._backend.empty_expert_output(handle.plan, hidden, dtype)
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """Raise `error` on every rank, in place of an operation that they enter and this rank cannot.
+
+        For callers that check input of their own before a collective call. The buffer stays usable.
+
+        Args:
+            operation: "dispatch" or "combine": what the other ranks call.
+            error: A ValueError or TypeError; its text is raised with this rank's number in front.
+        """
+        with self._in_use(operation):
+            self._backend.reject(operation, error)
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
