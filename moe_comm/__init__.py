@@ -7,6 +7,7 @@ forms of the buffer's operations.
 from __future__ import annotations
 
 from moe_comm.autograd import SAVED_OPERATORS, combine, dispatch
+from moe_comm.backends.quantized import dequantize, quantize
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import BufferManager, EpBuffer
 from moe_comm.communicator import Communicator, HeapStats, Recovery
@@ -47,5 +48,7 @@ __all__ = [
     "Recovery",
     "ScaleFormat",
     "combine",
+    "dequantize",
     "dispatch",
+    "quantize",
 ]

@@ -14,11 +14,13 @@ import torch
 __all__ = [
     "ADDABLE_DTYPES",
     "accumulator_dtype",
+    "chunks",
     "dot_rows",
     "round_to",
     "scale_rows",
     "subnormals_kept",
     "sum_rows",
+    "widen",
 ]
 
 ADDABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -98,7 +100,7 @@ def sum_rows(
     if rows.shape[0] == 0:
         return out.zero_()
     with subnormals_kept():
-        for tokens, columns in _chunks(num_tokens, hidden, rows.device):
+        for tokens, columns in chunks(num_tokens, hidden, rows.device):
             # Advanced indexing copies, so a term never aliases a row.
             chosen = positions[tokens]
             acc = torch.zeros(
@@ -106,7 +108,7 @@ def sum_rows(
             )
             for k in range(num_terms):
                 present = (chosen[:, k] >= 0).unsqueeze(1)
-                term = _widen(rows[chosen[:, k].clamp(min=0), columns])
+                term = widen(rows[chosen[:, k].clamp(min=0), columns])
                 if weights is not None:
                     term = term * weights[tokens, k].unsqueeze(1)
                 acc = torch.where(present, acc + term, acc)
@@ -126,8 +128,8 @@ def scale_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
     scaled = torch.empty_like(rows)
     with subnormals_kept():
-        for some, columns in _chunks(rows.shape[0], rows.shape[1], rows.device):
-            product = _widen(rows[some, columns]) * weights[some].unsqueeze(1)
+        for some, columns in chunks(rows.shape[0], rows.shape[1], rows.device):
+            product = widen(rows[some, columns]) * weights[some].unsqueeze(1)
             scaled[some, columns] = round_to(product, rows.dtype)
     return scaled
 
@@ -151,10 +153,10 @@ def dot_rows(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     dtype = dtype or wide
     dots = torch.empty(num_rows, dtype=dtype, device=a.device)
     with subnormals_kept():
-        for some, columns in _chunks(num_rows, hidden, a.device, whole_rows=True):
+        for some, columns in chunks(num_rows, hidden, a.device, whole_rows=True):
             products = torch.empty(dots[some].shape[0], hidden, dtype=wide, device=a.device)
             for piece in _split(columns, _chunk_elements(a.device)):
-                products[:, piece] = _widen(a[some, piece]) * _widen(b[some, piece])
+                products[:, piece] = widen(a[some, piece]) * widen(b[some, piece])
             lanes = torch.zeros(products.shape[0], _NUM_LANES, dtype=wide, device=a.device)
             for first in range(0, hidden, _NUM_LANES):
                 terms = products[:, first : first + _NUM_LANES]
@@ -166,7 +168,7 @@ def dot_rows(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     return dots
 
 
-def _widen(rows: torch.Tensor) -> torch.Tensor:
+def widen(rows: torch.Tensor) -> torch.Tensor:
     """Exactly the same values in the accumulator's dtype."""
     if rows.dtype == torch.bfloat16:
         return (rows.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
@@ -208,7 +210,7 @@ def _chunk_elements(device: torch.device) -> int:
     return _SERIAL_CHUNK_ELEMENTS if torch.get_num_threads() > 1 else _CACHED_CHUNK_ELEMENTS
 
 
-def _chunks(
+def chunks(
     num_rows: int, hidden: int, device: torch.device, *, whole_rows: bool = False
 ) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of pieces that torch works on with the calling thread alone."""

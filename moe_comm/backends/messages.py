@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from moe_comm.backends.base import PlanTensors
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.quantization import Quantization
 
 __all__ = [
     "bad_expert_id",
@@ -70,21 +71,38 @@ def call_hash(call: str) -> int:
 
 
 def describe_dispatch(
-    x: torch.Tensor, topk_weights: torch.Tensor | None, layout: Layout, expert_alignment: int
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    *,
+    layout: Layout,
+    expert_alignment: int,
+    quantization: Quantization | None,
+    capacity: Capacity | None,
 ) -> str:
-    """What ranks must agree on in a dispatch.
+    """What ranks must agree on in a dispatch. How many rows a capacity allows is each rank's own.
 
     Example:
         `dispatch(EXPERT_MAJOR, expert_alignment=8, bfloat16 rows of 4096 bytes, float32 weights)`
     """
-    return f"dispatch({_places(layout, expert_alignment)}{_rows(x)}{_weights(topk_weights)})"
+    return (
+        f"dispatch({_places(layout, expert_alignment)}{_rows(x)}{_scales(x_sf, quantization)}"
+        f"{_weights(topk_weights)}{_limits(capacity)})"
+    )
 
 
 def describe_dispatch_cached(
-    x: torch.Tensor, topk_weights: torch.Tensor | None, plan: PlanTensors
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    plan: PlanTensors,
+    quantization: Quantization | None,
 ) -> str:
     """What ranks must agree on in a cached dispatch."""
-    return f"cached dispatch({_places_of(plan)}{_rows(x)}{_weights(topk_weights)}, {_handle(plan)})"
+    return (
+        f"cached dispatch({_places_of(plan)}{_rows(x)}{_scales(x_sf, quantization)}"
+        f"{_weights(topk_weights)}, {_handle(plan)})"
+    )
 
 
 def describe_combine(
@@ -131,6 +149,29 @@ def _rows(x: torch.Tensor | None) -> str:
     if x is None:
         return ""
     return f", {_short(x.dtype)} rows of {x.shape[1] * x.element_size()} bytes"
+
+
+def _scales(x_sf: torch.Tensor | None, quantization: Quantization | None) -> str:
+    order = (
+        " in columns" if quantization is not None and quantization.is_column_major else " in rows"
+    )
+    if x_sf is not None:
+        return f", {x_sf.shape[1]} scale factors of {x_sf.element_size()} bytes{order}"
+    if quantization is None:
+        return ""
+    assert quantization.scale_format is not None
+    return (
+        f" to be quantised to {quantization.format.name} with {quantization.scale_format.name} "
+        f"scale factors{order}"
+    )
+
+
+def _limits(capacity: Capacity | None) -> str:
+    if capacity is None:
+        return ""
+    return (
+        f", num_rows_per_expert={capacity.num_rows_per_expert}, on_overflow={capacity.on_overflow}"
+    )
 
 
 def _weights(weights: torch.Tensor | None) -> str:

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
-from moe_comm.backends import arithmetic, messages, routing
+from moe_comm.backends import admission, arithmetic, messages, quantized, routing
+from moe_comm.backends.admission import Admission, Asked
 from moe_comm.backends.agreement import Peers, agree_on_config
 from moe_comm.backends.base import (
     Backend,
@@ -24,8 +25,9 @@ from moe_comm.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.backends.routing import Placement
-from moe_comm.config import EpConfig, Layout
+from moe_comm.backends.routing import Placement, RowOrder
+from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.quantization import Quantization
 
 __all__ = ["ReferenceBackend", "ReferencePlan", "Sent", "combined", "plan_dispatch", "received"]
 
@@ -37,12 +39,14 @@ class Sent:
     """What one rank puts into a dispatch.
 
     Args:
-        x: `[T, hidden]`.
+        x: `[T, hidden]`, quantised already where it is to be.
+        x_sf: None or `[T, num_scales]`, any strides.
         topk_weights: None or `[T, K]`.
         plan: Where its rows go.
     """
 
     x: torch.Tensor
+    x_sf: torch.Tensor | None
     topk_weights: torch.Tensor | None
     plan: PlanTensors
 
@@ -64,6 +68,16 @@ class ReferencePlan:
         """Tokens this rank dispatched."""
         return self.tensors.topk_idx.shape[0]
 
+    @property
+    def num_topk(self) -> int:
+        """Choices per token of this rank."""
+        return self.tensors.topk_idx.shape[1]
+
+    @property
+    def num_recv_topk(self) -> int:
+        """Largest number of choices per token of all ranks."""
+        return int(self.tensors.counts[:, -1].max())
+
     def to_tensors(self) -> PlanTensors:
         """A copy of the tensors."""
         return dataclasses.replace(
@@ -75,47 +89,66 @@ class ReferencePlan:
 
 
 def plan_dispatch(
-    topk_idx: Sequence[torch.Tensor],
-    placement: Placement,
-    layout: Layout,
-    expert_alignment: int,
+    topk_idx: Sequence[torch.Tensor], counts: torch.Tensor, placement: Placement, order: RowOrder
 ) -> list[PlanTensors]:
-    """Where the rows of every rank go, from the choices `[T, K]` of every rank."""
-    counts = torch.stack([routing.count_choices(choices, placement) for choices in topk_idx])
+    """Where the rows of every rank go, from its choices `[T, K]` and what is kept of them.
+
+    Args:
+        topk_idx: Of every rank.
+        counts: Of `admission.admit`.
+        placement: Of the experts.
+        order: Of the rows.
+    """
     return [
         PlanTensors(
             counts=counts,
-            slots=routing.send_slots(
-                rank_idx, choices, counts, placement, layout, expert_alignment
-            ),
+            slots=routing.send_slots(rank_idx, choices, counts, placement, order),
             topk_idx=choices,
-            layout=layout,
-            expert_alignment=expert_alignment,
+            layout=order.layout,
+            expert_alignment=order.expert_alignment,
         )
         for rank_idx, choices in enumerate(topk_idx)
     ]
 
 
 def received(
-    rank_idx: int, sent: Sequence[Sent], placement: Placement, *, is_cached: bool = False
+    rank_idx: int,
+    sent: Sequence[Sent],
+    placement: Placement,
+    order: RowOrder,
+    *,
+    admitted: Admission | None,
+    is_column_major: bool = False,
 ) -> DispatchOutput:
     """What a rank receives when every rank sends `sent[r]`.
 
-    Rows are copied as bytes, NaN payloads included; padding rows and their weights are zero.
+    Rows and scale factors are copied as bytes, NaN payloads included; rows that nobody sends, and
+    their weights, are zero.
+
+    Args:
+        rank_idx: Of the receiver.
+        sent: By every rank.
+        placement: Of the experts.
+        order: Of the rows.
+        admitted: For the plans; None in a cached dispatch.
+        is_column_major: Of the scale factors.
     """
     mine = sent[rank_idx].plan
-    window = routing.window_of(rank_idx, mine.counts, placement, mine.layout, mine.expert_alignment)
-    num_topk = mine.topk_idx.shape[1]
-    is_expert_major = mine.layout is Layout.EXPERT_MAJOR
-    num_recv_tokens = window.num_recv_tokens
+    window = routing.window_of(rank_idx, mine.counts, placement, order)
+    plan = ReferencePlan(tensors=mine, num_recv_tokens=window.num_recv_tokens)
+    by_choice = order.layout is Layout.RANK_MAJOR
+    num_rows, num_topk = plan.num_recv_tokens, plan.num_recv_topk
 
-    x = torch.zeros(num_recv_tokens, sent[0].x.shape[1], dtype=sent[0].x.dtype)
+    x = torch.zeros(num_rows, sent[0].x.shape[1], dtype=sent[0].x.dtype)
+    scales = None
+    if sent[0].x_sf is not None:
+        scales = torch.zeros(num_rows, sent[0].x_sf.shape[1], dtype=sent[0].x_sf.dtype)
     topk_idx = None
-    if not is_expert_major and not is_cached:
-        topk_idx = torch.full((num_recv_tokens, num_topk), -1, dtype=torch.int64)
+    if by_choice and admitted is not None:
+        topk_idx = torch.full((num_rows, num_topk), -1, dtype=torch.int64)
     topk_weights = None
     if sent[0].topk_weights is not None:
-        shape = (num_recv_tokens,) if is_expert_major else (num_recv_tokens, num_topk)
+        shape = (num_rows, num_topk) if by_choice else (num_rows,)
         topk_weights = torch.zeros(shape, dtype=sent[0].topk_weights.dtype)
 
     for source in sent:
@@ -123,23 +156,46 @@ def received(
         token_idx, slot_pos = (slot_rank == rank_idx).nonzero(as_tuple=True)
         rows = row[token_idx, slot_pos]
         routing.as_bytes(x)[rows] = routing.as_bytes(source.x)[token_idx]
+        if scales is not None and source.x_sf is not None:
+            routing.as_bytes(scales)[rows] = routing.as_bytes(source.x_sf.contiguous())[token_idx]
         local = routing.local_topk_idx(source.plan.topk_idx[token_idx], rank_idx, placement)
         if topk_idx is not None:
-            topk_idx[rows] = local
+            topk_idx[rows, : local.shape[1]] = local
         if topk_weights is not None and source.topk_weights is not None:
-            if is_expert_major:
-                topk_weights[rows] = source.topk_weights[token_idx, slot_pos]
-            else:
+            if by_choice:
                 zero = torch.zeros((), dtype=topk_weights.dtype)
-                topk_weights[rows] = torch.where(local < 0, zero, source.topk_weights[token_idx])
+                topk_weights[rows, : local.shape[1]] = torch.where(
+                    local < 0, zero, source.topk_weights[token_idx]
+                )
+            else:
+                topk_weights[rows] = source.topk_weights[token_idx, slot_pos]
 
+    counts = window.num_tokens_per_expert
     return DispatchOutput(
         x=x,
+        x_sf=(
+            None
+            if scales is None
+            else quantized.arrange_scales(
+                scales, order, counts.numel(), is_column_major=is_column_major
+            )
+        ),
         topk_idx=topk_idx,
         topk_weights=topk_weights,
-        num_tokens_per_expert=window.num_tokens_per_expert,
+        num_tokens_per_expert=counts,
+        num_dropped_per_expert=(
+            torch.zeros_like(counts)
+            if admitted is None
+            else admitted.num_dropped_per_expert[placement.experts_of(rank_idx)]
+        ),
+        num_required_rows=(
+            window.num_filled_rows
+            if admitted is None
+            else int(admitted.num_required_rows[rank_idx])
+        ),
         expert_offsets=window.expert_offsets,
-        plan=ReferencePlan(tensors=mine, num_recv_tokens=num_recv_tokens),
+        wait_ns=torch.zeros(placement.num_ranks, dtype=torch.int64),
+        plan=plan,
     )
 
 
@@ -152,14 +208,14 @@ def combined(
 ) -> CombineOutput:
     """What a rank gets back when rank r's experts give `expert_out[r]` and `row_weights[r]`.
 
-    Sums start at +0.0 and add one row after the other: in top-k order for EXPERT_MAJOR, in rank order
-    for RANK_MAJOR.
+    Sums start at +0.0 and add one row after the other: in rank order for RANK_MAJOR, else in top-k
+    order. What was dropped is skipped.
 
     Args:
         plan: Of the rank that gets the sums.
         topk_weights: `[T, K]` of that rank, or None.
         expert_out: `[M, hidden]` of every rank, or None.
-        row_weights: `[M]` (EXPERT_MAJOR) or `[M, K]` (RANK_MAJOR) of every rank, or None.
+        row_weights: `[M, K]` (RANK_MAJOR) or `[M]` of every rank, or None.
         placement: Of the experts.
     """
     sums = None
@@ -171,27 +227,31 @@ def combined(
         positions = _positions_in_concatenation(routing.choice_slots(plan, placement), row_weights)
         values = torch.cat(list(row_weights))
         pulled = torch.zeros(plan.topk_idx.shape, dtype=values.dtype)
-        token_idx, topk_pos = (plan.topk_idx >= 0).nonzero(as_tuple=True)
+        token_idx, topk_pos = (positions >= 0).nonzero(as_tuple=True)
         place = positions[token_idx, topk_pos]
         pulled[token_idx, topk_pos] = (
-            values[place] if plan.layout is Layout.EXPERT_MAJOR else values[place, topk_pos]
+            values[place, topk_pos] if plan.layout is Layout.RANK_MAJOR else values[place]
         )
-    return CombineOutput(x=sums, topk_weights=pulled)
+    wait_ns = torch.zeros(placement.num_ranks, dtype=torch.int64)
+    return CombineOutput(x=sums, topk_weights=pulled, wait_ns=wait_ns)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Contribution:
     """What a rank tells every rank in one operation.
 
-    Dispatched rows travel as bytes: not every dtype can be pickled.
+    Dispatched rows and scale factors travel as bytes: not every dtype can be pickled.
     """
 
     call: str
     error: Exception | None = None
     x: torch.Tensor | None = None
+    x_sf: torch.Tensor | None = None
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
+    asked: torch.Tensor | None = None
+    masked_ranks: tuple[int, ...] = ()
     plan: PlanTensors | None = None
 
 
@@ -213,52 +273,101 @@ class ReferenceBackend(Backend):
     def dispatch(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         *,
         layout: Layout,
         expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         async_op: bool,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch`."""
         del copy_out, async_op
-        error: Exception | None = None
+        placement = self._placement
+        order = RowOrder.of(layout, expert_alignment, self.config, placement.num_ranks)
+        call = messages.describe_dispatch(
+            x,
+            x_sf,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantization=quantization,
+            capacity=capacity,
+        )
         bad = routing.first_bad_expert_id(topk_idx, self.config.num_experts)
         if bad is not None:
-            error = messages.bad_expert_id(*bad, self.config.num_experts)
-        call = messages.describe_dispatch(x, topk_weights, layout, expert_alignment)
+            self._exchange(
+                _Contribution(call, messages.bad_expert_id(*bad, self.config.num_experts))
+            )
+        rows = _Rows.of(x, x_sf, quantization)
         gathered = self._exchange(
             _Contribution(
-                call, error, x=routing.as_bytes(x), topk_idx=topk_idx, topk_weights=topk_weights
+                call,
+                x=routing.as_bytes(rows.x),
+                x_sf=rows.scale_bytes,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                asked=admission.ask(topk_idx, placement, capacity),
+                masked_ranks=masked_ranks,
             )
         )
+        is_masked = torch.zeros(placement.num_ranks, dtype=torch.bool)
+        is_masked[[peer for rank in gathered for peer in rank.masked_ranks]] = True
+        asked = Asked(torch.stack([_present(rank.asked) for rank in gathered]), is_masked)
+        admitted = admission.admit(asked, placement, order, capacity)
         plans = plan_dispatch(
-            [_present(rank.topk_idx) for rank in gathered],
-            self._placement,
-            layout,
-            expert_alignment,
+            [_present(rank.topk_idx) for rank in gathered], admitted.counts, placement, order
         )
-        return self._receive(x.dtype, gathered, plans, is_cached=False)
+        return Completed(
+            received(
+                self._peers.rank_idx,
+                rows.sent_by(gathered, plans),
+                placement,
+                order,
+                admitted=admitted,
+                is_column_major=rows.is_column_major,
+            )
+        )
 
     def dispatch_cached(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
         *,
+        quantization: Quantization | None,
         copy_out: bool | None,
         async_op: bool,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch_cached`."""
         del copy_out, async_op
         tensors = _tensors_of(plan)
-        call = messages.describe_dispatch_cached(x, topk_weights, tensors)
+        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, tensors, quantization)
+        rows = _Rows.of(x, x_sf, quantization)
         gathered = self._exchange(
-            _Contribution(call, x=routing.as_bytes(x), topk_weights=topk_weights, plan=tensors)
+            _Contribution(
+                call,
+                x=routing.as_bytes(rows.x),
+                x_sf=rows.scale_bytes,
+                topk_weights=topk_weights,
+                plan=tensors,
+            )
         )
-        plans = [_present(rank.plan) for rank in gathered]
-        return self._receive(x.dtype, gathered, plans, is_cached=True)
+        return Completed(
+            received(
+                self._peers.rank_idx,
+                rows.sent_by(gathered, [_present(rank.plan) for rank in gathered]),
+                self._placement,
+                self._order_of(tensors),
+                admitted=None,
+                is_column_major=rows.is_column_major,
+            )
+        )
 
     def combine(
         self,
@@ -303,11 +412,7 @@ class ReferenceBackend(Backend):
         """See `Backend.import_plan`."""
         routing.validate_plan_tensors(tensors, self._placement)
         window = routing.window_of(
-            self._peers.rank_idx,
-            tensors.counts,
-            self._placement,
-            tensors.layout,
-            tensors.expert_alignment,
+            self._peers.rank_idx, tensors.counts, self._placement, self._order_of(tensors)
         )
         return ReferencePlan(tensors=tensors, num_recv_tokens=window.num_recv_tokens)
 
@@ -319,19 +424,10 @@ class ReferenceBackend(Backend):
     def destroy(self) -> None:
         """See `Backend.destroy`; the garbage collector does it all."""
 
-    def _receive(
-        self,
-        dtype: torch.dtype,
-        gathered: Sequence[_Contribution],
-        plans: Sequence[PlanTensors],
-        *,
-        is_cached: bool,
-    ) -> Operation[DispatchOutput]:
-        sent = [
-            Sent(x=_present(rank.x).view(dtype), topk_weights=rank.topk_weights, plan=plan)
-            for rank, plan in zip(gathered, plans, strict=True)
-        ]
-        return Completed(received(self._peers.rank_idx, sent, self._placement, is_cached=is_cached))
+    def _order_of(self, tensors: PlanTensors) -> RowOrder:
+        return RowOrder.of(
+            tensors.layout, tensors.expert_alignment, self.config, self._placement.num_ranks
+        )
 
     def _exchange(self, mine: _Contribution) -> list[_Contribution]:
         """Every rank's contribution, or the error that every rank raises."""
@@ -343,6 +439,42 @@ class ReferenceBackend(Backend):
         if differs is not None:
             raise differs
         return gathered
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows as they travel."""
+
+    x: torch.Tensor
+    x_sf: torch.Tensor | None
+    is_column_major: bool
+
+    @classmethod
+    def of(
+        cls, x: torch.Tensor, x_sf: torch.Tensor | None, quantization: Quantization | None
+    ) -> _Rows:
+        """Quantise x where it is not a pair already."""
+        if quantization is not None and x_sf is None:
+            x, x_sf = quantized.quantize_rows(x, quantization)
+        if x_sf is not None:
+            x_sf = x_sf.contiguous()
+        return cls(x, x_sf, quantization is not None and quantization.is_column_major)
+
+    @property
+    def scale_bytes(self) -> torch.Tensor | None:
+        return None if self.x_sf is None else routing.as_bytes(self.x_sf)
+
+    def sent_by(self, gathered: list[_Contribution], plans: list[PlanTensors]) -> list[Sent]:
+        """Everybody's rows, of the dtypes that these have."""
+        return [
+            Sent(
+                x=_present(rank.x).view(self.x.dtype),
+                x_sf=None if self.x_sf is None else _present(rank.x_sf).view(self.x_sf.dtype),
+                topk_weights=rank.topk_weights,
+                plan=plan,
+            )
+            for rank, plan in zip(gathered, plans, strict=True)
+        ]
 
 
 def _positions_in_concatenation(

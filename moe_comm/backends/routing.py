@@ -10,11 +10,12 @@ import dataclasses
 import torch
 
 from moe_comm.backends.base import PlanTensors
-from moe_comm.config import Layout
+from moe_comm.config import EpConfig, Layout
 
 __all__ = [
     "SLOT_RANK_SHIFT",
     "Placement",
+    "RowOrder",
     "Window",
     "as_bytes",
     "choice_slots",
@@ -72,14 +73,40 @@ class Placement:
         return (self.expert_rank == rank_idx).nonzero().flatten()
 
 
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """What decides where a window's rows lie, besides counts.
+
+    Args:
+        layout: Order of received rows.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+        num_places_per_expert: LOW_LATENCY: rows that every expert has, filled or not; else 0.
+    """
+
+    layout: Layout
+    expert_alignment: int = 1
+    num_places_per_expert: int = 0
+
+    @classmethod
+    def of(
+        cls, layout: Layout, expert_alignment: int, config: EpConfig, num_ranks: int
+    ) -> RowOrder:
+        """The order of a call on a buffer of that configuration."""
+        if layout is not Layout.LOW_LATENCY:
+            return cls(layout, expert_alignment)
+        assert config.num_max_tokens_per_rank is not None  # checked before a backend is called
+        return cls(layout, expert_alignment, num_ranks * config.num_max_tokens_per_rank)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Window:
     """The rows one rank receives.
 
     Args:
-        num_tokens_per_expert: int64 `[num_local_experts]`, choices of every local expert.
+        num_tokens_per_expert: int64 `[num_local_experts]`, kept choices of every local expert.
         expert_offsets: int32 `[num_local_experts + 1]`, padded starts, last is the padded total.
-        num_recv_tokens: M, padding included.
+        num_recv_tokens: M, padding and the tail of a fixed number of rows included.
+        num_filled_rows: M without that tail.
         source_rows: int64 `[number of rows that arrive]`, the window row of every arriving row, in order
             of (source rank, window row): the order in which a sender that sorts its rows by slot
             sends them.
@@ -89,6 +116,7 @@ class Window:
     num_tokens_per_expert: torch.Tensor
     expert_offsets: torch.Tensor
     num_recv_tokens: int
+    num_filled_rows: int
     source_rows: torch.Tensor
     num_rows_per_source: torch.Tensor
 
@@ -113,7 +141,7 @@ def destination_mask(topk_idx: torch.Tensor, placement: Placement) -> torch.Tens
 
 
 def count_choices(topk_idx: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """A rank's row of the count matrix: choices of every expert, then tokens for every distinct rank.
+    """What a rank asks for: choices of every expert, then tokens for every distinct rank.
 
     Returns:
         int32 `[E + R]`.
@@ -128,9 +156,14 @@ def count_choices(topk_idx: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 
 def expert_starts(
-    counts: torch.Tensor, placement: Placement, expert_alignment: int
+    counts: torch.Tensor, placement: Placement, order: RowOrder
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where every expert's rows begin in the window of its rank, and how many they are with padding.
+
+    Args:
+        counts: Integers, `[R, E]` or wider: kept choices of every expert first.
+        placement: Of the experts.
+        order: LOW_LATENCY: of its places, else of padded experts.
 
     Returns:
         Two int64 `[E]`.
@@ -138,8 +171,12 @@ def expert_starts(
     Example:
         2 experts on one rank, 3 and 5 rows, alignment 4: starts `[0, 4]`, padded `[4, 8]`.
     """
+    if order.layout is Layout.LOW_LATENCY:
+        places = torch.full_like(placement.local_expert_idx, order.num_places_per_expert)
+        return placement.local_expert_idx * order.num_places_per_expert, places
     total = counts[:, : placement.num_experts].to(torch.int64).sum(dim=0)
-    padded = (total + expert_alignment - 1) // expert_alignment * expert_alignment
+    alignment = order.expert_alignment
+    padded = (total + alignment - 1) // alignment * alignment
     starts = torch.zeros_like(padded)
     for rank_idx in range(placement.num_ranks):
         mine = placement.experts_of(rank_idx)
@@ -147,39 +184,35 @@ def expert_starts(
     return starts, padded
 
 
-def window_of(
-    rank_idx: int,
-    counts: torch.Tensor,
-    placement: Placement,
-    layout: Layout,
-    expert_alignment: int,
-) -> Window:
+def window_of(rank_idx: int, counts: torch.Tensor, placement: Placement, order: RowOrder) -> Window:
     """The rows that a rank receives, from the count matrix alone.
 
     Args:
         rank_idx: The receiving rank.
-        counts: int32 `[R, E + R]`, see `PlanTensors`.
+        counts: int32 `[R, E + R + 2]`, see `PlanTensors`.
         placement: Of the experts.
-        layout: Order of received rows.
-        expert_alignment: Rows per local expert are padded to a multiple of this.
+        order: Of the rows.
     """
+    num_experts = placement.num_experts
     mine = placement.experts_of(rank_idx)
-    starts, padded = expert_starts(counts, placement, expert_alignment)
+    starts, padded = expert_starts(counts, placement, order)
     from_source = counts[:, mine].to(torch.int64)
     offsets = torch.cat([starts[mine], padded[mine].sum().reshape(1)])
-    if layout is Layout.EXPERT_MAJOR:
+    if order.layout is Layout.RANK_MAJOR:
+        num_rows_per_source = counts[:, num_experts + rank_idx].to(torch.int64)
+        num_filled_rows = int(num_rows_per_source.sum())
+        source_rows = torch.arange(num_filled_rows)
+    else:
         first_rows = starts[mine] + from_source.cumsum(0) - from_source
         source_rows = _concatenated_ranges(first_rows.flatten(), from_source.flatten())
         num_rows_per_source = from_source.sum(dim=1)
-        num_recv_tokens = int(offsets[-1])
-    else:
-        num_rows_per_source = counts[:, placement.num_experts + rank_idx].to(torch.int64)
-        num_recv_tokens = int(num_rows_per_source.sum())
-        source_rows = torch.arange(num_recv_tokens)
+        num_filled_rows = int(offsets[-1])
+    fixed = int(counts[rank_idx, num_experts + placement.num_ranks])
     return Window(
         num_tokens_per_expert=from_source.sum(dim=0),
         expert_offsets=offsets.to(torch.int32),
-        num_recv_tokens=num_recv_tokens,
+        num_recv_tokens=num_filled_rows if fixed < 0 else fixed,
+        num_filled_rows=num_filled_rows,
         source_rows=source_rows,
         num_rows_per_source=num_rows_per_source,
     )
@@ -187,7 +220,7 @@ def window_of(
 
 def num_slots_per_token(num_topk: int, num_ranks: int, layout: Layout) -> int:
     """Columns of a plan's `slots`."""
-    return num_topk if layout is Layout.EXPERT_MAJOR else min(num_topk, num_ranks)
+    return min(num_topk, num_ranks) if layout is Layout.RANK_MAJOR else num_topk
 
 
 def send_slots(
@@ -195,18 +228,16 @@ def send_slots(
     topk_idx: torch.Tensor,
     counts: torch.Tensor,
     placement: Placement,
-    layout: Layout,
-    expert_alignment: int,
+    order: RowOrder,
 ) -> torch.Tensor:
-    """Where the rows of a rank go.
+    """Where the rows of a rank go. Of its choices of an expert, the first that `counts` has are kept.
 
     Args:
         rank_idx: The sending rank.
         topk_idx: int64 `[T, K]`, its choices.
-        counts: int32 `[R, E + R]`, see `PlanTensors`.
+        counts: int32 `[R, E + R + 2]`, see `PlanTensors`.
         placement: Of the experts.
-        layout: Order of received rows.
-        expert_alignment: Rows per local expert are padded to a multiple of this.
+        order: Of the rows.
 
     Returns:
         int64 `[T, num_slots]`, see `PlanTensors.slots`.
@@ -215,21 +246,26 @@ def send_slots(
         2 ranks, 2 experts, `topk_idx = [[1], [0]]` on rank 0 and `[[1], [1]]` on rank 1: the slots of
         rank 1 are `[[1 << 48 | 1], [1 << 48 | 2]]`.
     """
-    if layout is Layout.EXPERT_MAJOR:
-        starts, _ = expert_starts(counts, placement, expert_alignment)
-        before = counts[:rank_idx, : placement.num_experts].to(torch.int64).sum(dim=0)
+    num_experts = placement.num_experts
+    if order.layout is not Layout.RANK_MAJOR:
+        starts, _ = expert_starts(counts, placement, order)
+        before = counts[:rank_idx, :num_experts].to(torch.int64).sum(dim=0)
         chosen = topk_idx.clamp(min=0)
-        row = (starts + before)[chosen] + _ordinal_among_equals(topk_idx)
-        slot = placement.expert_rank[chosen] << SLOT_RANK_SHIFT | row
-        return torch.where(topk_idx < 0, -1, slot)
+        ordinal = _ordinal_among_equals(topk_idx)
+        slot = (
+            placement.expert_rank[chosen] << SLOT_RANK_SHIFT | (starts + before)[chosen] + ordinal
+        )
+        is_kept = (topk_idx >= 0) & (ordinal < counts[rank_idx, :num_experts][chosen])
+        return torch.where(is_kept, slot, -1)
     mask = destination_mask(topk_idx, placement)
-    before = counts[:rank_idx, placement.num_experts :].to(torch.int64).sum(dim=0)
+    to_rank = slice(num_experts, num_experts + placement.num_ranks)
+    before = counts[:rank_idx, to_rank].to(torch.int64).sum(dim=0)
     row = before + mask.to(torch.int64).cumsum(0) - 1
     slot = torch.arange(placement.num_ranks) << SLOT_RANK_SHIFT | row
     # Absent ranks sort behind every slot, so that what is left is ascending with -1 at the end.
     absent = torch.iinfo(torch.int64).max
     ascending = torch.where(mask, slot, absent).sort(dim=1).values
-    num_slots = num_slots_per_token(topk_idx.shape[1], placement.num_ranks, layout)
+    num_slots = num_slots_per_token(topk_idx.shape[1], placement.num_ranks, order.layout)
     ascending = ascending[:, :num_slots]
     return torch.where(ascending == absent, -1, ascending)
 
@@ -240,11 +276,11 @@ def decode_slots(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def choice_slots(plan: PlanTensors, placement: Placement) -> torch.Tensor:
-    """The slot that holds every choice: int64 `[T, K]`, -1 where the choice is unused.
+    """The slot that holds every choice: int64 `[T, K]`, -1 where the choice is unused or was dropped.
 
-    EXPERT_MAJOR: `plan.slots`. RANK_MAJOR: choices on one rank share a slot.
+    RANK_MAJOR: choices on one rank share a slot. Else: `plan.slots`.
     """
-    if plan.layout is Layout.EXPERT_MAJOR:
+    if plan.layout is not Layout.RANK_MAJOR:
         return plan.slots
     by_rank = torch.full((plan.slots.shape[0], placement.num_ranks + 1), -1, dtype=torch.int64)
     slot_rank, _ = decode_slots(plan.slots)
@@ -264,7 +300,7 @@ def validate_plan_tensors(plan: PlanTensors, placement: Placement) -> None:
     """Raise ValueError where the tensors of a plan do not fit each other or the placement."""
     num_tokens, num_topk = plan.topk_idx.shape
     expected = {
-        "counts": (placement.num_ranks, placement.num_experts + placement.num_ranks),
+        "counts": (placement.num_ranks, placement.num_experts + placement.num_ranks + 2),
         "slots": (num_tokens, num_slots_per_token(num_topk, placement.num_ranks, plan.layout)),
     }
     for name, shape in expected.items():

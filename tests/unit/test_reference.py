@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import torch
 from moe_comm.backends import arithmetic, messages
 from moe_comm.backends.base import PlanTensors
 from moe_comm.backends.reference import ReferenceBackend
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.errors import CapacityError
+from moe_comm.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from moe_comm.testing.launch import RankContext, run_ranks
 
 QUIET_NAN = {
@@ -221,8 +224,10 @@ def run_by_hand(context: RankContext) -> dict[str, torch.Tensor | None]:
     results: dict[str, torch.Tensor | None] = {}
     for layout in Layout:
         output = backend.dispatch(
-            x, topk_idx, weights, layout=layout, expert_alignment=4, copy_out=None, async_op=True
-        ).wait()
+            x, None, topk_idx, weights, layout=layout,
+            expert_alignment=1 if layout is Layout.LOW_LATENCY else 4, quantization=None,
+            capacity=None, masked_ranks=(), copy_out=None, async_op=True,
+        ).wait()  # fmt: skip
         results[f"{layout.name} x"] = output.x[:, 0]
         results[f"{layout.name} topk_idx"] = output.topk_idx
         results[f"{layout.name} topk_weights"] = output.topk_weights
@@ -263,7 +268,10 @@ def test_two_ranks_by_hand() -> None:
     for rank, (count, end) in ((zero, (2, 4)), (one, (4, 4))):
         for layout in Layout:
             assert rank[f"{layout.name} counts"] == [count]
+            # 2 ranks of at most 2 tokens: 4 places for each expert.
             assert rank[f"{layout.name} offsets"] == [0, end]
+        for name in ("x", "topk_idx", "topk_weights", "sums", "pulled"):
+            assert rank[f"LOW_LATENCY {name}"] == rank[f"EXPERT_MAJOR {name}"]
 
 
 def test_rejections_name_every_wrong_rank() -> None:
@@ -289,22 +297,43 @@ def test_an_exception_that_takes_more_becomes_its_base() -> None:
 def test_calls_are_told_apart() -> None:
     x = torch.zeros(1, 8, dtype=torch.bfloat16)
     plan = PlanTensors(
-        torch.zeros(1, 3, dtype=torch.int32),
+        torch.zeros(1, 5, dtype=torch.int32),
         torch.zeros(1, 1),
         torch.zeros(1, 1),
         Layout.RANK_MAJOR,
         8,
     )
     weights = torch.zeros(1, 1)
+    plain = {
+        "layout": Layout.EXPERT_MAJOR, "expert_alignment": 1, "quantization": None, "capacity": None,
+    }  # fmt: skip
+    drop_2 = Capacity(num_rows=4, num_rows_per_expert=2, on_overflow="drop")
+    changed: list[dict[str, Any]] = [
+        {},
+        {"layout": Layout.RANK_MAJOR},
+        {"layout": Layout.LOW_LATENCY},
+        {"expert_alignment": 2},
+        {"quantization": FP8_BLOCK128},
+        {"quantization": MXFP8},
+        {"quantization": dataclasses.replace(MXFP8, is_column_major=True)},
+        {"quantization": dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0)},
+        {"capacity": drop_2},
+        {"capacity": dataclasses.replace(drop_2, num_rows_per_expert=3)},
+        {"capacity": dataclasses.replace(drop_2, on_overflow="raise")},
+    ]
+    data = torch.zeros(1, 8, dtype=torch.float8_e4m3fn)
     calls = [
-        messages.describe_dispatch(x, None, Layout.EXPERT_MAJOR, 1),
-        messages.describe_dispatch(x, weights, Layout.EXPERT_MAJOR, 1),
-        messages.describe_dispatch(x, weights.double(), Layout.EXPERT_MAJOR, 1),
-        messages.describe_dispatch(x, None, Layout.RANK_MAJOR, 1),
-        messages.describe_dispatch(x, None, Layout.EXPERT_MAJOR, 2),
-        messages.describe_dispatch_cached(x, None, plan),
-        messages.describe_dispatch_cached(x.half(), None, plan),
-        messages.describe_dispatch_cached(torch.zeros(1, 16, dtype=torch.bfloat16), None, plan),
+        *(messages.describe_dispatch(x, None, None, **{**plain, **more}) for more in changed),
+        messages.describe_dispatch(x, None, weights, **plain),
+        messages.describe_dispatch(x, None, weights.double(), **plain),
+        messages.describe_dispatch(data, torch.zeros(1, 2), None, **plain),
+        messages.describe_dispatch(data, torch.zeros(1, 3), None, **plain),
+        messages.describe_dispatch(data, torch.zeros(1, 3).bfloat16(), None, **plain),
+        messages.describe_dispatch_cached(x, None, None, plan, None),
+        messages.describe_dispatch_cached(x, None, None, plan, MXFP8),
+        messages.describe_dispatch_cached(x.half(), None, None, plan, None),
+        messages.describe_dispatch_cached(data, torch.zeros(1, 2), None, plan, None),
+        messages.describe_dispatch_cached(torch.zeros(1, 16).bfloat16(), None, None, plan, None),
         messages.describe_combine(x, None, plan),
         messages.describe_combine(x, weights, plan),
         messages.describe_combine(None, weights, plan),
@@ -312,5 +341,10 @@ def test_calls_are_told_apart() -> None:
     assert len(set(calls)) == len(calls)
     assert len({messages.call_hash(call) for call in calls}) == len(calls)
     assert messages.calls_differ(calls[:1] * 3) is None
+    # How many rows a capacity allows is each rank's own.
+    same = messages.describe_dispatch(
+        x, None, None, **{**plain, "capacity": dataclasses.replace(drop_2, num_rows=8)}
+    )
+    assert same in calls
     differ = messages.calls_differ([calls[0], calls[0], calls[8]])
     assert str(differ) == f"ranks disagree: {calls[0]} on rank 0 met {calls[8]} on rank 2"

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_comm.backends import routing
+from moe_comm.backends import admission, routing
 from moe_comm.backends.base import PlanTensors
-from moe_comm.backends.routing import Placement
+from moe_comm.backends.routing import Placement, RowOrder
 from moe_comm.config import Layout
 
 
@@ -41,12 +41,15 @@ def brute_force_rows(
             for expert_idx in range(len(expert_rank)):
                 if expert_rank[expert_idx] != rank_idx:
                     continue
+                start = len(window)
                 for source_idx, tokens in enumerate(choices):
                     for token_idx, token in enumerate(tokens):
                         for k, chosen in enumerate(token):
                             if chosen == expert_idx:
                                 window.append((source_idx, token_idx, k))
-                while len(window) % alignment:
+                # LOW_LATENCY: every expert has as many places, also one that nobody chose.
+                end = start + alignment if layout is Layout.LOW_LATENCY else start
+                while len(window) % alignment or len(window) < end:
                     window.append(None)
         windows.append(window)
     return windows
@@ -61,13 +64,17 @@ def test_slots_and_windows_match_brute_force(
     num_ranks = len(choices)
     placement = Placement.of(torch.tensor(expert_rank, dtype=torch.int32), num_ranks)
     tensors = [torch.tensor(tokens, dtype=torch.int64).reshape(-1, num_topk) for tokens in choices]
-    counts = torch.stack([routing.count_choices(tensor, placement) for tensor in tensors])
+    order = RowOrder(layout, alignment)
+    if layout is Layout.LOW_LATENCY:
+        order = RowOrder(layout, 1, num_ranks * 6 * num_topk)
+        alignment = order.num_places_per_expert
+    counts = torch.stack([admission.ask(tensor, placement, None) for tensor in tensors])
     windows = brute_force_rows(choices, expert_rank, layout, alignment)
 
     arriving: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
     for source_idx, topk_idx in enumerate(tensors):
-        slots = routing.send_slots(source_idx, topk_idx, counts, placement, layout, alignment)
-        plan = PlanTensors(counts, slots, topk_idx, layout, alignment)
+        slots = routing.send_slots(source_idx, topk_idx, counts, placement, order)
+        plan = PlanTensors(counts, slots, topk_idx, layout, order.expert_alignment)
         routing.validate_plan_tensors(plan, placement)
         by_choice = routing.choice_slots(plan, placement)
         for token_idx, token in enumerate(choices[source_idx]):
@@ -82,13 +89,13 @@ def test_slots_and_windows_match_brute_force(
                     continue
                 rank_idx, row = slot >> 48, slot & (2**48 - 1)
                 assert rank_idx == expert_rank[chosen]
-                kept = k if layout is Layout.EXPERT_MAJOR else -1
+                kept = -1 if layout is Layout.RANK_MAJOR else k
                 assert windows[rank_idx][row] == (source_idx, token_idx, kept)
         for slot in sorted({int(slot) for slot in slots.flatten() if slot >= 0}):
             arriving[slot >> 48].append((source_idx, slot & (2**48 - 1)))
 
     for rank_idx, window in enumerate(windows):
-        got = routing.window_of(rank_idx, counts, placement, layout, alignment)
+        got = routing.window_of(rank_idx, counts, placement, order)
         assert got.num_recv_tokens == len(window)
         # Senders that sort their rows by slot send them in this order.
         assert got.source_rows.tolist() == [row for _, row in arriving[rank_idx]]
@@ -99,6 +106,8 @@ def test_slots_and_windows_match_brute_force(
         totals = [sum(token.count(e) for tokens in choices for token in tokens) for e in mine]
         assert got.num_tokens_per_expert.tolist() == totals
         padded = [-(-total // alignment) * alignment for total in totals]
+        if layout is Layout.LOW_LATENCY:
+            padded = [alignment] * len(totals)
         assert got.expert_offsets.tolist() == [sum(padded[:i]) for i in range(len(padded) + 1)]
         assert got.expert_offsets.dtype is torch.int32
         assert got.num_tokens_per_expert.dtype is torch.int64
@@ -112,8 +121,12 @@ def test_docstring_examples() -> None:
     assert counts.tolist() == [1, 1, 0, 1, 1, 1]
     assert counts.dtype is torch.int32
     one_rank = Placement.of(torch.tensor([0, 0]), 1)
-    starts, padded = routing.expert_starts(torch.tensor([[3, 5, 8]]), one_rank, 4)
+    aligned = RowOrder(Layout.EXPERT_MAJOR, 4)
+    starts, padded = routing.expert_starts(torch.tensor([[3, 5, 8]]), one_rank, aligned)
     assert (starts.tolist(), padded.tolist()) == ([0, 4], [4, 8])
+    places = RowOrder(Layout.LOW_LATENCY, 1, 9)
+    starts, padded = routing.expert_starts(torch.tensor([[3, 5, 8]]), one_rank, places)
+    assert (starts.tolist(), padded.tolist()) == ([0, 9], [9, 9])
 
 
 def test_local_topk_idx() -> None:
@@ -141,7 +154,7 @@ def test_validate_plan_tensors_names_both_shapes() -> None:
     plan = PlanTensors(
         torch.zeros(2, 3, dtype=torch.int32), topk_idx, topk_idx, Layout.EXPERT_MAJOR, 1
     )
-    with pytest.raises(ValueError, match=r"counts .* \(2, 4\), got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"counts .* \(2, 6\), got \(2, 3\)"):
         routing.validate_plan_tensors(plan, placement)
 
 
