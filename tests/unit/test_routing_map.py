@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_comm.dispatcher.routing_map import (
+    dense_of_topk,
+    routing_map_of_topk,
+    topk_of_routing_map,
+)
+
+
+@st.composite
+def routing_maps(draw: st.DrawFn) -> torch.Tensor:
+    num_tokens = draw(st.integers(0, 6))
+    num_experts = draw(st.integers(1, 6))
+    same_width = draw(st.booleans())
+    if same_width:
+        num_topk = draw(st.integers(0, num_experts))
+        rows = [
+            draw(st.permutations([True] * num_topk + [False] * (num_experts - num_topk)))
+            for _ in range(num_tokens)
+        ]
+    else:
+        row = st.lists(st.booleans(), min_size=num_experts, max_size=num_experts)
+        rows = [draw(row) for _ in range(num_tokens)]
+    return torch.tensor(rows, dtype=torch.bool).view(num_tokens, num_experts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(routing_maps())
+def test_topk_of_routing_map_lists_what_is_true(routing_map: torch.Tensor) -> None:
+    num_tokens, num_experts = routing_map.shape
+    probs = torch.rand(num_tokens, num_experts) + 1.0
+    topk_idx, weights = topk_of_routing_map(routing_map, probs)
+    chosen = [[e for e in range(num_experts) if row[e]] for row in routing_map.tolist()]
+    num_topk = max([1, *map(len, chosen)])
+    assert topk_idx.dtype is torch.int64
+    assert topk_idx.tolist() == [ids + [-1] * (num_topk - len(ids)) for ids in chosen]
+    assert weights is not None
+    assert weights.tolist() == [
+        [probs[token, e].item() for e in ids] + [0.0] * (num_topk - len(ids))
+        for token, ids in enumerate(chosen)
+    ]
+    back_map, back_probs = routing_map_of_topk(topk_idx, weights, num_experts)
+    assert torch.equal(back_map, routing_map)
+    assert back_probs is not None
+    assert torch.equal(back_probs, probs * routing_map)
+
+
+def test_dense_of_topk_ignores_what_stands_at_an_unused_choice() -> None:
+    topk_idx = torch.tensor([[2, -1], [-1, -1], [0, 1]])
+    values = torch.tensor([[1.0, float("nan")], [7.0, 8.0], [-0.0, 3.0]])
+    dense = dense_of_topk(values, topk_idx, 3)
+    expected = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [-0.0, 3.0, 0.0]])
+    assert torch.equal(dense.view(torch.int32), expected.view(torch.int32))
+    assert dense.is_contiguous()
+
+
+def test_probs_get_their_gradient() -> None:
+    routing_map = torch.tensor([[True, False, True], [False, True, False]])
+    probs = torch.rand(2, 3, requires_grad=True)
+    _, weights = topk_of_routing_map(routing_map, probs)
+    assert weights is not None
+    weights.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert probs.grad is not None
+    assert probs.grad.tolist() == [[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("routing_map", "probs", "error", "message"),
+    [
+        (torch.zeros(2, 3), None, TypeError, "torch.float32"),
+        (torch.zeros(2, dtype=torch.bool), None, ValueError, r"\(2,\)"),
+        (torch.zeros(3, 2, dtype=torch.bool).T, None, ValueError, "strides"),
+        (torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 4), ValueError, r"\(2, 4\)"),
+    ],
+)
+def test_a_wrong_map_is_refused(
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        topk_of_routing_map(routing_map, probs)
