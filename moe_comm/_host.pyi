@@ -51,6 +51,7 @@ class Group:
 class Plan:
     num_tokens: int
     num_topk: int
+    num_recv_topk: int
     expert_alignment: int
     layout: int
     num_recv_tokens: int
@@ -62,12 +63,17 @@ class SubmittedDispatch:
     def x(self) -> Any: ...
     def topk_idx(self) -> Any: ...
     def topk_weights(self) -> Any: ...
+    def x_sf(self) -> Any: ...
+    def num_dropped_per_expert(self) -> Any: ...
+    def num_required_rows(self) -> int: ...
+    def wait_ns(self) -> Any: ...
     def num_tokens_per_expert(self) -> Any: ...
     def expert_offsets(self) -> Any: ...
 
 class SubmittedCombine:
     def is_complete(self) -> bool: ...
     def was_copied_in(self) -> bool: ...
+    def wait_ns(self) -> Any: ...
     def result(self) -> tuple[Any, Any]: ...
 
 class Endpoint:
@@ -77,9 +83,7 @@ class Endpoint:
     def create(
         group: Group,
         num_experts: int,
-        num_topk: int,
         num_max_tokens: int,
-        row_bytes: int,
         expert_rank: list[int],
         depth: int,
         isa: str,
@@ -88,12 +92,16 @@ class Endpoint:
     def dispatch(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         plan: Plan | None,
         dtype: int,
         layout: int,
         expert_alignment: int,
+        scales: tuple[int, ...] | None,
+        capacity: tuple[int, int, int] | None,
+        masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         is_async: bool,
     ) -> SubmittedDispatch: ...

@@ -26,7 +26,7 @@ CACHE_LINE_BYTES = 64
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 # Sizes of the control area, as csrc/layout/row.h and workspace.h have them.
-ROW_HEADER_BYTES = 128
+ROW_HEADER_BYTES = 144
 ROW_MESSAGE_BYTES = 320
 CONTROL_BLOCK_BYTES = 640
 
@@ -97,7 +97,7 @@ def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int:
         num_experts: E.
         depth: Entries of its ring, `EpConfig.num_max_in_flight`.
     """
-    tail_bytes = max(4 * (num_experts + num_ranks), ROW_MESSAGE_BYTES)
+    tail_bytes = max(4 * (num_experts + num_ranks + 2), ROW_MESSAGE_BYTES)
     row_stride = _round_up(ROW_HEADER_BYTES + tail_bytes, CACHE_LINE_BYTES)
     entry_bytes = num_ranks * (row_stride + 2 * CACHE_LINE_BYTES)
     return CACHE_LINE_BYTES * (1 + num_ranks) + depth * entry_bytes

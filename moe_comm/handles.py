@@ -67,8 +67,9 @@ class DispatchHandle:
 class DispatchResult:
     """What a dispatch brought to this rank; M rows, K choices per token.
 
-    With `async_op=True` the first look at an attribute waits until its shape is known, and `event`
-    must be waited for before the data is read or the inputs are overwritten.
+    With `async_op=True` the first look at an attribute waits until its shape is known (LOW_LATENCY: x,
+    x_sf and topk_weights are there at once), and `event` must be waited for before the data is read
+    or the inputs are overwritten.
 
     Attributes:
         x: `[M, hidden]`. EXPERT_MAJOR: rows of local expert e are
@@ -112,15 +113,20 @@ class DispatchResult:
             self._output = self._operation.wait()
         return self._output
 
+    def _early(self) -> DispatchOutput:
+        """For what may be looked at before the rows have arrived."""
+        early = self._operation.early
+        return self._arrived() if early is None else early
+
     @property
     def x(self) -> torch.Tensor:
         """See the class."""
-        return self._arrived().x
+        return self._early().x
 
     @property
     def x_sf(self) -> torch.Tensor | None:
         """See the class."""
-        return self._arrived().x_sf
+        return self._early().x_sf
 
     @property
     def topk_idx(self) -> torch.Tensor | None:
@@ -130,7 +136,7 @@ class DispatchResult:
     @property
     def topk_weights(self) -> torch.Tensor | None:
         """See the class."""
-        return self._arrived().topk_weights
+        return self._early().topk_weights
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:

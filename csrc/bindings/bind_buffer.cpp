@@ -4,174 +4,18 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bind_dispatch.h"
 #include "bindings/bindings.h"
-#include "bindings/dlpack.h"
 #include "bindings/native_group.h"
+#include "bindings/submitted.h"
 #include "bindings/tensor_view.h"
 #include "host/combine.h"
-#include "host/dispatch.h"
 #include "host/exchange.h"
 #include "layout/workspace.h"
 
 namespace moe::bindings {
 
-namespace py = pybind11;
-
 namespace {
-
-constexpr int32_t kInt32 = 0 << 8 | 32;
-constexpr int32_t kInt64 = 0 << 8 | 64;
-constexpr int32_t kFirstOpaqueType = 0x100 << 8;
-
-int32_t weight_type(int64_t weight_bytes) {
-  return dlpack_type(weight_bytes == 8 ? DType::kFloat64 : DType::kFloat32);
-}
-
-host::CopyOut copy_out_of(const std::optional<bool>& copy_out) {
-  if (!copy_out)
-    return host::CopyOut::kAuto;
-  return *copy_out ? host::CopyOut::kAlways : host::CopyOut::kNever;
-}
-
-template <typename Value>
-py::capsule vector_dlpack(std::vector<Value> values,
-                          std::initializer_list<int64_t> shape,
-                          int32_t type) {
-  auto owner = std::make_shared<std::vector<Value>>(std::move(values));
-  void* const data = owner->data();
-  return make_dlpack(std::move(owner), data, shape, type);
-}
-
-/// Keeps Python objects alive for an operation that a progress thread may outlive the caller in.
-std::shared_ptr<void> keep_alive(py::tuple objects) {
-  auto* held = new py::object(std::move(objects));
-  return std::shared_ptr<void>(held, [](void* memory) {
-    auto* object = static_cast<py::object*>(memory);
-    if (!Py_IsInitialized()) {
-      object->release();
-      delete object;
-      return;
-    }
-    const py::gil_scoped_acquire gil;
-    delete object;
-  });
-}
-
-/// One operation of a buffer as Python holds it. @p inputs are given where a progress thread will
-/// read them: a caller interrupted by a signal may drop its own.
-template <typename Outcome>
-class Submitted {
- public:
-  Submitted(std::shared_ptr<host::Endpoint> endpoint,
-            std::shared_ptr<void> inputs,
-            std::function<Outcome()> body,
-            bool is_async)
-      : endpoint_(std::move(endpoint)), pending_(std::make_shared<host::Pending<Outcome>>()) {
-    const py::gil_scoped_release no_gil;
-    if (!is_async && endpoint_->progress().is_idle()) {
-      pending_->run(body);
-      pending_->wait({});
-      return;
-    }
-    endpoint_->progress().submit(
-        [pending = pending_, body = std::move(body), inputs = std::move(inputs)] {
-          pending->run(body);
-        },
-        signal_check());
-    if (!is_async)
-      pending_->wait(signal_check());
-  }
-
-  bool is_complete() const { return pending_->is_complete(); }
-
-  const Outcome& wait() {
-    if (pending_->is_complete())
-      return pending_->wait({});
-    const py::gil_scoped_release no_gil;
-    return pending_->wait(signal_check());
-  }
-
-  const std::shared_ptr<host::Endpoint>& endpoint() const { return endpoint_; }
-
- private:
-  std::shared_ptr<host::Endpoint> endpoint_;
-  std::shared_ptr<host::Pending<Outcome>> pending_;
-};
-
-class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
- public:
-  SubmittedDispatch(std::shared_ptr<host::Endpoint> endpoint,
-                    std::shared_ptr<void> inputs,
-                    const host::DispatchParams& params,
-                    int64_t hidden,
-                    bool is_async)
-      : Submitted(
-            endpoint,
-            std::move(inputs),
-            [raw = endpoint.get(), params] {
-              return host::dispatch(
-                  *raw,
-                  params,
-                  raw->is_on_progress_thread() ? host::InterruptCheck{} : signal_check());
-            },
-            is_async),
-        hidden_(hidden),
-        row_bytes_(params.row_bytes),
-        dtype_(params.dtype),
-        weight_bytes_(params.weight_bytes) {}
-
-  std::shared_ptr<host::Plan> plan() { return std::const_pointer_cast<host::Plan>(wait().plan); }
-
-  /// `[M, hidden]`, or bytes `[M, row_bytes]` where DLPack cannot name the dtype.
-  py::object x() { return rows_dlpack(wait(), wait().plan->num_rows()); }
-
-  py::object topk_idx() {
-    const host::DispatchOutcome& outcome = wait();
-    if (!outcome.has_topk_idx)
-      return py::none();
-    return make_dlpack(outcome.owner,
-                       outcome.topk_idx,
-                       {outcome.plan->num_rows(), outcome.plan->num_topk},
-                       kInt64);
-  }
-
-  py::object topk_weights() {
-    const host::DispatchOutcome& outcome = wait();
-    if (weight_bytes_ == 0)
-      return py::none();
-    const int64_t num_rows = outcome.plan->num_rows();
-    const int32_t type = weight_type(weight_bytes_);
-    if (outcome.plan->layout == layout::RowLayout::kRankMajor)
-      return make_dlpack(outcome.owner, outcome.weights, {num_rows, outcome.plan->num_topk}, type);
-    return make_dlpack(outcome.owner, outcome.weights, {num_rows}, type);
-  }
-
-  py::object num_tokens_per_expert() {
-    const auto& counts = wait().plan->received.num_tokens_per_expert;
-    return vector_dlpack(counts, {static_cast<int64_t>(counts.size())}, kInt64);
-  }
-
-  py::object expert_offsets() {
-    const auto& starts = wait().plan->received.expert_offsets;
-    return vector_dlpack(std::vector<int32_t>(starts.begin(), starts.end()),
-                         {static_cast<int64_t>(starts.size())},
-                         kInt32);
-  }
-
- private:
-  /// Rows of a dtype that DLPack cannot name are handed out as bytes.
-  py::capsule rows_dlpack(const host::DispatchOutcome& outcome, int64_t num_rows) const {
-    if (dtype_ >= kFirstOpaqueType)
-      return make_dlpack(
-          outcome.owner, outcome.rows, {num_rows, row_bytes_}, dlpack_type(DType::kBytes));
-    return make_dlpack(outcome.owner, outcome.rows, {num_rows, hidden_}, dtype_);
-  }
-
-  int64_t hidden_;
-  int64_t row_bytes_;
-  int32_t dtype_;
-  int32_t weight_bytes_;
-};
 
 class SubmittedCombine : public Submitted<host::CombineOutcome> {
  public:
@@ -210,6 +54,11 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
 
   bool was_copied_in() { return wait().was_copied_in; }
 
+  py::capsule wait_ns() {
+    const auto& waited_ns = wait().waited_ns;
+    return vector_dlpack(waited_ns, {static_cast<int64_t>(waited_ns.size())}, kInt64);
+  }
+
  private:
   host::CombineParams params_;
 };
@@ -217,9 +66,7 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
 std::shared_ptr<host::Endpoint> create_endpoint(
     const NativeGroup& native,
     int num_experts,
-    int num_topk,
     int64_t num_max_tokens,
-    int64_t row_bytes,
     std::vector<int32_t> expert_rank,
     int depth,
     std::string isa,
@@ -227,9 +74,7 @@ std::shared_ptr<host::Endpoint> create_endpoint(
   const py::gil_scoped_release no_gil;
   host::EndpointConfig config;
   config.num_experts = num_experts;
-  config.num_topk = num_topk;
   config.num_max_tokens = num_max_tokens;
-  config.row_bytes = row_bytes;
   config.expert_rank = std::move(expert_rank);
   config.depth = depth;
   config.isa = std::move(isa);
@@ -245,38 +90,6 @@ std::shared_ptr<host::Endpoint> create_endpoint(
     const py::gil_scoped_release released;
     endpoint.reset();
   });
-}
-
-std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<host::Endpoint> endpoint,
-                                                   py::object x,
-                                                   py::object topk_idx,
-                                                   py::object topk_weights,
-                                                   std::shared_ptr<host::Plan> plan,
-                                                   int32_t dtype,
-                                                   int layout,
-                                                   int64_t expert_alignment,
-                                                   std::optional<bool> copy_out,
-                                                   bool is_async) {
-  endpoint->group().check_process("dispatch");
-  const TensorView rows = view_tensor(x);
-  const TensorView weights = view_tensor(topk_weights);
-  host::DispatchParams params;
-  params.x = rows.data;
-  params.topk_idx = reinterpret_cast<const int64_t*>(view_tensor(topk_idx).data);
-  params.weights = weights.data;
-  params.num_tokens = rows.num_rows;
-  params.row_bytes = rows.row_bytes();
-  params.weight_bytes = static_cast<int32_t>(weights.element_bytes);
-  params.dtype = dtype;
-  params.layout = static_cast<layout::RowLayout>(layout);
-  params.expert_alignment = expert_alignment;
-  params.plan = std::move(plan);
-  params.copy_out = copy_out_of(copy_out);
-  std::shared_ptr<void> inputs;
-  if (is_async || !endpoint->progress().is_idle())
-    inputs = keep_alive(py::make_tuple(x, topk_idx, topk_weights));
-  return std::make_unique<SubmittedDispatch>(
-      std::move(endpoint), std::move(inputs), params, rows.row_elements, is_async);
 }
 
 std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<host::Endpoint> endpoint,
@@ -403,21 +216,20 @@ std::shared_ptr<host::Plan> import_plan(const host::Endpoint& endpoint,
             ", ",
             matrix.row_elements,
             "]");
-  MOE_CHECK(choices.row_elements == endpoint.config().num_topk,
-            "topk_idx must have ",
-            endpoint.config().num_topk,
-            " choices per token, got ",
-            choices.row_elements);
   const auto* source = reinterpret_cast<const int32_t*>(matrix.data);
   std::copy_n(source, copied.counts.size(), copied.counts.data());
   const auto* ids = reinterpret_cast<const int64_t*>(choices.data);
-  std::vector<int32_t> own(static_cast<size_t>(copied.stride()));
+  std::vector<int32_t> asked(static_cast<size_t>(copied.stride()));
   const int64_t bad_idx = layout::count_choices(
-      ids, choices.num_rows, choices.row_elements, endpoint.placement(), own.data());
-  MOE_CHECK(bad_idx < 0 && std::equal(own.begin(), own.end(), copied.row(endpoint.rank_idx())),
-            "topk_idx and counts of a handle belong to different dispatches");
-  return std::make_shared<host::Plan>(host::Plan::make(static_cast<layout::RowLayout>(layout),
-                                                       expert_alignment,
+      ids, choices.num_rows, choices.row_elements, endpoint.placement(), asked.data());
+  const int32_t* const kept = copied.row(endpoint.rank_idx());
+  bool fits = bad_idx < 0 && copied.num_topk(endpoint.rank_idx()) == choices.row_elements;
+  for (int expert_idx = 0; expert_idx < copied.num_experts; ++expert_idx)
+    fits = fits && kept[expert_idx] >= 0 && kept[expert_idx] <= asked[expert_idx];
+  MOE_CHECK(fits, "topk_idx and counts of a handle belong to different dispatches");
+  const auto arrangement =
+      host::arrangement_of(endpoint, static_cast<layout::RowLayout>(layout), expert_alignment);
+  return std::make_shared<host::Plan>(host::Plan::make(arrangement,
                                                        std::move(copied),
                                                        endpoint.placement(),
                                                        endpoint.rank_idx(),
@@ -449,26 +261,22 @@ void bind_buffer(py::module_& module) {
   py::class_<host::Plan, std::shared_ptr<host::Plan>>(module, "Plan")
       .def_readonly("num_tokens", &host::Plan::num_tokens)
       .def_readonly("num_topk", &host::Plan::num_topk)
-      .def_readonly("expert_alignment", &host::Plan::expert_alignment)
+      .def_readonly("num_recv_topk", &host::Plan::num_recv_topk)
+      .def_property_readonly(
+          "expert_alignment",
+          [](const host::Plan& self) { return self.arrangement.expert_alignment; })
       .def_property_readonly("layout",
-                             [](const host::Plan& self) { return static_cast<int>(self.layout); })
+                             [](const host::Plan& self) { return static_cast<int>(self.layout()); })
       .def_property_readonly("num_recv_tokens", &host::Plan::num_rows)
       .def("export", &export_plan);
-  py::class_<SubmittedDispatch>(module, "SubmittedDispatch")
-      .def("is_complete", &SubmittedDispatch::is_complete)
-      .def("plan", &SubmittedDispatch::plan)
-      .def("x", &SubmittedDispatch::x)
-      .def("topk_idx", &SubmittedDispatch::topk_idx)
-      .def("topk_weights", &SubmittedDispatch::topk_weights)
-      .def("num_tokens_per_expert", &SubmittedDispatch::num_tokens_per_expert)
-      .def("expert_offsets", &SubmittedDispatch::expert_offsets);
   py::class_<SubmittedCombine>(module, "SubmittedCombine")
       .def("is_complete", &SubmittedCombine::is_complete)
       .def("was_copied_in", &SubmittedCombine::was_copied_in)
+      .def("wait_ns", &SubmittedCombine::wait_ns)
       .def("result", &SubmittedCombine::result);
-  py::class_<host::Endpoint, std::shared_ptr<host::Endpoint>>(module, "Endpoint")
-      .def_static("create", &create_endpoint)
-      .def("dispatch", &submit_dispatch)
+  py::class_<host::Endpoint, std::shared_ptr<host::Endpoint>> endpoint(module, "Endpoint");
+  bind_dispatch(module, endpoint);
+  endpoint.def_static("create", &create_endpoint)
       .def("combine", &submit_combine)
       .def("reject", &reject)
       .def("empty_rows", &empty_rows)

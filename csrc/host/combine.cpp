@@ -10,7 +10,6 @@ namespace moe::host {
 
 namespace {
 
-using layout::RowLayout;
 using layout::RowStatus;
 using layout::Slot;
 
@@ -58,14 +57,14 @@ class CombineOperation {
 
  private:
   int64_t num_row_weights() const {
-    return plan_.num_rows() * (plan_.layout == RowLayout::kRankMajor ? plan_.num_topk : 1);
+    return plan_.num_rows() * (plan_.arrangement.is_by_rank() ? plan_.num_recv_topk : 1);
   }
 
   layout::OperationArguments arguments() const {
     layout::OperationArguments arguments;
     arguments.operation = static_cast<int32_t>(layout::Operation::kCombine);
-    arguments.layout = static_cast<int32_t>(plan_.layout);
-    arguments.expert_alignment = static_cast<int32_t>(plan_.expert_alignment);
+    arguments.layout = static_cast<int32_t>(plan_.layout());
+    arguments.expert_alignment = static_cast<int32_t>(plan_.arrangement.expert_alignment);
     arguments.dtype = params_.has_rows ? dlpack_type(params_.dtype) : 0;
     arguments.row_bytes = row_bytes_;
     // Weights applied here concern no peer; weights that peers pull must be there on every rank.
@@ -231,7 +230,7 @@ class CombineOperation {
       return;
     std::byte* target = window_->data() + sums_bytes_;
     std::memset(target, 0, static_cast<size_t>(plan_.num_tokens * plan_.num_topk) * weight_bytes);
-    const bool is_rank_major = plan_.layout == RowLayout::kRankMajor;
+    const bool is_rank_major = plan_.arrangement.is_by_rank();
     for (int64_t token_idx = 0; token_idx < plan_.num_tokens; ++token_idx) {
       const int64_t* const slots = plan_.slots.data() + token_idx * plan_.num_slots;
       for (int64_t k = 0; k < plan_.num_topk; ++k, target += weight_bytes) {
@@ -239,7 +238,7 @@ class CombineOperation {
         if (slot == Slot::kNone)
           continue;
         const int64_t weight_idx =
-            is_rank_major ? Slot::row_idx(slot) * plan_.num_topk + k : Slot::row_idx(slot);
+            is_rank_major ? Slot::row_idx(slot) * plan_.num_recv_topk + k : Slot::row_idx(slot);
         std::memcpy(target,
                     offset_ptr(weight_bases_[static_cast<size_t>(Slot::rank_idx(slot))],
                                weight_idx,
@@ -263,6 +262,8 @@ class CombineOperation {
   CombineOutcome outcome() {
     CombineOutcome outcome;
     outcome.was_copied_in = was_copied_in_;
+    outcome.waited_ns = exchange_.take_waited_ns();
+    outcome.waited_ns.resize(static_cast<size_t>(endpoint_.num_ranks()));
     std::byte* base = nullptr;
     outcome.owner = copy_out_window(endpoint_,
                                     std::move(window_),

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "core/dtype.h"
 #include "host/dispatch.h"
@@ -17,7 +18,7 @@ struct CombineParams {
   int64_t hidden = 0;
   const std::byte* weights = nullptr;  ///< [num_tokens, num_topk], applied while adding, or null
   int32_t weight_bytes = 0;            ///< of `weights`: 4, 8, or 0
-  const std::byte* row_weights = nullptr;  ///< [M] or [M, num_topk], pulled
+  const std::byte* row_weights = nullptr;  ///< [M] or [M, num_recv_topk], pulled
   int32_t row_weight_bytes = 0;            ///< 4, 8, or 0 when none are pulled
   std::byte* out = nullptr;                ///< [num_tokens, row_bytes], or null
   std::shared_ptr<const Plan> plan;
@@ -27,9 +28,10 @@ struct CombineParams {
 /// What came back; `owner` keeps the memory, except that of a caller's `out`.
 struct CombineOutcome {
   std::shared_ptr<void> owner;
-  std::byte* sums = nullptr;     ///< [num_tokens, row_bytes], null when only weights were pulled
-  std::byte* weights = nullptr;  ///< [num_tokens, num_topk], null when none were pulled
-  bool was_copied_in = false;    ///< x lay outside the heap
+  std::byte* sums = nullptr;       ///< [num_tokens, row_bytes], null when only weights were pulled
+  std::byte* weights = nullptr;    ///< [num_tokens, num_topk], null when none were pulled
+  bool was_copied_in = false;      ///< x lay outside the heap
+  std::vector<int64_t> waited_ns;  ///< [num_ranks]
 };
 
 /// Pulls and adds, for every token of this rank, the rows its experts made.

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "host/exchange.h"
-#include "layout/window.h"
+#include "host/row_writer.h"
 
 namespace moe::host {
 
@@ -16,9 +16,26 @@ namespace {
 using layout::ReceiveWindow;
 using layout::RowLayout;
 using layout::RowStatus;
-using layout::Slot;
 
-constexpr int64_t kTokensPerProgress = 64;
+ReceiveWindow window_of(const layout::Arrangement& arrangement,
+                        const DispatchParams& params,
+                        int64_t num_rows,
+                        int64_t num_recv_topk,
+                        bool with_topk_idx) {
+  const auto scales = layout::ScaleMap::make(arrangement.layout,
+                                             num_rows,
+                                             arrangement.rows_per_expert,
+                                             params.num_scales,
+                                             params.scale_bytes,
+                                             params.is_column_major());
+  return ReceiveWindow::make(arrangement.layout,
+                             num_rows,
+                             params.row_bytes,
+                             scales,
+                             params.weight_bytes,
+                             num_recv_topk,
+                             with_topk_idx);
+}
 
 /// One dispatch between its rows and its end.
 class DispatchOperation {
@@ -28,7 +45,10 @@ class DispatchOperation {
         params_(params),
         exchange_(exchange),
         num_ranks_(endpoint.num_ranks()),
-        with_topk_idx_(params.plan == nullptr && params.layout == RowLayout::kRankMajor),
+        arrangement_(params.plan
+                         ? params.plan->arrangement
+                         : arrangement_of(endpoint, params.layout, params.expert_alignment)),
+        with_topk_idx_(params.plan == nullptr && arrangement_.is_by_rank()),
         bases_(static_cast<size_t>(num_ranks_)),
         windows_(static_cast<size_t>(num_ranks_)) {}
 
@@ -54,33 +74,32 @@ class DispatchOperation {
     layout::OperationArguments arguments;
     arguments.operation = static_cast<int32_t>(params_.plan ? layout::Operation::kCachedDispatch
                                                             : layout::Operation::kDispatch);
-    arguments.layout = static_cast<int32_t>(layout());
-    arguments.expert_alignment = static_cast<int32_t>(alignment());
+    arguments.layout = static_cast<int32_t>(arrangement_.layout);
+    arguments.expert_alignment = static_cast<int32_t>(arrangement_.expert_alignment);
     arguments.dtype = params_.dtype;
     arguments.row_bytes = params_.row_bytes;
     arguments.weight_bytes = params_.weight_bytes;
+    arguments.quantization = params_.quantization_code;
+    arguments.num_scales = static_cast<int32_t>(params_.num_scales);
+    arguments.scale_bytes = params_.scale_bytes;
+    arguments.on_overflow = static_cast<int32_t>(params_.capacity.on_overflow);
+    arguments.expert_capacity = params_.capacity.expert_capacity;
     arguments.plan_hash = params_.plan ? params_.plan->hash : 0;
     return arguments;
   }
 
-  RowLayout layout() const { return params_.plan ? params_.plan->layout : params_.layout; }
-  int64_t alignment() const {
-    return params_.plan ? params_.plan->expert_alignment : params_.expert_alignment;
-  }
+  bool is_low_latency() const { return arrangement_.layout == RowLayout::kLowLatency; }
 
   /// Fills windows_ from the count matrix.
   void lay_out_windows(const layout::CountMatrix& counts) {
     total_rows_ = 0;
+    const int64_t num_recv_topk = counts.num_recv_topk();
     for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx) {
       const int64_t num_rows =
-          layout::num_received_rows(counts, endpoint_.placement(), layout(), alignment(), rank_idx);
+          layout::num_window_rows(counts, endpoint_.placement(), arrangement_, rank_idx);
       total_rows_ += num_rows;
-      windows_[static_cast<size_t>(rank_idx)] = ReceiveWindow::make(layout(),
-                                                                    num_rows,
-                                                                    params_.row_bytes,
-                                                                    params_.weight_bytes,
-                                                                    endpoint_.config().num_topk,
-                                                                    with_topk_idx_);
+      windows_[static_cast<size_t>(rank_idx)] =
+          window_of(arrangement_, params_, num_rows, num_recv_topk, with_topk_idx_);
     }
   }
 
@@ -89,16 +108,27 @@ class DispatchOperation {
   }
 
   void exchange_rows() {
-    std::vector<int32_t> counts(static_cast<size_t>(endpoint_.config().num_experts + num_ranks_));
+    const int num_experts = endpoint_.config().num_experts;
+    std::vector<int32_t> counts(
+        static_cast<size_t>(layout::Row::num_counts(num_ranks_, num_experts)));
     const int64_t bad_idx = layout::count_choices(params_.topk_idx,
                                                   params_.num_tokens,
-                                                  endpoint_.config().num_topk,
+                                                  params_.num_topk,
                                                   endpoint_.placement(),
                                                   counts.data());
     if (bad_idx >= 0)
       reject_expert(bad_idx);
-    reject_failed_ranks(counts.data() + endpoint_.config().num_experts);
-    window_ = endpoint_.guess_window();
+    int32_t* const to_rank = counts.data() + num_experts;
+    if (is_low_latency())
+      mask_ranks(to_rank);
+    else
+      reject_failed_ranks(to_rank);
+    to_rank[num_ranks_] = static_cast<int32_t>(params_.fixed_rows);
+    to_rank[num_ranks_ + 1] = static_cast<int32_t>(params_.num_topk);
+    if (is_low_latency())
+      window_ = fixed_window();
+    else
+      window_ = endpoint_.guess_window();
     if (window_)
       exchange_.offer(window_);
     RowMessage message;
@@ -110,20 +140,100 @@ class DispatchOperation {
     exchange_.enter("rows");
     exchange_.publish(message);
     Rows rows = exchange_.collect(true);
-    lay_out_windows(rows.counts);
-    plan_ = std::make_shared<Plan>(Plan::make(layout(),
-                                              alignment(),
-                                              std::move(rows.counts),
+    const int own_rank = endpoint_.rank_idx();
+    outcome_.num_required_rows =
+        layout::num_required_rows(rows.counts, endpoint_.placement(), arrangement_, own_rank);
+    outcome_.num_dropped_per_expert = choices_of_own_experts(rows.counts);
+    check_overflows(rows.counts);
+    layout::CountMatrix kept = layout::keep_rows(
+        std::move(rows.counts), endpoint_.placement(), arrangement_, params_.capacity);
+    lay_out_windows(kept);
+    plan_ = std::make_shared<Plan>(Plan::make(arrangement_,
+                                              std::move(kept),
                                               endpoint_.placement(),
-                                              endpoint_.rank_idx(),
+                                              own_rank,
                                               params_.topk_idx,
                                               params_.num_tokens,
-                                              endpoint_.config().num_topk));
+                                              params_.num_topk));
+    const auto& kept_choices = plan_->received.num_tokens_per_expert;
+    for (size_t e = 0; e < kept_choices.size(); ++e)
+      outcome_.num_dropped_per_expert[e] -= kept_choices[e];
     offers_.reserve(static_cast<size_t>(num_ranks_));
     for (const auto& header : rows.headers)
       offers_.push_back(header.offer);
     exchange_second_offers();
-    endpoint_.remember_need(needed(endpoint_.rank_idx()));
+    endpoint_.remember_need(needed(own_rank));
+  }
+
+  std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts) const {
+    std::vector<int64_t> choices;
+    for (const int32_t expert_idx :
+         endpoint_.placement().local_experts[static_cast<size_t>(endpoint_.rank_idx())])
+      choices.push_back(counts.to_expert(expert_idx));
+    return choices;
+  }
+
+  /// A low-latency window does not depend on counts: it is there before the rows are.
+  std::shared_ptr<Window> fixed_window() {
+    if (params_.window)
+      return params_.window;
+    try {
+      return exchange_.allocate(
+          static_cast<uint64_t>(low_latency_window(endpoint_, params_).bytes));
+    } catch (const CapacityError& error) {
+      exchange_.reject(arguments(),
+                       RowStatus::kNoCapacity,
+                       error.what(),
+                       error.needed_bytes,
+                       error.available_bytes);
+    }
+  }
+
+  /// Every rank finds the same in the same matrix, before any row moves.
+  void check_overflows(const layout::CountMatrix& asked) {
+    if (!is_low_latency() && params_.capacity.on_overflow != layout::OnOverflow::kRaise)
+      return;
+    const auto overflows =
+        layout::find_overflows(asked, endpoint_.placement(), arrangement_, params_.capacity);
+    if (overflows.empty())
+      return;
+    exchange_.settle();
+    std::string message;
+    CapacityError error("", 0, 0);
+    for (const auto& overflow : overflows) {
+      message += message.empty() ? "" : "; ";
+      if (overflow.expert_idx >= 0)
+        message += concat("expert ", overflow.expert_idx, " on rank ", overflow.rank_idx);
+      else
+        message += concat("rank ", overflow.rank_idx);
+      message += concat(" would receive ",
+                        overflow.needed_rows,
+                        " rows, it has room for ",
+                        overflow.available_rows);
+      if (error.ranks.empty() || error.ranks.back() != overflow.rank_idx)
+        error.ranks.push_back(overflow.rank_idx);
+      if (error.needed_bytes != 0)
+        continue;
+      error.needed_bytes = static_cast<uint64_t>(overflow.needed_rows * params_.row_bytes);
+      error.available_bytes = static_cast<uint64_t>(overflow.available_rows * params_.row_bytes);
+    }
+    if (is_low_latency())
+      throw InvalidArgument(message);
+    CapacityError full(message, error.needed_bytes, error.available_bytes);
+    full.ranks = error.ranks;
+    full.needed_rows =
+        layout::received_rows(asked, endpoint_.placement(), arrangement_, full.ranks.front())
+            .num_tokens_per_expert;
+    throw full;
+  }
+
+  /// Who is masked is agreed on in the count matrix; who has failed is masked by everybody.
+  void mask_ranks(int32_t* to_rank) const {
+    for (const int rank_idx : params_.masked_ranks)
+      to_rank[rank_idx] = layout::CountMatrix::kMasked;
+    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
+      if (!endpoint_.group().is_active(rank_idx))
+        to_rank[rank_idx] = layout::CountMatrix::kMasked;
   }
 
   /// A rank whose offer is too small obtains memory; everybody sees who that is in the same matrix.
@@ -162,10 +272,9 @@ class DispatchOperation {
     exchange_.settle();
     CapacityError full(message, error.needed_bytes, error.available_bytes);
     full.ranks = error.ranks;
-    full.needed_rows =
-        layout::received_rows(
-            plan_->counts, endpoint_.placement(), layout(), alignment(), full.ranks.front())
-            .num_tokens_per_expert;
+    full.needed_rows = layout::received_rows(
+                           plan_->counts, endpoint_.placement(), arrangement_, full.ranks.front())
+                           .num_tokens_per_expert;
     throw full;
   }
 
@@ -188,6 +297,8 @@ class DispatchOperation {
 
   void exchange_cached_rows() {
     plan_ = params_.plan;
+    outcome_.num_required_rows = plan_->num_rows();
+    outcome_.num_dropped_per_expert.resize(plan_->received.num_tokens_per_expert.size());
     lay_out_windows(plan_->counts);
     for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
       if (!endpoint_.group().is_active(rank_idx) &&
@@ -196,7 +307,7 @@ class DispatchOperation {
                          RowStatus::kInvalidArgument,
                          concat("the handle sends rows to rank ", rank_idx, ", which has failed"));
     try {
-      window_ = exchange_.allocate(needed(endpoint_.rank_idx()));
+      window_ = params_.window ? params_.window : exchange_.allocate(needed(endpoint_.rank_idx()));
     } catch (const CapacityError& error) {
       exchange_.reject(arguments(),
                        RowStatus::kNoCapacity,
@@ -217,13 +328,12 @@ class DispatchOperation {
   }
 
   [[noreturn]] void reject_expert(int64_t bad_idx) {
-    const int64_t num_topk = endpoint_.config().num_topk;
     exchange_.reject(arguments(),
                      RowStatus::kInvalidArgument,
                      concat("topk_idx[",
-                            bad_idx / num_topk,
+                            bad_idx / params_.num_topk,
                             ", ",
-                            bad_idx % num_topk,
+                            bad_idx % params_.num_topk,
                             "] = ",
                             params_.topk_idx[bad_idx],
                             " is not an expert id in [-1, ",
@@ -250,124 +360,74 @@ class DispatchOperation {
   }
 
   void write_rows() {
-    const int64_t total_bytes = total_rows_ * params_.row_bytes;
-    const StoreMode mode = endpoint_.store_mode(total_bytes);
-    endpoint_.for_tokens(params_.num_tokens,
-                         params_.num_tokens * plan_->num_slots * params_.row_bytes,
-                         [&](int64_t begin, int64_t end) { write_tokens(begin, end, mode); });
-  }
-
-  void write_tokens(int64_t begin, int64_t end, StoreMode mode) {
-    const auto& kernels = endpoint_.kernels();
-    std::vector<std::byte*> places(static_cast<size_t>(plan_->num_slots));
-    for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
-      const int64_t* const slots = plan_->slots.data() + token_idx * plan_->num_slots;
-      int num_places = 0;
-      for (int64_t i = 0; i < plan_->num_slots; ++i) {
-        if (slots[i] == Slot::kNone)
-          continue;
-        places[static_cast<size_t>(num_places++)] =
-            offset_ptr(base_of(slots[i]), Slot::row_idx(slots[i]), params_.row_bytes);
-      }
-      if (num_places > 0)
-        kernels.fan_out(offset_ptr(params_.x, token_idx, params_.row_bytes),
-                        places.data(),
-                        num_places,
-                        params_.row_bytes,
-                        mode);
-      if (params_.weight_bytes > 0 || with_topk_idx_)
-        write_companions(token_idx, slots);
-      if (token_idx % kTokensPerProgress != 0)
-        continue;
-      if (begin == 0)
-        exchange_.progress();
-      if (exchange_.is_aborted())
-        break;
-    }
-    // Each thread fences its own streaming stores before its part counts as done.
-    kernels.store_fence();
-  }
-
-  std::byte* base_of(int64_t slot) const {
-    return bases_[static_cast<size_t>(Slot::rank_idx(slot))];
-  }
-
-  /// What travels beside a row: its weight, or in rank-major all weights and ids of that rank.
-  void write_companions(int64_t token_idx, const int64_t* slots) {
-    const int64_t num_topk = plan_->num_topk;
-    const auto weight_bytes = static_cast<size_t>(params_.weight_bytes);
-    const std::byte* const weights =
-        offset_ptr(params_.weights, token_idx * num_topk, params_.weight_bytes);
-    if (layout() == RowLayout::kExpertMajor) {
-      for (int64_t k = 0; k < num_topk; ++k) {
-        if (slots[k] == Slot::kNone)
-          continue;
-        const auto& window = windows_[static_cast<size_t>(Slot::rank_idx(slots[k]))];
-        std::memcpy(base_of(slots[k]) + window.weights_offset +
-                        Slot::row_idx(slots[k]) * params_.weight_bytes,
-                    weights + k * params_.weight_bytes,
-                    weight_bytes);
-      }
-      return;
-    }
-    const auto& placement = endpoint_.placement();
-    const int64_t* const choices = plan_->topk_idx.data() + token_idx * num_topk;
-    for (int64_t i = 0; i < plan_->num_slots && slots[i] != Slot::kNone; ++i) {
-      const int dst_rank = Slot::rank_idx(slots[i]);
-      const auto& window = windows_[static_cast<size_t>(dst_rank)];
-      const int64_t first = Slot::row_idx(slots[i]) * num_topk;
-      std::byte* const base = base_of(slots[i]);
-      auto* const ids = reinterpret_cast<int64_t*>(base + window.topk_idx_offset) + first;
-      for (int64_t k = 0; k < num_topk; ++k) {
-        const int64_t expert_idx = choices[k];
-        const bool is_there = expert_idx >= 0 && placement.expert_rank[expert_idx] == dst_rank;
-        if (with_topk_idx_)
-          ids[k] = is_there ? placement.local_expert_idx[expert_idx] : -1;
-        if (weight_bytes == 0)
-          continue;
-        std::byte* const place = base + window.weights_offset + (first + k) * params_.weight_bytes;
-        if (is_there)
-          std::memcpy(place, weights + k * params_.weight_bytes, weight_bytes);
-        else
-          std::memset(place, 0, weight_bytes);
-      }
-    }
+    RowWriter writer(endpoint_, params_, *plan_, windows_, bases_, with_topk_idx_, exchange_);
+    writer.write(endpoint_.store_mode(total_rows_ * params_.row_bytes));
   }
 
   /// Padding belongs to the receiver: no sender writes there.
   void zero_padding() {
-    if (layout() != RowLayout::kExpertMajor || alignment() == 1)
-      return;
+    if (is_low_latency())
+      return;  // what is not filled is undefined
     const auto& received = plan_->received;
-    const auto& window = windows_[static_cast<size_t>(endpoint_.rank_idx())];
+    if (arrangement_.is_by_rank()) {
+      const int64_t num_filled = layout::num_required_rows(
+          plan_->counts, endpoint_.placement(), arrangement_, endpoint_.rank_idx());
+      zero_rows(num_filled, received.num_rows - num_filled);
+      return;
+    }
     for (size_t e = 0; e < received.num_tokens_per_expert.size(); ++e) {
       const int64_t first = received.expert_offsets[e] + received.num_tokens_per_expert[e];
-      const int64_t num_rows = received.expert_offsets[e + 1] - first;
-      if (num_rows == 0)
-        continue;
-      std::memset(offset_ptr(window_->data(), first, params_.row_bytes),
-                  0,
-                  static_cast<size_t>(num_rows * params_.row_bytes));
-      if (params_.weight_bytes > 0)
-        std::memset(window_->data() + window.weights_offset + first * params_.weight_bytes,
-                    0,
-                    static_cast<size_t>(num_rows * params_.weight_bytes));
+      zero_rows(first, received.expert_offsets[e + 1] - first);
     }
+    zero_rows(received.expert_offsets.back(), received.num_rows - received.expert_offsets.back());
+  }
+
+  void zero_rows(int64_t first, int64_t num_rows) {
+    if (num_rows <= 0)
+      return;
+    const auto& window = windows_[static_cast<size_t>(endpoint_.rank_idx())];
+    std::byte* const base = window_->data();
+    const auto clear = [&](int64_t offset, int64_t bytes, int value) {
+      std::memset(base + offset, value, static_cast<size_t>(bytes));
+    };
+    endpoint_.kernels().zero(offset_ptr(base, first, params_.row_bytes),
+                             num_rows * params_.row_bytes,
+                             endpoint_.store_mode(num_rows * params_.row_bytes));
+    endpoint_.kernels().store_fence();
+    const auto& scales = window.scales;
+    const int64_t scales_at = window.scales_offset + scales.place(first);
+    if (!scales.is_column_major)
+      clear(scales_at, num_rows * scales.num_scales * scales.scale_bytes, 0);
+    else
+      for (int64_t block = 0; block < scales.num_scales; ++block)
+        clear(scales_at + block * scales.step(), num_rows * scales.scale_bytes, 0);
+    const int64_t per_row = arrangement_.is_by_rank() ? plan_->num_recv_topk : 1;
+    clear(window.weights_offset + first * per_row * params_.weight_bytes,
+          num_rows * per_row * params_.weight_bytes,
+          0);
+    if (with_topk_idx_)
+      clear(window.topk_idx_offset + first * per_row * 8, num_rows * per_row * 8, -1);
   }
 
   DispatchOutcome outcome() {
     const auto& window = windows_[static_cast<size_t>(endpoint_.rank_idx())];
-    DispatchOutcome outcome;
+    DispatchOutcome outcome = std::move(outcome_);
     outcome.plan = plan_;
+    outcome.waited_ns = exchange_.take_waited_ns();
+    outcome.waited_ns.resize(static_cast<size_t>(num_ranks_));
     exchange_.withdraw_offers();
     if (!window_)
       window_ = endpoint_.group().memory().allocate(0);
-    window_->shrink(needed(endpoint_.rank_idx()));
+    if (!is_low_latency())
+      window_->shrink(needed(endpoint_.rank_idx()));
     outcome.owner = copy_out_window(endpoint_,
                                     std::move(window_),
                                     needed(endpoint_.rank_idx()),
-                                    params_.copy_out,
+                                    is_low_latency() ? CopyOut::kNever : params_.copy_out,
                                     &outcome.rows);
+    outcome.scale_map = window.scales;
+    if (params_.num_scales > 0)
+      outcome.scales = outcome.rows + window.scales_offset;
     if (params_.weight_bytes > 0)
       outcome.weights = outcome.rows + window.weights_offset;
     outcome.has_topk_idx = with_topk_idx_;
@@ -380,7 +440,9 @@ class DispatchOperation {
   const DispatchParams& params_;
   Exchange& exchange_;
   int num_ranks_;
+  layout::Arrangement arrangement_;
   bool with_topk_idx_;
+  DispatchOutcome outcome_;
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<Window> window_;
   std::vector<Offer> offers_;
@@ -390,6 +452,31 @@ class DispatchOperation {
 };
 
 }  // namespace
+
+layout::Arrangement arrangement_of(const Endpoint& endpoint,
+                                   layout::RowLayout layout,
+                                   int64_t expert_alignment) {
+  layout::Arrangement arrangement;
+  arrangement.layout = layout;
+  arrangement.expert_alignment = expert_alignment;
+  if (layout == RowLayout::kLowLatency)
+    arrangement.rows_per_expert = endpoint.num_ranks() * endpoint.config().num_max_tokens;
+  return arrangement;
+}
+
+int64_t num_low_latency_rows(const Endpoint& endpoint) {
+  const auto& owned = endpoint.placement().local_experts[static_cast<size_t>(endpoint.rank_idx())];
+  return static_cast<int64_t>(owned.size()) *
+         arrangement_of(endpoint, RowLayout::kLowLatency, 1).rows_per_expert;
+}
+
+ReceiveWindow low_latency_window(const Endpoint& endpoint, const DispatchParams& params) {
+  return window_of(arrangement_of(endpoint, RowLayout::kLowLatency, 1),
+                   params,
+                   num_low_latency_rows(endpoint),
+                   0,
+                   false);
+}
 
 std::shared_ptr<void> copy_out_window(Endpoint& endpoint,
                                       std::shared_ptr<Window> window,

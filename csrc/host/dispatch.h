@@ -2,9 +2,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "host/endpoint.h"
 #include "host/plan.h"
+#include "layout/capacity.h"
+#include "layout/window.h"
 
 namespace moe::host {
 
@@ -12,35 +15,72 @@ namespace moe::host {
 enum class CopyOut { kAuto, kAlways, kNever };
 
 struct DispatchParams {
-  const std::byte* x = nullptr;        ///< [num_tokens, row_bytes]
+  const std::byte* x = nullptr;        ///< [num_tokens, source_row_bytes]
   const int64_t* topk_idx = nullptr;   ///< [num_tokens, num_topk], uncached
   const std::byte* weights = nullptr;  ///< [num_tokens, num_topk] of weight_bytes, or null
   int64_t num_tokens = 0;
-  int64_t row_bytes = 0;
+  int64_t num_topk = 0;  ///< uncached
+  int64_t source_row_bytes = 0;
+  int64_t row_bytes = 0;     ///< on the wire
   int32_t weight_bytes = 0;  ///< 4, 8, or 0 without weights
   int32_t dtype = 0;         ///< `code << 8 | bits`, compared between ranks only
+
+  /// 0, or 1 | is_column_major << 1 | format << 4 | scale format << 8; compared between ranks. The
+  /// format is 0 for rows that come with their scale factors.
+  int32_t quantization_code = 0;
+  bool is_quantized_here = false;
+  RowQuantization row_quantization;
+  int64_t num_scales = 0;             ///< per row, as they travel
+  int32_t scale_bytes = 0;            ///< of one
+  const std::byte* scales = nullptr;  ///< of rows that are quantised already
+  int64_t scale_row_stride = 0;       ///< bytes from a row's scale factors to the next row's
+  int64_t scale_step = 0;             ///< bytes from a scale factor to the next
+
   layout::RowLayout layout = layout::RowLayout::kExpertMajor;
   int64_t expert_alignment = 1;
+  layout::CapacityRule capacity;
+  int64_t fixed_rows = -1;           ///< rows of this rank's result; -1 for as many as arrive
+  std::vector<int> masked_ranks;     ///< low-latency
+  std::shared_ptr<Window> window;    ///< low-latency: to receive in; null where none was to be had
   std::shared_ptr<const Plan> plan;  ///< cached dispatch: where the rows go
   CopyOut copy_out = CopyOut::kAuto;
+
+  bool is_column_major() const { return (quantization_code & 2) != 0; }
 };
 
 /// What arrived; `owner` keeps the memory.
 struct DispatchOutcome {
   std::shared_ptr<void> owner;
   std::byte* rows = nullptr;      ///< [M, row_bytes]
-  std::byte* weights = nullptr;   ///< [M] or [M, num_topk], null without weights
-  std::byte* topk_idx = nullptr;  ///< int64 [M, num_topk] where has_topk_idx
+  std::byte* scales = nullptr;    ///< as scale_map says, null without scale factors
+  std::byte* weights = nullptr;   ///< [M] or [M, num_recv_topk], null without weights
+  std::byte* topk_idx = nullptr;  ///< int64 [M, num_recv_topk] where has_topk_idx
   bool has_topk_idx = false;      ///< rank-major and uncached
+  layout::ScaleMap scale_map;
+  std::vector<int64_t> num_dropped_per_expert;  ///< [num_local_experts]
+  int64_t num_required_rows = 0;
+  std::vector<int64_t> waited_ns;  ///< [num_ranks]
   std::shared_ptr<const Plan> plan;
 };
+
+/// How the rows of a call are ordered on @p endpoint.
+layout::Arrangement arrangement_of(const Endpoint& endpoint,
+                                   layout::RowLayout layout,
+                                   int64_t expert_alignment);
+
+/// Rows of this rank's window in a low-latency dispatch.
+int64_t num_low_latency_rows(const Endpoint& endpoint);
+
+/// The window of this rank in a low-latency dispatch, whose size no count decides.
+layout::ReceiveWindow low_latency_window(const Endpoint& endpoint, const DispatchParams& params);
 
 /// Sends every row of @p params.x to the ranks of its experts, and receives this rank's.
 ///
 /// Called by: one thread per rank, on every rank of the group, in the same order.
 /// Synchronizes: returns when this rank's rows are sent and all rows for it have arrived.
 /// @throws InvalidArgument  a row of some rank was rejected or rows disagree; on every rank alike.
-/// @throws CapacityError    some rank's heap cannot hold what it would receive; nothing was sent.
+/// @throws CapacityError    some rank's heap cannot hold what it would receive, or more was asked
+///   for than a capacity that raises allows; nothing was sent.
 /// @throws PeerFailed, PeerTimeout  the communicator is aborted.
 DispatchOutcome dispatch(Endpoint& endpoint,
                          const DispatchParams& params,

@@ -20,9 +20,7 @@ namespace moe::host {
 
 struct EndpointConfig {
   int num_experts = 0;
-  int num_topk = 0;
-  int64_t num_max_tokens = 0;
-  int64_t row_bytes = 0;
+  int64_t num_max_tokens = 0;  ///< of one rank, low-latency; 0 for any
   std::vector<int32_t> expert_rank;
   int depth = 4;
   std::string isa;  ///< empty for the best of this machine

@@ -10,10 +10,6 @@ namespace moe::host {
 
 namespace {
 
-// A peer may die after its part of an operation that the others can complete; who has not entered
-// by then has seen the death as well and will not.
-constexpr int64_t kDeathGraceNs = 300'000'000;
-
 using layout::Phase;
 using layout::Row;
 using layout::RowStatus;
@@ -27,20 +23,44 @@ std::string dtype_text(int32_t dlpack_type) {
   return kFamilies[code] + std::to_string(dlpack_type & 0xFF);
 }
 
+/// See DispatchParams::quantization_code.
+std::string quantization_text(int32_t code) {
+  constexpr const char* kFormats[] = {"pairs", "FP8_BLOCK128", "MXFP8"};
+  constexpr const char* kScales[] = {"FLOAT32", "FLOAT32_POWER_OF_2", "UE8M0"};
+  const int32_t format = (code >> 4) & 15;
+  const int32_t scale_format = (code >> 8) & 15;
+  if (format > 2 || scale_format > 2)
+    return concat("format ", code);
+  std::string text = kFormats[format];
+  if (format > 0)
+    text += concat("(", kScales[scale_format], ")");
+  return (code & 2) != 0 ? text + " column-major" : text;
+}
+
 }  // namespace
 
 std::string describe(const layout::OperationArguments& arguments) {
   const auto operation = static_cast<layout::Operation>(arguments.operation);
   std::string text = layout::operation_name(operation);
-  text += arguments.layout == static_cast<int32_t>(layout::RowLayout::kRankMajor) ? "(RANK_MAJOR"
-                                                                                  : "(EXPERT_MAJOR";
-  text += concat(", expert_alignment=", arguments.expert_alignment);
+  text += concat("(",
+                 layout::layout_name(static_cast<layout::RowLayout>(arguments.layout)),
+                 ", expert_alignment=",
+                 arguments.expert_alignment);
   if (arguments.row_bytes > 0)
     text += concat(", ", dtype_text(arguments.dtype), " rows of ", arguments.row_bytes, " bytes");
+  if (arguments.quantization != 0)
+    text += concat(", quantized as ", quantization_text(arguments.quantization));
+  if (arguments.num_scales > 0)
+    text += concat(", ", arguments.num_scales, " scales of ", arguments.scale_bytes, " bytes");
   if (arguments.weight_bytes > 0)
     text += concat(", float", arguments.weight_bytes * 8, " weights");
   else
     text += ", no weights";
+  constexpr const char* kOnOverflow[] = {"grow", "drop", "raise"};
+  if (arguments.on_overflow > 0 && arguments.on_overflow < 3)
+    text += concat(", on_overflow=", kOnOverflow[arguments.on_overflow]);
+  if (arguments.expert_capacity >= 0)
+    text += concat(", num_rows_per_expert=", arguments.expert_capacity);
   if (arguments.plan_hash != 0)
     text += concat(", handle ", arguments.plan_hash % 1000000);
   return text + ")";
@@ -74,19 +94,6 @@ void Exchange::show_presence(layout::Operation operation) {
   sync::store_relaxed(presence.operation, static_cast<int32_t>(operation));
 }
 
-std::string Exchange::whereabouts(int peer_rank) const {
-  const layout::Presence& presence = group_.presence(peer_rank);
-  const auto operation = static_cast<layout::Operation>(sync::load_relaxed(presence.operation));
-  if (operation == layout::Operation::kNone)
-    return "";
-  return concat("; it is in ",
-                layout::operation_name(operation),
-                " of buffer ",
-                sync::load_relaxed(presence.buffer_number),
-                ", epoch ",
-                sync::load_relaxed(presence.epoch));
-}
-
 void Exchange::check_closed() const {
   const auto& workspace = endpoint_.own_workspace();
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
@@ -118,9 +125,7 @@ void Exchange::await_reuse() {
     if (!group_.is_active(peer_rank))
       continue;
     const auto& done = endpoint_.own_workspace().done(former_epoch, peer_rank);
-    await_entered(peer_rank, Phase::kReuse, former_epoch, [&] {
-      return sync::load_acquire(done.epoch) >= former_epoch;
-    });
+    await_flag(peer_rank, Phase::kReuse, former_epoch, done.epoch);
   }
 }
 
@@ -139,194 +144,17 @@ void Exchange::publish(const RowMessage& message) {
     row.weights_offer = message.weights_offer;
     row.needed_bytes = message.needed_bytes;
     row.available_bytes = message.available_bytes;
-    row.reserved = 0;
     if (message.status != RowStatus::kOk) {
       std::strncpy(row.message(), message.message.c_str(), Row::kMessageBytes - 1);
       row.message()[Row::kMessageBytes - 1] = '\0';
     } else if (message.counts != nullptr) {
-      std::copy_n(
-          message.counts, endpoint_.config().num_experts + group_.num_ranks(), row.counts());
+      std::copy_n(message.counts,
+                  Row::num_counts(group_.num_ranks(), endpoint_.config().num_experts),
+                  row.counts());
     }
     sync::store_release(row.epoch, epoch_);
     sync::ring(group_.doorbell(peer_rank));
   }
-}
-
-WaitLadder Exchange::ladder_for(int peer_rank) const {
-  const uint32_t peer_core = sync::load_relaxed(endpoint_.workspace(peer_rank).activity().core);
-  return peer_core == sync::current_core() ? wait_ladder_on_core_of_peer(group_.has_spare_cores())
-                                           : wait_ladder(group_.has_spare_cores());
-}
-
-void Exchange::await_row(int peer_rank) {
-  const Row& row = endpoint_.own_workspace().row(epoch_, peer_rank);
-  const auto ready = [&] { return sync::load_acquire(row.epoch) >= epoch_; };
-  if (ready()) [[likely]]
-    return;
-  const int64_t start_ns = sync::now_ns();
-  int64_t warned_ns = start_ns;
-  int64_t death_ns = 0;
-  auto& activity = endpoint_.own_workspace().activity();
-  const WaitSite where = site(Phase::kRows);
-  wait_until(group_, ladder_for(peer_rank), ready, [&] {
-    show_wait(peer_rank, Phase::kRows, epoch_);
-    if (interrupt_check_)
-      interrupt_check_();
-    if (ready())
-      return;
-    group_.check_abort();
-    try {
-      check_closed();
-    } catch (...) {
-      // No rank can get that row, so all end here alike; nothing was written to anybody.
-      state_ = State::kEnded;
-      show_presence(layout::Operation::kNone);
-      throw;
-    }
-    const int64_t now_ns = sync::now_ns();
-    group_.check_peers(where, [&](int gone_rank) {
-      if (sync::load_acquire(endpoint_.own_workspace().row(epoch_, gone_rank).epoch) < epoch_)
-        return true;
-      if (group_.state(gone_rank) != PeerState::kDead)
-        return false;
-      if (death_ns == 0)
-        death_ns = now_ns;
-      return now_ns - death_ns > kDeathGraceNs;
-    });
-    if (now_ns - warned_ns > warning_interval_ns()) {
-      warned_ns = now_ns;
-      warn(concat("rank ",
-                  group_.rank_idx(),
-                  " has waited ",
-                  (now_ns - start_ns) / 1'000'000'000,
-                  " s for rank ",
-                  peer_rank,
-                  " to enter ",
-                  layout::operation_name(operation_),
-                  " of buffer ",
-                  endpoint_.buffer_number(),
-                  ", epoch ",
-                  epoch_,
-                  whereabouts(peer_rank)));
-    }
-    if (now_ns - start_ns > group_.arrival_timeout_ns()) {
-      group_.abort(layout::AbortCause::kPeerTimeout,
-                   where,
-                   {peer_rank},
-                   concat("rank ",
-                          peer_rank,
-                          " did not enter ",
-                          layout::operation_name(operation_),
-                          " of buffer ",
-                          endpoint_.buffer_number(),
-                          " (epoch ",
-                          epoch_,
-                          ") within ",
-                          static_cast<double>(group_.arrival_timeout_ns()) / 1e9,
-                          " s of rank ",
-                          group_.rank_idx(),
-                          whereabouts(peer_rank)));
-      group_.throw_abort();
-    }
-  });
-  sync::store_relaxed(activity.waiting_for, uint32_t{0});
-  trace_wait(start_ns, peer_rank);
-}
-
-template <typename Ready>
-void Exchange::await_entered(int peer_rank, Phase phase, uint64_t last_epoch, Ready&& ready) {
-  if (ready()) [[likely]]
-    return;
-  const int64_t start_ns = sync::now_ns();
-  auto& activity = endpoint_.own_workspace().activity();
-  const auto& peer_activity = endpoint_.workspace(peer_rank).activity();
-  const WaitSite where = site(phase);
-  int64_t moved_ns = start_ns;
-  uint64_t seen_progress = sync::load_relaxed(peer_activity.progress);
-  wait_until(group_, ladder_for(peer_rank), ready, [&] {
-    show_wait(peer_rank, phase, last_epoch);
-    if (interrupt_check_)
-      interrupt_check_();
-    if (ready())
-      return;
-    group_.check_abort();
-    group_.check_peers(where, [&](int gone_rank) {
-      return sync::load_acquire(endpoint_.own_workspace().done(last_epoch, gone_rank).epoch) <
-             last_epoch;
-    });
-    const int64_t now_ns = sync::now_ns();
-    const uint64_t progress = sync::load_relaxed(peer_activity.progress);
-    if (progress != seen_progress) {
-      seen_progress = progress;
-      moved_ns = now_ns;
-    }
-    // Memory that is being faulted in shows no progress, and takes its time.
-    const bool is_growing =
-        sync::load_relaxed(peer_activity.phase) == static_cast<int32_t>(Phase::kGrowing);
-    if (now_ns - moved_ns > (is_growing ? group_.arrival_timeout_ns() : group_.stall_timeout_ns()))
-      give_up_stalled(peer_rank, where);
-  });
-  sync::store_relaxed(activity.waiting_for, uint32_t{0});
-  trace_wait(start_ns, peer_rank);
-}
-
-void Exchange::show_wait(int peer_rank, Phase phase, uint64_t flag_epoch) {
-  auto& activity = endpoint_.own_workspace().activity();
-  sync::store_relaxed(activity.waiting_epoch, flag_epoch);
-  sync::store_relaxed(activity.waiting_phase, static_cast<int32_t>(phase));
-  sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
-}
-
-int Exchange::awaited_by(int rank_idx) const {
-  const auto& workspace = endpoint_.workspace(rank_idx);
-  const auto& activity = workspace.activity();
-  const auto peer_rank = static_cast<int>(sync::load_relaxed(activity.waiting_for)) - 1;
-  if (peer_rank < 0 || peer_rank >= group_.num_ranks() || !group_.is_active(peer_rank))
-    return -1;
-  const uint64_t flag_epoch = sync::load_relaxed(activity.waiting_epoch);
-  uint64_t seen_epoch = 0;
-  switch (static_cast<Phase>(sync::load_relaxed(activity.waiting_phase))) {
-    case Phase::kRows:
-      seen_epoch = sync::load_relaxed(workspace.row(flag_epoch, peer_rank).epoch);
-      break;
-    case Phase::kOffers:
-      seen_epoch = sync::load_relaxed(workspace.second_offer(flag_epoch, peer_rank).epoch);
-      break;
-    default:
-      seen_epoch = sync::load_relaxed(workspace.done(flag_epoch, peer_rank).epoch);
-  }
-  return seen_epoch < flag_epoch ? peer_rank : -1;
-}
-
-void Exchange::give_up_stalled(int peer_rank, const WaitSite& where) {
-  // A peer that itself waits for somebody is not the one to blame: follow the chain to its end.
-  int culprit = peer_rank;
-  for (int hops = 0; hops < group_.num_ranks(); ++hops) {
-    const int next = awaited_by(culprit);
-    if (next < 0 || next == group_.rank_idx())
-      break;
-    culprit = next;
-  }
-  group_.abort(layout::AbortCause::kPeerTimeout,
-               where,
-               {culprit},
-               concat("rank ",
-                      culprit,
-                      " made no progress for ",
-                      static_cast<double>(group_.stall_timeout_ns()) / 1e9,
-                      " s in ",
-                      layout::operation_name(operation_),
-                      " of buffer ",
-                      endpoint_.buffer_number(),
-                      ", epoch ",
-                      epoch_,
-                      ", phase ",
-                      layout::phase_name(where.phase),
-                      "; rank ",
-                      group_.rank_idx(),
-                      " waited for rank ",
-                      peer_rank));
-  group_.throw_abort();
 }
 
 Rows Exchange::collect(bool with_counts) {
@@ -442,9 +270,7 @@ void Exchange::publish_second_offer(const Offer& offer,
 const layout::SecondOffer& Exchange::await_second_offer(int peer_rank) {
   const auto& second = endpoint_.own_workspace().second_offer(epoch_, peer_rank);
   step_ = Phase::kOffers;
-  await_entered(peer_rank, Phase::kOffers, epoch_, [&] {
-    return sync::load_acquire(second.epoch) >= epoch_;
-  });
+  await_flag(peer_rank, Phase::kOffers, epoch_, second.epoch);
   step_ = Phase::kData;
   return second;
 }
@@ -472,9 +298,8 @@ void Exchange::release_done() {
 }
 
 void Exchange::await_done(int peer_rank) {
-  const auto& done = endpoint_.own_workspace().done(epoch_, peer_rank);
-  await_entered(
-      peer_rank, Phase::kData, epoch_, [&] { return sync::load_acquire(done.epoch) >= epoch_; });
+  await_flag(
+      peer_rank, Phase::kData, epoch_, endpoint_.own_workspace().done(epoch_, peer_rank).epoch);
 }
 
 void Exchange::complete() {
@@ -513,16 +338,6 @@ void Exchange::enter(const char* phase) {
   const int64_t now_ns = sync::now_ns();
   record(phase_start_ns_, now_ns, -1);
   phase_ = phase;
-  phase_start_ns_ = now_ns;
-}
-
-void Exchange::trace_wait(int64_t start_ns, int peer_rank) {
-  if (!endpoint_.tracer().is_enabled())
-    return;
-  // Records of one operation do not overlap: own work ends where a wait starts.
-  const int64_t now_ns = sync::now_ns();
-  record(phase_start_ns_, start_ns, -1);
-  record(start_ns, now_ns, peer_rank);
   phase_start_ns_ = now_ns;
 }
 

@@ -16,7 +16,7 @@ namespace moe::host {
 struct RowMessage {
   layout::OperationArguments arguments;
   int64_t num_tokens = 0;
-  const int32_t* counts = nullptr;  ///< [num_experts + num_ranks], uncached dispatch
+  const int32_t* counts = nullptr;  ///< a row of the count matrix, uncached dispatch
   Offer offer;
   Offer weights_offer;
   layout::RowStatus status = layout::RowStatus::kOk;
@@ -98,6 +98,9 @@ class Exchange {
 
   std::byte* resolve(int peer_rank, const Offer& offer);
 
+  /// Nanoseconds this rank has waited for every rank, [num_ranks]; empty when it never waited.
+  std::vector<int64_t> take_waited_ns() { return std::move(waited_ns_); }
+
  private:
   enum class State { kEntered, kEnded };
 
@@ -113,13 +116,13 @@ class Exchange {
   int awaited_by(int rank_idx) const;
   WaitSite site(layout::Phase phase) const;
   void check_agreement(const Rows& rows);
-  void trace_wait(int64_t start_ns, int peer_rank);
+  /// Books the time since @p start_ns as waited for @p peer_rank.
+  void end_wait(int64_t start_ns, int peer_rank);
   void record(int64_t start_ns, int64_t end_ns, int peer_rank);
 
-  /// Waits for a peer that has entered the operation; its limit is the stall limit. Nobody may go
-  /// before its done flag of @p last_epoch is here.
-  template <typename Ready>
-  void await_entered(int peer_rank, layout::Phase phase, uint64_t last_epoch, Ready&& ready);
+  /// Waits until a peer that has entered the operation raised @p flag to @p epoch; its limit is the
+  /// stall limit. Nobody may go before its done flag of that epoch is here.
+  void await_flag(int peer_rank, layout::Phase phase, uint64_t epoch, const uint64_t& flag);
   void await_row(int peer_rank);
   WaitLadder ladder_for(int peer_rank) const;
   [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& site);
@@ -133,6 +136,7 @@ class Exchange {
   State state_ = State::kEntered;
   layout::Phase step_ = layout::Phase::kRows;
   std::vector<std::shared_ptr<Window>> offered_;
+  std::vector<int64_t> waited_ns_;
   const char* phase_ = "prepare";
   int64_t phase_start_ns_ = 0;
 };

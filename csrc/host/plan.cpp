@@ -2,8 +2,7 @@
 
 namespace moe::host {
 
-Plan Plan::make(layout::RowLayout layout,
-                int64_t expert_alignment,
+Plan Plan::make(const layout::Arrangement& arrangement,
                 layout::CountMatrix counts,
                 const layout::Placement& placement,
                 int rank_idx,
@@ -11,11 +10,11 @@ Plan Plan::make(layout::RowLayout layout,
                 int64_t num_tokens,
                 int64_t num_topk) {
   Plan plan;
-  plan.layout = layout;
-  plan.expert_alignment = expert_alignment;
+  plan.arrangement = arrangement;
   plan.num_tokens = num_tokens;
   plan.num_topk = num_topk;
-  plan.num_slots = layout::num_slots_per_token(layout, num_topk, placement.num_ranks);
+  plan.num_recv_topk = counts.num_recv_topk();
+  plan.num_slots = layout::num_slots_per_token(arrangement.layout, num_topk, placement.num_ranks);
   plan.counts = std::move(counts);
   plan.slots.resize(static_cast<size_t>(num_tokens * plan.num_slots));
   plan.topk_idx.assign(topk_idx, topk_idx + num_tokens * num_topk);
@@ -24,13 +23,12 @@ Plan Plan::make(layout::RowLayout layout,
                        num_topk,
                        plan.counts,
                        placement,
-                       layout,
-                       expert_alignment,
+                       arrangement,
                        rank_idx,
                        plan.slots.data());
-  plan.received = layout::received_rows(plan.counts, placement, layout, expert_alignment, rank_idx);
-  plan.hash = plan.counts.hash(static_cast<uint64_t>(expert_alignment) * 2 +
-                               (layout == layout::RowLayout::kRankMajor ? 1 : 0));
+  plan.received = layout::received_rows(plan.counts, placement, arrangement, rank_idx);
+  plan.hash = plan.counts.hash(static_cast<uint64_t>(arrangement.expert_alignment) * 3 +
+                               static_cast<uint64_t>(arrangement.layout));
   return plan;
 }
 

@@ -23,28 +23,23 @@ uint64_t CountMatrix::hash(uint64_t seed) const {
   return hash_words(counts.data(), static_cast<int64_t>(counts.size()), seed);
 }
 
-namespace {
-
-int64_t choices_of_expert(const CountMatrix& counts, int expert_idx) {
-  int64_t total = 0;
-  for (int src_rank = 0; src_rank < counts.num_ranks; ++src_rank)
-    total += counts.to_expert(src_rank, expert_idx);
-  return total;
+int64_t CountMatrix::num_recv_topk() const {
+  int64_t most = 0;
+  for (int rank_idx = 0; rank_idx < num_ranks; ++rank_idx)
+    most = std::max(most, num_topk(rank_idx));
+  return most;
 }
 
-int64_t rows_to_rank(const CountMatrix& counts, int dst_rank) {
+int64_t CountMatrix::to_expert(int expert_idx) const {
   int64_t total = 0;
-  for (int src_rank = 0; src_rank < counts.num_ranks; ++src_rank)
-    total += counts.to_rank(src_rank, dst_rank);
+  for (int src_rank = 0; src_rank < num_ranks; ++src_rank)
+    total += to_expert(src_rank, expert_idx);
   return total;
 }
-
-}  // namespace
 
 ReceivedRows received_rows(const CountMatrix& counts,
                            const Placement& placement,
-                           RowLayout layout,
-                           int64_t expert_alignment,
+                           const Arrangement& arrangement,
                            int rank_idx) {
   const auto& owned = placement.local_experts[static_cast<size_t>(rank_idx)];
   ReceivedRows received;
@@ -52,27 +47,39 @@ ReceivedRows received_rows(const CountMatrix& counts,
   received.expert_offsets.reserve(owned.size() + 1);
   int64_t start = 0;
   for (const int32_t expert_idx : owned) {
-    const int64_t count = choices_of_expert(counts, expert_idx);
+    const int64_t count = counts.to_expert(expert_idx);
     received.num_tokens_per_expert.push_back(count);
     received.expert_offsets.push_back(start);
-    start += round_up(count, expert_alignment);
+    start += arrangement.expert_rows(count);
   }
   received.expert_offsets.push_back(start);
-  received.num_rows = layout == RowLayout::kExpertMajor ? start : rows_to_rank(counts, rank_idx);
+  received.num_rows = num_window_rows(counts, placement, arrangement, rank_idx);
   return received;
 }
 
-int64_t num_received_rows(const CountMatrix& counts,
+int64_t num_required_rows(const CountMatrix& counts,
                           const Placement& placement,
-                          RowLayout layout,
-                          int64_t expert_alignment,
+                          const Arrangement& arrangement,
                           int rank_idx) {
-  if (layout == RowLayout::kRankMajor)
-    return rows_to_rank(counts, rank_idx);
   int64_t num_rows = 0;
+  if (arrangement.is_by_rank()) {
+    for (int src_rank = 0; src_rank < counts.num_ranks; ++src_rank)
+      num_rows += counts.to_rank(src_rank, rank_idx);
+    return num_rows;
+  }
   for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(rank_idx)])
-    num_rows += round_up(choices_of_expert(counts, expert_idx), expert_alignment);
+    num_rows += arrangement.expert_rows(counts.to_expert(expert_idx));
   return num_rows;
+}
+
+int64_t num_window_rows(const CountMatrix& counts,
+                        const Placement& placement,
+                        const Arrangement& arrangement,
+                        int rank_idx) {
+  const int64_t fixed_rows = counts.fixed_rows(rank_idx);
+  if (fixed_rows >= 0 && arrangement.layout != RowLayout::kLowLatency)
+    return fixed_rows;
+  return num_required_rows(counts, placement, arrangement, rank_idx);
 }
 
 bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank) {
@@ -81,7 +88,7 @@ bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank) {
 
 std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
                                           const Placement& placement,
-                                          int64_t expert_alignment,
+                                          const Arrangement& arrangement,
                                           int src_rank) {
   std::vector<int64_t> starts(static_cast<size_t>(placement.num_experts));
   for (const auto& owned : placement.local_experts) {
@@ -95,7 +102,7 @@ std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
         total += counts.to_expert(peer_rank, expert_idx);
       }
       starts[static_cast<size_t>(expert_idx)] = start + before;
-      start += round_up(total, expert_alignment);
+      start += arrangement.expert_rows(total);
     }
   }
   return starts;
@@ -144,11 +151,13 @@ namespace {
 void assign_expert_major(const int64_t* topk_idx,
                          int64_t num_choices,
                          const Placement& placement,
+                         const int32_t* kept,
                          std::vector<int64_t> next_row,
                          int64_t* slots) {
+  std::vector<int32_t> left(kept, kept + placement.num_experts);
   for (int64_t i = 0; i < num_choices; ++i) {
     const int64_t expert_idx = topk_idx[i];
-    slots[i] = expert_idx < 0
+    slots[i] = expert_idx < 0 || left[expert_idx]-- <= 0
                    ? Slot::kNone
                    : Slot::pack(placement.expert_rank[expert_idx], next_row[expert_idx]++);
   }
@@ -185,22 +194,22 @@ void assign_slots(const int64_t* topk_idx,
                   int64_t num_topk,
                   const CountMatrix& counts,
                   const Placement& placement,
-                  RowLayout layout,
-                  int64_t expert_alignment,
+                  const Arrangement& arrangement,
                   int rank_idx,
                   int64_t* slots) {
-  if (layout == RowLayout::kExpertMajor) {
+  if (!arrangement.is_by_rank()) {
     assign_expert_major(topk_idx,
                         num_tokens * num_topk,
                         placement,
-                        expert_stream_starts(counts, placement, expert_alignment, rank_idx),
+                        counts.row(rank_idx),
+                        expert_stream_starts(counts, placement, arrangement, rank_idx),
                         slots);
     return;
   }
   assign_rank_major(topk_idx,
                     num_tokens,
                     num_topk,
-                    num_slots_per_token(layout, num_topk, placement.num_ranks),
+                    num_slots_per_token(arrangement.layout, num_topk, placement.num_ranks),
                     placement,
                     rank_stream_starts(counts, rank_idx),
                     slots);

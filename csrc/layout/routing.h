@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/math.h"
 #include "layout/row.h"
 
 namespace moe::layout {
@@ -31,26 +32,50 @@ struct Placement {
   Placement(std::vector<int32_t> expert_rank, int num_ranks);
 };
 
-/// How many rows every rank sends where: row r of the count matrix is what rank r sends, its
-/// choices of every expert, then its tokens bound for every distinct rank.
+/// How the rows of a window are ordered, and where experts begin.
+struct Arrangement {
+  RowLayout layout = RowLayout::kExpertMajor;
+  int64_t expert_alignment = 1;
+  int64_t rows_per_expert = 0;  ///< low-latency: rows that every expert owns, filled or not
+
+  bool is_by_rank() const { return layout == RowLayout::kRankMajor; }
+  /// Rows of a window that @p count rows of one expert take.
+  int64_t expert_rows(int64_t count) const {
+    return layout == RowLayout::kLowLatency ? rows_per_expert : round_up(count, expert_alignment);
+  }
+};
+
+/// How many rows every rank sends where. Row r of the matrix is what rank r says:
+///   its choices of every expert [num_experts]; its tokens bound for every distinct rank
+///   [num_ranks], or kMasked for a rank it masks; the rows of its own result where a capacity fixes
+///   them, else -1; its choices per token.
 struct CountMatrix {
+  static constexpr int32_t kMasked = -1;
+
   int num_ranks = 0;
   int num_experts = 0;
-  std::vector<int32_t> counts;  ///< [num_ranks, num_experts + num_ranks]
+  std::vector<int32_t> counts;  ///< [num_ranks, Row::num_counts(num_ranks, num_experts)]
 
   CountMatrix() = default;
   CountMatrix(int num_ranks, int num_experts)
       : num_ranks(num_ranks),
         num_experts(num_experts),
-        counts(static_cast<size_t>(num_ranks) * static_cast<size_t>(num_experts + num_ranks)) {}
+        counts(static_cast<size_t>(num_ranks) *
+               static_cast<size_t>(Row::num_counts(num_ranks, num_experts))) {}
 
   int32_t* row(int rank_idx) { return counts.data() + int64_t{stride()} * rank_idx; }
   const int32_t* row(int rank_idx) const { return counts.data() + int64_t{stride()} * rank_idx; }
-  int stride() const { return num_experts + num_ranks; }
+  int stride() const { return Row::num_counts(num_ranks, num_experts); }
   int64_t to_expert(int src_rank, int expert_idx) const { return row(src_rank)[expert_idx]; }
   int64_t to_rank(int src_rank, int dst_rank) const {
     return row(src_rank)[num_experts + dst_rank];
   }
+  int64_t fixed_rows(int rank_idx) const { return row(rank_idx)[num_experts + num_ranks]; }
+  int64_t num_topk(int rank_idx) const { return row(rank_idx)[num_experts + num_ranks + 1]; }
+  /// Choices per token that a rank-major row has room for: the most of any rank.
+  int64_t num_recv_topk() const;
+  /// Choices of one expert, by all ranks.
+  int64_t to_expert(int expert_idx) const;
   uint64_t hash(uint64_t seed) const;
 };
 
@@ -67,16 +92,20 @@ struct ReceivedRows {
 
 ReceivedRows received_rows(const CountMatrix& counts,
                            const Placement& placement,
-                           RowLayout layout,
-                           int64_t expert_alignment,
+                           const Arrangement& arrangement,
                            int rank_idx);
 
-/// Rows @p rank_idx receives, padding included.
-int64_t num_received_rows(const CountMatrix& counts,
+/// Rows @p rank_idx receives, padding included, whatever a capacity says.
+int64_t num_required_rows(const CountMatrix& counts,
                           const Placement& placement,
-                          RowLayout layout,
-                          int64_t expert_alignment,
+                          const Arrangement& arrangement,
                           int rank_idx);
+
+/// Rows of the window of @p rank_idx: what a capacity fixed, else what it receives.
+int64_t num_window_rows(const CountMatrix& counts,
+                        const Placement& placement,
+                        const Arrangement& arrangement,
+                        int rank_idx);
 
 /// Whether @p src_rank sends any row to @p dst_rank.
 bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank);
@@ -84,7 +113,7 @@ bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank);
 /// First row that @p src_rank writes for every expert in its owner's window (expert-major).
 std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
                                           const Placement& placement,
-                                          int64_t expert_alignment,
+                                          const Arrangement& arrangement,
                                           int src_rank);
 
 /// First row that @p src_rank writes on every rank (rank-major).
@@ -92,7 +121,7 @@ std::vector<int64_t> rank_stream_starts(const CountMatrix& counts, int src_rank)
 
 /// Counts of one rank's choices. Ids must lie in [-1, num_experts).
 /// @param topk_idx  [num_tokens, num_topk]
-/// @param counts    [num_experts + num_ranks], overwritten
+/// @param counts    [num_experts + num_ranks] and more; these are overwritten
 /// @return the flat index of the first id outside the range, or -1.
 int64_t count_choices(const int64_t* topk_idx,
                       int64_t num_tokens,
@@ -100,21 +129,21 @@ int64_t count_choices(const int64_t* topk_idx,
                       const Placement& placement,
                       int32_t* counts);
 
-/// Slot of every row this rank sends.
-/// @param slots  expert-major: [num_tokens, num_topk], entry k for choice k; rank-major:
-///   [num_tokens, min(num_topk, num_ranks)], destination ranks ascending, then Slot::kNone.
+/// Slot of every row this rank sends. Choices beyond what @p counts says was kept of an expert get
+/// no slot.
+/// @param slots  rank-major: [num_tokens, min(num_topk, num_ranks)], destination ranks ascending,
+///   then Slot::kNone; else: [num_tokens, num_topk], entry k for choice k.
 void assign_slots(const int64_t* topk_idx,
                   int64_t num_tokens,
                   int64_t num_topk,
                   const CountMatrix& counts,
                   const Placement& placement,
-                  RowLayout layout,
-                  int64_t expert_alignment,
+                  const Arrangement& arrangement,
                   int rank_idx,
                   int64_t* slots);
 
 inline int64_t num_slots_per_token(RowLayout layout, int64_t num_topk, int num_ranks) {
-  if (layout == RowLayout::kExpertMajor)
+  if (layout != RowLayout::kRankMajor)
     return num_topk;
   return num_topk < num_ranks ? num_topk : num_ranks;
 }

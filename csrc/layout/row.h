@@ -23,7 +23,10 @@ enum class Phase : int32_t {
   kGrowing = 5
 };
 
-enum class RowLayout : int32_t { kExpertMajor = 0, kRankMajor = 1 };
+enum class RowLayout : int32_t { kExpertMajor = 0, kRankMajor = 1, kLowLatency = 2 };
+
+/// What happens to rows beyond a capacity.
+enum class OnOverflow : int32_t { kGrow = 0, kDrop = 1, kRaise = 2 };
 
 enum class RowStatus : int32_t {
   kOk = 0,
@@ -34,20 +37,25 @@ enum class RowStatus : int32_t {
 
 /// What a rank does in one operation; equal on every rank, compared by every rank.
 ///
-/// Byte map (40 bytes): see the fields; all are written.
+/// Byte map (64 bytes): see the fields; all are written.
 struct OperationArguments {
   int32_t operation = 0;
   int32_t layout = 0;
   int32_t expert_alignment = 0;
-  int32_t dtype = 0;
-  int64_t row_bytes = 0;     ///< 0 when no rows move
+  int32_t dtype = 0;         ///< of the rows as the caller has them
+  int64_t row_bytes = 0;     ///< on the wire; 0 when no rows move
   int32_t weight_bytes = 0;  ///< per weight that travels with rows or is pulled; 0 for none
+  int32_t quantization = 0;  ///< code of the format and its scale factors, 0 for none
+  int32_t num_scales = 0;    ///< scale factors that travel with a row
+  int32_t scale_bytes = 0;   ///< of one
+  int32_t on_overflow = 0;
   int32_t reserved = 0;
-  uint64_t plan_hash = 0;  ///< of the count matrix a handle holds; 0 without a handle
+  int64_t expert_capacity = -1;  ///< most rows of one expert; -1 for no limit
+  uint64_t plan_hash = 0;        ///< of the count matrix a handle holds; 0 without a handle
 
   bool operator==(const OperationArguments&) const = default;
 };
-static_assert(sizeof(OperationArguments) == 40);
+static_assert(sizeof(OperationArguments) == 64);
 
 /// The small row every rank writes to every peer at the start of an operation, as it lies in the
 /// reader's workspace.
@@ -55,14 +63,20 @@ static_assert(sizeof(OperationArguments) == 40);
 /// Byte map (`row_stride` is a multiple of 64):
 ///   [0, 8)      epoch, the flag: stored last, released
 ///   [8, 12)     status; [12, 16) num_tokens of the sender
-///   [16, 56)    arguments
-///   [56, 80)    offer of rows: where the sender will receive (dispatch) or lets others pull
-///   (combine) [80, 104)   offer of weights to pull (combine) [104, 128)  needed and available
-///   bytes (status kNoCapacity), reserved [128, ...)  status kOk: E + R int32 counts, in an
-///   uncached dispatch;
+///   [16, 80)    arguments
+///   [80, 104)   offer of rows: where the sender will receive (dispatch) or lets others pull
+///               (combine)
+///   [104, 128)  offer of weights to pull (combine)
+///   [128, 144)  needed and available bytes (status kNoCapacity)
+///   [144, ...)  status kOk: a row of the count matrix, in an uncached dispatch;
 ///               else: a message of kMessageBytes, zero-terminated
 struct Row {
   static constexpr int64_t kMessageBytes = 320;
+
+  /// int32 numbers in a row of the count matrix, see CountMatrix.
+  static constexpr int num_counts(int num_ranks, int num_experts) {
+    return num_experts + num_ranks + 2;
+  }
 
   uint64_t epoch;
   int32_t status;
@@ -72,7 +86,6 @@ struct Row {
   Offer weights_offer;
   uint64_t needed_bytes;
   uint64_t available_bytes;
-  uint64_t reserved;
 
   int32_t* counts() { return reinterpret_cast<int32_t*>(this + 1); }
   const int32_t* counts() const { return reinterpret_cast<const int32_t*>(this + 1); }
@@ -80,12 +93,12 @@ struct Row {
   const char* message() const { return reinterpret_cast<const char*>(this + 1); }
 
   static int64_t stride(int num_ranks, int num_experts) {
-    const int64_t count_bytes = int64_t{4} * (num_experts + num_ranks);
+    const int64_t count_bytes = int64_t{4} * num_counts(num_ranks, num_experts);
     const int64_t tail = count_bytes > kMessageBytes ? count_bytes : kMessageBytes;
     return round_up(static_cast<int64_t>(sizeof(Row)) + tail, 64);
   }
 };
-static_assert(sizeof(Row) == 128);
+static_assert(sizeof(Row) == 144);
 
 inline const char* operation_name(Operation operation) {
   switch (operation) {
@@ -97,6 +110,18 @@ inline const char* operation_name(Operation operation) {
       return "cached dispatch";
     case Operation::kCombine:
       return "combine";
+  }
+  return "unknown";
+}
+
+inline const char* layout_name(RowLayout layout) {
+  switch (layout) {
+    case RowLayout::kExpertMajor:
+      return "EXPERT_MAJOR";
+    case RowLayout::kRankMajor:
+      return "RANK_MAJOR";
+    case RowLayout::kLowLatency:
+      return "LOW_LATENCY";
   }
   return "unknown";
 }

@@ -30,7 +30,15 @@ OutputT = TypeVar("OutputT")
 
 
 class Operation(Protocol[OutputT_co]):
-    """An operation that may still be in flight."""
+    """An operation that may still be in flight.
+
+    Attributes:
+        early: An output whose x, x_sf and topk_weights are there already, though their rows may not
+            have arrived, or None where shapes are not known before the end.
+    """
+
+    @property
+    def early(self) -> OutputT_co | None: ...
 
     def wait(self) -> OutputT_co:
         """Block until it ended; return its output or raise what ended it, the same every time."""
@@ -46,6 +54,11 @@ class Completed(Generic[OutputT]):
 
     def __init__(self, output: OutputT) -> None:
         self._output = output
+
+    @property
+    def early(self) -> OutputT | None:
+        """The output."""
+        return self._output
 
     def wait(self) -> OutputT:
         """The output."""

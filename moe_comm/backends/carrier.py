@@ -157,6 +157,7 @@ class Pending(Generic[OutputT]):
 
     def __init__(self, work: Callable[[], OutputT]) -> None:
         self._work: Callable[[], OutputT] | None = work
+        self.early: OutputT | None = None
         self._ended = threading.Event()
         self._output: OutputT | None = None
         self._error: BaseException | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 import zlib
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from moe_comm.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.config import EpConfig, Layout, default_expert_rank
+from moe_comm.config import Capacity, EpConfig, Layout, default_expert_rank
+from moe_comm.quantization import Quantization
 from moe_comm.tracing import PhaseRecord, write_trace
 
 __all__ = ["HostBackend", "HostPlan"]
@@ -47,6 +49,11 @@ _SUMMABLE_TYPES: dict[torch.dtype, int] = {
 }
 
 
+_ON_OVERFLOW = {"grow": 0, "drop": 1, "raise": 2}
+# Scale factors come as integers of their size.
+_COLUMN_BYTES = 16
+
+
 class _NativePending(Protocol):
     def is_complete(self) -> bool: ...
 
@@ -63,10 +70,16 @@ class _NativeGroupOwner(Protocol):
 class _Submitted(Generic[OutputT]):
     """An asynchronous operation whose tensors are made once, by whoever looks first."""
 
-    def __init__(self, native: _NativePending, materialize: Callable[[], OutputT]) -> None:
+    def __init__(
+        self,
+        native: _NativePending,
+        materialize: Callable[[], OutputT],
+        early: OutputT | None = None,
+    ) -> None:
         self._native = native
         self._materialize = materialize
         self._output: OutputT | None = None
+        self.early = early
 
     def wait(self) -> OutputT:
         if self._output is None:
@@ -91,9 +104,19 @@ class HostPlan:
         return self.native.num_tokens
 
     @property
+    def num_topk(self) -> int:
+        """Choices per token of this rank."""
+        return self.native.num_topk
+
+    @property
     def num_recv_tokens(self) -> int:
-        """Rows this rank received, padding included."""
+        """Rows of this rank's result, padding included."""
         return self.native.num_recv_tokens
+
+    @property
+    def num_recv_topk(self) -> int:
+        """Largest number of choices per token of all ranks."""
+        return self.native.num_recv_topk
 
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
@@ -134,9 +157,7 @@ class HostBackend(Backend):
         self._endpoint = _host.Endpoint.create(
             communicator.require_native(),
             config.num_experts,
-            config.num_topk,
-            config.num_max_tokens_per_rank,
-            config.row_bytes,
+            config.num_max_tokens_per_rank or 0,
             placement.tolist(),
             config.num_max_in_flight,
             env.force_isa() or "",
@@ -146,6 +167,7 @@ class HostBackend(Backend):
             self._endpoint.destroy()
             raise ValueError(problem)
         self._rank_idx = communicator.rank_idx
+        self._num_local_experts = int((placement == communicator.rank_idx).sum())
         self._write_trace: Callable[[], object] | None = None
         path = env.trace_path()
         if path is not None:
@@ -163,50 +185,123 @@ class HostBackend(Backend):
     def dispatch(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         *,
         layout: Layout,
         expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         async_op: bool,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch`."""
+        scales = None
+        if quantization is not None or x_sf is not None:
+            scales = self._describe_scales(x, x_sf, quantization, layout)
+        limits = None
+        if capacity is not None:
+            limits = (
+                -1 if capacity.num_rows is None else capacity.num_rows,
+                -1 if capacity.num_rows_per_expert is None else capacity.num_rows_per_expert,
+                _ON_OVERFLOW[capacity.on_overflow],
+            )
         native = self._endpoint.dispatch(
             x,
+            x_sf,
             topk_idx,
             topk_weights,
             None,
             _dlpack_type(x.dtype),
             int(layout),
             expert_alignment,
+            None if scales is None else scales.arguments,
+            limits,
+            masked_ranks,
             copy_out,
             async_op,
         )
-        return _dispatched(native, x.dtype, async_op)
+        return _dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
 
     def dispatch_cached(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
         *,
+        quantization: Quantization | None,
         copy_out: bool | None,
         async_op: bool,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch_cached`."""
+        native_plan = _native_plan(plan)
+        layout = Layout(native_plan.layout)
+        scales = None
+        if quantization is not None or x_sf is not None:
+            scales = self._describe_scales(x, x_sf, quantization, layout)
         native = self._endpoint.dispatch(
             x,
+            x_sf,
             None,
             topk_weights,
-            _native_plan(plan),
+            native_plan,
             _dlpack_type(x.dtype),
             0,
             1,
+            None if scales is None else scales.arguments,
+            None,
+            (),
             copy_out,
             async_op,
         )
-        return _dispatched(native, x.dtype, async_op)
+        return _dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
+
+    def _describe_scales(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        quantization: Quantization | None,
+        layout: Layout,
+    ) -> _Scales:
+        is_column_major = quantization is not None and quantization.is_column_major
+        code = 1 | is_column_major << 1
+        low_latency_experts = self._num_local_experts if layout is Layout.LOW_LATENCY else None
+        if x_sf is not None:
+            num_scales, itemsize = x_sf.shape[1], x_sf.dtype.itemsize
+            row_stride, step = x_sf.stride()
+            return _Scales(
+                (code, 0, 0, 0, num_scales, itemsize, row_stride * itemsize, step * itemsize),
+                dtype=x_sf.dtype,
+                data_dtype=x.dtype,
+                num_scales=num_scales,
+                is_column_major=is_column_major,
+                low_latency_experts=low_latency_experts,
+            )
+        assert quantization is not None
+        scale_format = quantization.scale_format
+        assert scale_format is not None
+        code |= quantization.format << 4 | scale_format << 8
+        num_scales = quantization.num_scales(x.shape[1])
+        return _Scales(
+            (
+                code,
+                quantization.format.block,
+                int(scale_format),
+                _SUMMABLE_TYPES[x.dtype],
+                num_scales,
+                quantization.sf_dtype.itemsize,
+                0,
+                0,
+            ),
+            dtype=quantization.sf_dtype,
+            data_dtype=quantization.data_dtype,
+            num_scales=num_scales,
+            is_column_major=is_column_major,
+            low_latency_experts=low_latency_experts,
+        )
 
     def combine(
         self,
@@ -236,6 +331,7 @@ class HostBackend(Backend):
             return CombineOutput(
                 x=out if sums is None else from_dlpack(sums),
                 topk_weights=None if weights is None else from_dlpack(weights),
+                wait_ns=from_dlpack(native.wait_ns()),
             )
 
         if async_op:
@@ -328,6 +424,34 @@ def _as_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rows if rows.dtype is dtype else rows.view(dtype)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Scales:
+    """Scale factors of a dispatch: what the native call is told, and how to read its answer."""
+
+    arguments: tuple[int, ...]
+    dtype: torch.dtype
+    data_dtype: torch.dtype
+    num_scales: int
+    is_column_major: bool
+    low_latency_experts: int | None
+
+    def view(self, flat: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """`x_sf` over the elements as they lie in memory."""
+        elements = flat if flat.dtype is self.dtype else flat.view(self.dtype)
+        experts = self.low_latency_experts
+        if experts is not None:
+            rows = num_rows // experts if experts else 0
+            if self.is_column_major:
+                return elements.view(experts, self.num_scales, rows).transpose(1, 2)
+            return elements.view(experts, rows, self.num_scales)
+        if self.is_column_major:
+            # Columns begin at multiples of 16 bytes; where there are no rows, torch wants a stride.
+            unit = _COLUMN_BYTES // self.dtype.itemsize
+            stride = max(-(-num_rows // unit) * unit, 1)
+            return elements.as_strided((num_rows, self.num_scales), (1, stride))
+        return elements.view(num_rows, self.num_scales)
+
+
 class _Arrived:
     """A native outcome as a `DispatchOutput` whose tensors are made when they are first looked at.
 
@@ -335,13 +459,22 @@ class _Arrived:
     once, each gets a tensor over the same memory.
     """
 
-    __slots__ = ("_dtype", "_made", "_native", "plan")
+    __slots__ = ("_dtype", "_made", "_native", "_plan", "_scales")
 
-    def __init__(self, native: _host.SubmittedDispatch, dtype: torch.dtype) -> None:
+    def __init__(
+        self, native: _host.SubmittedDispatch, dtype: torch.dtype, scales: _Scales | None
+    ) -> None:
         self._native = native
-        self._dtype = dtype
+        self._dtype = dtype if scales is None else scales.data_dtype
+        self._scales = scales
         self._made: dict[str, torch.Tensor | None] = {}
-        self.plan = HostPlan(native.plan())
+        self._plan: HostPlan | None = None
+
+    @property
+    def plan(self) -> HostPlan:
+        if self._plan is None:
+            self._plan = HostPlan(self._native.plan())
+        return self._plan
 
     @property
     def x(self) -> torch.Tensor:
@@ -349,6 +482,16 @@ class _Arrived:
         if x is None:
             self._made["x"] = x = _as_dtype(from_dlpack(self._native.x()), self._dtype)
         return x
+
+    @property
+    def x_sf(self) -> torch.Tensor | None:
+        if self._scales is None:
+            return None
+        x_sf = self._made.get("x_sf")
+        if x_sf is None:
+            flat = from_dlpack(self._native.x_sf())
+            self._made["x_sf"] = x_sf = self._scales.view(flat, self.x.shape[0])
+        return x_sf
 
     @property
     def topk_idx(self) -> torch.Tensor | None:
@@ -360,15 +503,28 @@ class _Arrived:
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
-        counts = self._optional("num_tokens_per_expert", self._native.num_tokens_per_expert)
-        assert counts is not None
-        return counts
+        return self._present("num_tokens_per_expert", self._native.num_tokens_per_expert)
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        return self._present("num_dropped_per_expert", self._native.num_dropped_per_expert)
+
+    @property
+    def num_required_rows(self) -> int:
+        return self._native.num_required_rows()
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        return self._present("wait_ns", self._native.wait_ns)
 
     @property
     def expert_offsets(self) -> torch.Tensor:
-        offsets = self._optional("expert_offsets", self._native.expert_offsets)
-        assert offsets is not None
-        return offsets
+        return self._present("expert_offsets", self._native.expert_offsets)
+
+    def _present(self, name: str, make_capsule: Callable[[], object]) -> torch.Tensor:
+        tensor = self._optional(name, make_capsule)
+        assert tensor is not None
+        return tensor
 
     def _optional(self, name: str, make_capsule: Callable[[], object]) -> torch.Tensor | None:
         if name not in self._made:
@@ -378,8 +534,18 @@ class _Arrived:
 
 
 def _dispatched(
-    native: _host.SubmittedDispatch, dtype: torch.dtype, async_op: bool
+    native: _host.SubmittedDispatch,
+    dtype: torch.dtype,
+    scales: _Scales | None,
+    async_op: bool,
+    is_low_latency: bool,
 ) -> Operation[DispatchOutput]:
-    if async_op:
-        return _Submitted(native, lambda: cast("DispatchOutput", _Arrived(native, dtype)))
-    return Completed(cast("DispatchOutput", _Arrived(native, dtype)))
+    output = cast("DispatchOutput", _Arrived(native, dtype, scales))
+    if not async_op:
+        return Completed(output)
+
+    def materialize() -> DispatchOutput:
+        native.plan()  # blocks until the end, raises what ended it
+        return output
+
+    return _Submitted(native, materialize, output if is_low_latency else None)

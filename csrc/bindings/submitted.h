@@ -1,0 +1,99 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/dlpack.h"
+#include "core/dtype.h"
+#include "host/dispatch.h"
+
+// What the bindings of dispatch and combine share.
+
+namespace moe::bindings {
+
+namespace py = pybind11;
+
+inline constexpr int32_t kInt32 = 0 << 8 | 32;
+inline constexpr int32_t kInt64 = 0 << 8 | 64;
+inline constexpr int32_t kFirstOpaqueType = 0x100 << 8;
+
+inline int32_t weight_type(int64_t weight_bytes) {
+  return dlpack_type(weight_bytes == 8 ? DType::kFloat64 : DType::kFloat32);
+}
+
+inline host::CopyOut copy_out_of(const std::optional<bool>& copy_out) {
+  if (!copy_out)
+    return host::CopyOut::kAuto;
+  return *copy_out ? host::CopyOut::kAlways : host::CopyOut::kNever;
+}
+
+template <typename Value>
+py::capsule vector_dlpack(std::vector<Value> values,
+                          std::initializer_list<int64_t> shape,
+                          int32_t type) {
+  auto owner = std::make_shared<std::vector<Value>>(std::move(values));
+  void* const data = owner->data();
+  return make_dlpack(std::move(owner), data, shape, type);
+}
+
+/// Keeps Python objects alive for an operation that a progress thread may outlive the caller in.
+inline std::shared_ptr<void> keep_alive(py::tuple objects) {
+  auto* held = new py::object(std::move(objects));
+  return std::shared_ptr<void>(held, [](void* memory) {
+    auto* object = static_cast<py::object*>(memory);
+    if (!Py_IsInitialized()) {
+      object->release();
+      delete object;
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    delete object;
+  });
+}
+
+/// One operation of a buffer as Python holds it. @p inputs are given where a progress thread will
+/// read them: a caller interrupted by a signal may drop its own.
+template <typename Outcome>
+class Submitted {
+ public:
+  Submitted(std::shared_ptr<host::Endpoint> endpoint,
+            std::shared_ptr<void> inputs,
+            std::function<Outcome()> body,
+            bool is_async)
+      : endpoint_(std::move(endpoint)), pending_(std::make_shared<host::Pending<Outcome>>()) {
+    const py::gil_scoped_release no_gil;
+    if (!is_async && endpoint_->progress().is_idle()) {
+      pending_->run(body);
+      pending_->wait({});
+      return;
+    }
+    endpoint_->progress().submit(
+        [pending = pending_, body = std::move(body), inputs = std::move(inputs)] {
+          pending->run(body);
+        },
+        signal_check());
+    if (!is_async)
+      pending_->wait(signal_check());
+  }
+
+  bool is_complete() const { return pending_->is_complete(); }
+
+  const Outcome& wait() {
+    if (pending_->is_complete())
+      return pending_->wait({});
+    const py::gil_scoped_release no_gil;
+    return pending_->wait(signal_check());
+  }
+
+  const std::shared_ptr<host::Endpoint>& endpoint() const { return endpoint_; }
+
+ private:
+  std::shared_ptr<host::Endpoint> endpoint_;
+  std::shared_ptr<host::Pending<Outcome>> pending_;
+};
+
+}  // namespace moe::bindings
