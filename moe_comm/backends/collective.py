@@ -14,7 +14,8 @@ from typing import NoReturn, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from moe_comm.backends import arithmetic, messages, routing
+from moe_comm.backends import admission, arithmetic, messages, quantized, routing
+from moe_comm.backends.admission import Admission, Asked
 from moe_comm.backends.agreement import Peers, agree_on_config
 from moe_comm.backends.base import (
     Backend,
@@ -27,7 +28,10 @@ from moe_comm.backends.base import (
 )
 from moe_comm.backends.carrier import Carrier, ProgressThread
 from moe_comm.backends.collective_plan import CollectivePlan
-from moe_comm.config import EpConfig, Layout
+from moe_comm.backends.collective_rows import RowMover
+from moe_comm.backends.routing import RowOrder
+from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.quantization import Quantization
 
 __all__ = ["CollectiveBackend"]
 
@@ -65,40 +69,55 @@ class CollectiveBackend(Backend):
             self._peers.group, self._peers.bootstrap, self._peers.arrival_timeout_s
         )
         self._progress = ProgressThread("moe_comm collective")
-        self._staging: dict[str, torch.Tensor] = {}
+        self._rows = RowMover(self._carrier, self._placement)
 
     def dispatch(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         *,
         layout: Layout,
         expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         async_op: bool,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch`."""
         del copy_out
-        call = messages.describe_dispatch(x, topk_weights, layout, expert_alignment)
+        call = messages.describe_dispatch(
+            x,
+            x_sf,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantization=quantization,
+            capacity=capacity,
+        )
         choices = topk_idx.to("cpu", copy=True)
+        order = RowOrder.of(layout, expert_alignment, self.config, self._placement.num_ranks)
 
         def work() -> DispatchOutput:
-            counts = self._exchange_counts(call, choices)
-            slots = routing.send_slots(
-                self._rank_idx, choices, counts, self._placement, layout, expert_alignment
-            )
+            asked = self._exchange_counts(call, choices, capacity, masked_ranks)
+            admitted = admission.admit(asked, self._placement, order, capacity)
+            counts = admitted.counts
+            slots = routing.send_slots(self._rank_idx, choices, counts, self._placement, order)
             plan = self._plan(PlanTensors(counts, slots, choices, layout, expert_alignment))
-            return self._move_to_experts(x, topk_weights, plan, is_cached=False)
+            return self._move_to_experts(x, x_sf, topk_weights, plan, quantization, admitted)
 
         return self._run(work, async_op=async_op)
 
     def dispatch_cached(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
         *,
+        quantization: Quantization | None,
         copy_out: bool | None,
         async_op: bool,
     ) -> Operation[DispatchOutput]:
@@ -106,11 +125,11 @@ class CollectiveBackend(Backend):
         del copy_out
         assert isinstance(plan, CollectivePlan)
         known = plan
-        call = messages.describe_dispatch_cached(x, topk_weights, plan.tensors)
+        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan.tensors, quantization)
 
         def work() -> DispatchOutput:
             self._agree(call)
-            return self._move_to_experts(x, topk_weights, known, is_cached=True)
+            return self._move_to_experts(x, x_sf, topk_weights, known, quantization, None)
 
         return self._run(work, async_op=async_op)
 
@@ -134,8 +153,9 @@ class CollectiveBackend(Backend):
         def work() -> CombineOutput:
             self._agree(call)
             return CombineOutput(
-                x=None if x is None else self._move_home(x, known, topk_weights, out),
-                topk_weights=None if row_weights is None else self._pull(row_weights, known),
+                x=None if x is None else self._rows.sum_home(x, known, topk_weights, out),
+                topk_weights=None if row_weights is None else self._rows.pull(row_weights, known),
+                wait_ns=torch.zeros(self._placement.num_ranks, dtype=torch.int64),
             )
 
         return self._run(work, async_op=async_op)
@@ -182,33 +202,51 @@ class CollectiveBackend(Backend):
             return Completed(work())
 
     def _plan(self, tensors: PlanTensors) -> CollectivePlan:
-        return CollectivePlan.of(tensors, self._rank_idx, self._placement)
+        order = RowOrder.of(
+            tensors.layout, tensors.expert_alignment, self.config, self._placement.num_ranks
+        )
+        return CollectivePlan.of(tensors, self._rank_idx, self._placement, order)
 
-    def _exchange_counts(self, call: str, topk_idx: torch.Tensor) -> torch.Tensor:
-        """The count matrix, or the error that every rank raises."""
-        bad = routing.first_bad_expert_id(topk_idx, self._placement.num_experts)
+    def _exchange_counts(
+        self,
+        call: str,
+        topk_idx: torch.Tensor,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
+    ) -> Asked:
+        """What every rank asks for, or the error that every rank raises."""
+        num_experts, num_ranks = self._placement.num_experts, self._placement.num_ranks
+        bad = routing.first_bad_expert_id(topk_idx, num_experts)
         if bad is not None:
-            error = messages.bad_expert_id(*bad, self._placement.num_experts)
-            return self._agree(call, error)
-        return self._agree(call, None, routing.count_choices(topk_idx, self._placement))
+            self._agree(call, messages.bad_expert_id(*bad, num_experts))
+        is_masked = torch.zeros(num_ranks, dtype=torch.int32)
+        is_masked[list(masked_ranks)] = 1
+        mine = admission.ask(topk_idx, self._placement, capacity)
+        rows = self._agree(call, None, torch.cat([mine, is_masked]))
+        return Asked(counts=rows[:, :-num_ranks], is_masked=rows[:, -num_ranks:].any(dim=0))
 
     def _agree(
-        self, call: str, error: Exception | None = None, counts: torch.Tensor | None = None
+        self, call: str, error: Exception | None = None, asked: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Exchange the row of a call.
 
+        Args:
+            call: What ranks must agree on.
+            error: Why this rank cannot take part.
+            asked: int32 `[E + R + 2 + R]`: its row of `Asked.counts`, then which ranks it masks.
+
         Returns:
-            int32 `[R, E + R]`, the counts of every rank.
+            int32 `[R, E + R + 2 + R]`, those of every rank.
 
         Raises:
             Exception: On every rank: `error` of some rank, or ValueError where calls differ.
         """
-        num_counts = self._placement.num_experts + self._placement.num_ranks
-        row = torch.zeros(_NUM_HEADER_WORDS + num_counts, dtype=torch.int64)
+        num_words = self._placement.num_experts + 2 * self._placement.num_ranks + 2
+        row = torch.zeros(_NUM_HEADER_WORDS + num_words, dtype=torch.int64)
         row[0] = _STATUS_OK if error is None else _STATUS_REJECTED
         row[1] = messages.call_hash(call)
-        if counts is not None:
-            row[_NUM_HEADER_WORDS:] = counts
+        if asked is not None:
+            row[_NUM_HEADER_WORDS:] = asked
         operation = call.partition("(")[0]
         rows = self._carrier.all_gather_row(row, operation)
         if bool((rows[:, 0] != _STATUS_OK).any()) or bool((rows[:, 1] != rows[0, 1]).any()):
@@ -230,156 +268,48 @@ class CollectiveBackend(Backend):
     def _move_to_experts(
         self,
         x: torch.Tensor,
+        x_sf: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         plan: CollectivePlan,
-        *,
-        is_cached: bool,
+        quantization: Quantization | None,
+        admitted: Admission | None,
     ) -> DispatchOutput:
-        token_idx = plan.send_token_idx
-        sent = self._stage("send", token_idx.numel(), _row_bytes(x))
-        _gather_rows(routing.as_bytes(x), token_idx, sent)
+        """Carry everything of a dispatch; cached where nothing had to be admitted."""
+        if quantization is not None and x_sf is None:
+            x, x_sf = quantized.quantize_rows(x, quantization)
+        rows, window = self._rows, plan.window
+        counts = window.num_tokens_per_expert
+        has_ids = plan.order.layout is Layout.RANK_MAJOR and admitted is not None
+        scales = None
+        if x_sf is not None:
+            scales = quantized.arrange_scales(
+                rows.to_experts(x_sf.contiguous(), plan),
+                plan.order,
+                counts.numel(),
+                is_column_major=quantization is not None and quantization.is_column_major,
+            )
+        mine = self._placement.experts_of(self._rank_idx)
         return DispatchOutput(
-            x=self._place(sent, plan).to(x.device).view(x.dtype),
-            topk_idx=(
-                self._send_topk_idx(plan, token_idx).to(x.device)
-                if plan.tensors.layout is Layout.RANK_MAJOR and not is_cached
-                else None
-            ),
+            x=rows.to_experts(x, plan),
+            x_sf=scales,
+            topk_idx=rows.ids_to_experts(plan).to(x.device) if has_ids else None,
             topk_weights=(
                 None
                 if topk_weights is None
-                else self._send_weights(topk_weights, plan, token_idx).to(x.device)
+                else rows.weights_to_experts(topk_weights, plan).to(x.device)
             ),
-            num_tokens_per_expert=plan.window.num_tokens_per_expert,
-            expert_offsets=plan.window.expert_offsets.to(x.device),
+            num_tokens_per_expert=counts,
+            num_dropped_per_expert=(
+                torch.zeros_like(counts)
+                if admitted is None
+                else admitted.num_dropped_per_expert[mine]
+            ),
+            num_required_rows=(
+                window.num_filled_rows
+                if admitted is None
+                else int(admitted.num_required_rows[self._rank_idx])
+            ),
+            expert_offsets=window.expert_offsets.to(x.device),
+            wait_ns=torch.zeros(self._placement.num_ranks, dtype=torch.int64),
             plan=plan,
         )
-
-    def _place(self, sent: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
-        """Carry dispatched rows and put them into their slots; uint8 `[M, row_bytes]`."""
-        window = plan.window
-        num_arriving = window.source_rows.numel()
-        row_bytes = sent.shape[1]
-        x = torch.empty(window.num_recv_tokens, row_bytes, dtype=torch.uint8, device=sent.device)
-        if plan.tensors.layout is Layout.RANK_MAJOR:
-            self._carry(x, sent, plan.recv_splits, plan.send_splits, "dispatch")
-            return x
-        # One more row, of zeros, is where padding comes from.
-        arrived = self._stage("receive", num_arriving + 1, row_bytes)
-        arrived[num_arriving].zero_()
-        self._carry(arrived[:num_arriving], sent, plan.recv_splits, plan.send_splits, "dispatch")
-        origin = torch.full((window.num_recv_tokens,), num_arriving)
-        origin[window.source_rows] = torch.arange(num_arriving)
-        _gather_rows(arrived, origin, x)
-        return x
-
-    def _send_topk_idx(self, plan: CollectivePlan, token_idx: torch.Tensor) -> torch.Tensor:
-        return self._send_small(self._local_topk_idx(plan, token_idx), plan)
-
-    def _send_weights(
-        self, topk_weights: torch.Tensor, plan: CollectivePlan, token_idx: torch.Tensor
-    ) -> torch.Tensor:
-        weights = topk_weights.cpu()
-        if plan.tensors.layout is Layout.EXPERT_MAJOR:
-            arrived = self._send_small(weights.flatten()[plan.send_order].unsqueeze(1), plan)
-            placed = torch.zeros(plan.num_recv_tokens, dtype=weights.dtype)
-            placed[plan.window.source_rows] = arrived.squeeze(1)
-            return placed
-        zero = torch.zeros((), dtype=weights.dtype)
-        is_absent = self._local_topk_idx(plan, token_idx) < 0
-        return self._send_small(torch.where(is_absent, zero, weights[token_idx]), plan)
-
-    def _local_topk_idx(self, plan: CollectivePlan, token_idx: torch.Tensor) -> torch.Tensor:
-        """RANK_MAJOR: choices of every sent row in its receiver's own expert ids, -1 elsewhere."""
-        local = torch.empty(token_idx.numel(), plan.tensors.topk_idx.shape[1], dtype=torch.int64)
-        first = 0
-        for rank_idx, num_rows in enumerate(plan.send_splits):
-            some = slice(first, first + num_rows)
-            choices = plan.tensors.topk_idx[token_idx[some]]
-            local[some] = routing.local_topk_idx(choices, rank_idx, self._placement)
-            first += num_rows
-        return local
-
-    def _move_home(
-        self,
-        x: torch.Tensor,
-        plan: CollectivePlan,
-        topk_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        source_rows = plan.window.source_rows
-        if plan.tensors.layout is Layout.RANK_MAJOR and x.device == self._carrier.device:
-            sent = routing.as_bytes(x)  # every row, in the order in which it came
-        else:
-            sent = self._stage("send", source_rows.numel(), _row_bytes(x))
-            _gather_rows(routing.as_bytes(x), source_rows, sent)
-        arrived = self._stage("receive", plan.send_order.numel(), _row_bytes(x))
-        self._carry(arrived, sent, plan.send_splits, plan.recv_splits, "combine")
-        rows = arrived.to(x.device).view(x.dtype)
-        positions = plan.sent_positions(plan.tensors.slots).to(x.device)
-        return arithmetic.sum_rows(rows, positions, topk_weights, out=out)
-
-    def _pull(self, row_weights: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
-        weights = row_weights.cpu()
-        if weights.dim() == 1:
-            weights = weights.unsqueeze(1)
-        arrived = self._carry_small(
-            weights[plan.window.source_rows], plan.send_splits, plan.recv_splits, "combine"
-        )
-        pulled = torch.zeros(plan.tensors.topk_idx.shape, dtype=weights.dtype)
-        token_idx, topk_pos = (plan.tensors.topk_idx >= 0).nonzero(as_tuple=True)
-        slots = routing.choice_slots(plan.tensors, self._placement)[token_idx, topk_pos]
-        column = (
-            topk_pos if plan.tensors.layout is Layout.RANK_MAJOR else torch.zeros_like(topk_pos)
-        )
-        pulled[token_idx, topk_pos] = arrived[plan.sent_positions(slots), column]
-        return pulled.to(row_weights.device)
-
-    def _send_small(self, values: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
-        return self._carry_small(values, plan.recv_splits, plan.send_splits, "dispatch")
-
-    def _carry_small(
-        self, values: torch.Tensor, recv_splits: list[int], send_splits: list[int], operation: str
-    ) -> torch.Tensor:
-        """Carry weights or ids `[n, k]` from the CPU to the CPU."""
-        sent = routing.as_bytes(values.contiguous()).to(self._carrier.device)
-        arrived = torch.empty(
-            sum(recv_splits), sent.shape[1], dtype=torch.uint8, device=sent.device
-        )
-        self._carry(arrived, sent, recv_splits, send_splits, operation)
-        return arrived.cpu().view(values.dtype)
-
-    def _carry(
-        self,
-        arrived: torch.Tensor,
-        sent: torch.Tensor,
-        recv_splits: list[int],
-        send_splits: list[int],
-        operation: str,
-    ) -> None:
-        self._carrier.all_to_all(arrived, sent, recv_splits, send_splits, operation)
-
-    def _stage(self, name: str, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """A uint8 `[num_rows, row_bytes]` that the next call may use again.
-
-        Fresh memory for every call would cost more than the call: the kernel zeroes its pages.
-        """
-        num_bytes = num_rows * row_bytes
-        kept = self._staging.get(name)
-        if kept is None or kept.numel() < num_bytes:
-            kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._carrier.device)
-            self._staging[name] = kept
-        return kept[:num_bytes].view(num_rows, row_bytes)
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.shape[1] * rows.element_size()
-
-
-def _gather_rows(rows: torch.Tensor, row_idx: torch.Tensor, out: torch.Tensor) -> None:
-    """`out[i] = rows[row_idx[i]]`, also from one device to another."""
-    row_idx = row_idx.to(rows.device)
-    if rows.device == out.device:
-        torch.index_select(rows, 0, row_idx, out=out)
-    else:
-        out.copy_(rows.index_select(0, row_idx))

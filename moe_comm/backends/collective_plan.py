@@ -8,7 +8,7 @@ import torch
 
 from moe_comm.backends import routing
 from moe_comm.backends.base import PlanTensors
-from moe_comm.backends.routing import Placement, Window
+from moe_comm.backends.routing import Placement, RowOrder, Window
 
 __all__ = ["CollectivePlan"]
 
@@ -19,6 +19,7 @@ class CollectivePlan:
 
     Args:
         tensors: Own their memory.
+        order: Of received rows.
         window: What this rank receives.
         send_order: int64 `[num_sent]`, flat places in `slots` of the rows it sends, ascending by slot.
         send_splits: Rows it sends to every rank.
@@ -26,24 +27,26 @@ class CollectivePlan:
     """
 
     tensors: PlanTensors
+    order: RowOrder
     window: Window
     send_order: torch.Tensor
     send_splits: list[int]
     recv_splits: list[int]
 
     @classmethod
-    def of(cls, tensors: PlanTensors, rank_idx: int, placement: Placement) -> CollectivePlan:
+    def of(
+        cls, tensors: PlanTensors, rank_idx: int, placement: Placement, order: RowOrder
+    ) -> CollectivePlan:
         """Derive everything from the tensors."""
-        window = routing.window_of(
-            rank_idx, tensors.counts, placement, tensors.layout, tensors.expert_alignment
-        )
+        window = routing.window_of(rank_idx, tensors.counts, placement, order)
         slots = tensors.slots.flatten()
-        order = slots.argsort()[int((slots < 0).sum()) :]
-        slot_rank, _ = routing.decode_slots(slots[order])
+        by_slot = slots.argsort()[int((slots < 0).sum()) :]
+        slot_rank, _ = routing.decode_slots(slots[by_slot])
         return cls(
             tensors=tensors,
+            order=order,
             window=window,
-            send_order=order,
+            send_order=by_slot,
             send_splits=torch.bincount(slot_rank, minlength=placement.num_ranks).tolist(),
             recv_splits=window.num_rows_per_source.tolist(),
         )
@@ -52,6 +55,16 @@ class CollectivePlan:
     def num_tokens(self) -> int:
         """Tokens this rank dispatched."""
         return self.tensors.topk_idx.shape[0]
+
+    @property
+    def num_topk(self) -> int:
+        """Choices per token of this rank."""
+        return self.tensors.topk_idx.shape[1]
+
+    @property
+    def num_recv_topk(self) -> int:
+        """Largest number of choices per token of all ranks."""
+        return int(self.tensors.counts[:, -1].max())
 
     @property
     def num_recv_tokens(self) -> int:

@@ -74,7 +74,7 @@ def count_staging_places(context: RankContext) -> list[int]:
             x, topk_idx = tokens_of(0, num_tokens)
             result = buffer.dispatch(x, topk_idx)
             buffer.combine(result.x, result.handle)
-            for name, memory in backend._staging.items():
+            for name, memory in backend._rows.staging.items():
                 places.setdefault(name, set()).add(memory.data_ptr())
         buffer.destroy()
     return sorted(len(kept) for kept in places.values())

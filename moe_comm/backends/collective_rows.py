@@ -1,0 +1,187 @@
+"""How the `collective` backend carries rows, weights and ids to the experts and home again."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+
+from moe_comm.backends import arithmetic, routing
+from moe_comm.backends.carrier import Carrier
+from moe_comm.backends.collective_plan import CollectivePlan
+from moe_comm.backends.routing import Placement
+from moe_comm.config import Layout
+
+__all__ = ["RowMover"]
+
+
+class RowMover:
+    """Moves what a plan says, over one carrier. Every method is collective.
+
+    Args:
+        carrier: Of the buffer.
+        placement: Of the experts.
+    """
+
+    def __init__(self, carrier: Carrier, placement: Placement) -> None:
+        self._carrier = carrier
+        self._placement = placement
+        self.staging: dict[str, torch.Tensor] = {}
+
+    def to_experts(self, x: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
+        """Contiguous rows `[T, n]` of any dtype to `[M, n]` in their slots, others zero.
+
+        LOW_LATENCY: rows that nobody sends are undefined.
+        """
+        token_idx = plan.send_token_idx
+        sent = self._stage("send", token_idx.numel(), _row_bytes(x))
+        _gather_rows(routing.as_bytes(x), token_idx, sent)
+        return self._place(sent, plan).to(x.device).view(x.dtype)
+
+    def ids_to_experts(self, plan: CollectivePlan) -> torch.Tensor:
+        """RANK_MAJOR: choices of every row in this rank's own expert ids, int64 `[M, K]`, else -1."""
+        local = self._widened(self._local_topk_idx(plan), plan, fill=-1)
+        return self._with_tail(self._send_small(local, plan), plan, fill=-1)
+
+    def weights_to_experts(self, topk_weights: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
+        """`[M]`, or RANK_MAJOR `[M, K]`, on the CPU; 0 where there is none."""
+        weights = topk_weights.cpu()
+        if plan.order.layout is not Layout.RANK_MAJOR:
+            arrived = self._send_small(weights.flatten()[plan.send_order].unsqueeze(1), plan)
+            placed = torch.zeros(plan.num_recv_tokens, dtype=weights.dtype)
+            placed[plan.window.source_rows] = arrived.squeeze(1)
+            return placed
+        zero = torch.zeros((), dtype=weights.dtype)
+        is_absent = self._local_topk_idx(plan) < 0
+        local = torch.where(is_absent, zero, weights[plan.send_token_idx])
+        return self._with_tail(
+            self._send_small(self._widened(local, plan, fill=0), plan), plan, fill=0
+        )
+
+    def sum_home(
+        self,
+        x: torch.Tensor,
+        plan: CollectivePlan,
+        topk_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Expert outputs `[M, hidden]` to sums `[T, hidden]`."""
+        source_rows = plan.window.source_rows
+        if plan.order.layout is Layout.RANK_MAJOR and x.device == self._carrier.device:
+            # Every row that came, in the order in which it came.
+            sent = routing.as_bytes(x)[: source_rows.numel()]
+        else:
+            sent = self._stage("send", source_rows.numel(), _row_bytes(x))
+            _gather_rows(routing.as_bytes(x), source_rows, sent)
+        arrived = self._stage("receive", plan.send_order.numel(), _row_bytes(x))
+        self._carry(arrived, sent, plan.send_splits, plan.recv_splits, "combine")
+        rows = arrived.to(x.device).view(x.dtype)
+        positions = plan.sent_positions(plan.tensors.slots).to(x.device)
+        return arithmetic.sum_rows(rows, positions, topk_weights, out=out)
+
+    def pull(self, row_weights: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
+        """`[M]`, or RANK_MAJOR `[M, K]`, to `[T, K]`; 0 where a choice is unused or was dropped."""
+        weights = row_weights.cpu()
+        if weights.dim() == 1:
+            weights = weights.unsqueeze(1)
+        arrived = self._carry_small(
+            weights[plan.window.source_rows], plan.send_splits, plan.recv_splits, "combine"
+        )
+        slots = routing.choice_slots(plan.tensors, self._placement)
+        pulled = torch.zeros(slots.shape, dtype=weights.dtype)
+        token_idx, topk_pos = (slots >= 0).nonzero(as_tuple=True)
+        is_by_choice = plan.order.layout is Layout.RANK_MAJOR
+        column = topk_pos if is_by_choice else torch.zeros_like(topk_pos)
+        positions = plan.sent_positions(slots[token_idx, topk_pos])
+        pulled[token_idx, topk_pos] = arrived[positions, column]
+        return pulled.to(row_weights.device)
+
+    def _place(self, sent: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
+        """Carry dispatched rows and put them into their slots; uint8 `[M, row_bytes]`."""
+        window = plan.window
+        num_arriving = window.source_rows.numel()
+        row_bytes = sent.shape[1]
+        x = torch.empty(window.num_recv_tokens, row_bytes, dtype=torch.uint8, device=sent.device)
+        if plan.order.layout is Layout.RANK_MAJOR:
+            self._carry(x[:num_arriving], sent, plan.recv_splits, plan.send_splits, "dispatch")
+            x[num_arriving:].zero_()
+            return x
+        # One more row, of zeros, is where padding comes from.
+        arrived = self._stage("receive", num_arriving + 1, row_bytes)
+        self._carry(arrived[:num_arriving], sent, plan.recv_splits, plan.send_splits, "dispatch")
+        if plan.order.layout is Layout.LOW_LATENCY:
+            x[window.source_rows.to(x.device)] = arrived[:num_arriving]
+            return x
+        arrived[num_arriving].zero_()
+        origin = torch.full((window.num_recv_tokens,), num_arriving)
+        origin[window.source_rows] = torch.arange(num_arriving)
+        _gather_rows(arrived, origin, x)
+        return x
+
+    def _local_topk_idx(self, plan: CollectivePlan) -> torch.Tensor:
+        """RANK_MAJOR: choices of every sent row in its receiver's own expert ids, -1 elsewhere."""
+        token_idx = plan.send_token_idx
+        local = torch.empty(token_idx.numel(), plan.num_topk, dtype=torch.int64)
+        first = 0
+        for rank_idx, num_rows in enumerate(plan.send_splits):
+            some = slice(first, first + num_rows)
+            choices = plan.tensors.topk_idx[token_idx[some]]
+            local[some] = routing.local_topk_idx(choices, rank_idx, self._placement)
+            first += num_rows
+        return local
+
+    def _widened(self, values: torch.Tensor, plan: CollectivePlan, *, fill: int) -> torch.Tensor:
+        """With as many columns as the rank of the most choices per token has."""
+        return F.pad(values, (0, plan.num_recv_topk - values.shape[1]), value=fill)
+
+    def _with_tail(self, values: torch.Tensor, plan: CollectivePlan, *, fill: int) -> torch.Tensor:
+        """With as many rows as the result has."""
+        return F.pad(values, (0, 0, 0, plan.num_recv_tokens - values.shape[0]), value=fill)
+
+    def _send_small(self, values: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
+        return self._carry_small(values, plan.recv_splits, plan.send_splits, "dispatch")
+
+    def _carry_small(
+        self, values: torch.Tensor, recv_splits: list[int], send_splits: list[int], operation: str
+    ) -> torch.Tensor:
+        """Carry weights or ids `[n, k]` from the CPU to the CPU."""
+        sent = routing.as_bytes(values.contiguous()).to(self._carrier.device)
+        arrived = torch.empty(
+            sum(recv_splits), sent.shape[1], dtype=torch.uint8, device=sent.device
+        )
+        self._carry(arrived, sent, recv_splits, send_splits, operation)
+        return arrived.cpu().view(values.dtype)
+
+    def _carry(
+        self,
+        arrived: torch.Tensor,
+        sent: torch.Tensor,
+        recv_splits: list[int],
+        send_splits: list[int],
+        operation: str,
+    ) -> None:
+        self._carrier.all_to_all(arrived, sent, recv_splits, send_splits, operation)
+
+    def _stage(self, name: str, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """A uint8 `[num_rows, row_bytes]` that the next call may use again.
+
+        Fresh memory for every call would cost more than the call: the kernel zeroes its pages.
+        """
+        num_bytes = num_rows * row_bytes
+        kept = self.staging.get(name)
+        if kept is None or kept.numel() < num_bytes:
+            kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._carrier.device)
+            self.staging[name] = kept
+        return kept[:num_bytes].view(num_rows, row_bytes)
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.element_size()
+
+
+def _gather_rows(rows: torch.Tensor, row_idx: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[i] = rows[row_idx[i]]`, also from one device to another."""
+    row_idx = row_idx.to(rows.device)
+    if rows.device == out.device:
+        torch.index_select(rows, 0, row_idx, out=out)
+    else:
+        out.copy_(rows.index_select(0, row_idx))
