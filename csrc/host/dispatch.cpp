@@ -297,7 +297,8 @@ class DispatchOperation {
 
   void exchange_cached_rows() {
     plan_ = params_.plan;
-    outcome_.num_required_rows = plan_->num_rows();
+    outcome_.num_required_rows = layout::num_required_rows(
+        plan_->counts, endpoint_.placement(), arrangement_, endpoint_.rank_idx());
     outcome_.num_dropped_per_expert.resize(plan_->received.num_tokens_per_expert.size());
     lay_out_windows(plan_->counts);
     for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
