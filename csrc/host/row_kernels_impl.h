@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "host/quantize_impl.h"
 #include "host/row_kernels.h"
 #include "host/row_numbers_impl.h"
 
@@ -15,8 +16,6 @@
 namespace moe::host {
 namespace {
 
-constexpr int64_t kLineBytes = 64;
-constexpr int kRegistersPerLine = static_cast<int>(kLineBytes) / Simd::kRegisterBytes;
 /// Sums of up to this many rows have a loop of their own, without counting rows.
 constexpr int kMaxUnrolledRows = 8;
 /// Bytes, of all sources together, that are prefetched into L1 ahead of the sum. The hardware needs
@@ -28,14 +27,6 @@ constexpr int64_t kPrefetchBytes = 6144;
 MOE_FORCE_INLINE int64_t bytes_to_line(const std::byte* dst, int64_t bytes) {
   const auto gap = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & (kLineBytes - 1));
   return gap < bytes ? gap : bytes;
-}
-
-template <bool kStream>
-MOE_FORCE_INLINE void put(std::byte* dst, Simd::Words value) {
-  if constexpr (kStream)
-    Simd::stream(dst, value);
-  else
-    store(dst, value);
 }
 
 /// Copies whole lines; with kStream, @p dst is aligned to a line.
@@ -319,7 +310,7 @@ void store_fence() {
 }
 
 constexpr RowKernels make_row_kernels(const char* name) {
-  return {name, fan_out, sum_rows, scale_and_dot, copy, zero, store_fence};
+  return {name, fan_out, sum_rows, scale_and_dot, copy, zero, store_fence, quantize_row};
 }
 
 }  // namespace

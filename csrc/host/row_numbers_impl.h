@@ -12,6 +12,9 @@
 namespace moe::host {
 namespace {
 
+constexpr int64_t kLineBytes = 64;
+constexpr int kRegistersPerLine = static_cast<int>(kLineBytes) / Simd::kRegisterBytes;
+
 MOE_FORCE_INLINE Simd::Words load(const std::byte* src) {
   Simd::Words value;
   std::memcpy(&value, src, sizeof value);
@@ -20,6 +23,14 @@ MOE_FORCE_INLINE Simd::Words load(const std::byte* src) {
 
 MOE_FORCE_INLINE void store(std::byte* dst, Simd::Words value) {
   std::memcpy(dst, &value, sizeof value);
+}
+
+template <bool kStream>
+MOE_FORCE_INLINE void put(std::byte* dst, Simd::Words value) {
+  if constexpr (kStream)
+    Simd::stream(dst, value);
+  else
+    store(dst, value);
 }
 
 /// Subtracting +0.0 keeps every value, -0.0 included; adding it would not.

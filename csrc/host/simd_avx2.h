@@ -26,7 +26,25 @@ struct Simd : Registers<32> {
     return reinterpret_cast<Words>(_mm256_set_m128i(high, low));
   }
 
+  /// The 32-bit lanes of two registers, each at most 0xFFFF, as 16-bit lanes.
+  static MOE_FORCE_INLINE Words narrow_to_16(Words low, Words high) {
+    return in_order(
+        _mm256_packus_epi32(reinterpret_cast<__m256i>(low), reinterpret_cast<__m256i>(high)));
+  }
+
+  /// The 16-bit lanes of two registers, each at most 0xFF, as bytes.
+  static MOE_FORCE_INLINE Words narrow_to_8(Words low, Words high) {
+    return in_order(
+        _mm256_packus_epi16(reinterpret_cast<__m256i>(low), reinterpret_cast<__m256i>(high)));
+  }
+
   static MOE_FORCE_INLINE void fence() { _mm_sfence(); }
+
+ private:
+  /// Packing works in each 16 bytes apart: 8 bytes of the one register, 8 of the other.
+  static MOE_FORCE_INLINE Words in_order(__m256i lanes) {
+    return reinterpret_cast<Words>(_mm256_permute4x64_epi64(lanes, 0xD8));
+  }
 };
 
 }  // namespace

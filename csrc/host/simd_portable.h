@@ -36,7 +36,32 @@ struct Simd : Registers<16> {
     return bits;
   }
 
+  /// The 32-bit lanes of two registers, each at most 0xFFFF, as 16-bit lanes.
+  static MOE_FORCE_INLINE Words narrow_to_16(Words low, Words high) {
+    return narrow<uint32_t, uint16_t>(low, high);
+  }
+
+  /// The 16-bit lanes of two registers, each at most 0xFF, as bytes.
+  static MOE_FORCE_INLINE Words narrow_to_8(Words low, Words high) {
+    return narrow<uint16_t, uint8_t>(low, high);
+  }
+
   static MOE_FORCE_INLINE void fence() { std::atomic_thread_fence(std::memory_order_release); }
+
+ private:
+  template <typename From, typename To>
+  static MOE_FORCE_INLINE Words narrow(Words low, Words high) {
+    constexpr int kNumLanes = kRegisterBytes / sizeof(To);
+    From wide[kNumLanes];
+    std::memcpy(wide, &low, sizeof low);
+    std::memcpy(wide + kNumLanes / 2, &high, sizeof high);
+    To lanes[kNumLanes];
+    for (int i = 0; i < kNumLanes; ++i)
+      lanes[i] = static_cast<To>(wide[i]);
+    Words packed;
+    std::memcpy(&packed, lanes, sizeof packed);
+    return packed;
+  }
 };
 
 }  // namespace
