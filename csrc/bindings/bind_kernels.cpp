@@ -17,6 +17,8 @@ namespace {
 using host::FloatingPointScope;
 using host::RoofKernels;
 using host::RowKernels;
+using host::RowQuantization;
+using host::ScaleFormat;
 using host::StoreMode;
 
 /// Bytes of a Python object, which stays exported while this lives.
@@ -196,6 +198,51 @@ void zero(const std::string& isa, const py::buffer& dst, bool streaming) {
   kernels.store_fence();
 }
 
+ScaleFormat parse_scale_format(const std::string& name) {
+  if (name == "float32")
+    return ScaleFormat::kFloat32;
+  if (name == "float32_power_of_2")
+    return ScaleFormat::kFloat32PowerOf2;
+  if (name == "ue8m0")
+    return ScaleFormat::kUe8m0;
+  throw InvalidArgument(
+      concat("expected float32, float32_power_of_2 or ue8m0 scale factors, got '", name, "'"));
+}
+
+void quantize_row(const std::string& isa,
+                  const std::string& dtype_text,
+                  int block,
+                  const std::string& scale_format_text,
+                  const py::buffer& src,
+                  const std::vector<py::buffer>& dst,
+                  const py::buffer& scales,
+                  bool streaming) {
+  const RowKernels& kernels = row_kernels(isa);
+  RowQuantization quantization;
+  quantization.dtype = parse_dtype(dtype_text);
+  MOE_CHECK(quantization.dtype != DType::kFloat64, "expected bf16, fp16 or fp32, got float64");
+  MOE_CHECK(block == 128 || block == 32, "block: expected 128 or 32, got ", block);
+  quantization.block = block;
+  quantization.scale_format = parse_scale_format(scale_format_text);
+  const int64_t alignment = element_bytes(quantization.dtype);
+  const Bytes row(src, false);
+  quantization.hidden = row.size() / alignment;
+  row.check(quantization.hidden * alignment, alignment, "row");
+  const ByteRows copies(dst, quantization.hidden, 1, true, "destination");
+  const int64_t scale_bytes = quantization.scale_format == ScaleFormat::kUe8m0 ? 1 : 4;
+  const Bytes factors(scales, true);
+  factors.check(quantization.num_blocks() * scale_bytes, scale_bytes, "scales");
+  const py::gil_scoped_release release;
+  const FloatingPointScope scope;
+  kernels.quantize_row(quantization,
+                       row.data(),
+                       copies.data(),
+                       copies.size(),
+                       factors.data(),
+                       store_mode(streaming));
+  kernels.store_fence();
+}
+
 void check_lines(int64_t bytes, const char* what) {
   MOE_CHECK(bytes % 64 == 0, what, ": expected a multiple of 64 bytes, got ", bytes);
 }
@@ -284,6 +331,17 @@ void bind_kernels(py::module_& parent) {
         py::kw_only(),
         py::arg("streaming"));
   m.def("zero", &zero, py::arg("isa"), py::arg("dst"), py::kw_only(), py::arg("streaming"));
+  m.def("quantize_row",
+        &quantize_row,
+        py::arg("isa"),
+        py::arg("dtype"),
+        py::arg("block"),
+        py::arg("scale_format"),
+        py::arg("src"),
+        py::arg("dst"),
+        py::arg("scales"),
+        py::kw_only(),
+        py::arg("streaming"));
   m.def("roof_fan_out",
         &roof_fan_out,
         py::arg("src"),
