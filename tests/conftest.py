@@ -21,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     environment = pytest.MonkeyPatch()
     environment.setenv("MOE_COMM_POISON", "1")
     environment.setenv("OMP_NUM_THREADS", "1")
+    if not torch.cuda.is_available():
+        # Before anything imports Triton, which then interprets its kernels on CPU tensors.
+        environment.setenv("TRITON_INTERPRET", "1")
     config.add_cleanup(environment.undo)
     torch.set_num_threads(1)
 

@@ -96,6 +96,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.communicator", "moe_comm.validation"},
     {"moe_comm.handles"},
     {"moe_comm.backends.base"},
+    {"moe_comm.triton"},
     {
         "moe_comm._version",
         "moe_comm.bootstrap",
@@ -221,6 +222,14 @@ def test_the_reference_stands_on_torch_alone() -> None:
         )
     } - set(sys.stdlib_module_names)
     assert third_party == {"moe_comm", "torch"}
+
+
+def test_local_tensor_work_knows_no_peers() -> None:
+    """`moe_comm.triton` could be used without the rest of the package."""
+    own = {module for module in MODULES if module.startswith("moe_comm.triton")}
+    assert len(own) > 5
+    reached = {found for module in own for found in reachable_modules(module, SOURCES)}
+    assert reached - own <= {"moe_comm.quantization", "moe_comm.config", "moe_comm.budget"}
 
 
 def test_a_reference_that_reaches_the_native_module_is_found() -> None:
