@@ -1,0 +1,94 @@
+"""Two phases of a dispatch and a combine: begin, and take what came."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moe_comm.buffer import EpBuffer
+from moe_comm.config import Layout
+from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.quantization import Quantization
+
+__all__ = ["PendingCombine", "PendingDispatch", "begin_combine", "begin_dispatch", "by_expert"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PendingDispatch:
+    """A dispatch under way.
+
+    Args:
+        result: Of the buffer.
+        inputs: Kept alive, because the operation reads them until it ends.
+    """
+
+    result: DispatchResult
+    inputs: tuple[object, ...]
+
+    def wait(self) -> DispatchResult:
+        """What came; its data may be read."""
+        self.result.event.wait()
+        return self.result
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PendingCombine:
+    """A combine under way; see `PendingDispatch`."""
+
+    result: CombineResult
+    inputs: tuple[object, ...]
+
+    def wait(self) -> torch.Tensor:
+        """The sums."""
+        self.result.event.wait()
+        return self.result.x
+
+
+def begin_dispatch(
+    buffer: EpBuffer,
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    *,
+    layout: Layout,
+    expert_alignment: int = 1,
+    quantization: Quantization | None = None,
+) -> PendingDispatch:
+    """Begin a dispatch of rows in any strides, without gradient. Collective; see `EpBuffer.dispatch`."""
+    rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    rows = x if isinstance(x, tuple) else x.detach().contiguous()
+    choices = topk_idx.to(torch.int64).contiguous()
+    weights = None if topk_weights is None else topk_weights.detach().float().contiguous()
+    result = buffer.dispatch(
+        rows,
+        choices,
+        weights,
+        layout=layout,
+        expert_alignment=expert_alignment,
+        quantization=quantization,
+        async_op=True,
+    )
+    return PendingDispatch(result, (rows, choices, weights))
+
+
+def begin_combine(
+    buffer: EpBuffer,
+    expert_out: torch.Tensor,
+    handle: DispatchHandle,
+    *,
+    topk_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> PendingCombine:
+    """Begin a combine of rows in any strides, without gradient. Collective; see `EpBuffer.combine`."""
+    rows = expert_out.detach().contiguous()
+    weights = None if topk_weights is None else topk_weights.detach().float().contiguous()
+    result = buffer.combine(rows, handle, topk_weights=weights, out=out, async_op=True)
+    assert isinstance(result, CombineResult)
+    return PendingCombine(result, (rows, weights, out))
+
+
+def by_expert(rows: torch.Tensor, num_local_experts: int) -> torch.Tensor:
+    """Low-latency rows `[num_local_experts * n, hidden]` as `[num_local_experts, n, hidden]`."""
+    num_places = rows.shape[0] // max(1, num_local_experts)
+    return rows.view(num_local_experts, num_places, rows.shape[1])

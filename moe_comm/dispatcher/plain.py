@@ -1,0 +1,234 @@
+"""A token dispatcher for MoE layers that belong to no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.autograd import TensorHandle, combine, dispatch
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.buffer import EpBuffer
+from moe_comm.config import Capacity
+from moe_comm.dispatcher.routing_map import topk_of_routing_map
+from moe_comm.group_buffers import group_buffers
+from moe_comm.quantization import Quantization
+
+__all__ = ["DispatchedTokens", "TokenDispatcher"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class DispatchedTokens:
+    """What one dispatch brought, and all that its combine needs: the dispatcher keeps nothing.
+
+    Args:
+        tokens: `[M, hidden]`, grouped by local expert; rows of local expert e are
+            `tokens[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`, padding is zero.
+            A `QuantizedRows` where the dispatcher quantises.
+        num_tokens_per_expert: int64 `[num_local_experts]` on the host, without padding.
+        expert_offsets: int32 `[num_local_experts + 1]`: padded starts, as grouped GEMMs take them.
+        probs: `[M]`, the weight of every row, 0 in padding; None where combine applies the weights, or
+            none were given.
+        num_dropped_per_expert: int64 `[num_local_experts]` on the host: rows beyond the capacity.
+        handle: Of the dispatch.
+        topk_weights: `[num_tokens, num_topk]` for combine to apply, or None.
+        shape: Of the tokens on this rank, without hidden.
+    """
+
+    tokens: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    expert_offsets: torch.Tensor
+    probs: torch.Tensor | None
+    num_dropped_per_expert: torch.Tensor
+    handle: TensorHandle
+    topk_weights: torch.Tensor | None
+    shape: tuple[int, ...]
+
+
+class TokenDispatcher:
+    """Brings tokens to their experts and the experts' outputs back; differentiable and compilable.
+
+    Collective like the calls beneath: every rank of the group makes it, and calls it in the same order
+    with gradients enabled on every rank or on none. It holds no state of a call, so any number of
+    micro-batches may be between dispatch and combine. A mistake of one rank is raised on every rank.
+
+    Args:
+        num_experts: Over all ranks.
+        group: Process group, bootstrap, or None for the default group; dispatchers of one group share a
+            buffer.
+        buffer: To use instead, in place of `group`, `expert_rank` and `backend`; for `num_experts`.
+        expert_rank: The rank of every expert; see `EpConfig`.
+        expert_alignment: Rows of every local expert are padded with zero rows to a multiple of this.
+        quantization: Rows are quantised while they are written; gradients are not.
+        capacity: Limits on the rows of this rank; see `Capacity`.
+        weighted_by: Who multiplies an expert's output by its weight. "experts": dispatch brings `probs`
+            along and the caller applies them. "combine": combine does, in float32.
+        backend: As in `Communicator`.
+
+    Raises:
+        ValueError: `weighted_by` is unknown, or `num_experts` is not that of `buffer`.
+
+    Example:
+        ```python
+        dispatcher = TokenDispatcher(num_experts=64, weighted_by="combine")
+        routed = dispatcher.dispatch(x, topk_weights, topk_idx=topk_idx)
+        y = dispatcher.combine(experts(routed.tokens, routed.expert_offsets), routed)
+        ```
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        group: dist.ProcessGroup | Bootstrap | None = None,
+        buffer: EpBuffer | None = None,
+        expert_rank: torch.Tensor | Sequence[int] | None = None,
+        expert_alignment: int = 1,
+        quantization: Quantization | None = None,
+        capacity: Capacity | None = None,
+        weighted_by: Literal["experts", "combine"] = "experts",
+        backend: str = "auto",
+    ) -> None:
+        if weighted_by not in ("experts", "combine"):
+            raise ValueError(f'weighted_by must be "experts" or "combine", got {weighted_by!r}')
+        self._group_buffers = None
+        if buffer is None:
+            # Held here: the buffers of a group live as long as somebody holds them.
+            self._group_buffers = group_buffers(group, backend=backend)
+            placement = None if expert_rank is None else torch.as_tensor(expert_rank)
+            buffer = self._group_buffers.get(num_experts, expert_rank=placement)
+        elif buffer.config.num_experts != num_experts:
+            raise ValueError(
+                f"num_experts is {num_experts}, the buffer has {buffer.config.num_experts}"
+            )
+        self.buffer = buffer
+        self.num_experts = num_experts
+        self.num_local_experts = buffer.num_local_experts
+        self.expert_alignment = expert_alignment
+        self.quantization = quantization
+        self.capacity = capacity
+        self.weighted_by = weighted_by
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TokenDispatcher:
+        """Itself: copies of a layer share the buffer, and a dispatcher holds no state of a call."""
+        return self
+
+    def dispatch(
+        self,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        *,
+        topk_idx: torch.Tensor | None = None,
+        routing_map: torch.Tensor | None = None,
+    ) -> DispatchedTokens:
+        """Send every token to the ranks of its experts. Collective.
+
+        Args:
+            hidden: `[..., hidden]`, any float dtype whose rows are a multiple of 16 bytes; any number
+                of tokens, which may differ between ranks.
+            probs: Router's weights, of the shape of `topk_idx` or of `routing_map`; any float dtype,
+                used in float32 (float64 where hidden is float64). None: 1.
+            topk_idx: Integers `[..., num_topk]`; -1 marks an unused choice.
+            routing_map: bool `[..., num_experts]`, in place of `topk_idx`; tokens may have any number
+                of experts, choices are in ascending order of expert. Reads the map on the host:
+                `torch.compile` breaks its graph here.
+
+        Raises:
+            ValueError: Shapes do not fit, or both or neither of `topk_idx` and `routing_map` are given.
+            TypeError: A dtype is wrong.
+        """
+        fault = self._fault(hidden, probs, topk_idx, routing_map)
+        if fault is not None:
+            self.buffer.reject("dispatch", fault)
+        num_features = hidden.shape[-1]
+        if topk_idx is not None:
+            choices = topk_idx.reshape(-1, topk_idx.shape[-1]).to(torch.int64)
+            weights = None if probs is None else probs.reshape(-1, probs.shape[-1])
+        else:
+            assert routing_map is not None
+            choices, weights = topk_of_routing_map(
+                routing_map.reshape(-1, routing_map.shape[-1]).contiguous(),
+                None if probs is None else probs.reshape(-1, probs.shape[-1]),
+            )
+        if weights is not None and not (
+            weights.dtype is torch.float64 and hidden.dtype is torch.float64
+        ):
+            weights = weights.float()
+        by_experts = self.weighted_by == "experts"
+        result = dispatch(
+            hidden.reshape(-1, num_features),
+            choices,
+            weights if by_experts else None,
+            buffer=self.buffer,
+            expert_alignment=self.expert_alignment,
+            quantization=self.quantization,
+            capacity=self.capacity,
+        )
+        return DispatchedTokens(
+            tokens=result.x,
+            num_tokens_per_expert=result.num_tokens_per_expert,
+            expert_offsets=result.expert_offsets,
+            probs=result.topk_weights,
+            num_dropped_per_expert=result.num_dropped_per_expert,
+            handle=result.handle,
+            topk_weights=None if by_experts else weights,
+            shape=tuple(hidden.shape[:-1]),
+        )
+
+    def combine(self, expert_out: torch.Tensor, routed: DispatchedTokens) -> torch.Tensor:
+        """Return the experts' outputs to their tokens and sum them. Collective.
+
+        Args:
+            expert_out: `[M, any hidden]`, one row for every row of `routed.tokens`, in that order. Rows
+                of padding are not read.
+            routed: Of this dispatcher's dispatch; may be used again.
+
+        Returns:
+            `[..., hidden]`, dtype of `expert_out`; added in top-k order in float32.
+        """
+        y = combine(expert_out, routed.handle, buffer=self.buffer, topk_weights=routed.topk_weights)
+        return y.reshape(*routed.shape, y.shape[-1])
+
+    def _fault(
+        self,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        routing_map: torch.Tensor | None,
+    ) -> Exception | None:
+        """What is wrong with the input beyond what the buffer checks, or None."""
+        if (topk_idx is None) == (routing_map is None):
+            given = "neither" if topk_idx is None else "both"
+            return ValueError(f"give topk_idx or routing_map, got {given}")
+        choices = routing_map if topk_idx is None else topk_idx
+        name = "routing_map" if topk_idx is None else "topk_idx"
+        if not isinstance(hidden, torch.Tensor) or not isinstance(choices, torch.Tensor):
+            return TypeError(
+                f"hidden and {name} must be tensors, got {type(hidden).__name__} and "
+                f"{type(choices).__name__}"
+            )
+        is_bool = choices.dtype is torch.bool
+        if choices.is_floating_point() or is_bool is (topk_idx is not None):
+            wanted = "bool" if topk_idx is None else "integers"
+            return TypeError(f"{name} must be {wanted}, got {choices.dtype}")
+        if hidden.dim() < 1 or hidden.shape[:-1] != choices.shape[:-1] or choices.dim() < 1:
+            return ValueError(
+                f"hidden {tuple(hidden.shape)} and {name} {tuple(choices.shape)} must agree in all "
+                f"dimensions but the last"
+            )
+        if topk_idx is None and choices.shape[-1] != self.num_experts:
+            return ValueError(
+                f"routing_map must have {self.num_experts} columns, got {choices.shape[-1]}"
+            )
+        if probs is None:
+            return None
+        if not isinstance(probs, torch.Tensor) or not probs.is_floating_point():
+            return TypeError(f"probs must be a floating-point tensor, got {probs!r}")
+        if probs.shape != choices.shape:
+            return ValueError(
+                f"probs must have the shape of {name} {tuple(choices.shape)}, got {tuple(probs.shape)}"
+            )
+        return None

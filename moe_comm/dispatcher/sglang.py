@@ -1,0 +1,432 @@
+"""SGLang's dispatcher shape: two formats, two phases, several micro-batches in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.buffer import EpBuffer
+from moe_comm.config import Layout
+from moe_comm.dispatcher.hooks import HookList, RemovableHook
+from moe_comm.dispatcher.phases import (
+    PendingCombine,
+    PendingDispatch,
+    begin_combine,
+    begin_dispatch,
+    by_expert,
+)
+from moe_comm.dispatcher.sglang_formats import (
+    BaseDispatcher,
+    CombineInputFormat,
+    DeepEPLLCombineInput,
+    DeepEPLLDispatchOutput,
+    DeepEPNormalCombineInput,
+    DeepEPNormalDispatchOutput,
+    DispatchOutputFormat,
+)
+from moe_comm.group_buffers import group_buffers
+from moe_comm.handles import DispatchHandle
+from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization
+
+__all__ = [
+    "CombineInputFormat",
+    "DeepEPLLCombineInput",
+    "DeepEPLLDispatchOutput",
+    "DeepEPNormalCombineInput",
+    "DeepEPNormalDispatchOutput",
+    "DispatchOutputFormat",
+    "SglangDispatcher",
+]
+
+_QUANTIZATION_OF_DTYPE = {"bf16": None, "fp8": FP8_BLOCK128, "mxfp8": MXFP8}
+
+
+class _Stage(enum.Enum):
+    """Where a micro-batch is; each call takes it one further."""
+
+    INITIAL = "before dispatch_a"
+    AFTER_DISPATCH_A = "between dispatch_a and dispatch_b"
+    AFTER_DISPATCH_B = "between dispatch_b and combine_a"
+    AFTER_COMBINE_A = "between combine_a and combine_b"
+
+
+@dataclasses.dataclass(eq=False)
+class _MicroBatch:
+    """What is known of one micro-batch between its calls."""
+
+    stage: _Stage = _Stage.INITIAL
+    is_low_latency: bool = False
+    topk_ids: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    expected_m: int = 0
+    dispatch: PendingDispatch | None = None
+    handle: DispatchHandle | None = None
+    combine: PendingCombine | None = None
+
+    def advance(self, method: str, old: _Stage, new: _Stage) -> None:
+        """Refuse a call out of order."""
+        if self.stage is not old:
+            raise RuntimeError(f"{method} is called {self.stage.value}")
+        self.stage = new
+
+
+class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
+    """SGLang's `DeepEPDispatcher` on `EpBuffer`, for inference: no gradients.
+
+    `dispatch_a` and `combine_a` begin an operation and return; `dispatch_b` and `combine_b` wait for it.
+    Between them another micro-batch may begin its own: in another dispatcher of the same group, or in
+    this one under another `tbo_subbatch_index`. Every rank calls in the same order.
+
+    Args:
+        group: Process group, bootstrap, or None for the default group.
+        router_topk: Columns of `topk_ids`.
+        permute_fusion: Of GPU kernels; a bool, without effect on the CPU.
+        num_experts: Over all ranks.
+        num_local_experts: Checked against the placement where given.
+        hidden_size: Checked against `hidden_states` where given.
+        params_dtype: Checked against `hidden_states` where given.
+        deepep_mode: "normal", "low_latency" or "auto" (by `is_extend_in_batch`), or SGLang's
+            `DeepEPMode`.
+        async_finish: Phases never block: a bool, without effect.
+        return_recv_hook: The same.
+        num_max_tokens_per_rank: Of a low-latency dispatch; needed unless the mode is "normal". Any
+            number.
+        expert_alignment: To which `num_recv_tokens_per_expert` is rounded up.
+        quantization: Of dispatched rows; see also `set_quant_config`.
+        is_extend_in_batch: Whether the batch holds prefill, which is not low-latency; for "auto". None
+            for SGLang's own `get_is_extend_in_batch`.
+        backend: As in `Communicator`.
+
+    Raises:
+        ValueError: An argument breaks a rule above.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Bootstrap | None,
+        router_topk: int,
+        permute_fusion: bool = False,
+        num_experts: int | None = None,
+        num_local_experts: int | None = None,
+        hidden_size: int | None = None,
+        params_dtype: torch.dtype | None = None,
+        deepep_mode: Any = "auto",
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int = 1,
+        quantization: Quantization | None = None,
+        is_extend_in_batch: Callable[[], bool] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        mode = getattr(deepep_mode, "value", deepep_mode)
+        if mode not in ("normal", "low_latency", "auto"):
+            raise ValueError(
+                f'deepep_mode must be "normal", "low_latency" or "auto", got {deepep_mode!r}'
+            )
+        if num_experts is None:
+            raise ValueError("num_experts is needed, got None")
+        for name, flag in (
+            ("permute_fusion", permute_fusion),
+            ("async_finish", async_finish),
+            ("return_recv_hook", return_recv_hook),
+        ):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be a bool, got {flag!r}")
+        if mode != "normal" and num_max_tokens_per_rank is None:
+            raise ValueError(f"num_max_tokens_per_rank is needed in mode {mode!r}, got None")
+        self.deepep_mode = mode
+        self.router_topk = router_topk
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.params_dtype = params_dtype
+        self.expert_alignment = expert_alignment
+        self.quant_config: dict[str, Any] | None = None
+        self.overlap_args: Any = None
+        self.meta_overlap_args: dict[str, Any] | None = None
+        self._quantization = quantization
+        self._is_extend_in_batch = is_extend_in_batch
+        if mode == "auto" and is_extend_in_batch is None:
+            self._is_extend_in_batch = _sglang_is_extend_in_batch()
+        # Held here: the buffers of a group live as long as somebody holds them.
+        self._group_buffers = group_buffers(group, backend=backend)
+        self._buffers: dict[bool, EpBuffer] = {}
+        if mode != "low_latency":
+            self._buffers[False] = self._group_buffers.get(num_experts)
+        if mode != "normal":
+            self._buffers[True] = self._group_buffers.get(
+                num_experts, num_max_tokens_per_rank=num_max_tokens_per_rank
+            )
+        found = next(iter(self._buffers.values())).num_local_experts
+        if num_local_experts not in (None, found):
+            raise ValueError(f"num_local_experts is {num_local_experts}, this rank has {found}")
+        self._micro_batches: dict[int | None, _MicroBatch] = {}
+        self._pre_dispatch, self._post_dispatch = HookList(), HookList()
+        self._pre_combine, self._post_combine = HookList(), HookList()
+        self._between_phases = HookList()
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_output: Any,
+        *,
+        tbo_subbatch_index: int | None = None,
+    ) -> Any:
+        """Both phases in one; see `dispatch_a` and `dispatch_b`."""
+        self.dispatch_a(hidden_states, topk_output, tbo_subbatch_index=tbo_subbatch_index)
+        self._between_phases.run(self)
+        return self.dispatch_b(tbo_subbatch_index=tbo_subbatch_index)
+
+    def dispatch_a(
+        self,
+        hidden_states: torch.Tensor,
+        topk_output: Any,
+        *,
+        tbo_subbatch_index: int | None = None,
+    ) -> None:
+        """Begin to send every token to the ranks of its experts. Collective.
+
+        Args:
+            hidden_states: `[num_tokens, hidden]`, or a pair (data, scales) that is quantised already.
+                Not changed before `dispatch_b`.
+            topk_output: Has `topk_ids`, integers `[num_tokens, router_topk]` with -1 for an unused
+                choice, and `topk_weights` of that shape.
+            tbo_subbatch_index: Names the micro-batch, where several share this dispatcher.
+
+        Raises:
+            RuntimeError: This micro-batch is not before its dispatch.
+            ValueError: A shape is wrong on some rank.
+            TypeError: A dtype is wrong on some rank.
+        """
+        batch = self._micro_batches.setdefault(tbo_subbatch_index, _MicroBatch())
+        batch.advance("dispatch_a", _Stage.INITIAL, _Stage.AFTER_DISPATCH_A)
+        try:
+            hidden_states, topk_output = self._pre_dispatch.run(self, hidden_states, topk_output)
+            batch.is_low_latency = self._resolve_low_latency()
+            buffer = self._buffers[batch.is_low_latency]
+            ids, weights = topk_output.topk_ids, topk_output.topk_weights
+            fault = self._fault(hidden_states, ids, weights)
+            if fault is not None:
+                buffer.reject("dispatch", fault)
+            num_ranks = buffer.communicator.num_ranks
+            batch.topk_ids, batch.topk_weights = ids, weights
+            # Rounded up, as in DeepEP's callers: a hint for the grouped GEMM.
+            batch.expected_m = (ids.numel() * num_ranks + self.num_experts) // self.num_experts
+            batch.dispatch = begin_dispatch(
+                buffer,
+                hidden_states,
+                ids,
+                None if batch.is_low_latency else weights,
+                layout=Layout.LOW_LATENCY if batch.is_low_latency else Layout.RANK_MAJOR,
+                expert_alignment=1 if batch.is_low_latency else self.expert_alignment,
+                quantization=self._quantization,
+            )
+        except BaseException:
+            del self._micro_batches[tbo_subbatch_index]
+            raise
+
+    def dispatch_b(self, *, tbo_subbatch_index: int | None = None) -> Any:
+        """Wait for what `dispatch_a` began.
+
+        Returns:
+            A `DeepEPNormalDispatchOutput` or a `DeepEPLLDispatchOutput`.
+        """
+        batch = self._micro_batch("dispatch_b", tbo_subbatch_index)
+        batch.advance("dispatch_b", _Stage.AFTER_DISPATCH_A, _Stage.AFTER_DISPATCH_B)
+        assert batch.dispatch is not None
+        try:
+            result = batch.dispatch.wait()
+        except BaseException:
+            del self._micro_batches[tbo_subbatch_index]
+            raise
+        batch.dispatch = None
+        batch.handle = result.handle
+        if batch.is_low_latency:
+            output = DeepEPLLDispatchOutput(
+                by_expert(result.x, result.num_tokens_per_expert.numel()),
+                result.x_sf,
+                batch.topk_ids,
+                batch.topk_weights,
+                result.num_tokens_per_expert.to(torch.int32),
+                batch.expected_m,
+            )
+        else:
+            output = DeepEPNormalDispatchOutput(
+                result.x,
+                result.x_sf,
+                result.topk_idx,
+                result.topk_weights,
+                result.expert_offsets.diff().tolist(),
+            )
+        (output,) = self._post_dispatch.run(self, output)
+        return output
+
+    def combine(self, combine_input: Any, *, tbo_subbatch_index: int | None = None) -> torch.Tensor:
+        """Both phases in one; see `combine_a` and `combine_b`."""
+        self.combine_a(combine_input, tbo_subbatch_index=tbo_subbatch_index)
+        return self.combine_b(tbo_subbatch_index=tbo_subbatch_index)
+
+    def combine_a(self, combine_input: Any, *, tbo_subbatch_index: int | None = None) -> None:
+        """Begin to bring the experts' outputs back. Collective.
+
+        Args:
+            combine_input: (hidden_states, topk_ids, topk_weights). After a normal dispatch:
+                `[M, hidden]`, the weighted sum of a row's local experts. After a low-latency one:
+                `[num_local_experts, n, hidden]`, unweighted, and the weights of this rank's tokens.
+            tbo_subbatch_index: As in `dispatch_a`.
+        """
+        batch = self._micro_batch("combine_a", tbo_subbatch_index)
+        batch.advance("combine_a", _Stage.AFTER_DISPATCH_B, _Stage.AFTER_COMBINE_A)
+        assert batch.handle is not None
+        try:
+            (combine_input,) = self._pre_combine.run(self, combine_input)
+            hidden_states, _, topk_weights = combine_input
+            if batch.is_low_latency:
+                hidden_states = hidden_states.flatten(0, -2)
+            batch.combine = begin_combine(
+                self._buffers[batch.is_low_latency],
+                hidden_states,
+                batch.handle,
+                topk_weights=topk_weights if batch.is_low_latency else None,
+            )
+        except BaseException:
+            del self._micro_batches[tbo_subbatch_index]
+            raise
+
+    def combine_b(self, *, tbo_subbatch_index: int | None = None) -> torch.Tensor:
+        """Wait for what `combine_a` began.
+
+        Returns:
+            `[num_tokens, hidden]`, dtype of the experts' outputs.
+        """
+        batch = self._micro_batch("combine_b", tbo_subbatch_index)
+        batch.advance("combine_b", _Stage.AFTER_COMBINE_A, _Stage.INITIAL)
+        del self._micro_batches[tbo_subbatch_index]
+        assert batch.combine is not None
+        (hidden_states,) = self._post_combine.run(self, batch.combine.wait())
+        result: torch.Tensor = hidden_states
+        return result
+
+    def set_quant_config(self, quant_config: dict[str, Any]) -> None:
+        """Say how rows travel from the next dispatch on; the same on every rank.
+
+        Args:
+            quant_config: "quantization": a `Quantization` or None. "dispatcher_output_dtype": "bf16",
+                "fp8" (`FP8_BLOCK128`) or "mxfp8". "weight_dtype": of the experts, which does not matter
+                here. "input_global_scale": None, because NVFP4 is not offered.
+
+        Raises:
+            ValueError: A key or a value is unknown.
+            NotImplementedError: NVFP4 is asked for.
+        """
+        known = {"quantization", "dispatcher_output_dtype", "weight_dtype", "input_global_scale"}
+        unknown = set(quant_config) - known
+        if unknown:
+            raise ValueError(
+                f"quant_config may have {sorted(known)}, got {sorted(unknown)} as well"
+            )
+        if quant_config.get("input_global_scale") is not None:
+            raise NotImplementedError("NVFP4 dispatch (input_global_scale) is not offered")
+        if "dispatcher_output_dtype" in quant_config:
+            dtype = quant_config["dispatcher_output_dtype"]
+            dtype = getattr(dtype, "value", dtype)
+            if dtype not in _QUANTIZATION_OF_DTYPE:
+                raise ValueError(
+                    f"dispatcher_output_dtype must be one of {sorted(_QUANTIZATION_OF_DTYPE)}, got "
+                    f"{dtype!r}"
+                )
+            self._quantization = _QUANTIZATION_OF_DTYPE[dtype]
+        if "quantization" in quant_config:
+            self._quantization = quant_config["quantization"]
+        self.quant_config = dict(quant_config)
+
+    def set_overlap_args(
+        self, combine_overlap_args: Any, meta_overlap_args: dict[str, Any]
+    ) -> None:
+        """Keep what GPU kernels use to combine while experts compute.
+
+        On the CPU a combine reads outputs that are complete, so this has no effect.
+        """
+        self.overlap_args = combine_overlap_args
+        self.meta_overlap_args = meta_overlap_args
+
+    def clear_overlap_args(self) -> None:
+        """Undo `set_overlap_args`."""
+        self.overlap_args = None
+        self.meta_overlap_args = None
+
+    def register_pre_dispatch_hook(self, hook: Callable[..., Any]) -> RemovableHook:
+        """Call `hook(dispatcher, hidden_states, topk_output)` before every dispatch; may replace both."""
+        return self._pre_dispatch.register(hook)
+
+    def register_post_dispatch_hook(self, hook: Callable[..., Any]) -> RemovableHook:
+        """Call `hook(dispatcher, dispatch_output)` after every dispatch; may replace it."""
+        return self._post_dispatch.register(hook)
+
+    def register_pre_combine_hook(self, hook: Callable[..., Any]) -> RemovableHook:
+        """Call `hook(dispatcher, combine_input)` before every combine; may replace it."""
+        return self._pre_combine.register(hook)
+
+    def register_post_combine_hook(self, hook: Callable[..., Any]) -> RemovableHook:
+        """Call `hook(dispatcher, hidden_states)` after every combine; may replace them."""
+        return self._post_combine.register(hook)
+
+    def register_deepep_dispatch_hook(self, hook: Callable[..., Any]) -> RemovableHook:
+        """Call `hook(dispatcher)` between the phases of every `dispatch`."""
+        return self._between_phases.register(hook)
+
+    def _resolve_low_latency(self) -> bool:
+        if self.deepep_mode != "auto":
+            return bool(self.deepep_mode == "low_latency")
+        assert self._is_extend_in_batch is not None
+        return not self._is_extend_in_batch()
+
+    def _micro_batch(self, method: str, index: int | None) -> _MicroBatch:
+        batch = self._micro_batches.get(index)
+        if batch is None:
+            raise RuntimeError(f"{method} is called {_Stage.INITIAL.value}")
+        return batch
+
+    def _fault(
+        self, hidden_states: Any, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Exception | None:
+        """What is wrong with the input beyond what the buffer checks, or None."""
+        rows = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
+        if ids.dim() != 2 or ids.shape[1] != self.router_topk:
+            return ValueError(
+                f"topk_ids must have {self.router_topk} columns, got shape {tuple(ids.shape)}"
+            )
+        if weights.shape != ids.shape:
+            return ValueError(
+                f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must have one "
+                f"shape"
+            )
+        if self.hidden_size is not None and rows.shape[-1] != self.hidden_size:
+            return ValueError(
+                f"hidden_states has hidden {rows.shape[-1]}, hidden_size is {self.hidden_size}"
+            )
+        is_quantized = isinstance(hidden_states, tuple)
+        if self.params_dtype not in (None, rows.dtype) and not is_quantized:
+            return TypeError(f"hidden_states is {rows.dtype}, params_dtype is {self.params_dtype}")
+        return None
+
+
+def _sglang_is_extend_in_batch() -> Callable[[], bool]:
+    """SGLang's own answer to whether the batch holds prefill."""
+    try:
+        module = importlib.import_module("sglang.srt.layers.dp_attention")
+    except ImportError as error:
+        raise ValueError(
+            'deepep_mode="auto" needs is_extend_in_batch where SGLang cannot be imported'
+        ) from error
+    function: Callable[[], bool] = module.get_is_extend_in_batch
+    return function

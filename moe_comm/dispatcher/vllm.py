@@ -1,0 +1,411 @@
+"""vLLM's shape: prepare and finalize around fused experts, and the manager that makes their buffers.
+
+Where vLLM can be imported its base classes, formats and metadata are used; without it the classes of
+`vllm_formats` say the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from moe_comm.buffer import EpBuffer
+from moe_comm.config import Layout
+from moe_comm.dispatcher.phases import (
+    PendingCombine,
+    PendingDispatch,
+    begin_combine,
+    begin_dispatch,
+    by_expert,
+)
+from moe_comm.dispatcher.vllm_formats import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    PrepareAndFinalizeBase,
+    current_ubatch_id,
+)
+from moe_comm.handles import DispatchHandle
+from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
+
+__all__ = [
+    "ExpertTokensMetadata",
+    "FusedMoEActivationFormat",
+    "VllmPrepareAndFinalize",
+    "weight_and_reduce",
+]
+
+_PrepareResult = tuple[
+    torch.Tensor, torch.Tensor | None, Any, torch.Tensor | None, torch.Tensor | None
+]
+
+
+def weight_and_reduce(
+    fused_expert_output: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    apply_router_weight_on_input: bool,
+) -> torch.Tensor:
+    """Sum the outputs of a row's experts, in top-k order and float32. Local.
+
+    Args:
+        fused_expert_output: `[M, num_topk, hidden]`, or `[M, hidden]`, which is summed already.
+        topk_weights: `[M, num_topk]`, 0 where the expert is elsewhere.
+        apply_router_weight_on_input: The weights are in the outputs already; those of weight 0 are left
+            out.
+
+    Returns:
+        `[M, hidden]`, dtype of the outputs.
+    """
+    if fused_expert_output.dim() == 2:
+        return fused_expert_output
+    is_local = topk_weights != 0
+    weights = is_local.float() if apply_router_weight_on_input else topk_weights.float()
+    total = torch.zeros_like(fused_expert_output[:, 0], dtype=torch.float32)
+    for topk_pos in range(weights.shape[1]):
+        # What stands where an expert is elsewhere is not defined: it may be NaN.
+        rows = fused_expert_output[:, topk_pos].float()
+        rows = rows.masked_fill(~is_local[:, topk_pos, None], 0)
+        total += rows * weights[:, topk_pos, None]
+    return total.to(fused_expert_output.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Prepared:
+    """What a finalize needs of the prepare before it."""
+
+    pending: PendingDispatch
+
+    @property
+    def handle(self) -> DispatchHandle:
+        """Of the dispatch, which has ended by the time it is asked for."""
+        return self.pending.result.handle
+
+
+class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
+    """vLLM's `FusedMoEPrepareAndFinalizeModular` on `EpBuffer`, for inference: no gradients.
+
+    Every rank calls in the same order. A micro-batch (`ubatch_id`) is prepared and finalised in turn;
+    several may be in flight.
+
+    Args:
+        buffer: Of the expert-parallel group; see `VllmAll2AllManager.get_handle`. The batched format
+            needs its `num_max_tokens_per_rank`.
+        is_batched: Rows lie at fixed places of every expert (`BatchedExperts`, for decode); else in
+            order of source rank (`Standard`).
+        quantization: Of dispatched rows, in place of what `quant_config` asks for. "auto": by
+            `quant_config`.
+        ubatch_id: Names the current micro-batch; None for vLLM's own, or one micro-batch without vLLM.
+
+    Raises:
+        ValueError: The batched format without `num_max_tokens_per_rank`.
+    """
+
+    def __init__(
+        self,
+        buffer: EpBuffer,
+        *,
+        is_batched: bool = False,
+        quantization: Quantization | Literal["auto"] | None = "auto",
+        ubatch_id: Callable[[], int] | None = None,
+    ) -> None:
+        # vLLM's base keeps its configuration objects, of which nothing is needed here.
+        if is_batched and buffer.config.num_max_tokens_per_rank is None:
+            raise ValueError(
+                "the batched format needs a buffer with num_max_tokens_per_rank, got None"
+            )
+        self.buffer = buffer
+        self.is_batched = is_batched
+        self._quantization = quantization
+        self._with_packed_scales = False
+        self._ubatch_id = current_ubatch_id() if ubatch_id is None else ubatch_id
+        self._prepared: dict[int, _Prepared] = {}
+        is_local = buffer.expert_rank == buffer.communicator.rank_idx
+        self._global_ids = is_local.nonzero().flatten()
+        elsewhere = (~is_local).nonzero().flatten()
+        # Fused experts take ids for valid that their expert_map then turns into "not here".
+        self._id_elsewhere = int(elsewhere[0]) if elsewhere.numel() else -1
+
+    @staticmethod
+    def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
+        """The hidden size at which rows can be moved: a multiple of 16 bytes."""
+        multiple = 16 // dtype.itemsize
+        return -(-hidden_size // multiple) * multiple
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Ask the experts whether FP8 scales may come packed (UE8M0)."""
+        self._with_packed_scales = bool(fused_experts.supports_packed_ue8m0_act_scales())
+
+    @property
+    def activation_format(self) -> Any:
+        """BatchedExperts or Standard."""
+        formats = FusedMoEActivationFormat
+        return formats.BatchedExperts if self.is_batched else formats.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """int64."""
+        return torch.int64
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """Of the batched format; None otherwise, which takes any number."""
+        return self.buffer.config.num_max_tokens_per_rank if self.is_batched else None
+
+    def num_dispatchers(self) -> int:
+        """Ranks that send tokens."""
+        return self.buffer.communicator.num_ranks
+
+    def output_is_reduced(self) -> bool:
+        """True: finalize returns sums over all ranks."""
+        return True
+
+    def supports_async(self) -> bool:
+        """True: `prepare_async` and `finalize_async` return before peers have answered."""
+        return True
+
+    def supports_deferred_moe_finalize(self) -> bool:
+        """False: the sum over ranks happens in finalize."""
+        return False
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> _PrepareResult:
+        """Quantise and dispatch. Collective.
+
+        Args:
+            a1: `[num_tokens, hidden]`.
+            topk_weights: `[num_tokens, num_topk]`.
+            topk_ids: Integers `[num_tokens, num_topk]`, global expert ids; -1 marks an unused choice.
+            num_experts: Over all ranks.
+            expert_map: Not needed: the buffer knows the placement.
+            apply_router_weight_on_input: Multiply rows by their weight before they travel; one choice
+                per token.
+            quant_config: Says `quant_dtype` and `block_shape` of the experts' input.
+            defer_input_quant: The experts quantise; rows travel as they are.
+
+        Returns:
+            Rows; their scales or None; token counts; and in the standard format the ids and weights of
+            every row (global ids, of an expert elsewhere where the choice is not local; weights 0
+            there), in the batched format None and None.
+
+        Raises:
+            ValueError: A shape is wrong, or several choices with `apply_router_weight_on_input`.
+            NotImplementedError: A quantisation that cannot be done in the dispatch.
+        """
+        hook, receiver = self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        hook()
+        return receiver()
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], _PrepareResult]]:
+        """Begin what `prepare` does; arguments and errors as there.
+
+        Returns:
+            A hook that waits, and a receiver that returns what `prepare` returns. Both may be called
+            any number of times.
+        """
+        del expert_map
+        buffer = self.buffer
+        fault = None
+        if num_experts != buffer.config.num_experts:
+            fault = f"num_experts is {num_experts}, the buffer has {buffer.config.num_experts}"
+        if apply_router_weight_on_input and topk_ids.shape[1] != 1:
+            fault = (
+                f"apply_router_weight_on_input needs 1 choice per token, got {topk_ids.shape[1]}"
+            )
+        if fault is not None:
+            buffer.reject("dispatch", ValueError(fault))
+        quantization = self._resolve_quantization(quant_config, defer_input_quant)
+        if apply_router_weight_on_input:
+            a1 = a1 * topk_weights.to(a1.dtype)
+        pending = begin_dispatch(
+            buffer,
+            a1,
+            topk_ids,
+            None if self.is_batched else topk_weights,
+            layout=Layout.LOW_LATENCY if self.is_batched else Layout.RANK_MAJOR,
+            quantization=quantization,
+        )
+        self._prepared[self._ubatch_id()] = _Prepared(pending)
+
+        def hook() -> None:
+            pending.wait()
+
+        return hook, lambda: self._receive(pending)
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any = None,
+    ) -> None:
+        """Weigh and sum the experts' outputs, bring them back, write the sums to `output`. Collective.
+
+        Args:
+            output: `[num_tokens, hidden]`, written in place.
+            fused_expert_output: Standard: `[M, num_topk, hidden]`, or `[M, hidden]` that is summed over
+                a row's experts already. Batched: `[num_local_experts, n, hidden]`, unweighted.
+            topk_weights: As `prepare` returned them; batched: of this rank's tokens.
+            topk_ids: The same.
+            apply_router_weight_on_input: As in `prepare`.
+            weight_and_reduce_impl: Object of vLLM whose `apply` weighs and sums; None, or one that
+                delegates, for `weight_and_reduce`.
+        """
+        hook, receiver = self.finalize_async(
+            output,
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )
+        hook()
+        receiver()
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any = None,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Begin what `finalize` does; arguments and errors as there.
+
+        Returns:
+            A hook that waits, and a receiver after which `output` holds the sums.
+
+        Raises:
+            RuntimeError: This micro-batch is not prepared.
+        """
+        prepared = self._prepared.pop(self._ubatch_id(), None)
+        if prepared is None:
+            raise RuntimeError(
+                f"micro-batch {self._ubatch_id()} is finalised before it is prepared"
+            )
+        weights = None
+        if self.is_batched:
+            rows = fused_expert_output.flatten(0, -2)
+            if not apply_router_weight_on_input:
+                weights = topk_weights
+        else:
+            rows = self._reduce_locally(
+                fused_expert_output,
+                topk_weights,
+                topk_ids,
+                apply_router_weight_on_input,
+                weight_and_reduce_impl,
+            )
+        takes_out = output.is_contiguous() and output.dtype is rows.dtype
+        pending = begin_combine(
+            self.buffer,
+            rows,
+            prepared.handle,
+            topk_weights=weights,
+            out=output if takes_out else None,
+        )
+        return self._take_combined(pending, None if takes_out else output)
+
+    @staticmethod
+    def _take_combined(
+        pending: PendingCombine, copy_to: torch.Tensor | None
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        def hook() -> None:
+            pending.wait()
+
+        def receiver() -> None:
+            sums = pending.wait()
+            if copy_to is not None:
+                copy_to.copy_(sums)
+
+        return hook, receiver
+
+    def _reduce_locally(
+        self,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        impl: Any,
+    ) -> torch.Tensor:
+        if impl is None or type(impl).__name__ == "TopKWeightAndReduceDelegate":
+            return weight_and_reduce(
+                fused_expert_output,
+                topk_weights,
+                apply_router_weight_on_input=apply_router_weight_on_input,
+            )
+        reduced: torch.Tensor = impl.apply(
+            output=None,
+            fused_expert_output=fused_expert_output,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+        return reduced
+
+    def _receive(self, pending: PendingDispatch) -> _PrepareResult:
+        result = pending.wait()
+        counts = result.num_tokens_per_expert.to(torch.int32)
+        metadata = ExpertTokensMetadata(
+            expert_num_tokens=counts.to(result.x.device), expert_num_tokens_cpu=counts
+        )
+        if self.is_batched:
+            rows = by_expert(result.x, counts.numel())
+            return rows, result.x_sf, metadata, None, None
+        assert result.topk_idx is not None
+        ids = torch.full_like(result.topk_idx, self._id_elsewhere)
+        is_local = result.topk_idx >= 0
+        ids[is_local] = self._global_ids[result.topk_idx[is_local]]
+        return result.x, result.x_sf, metadata, ids, result.topk_weights
+
+    def _resolve_quantization(
+        self, quant_config: Any, defer_input_quant: bool
+    ) -> Quantization | None:
+        """How rows travel; what cannot be done in the dispatch is refused on every rank."""
+        if self._quantization != "auto":
+            return self._quantization
+        dtype = getattr(quant_config, "quant_dtype", None)
+        if defer_input_quant or dtype is None:
+            return None
+        block_shape = getattr(quant_config, "block_shape", None)
+        if dtype is torch.float8_e4m3fn and block_shape is not None and block_shape[-1] == 128:
+            if self._with_packed_scales:
+                return dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0)
+            return FP8_BLOCK128
+        if dtype == "mxfp8":
+            return MXFP8
+        raise NotImplementedError(
+            f"rows cannot be quantised to {dtype} with blocks {block_shape} while they are "
+            "dispatched; let the experts do it (defer_input_quant=True)"
+        )

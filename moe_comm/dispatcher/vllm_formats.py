@@ -1,0 +1,77 @@
+"""Names that vLLM's fused experts know: its own where it can be imported, the same words elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "All2AllManagerBase",
+    "ExpertTokensMetadata",
+    "FusedMoEActivationFormat",
+    "PrepareAndFinalizeBase",
+    "current_ubatch_id",
+]
+
+
+class _ActivationFormat(enum.Enum):
+    """How dispatched rows lie: `[M, hidden]`, or `[num_local_experts, n, hidden]`."""
+
+    Standard = ("standard",)
+    BatchedExperts = ("batched_experts",)
+
+
+@dataclasses.dataclass
+class _TokensMetadata:
+    """Choices of every local expert, int32 `[num_local_experts]`, on the device and on the host."""
+
+    expert_num_tokens: torch.Tensor | None
+    expert_num_tokens_cpu: torch.Tensor | None
+    psum_recv_per_rank: torch.Tensor | None = None
+
+
+class _PrepareAndFinalize:
+    """Stands in for vLLM's abstract base."""
+
+
+class _All2AllManager:
+    """Stands in for vLLM's base."""
+
+
+def vllm_module(name: str) -> Any:
+    """A module of vLLM, or None where it cannot be imported."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    try:
+        return importlib.import_module(f"vllm.{name}")
+    except ImportError:  # it imports its kernels, which a machine without a GPU may lack
+        return None
+
+
+def current_ubatch_id() -> Callable[[], int]:
+    """VLLM's number of the micro-batch that runs in this thread; 0 without vLLM."""
+    module = vllm_module("v1.worker.ubatching")
+    if module is None:
+        return lambda: 0
+    function: Callable[[], int] = module.dbo_current_ubatch_id
+    return function
+
+
+_kernel = vllm_module("model_executor.layers.fused_moe.modular_kernel")
+FusedMoEActivationFormat: Any = _ActivationFormat
+ExpertTokensMetadata: Any = _TokensMetadata
+PrepareAndFinalizeBase: Any = _PrepareAndFinalize
+if _kernel is not None:
+    FusedMoEActivationFormat = _kernel.FusedMoEActivationFormat
+    ExpertTokensMetadata = _kernel.ExpertTokensMetadata
+    PrepareAndFinalizeBase = _kernel.FusedMoEPrepareAndFinalizeModular
+_communicator = vllm_module("distributed.device_communicators.base_device_communicator")
+All2AllManagerBase: Any = _All2AllManager
+if _communicator is not None:
+    All2AllManagerBase = _communicator.All2AllManagerBase

@@ -1,0 +1,215 @@
+"""vLLM's manager of all-to-all buffers: `All2AllManagerBase`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.buffer import EpBuffer
+from moe_comm.config import ROW_BYTES_MULTIPLE, Layout
+from moe_comm.dispatcher.vllm_formats import All2AllManagerBase, current_ubatch_id
+from moe_comm.group_buffers import group_buffers
+from moe_comm.handles import DispatchHandle
+
+__all__ = ["VllmAll2AllManager"]
+
+# What vLLM and DeepEP call one thing.
+_ALIASES = {
+    "num_global_experts": "num_experts",
+    "max_num_tokens_per_dp_rank": "num_max_tokens_per_rank",
+    "max_num_tokens_per_rank": "num_max_tokens_per_rank",
+}
+
+
+class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
+    """Makes the buffers of one expert-parallel group, and gathers and scatters whole batches.
+
+    Args:
+        cpu_group: Process group, bootstrap, or None for the default group.
+        tcp_store_group: Of vLLM's stateless groups; ranks are found by `cpu_group`. Must be None.
+        dp_rank: This rank among the data-parallel ranks; None: every rank has tokens of its own.
+        dp_world_size: Data-parallel ranks; None: all.
+        tp_group: Kept for callers that look at it.
+        ubatch_id: Names the current micro-batch; None for vLLM's own, or one micro-batch without vLLM.
+        backend: As in `Communicator`.
+    """
+
+    support_fault_tolerance = False
+
+    def __init__(
+        self,
+        cpu_group: dist.ProcessGroup | Bootstrap | None,
+        tcp_store_group: Any = None,
+        *,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
+        tp_group: Any = None,
+        ubatch_id: Callable[[], int] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if tcp_store_group is not None:
+            raise ValueError("tcp_store_group must be None: give a process group or a Bootstrap")
+        self.cpu_group = cpu_group
+        self._group_buffers = group_buffers(cpu_group, backend=backend)
+        communicator = self._group_buffers.communicator
+        self.rank = communicator.rank_idx
+        self.world_size = communicator.num_ranks
+        self.dp_rank = self.rank if dp_rank is None else dp_rank
+        self.dp_world_size = self.world_size if dp_world_size is None else dp_world_size
+        self.tp_group = tp_group
+        self.internode = False  # a communicator of this version is on one machine
+        self._ubatch_id = current_ubatch_id() if ubatch_id is None else ubatch_id
+        self._gathered: dict[int, DispatchHandle] = {}
+
+    def get_handle(self, kwargs: dict[str, Any]) -> EpBuffer:
+        """The buffer for `VllmPrepareAndFinalize`, one per arguments. Collective on first use.
+
+        Args:
+            kwargs: "num_experts" (or "num_global_experts"); "num_max_tokens_per_rank" (or
+                "max_num_tokens_per_dp_rank") for the batched format; "expert_rank". Checked where given:
+                "num_ep_ranks", "num_local_experts". "token_hidden_size" is not needed: rows may be of
+                any size.
+
+        Raises:
+            ValueError: A number does not fit this group, or `num_experts` is missing.
+            TypeError: A key is unknown.
+        """
+        wanted = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+        num_experts = wanted.pop("num_experts", None)
+        if num_experts is None:
+            raise ValueError(f"get_handle needs num_experts, got {sorted(kwargs)}")
+        most_tokens = wanted.pop("num_max_tokens_per_rank", None)
+        expert_rank = wanted.pop("expert_rank", None)
+        num_ranks = wanted.pop("num_ep_ranks", self.world_size)
+        num_local_experts = wanted.pop("num_local_experts", None)
+        wanted.pop("token_hidden_size", None)
+        if wanted:
+            raise TypeError(f"get_handle does not know {sorted(wanted)}")
+        if num_ranks != self.world_size:
+            raise ValueError(f"num_ep_ranks is {num_ranks}, the group has {self.world_size}")
+        buffer = self._group_buffers.get(
+            num_experts, num_max_tokens_per_rank=most_tokens, expert_rank=expert_rank
+        )
+        if num_local_experts not in (None, buffer.num_local_experts):
+            raise ValueError(
+                f"num_local_experts is {num_local_experts}, this rank has {buffer.num_local_experts}"
+            )
+        return buffer
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[torch.Tensor] | None = None,
+    ) -> tuple[Any, ...]:
+        """Bring every rank's batch to every rank, in rank order. Collective.
+
+        For experts that work on whole batches; `VllmPrepareAndFinalize` moves each token to its experts
+        only.
+
+        Args:
+            hidden_states: `[num_tokens, hidden]`, rows a multiple of 16 bytes; numbers of tokens may
+                differ.
+            topk_weights: `[num_tokens, num_topk]`.
+            topk_ids: The same.
+            is_sequence_parallel: Every rank has tokens of its own although tensors are parallel too.
+            extra_tensors: More tensors of `num_tokens` rows, gathered as well.
+
+        Returns:
+            The three gathered, and the list of extra tensors where there are some.
+
+        Raises:
+            NotImplementedError: Ranks of one tensor-parallel group have the same tokens.
+        """
+        return self._gather(
+            hidden_states, [topk_weights, topk_ids], is_sequence_parallel, extra_tensors
+        )
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[torch.Tensor] | None = None,
+    ) -> tuple[Any, ...]:
+        """As `dispatch`, with router logits in place of weights and ids."""
+        return self._gather(hidden_states, [router_logits], is_sequence_parallel, extra_tensors)
+
+    def combine(
+        self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False
+    ) -> torch.Tensor:
+        """Sum every rank's rows for the tokens of the dispatch before, in rank order. Collective.
+
+        Args:
+            hidden_states: `[sum of num_tokens of all ranks, hidden]`.
+            is_sequence_parallel: As in `dispatch`.
+
+        Returns:
+            `[num_tokens, hidden]`, this rank's tokens.
+
+        Raises:
+            RuntimeError: There was no dispatch.
+        """
+        self._check_tokens_are_own(is_sequence_parallel)
+        handle = self._gathered.pop(self._ubatch_id(), None)
+        if handle is None:
+            raise RuntimeError("combine is called before dispatch")
+        return self._gather_buffer().combine(hidden_states.contiguous(), handle)
+
+    def set_num_sms(self, num_sms: int) -> None:
+        """Of GPU kernels; checked, without effect on the CPU."""
+        if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 0:
+            raise ValueError(f"num_sms must be an int >= 0, got {num_sms!r}")
+
+    def max_sms_used(self) -> int | None:
+        """None: communication takes no SM on the CPU."""
+        return None
+
+    def destroy(self) -> None:
+        """End the communicator of the group and all its buffers, whoever uses them. Idempotent."""
+        self._group_buffers.destroy()
+
+    def _gather_buffer(self) -> EpBuffer:
+        # One expert on every rank: a token that chooses all of them goes everywhere.
+        return self._group_buffers.get(self.world_size, key="whole batches")
+
+    def _check_tokens_are_own(self, is_sequence_parallel: bool) -> None:
+        if not is_sequence_parallel and self.dp_world_size != self.world_size:
+            raise NotImplementedError(
+                f"{self.dp_world_size} data-parallel ranks share their tokens among {self.world_size} "
+                "ranks: use sequence parallelism, or a group of the data-parallel ranks"
+            )
+
+    def _gather(
+        self,
+        hidden_states: torch.Tensor,
+        tensors: list[torch.Tensor],
+        is_sequence_parallel: bool,
+        extra_tensors: list[torch.Tensor] | None,
+    ) -> tuple[Any, ...]:
+        self._check_tokens_are_own(is_sequence_parallel)
+        buffer = self._gather_buffer()
+        everywhere = torch.arange(self.world_size).expand(hidden_states.shape[0], -1).contiguous()
+        result = buffer.dispatch(hidden_states.contiguous(), everywhere, layout=Layout.RANK_MAJOR)
+        self._gathered[self._ubatch_id()] = result.handle
+        more = [] if extra_tensors is None else extra_tensors
+        gathered = [_gather_rows(buffer, tensor, result.handle) for tensor in [*tensors, *more]]
+        outputs = (result.x, *gathered[: len(tensors)])
+        return outputs if extra_tensors is None else (*outputs, gathered[len(tensors) :])
+
+
+def _gather_rows(buffer: EpBuffer, tensor: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+    """Send the rows of a tensor of any dtype and shape to the places of `handle`."""
+    num_tokens = tensor.shape[0]
+    data = tensor.reshape(num_tokens, math.prod(tensor.shape[1:])).contiguous().view(torch.uint8)
+    num_bytes = data.shape[1]
+    padded = torch.nn.functional.pad(data, (0, -num_bytes % ROW_BYTES_MULTIPLE))
+    rows = buffer.dispatch(padded, None, handle=handle).x[:, :num_bytes].contiguous()
+    return rows.view(tensor.dtype).view(rows.shape[0], *tensor.shape[1:])

@@ -1,0 +1,107 @@
+"""A Mixture-of-Experts layer whose experts are spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.nn.experts import GroupedExperts
+from moe_comm.nn.router import Routing, TopKRouter
+
+__all__ = ["MoELayer"]
+
+
+class MoELayer(nn.Module):
+    """Router, dispatch, experts, combine.
+
+    Every rank of the group makes it and calls it in the same order. The router is the same on every
+    rank, and its gradient is of this rank's tokens: reduce it like other replicated parameters. The
+    experts are those of this rank, and their gradients are whole.
+
+    Args:
+        hidden: Elements of a token.
+        ffn_hidden: Elements between the two matrices of an expert.
+        num_experts: Over all ranks.
+        num_topk: Choices per token.
+        group: Process group, bootstrap, or None for the default group.
+        dispatcher: To use instead of one made for `group`: with quantisation, a capacity, another
+            placement of experts.
+        activation: Of the experts.
+        method: Of `GroupedExperts`.
+        dtype: Of the experts' parameters.
+        seed: Of the first parameters, which do not depend on the number of ranks.
+
+    Raises:
+        ValueError: A number breaks a rule, or `dispatcher` is for another number of experts.
+
+    Example:
+        ```python
+        layer = MoELayer(hidden=512, ffn_hidden=1024, num_experts=64, num_topk=4)
+        y = x + layer(x)
+        ```
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn_hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        group: dist.ProcessGroup | Bootstrap | None = None,
+        dispatcher: TokenDispatcher | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] = torch.relu,
+        method: Literal["auto", "loop", "grouped_mm"] = "auto",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if dispatcher is None:
+            dispatcher = TokenDispatcher(
+                num_experts,
+                group=group,
+                # What torch._grouped_mm asks for on a GPU, and what costs little.
+                expert_alignment=8 if dtype is torch.bfloat16 else 1,
+                weighted_by="combine",
+            )
+        if dispatcher.num_experts != num_experts:
+            raise ValueError(
+                f"num_experts is {num_experts}, the dispatcher has {dispatcher.num_experts}"
+            )
+        self.dispatcher = dispatcher
+        self.router = TopKRouter(hidden, num_experts, num_topk, seed=seed)
+        buffer = dispatcher.buffer
+        is_local = buffer.expert_rank == buffer.communicator.rank_idx
+        self.experts = GroupedExperts(
+            is_local.nonzero().flatten().tolist(),
+            hidden,
+            ffn_hidden,
+            activation=activation,
+            method=method,
+            dtype=dtype,
+            seed=seed,
+        )
+
+    def forward(self, hidden: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
+        """Collective.
+
+        Args:
+            hidden: `[..., hidden]`, any number of tokens, which may differ between ranks.
+            routing: Of these tokens, where a router elsewhere chose; None: this layer's router does.
+
+        Returns:
+            `[..., hidden]`, dtype of `hidden`: the weighted sum of every token's experts.
+        """
+        if routing is None:
+            routing = self.router(hidden)
+        routed = self.dispatcher.dispatch(hidden, routing.topk_weights, topk_idx=routing.topk_idx)
+        out = self.experts(routed.tokens, routed.expert_offsets)
+        if routed.probs is not None:
+            out = (out * routed.probs[:, None]).to(out.dtype)
+        return self.dispatcher.combine(out, routed).to(hidden.dtype)
