@@ -1,0 +1,290 @@
+"""The dispatchers of this package as targets of `dispatcher_conformance`."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from moe_comm.config import Capacity
+from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.dispatcher.sglang import (
+    DeepEPLLCombineInput,
+    DeepEPNormalCombineInput,
+    SglangDispatcher,
+)
+from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
+from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
+from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
+from moe_comm.group_buffers import GroupBuffers
+from moe_comm.testing.dispatcher_conformance import DispatcherTarget
+from moe_comm.testing.dispatcher_oracle import DispatcherCase, RankTokens, expert_output
+
+__all__ = ["DISPATCHERS", "local_experts", "most_tokens"]
+
+
+def local_experts(buffers: GroupBuffers, case: DispatcherCase) -> torch.Tensor:
+    """int64 global ids of this rank's experts, ascending."""
+    buffer = buffers.get(case.num_experts)
+    return (buffer.expert_rank == buffer.communicator.rank_idx).nonzero().flatten()
+
+
+def most_tokens(case: DispatcherCase) -> int:
+    """A limit on a rank's tokens that is not reached."""
+    return max(case.num_tokens) + 1
+
+
+def _grouped_experts(
+    rows: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    num_filled: torch.Tensor,
+    expert_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Experts on rows grouped by expert; NaN in padding, which nobody may read."""
+    sizes = expert_offsets.diff().to(torch.int64)
+    num_rest = rows.shape[0] - int(sizes.sum())
+    # What lies behind the last expert is padding as well.
+    ids = torch.cat([torch.repeat_interleave(expert_ids, sizes), expert_ids.new_zeros(num_rest)])
+    out = expert_output(rows, ids)
+    position = torch.arange(rows.shape[0])
+    is_filled = torch.zeros(rows.shape[0], dtype=torch.bool)
+    starts = expert_offsets[:-1].to(torch.int64)
+    for start, filled in zip(starts.tolist(), num_filled.tolist(), strict=True):
+        is_filled |= (position >= start) & (position < start + filled)
+    return torch.where(is_filled[:, None], out, torch.full_like(out, float("nan")))
+
+
+def _dequantized(
+    data: torch.Tensor, scales: torch.Tensor | None, case: DispatcherCase
+) -> torch.Tensor:
+    """FP8_BLOCK128 rows in the dtype of the case."""
+    if scales is None:
+        return data
+    blocks = data.float().view(*scales.shape, 128) * scales[..., None]
+    return blocks.view(data.shape).to(case.dtype)
+
+
+def _run_plain(
+    buffers: GroupBuffers,
+    case: DispatcherCase,
+    tokens: RankTokens,
+    *,
+    weighted_by: Any,
+    by_map: bool = False,
+) -> torch.Tensor:
+    capacity = None
+    if case.num_rows_per_expert is not None:
+        capacity = Capacity(num_rows_per_expert=case.num_rows_per_expert, on_overflow="drop")
+    dispatcher = TokenDispatcher(
+        case.num_experts,
+        group=buffers.group,
+        expert_alignment=case.expert_alignment,
+        quantization=case.quantization,
+        capacity=capacity,
+        weighted_by=weighted_by,
+    )
+    if by_map:
+        num_tokens = tokens.x.shape[0]
+        columns = tokens.topk_idx.masked_fill(tokens.topk_idx < 0, case.num_experts)
+        dense = torch.zeros(num_tokens, case.num_experts + 1)
+        routing_map = dense.bool().scatter(1, columns, True)[:, :-1]
+        probs = dense.scatter(1, columns, tokens.topk_weights)[:, :-1]
+        routed = dispatcher.dispatch(tokens.x, probs, routing_map=routing_map)
+    else:
+        # A leading dimension more than the dispatcher needs, as models have it.
+        routed = dispatcher.dispatch(
+            tokens.x[None], tokens.topk_weights[None], topk_idx=tokens.topk_idx[None]
+        )
+    rows = routed.tokens
+    if case.quantization is not None:
+        rows = rows.dequantize()
+    out = _grouped_experts(
+        rows, routed.expert_offsets, routed.num_tokens_per_expert, local_experts(buffers, case)
+    )
+    if routed.probs is not None:
+        # 0 * NaN is NaN: padding stays what nobody may read.
+        out = (out * routed.probs[:, None]).to(out.dtype)
+    return dispatcher.combine(out, routed).view(tokens.x.shape)
+
+
+def _run_plain_by_experts(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    return _run_plain(buffers, case, tokens, weighted_by="experts")
+
+
+def _run_plain_by_combine(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    return _run_plain(buffers, case, tokens, weighted_by="combine")
+
+
+def _run_plain_by_map(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    return _run_plain(buffers, case, tokens, weighted_by="experts", by_map=True)
+
+
+def _run_torchtitan(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    config = TorchtitanTokenDispatcher.Config(
+        num_experts=case.num_experts,
+        top_k=case.num_topk,
+        pad_multiple=case.expert_alignment,
+        non_blocking_capacity_factor=case.capacity_factor,
+        hidden_dim=case.hidden,
+        num_max_tokens_per_rank=most_tokens(case),
+    )
+    dispatcher = config.build()
+    dispatcher.wire_group(buffers.group)
+    counts = torch.bincount(
+        tokens.topk_idx[tokens.topk_idx >= 0].flatten(), minlength=case.num_experts
+    )
+    rows, num_rows_per_expert, metadata = dispatcher.dispatch(
+        tokens.x, tokens.topk_weights, tokens.topk_idx, counts
+    )
+    offsets = torch.nn.functional.pad(num_rows_per_expert.cumsum(0), (1, 0))
+    # torchtitan's counts have the padding in them: it is computed like other rows.
+    out = _grouped_experts(rows, offsets, num_rows_per_expert, local_experts(buffers, case))
+    return dispatcher.combine(out, metadata, tokens.x)  # type: ignore[no-any-return]
+
+
+def _sglang_dispatcher(buffers: GroupBuffers, case: DispatcherCase, mode: str) -> SglangDispatcher:
+    dispatcher = SglangDispatcher(
+        buffers.group,
+        case.num_topk,
+        num_experts=case.num_experts,
+        hidden_size=case.hidden,
+        params_dtype=case.dtype,
+        deepep_mode=mode,
+        num_max_tokens_per_rank=most_tokens(case),
+    )
+    dispatcher.set_quant_config({"quantization": case.quantization})
+    return dispatcher
+
+
+def _by_choice(
+    rows: torch.Tensor, local_ids: torch.Tensor, expert_ids: torch.Tensor
+) -> torch.Tensor:
+    """`[M, K, hidden]`: every row through each of its experts; NaN where that is elsewhere."""
+    per_choice = []
+    for topk_pos in range(local_ids.shape[1]):
+        ids = local_ids[:, topk_pos]
+        global_ids = expert_ids[ids.clamp(min=0)] if expert_ids.numel() else ids
+        out = expert_output(rows, global_ids)
+        per_choice.append(out.masked_fill((ids < 0)[:, None], float("nan")))
+    return torch.stack(per_choice, 1)
+
+
+def _run_sglang_normal(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    dispatcher = _sglang_dispatcher(buffers, case, "normal")
+    topk_output = types.SimpleNamespace(
+        topk_ids=tokens.topk_idx.to(torch.int32), topk_weights=tokens.topk_weights
+    )
+    rows, scales, ids, weights, _ = dispatcher.dispatch(tokens.x, topk_output)
+    out = _by_choice(_dequantized(rows, scales, case), ids, local_experts(buffers, case)).float()
+    weighed = torch.where((ids >= 0)[..., None], out * weights[..., None], 0).sum(1)
+    return dispatcher.combine(DeepEPNormalCombineInput(weighed.to(case.dtype), ids, weights))
+
+
+def _places(rows: torch.Tensor, num_filled: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    """Experts on rows at fixed places; NaN behind the filled ones."""
+    out = torch.full(rows.shape, float("nan"), dtype=rows.dtype)
+    for local_expert_idx, filled in enumerate(num_filled.tolist()):
+        ids = expert_ids[local_expert_idx].expand(filled)
+        out[local_expert_idx, :filled] = expert_output(rows[local_expert_idx, :filled], ids)
+    return out
+
+
+def _run_sglang_low_latency(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    dispatcher = _sglang_dispatcher(buffers, case, "low_latency")
+    topk_output = types.SimpleNamespace(topk_ids=tokens.topk_idx, topk_weights=tokens.topk_weights)
+    output = dispatcher.dispatch(tokens.x, topk_output)
+    rows = _dequantized(output.hidden_states, output.hidden_states_scale, case)
+    out = _places(rows, output.masked_m, local_experts(buffers, case))
+    return dispatcher.combine(DeepEPLLCombineInput(out, output.topk_ids, output.topk_weights))
+
+
+def _run_vllm(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens, *, is_batched: bool
+) -> torch.Tensor:
+    manager = VllmAll2AllManager(buffers.group)
+    arguments = {"num_experts": case.num_experts, "num_ep_ranks": case.num_ranks}
+    if is_batched:
+        arguments["max_num_tokens_per_dp_rank"] = most_tokens(case)
+    prepare_finalize = VllmPrepareAndFinalize(manager.get_handle(arguments), is_batched=is_batched)
+    is_quantized = case.quantization is not None
+    quant_config = types.SimpleNamespace(
+        quant_dtype=torch.float8_e4m3fn if is_quantized else None,
+        block_shape=[128, 128] if is_quantized else None,
+    )
+    x, scales, metadata, ids, weights = prepare_finalize.prepare(
+        tokens.x, tokens.topk_weights, tokens.topk_idx, case.num_experts, None, False, quant_config
+    )
+    rows = _dequantized(x, scales, case)
+    experts = local_experts(buffers, case)
+    if is_batched:
+        out = _places(rows, metadata.expert_num_tokens, experts)
+        ids, weights = tokens.topk_idx, tokens.topk_weights
+    else:
+        assert ids is not None
+        assert weights is not None
+        # What vLLM calls expert_map: the local id of every expert, -1 of those elsewhere.
+        expert_map = torch.full((case.num_experts,), -1)
+        expert_map[experts] = torch.arange(experts.numel())
+        local_ids = torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])
+        out = _by_choice(rows, local_ids, experts)
+    output = torch.full(tokens.x.shape, float("nan"), dtype=case.dtype)
+    prepare_finalize.finalize(output, out, weights, ids, False, None)
+    return output
+
+
+def _run_vllm_standard(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    return _run_vllm(buffers, case, tokens, is_batched=False)
+
+
+def _run_vllm_batched(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    return _run_vllm(buffers, case, tokens, is_batched=True)
+
+
+_TRAINING = frozenset({"backward", "fp8", "rows per expert"})
+
+DISPATCHERS: tuple[DispatcherTarget, ...] = (
+    DispatcherTarget(name="plain", run=_run_plain_by_experts, features=_TRAINING, num_roundings=2),
+    DispatcherTarget(
+        name="plain, weighted in combine", run=_run_plain_by_combine, features=_TRAINING
+    ),
+    DispatcherTarget(
+        name="plain, by routing map", run=_run_plain_by_map, features=_TRAINING, num_roundings=2
+    ),
+    DispatcherTarget(
+        name="torchtitan", run=_run_torchtitan, features=frozenset({"backward", "rows"})
+    ),
+    DispatcherTarget(
+        name="sglang normal",
+        run=_run_sglang_normal,
+        features=frozenset({"fp8"}),
+        num_roundings=2,
+    ),
+    DispatcherTarget(
+        name="sglang low latency", run=_run_sglang_low_latency, features=frozenset({"fp8"})
+    ),
+    DispatcherTarget(
+        name="vllm standard",
+        run=_run_vllm_standard,
+        features=frozenset({"fp8"}),
+        num_roundings=2,
+    ),
+    DispatcherTarget(name="vllm batched", run=_run_vllm_batched, features=frozenset({"fp8"})),
+)
+"""Every dispatcher of this package, each once per way it is used."""
