@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 __all__ = [
     "Budget",
+    "LayoutName",
+    "ScaleSizes",
     "WindowSizes",
     "budget_bytes",
     "expected_recv_rows",
+    "limited_recv_rows",
     "live_heap_bytes",
+    "low_latency_recv_rows",
+    "rank_major_recv_rows",
     "receive_window_bytes",
     "round_window_bytes",
+    "scale_region_bytes",
     "window_sizes",
     "workspace_bytes",
     "worst_case_recv_rows",
 ]
+
+LayoutName = Literal["expert_major", "rank_major", "low_latency"]
 
 CACHE_LINE_BYTES = 64
 PAGE_BYTES = 4096
@@ -29,6 +38,24 @@ HUGE_PAGE_BYTES = 2 << 20
 ROW_HEADER_BYTES = 144
 ROW_MESSAGE_BYTES = 320
 CONTROL_BLOCK_BYTES = 640
+# Columns of scale factors start at multiples of this, as csrc/layout/window.h has it.
+SCALE_COLUMN_BYTES = 16
+TOPK_IDX_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleSizes:
+    """Scale factors of quantised rows.
+
+    Args:
+        num_scales: Per row.
+        scale_bytes: Bytes of one.
+        is_column_major: Factors of one block lie next to each other for successive rows.
+    """
+
+    num_scales: int
+    scale_bytes: int
+    is_column_major: bool = False
 
 
 def expected_recv_rows(
@@ -77,10 +104,124 @@ def worst_case_recv_rows(
     return num_rows + num_local_experts * (expert_alignment - 1)
 
 
-def receive_window_bytes(num_rows: int, row_bytes: int, weight_bytes: int = 0) -> int:
-    """The window of a dispatch: rows, then one weight per row, each part from a new cache line."""
-    weights_offset = _round_up(num_rows * row_bytes, CACHE_LINE_BYTES)
-    return _round_up(weights_offset + num_rows * weight_bytes, CACHE_LINE_BYTES)
+def rank_major_recv_rows(
+    num_ranks: int,
+    num_tokens: int,
+    num_topk: int,
+    *,
+    imbalance: float = 1.0,
+    worst_case: bool = False,
+) -> int:
+    """M of RANK_MAJOR: a token has one row on each of at most `min(K, R)` ranks.
+
+    `ceil(T * min(K, R) * imbalance)`, never more than all tokens, `R * T`, which is the worst case.
+
+    Example:
+        8 ranks, 4096 tokens, top-2: 8192. Top-8: 32768, every token of every rank.
+    """
+    num_all = num_ranks * num_tokens
+    if worst_case:
+        return num_all
+    spread = min(num_topk, num_ranks)
+    return min(num_all, expected_recv_rows(num_tokens, spread, imbalance=imbalance))
+
+
+def low_latency_recv_rows(num_ranks: int, num_tokens: int, num_local_experts: int) -> int:
+    """M of LOW_LATENCY: a place for every token of every rank at each local expert.
+
+    Example:
+        8 ranks, 128 tokens, 8 experts a rank: `8 * 8 * 128 = 8192`.
+    """
+    return num_local_experts * num_ranks * num_tokens
+
+
+def limited_recv_rows(
+    num_rows: int,
+    *,
+    capacity_rows: int | None = None,
+    capacity_rows_per_expert: int | None = None,
+    can_grow: bool = False,
+    num_local_experts: int = 0,
+    expert_alignment: int = 1,
+) -> int:
+    """M where a capacity limits it.
+
+    Args:
+        num_rows: Without a capacity.
+        capacity_rows: `Capacity.num_rows`: M is exactly this, or at least this if it can grow.
+        capacity_rows_per_expert: `Capacity.num_rows_per_expert`.
+        can_grow: Capacities of `on_overflow="grow"`.
+        num_local_experts: Experts of the rank that has most.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+
+    Example:
+        40000 rows, at most 1000 for each of 8 experts, alignment 16: `8 * 1008 = 8064`.
+    """
+    for name, value in (
+        ("capacity_rows", capacity_rows),
+        ("capacity_rows_per_expert", capacity_rows_per_expert),
+    ):
+        if value is not None and value < 0:
+            raise ValueError(f"{name} must be >= 0, got {value}")
+    if capacity_rows_per_expert is not None:
+        padded = _round_up(capacity_rows_per_expert, expert_alignment)
+        num_rows = min(num_rows, num_local_experts * padded)
+    if capacity_rows is not None:
+        num_rows = max(num_rows, capacity_rows) if can_grow else capacity_rows
+    return num_rows
+
+
+def scale_region_bytes(
+    num_rows: int, scales: ScaleSizes | None, *, num_rows_per_expert: int | None = None
+) -> int:
+    """Scale factors of a dispatched window.
+
+    Args:
+        num_rows: M.
+        scales: None for rows that are not quantised.
+        num_rows_per_expert: Places of one expert (LOW_LATENCY), else None: there, column-major factors
+            lie together for each expert and columns are not padded.
+
+    Example:
+        3 rows of 2 factors of 4 bytes: 24; column-major: columns of 4, `2 * 4 * 4 = 32`.
+    """
+    if scales is None:
+        return 0
+    num_columns = num_rows
+    if scales.is_column_major and num_rows_per_expert is None:
+        num_columns = _round_up(num_rows, SCALE_COLUMN_BYTES // scales.scale_bytes)
+    return num_columns * scales.num_scales * scales.scale_bytes
+
+
+def receive_window_bytes(
+    num_rows: int,
+    row_bytes: int,
+    weight_bytes: int = 0,
+    *,
+    scales: ScaleSizes | None = None,
+    layout: LayoutName = "expert_major",
+    num_topk: int = 1,
+    num_rows_per_expert: int | None = None,
+) -> int:
+    """The window of a dispatch: rows, scale factors, weights, ids, each from a new cache line.
+
+    Args:
+        num_rows: M.
+        row_bytes: Of a row as it is dispatched.
+        weight_bytes: Of a weight; 0 without.
+        scales: Of quantised rows, or None.
+        layout: RANK_MAJOR has K weights and K int64 ids a row, the others one weight and no ids.
+        num_topk: K; for RANK_MAJOR.
+        num_rows_per_expert: See `scale_region_bytes`.
+    """
+    num_per_row = num_topk if layout == "rank_major" else 1
+    num_bytes = _round_up(num_rows * row_bytes, CACHE_LINE_BYTES)
+    num_bytes += scale_region_bytes(num_rows, scales, num_rows_per_expert=num_rows_per_expert)
+    num_bytes = _round_up(num_bytes, CACHE_LINE_BYTES) + num_rows * num_per_row * weight_bytes
+    num_bytes = _round_up(num_bytes, CACHE_LINE_BYTES)
+    if layout == "rank_major":
+        num_bytes += num_rows * num_per_row * TOPK_IDX_BYTES
+    return _round_up(num_bytes, CACHE_LINE_BYTES)
 
 
 def round_window_bytes(num_bytes: int) -> int:
@@ -109,7 +250,8 @@ class WindowSizes:
 
     Args:
         num_recv_rows: M.
-        dispatched: Received rows and their weights.
+        dispatched: Received rows with their scale factors, weights and ids.
+        gradients: The same of a backward, whose rows are not quantised.
         expert_output: Rows of the experts, written in place or copied in.
         sums: Sums of a combine.
         control: Workspace of the buffer and control block of the rank.
@@ -117,6 +259,7 @@ class WindowSizes:
 
     num_recv_rows: int
     dispatched: int
+    gradients: int
     expert_output: int
     sums: int
     control: int
@@ -135,23 +278,47 @@ def window_sizes(
     expert_alignment: int = 1,
     imbalance: float = 1.0,
     worst_case: bool = False,
+    layout: LayoutName = "expert_major",
+    dispatched_row_bytes: int | None = None,
+    scales: ScaleSizes | None = None,
+    capacity_rows: int | None = None,
+    capacity_rows_per_expert: int | None = None,
+    can_grow: bool = False,
 ) -> WindowSizes:
-    """Sizes for EXPERT_MAJOR rows (RANK_MAJOR needs no more).
+    """Bytes of every kind of window.
 
     Args:
         num_ranks: R.
-        num_tokens: T.
+        num_tokens: T; LOW_LATENCY: `EpConfig.num_max_tokens_per_rank`.
         num_topk: K.
         num_experts: E.
         num_local_experts: Experts of the rank that has most.
-        row_bytes: Bytes of a row.
+        row_bytes: Bytes of a row of the experts' output and of a sum.
         weight_bytes: Bytes of a dispatched weight, 0 without weights.
         depth: `EpConfig.num_max_in_flight`.
         expert_alignment: Rows per local expert are padded to a multiple of this.
-        imbalance: Rows of the busiest rank over the mean; unused with `worst_case`.
+        imbalance: Rows of the busiest rank over the mean; unused with `worst_case` and LOW_LATENCY.
         worst_case: Every token goes to one rank.
+        layout: Order of received rows.
+        dispatched_row_bytes: Bytes of a row as it is dispatched, where it is quantised; None for
+            `row_bytes`.
+        scales: Scale factors of quantised rows, or None.
+        capacity_rows: See `limited_recv_rows`, like the two below.
+        capacity_rows_per_expert: Not LOW_LATENCY.
+        can_grow: Not LOW_LATENCY.
     """
-    if worst_case:
+    has_capacity = capacity_rows is not None or capacity_rows_per_expert is not None
+    if layout == "low_latency" and has_capacity:
+        raise ValueError("LOW_LATENCY has a place for every token and takes no capacity")
+    num_rows_per_expert = None
+    if layout == "low_latency":
+        num_rows = low_latency_recv_rows(num_ranks, num_tokens, num_local_experts)
+        num_rows_per_expert = num_ranks * num_tokens
+    elif layout == "rank_major":
+        num_rows = rank_major_recv_rows(
+            num_ranks, num_tokens, num_topk, imbalance=imbalance, worst_case=worst_case
+        )
+    elif worst_case:
         num_rows = worst_case_recv_rows(
             num_ranks,
             num_tokens,
@@ -167,9 +334,33 @@ def window_sizes(
             num_local_experts=num_local_experts,
             expert_alignment=expert_alignment,
         )
+    num_rows = limited_recv_rows(
+        num_rows,
+        capacity_rows=capacity_rows,
+        capacity_rows_per_expert=capacity_rows_per_expert,
+        can_grow=can_grow,
+        num_local_experts=num_local_experts,
+        expert_alignment=expert_alignment,
+    )
+    windows = [
+        receive_window_bytes(
+            num_rows,
+            of_row,
+            weight_bytes,
+            scales=of_scales,
+            layout=layout,
+            num_topk=num_topk,
+            num_rows_per_expert=num_rows_per_expert,
+        )
+        for of_row, of_scales in (
+            (row_bytes if dispatched_row_bytes is None else dispatched_row_bytes, scales),
+            (row_bytes, None),
+        )
+    ]
     return WindowSizes(
         num_recv_rows=num_rows,
-        dispatched=round_window_bytes(receive_window_bytes(num_rows, row_bytes, weight_bytes)),
+        dispatched=round_window_bytes(windows[0]),
+        gradients=round_window_bytes(windows[1]),
         expert_output=round_window_bytes(num_rows * row_bytes),
         sums=round_window_bytes(num_tokens * row_bytes),
         control=round_window_bytes(workspace_bytes(num_ranks, num_experts, depth))
@@ -178,12 +369,18 @@ def window_sizes(
 
 
 def live_heap_bytes(
-    sizes: WindowSizes, *, num_dispatched: int, num_expert_outputs: int, num_sums: int
+    sizes: WindowSizes,
+    *,
+    num_dispatched: int,
+    num_expert_outputs: int,
+    num_sums: int,
+    num_gradients: int = 0,
 ) -> int:
     """Heap of one rank that holds so many windows of each kind at once, in whole 2 MiB pages."""
     num_bytes = (
         sizes.control
         + num_dispatched * sizes.dispatched
+        + num_gradients * sizes.gradients
         + num_expert_outputs * sizes.expert_output
         + num_sums * sizes.sums
     )
@@ -198,6 +395,7 @@ class Budget:
         num_ranks: R.
         sizes: One window of each kind.
         num_dispatched: Dispatched windows alive at the peak.
+        num_gradients: Windows of dispatched gradients alive at the peak.
         num_expert_outputs: Expert outputs alive at the peak.
         num_sums: Sums alive at the peak.
         rank_bytes: Heap of one rank; what `Communicator.reserve` takes.
@@ -206,6 +404,7 @@ class Budget:
     num_ranks: int
     sizes: WindowSizes
     num_dispatched: int
+    num_gradients: int
     num_expert_outputs: int
     num_sums: int
     rank_bytes: int
@@ -251,18 +450,19 @@ def budget_bytes(
     num_kept = num_moe_layers * num_microbatches
     num_full = 1 if recompute else num_kept
     # The output of the layer in progress is alive until its combine returns, saved or not.
-    num_dispatched = num_full + 1
     num_expert_outputs = (num_full if weights_in_combine else 0) + 1
     num_sums = num_kept + 1
     return Budget(
         num_ranks=num_ranks,
         sizes=sizes,
-        num_dispatched=num_dispatched,
+        num_dispatched=num_full,
+        num_gradients=1,
         num_expert_outputs=num_expert_outputs,
         num_sums=num_sums,
         rank_bytes=live_heap_bytes(
             sizes,
-            num_dispatched=num_dispatched,
+            num_dispatched=num_full,
+            num_gradients=1,
             num_expert_outputs=num_expert_outputs,
             num_sums=num_sums,
         ),

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from moe_comm import budget
+from moe_comm.quantization import Quantization
 
 __all__ = ["Capacity", "EpConfig", "Layout", "default_expert_rank"]
 
@@ -184,38 +185,27 @@ class EpConfig:
             )
         return placement
 
-    def heap_bytes(
+    def window_sizes(
         self,
         num_ranks: int,
         *,
-        num_live_windows: int = 2,
-        num_live_expert_outputs: int = 1,
-        num_live_sums: int = 1,
         expert_alignment: int = 1,
         imbalance: float = 1.0,
         worst_case: bool = False,
-    ) -> int:
-        """Heap of one rank with so many windows alive at once; for `Communicator.reserve`.
-
-        Args:
-            num_ranks: Of the communicator.
-            num_live_windows: Dispatched windows held by tensors, counting the one being received.
-            num_live_expert_outputs: Expert outputs held or copied in.
-            num_live_sums: Sums of combines held.
-            expert_alignment: As it will be passed to dispatch.
-            imbalance: Rows of the busiest rank over the mean, >= 1.
-            worst_case: Every token of every rank goes to one rank.
-
-        Raises:
-            ValueError: A field that decides the size is None.
-        """
+        layout: Layout = Layout.EXPERT_MAJOR,
+        quantization: Quantization | None = None,
+        capacity: Capacity | None = None,
+    ) -> budget.WindowSizes:
+        """Bytes of every kind of window of the rank with most experts; see `heap_bytes`."""
         if self.num_topk is None or self.num_max_tokens_per_rank is None or self.row_bytes == 0:
             raise ValueError(
-                "heap_bytes needs num_topk, hidden, num_max_tokens_per_rank and dtype, got "
+                "window sizes follow from num_topk, hidden, num_max_tokens_per_rank and dtype, got "
                 f"{self.num_topk}, {self.hidden}, {self.num_max_tokens_per_rank} and {self.dtype}"
             )
+        assert self.hidden is not None
         placement = self.resolve_expert_rank(num_ranks)
-        sizes = budget.window_sizes(
+        dispatched_row_bytes, scales = _quantized_sizes(self.hidden, quantization)
+        return budget.window_sizes(
             num_ranks=num_ranks,
             num_tokens=self.num_max_tokens_per_rank,
             num_topk=self.num_topk,
@@ -227,6 +217,53 @@ class EpConfig:
             expert_alignment=expert_alignment,
             imbalance=imbalance,
             worst_case=worst_case,
+            layout=_LAYOUT_NAMES[layout],
+            dispatched_row_bytes=dispatched_row_bytes,
+            scales=scales,
+            capacity_rows=None if capacity is None else capacity.num_rows,
+            capacity_rows_per_expert=None if capacity is None else capacity.num_rows_per_expert,
+            can_grow=capacity is not None and capacity.on_overflow == "grow",
+        )
+
+    def heap_bytes(
+        self,
+        num_ranks: int,
+        *,
+        num_live_windows: int = 2,
+        num_live_expert_outputs: int = 1,
+        num_live_sums: int = 1,
+        expert_alignment: int = 1,
+        imbalance: float = 1.0,
+        worst_case: bool = False,
+        layout: Layout = Layout.EXPERT_MAJOR,
+        quantization: Quantization | None = None,
+        capacity: Capacity | None = None,
+    ) -> int:
+        """Heap of one rank with so many windows alive at once; for `Communicator.reserve`.
+
+        Args:
+            num_ranks: Of the communicator.
+            num_live_windows: Dispatched windows held by tensors, counting the one being received.
+            num_live_expert_outputs: Expert outputs held or copied in.
+            num_live_sums: Sums of combines held.
+            expert_alignment: As it will be passed to dispatch.
+            imbalance: Rows of the busiest rank over the mean, >= 1.
+            worst_case: Every token of every rank goes to one rank.
+            layout: As it will be passed to dispatch. LOW_LATENCY has one size, whatever the routing.
+            quantization: As it will be passed to dispatch; outputs and sums are not quantised.
+            capacity: As it will be passed to dispatch.
+
+        Raises:
+            ValueError: A field that decides the size is None, or a capacity comes with LOW_LATENCY.
+        """
+        sizes = self.window_sizes(
+            num_ranks,
+            expert_alignment=expert_alignment,
+            imbalance=imbalance,
+            worst_case=worst_case,
+            layout=layout,
+            quantization=quantization,
+            capacity=capacity,
         )
         return budget.live_heap_bytes(
             sizes,
@@ -234,6 +271,26 @@ class EpConfig:
             num_expert_outputs=num_live_expert_outputs,
             num_sums=num_live_sums,
         )
+
+
+_LAYOUT_NAMES: dict[Layout, budget.LayoutName] = {
+    Layout.EXPERT_MAJOR: "expert_major",
+    Layout.RANK_MAJOR: "rank_major",
+    Layout.LOW_LATENCY: "low_latency",
+}
+
+
+def _quantized_sizes(
+    hidden: int, quantization: Quantization | None
+) -> tuple[int | None, budget.ScaleSizes | None]:
+    """Bytes of a quantised row and its scale factors; (None, None) for rows as they are."""
+    if quantization is None:
+        return None, None
+    return hidden * quantization.data_dtype.itemsize, budget.ScaleSizes(
+        num_scales=quantization.num_scales(hidden),
+        scale_bytes=quantization.sf_dtype.itemsize,
+        is_column_major=quantization.is_column_major,
+    )
 
 
 def _check_int(name: str, value: object, *, minimum: int) -> None:

@@ -17,19 +17,13 @@ from moe_comm.cli.bench.environment import collect_environment
 from moe_comm.cli.bench.report import header_line, result_table, wide_console, write_plot
 from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
+from moe_comm.cli.options import DtypeName, LayoutName
 from moe_comm.config import Layout
 from moe_comm.routing_trace import load_routing_trace
 
 __all__ = ["bench_app"]
 
 bench_app = typer.Typer(help="Check an operation, then time it against what the machine can do.")
-
-
-class LayoutName(str, enum.Enum):
-    """Names of `Layout` on the command line."""
-
-    EXPERT_MAJOR = "expert-major"
-    RANK_MAJOR = "rank-major"
 
 
 class BackendName(str, enum.Enum):
@@ -39,15 +33,6 @@ class BackendName(str, enum.Enum):
     HOST = "host"
     COLLECTIVE = "collective"
     REFERENCE = "reference"
-
-
-class DtypeName(str, enum.Enum):
-    """Row types on the command line."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-    FP64 = "fp64"
 
 
 @bench_app.callback()

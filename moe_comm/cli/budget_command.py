@@ -12,8 +12,14 @@ from rich.table import Table
 from moe_comm import budget as formulas
 from moe_comm.cli.bench.case import DTYPES
 from moe_comm.cli.bench.report import wide_console
-from moe_comm.cli.bench_command import DtypeName
-from moe_comm.config import EpConfig, default_expert_rank
+from moe_comm.cli.options import (
+    DtypeName,
+    LayoutName,
+    QuantizationName,
+    ScaleFormatName,
+    quantization_of,
+)
+from moe_comm.config import Capacity, EpConfig, Layout
 
 __all__ = ["budget"]
 
@@ -42,6 +48,23 @@ def budget(
         float, typer.Option(min=1.0, help="Rows of the busiest rank over the mean.")
     ] = 1.0,
     worst_case: Annotated[bool, typer.Option(help="Every token goes to one rank.")] = False,
+    layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = LayoutName.EXPERT_MAJOR,
+    quantization: Annotated[
+        QuantizationName, typer.Option(help="Rows are quantised while they are dispatched.")
+    ] = QuantizationName.NONE,
+    scale_format: Annotated[
+        ScaleFormatName | None,
+        typer.Option(help="Of the scale factors [default: the format's first]."),
+    ] = None,
+    column_major_scales: Annotated[
+        bool, typer.Option("--column-major-scales", help="Scale factors in columns.")
+    ] = False,
+    capacity_rows: Annotated[
+        int | None, typer.Option(min=0, help="Rows of every dispatch, exactly; more are dropped.")
+    ] = None,
+    capacity_rows_per_expert: Annotated[
+        int | None, typer.Option(min=0, help="Most rows of an expert; more are dropped.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how many bytes a configuration needs before anything is allocated."""
@@ -53,24 +76,25 @@ def budget(
             num_max_tokens_per_rank=tokens,
             dtype=DTYPES[dtype.value],
         )
+        capacity = None
+        if capacity_rows is not None or capacity_rows_per_expert is not None:
+            capacity = Capacity(
+                num_rows=capacity_rows,
+                num_rows_per_expert=capacity_rows_per_expert,
+                on_overflow="drop",
+            )
+        sizes = config.window_sizes(
+            ranks,
+            expert_alignment=alignment,
+            imbalance=imbalance,
+            worst_case=worst_case,
+            layout=Layout[layout.name],
+            quantization=quantization_of(quantization, scale_format, column_major_scales, dtype),
+            capacity=capacity,
+        )
     except ValueError as error:
         typer.echo(f"moe-comm budget: {error}", err=True)
         raise typer.Exit(1) from error
-    # Contiguous blocks: the first rank has the most experts.
-    num_local_experts = int((default_expert_rank(experts, ranks) == 0).sum())
-    sizes = formulas.window_sizes(
-        num_ranks=ranks,
-        num_tokens=tokens,
-        num_topk=topk,
-        num_experts=experts,
-        num_local_experts=num_local_experts,
-        row_bytes=config.row_bytes,
-        weight_bytes=8 if dtype is DtypeName.FP64 else 4,
-        depth=config.num_max_in_flight,
-        expert_alignment=alignment,
-        imbalance=imbalance,
-        worst_case=worst_case,
-    )
     result = formulas.budget_bytes(
         sizes,
         num_ranks=ranks,
@@ -99,6 +123,7 @@ def _table(result: formulas.Budget) -> Table:
             result.num_dispatched,
             sizes.dispatched,
         ),
+        ("dispatched gradients", result.num_gradients, sizes.gradients),
         ("expert outputs", result.num_expert_outputs, sizes.expert_output),
         ("sums", result.num_sums, sizes.sums),
         ("control", 1, sizes.control),

@@ -13,7 +13,7 @@ from rich.table import Table
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
 from moe_comm.cli.bench.report import wide_console
-from moe_comm.cli.bench_command import DtypeName
+from moe_comm.cli.options import DtypeName
 from moe_comm.cli.trace_report import NO_PEER, PhaseSummary, perfetto_document, summarize_phases
 from moe_comm.tracing import PhaseRecord, read_trace
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -7,8 +8,18 @@ import torch
 from typer.testing import CliRunner
 
 from moe_comm import budget
+from moe_comm.bootstrap import RankThreads
+from moe_comm.buffer import EpBuffer
 from moe_comm.cli.app import app
-from moe_comm.config import EpConfig
+from moe_comm.communicator import Communicator
+from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.quantization import (
+    FP8_BLOCK128,
+    MXFP8,
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+)
 
 MIB = 1 << 20
 
@@ -39,6 +50,47 @@ def test_receive_window_has_rows_then_weights() -> None:
     assert budget.receive_window_bytes(3, 16, 4) == 128
 
 
+def test_rows_of_the_other_layouts() -> None:
+    assert budget.rank_major_recv_rows(8, 4096, 2) == 8192
+    assert budget.rank_major_recv_rows(8, 4096, 16) == 8 * 4096
+    assert budget.rank_major_recv_rows(8, 4096, 2, imbalance=9.0) == 8 * 4096
+    assert budget.rank_major_recv_rows(8, 4096, 2, worst_case=True) == 8 * 4096
+    assert budget.low_latency_recv_rows(8, 128, 4) == 4 * 8 * 128
+
+
+def test_capacity_limits_rows() -> None:
+    limited = budget.limited_recv_rows
+    assert limited(1000, capacity_rows=640) == 640
+    assert limited(1000, capacity_rows=2000) == 2000
+    assert limited(1000, capacity_rows=640, can_grow=True) == 1000
+    per_expert = {"capacity_rows_per_expert": 100, "num_local_experts": 4, "expert_alignment": 16}
+    assert limited(1000, **per_expert) == 4 * 112
+    assert limited(100, **per_expert) == 100
+    with pytest.raises(ValueError, match=r"capacity_rows must be >= 0, got -1"):
+        limited(1000, capacity_rows=-1)
+
+
+SCALES = budget.ScaleSizes(num_scales=3, scale_bytes=4)
+COLUMNS = budget.ScaleSizes(num_scales=3, scale_bytes=4, is_column_major=True)
+
+
+def test_window_has_a_region_for_scale_factors() -> None:
+    # 5 rows of 384 bytes: 1920 = 30 lines; 60 bytes of factors, or columns of 8: 96.
+    assert budget.receive_window_bytes(5, 384) == 1920
+    assert budget.receive_window_bytes(5, 384, scales=SCALES) == 1920 + 64
+    assert budget.receive_window_bytes(5, 384, scales=COLUMNS) == 1920 + 128
+    assert budget.receive_window_bytes(5, 384, 4, scales=SCALES) == 1920 + 64 + 64
+    assert budget.scale_region_bytes(5, COLUMNS) == 96
+    # LOW_LATENCY: columns of the places of one expert, as they are.
+    assert budget.scale_region_bytes(6, COLUMNS, num_rows_per_expert=3) == 72
+
+
+def test_rank_major_window_has_ids() -> None:
+    # 5 rows of 2 choices: 40 bytes of weights, 80 bytes of ids.
+    rank_major = budget.receive_window_bytes(5, 384, 4, layout="rank_major", num_topk=2)
+    assert rank_major == 1920 + 64 + 128
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "num_experts", "depth"), [(1, 1, 2), (8, 64, 4), (24, 257, 5)]
 )
@@ -63,8 +115,10 @@ def sizes() -> budget.WindowSizes:
 def test_training_keeps_every_layer_of_every_microbatch() -> None:
     one = sizes()
     assert (one.dispatched, one.expert_output, one.sums) == (16 * MIB, 16 * MIB, 4 * MIB)
+    assert one.gradients == one.dispatched
     kept = budget.budget_bytes(one, num_ranks=2, num_moe_layers=3, num_microbatches=2)
-    assert (kept.num_dispatched, kept.num_expert_outputs, kept.num_sums) == (7, 7, 7)
+    assert (kept.num_dispatched, kept.num_gradients) == (6, 1)
+    assert (kept.num_expert_outputs, kept.num_sums) == (7, 7)
     # One more page for the control area.
     assert kept.rank_bytes == 7 * 36 * MIB + 2 * MIB
     assert kept.machine_bytes == 2 * kept.rank_bytes
@@ -74,18 +128,16 @@ def test_recompute_keeps_sums_only() -> None:
     recomputed = budget.budget_bytes(
         sizes(), num_ranks=2, num_moe_layers=3, num_microbatches=2, recompute=True
     )
-    assert (recomputed.num_dispatched, recomputed.num_expert_outputs, recomputed.num_sums) == (
-        2,
-        2,
-        7,
-    )
+    assert (recomputed.num_dispatched, recomputed.num_gradients) == (1, 1)
+    assert (recomputed.num_expert_outputs, recomputed.num_sums) == (2, 7)
 
 
 def test_weights_at_the_experts_let_their_output_go() -> None:
     at_experts = budget.budget_bytes(
         sizes(), num_ranks=2, num_moe_layers=3, weights_in_combine=False
     )
-    assert (at_experts.num_dispatched, at_experts.num_expert_outputs) == (4, 1)
+    assert (at_experts.num_dispatched, at_experts.num_gradients) == (3, 1)
+    assert at_experts.num_expert_outputs == 1
 
 
 def test_config_counts_its_busiest_rank() -> None:
@@ -112,6 +164,73 @@ def test_config_counts_its_busiest_rank() -> None:
     assert worst > 2 * 1024 * 2 * 4096
 
 
+def test_config_counts_quantised_rows_and_their_scale_factors() -> None:
+    config = EpConfig(num_experts=4, num_topk=2, hidden=1024, num_max_tokens_per_rank=1024)
+    plain = config.window_sizes(2)
+    quantised = config.window_sizes(2, quantization=FP8_BLOCK128)
+    assert plain.dispatched == 2048 * (2048 + 4)
+    assert quantised.dispatched == 2048 * (1024 + 8 * 4 + 4)
+    assert quantised.gradients == plain.gradients == plain.dispatched
+    assert quantised.expert_output == plain.expert_output
+    windows = {"num_live_windows": 8, "num_live_expert_outputs": 0, "num_live_sums": 0}
+    assert config.heap_bytes(2, **windows, quantization=FP8_BLOCK128) == 18 * MIB
+    assert config.heap_bytes(2, **windows) == 34 * MIB
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        pytest.param(None, id="as-they-are"),
+        pytest.param(FP8_BLOCK128, id="fp8"),
+        pytest.param(dataclasses.replace(FP8_BLOCK128, is_column_major=True), id="fp8-columns"),
+        pytest.param(MXFP8, id="mxfp8"),
+        pytest.param(
+            Quantization(
+                format=QuantizationFormat.FP8_BLOCK128,
+                scale_format=ScaleFormat.UE8M0,
+                is_column_major=True,
+            ),
+            id="packed-columns",
+        ),
+    ],
+)
+def test_formula_is_what_the_heap_gives_out(
+    layout: Layout, quantization: Quantization | None
+) -> None:
+    pytest.importorskip("moe_comm._host")
+    # Small enough that no window is rounded to pages.
+    config = EpConfig(num_experts=2, num_topk=2, hidden=160, num_max_tokens_per_rank=5)
+    topk_idx = torch.tensor([[0, 1]] * 5)
+    with (
+        Communicator(RankThreads(1)[0], backend="host") as communicator,
+        EpBuffer(communicator, config) as buffer,
+    ):
+        live_bytes = communicator.heap_stats().live_bytes
+        result = buffer.dispatch(
+            torch.randn(5, 160).bfloat16(),
+            topk_idx,
+            torch.rand(5, 2),
+            layout=layout,
+            quantization=quantization,
+            copy_out=False,
+        )
+        given_out = communicator.heap_stats().live_bytes - live_bytes
+        del result
+    sizes = config.window_sizes(1, layout=layout, quantization=quantization)
+    assert given_out == sizes.dispatched
+
+
+def test_config_counts_a_capacity_and_fixed_places() -> None:
+    config = EpConfig(num_experts=4, num_topk=2, hidden=1024, num_max_tokens_per_rank=128)
+    assert config.window_sizes(2, layout=Layout.LOW_LATENCY).num_recv_rows == 2 * 2 * 128
+    assert config.window_sizes(2, layout=Layout.RANK_MAJOR).num_recv_rows == 256
+    capacity = Capacity(num_rows=96, on_overflow="drop")
+    assert config.window_sizes(2, capacity=capacity).num_recv_rows == 96
+    with pytest.raises(ValueError, match="LOW_LATENCY"):
+        config.heap_bytes(2, layout=Layout.LOW_LATENCY, capacity=capacity)
+
+
 def test_command_prints_what_to_reserve() -> None:
     runner = CliRunner()
     arguments = ["budget", "--ranks", "2", "--tokens", "1024", "--hidden", "2048", "--topk", "4"]
@@ -121,6 +240,25 @@ def test_command_prints_what_to_reserve() -> None:
     assert document["machine_bytes"] == 2 * document["rank_bytes"]
     table = runner.invoke(app, [*arguments, "--experts", "8"])
     assert f"communicator.reserve({document['rank_bytes']})" in table.output
+    quantised = runner.invoke(
+        app, [*arguments, "--experts", "8", "--json", "--quantization", "mxfp8"]
+    )
+    assert quantised.exit_code == 0, quantised.output
+    dispatched = json.loads(quantised.output)["sizes"]["dispatched"]
+    assert dispatched == 4096 * (2048 + 2048 // 32 + 4)
+    fixed = runner.invoke(app, [*arguments, "--json", "--layout", "low-latency"])
+    assert json.loads(fixed.output)["sizes"]["num_recv_rows"] == 32 * 2 * 1024
+    limited = runner.invoke(app, [*arguments, "--json", "--capacity-rows", "640"])
+    assert json.loads(limited.output)["sizes"]["num_recv_rows"] == 640
+    for wrong, message in (
+        (["--scale-format", "ue8m0"], "need --quantization"),
+        (["--quantization", "mxfp8", "--scale-format", "float32"], "got FLOAT32"),
+        (["--quantization", "mxfp8", "--dtype", "fp64"], "got fp64"),
+        (["--layout", "low-latency", "--capacity-rows", "1"], "takes no capacity"),
+    ):
+        done = runner.invoke(app, [*arguments, *wrong])
+        assert done.exit_code == 1
+        assert message in done.output
     odd = runner.invoke(app, ["budget", "--hidden", "7"])
     assert odd.exit_code == 1
     assert "16 bytes" in odd.output
