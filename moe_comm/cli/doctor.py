@@ -66,6 +66,9 @@ def examine() -> list[Finding]:
         _mpi(),
         _module("matplotlib", "plots of the benchmark: pip install matplotlib"),
         _module("triton", "tensor work on a GPU with the collective backend: pip install triton"),
+        _module("megatron.core", "a client: pip install megatron-core", "megatron-core"),
+        _module("torchtitan", "a client: pip install torchtitan"),
+        _module("deep_ep", 'GPU kernels for backend="deep_ep": see its own installation guide'),
         _cuda_driver(),
         _nvshmem(),
         _default_backend(),
@@ -210,10 +213,20 @@ def _mpi() -> Finding:
     )
 
 
-def _module(name: str, remedy: str) -> Finding:
-    if importlib.util.find_spec(name) is None:
-        return Finding(name=name, is_present=False, detail="not installed", remedy=remedy)
-    return Finding(name=name, is_present=True, detail=importlib.metadata.version(name))
+def _module(name: str, remedy: str, distribution: str | None = None) -> Finding:
+    """Whether a module could be imported; it is not, some take seconds."""
+    try:
+        is_present = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # no parent package, or a module put in place by hand
+        is_present = name in sys.modules
+    shown = distribution or name
+    if not is_present:
+        return Finding(name=shown, is_present=False, detail="not installed", remedy=remedy)
+    try:
+        detail = importlib.metadata.version(shown)
+    except importlib.metadata.PackageNotFoundError:
+        detail = "importable, version unknown"
+    return Finding(name=shown, is_present=True, detail=detail)
 
 
 def _cuda_driver() -> Finding:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,14 @@ from moe_comm.cli.app import app
 def test_every_missing_thing_has_a_remedy() -> None:
     for finding in doctor.examine():
         assert finding.is_present or finding.remedy, finding
+
+
+def test_clients_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {finding.name for finding in doctor.examine()}
+    assert {"triton", "megatron-core", "torchtitan", "deep_ep"} <= names
+    monkeypatch.setitem(sys.modules, "deep_ep", types.ModuleType("deep_ep"))
+    found = {finding.name: finding for finding in doctor.examine()}
+    assert found["deep_ep"].is_present
 
 
 def test_doctor_says_that_the_default_backend_works() -> None:
