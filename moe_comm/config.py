@@ -121,9 +121,9 @@ class EpConfig:
     """
 
     num_experts: int
-    num_topk: int | None = None
-    hidden: int | None = None
-    num_max_tokens_per_rank: int | None = None
+    num_topk: int | None
+    hidden: int | None
+    num_max_tokens_per_rank: int | None
     dtype: torch.dtype | None = torch.bfloat16
     expert_rank: torch.Tensor | Sequence[int] | None = None
     num_max_in_flight: int = 4
