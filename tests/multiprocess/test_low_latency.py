@@ -23,11 +23,11 @@ from tests.helpers.failing_ranks import die, error_of
 
 def _error_after(call: Callable[[], object], limit: int = 4000) -> Exception:
     """What `call` raises, called again and again."""
-    for _ in range(limit):
-        try:
+    try:
+        for _ in range(limit):
             call()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            return error.with_traceback(None)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return error.with_traceback(None)
     raise AssertionError(f"raised nothing in {limit} calls")
 
 
