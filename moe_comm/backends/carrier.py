@@ -76,6 +76,11 @@ class Carrier:
         if dist.get_backend(parent) == dist.Backend.NCCL:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The buffer's own group; None of a single rank and after `destroy`."""
+        return self._group
+
     def _take_group(self, parent: dist.ProcessGroup, bootstrap: Bootstrap, timeout_s: float) -> int:
         """Index of a group that is idle on every rank, or of a new one."""
         groups = self._groups

@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from moe_comm.backends import admission, arithmetic, messages, quantized, routing
+from moe_comm.backends import admission, arithmetic, local_ops, messages, quantized, routing
 from moe_comm.backends.admission import Admission, Asked
 from moe_comm.backends.agreement import Peers, agree_on_config
 from moe_comm.backends.base import (
@@ -276,28 +276,24 @@ class CollectiveBackend(Backend):
     ) -> DispatchOutput:
         """Carry everything of a dispatch; cached where nothing had to be admitted."""
         if quantization is not None and x_sf is None:
-            x, x_sf = quantized.quantize_rows(x, quantization)
-        rows, window = self._rows, plan.window
+            x, x_sf = local_ops.quantize_rows(x, quantization)
+        moved = self._rows.dispatch(x, x_sf, topk_weights, plan, is_cached=admitted is None)
+        window = plan.window
         counts = window.num_tokens_per_expert
-        has_ids = plan.order.layout is Layout.RANK_MAJOR and admitted is not None
-        scales = None
-        if x_sf is not None:
+        scales = moved.sf
+        if scales is not None:
             scales = quantized.arrange_scales(
-                rows.to_experts(x_sf.contiguous(), plan),
+                scales,
                 plan.order,
                 counts.numel(),
                 is_column_major=quantization is not None and quantization.is_column_major,
             )
         mine = self._placement.experts_of(self._rank_idx)
         return DispatchOutput(
-            x=rows.to_experts(x, plan),
+            x=moved.x,
             x_sf=scales,
-            topk_idx=rows.ids_to_experts(plan).to(x.device) if has_ids else None,
-            topk_weights=(
-                None
-                if topk_weights is None
-                else rows.weights_to_experts(topk_weights, plan).to(x.device)
-            ),
+            topk_idx=moved.topk_idx,
+            topk_weights=moved.topk_weights,
             num_tokens_per_expert=counts,
             num_dropped_per_expert=(
                 torch.zeros_like(counts)

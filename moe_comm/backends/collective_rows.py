@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
-from moe_comm.backends import arithmetic, routing
+from moe_comm.backends import local_ops, routing
 from moe_comm.backends.carrier import Carrier
 from moe_comm.backends.collective_plan import CollectivePlan
 from moe_comm.backends.routing import Placement
 from moe_comm.config import Layout
 
-__all__ = ["RowMover"]
+__all__ = ["Moved", "RowMover"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moved:
+    """What a dispatch moved to this rank, in the slots of its window.
+
+    Args:
+        x: `[M, hidden]`.
+        sf: `[M, num_scales]`, row-major, or None.
+        topk_idx: RANK_MAJOR and not cached: int64 `[M, K]`, else None.
+        topk_weights: `[M]`, or RANK_MAJOR `[M, K]`, or None.
+    """
+
+    x: torch.Tensor
+    sf: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
 
 
 class RowMover:
@@ -27,6 +46,36 @@ class RowMover:
         self._placement = placement
         self.staging: dict[str, torch.Tensor] = {}
 
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        sf: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        plan: CollectivePlan,
+        *,
+        is_cached: bool,
+    ) -> Moved:
+        """Everything of a dispatch.
+
+        Args:
+            x: `[T, hidden]`, any dtype, contiguous.
+            sf: `[T, num_scales]`, any strides, or None.
+            topk_weights: `[T, K]`, or None.
+            plan: Of the dispatch.
+            is_cached: It is not the one that made the plan.
+        """
+        has_ids = plan.order.layout is Layout.RANK_MAJOR and not is_cached
+        return Moved(
+            sf=None if sf is None else self.to_experts(sf.contiguous(), plan),
+            x=self.to_experts(x, plan),
+            topk_idx=self.ids_to_experts(plan).to(x.device) if has_ids else None,
+            topk_weights=(
+                None
+                if topk_weights is None
+                else self.weights_to_experts(topk_weights, plan).to(x.device)
+            ),
+        )
+
     def to_experts(self, x: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
         """Contiguous rows `[T, n]` of any dtype to `[M, n]` in their slots, others zero.
 
@@ -34,7 +83,7 @@ class RowMover:
         """
         token_idx = plan.send_token_idx
         sent = self._stage("send", token_idx.numel(), _row_bytes(x))
-        _gather_rows(routing.as_bytes(x), token_idx, sent)
+        local_ops.gather_rows(routing.as_bytes(x), token_idx, sent)
         return self._place(sent, plan).to(x.device).view(x.dtype)
 
     def ids_to_experts(self, plan: CollectivePlan) -> torch.Tensor:
@@ -71,12 +120,12 @@ class RowMover:
             sent = routing.as_bytes(x)[: source_rows.numel()]
         else:
             sent = self._stage("send", source_rows.numel(), _row_bytes(x))
-            _gather_rows(routing.as_bytes(x), source_rows, sent)
+            local_ops.gather_rows(routing.as_bytes(x), source_rows, sent)
         arrived = self._stage("receive", plan.send_order.numel(), _row_bytes(x))
         self._carry(arrived, sent, plan.send_splits, plan.recv_splits, "combine")
         rows = arrived.to(x.device).view(x.dtype)
-        positions = plan.sent_positions(plan.tensors.slots).to(x.device)
-        return arithmetic.sum_rows(rows, positions, topk_weights, out=out)
+        positions = plan.sent_positions(plan.tensors.slots)
+        return local_ops.sum_rows(rows, positions, topk_weights, out=out)
 
     def pull(self, row_weights: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
         """`[M]`, or RANK_MAJOR `[M, K]`, to `[T, K]`; 0 where a choice is unused or was dropped."""
@@ -114,7 +163,7 @@ class RowMover:
         arrived[num_arriving].zero_()
         origin = torch.full((window.num_recv_tokens,), num_arriving)
         origin[window.source_rows] = torch.arange(num_arriving)
-        _gather_rows(arrived, origin, x)
+        local_ops.gather_rows(arrived, origin, x)
         return x
 
     def _local_topk_idx(self, plan: CollectivePlan) -> torch.Tensor:
@@ -176,12 +225,3 @@ class RowMover:
 
 def _row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1] * rows.element_size()
-
-
-def _gather_rows(rows: torch.Tensor, row_idx: torch.Tensor, out: torch.Tensor) -> None:
-    """`out[i] = rows[row_idx[i]]`, also from one device to another."""
-    row_idx = row_idx.to(rows.device)
-    if rows.device == out.device:
-        torch.index_select(rows, 0, row_idx, out=out)
-    else:
-        out.copy_(rows.index_select(0, row_idx))

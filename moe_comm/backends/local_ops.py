@@ -16,7 +16,7 @@ import torch
 from moe_comm.backends import arithmetic, quantized
 from moe_comm.quantization import Quantization
 
-__all__ = ["gather_rows", "has_triton", "quantize_rows", "sum_rows"]
+__all__ = ["gather_rows", "has_triton", "place_rows", "quantize_rows", "sum_rows"]
 
 
 def has_triton(device: torch.device) -> bool:
@@ -33,6 +33,17 @@ def gather_rows(rows: torch.Tensor, row_idx: torch.Tensor, out: torch.Tensor) ->
         _triton().gather_rows(rows, row_idx, out=out)
     else:
         torch.index_select(rows, 0, row_idx, out=out)
+
+
+def place_rows(rows: torch.Tensor, row_idx: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[i] = rows[row_idx[i]]`, zeros where the index is -1; all on one device."""
+    if has_triton(rows.device):
+        _triton().gather_rows(rows, row_idx, out=out)
+    elif rows.shape[0] == 0:
+        out.zero_()
+    else:
+        torch.index_select(rows, 0, row_idx.clamp(min=0), out=out)
+        out[row_idx < 0] = 0
 
 
 def sum_rows(
