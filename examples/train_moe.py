@@ -30,6 +30,8 @@ from rich.table import Table
 from torch import nn
 
 import moe_comm
+from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.nn import MoELayer, Routing, TopKRouter
 from moe_comm.routing_trace import save_routing_trace
 
 NUM_SHARDS = 4
@@ -88,7 +90,9 @@ def read_text(num_bytes: int) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """One layer without its experts: attention, and the router's scores."""
+    """One layer without its experts: attention, and the router of its `MoELayer`."""
+
+    router: TopKRouter
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -97,7 +101,6 @@ class Block(nn.Module):
         self.qkv = nn.Linear(options.hidden, 3 * options.hidden)
         self.project = nn.Linear(options.hidden, options.hidden)
         self.expert_norm = nn.LayerNorm(options.hidden)
-        self.router = nn.Linear(options.hidden, options.num_experts, bias=False)
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_sequences, context, hidden]` to the same."""
@@ -119,42 +122,34 @@ class Trunk(nn.Module):
         self.head = nn.Linear(options.hidden, 128)
 
 
-class Expert(nn.Module):
-    """Two matrices, parameters of their own: the same tensors on any number of ranks."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(options.hidden, 2 * options.hidden) * 0.1)
-        self.down = nn.Parameter(torch.randn(2 * options.hidden, options.hidden) * 0.1)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[num_rows, hidden]` to the same; there may be no row."""
-        return torch.relu(rows @ self.up) @ self.down
-
-
 class MoeModel:
     """The part of the model that one rank holds: trunks of its shards, and its experts.
 
     Args:
         options: The same on every rank.
-        buffer: Moves rows between the ranks.
+        dispatcher: Moves rows between the ranks; shared by all layers.
     """
 
-    def __init__(self, options: Options, buffer: moe_comm.EpBuffer) -> None:
+    def __init__(self, options: Options, dispatcher: TokenDispatcher) -> None:
         self.options = options
-        self.buffer = buffer
-        num_ranks = buffer.communicator.num_ranks
-        # Every rank draws all parameters and keeps its own, so that they do not depend on the ranks.
+        num_ranks = dispatcher.buffer.communicator.num_ranks
+        # Every rank draws the same trunk. An expert's parameters follow from its number.
         torch.manual_seed(options.seed)
         self.trunk = Trunk(options)
-        experts = [
-            [Expert(options) for _ in range(options.num_experts)] for _ in range(options.num_layers)
+        self.layers = [
+            MoELayer(
+                options.hidden,
+                2 * options.hidden,
+                options.num_experts,
+                options.num_topk,
+                dispatcher=dispatcher,
+                seed=options.seed + layer_idx,
+            )
+            for layer_idx in range(options.num_layers)
         ]
-        is_local = (buffer.expert_rank == buffer.communicator.rank_idx).tolist()
-        self.experts = [
-            [expert for expert, keep in zip(layer, is_local, strict=True) if keep]
-            for layer in experts
-        ]
+        # Replicated like the trunk, so that every shard gets a gradient of its own.
+        for block, layer in zip(self.trunk.blocks, self.layers, strict=True):
+            block.router = layer.router
         # Added to the scores when experts are chosen; raised for those that get few tokens.
         self.balance = torch.zeros(options.num_layers, options.num_experts)
         # A trunk per shard: same values in the same memory, gradients apart.
@@ -165,12 +160,7 @@ class MoeModel:
 
     def parameters(self) -> list[nn.Parameter]:
         """The trunk's, then those of this rank's experts."""
-        experts = [
-            parameter
-            for layer in self.experts
-            for expert in layer
-            for parameter in expert.parameters()
-        ]
+        experts = [parameter for layer in self.layers for parameter in layer.experts.parameters()]
         return [*self.trunk.parameters(), *experts]
 
     def losses(self, shards: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -202,30 +192,20 @@ class MoeModel:
     def _layer(
         self, layer_idx: int, hidden: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        residual, rows, topk_idx, topk_weights = [], [], [], []
+        residual, rows, routings = [], [], []
         for trunk, x in zip(self.shard_trunks, hidden, strict=True):
             block: Any = trunk.blocks[layer_idx]
             x = block.attend(x)
-            normed = block.expert_norm(x)
-            scores = torch.softmax(block.router(normed).flatten(0, 1), -1)
-            choice = (scores.detach() + self.balance[layer_idx]).topk(self.options.num_topk).indices
-            weights = scores.gather(1, choice)
+            normed = block.expert_norm(x).flatten(0, 1)
             residual.append(x)
-            rows.append(normed.flatten(0, 1))
-            topk_idx.append(choice)
-            topk_weights.append(weights / weights.sum(1, keepdim=True))
-
-        choices = torch.cat(topk_idx)
-        result = moe_comm.dispatch(torch.cat(rows), choices, buffer=self.buffer)
-        parts = result.x.split(result.num_tokens_per_expert.tolist())
-        out = [expert(part) for expert, part in zip(self.experts[layer_idx], parts, strict=True)]
-        y = moe_comm.combine(
-            torch.cat(out), result.handle, buffer=self.buffer, topk_weights=torch.cat(topk_weights)
-        )
+            rows.append(normed)
+            routings.append(block.router(normed, self.balance[layer_idx]))
+        routing = Routing.cat(routings)
+        y = self.layers[layer_idx](torch.cat(rows), routing)
         summed = [
             x + part.view_as(x) for x, part in zip(residual, y.chunk(len(residual)), strict=True)
         ]
-        return summed, choices
+        return summed, routing.topk_idx
 
 
 def gather_shards(mine: torch.Tensor) -> torch.Tensor:
@@ -308,7 +288,8 @@ def run_rank(
         dtype=torch.float32,
     )
     with moe_comm.Communicator() as communicator, moe_comm.EpBuffer(communicator, config) as buffer:
-        model = MoeModel(options, buffer)
+        dispatcher = TokenDispatcher(options.num_experts, buffer=buffer, weighted_by="combine")
+        model = MoeModel(options, dispatcher)
         # One tensor after the other: an element's bits do not depend on its neighbours.
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, foreach=False)
         draw = torch.Generator().manual_seed(options.seed)

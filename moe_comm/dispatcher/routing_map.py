@@ -56,8 +56,9 @@ def topk_of_routing_map(
         topk_idx[token_of_choice, position] = places - token_of_choice * num_experts
     if probs is None:
         return topk_idx, None
-    if probs.numel() == 0:
-        return topk_idx, probs.new_zeros(topk_idx.shape)
+    if num_tokens == 0:
+        # Still of probs: its gradient exists on a rank without tokens too, as reductions expect.
+        return topk_idx, probs[:, : topk_idx.shape[1]]
     is_choice = topk_idx >= 0
     weights = probs.gather(1, topk_idx.clamp_min(0))
     if places.numel() != topk_idx.numel():

@@ -67,13 +67,13 @@ class DispatchMetadata:
         handle: Of the dispatch.
         topk_scores: float32 `[num_tokens, num_topk]`, applied in combine.
         num_dropped_per_expert: int64 `[num_local_experts]` on the host: rows beyond the capacity.
-        num_required_rows: Rows that a capacity without drops would have needed.
+        num_required_rows: int64 without dimensions: rows that dropping nothing would have taken.
     """
 
     handle: TensorHandle
     topk_scores: torch.Tensor
     num_dropped_per_expert: torch.Tensor
-    num_required_rows: int
+    num_required_rows: torch.Tensor
 
 
 class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_comm.autograd import QuantizedRows
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.nn.experts import GroupedExperts
@@ -101,7 +102,10 @@ class MoELayer(nn.Module):
         if routing is None:
             routing = self.router(hidden)
         routed = self.dispatcher.dispatch(hidden, routing.topk_weights, topk_idx=routing.topk_idx)
-        out = self.experts(routed.tokens, routed.expert_offsets)
+        rows = routed.tokens
+        if isinstance(rows, QuantizedRows):
+            rows = rows.dequantize()  # once: each look at quantised rows does it anew
+        out = self.experts(rows, routed.expert_offsets)
         if routed.probs is not None:
             out = (out * routed.probs[:, None]).to(out.dtype)
         return self.dispatcher.combine(out, routed).to(hidden.dtype)

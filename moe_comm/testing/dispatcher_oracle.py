@@ -217,7 +217,9 @@ def _after_quantization(x: torch.Tensor) -> torch.Tensor:
     """X through FP8_BLOCK128 with float32 scales and back; hidden a multiple of 128."""
     blocks = x.float().view(x.shape[0], -1, 128)
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
-    data = (blocks * (448.0 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    # Not 448.0 / amax, which torch computes as a product with the reciprocal.
+    data = (blocks * torch.full_like(amax, 448.0).div(amax)).clamp(-448, 448)
+    data = data.to(torch.float8_e4m3fn)
     return (data.float() * (amax / 448.0)).view(x.shape).to(x.dtype)
 
 

@@ -1,0 +1,129 @@
+"""torchtitan's own configuration, meshes and MoE module around the dispatcher of this package.
+
+The oracle is torchtitan's all-to-all dispatcher over Gloo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan")
+
+from moe_comm.dispatcher.torchtitan import SelectiveAC, TorchtitanTokenDispatcher
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers import torchtitan_moe
+from tests.helpers.moe_layer import recorded_operations
+
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+
+
+def test_the_override_replaces_every_dispatcher_of_the_tree() -> None:
+    config = torchtitan_moe.model_config()
+    replaced = torchtitan_moe.override(config, [torchtitan_moe.MOE_COMM])
+    layers = [layer.moe for layer in config.layers if layer.moe is not None]
+    assert len(replaced) == len(layers) > 1
+    for moe in layers:
+        dispatcher = moe.routed_experts.token_dispatcher
+        assert type(dispatcher) is TorchtitanTokenDispatcher.Config
+        assert (dispatcher.num_experts, dispatcher.top_k) == (moe.num_experts, moe.router.top_k)
+
+
+def test_the_override_keeps_what_other_dispatchers_were_told() -> None:
+    config = torchtitan_moe.model_config("hybridep", non_blocking_capacity_factor=0.5)
+    torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, {"pad_multiple": 16})])
+    dispatcher = torchtitan_moe.first_moe(config).routed_experts.token_dispatcher
+    assert dispatcher.non_blocking_capacity_factor == 0.5
+    assert dispatcher.pad_multiple == 16
+
+
+def test_torchtitan_knows_the_class() -> None:
+    from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
+
+    assert issubclass(TorchtitanTokenDispatcher, BaseEPTokenDispatcher)
+
+
+def compare_with_all_to_all(
+    context: RankContext, dtype: torch.dtype, fields: dict[str, Any]
+) -> list[str]:
+    moe_config = torchtitan_moe.first_moe(torchtitan_moe.model_config())
+    expected_moe = torchtitan_moe.build_moe(context, moe_config)
+    config = torchtitan_moe.model_config()
+    torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, fields)])
+    moe = torchtitan_moe.build_moe(context, torchtitan_moe.first_moe(config))
+    draw = torch.Generator().manual_seed(context.rank_idx)
+    faults = []
+    for step, num_tokens in enumerate((6, 11)):
+        x = torch.randn(2, num_tokens, 256, generator=draw).to(dtype)
+        want = torchtitan_moe.forward_backward(expected_moe.to(dtype), x)
+        got = torchtitan_moe.forward_backward(moe.to(dtype), x)
+        assert got.keys() == want.keys()
+        # Sums are rounded once here, and after every term there.
+        tolerance = 8 * torch.finfo(dtype).eps
+        for name in want:
+            size = want[name].float().norm()
+            error = (got[name].float() - want[name].float()).norm()
+            if not error <= tolerance * size or size == 0:
+                faults.append(
+                    f"rank {context.rank_idx}, step {step}: {name} is off by {error / size}"
+                )
+        expected_moe.zero_grad()
+        moe.zero_grad()
+    return faults
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="dropless"),
+        pytest.param({"pad_multiple": 8}, id="padded"),
+        pytest.param({"non_blocking_capacity_factor": 1.0}, id="fixed-rows"),
+    ],
+)
+def test_moe_layer_computes_what_it_does_with_all_to_all(
+    dtype: torch.dtype, fields: dict[str, Any]
+) -> None:
+    faults = run_ranks(compare_with_all_to_all, 2, dtype, fields)
+    assert [text for rank in faults for text in rank] == []
+
+
+def count_operations_under_checkpointing(context: RankContext, with_policy: bool) -> list[str]:
+    config = torchtitan_moe.model_config()
+    torchtitan_moe.override(config, [torchtitan_moe.MOE_COMM])
+    moe = torchtitan_moe.build_moe(context, torchtitan_moe.first_moe(config))
+    if with_policy:
+        policy = SelectiveAC.Config().build()
+    else:
+        from torchtitan.distributed.activation_checkpoint import FullAC
+
+        policy = FullAC.Config().build()
+    block = policy._wrap_block(moe, base_fqn="layers.0.moe")
+    x = torch.randn(1, 5, 256)
+    with recorded_operations(moe.routed_experts.token_dispatcher._buffer) as operations:
+        torchtitan_moe.forward_backward(block, x)
+    return operations
+
+
+@pytest.mark.parametrize("with_policy", [True, False])
+def test_selective_checkpointing_communicates_once(with_policy: bool) -> None:
+    for operations in run_ranks(count_operations_under_checkpointing, 2, with_policy):
+        assert operations.count("dispatch") == (1 if with_policy else 2), operations
+
+
+def test_the_policy_can_be_an_override() -> None:
+    from torchtitan.config import Configurable
+    from torchtitan.distributed import activation_checkpoint
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Tree(Configurable.Config):
+        ac: activation_checkpoint.ActivationCheckpointing.Config
+
+    tree = Tree(ac=activation_checkpoint.SelectiveAC.Config(preserve_rng_state=False))
+    target = "moe_comm.dispatcher.torchtitan.moe_comm_selective_ac"
+    assert len(torchtitan_moe.override(tree, [target])) == 1
+    assert type(tree.ac) is SelectiveAC.Config
+    assert tree.ac.preserve_rng_state is False
