@@ -113,7 +113,7 @@ def dequantize(
         for some, columns in arithmetic.chunks(len(blocks), block, data.device):
             wide = blocks[some, columns].view(torch.float8_e4m3fn).to(torch.float32)
             values[some, columns] = arithmetic.round_to(wide * factors[some].unsqueeze(1), dtype)
-    return values.view(num_rows, -1)[:, :hidden].reshape(data.shape)
+    return values.view(num_rows, num_blocks * block)[:, :hidden].reshape(data.shape)
 
 
 def quantize_rows(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +132,7 @@ def quantize_rows(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Te
             data[some], factor_bits[some] = _quantize_blocks(
                 arithmetic.widen(blocks[some]), quantization
             )
-    rows = data.view(num_rows, -1)[:, :hidden].contiguous()
+    rows = data.view(num_rows, num_blocks * block)[:, :hidden].contiguous()
     factors = _stored_factors(factor_bits.view(num_rows, num_blocks), quantization)
     return rows.view(torch.float8_e4m3fn), factors
 
@@ -226,7 +226,12 @@ def _factors(sf: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Scale factors `[T, num_scales]` of any format as float32 `[T, num_blocks]`."""
     if sf.dtype is torch.float32:
         return sf
-    exponents = sf.contiguous().view(torch.uint8)[:, :num_blocks].to(torch.int32)
+    # A copy: one column counts as contiguous whatever its stride, and a view of bytes wants stride 1.
+    exponents = (
+        sf.clone(memory_format=torch.contiguous_format)
+        .view(torch.uint8)[:, :num_blocks]
+        .to(torch.int32)
+    )
     power = _power_of_2((exponents - _EXPONENT_BIAS).clamp(max=127))
     nan = torch.full_like(power, float("nan"))
     return torch.where(exponents == _NAN_EXPONENT, nan, power)

@@ -313,7 +313,8 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """The same memory as uint8 `[N, row_bytes]`; `rows` is contiguous."""
     row_bytes = rows.shape[1] * rows.element_size()
     # By way of one dimension: a column of one element may have any stride, which a view refuses.
-    return rows.detach().view(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
+    flat = rows.detach().as_strided((rows.numel(),), (1,))
+    return flat.view(torch.uint8).view(rows.shape[0], row_bytes)
 
 
 def _choice_rank(topk_idx: torch.Tensor, placement: Placement) -> torch.Tensor:

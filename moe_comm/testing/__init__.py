@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moe_comm.testing.cases import CASES, Case
+from moe_comm.testing.case_list import CASES
+from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import CHECKS, ConformanceError, check_backend, check_case
 from moe_comm.testing.launch import (
     RankContext,

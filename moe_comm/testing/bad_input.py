@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from moe_comm.backends.base import Backend, Plan
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
+from moe_comm.testing import calls
 from moe_comm.testing.cases import Case, case_inputs
 from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
@@ -50,17 +52,18 @@ class _Caller:
 
     def dispatch(self, **changes: Any) -> Plan:
         """A dispatch; returns its plan."""
-        arguments = {
-            "layout": Layout.EXPERT_MAJOR,
-            "expert_alignment": 1,
-            "copy_out": None,
-            "async_op": False,
-            **changes,
+        return (
+            calls.dispatch(self.backend, self.oracle.case, self.rank_idx, self.mine, **changes)
+            .wait()
+            .plan
+        )
+
+    def pair(self, num_scales: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        """Rows that are quantised already."""
+        return {
+            "x": torch.zeros(len(self.mine.x), 64, dtype=torch.float8_e4m3fn),
+            "x_sf": torch.zeros(len(self.mine.x), num_scales, dtype=dtype),
         }
-        x = arguments.pop("x", self.mine.x)
-        topk_idx = arguments.pop("topk_idx", self.mine.topk_idx)
-        weights = arguments.pop("topk_weights", self.mine.topk_weights)
-        return self.backend.dispatch(x, topk_idx, weights, **arguments).wait().plan
 
     def with_expert(self, value: int) -> torch.Tensor:
         """Choices of which the very last is `value`."""
@@ -68,21 +71,22 @@ class _Caller:
         topk_idx[-1, -1] = value
         return topk_idx
 
-    def cached(self, dtype: torch.dtype = torch.bfloat16, hidden: int = 64) -> object:
+    def cached(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        hidden: int = 64,
+        quantization: Quantization | None = None,
+    ) -> object:
         """A cached dispatch of zeros."""
         x = torch.zeros(len(self.mine.x), hidden, dtype=dtype)
-        return self.backend.dispatch_cached(
-            x, self.plan, None, copy_out=None, async_op=False
-        ).wait()
+        return calls.dispatch_cached(self.backend, x, self.plan, quantization=quantization)
 
     def combine(self, plan: Plan | None = None, **changes: Any) -> object:
         """A combine of zeros."""
         plan = plan or self.plan
         rows = torch.zeros(plan.num_recv_tokens, 64, dtype=changes.get("dtype", torch.bfloat16))
         row_weights = torch.ones(len(rows)) if changes.get("has_row_weights") else None
-        return self.backend.combine(
-            rows, plan, None, row_weights, out=None, copy_out=None, async_op=False
-        ).wait()
+        return calls.combine(self.backend, rows, plan, None, row_weights).wait()
 
     def reject(self, error: Exception) -> None:
         """What `EpBuffer` does with input that it finds wrong."""
@@ -101,6 +105,29 @@ def _mistakes(bad_rank: int) -> list[_Mistake]:
     def differ(**changes: Any) -> Callable[[_Caller, bool], object]:
         return lambda caller, is_wrong: caller.dispatch(**(changes if is_wrong else {}))
 
+    def differ_from(
+        right: dict[str, Any], wrong: dict[str, Any]
+    ) -> Callable[[_Caller, bool], object]:
+        return lambda caller, is_wrong: caller.dispatch(**(wrong if is_wrong else right))
+
+    def differ_in_pairs(
+        right: tuple[Any, ...], wrong: tuple[Any, ...]
+    ) -> Callable[[_Caller, bool], object]:
+        return lambda caller, is_wrong: caller.dispatch(
+            **caller.pair(*(wrong if is_wrong else right))
+        )
+
+    def drop(most: int) -> dict[str, Any]:
+        return {"capacity": Capacity(num_rows_per_expert=most, on_overflow="drop")}
+
+    fp8, mx = {"quantization": FP8_BLOCK128}, {"quantization": MXFP8}
+    in_columns = {"quantization": dataclasses.replace(MXFP8, is_column_major=True)}
+    powers = {
+        "quantization": dataclasses.replace(
+            FP8_BLOCK128, scale_format=ScaleFormat.FLOAT32_POWER_OF_2
+        )
+    }
+    met = r"dispatch\(.* on rank \d met .*dispatch\(.* on rank \d"
     bad_id = rf"^rank {bad_rank}: topk_idx\[\d+, \d+\] = {{}} is not an expert id in \[-1, 8\)"
     return [
         _Mistake("id = num_experts", choose(8), ValueError, bad_id.format("8")),
@@ -146,6 +173,41 @@ def _mistakes(bad_rank: int) -> list[_Mistake]:
             ValueError,
             r"(\b128 bytes.* met .*\b256 bytes|\b256 bytes.* met .*\b128 bytes)",
         ),
+        _Mistake("low-latency against expert-major", differ(layout=Layout.LOW_LATENCY), ValueError, met),
+        _Mistake("quantised or not", differ(**mx), ValueError, met),
+        _Mistake("quantised formats", differ_from(fp8, mx), ValueError, met),
+        _Mistake("scale formats", differ_from(fp8, powers), ValueError, met),
+        _Mistake("order of scale factors", differ_from(mx, in_columns), ValueError, met),
+        _Mistake("numbers of scale factors", differ_in_pairs((1,), (2,)), ValueError, met),
+        _Mistake(
+            "sizes of scale factors", differ_in_pairs((2,), (2, torch.bfloat16)), ValueError, met
+        ),
+        _Mistake(
+            "pairs against rows",
+            lambda caller, is_wrong: caller.dispatch(**(caller.pair(2) if is_wrong else fp8)),
+            ValueError,
+            met,
+        ),
+        _Mistake(
+            "quantised or not, cached",
+            lambda caller, is_wrong: caller.cached(quantization=MXFP8 if is_wrong else None),
+            ValueError,
+            r"cached dispatch\(.* on rank \d met .*cached dispatch\(.* on rank \d",
+        ),
+        _Mistake("a limit or none", differ(**drop(2)), ValueError, met),
+        _Mistake("rows of an expert", differ_from(drop(2), drop(3)), ValueError, met),
+        _Mistake(
+            "what happens beyond a limit",
+            differ_from(
+                {"capacity": Capacity(num_rows=8, on_overflow="drop")},
+                {"capacity": Capacity(num_rows=8, on_overflow="grow")},
+            ),
+            ValueError,
+            met,
+        ),
+        _Mistake("id, LOW_LATENCY", choose(9, layout=Layout.LOW_LATENCY), ValueError, bad_id.format("9")),
+        _Mistake("id, quantised", choose(9, **mx), ValueError, bad_id.format("9")),
+        _Mistake("id, limited", choose(9, **drop(1)), ValueError, bad_id.format("9")),
         _Mistake(
             "row weights in combine",
             lambda caller, is_wrong: caller.combine(has_row_weights=is_wrong),
@@ -195,15 +257,7 @@ def _expect_error(
 
 def _expect_work(expected: Expectations, what: str, caller: _Caller) -> None:
     oracle, rank_idx = caller.oracle, caller.rank_idx
-    output = caller.backend.dispatch(
-        caller.mine.x,
-        caller.mine.topk_idx,
-        caller.mine.topk_weights,
-        layout=Layout.EXPERT_MAJOR,
-        expert_alignment=1,
-        copy_out=None,
-        async_op=False,
-    ).wait()
+    output = calls.dispatch(caller.backend, oracle.case, rank_idx, caller.mine).wait()
     rows = [rank.x for rank in oracle.inputs]
     weights = [rank.topk_weights for rank in oracle.inputs]
     compare_dispatch(expected, what, output, oracle.dispatched(rank_idx, rows, weights))
@@ -218,6 +272,8 @@ def run_bad_config(context: RankContext, target: Target) -> list[str]:
         ("hidden", {"hidden": 128}),
         ("num_max_tokens_per_rank", {"num_max_tokens_per_rank": 5}),
         ("dtype", {"dtype": torch.float16}),
+        ("dtype", {"dtype": None}),
+        ("num_topk", {"num_topk": None}),
         ("expert_rank", {"expert_rank": [context.num_ranks - 1] * 8}),
         ("is not a rank of a", {"expert_rank": [context.num_ranks] * 8}),
     ]

@@ -1,18 +1,27 @@
-"""Inputs of the conformance suite: what every backend must get right."""
+"""A case of the conformance suite and the input that belongs to it."""
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from moe_comm.backends.arithmetic import ADDABLE_DTYPES, accumulator_dtype
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.quantization import Quantization
 
-__all__ = ["CASES", "Case", "RankInput", "case_inputs", "random_rows", "random_weights", "seeded"]
+__all__ = [
+    "ROUTINGS",
+    "Case",
+    "RankInput",
+    "case_inputs",
+    "random_rows",
+    "random_weights",
+    "rows_of_case",
+    "scales_of_case",
+    "seeded",
+]
 
 ROUTINGS = ("uniform", "masked", "skewed", "one_expert", "one_rank", "repeated", "nothing")
 
@@ -35,6 +44,13 @@ class Case:
         routing: One of `ROUTINGS`.
         has_special_values: Rows and weights hold NaN, infinities, -0.0 and subnormals.
         num_spare_tokens: How much `num_max_tokens_per_rank` exceeds the most tokens of a rank.
+        quantization: Rows are quantised in dispatch.
+        pair: Dtype and number of the scale factors where rows, of a one-byte dtype, are quantised
+            already; `quantization` then only has their order on arrival.
+        capacities: Of every rank.
+        masked_ranks: Of every rank: which ranks it masks.
+        num_topk_per_rank: Choices per token of every rank, at most `num_topk`; None for `num_topk`.
+        is_elastic: The configuration leaves open what every call brings.
     """
 
     name: str
@@ -50,18 +66,52 @@ class Case:
     routing: str = "uniform"
     has_special_values: bool = False
     num_spare_tokens: int = 0
+    quantization: Quantization | None = None
+    pair: tuple[torch.dtype, int] | None = None
+    capacities: tuple[Capacity, ...] | None = None
+    masked_ranks: tuple[tuple[int, ...], ...] | None = None
+    num_topk_per_rank: tuple[int, ...] | None = None
+    is_elastic: bool = False
 
     @property
     def config(self) -> EpConfig:
         """For the buffer."""
+        if self.is_elastic:
+            needs_tokens = self.layout is Layout.LOW_LATENCY
+            return EpConfig(
+                num_experts=self.num_experts,
+                num_topk=None,
+                hidden=None,
+                num_max_tokens_per_rank=self.num_max_tokens if needs_tokens else None,
+                dtype=None,
+                expert_rank=self.expert_rank,
+            )
         return EpConfig(
             num_experts=self.num_experts,
             num_topk=self.num_topk,
             hidden=self.hidden,
-            num_max_tokens_per_rank=max(self.num_tokens) + self.num_spare_tokens,
+            num_max_tokens_per_rank=self.num_max_tokens,
             dtype=self.dtype,
             expert_rank=self.expert_rank,
         )
+
+    @property
+    def num_max_tokens(self) -> int:
+        """Most tokens of a rank."""
+        return max(self.num_tokens) + self.num_spare_tokens
+
+    @property
+    def num_recv_topk(self) -> int:
+        """Largest number of choices per token of all ranks."""
+        return max(self.num_topk_per_rank or (self.num_topk,))
+
+    def capacity_of(self, rank_idx: int) -> Capacity | None:
+        """What a rank passes as its capacity."""
+        return None if self.capacities is None else self.capacities[rank_idx]
+
+    def masked_by(self, rank_idx: int) -> tuple[int, ...]:
+        """Which ranks a rank masks."""
+        return () if self.masked_ranks is None else self.masked_ranks[rank_idx]
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -73,6 +123,12 @@ class Case:
         """Of expert outputs: rows that only move as bytes come back as float32."""
         return self.dtype if self.dtype in ADDABLE_DTYPES else torch.float32
 
+    @property
+    def combine_hidden(self) -> int:
+        """Of expert outputs: `hidden`, or the next that makes whole units of 16 bytes."""
+        per_unit = 16 // self.combine_dtype.itemsize
+        return self.hidden + -self.hidden % per_unit
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankInput:
@@ -82,11 +138,13 @@ class RankInput:
         x: `[T, hidden]`.
         topk_idx: int64 `[T, K]`.
         topk_weights: `[T, K]`; NaN where the choice is -1, which nobody may look at.
+        x_sf: `[T, num_scales]` of a pair, else None.
     """
 
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
+    x_sf: torch.Tensor | None = None
 
 
 def seeded(*key: object) -> torch.Generator:
@@ -143,21 +201,91 @@ def case_inputs(case: Case, round_idx: int = 0) -> list[RankInput]:
     )
     total = sum(case.num_tokens)
     special = case.has_special_values
-    x = random_rows(total, case.hidden, case.dtype, generator, has_special_values=special)
+    x = rows_of_case(case, total, case.hidden, case.dtype, generator)
     topk_idx = _choices(case, total, generator)
     weights = random_weights(
         (total, case.num_topk), case.weights_dtype, generator, has_special_values=special
     )
     weights = torch.where(topk_idx < 0, float("nan"), weights)
-    return [
-        RankInput(x=rows.clone(), topk_idx=choices.clone(), topk_weights=some.clone())
-        for rows, choices, some in zip(
-            torch.split(x, list(case.num_tokens)),
-            torch.split(topk_idx, list(case.num_tokens)),
-            torch.split(weights, list(case.num_tokens)),
-            strict=True,
+    scales = scales_of_case(case, "inputs", round_idx)
+    inputs = []
+    first = 0
+    for rank_idx, num_tokens in enumerate(case.num_tokens):
+        some = slice(first, first + num_tokens)
+        num_topk = (case.num_topk_per_rank or (case.num_topk,) * case.num_ranks)[rank_idx]
+        inputs.append(
+            RankInput(
+                x=x[some].clone(),
+                topk_idx=topk_idx[some, :num_topk].contiguous().clone(),
+                topk_weights=weights[some, :num_topk].contiguous().clone(),
+                x_sf=None if scales is None else scales[rank_idx],
+            )
         )
-    ]
+        first += num_tokens
+    return inputs
+
+
+def rows_of_case(
+    case: Case, num_rows: int, hidden: int, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """`[num_rows, hidden]` with what makes the case interesting."""
+    if case.quantization is not None and dtype in ADDABLE_DTYPES:
+        return _rows_to_quantize(num_rows, hidden, dtype, generator)
+    return random_rows(
+        num_rows, hidden, dtype, generator, has_special_values=case.has_special_values
+    )
+
+
+def scales_of_case(case: Case, *key: object) -> list[torch.Tensor] | None:
+    """Scale factors `[T, num_scales]` of every rank, of random bits; None where there are none.
+
+    The strides are those of rows, of columns, or of every other column of something larger.
+    """
+    if case.pair is None:
+        return None
+    dtype, num_scales = case.pair
+    scales = []
+    for rank_idx, num_tokens in enumerate(case.num_tokens):
+        generator = seeded("scales", rank_idx, *key)
+        rows = random_rows(num_tokens, num_scales, torch.uint8, generator)
+        shape = (num_tokens, 2 * num_scales * dtype.itemsize)
+        raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        rows = raw.view(-1).view(dtype).view(num_tokens, 2 * num_scales)
+        order = int(torch.randint(0, 3, (), generator=generator))
+        rows = rows[:, ::2]
+        if order == 0:
+            rows = rows.contiguous()
+        elif order == 1:
+            rows = rows.T.contiguous().T
+        scales.append(rows)
+    return scales
+
+
+def _rows_to_quantize(
+    num_rows: int, hidden: int, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Blocks of every magnitude, halves between two e4m3 values, zeros, some NaN and infinity."""
+    rows = torch.randn(num_rows, hidden, dtype=torch.float64, generator=generator)
+    num_blocks = -(-hidden // 32)
+    lowest, highest = (-24, 15) if dtype == torch.float16 else (-149, 127)
+    near = torch.randint(-12, 12, (num_rows, num_blocks), generator=generator)
+    far = torch.randint(lowest, highest, (num_rows, num_blocks), generator=generator)
+    is_far = torch.rand(num_rows, num_blocks, generator=generator) < 0.3
+    exponent = torch.where(is_far, far, near).repeat_interleave(32, dim=1)[:, :hidden]
+    # Few bits, so that a scaling with a power of two gives many halves.
+    is_coarse = torch.rand(rows.shape, generator=generator) < 0.3
+    rows = torch.where(is_coarse, (rows * 16).round() / 16, rows)
+    rows = torch.ldexp(rows, exponent)
+    kind = torch.rand(rows.shape, generator=generator)
+    rows = torch.where(kind < 0.1, 0.0, rows)
+    rows = torch.where((kind > 0.1) & (kind < 0.12), -0.0, rows)
+    rows[torch.rand(num_rows, generator=generator) < 0.1] = 0.0
+    most = torch.finfo(dtype).max
+    rows = rows.clamp(-most, most).to(dtype)
+    for value in (float("nan"), float("inf"), -float("inf"), most):
+        for row in (torch.rand(num_rows, generator=generator) < 0.07).nonzero().flatten().tolist():
+            rows[row, int(torch.randint(0, hidden, (), generator=generator))] = value
+    return rows
 
 
 def _choices(case: Case, total: int, generator: torch.Generator) -> torch.Tensor:
@@ -218,60 +346,3 @@ def _special_values(dtype: torch.dtype) -> torch.Tensor:
     sign = torch.iinfo(_BITS[dtype]).min
     nans = torch.cat([one_nan | 5, (one_nan & ~quiet) | 3, one_nan | sign | 1])
     return torch.cat([values.view(_BITS[dtype]), nans]).view(dtype)
-
-
-_RAGGED = (5, 0, 9, 3, 17, 1, 0, 4)
-
-
-def _case(name: str, num_ranks: int, **fields: Any) -> Case:
-    return Case(name=name, num_ranks=num_ranks, **{"num_tokens": _RAGGED[:num_ranks], **fields})
-
-
-def _cases_of_a_layout() -> Iterator[Case]:
-    for num_ranks in (1, 2, 3, 4, 6, 8):
-        yield _case(f"{num_ranks}-ranks", num_ranks, num_experts=13, num_topk=3)
-    for dtype in (torch.float16, torch.float32, torch.float64):
-        yield _case(_short(dtype), 3, dtype=dtype)
-    for dtype in (torch.float8_e4m3fn, torch.uint8, torch.int32, torch.bool):
-        yield _case(_short(dtype), 2, dtype=dtype, routing="masked")
-    for dtype in ADDABLE_DTYPES:
-        yield _case(f"special-{_short(dtype)}", 2, dtype=dtype, num_topk=4, has_special_values=True)
-    for routing in ROUTINGS[1:]:
-        yield _case(routing.replace("_", "-"), 4, num_topk=4, routing=routing)
-    for num_topk in (1, 5, 17, 64):
-        yield _case(f"top-{num_topk}", 2, num_topk=num_topk, routing="masked")
-    yield _case("top-64-of-64", 3, num_topk=64, num_experts=64)
-    for hidden in (8, 24, 1000, 2880):
-        yield _case(f"hidden-{hidden}", 2, hidden=hidden)
-    for alignment in (8, 128):
-        yield _case(f"alignment-{alignment}", 3, expert_alignment=alignment, routing="masked")
-    yield _case("one-element-rows", 2, hidden=1, dtype=torch.complex128)
-    yield _case("empty-everywhere", 3, num_tokens=(0, 0, 0), expert_alignment=8)
-    yield _case("empty-first", 4, num_tokens=(0, 6, 6, 6))
-    yield _case("one-token", 4, num_tokens=(0, 0, 1, 0))
-    yield _case("spare-capacity", 2, num_spare_tokens=100)
-    yield _case("one-expert-in-all", 3, num_experts=1, num_topk=1)
-    yield _case("experts-on-last-rank", 3, expert_rank=(2,) * 8)
-    yield _case("rank-without-experts", 4, expert_rank=(0, 0, 2, 2, 3, 3, 3, 0))
-    yield _case("interleaved-experts", 3, expert_rank=(2, 0, 1, 2, 1, 0, 0, 2), num_topk=3)
-    yield _case(
-        "larger", 2, num_tokens=(200, 123), hidden=512, num_experts=64, num_topk=8,
-        expert_alignment=16,
-    )  # fmt: skip
-    yield _case(
-        "larger-8-ranks", 8, num_tokens=(30, 64, 1, 0, 64, 17, 40, 2), hidden=256,
-        num_experts=64, num_topk=8, routing="skewed",
-    )  # fmt: skip
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-CASES: tuple[Case, ...] = tuple(
-    dataclasses.replace(
-        case, name=f"{layout.name.lower().replace('_', '-')}-{case.name}", layout=layout
-    )
-    for layout in Layout
-    for case in _cases_of_a_layout()
-)

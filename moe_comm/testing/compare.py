@@ -38,9 +38,29 @@ def difference(got: object, want: torch.Tensor | None) -> str | None:
     )
 
 
+def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    # As bytes: not every dtype can be indexed.
+    row_bytes = tensor.shape[1:].numel() * tensor.element_size()
+    raw = _packed(tensor).view(torch.uint8).view(len(rows), row_bytes)[rows]
+    return raw.view(-1).view(tensor.dtype).view(len(raw), *tensor.shape[1:])
+
+
 def _element_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """As uint8 `[numel, itemsize]`."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).view(tensor.numel(), -1)
+    return _packed(tensor.cpu()).view(torch.uint8).view(tensor.numel(), tensor.element_size())
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat copy. A contiguous tensor of one column may have any stride, which a view refuses."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pair:
+    what: str
+    got: object
+    want: torch.Tensor | None
+    rows: torch.Tensor | None
 
 
 @dataclasses.dataclass
@@ -50,13 +70,28 @@ class Expectations:
     Comparing late also shows memory that a later operation overwrote.
     """
 
-    pairs: list[tuple[str, object, torch.Tensor | None]] = dataclasses.field(default_factory=list)
+    pairs: list[_Pair] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
 
-    def equal(self, what: str, got: object, want: torch.Tensor | None) -> None:
-        """`got` must have the bits of `want` now and later."""
-        self.pairs.append((what, got, want))
-        self._compare(what, got, want)
+    def equal(
+        self,
+        what: str,
+        got: object,
+        want: torch.Tensor | None,
+        *,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """`got` must have the bits of `want` now and later.
+
+        Args:
+            what: Says which tensors these are.
+            got: From the backend.
+            want: From the oracle.
+            rows: bool `[M]`: only these rows are compared, and the shape of all.
+        """
+        pair = _Pair(what, got, want, rows)
+        self.pairs.append(pair)
+        self._compare(pair)
 
     def true(self, what: str, condition: bool, detail: object = "") -> None:
         """`condition` must hold."""
@@ -66,11 +101,19 @@ class Expectations:
     def result(self) -> list[str]:
         """Everything that differed, in the order in which it was seen."""
         if not self.faults:
-            for what, got, want in self.pairs:
-                self._compare(f"{what}, at the end", got, want)
+            for pair in self.pairs:
+                self._compare(dataclasses.replace(pair, what=f"{pair.what}, at the end"))
         return self.faults
 
-    def _compare(self, what: str, got: object, want: torch.Tensor | None) -> None:
+    def _compare(self, pair: _Pair) -> None:
+        got, want = pair.got, pair.want
+        if (
+            pair.rows is not None
+            and want is not None
+            and isinstance(got, torch.Tensor)
+            and got.shape == want.shape
+        ):
+            got, want = _rows(got, pair.rows), _rows(want, pair.rows)
         text = difference(got, want)
         if text is not None:
-            self.faults.append(f"{what}: {text}")
+            self.faults.append(f"{pair.what}: {text}")

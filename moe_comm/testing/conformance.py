@@ -6,15 +6,18 @@ how a backend made elsewhere is held to it.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from moe_comm.config import Layout
-from moe_comm.testing import bad_input, in_flight, scripts
-from moe_comm.testing.cases import CASES, Case
-from moe_comm.testing.compare import difference
+from moe_comm.config import Capacity, Layout
+from moe_comm.quantization import FP8_BLOCK128, MXFP8
+from moe_comm.testing import bad_input, in_flight, limits, scripts
+from moe_comm.testing.case_list import CASES
+from moe_comm.testing.cases import Case
 from moe_comm.testing.launch import run_ranks
 from moe_comm.testing.target import Target
 
@@ -40,8 +43,9 @@ def check_case(target: Target, case: Case, *, mode: str = "processes") -> None:
 
 def check_asynchronous(target: Target, *, mode: str = "processes") -> None:
     """As many operations in flight on one buffer as its configuration allows."""
-    for layout in Layout:
-        _run(target, in_flight.run_asynchronous, 3, _ragged(3, layout), mode=mode)
+    for layout, quantization in itertools.product(Layout, (None, MXFP8)):
+        case = dataclasses.replace(_ragged(3, layout), quantization=quantization)
+        _run(target, in_flight.run_asynchronous, 3, case, mode=mode)
 
 
 def check_in_flight(target: Target, *, mode: str = "processes") -> None:
@@ -61,6 +65,12 @@ def check_bad_input(target: Target, *, mode: str = "processes") -> None:
         _run(target, bad_input.run_bad_input, num_ranks, mode=mode)
 
 
+def check_limits(target: Target, *, mode: str = "processes") -> None:
+    """What is beyond a limit that raises is raised on every rank, and the buffer works afterwards."""
+    for num_ranks in (1, 3):
+        _run(target, limits.run_limits, num_ranks, mode=mode)
+
+
 def check_bad_config(target: Target, *, mode: str = "processes") -> None:
     """Configurations that differ are refused on every rank."""
     _run(target, bad_input.run_bad_config, 3, mode=mode)
@@ -69,38 +79,45 @@ def check_bad_config(target: Target, *, mode: str = "processes") -> None:
 def check_same_bits(
     target: Target, *, mode: str = "processes", num_ranks: Sequence[int] = (1, 2, 3, 4, 8)
 ) -> None:
-    """EXPERT_MAJOR: one global input gives the same rows, sums and gradients on any number of ranks."""
-    total = 37
-    names = (
-        "x", "topk_weights", "num_tokens_per_expert", "combine", "row_weights", "weighted combine",
-        "weighted gradient", "dots",
-    )  # fmt: skip
-    for dtype in (torch.bfloat16, torch.float32):
+    """EXPERT_MAJOR: one global input gives the same rows, sums and gradients on any number of ranks.
+
+    So does what a limit per expert keeps.
+    """
+    few = Capacity(num_rows_per_expert=9, on_overflow="drop")
+    for changes in (
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float32},
+        {"quantization": FP8_BLOCK128, "hidden": 200},
+        {"capacities": few},
+        {"capacities": few, "quantization": MXFP8, "dtype": torch.float32},
+    ):
         results = {}
         for count in num_ranks:
+            fields: dict[str, Any] = dict(changes)
+            if "capacities" in fields:
+                fields["capacities"] = (few,) * count
             case = Case(
                 name="same bits",
                 num_ranks=count,
-                num_tokens=_shares(total, count),
+                num_tokens=_shares(37, count),
                 num_experts=11,
                 num_topk=5,
-                dtype=dtype,
                 expert_alignment=4,
                 routing="masked",
+                **fields,
             )
             per_rank = run_ranks(
                 in_flight.run_same_bits, count, target, case, mode=mode, timeout_s=TIMEOUT_S
             )
-            results[count] = [torch.cat(pieces) for pieces in zip(*per_rank, strict=True)]
+            results[count] = {
+                name: b"".join(rank[name] for rank in per_rank) for name in per_rank[0]
+            }
         first = num_ranks[0]
-        for count in num_ranks[1:]:
-            for name, got, want in zip(names, results[count], results[first], strict=True):
-                text = difference(got, want)
-                if text is not None:
-                    raise ConformanceError(
-                        f"{target.name}: {name} ({dtype}) on {count} ranks is not what it is on "
-                        f"{first}: {text}"
-                    )
+        for count, name in itertools.product(num_ranks[1:], results[first]):
+            if results[count][name] != results[first][name]:
+                raise ConformanceError(
+                    f"{target.name}: {name} ({changes}) on {count} ranks is not what it is on {first}"
+                )
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -109,6 +126,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "overwrite": check_overwrite,
     "bad-input": check_bad_input,
     "bad-config": check_bad_config,
+    "limits": check_limits,
     "same-bits": check_same_bits,
 }
 """Checks beside the cases, by name; each takes a target and `mode`."""
@@ -157,7 +175,7 @@ def _ragged(num_ranks: int, layout: Layout = Layout.EXPERT_MAJOR) -> Case:
         num_tokens=(7, 0, 12, 3)[:num_ranks],
         num_topk=3,
         layout=layout,
-        expert_alignment=4,
+        expert_alignment=1 if layout is Layout.LOW_LATENCY else 4,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_comm.testing import calls
 from moe_comm.testing.cases import Case, case_inputs
 from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
@@ -23,46 +24,28 @@ def run_asynchronous(context: RankContext, target: Target, case: Case) -> list[s
         oracles = [Oracle(case, case_inputs(case, idx)) for idx in range(depth)]
         rank_idx = context.rank_idx
         pending = [
-            backend.dispatch(
-                oracle.inputs[rank_idx].x,
-                oracle.inputs[rank_idx].topk_idx,
-                oracle.inputs[rank_idx].topk_weights,
-                layout=case.layout,
-                expert_alignment=case.expert_alignment,
-                copy_out=None,
-                async_op=True,
-            )
+            calls.dispatch(backend, case, rank_idx, oracle.inputs[rank_idx], async_op=True)
             for oracle in oracles
         ]
         outputs = [operation.wait() for operation in reversed(pending)][::-1]
         for idx, (oracle, output) in enumerate(zip(oracles, outputs, strict=True)):
             rows = [rank.x for rank in oracle.inputs]
             weights = [rank.topk_weights for rank in oracle.inputs]
-            want = oracle.dispatched(rank_idx, rows, weights)
+            want = oracle.dispatched(rank_idx, rows, weights, quantization=case.quantization)
             compare_dispatch(expected, f"asynchronous dispatch {idx}", output, want)
             expected.true("is_complete after wait", pending[idx].is_complete())
             expected.true("wait gives the same again", pending[idx].wait() is output)
         outs = [
-            oracle.expert_outputs(idx, case.hidden, case.combine_dtype)
+            oracle.expert_outputs(idx, case.combine_hidden, case.combine_dtype)
             for idx, oracle in enumerate(oracles)
         ]
         combines = [
-            backend.combine(
-                outs[idx][rank_idx],
-                outputs[idx].plan,
-                None,
-                None,
-                out=None,
-                copy_out=None,
-                async_op=True,
-            )
+            calls.combine(backend, outs[idx][rank_idx], outputs[idx].plan, async_op=True)
             for idx in range(depth - 1)
         ]
         # A blocking call comes after what is in flight.
         rows = [rank.x for rank in oracles[0].inputs]
-        output = backend.dispatch_cached(
-            rows[rank_idx], outputs[0].plan, None, copy_out=None, async_op=False
-        ).wait()
+        output = calls.dispatch_cached(backend, rows[rank_idx], outputs[0].plan)
         want = oracles[0].dispatched(rank_idx, rows, None, is_cached=True)
         compare_dispatch(expected, "dispatch behind combines in flight", output, want)
         for idx, combine in enumerate(combines):
@@ -82,19 +65,18 @@ def run_in_flight(
         backends = [target.backend(communicator, case.config) for _ in range(num_buffers)]
         oracles = [Oracle(case, case_inputs(case, idx)) for idx in range(num_buffers)]
         outs = [
-            oracle.expert_outputs(idx, case.hidden, case.combine_dtype)
+            oracle.expert_outputs(idx, case.combine_hidden, case.combine_dtype)
             for idx, oracle in enumerate(oracles)
         ]
         shift = rank_idx if target.can_overlap else 0
         order = [(shift + idx) % num_buffers for idx in range(num_buffers)]
         dispatches = {
-            idx: backends[idx].dispatch(
-                oracles[idx].inputs[rank_idx].x,
-                oracles[idx].inputs[rank_idx].topk_idx,
-                None,
-                layout=case.layout,
-                expert_alignment=case.expert_alignment,
-                copy_out=None,
+            idx: calls.dispatch(
+                backends[idx],
+                case,
+                rank_idx,
+                oracles[idx].inputs[rank_idx],
+                has_weights=False,
                 async_op=True,
             )
             for idx in order
@@ -102,16 +84,11 @@ def run_in_flight(
         combines = {}
         for idx in reversed(order) if target.can_overlap else order:
             output = dispatches[idx].wait()
-            want = oracles[idx].dispatched(rank_idx, [rank.x for rank in oracles[idx].inputs], None)
+            rows = [rank.x for rank in oracles[idx].inputs]
+            want = oracles[idx].dispatched(rank_idx, rows, None, quantization=case.quantization)
             compare_dispatch(expected, f"dispatch on buffer {idx}", output, want)
-            combines[idx] = backends[idx].combine(
-                outs[idx][rank_idx],
-                output.plan,
-                None,
-                None,
-                out=None,
-                copy_out=None,
-                async_op=True,
+            combines[idx] = calls.combine(
+                backends[idx], outs[idx][rank_idx], output.plan, async_op=True
             )
         for idx in order:
             want_sums = oracles[idx].combined(rank_idx, outs[idx], None, None)
@@ -138,71 +115,54 @@ def run_overwrite(context: RankContext, target: Target, num_rounds: int = 3) -> 
     want = oracle.combined(rank_idx, outs, None, None).x
     with target.communicator(context) as communicator:
         backend = target.backend(communicator, case.config)
-        plan = (
-            backend.dispatch(
-                oracle.inputs[rank_idx].x,
-                oracle.inputs[rank_idx].topk_idx,
-                None,
-                layout=case.layout,
-                expert_alignment=1,
-                copy_out=None,
-                async_op=False,
-            )
-            .wait()
-            .plan
-        )
+        plan = calls.dispatch(backend, case, rank_idx, oracle.inputs[rank_idx]).wait().plan
         rows = backend.empty_expert_output(plan, case.hidden, case.dtype)
         for round_idx in range(num_rounds):
             rows.copy_(outs[rank_idx])
-            sums = backend.combine(
-                rows, plan, None, None, out=None, copy_out=None, async_op=False
-            ).wait()
+            sums = calls.combine(backend, rows, plan).wait()
             rows.fill_(float("nan"))
             expected.equal(f"sums of round {round_idx}", sums.x, want)
         backend.destroy()
     return [f"rank {rank_idx}: {text}" for text in expected.result()]
 
 
-def run_same_bits(context: RankContext, target: Target, case: Case) -> list[torch.Tensor]:
-    """What this rank gets, to be laid end to end and compared between rank counts."""
+def run_same_bits(context: RankContext, target: Target, case: Case) -> dict[str, bytes]:
+    """What this rank gets, as bytes, to be laid end to end and compared between rank counts."""
     oracle = Oracle(case, case_inputs(case))
     rank_idx = context.rank_idx
     mine = oracle.inputs[rank_idx]
     with target.communicator(context) as communicator:
         backend = target.backend(communicator, case.config)
-        output = backend.dispatch(
-            mine.x,
-            mine.topk_idx,
-            mine.topk_weights,
-            layout=case.layout,
-            expert_alignment=case.expert_alignment,
-            copy_out=None,
-            async_op=False,
-        ).wait()
+        output = calls.dispatch(backend, case, rank_idx, mine).wait()
         assert output.topk_weights is not None
-        expert_out = oracle.expert_outputs("same bits", case.hidden, case.combine_dtype)[rank_idx]
+        expert_out = oracle.expert_outputs("same bits", case.combine_hidden, case.combine_dtype)[
+            rank_idx
+        ]
+        gradient = oracle.expert_outputs("gradient", case.combine_hidden, case.combine_dtype)[
+            rank_idx
+        ]
         row_weights = oracle.row_weights("same bits", case.weights_dtype)[rank_idx]
-        plain = backend.combine(
-            expert_out, output.plan, None, row_weights, out=None, copy_out=None, async_op=False
-        ).wait()
-        weighted = backend.combine(
-            expert_out,
-            output.plan,
-            mine.topk_weights,
-            None,
-            out=None,
-            copy_out=None,
-            async_op=False,
-        ).wait()
-        gradient = output.x.clone()
+        plain = calls.combine(backend, expert_out, output.plan, None, row_weights).wait()
+        weighted = calls.combine(backend, expert_out, output.plan, mine.topk_weights).wait()
         dots = backend.weighted_gradient(gradient, expert_out, output.topk_weights)
         assert plain.x is not None
         assert plain.topk_weights is not None
         assert weighted.x is not None
-        results = [
-            output.x, output.topk_weights, output.num_tokens_per_expert, plain.x, plain.topk_weights,
-            weighted.x, gradient, dots,
-        ]  # fmt: skip
-        results = [tensor.clone() for tensor in results]
+        results = {
+            "x": output.x,
+            "x_sf": torch.zeros(0) if output.x_sf is None else output.x_sf,
+            "topk_weights": output.topk_weights,
+            "num_tokens_per_expert": output.num_tokens_per_expert,
+            "num_dropped_per_expert": output.num_dropped_per_expert,
+            "combine": plain.x,
+            "row_weights": plain.topk_weights,
+            "weighted combine": weighted.x,
+            "weighted gradient": gradient,
+            "dots": dots,
+        }
+        raw = {
+            name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            for name, tensor in results.items()
+        }
         backend.destroy()
-    return results
+    return raw

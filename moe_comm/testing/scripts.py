@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from moe_comm.backends.arithmetic import dot_rows, scale_rows
 from moe_comm.backends.base import Backend, DispatchOutput, Plan
+from moe_comm.backends.quantized import QUANTIZABLE_DTYPES
 from moe_comm.config import Layout
-from moe_comm.testing.cases import Case, RankInput, case_inputs
+from moe_comm.quantization import FP8_BLOCK128, MXFP8
+from moe_comm.testing import calls
+from moe_comm.testing.cases import Case, RankInput, case_inputs, scales_of_case
 from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
-from moe_comm.testing.oracle import Oracle
+from moe_comm.testing.oracle import Expected, Oracle
 from moe_comm.testing.target import Target
 
 __all__ = ["compare_dispatch", "run_case"]
@@ -57,60 +62,59 @@ class _Round:
     def dispatch(self, backend: Backend) -> None:
         """With and without weights."""
         self.backend = backend
+        inputs = self.oracle.inputs
+        scales = [rank.x_sf for rank in inputs if rank.x_sf is not None]
         for has_weights in (False, True):
-            output = backend.dispatch(
-                self.mine.x,
-                self.mine.topk_idx,
-                self.mine.topk_weights if has_weights else None,
-                layout=self.case.layout,
-                expert_alignment=self.case.expert_alignment,
+            output = calls.dispatch(
+                backend,
+                self.case,
+                self.rank_idx,
+                self.mine,
+                has_weights=has_weights,
                 copy_out=self.copy_out,
-                async_op=False,
             ).wait()
             want = self.oracle.dispatched(
                 self.rank_idx,
-                [rank.x for rank in self.oracle.inputs],
-                [rank.topk_weights for rank in self.oracle.inputs] if has_weights else None,
+                [rank.x for rank in inputs],
+                [rank.topk_weights for rank in inputs] if has_weights else None,
+                scales=scales or None,
+                quantization=self.case.quantization,
             )
             self._compare("dispatch", output, want)
             self.plan: Plan = output.plan
-        self.expected.true(
-            "plan.num_tokens", self.plan.num_tokens == len(self.mine.x), self.plan.num_tokens
-        )
-        self.expected.true(
-            "plan.num_recv_tokens",
-            self.plan.num_recv_tokens == want.plan.num_recv_tokens,
-            self.plan.num_recv_tokens,
-        )
+        for name, want_number in (
+            ("num_tokens", len(self.mine.x)),
+            ("num_topk", self.mine.topk_idx.shape[1]),
+            ("num_recv_tokens", len(want.x)),
+            ("num_recv_topk", self.case.num_recv_topk),
+        ):
+            got = getattr(self.plan, name)
+            self.expected.true(f"plan.{name}", got == want_number, f"got {got}, want {want_number}")
         tensors = self.plan.to_tensors()
-        for name in ("counts", "slots", "topk_idx"):
-            self.expected.equal(
-                f"plan {name}",
-                getattr(tensors, name),
-                getattr(self.oracle.plans[self.rank_idx], name),
-            )
+        self.expected.equal("plan counts", tensors.counts, self.oracle.counts)
+        self.expected.equal("plan slots", tensors.slots, self.oracle.slots(self.rank_idx))
+        self.expected.equal("plan topk_idx", tensors.topk_idx, self.mine.topk_idx)
         if self.round_idx % 2:
             self.plan = backend.import_plan(tensors)
 
     def combine(self) -> None:
         """In place and of an ordinary tensor, weighted and not, with row weights and without rows."""
-        is_expert_major = self.case.layout is Layout.EXPERT_MAJOR
+        by_choice = self.case.layout is not Layout.RANK_MAJOR
         for hidden, dtype, has_weights, has_row_weights in (
-            (self.case.hidden, self.case.combine_dtype, False, False),
-            (self.case.hidden, self.case.combine_dtype, is_expert_major, True),
-            (16, torch.float32, is_expert_major, False),
+            (self.case.combine_hidden, self.case.combine_dtype, False, False),
+            (self.case.combine_hidden, self.case.combine_dtype, by_choice, True),
+            (16, torch.float32, by_choice, False),
         ):
             self._combine(hidden, dtype, has_weights=has_weights, has_row_weights=has_row_weights)
         weights_dtype = self.case.weights_dtype
         row_weights = self.oracle.row_weights(("pulled", self.round_idx), weights_dtype)
-        pulled = self.backend.combine(
+        pulled = calls.combine(
+            self.backend,
             None,
             self.plan,
             None,
             row_weights[self.rank_idx],
-            out=None,
             copy_out=self.copy_out,
-            async_op=False,
         ).wait()
         want = self.oracle.combined(self.rank_idx, None, None, row_weights)
         self.expected.equal(self._text("combine of no rows: x"), pulled.x, None)
@@ -142,14 +146,14 @@ class _Round:
         out = None
         if self.num_combines % 3 == 0:
             out = torch.full((len(self.mine.x), hidden), float("nan"), dtype=dtype)
-        output = self.backend.combine(
+        output = calls.combine(
+            self.backend,
             rows,
             self.plan,
             weights,
             None if row_weights is None else row_weights[self.rank_idx],
             out=out,
             copy_out=self.copy_out,
-            async_op=False,
         ).wait()
         want = self.oracle.combined(self.rank_idx, expert_outputs, weights, row_weights)
         what = self._text(f"combine {dtype} weights={has_weights}")
@@ -161,29 +165,42 @@ class _Round:
         rows.fill_(float("nan"))
 
     def dispatch_cached(self) -> None:
-        """To the same places: the same rows, then another dtype and hidden size."""
-        for hidden, dtype, has_weights in (
-            (self.case.hidden, self.case.dtype, True),
-            (24, torch.float64, False),
-            (32, torch.uint8, False),
+        """To the same places: rows like the first ones, then of another dtype, size and format."""
+        quantization = self.case.quantization
+        in_columns = dataclasses.replace(MXFP8, is_column_major=True)
+        for hidden, dtype, has_weights, other in (
+            (self.case.hidden, self.case.dtype, True, quantization),
+            (24, torch.float64, False, None),
+            (32, torch.uint8, False, None),
+            (72, torch.float16, True, in_columns if quantization is None else FP8_BLOCK128),
         ):
-            rows = self.oracle.rows((self.round_idx, hidden), hidden, dtype)
-            weights = [rank.topk_weights for rank in self.oracle.inputs] if has_weights else None
-            output = self.backend.dispatch_cached(
+            key = (self.round_idx, hidden, dtype)
+            rows = self.oracle.rows(key, hidden, dtype)
+            weights = None
+            if has_weights and dtype is self.case.dtype:
+                weights = [rank.topk_weights for rank in self.oracle.inputs]
+            scales = scales_of_case(self.case, key) if dtype is self.case.dtype else None
+            if scales is None and dtype not in QUANTIZABLE_DTYPES:
+                other = None
+            output = calls.dispatch_cached(
+                self.backend,
                 rows[self.rank_idx],
                 self.plan,
                 None if weights is None else weights[self.rank_idx],
+                x_sf=None if scales is None else scales[self.rank_idx],
+                quantization=other,
                 copy_out=self.copy_out,
-                async_op=False,
-            ).wait()
-            want = self.oracle.dispatched(self.rank_idx, rows, weights, is_cached=True)
+            )
+            want = self.oracle.dispatched(
+                self.rank_idx, rows, weights, scales=scales, quantization=other, is_cached=True
+            )
             self._compare(f"cached dispatch {dtype}", output, want)
 
     def differentiate(self) -> None:
         """The local backward of weights applied in combine."""
         dtype = self.case.combine_dtype
         gradient, value = (
-            self.oracle.expert_outputs((name, self.round_idx), self.case.hidden, dtype)[
+            self.oracle.expert_outputs((name, self.round_idx), self.case.combine_hidden, dtype)[
                 self.rank_idx
             ]
             for name in ("gradient", "value")
@@ -196,7 +213,7 @@ class _Round:
         self.expected.equal(self._text("weighted_gradient dots"), dots, want_dots)
         self.expected.equal(self._text("weighted_gradient gradient"), gradient, want_gradient)
 
-    def _compare(self, what: str, got: DispatchOutput, want: DispatchOutput) -> None:
+    def _compare(self, what: str, got: DispatchOutput, want: Expected) -> None:
         compare_dispatch(self.expected, self._text(what), got, want)
 
     def _text(self, what: str) -> str:
@@ -204,8 +221,38 @@ class _Round:
 
 
 def compare_dispatch(
-    expected: Expectations, what: str, got: DispatchOutput, want: DispatchOutput
+    expected: Expectations, what: str, got: DispatchOutput, want: Expected
 ) -> None:
-    """Every tensor of a dispatch."""
-    for name in ("x", "topk_idx", "topk_weights", "num_tokens_per_expert", "expert_offsets"):
+    """Everything that a dispatch gives."""
+    defined = want.is_defined
+    expected.equal(f"{what}: x", got.x, want.x, rows=defined)
+    expected.equal(f"{what}: topk_weights", got.topk_weights, want.topk_weights, rows=defined)
+    for name in ("topk_idx", "num_tokens_per_expert", "num_dropped_per_expert", "expert_offsets"):
         expected.equal(f"{what}: {name}", getattr(got, name), getattr(want, name))
+    expected.true(
+        f"{what}: num_required_rows",
+        got.num_required_rows == want.num_required_rows,
+        f"got {got.num_required_rows}, want {want.num_required_rows}",
+    )
+    waited = got.wait_ns
+    expected.true(
+        f"{what}: wait_ns",
+        waited.dtype is torch.int64 and waited.dim() == 1 and bool((waited >= 0).all()),
+        waited,
+    )
+    if want.x_sf is None or got.x_sf is None:
+        expected.equal(f"{what}: x_sf", got.x_sf, want.x_sf)
+        return
+    form, want_form = (
+        (shape, [stride for size, stride in zip(shape, strides, strict=True) if size > 1])
+        for shape, strides in (
+            (tuple(got.x_sf.shape), got.x_sf.stride()),
+            (want.scale_shape, want.scale_strides),
+        )
+    )
+    # Strides of empty tensors and of dimensions of one element mean nothing.
+    is_same = form == want_form if got.x_sf.numel() else form[0] == want_form[0]
+    expected.true(f"{what}: shape and strides of x_sf", is_same, f"got {form}, want {want_form}")
+    if is_same:
+        scales = got.x_sf.reshape(want.x_sf.shape) if got.x_sf.dim() == 3 else got.x_sf
+        expected.equal(f"{what}: x_sf", scales, want.x_sf, rows=defined)

@@ -4,7 +4,8 @@ import pytest
 
 from moe_comm import Bootstrap, Communicator, _host
 from moe_comm.backends.host import HostBackend
-from moe_comm.testing.cases import CASES, Case
+from moe_comm.testing.case_list import CASES
+from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import CHECKS, check_case
 from moe_comm.testing.target import Target
 

@@ -166,3 +166,9 @@ def test_as_bytes_shares_memory(dtype: torch.dtype, num_rows: int) -> None:
     assert raw.shape == (num_rows, dtype.itemsize)
     raw.fill_(0xFF)
     assert bool(rows.view(-1).view(torch.uint8).eq(0xFF).all())
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (8, 1), (1, 8), (8, 8)])
+def test_as_bytes_of_one_element_with_any_strides(strides: tuple[int, int]) -> None:
+    row = torch.tensor([258, 0, 0, 0], dtype=torch.int32).as_strided((1, 1), strides)
+    assert routing.as_bytes(row).tolist() == [[2, 1, 0, 0]]

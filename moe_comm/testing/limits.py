@@ -1,0 +1,129 @@
+"""Limits that every rank must raise alike, and survive: capacities and the places of LOW_LATENCY."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+
+from moe_comm.config import Capacity, Layout
+from moe_comm.errors import CapacityError
+from moe_comm.quantization import MXFP8
+from moe_comm.testing import calls
+from moe_comm.testing.cases import Case, RankInput, case_inputs
+from moe_comm.testing.compare import Expectations
+from moe_comm.testing.launch import RankContext
+from moe_comm.testing.oracle import Oracle
+from moe_comm.testing.scripts import compare_dispatch
+from moe_comm.testing.target import Target
+
+__all__ = ["run_limits"]
+
+_NUM_TOKENS = 4
+_NUM_EXPERTS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """A dispatch that every rank refuses; all tokens of all ranks choose experts 0 and 1.
+
+    Args:
+        name: Of the refusal.
+        changes: Arguments of `Backend.dispatch`, of every rank.
+        error: Raised on every rank.
+        numbers: Found in its message on every rank, as whole numbers.
+        ranks: Attribute of a CapacityError.
+    """
+
+    name: str
+    changes: list[dict[str, Any]]
+    error: type[Exception]
+    numbers: tuple[int, ...]
+    ranks: tuple[int, ...] = (0,)
+
+
+def _refusals(num_ranks: int) -> list[_Refusal]:
+    rows_of_expert = num_ranks * _NUM_TOKENS  # of experts 0 and 1 each
+
+    def everywhere(**changes: Any) -> list[dict[str, Any]]:
+        return [changes] * num_ranks
+
+    def with_rows(*num_rows: int, **more: Any) -> list[dict[str, Any]]:
+        limits = [Capacity(num_rows=count, on_overflow="raise") for count in num_rows]
+        return [{"capacity": limit, **more} for limit in limits]
+
+    most = Capacity(num_rows_per_expert=rows_of_expert - 1, on_overflow="raise")
+    plenty = (1000,) * (num_ranks - 1)
+    by_rank = {"layout": Layout.RANK_MAJOR}
+    all_on_one = {
+        "layout": Layout.LOW_LATENCY,
+        "expert_alignment": 1,
+        "topk_idx": torch.zeros(_NUM_TOKENS, 2, dtype=torch.int64),
+        "topk_weights": None,
+    }
+    return [
+        _Refusal("rows of an expert", everywhere(capacity=most), CapacityError,
+                 (0, rows_of_expert, rows_of_expert - 1)),
+        _Refusal("rows of a rank", with_rows(2 * rows_of_expert - 4, *plenty), CapacityError,
+                 (0, 2 * rows_of_expert, 2 * rows_of_expert - 4)),
+        _Refusal("no rows at all", with_rows(0, *plenty), CapacityError, (0, 2 * rows_of_expert)),
+        _Refusal("rows, quantised", with_rows(4, *plenty, quantization=MXFP8), CapacityError, (4,)),
+        _Refusal("rows, asynchronous", with_rows(4, *plenty, async_op=True), CapacityError, (4,)),
+        _Refusal("rows of RANK_MAJOR", with_rows(rows_of_expert - 1, *plenty, **by_rank),
+                 CapacityError, (0, rows_of_expert, rows_of_expert - 1)),
+        _Refusal("places of an expert", everywhere(**all_on_one), ValueError,
+                 (0, 2 * rows_of_expert, rows_of_expert)),
+    ]  # fmt: skip
+
+
+def run_limits(context: RankContext, target: Target) -> list[str]:
+    """Every refusal; after each of them the buffer works."""
+    expected = Expectations()
+    num_ranks, rank_idx = context.num_ranks, context.rank_idx
+    case = Case(
+        name="limits",
+        num_ranks=num_ranks,
+        num_tokens=(_NUM_TOKENS,) * num_ranks,
+        num_experts=_NUM_EXPERTS,
+        expert_alignment=4,
+        # Experts 0 and 1 are on rank 0, whatever the number of ranks.
+        expert_rank=(0, 0, *(idx % num_ranks for idx in range(_NUM_EXPERTS - 2))),
+    )
+    inputs = [
+        RankInput(
+            x=rank.x,
+            topk_idx=torch.tensor([[0, 1]] * _NUM_TOKENS),
+            topk_weights=torch.ones(_NUM_TOKENS, 2),
+        )
+        for rank in case_inputs(case)
+    ]
+    oracle = Oracle(case, inputs)
+    rows, weights = [rank.x for rank in inputs], [rank.topk_weights for rank in inputs]
+    want = oracle.dispatched(rank_idx, rows, weights)
+    with target.communicator(context) as communicator:
+        backend = target.backend(communicator, case.config)
+        for refusal in _refusals(num_ranks):
+            try:
+                calls.dispatch(
+                    backend, case, rank_idx, inputs[rank_idx], **refusal.changes[rank_idx]
+                ).wait()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is compared
+                _compare_error(expected, refusal, error)
+            else:
+                expected.true(refusal.name, False, "raised nothing")
+            output = calls.dispatch(backend, case, rank_idx, inputs[rank_idx]).wait()
+            compare_dispatch(expected, f"after {refusal.name}", output, want)
+        backend.destroy()
+    return [f"rank {rank_idx}: {text}" for text in expected.result()]
+
+
+def _compare_error(expected: Expectations, refusal: _Refusal, error: Exception) -> None:
+    name = refusal.name
+    expected.true(name, type(error) is refusal.error, f"got {error!r}, want {refusal.error}")
+    found = {int(number) for number in re.findall(r"\d+", str(error))}
+    missing = set(refusal.numbers) - found
+    expected.true(name, not missing, f"{str(error)!r} does not have {sorted(missing)}")
+    if isinstance(error, CapacityError):
+        expected.true(name, error.ranks == refusal.ranks, f"ranks {error.ranks}")
