@@ -167,6 +167,7 @@ class HostBackend(Backend):
             self._endpoint.destroy()
             raise ValueError(problem)
         self._rank_idx = communicator.rank_idx
+        self._num_ranks = communicator.num_ranks
         self._num_local_experts = int((placement == communicator.rank_idx).sum())
         self._write_trace: Callable[[], object] | None = None
         path = env.trace_path()
@@ -268,7 +269,11 @@ class HostBackend(Backend):
     ) -> _Scales:
         is_column_major = quantization is not None and quantization.is_column_major
         code = 1 | is_column_major << 1
-        low_latency_experts = self._num_local_experts if layout is Layout.LOW_LATENCY else None
+        by_expert = None
+        if layout is Layout.LOW_LATENCY:
+            assert self.config.num_max_tokens_per_rank is not None  # checked by EpBuffer
+            num_places = self._num_ranks * self.config.num_max_tokens_per_rank
+            by_expert = (self._num_local_experts, num_places)
         if x_sf is not None:
             num_scales, itemsize = x_sf.shape[1], x_sf.dtype.itemsize
             row_stride, step = x_sf.stride()
@@ -278,7 +283,7 @@ class HostBackend(Backend):
                 data_dtype=x.dtype,
                 num_scales=num_scales,
                 is_column_major=is_column_major,
-                low_latency_experts=low_latency_experts,
+                by_expert=by_expert,
             )
         assert quantization is not None
         scale_format = quantization.scale_format
@@ -300,7 +305,7 @@ class HostBackend(Backend):
             data_dtype=quantization.data_dtype,
             num_scales=num_scales,
             is_column_major=is_column_major,
-            low_latency_experts=low_latency_experts,
+            by_expert=by_expert,
         )
 
     def combine(
@@ -433,17 +438,16 @@ class _Scales:
     data_dtype: torch.dtype
     num_scales: int
     is_column_major: bool
-    low_latency_experts: int | None
+    by_expert: tuple[int, int] | None  # LOW_LATENCY: local experts, and places of each
 
     def view(self, flat: torch.Tensor, num_rows: int) -> torch.Tensor:
         """`x_sf` over the elements as they lie in memory."""
         elements = flat if flat.dtype is self.dtype else flat.view(self.dtype)
-        experts = self.low_latency_experts
-        if experts is not None:
-            rows = num_rows // experts if experts else 0
+        if self.by_expert is not None:
+            num_experts, num_places = self.by_expert
             if self.is_column_major:
-                return elements.view(experts, self.num_scales, rows).transpose(1, 2)
-            return elements.view(experts, rows, self.num_scales)
+                return elements.view(num_experts, self.num_scales, num_places).transpose(1, 2)
+            return elements.view(num_experts, num_places, self.num_scales)
         if self.is_column_major:
             # Columns begin at multiples of 16 bytes; where there are no rows, torch wants a stride.
             unit = _COLUMN_BYTES // self.dtype.itemsize
