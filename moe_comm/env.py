@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["force_isa", "launcher_world_size", "poison_windows", "trace_path"]
+__all__ = ["compat_names", "force_isa", "launcher_world_size", "poison_windows", "trace_path"]
 
 
 def poison_windows() -> bool:
@@ -24,6 +24,12 @@ def trace_path() -> str | None:
 def force_isa() -> str | None:
     """`MOE_COMM_ISA=portable|avx2|avx512`: use this instruction set instead of the best one."""
     return os.environ.get("MOE_COMM_ISA") or None
+
+
+def compat_names() -> tuple[str, ...]:
+    """`MOE_COMM_COMPAT=deep_ep`: `compat.install` this name (or several, with commas) at import."""
+    value = os.environ.get("MOE_COMM_COMPAT", "")
+    return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 def launcher_world_size() -> int:

@@ -1,0 +1,111 @@
+"""Other packages' modules, provided by this package under their own names.
+
+    moe_comm.compat.install("deep_ep")
+    import deep_ep
+
+`docs/deep_ep.md` says what is offered. For programs that cannot be edited, `MOE_COMM_COMPAT=deep_ep`
+does the same when moe_comm is imported, and `python -m moe_comm.compat` where it never is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import threading
+import types
+
+from moe_comm import env
+
+__all__ = ["install", "install_from_environment", "installed", "uninstall"]
+
+NAMES = ("deep_ep",)
+_PROVIDERS = {name: f"moe_comm.compat.{name}" for name in NAMES}
+_lock = threading.Lock()
+# By name: what stood in sys.modules before, and what stands there now.
+_replaced: dict[str, dict[str, types.ModuleType]] = {}
+_provided: dict[str, dict[str, types.ModuleType]] = {}
+
+
+def install(name: str, *, replace: bool = False) -> None:
+    """Make `import <name>` and its submodules resolve to the modules here. Idempotent.
+
+    Local to the process. Names imported earlier from a real package stay what they are.
+
+    Args:
+        name: "deep_ep".
+        replace: Also where another module of that name is imported already.
+
+    Raises:
+        ValueError: There is no such name, or another module is imported and `replace` is False.
+    """
+    if name not in NAMES:
+        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
+    modules = _modules_of(name)
+    with _lock:
+        if name in _provided:
+            return
+        before = _imported(name)
+        if before and not replace:
+            file = getattr(before.get(name), "__file__", None)
+            raise ValueError(
+                f"another {name} is imported already, from {file}: install before it is imported, or "
+                "pass replace=True"
+            )
+        for imported in before:
+            del sys.modules[imported]
+        sys.modules.update(modules)
+        _replaced[name] = before
+        _provided[name] = modules
+
+
+def uninstall(name: str) -> None:
+    """Undo `install`: what was in `sys.modules` before is there again. Idempotent.
+
+    Raises:
+        ValueError: There is no such name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
+    with _lock:
+        provided = _provided.pop(name, None)
+        if provided is None:
+            return
+        for imported, module in provided.items():
+            if sys.modules.get(imported) is module:
+                del sys.modules[imported]
+        sys.modules.update(_replaced.pop(name))
+
+
+def installed() -> tuple[str, ...]:
+    """Names that are provided now."""
+    with _lock:
+        return tuple(_provided)
+
+
+def install_from_environment() -> None:
+    """Install what `MOE_COMM_COMPAT` names. Called when moe_comm is imported.
+
+    Raises:
+        ValueError: It names something else, or another module of that name is imported.
+    """
+    for name in env.compat_names():
+        install(name)
+
+
+def _modules_of(name: str) -> dict[str, types.ModuleType]:
+    """Every module to provide. All at once, so that none is ever imported a second time by its path."""
+    provider = importlib.import_module(_PROVIDERS[name])
+    found = {name: provider}
+    for info in pkgutil.walk_packages(provider.__path__, f"{provider.__name__}."):
+        alias = name + info.name.removeprefix(provider.__name__)
+        found[alias] = importlib.import_module(info.name)
+    return found
+
+
+def _imported(name: str) -> dict[str, types.ModuleType]:
+    return {
+        imported: module
+        for imported, module in sys.modules.items()
+        if imported == name or imported.startswith(f"{name}.")
+    }

@@ -1,0 +1,25 @@
+"""What `import deep_ep` gives after `moe_comm.compat.install("deep_ep")`.
+
+DeepEP's three interfaces for CPU ranks: `Buffer`, `HybridEPBuffer` and the dispatch and combine of
+`ElasticBuffer`.
+"""
+
+from __future__ import annotations
+
+from moe_comm._version import __version__
+from moe_comm.compat.deep_ep.buffer import Buffer
+from moe_comm.compat.deep_ep.config import Config, topk_idx_t
+from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
+from moe_comm.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer
+from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "HybridEpConfigInstance",
+    "__version__",
+    "topk_idx_t",
+]

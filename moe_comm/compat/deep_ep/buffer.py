@@ -1,0 +1,583 @@
+"""`Buffer`: DeepEP's first interface, normal and low-latency mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.buffer import EpBuffer
+from moe_comm.compat.deep_ep import config as configs
+from moe_comm.compat.deep_ep import low_latency, rank_major, routing
+from moe_comm.compat.deep_ep.arguments import (
+    begin,
+    check_bools,
+    check_ints,
+    check_num_sms,
+    check_tensor,
+    num_channels,
+    passed,
+)
+from moe_comm.compat.deep_ep.config import Config
+from moe_comm.compat.deep_ep.group import GroupOwner, MpiRanks, checked
+from moe_comm.compat.deep_ep.handles import LowLatencyHandle, RankMajorHandle
+from moe_comm.compat.deep_ep.rank_major import Bias, Rows
+from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
+from moe_comm.config import default_expert_rank
+
+__all__ = ["Buffer"]
+
+Hook = Callable[[], None]
+PreviousEvent = EventOverlap | EventHandle | None
+HandleParts = tuple[torch.Tensor, ...]
+
+
+class Buffer:
+    """Dispatch and combine with DeepEP's arguments, tuples and orders, for CPU tensors.
+
+    Any number of ranks and experts, any row that is a multiple of 16 bytes, any top-k, any number of
+    tokens per rank. N tokens of this rank, H hidden, K choices, R ranks, E experts of which El are
+    here, M received rows. Collective: every rank makes it and calls it in the same order. What one
+    rank gets wrong is raised on every rank, as ValueError or TypeError.
+
+    Args:
+        group: Process group, bootstrap, or None for the default process group.
+        num_nvl_bytes: Size of what `get_local_buffer_tensor` shows; no rows pass through it.
+        num_rdma_bytes: The same with `use_rdma_buffer=True`.
+        low_latency_mode: No effect: every buffer has both modes.
+        num_qps_per_rank: GPU only, no effect.
+        allow_nvlink_for_low_latency_mode: GPU only, no effect.
+        allow_mnnvl: GPU only, no effect.
+        explicitly_destroy: `destroy()` may be called.
+        enable_shrink: Ranks may be masked in low-latency mode.
+        comm: An mpi4py communicator, in place of a group.
+        allow_nvlink_for_normal_mode: GPU only, no effect.
+        use_fabric: GPU only, no effect.
+
+    Raises:
+        ValueError: A size is negative, or both group and comm are given.
+        TypeError: An argument has another type.
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Bootstrap | None = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        allow_nvlink_for_normal_mode: bool = True,
+        use_fabric: bool = False,
+    ) -> None:
+        check_ints(0, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
+        check_ints(1, num_qps_per_rank=num_qps_per_rank)
+        check_bools(
+            low_latency_mode=low_latency_mode,
+            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+            allow_mnnvl=allow_mnnvl,
+            explicitly_destroy=explicitly_destroy,
+            enable_shrink=enable_shrink,
+            allow_nvlink_for_normal_mode=allow_nvlink_for_normal_mode,
+            use_fabric=use_fabric,
+        )
+        if group is not None and comm is not None:
+            raise ValueError("a Buffer takes a group or an mpi4py comm, got both")
+        self.group = group
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self._owner = GroupOwner(group if comm is None else MpiRanks(comm))
+        self.runtime: GroupOwner | None = self._owner
+        self.rank = self._owner.rank_idx
+        self.group_size = self._owner.num_ranks
+        self._masked: set[int] = set()
+        self._local_bytes: dict[bool, torch.Tensor] = {}
+
+    def destroy(self) -> None:
+        """Let go of the group; idempotent. Other users of the group are not disturbed.
+
+        Raises:
+            ValueError: The buffer was made without `explicitly_destroy`.
+        """
+        if not self.explicitly_destroy:
+            raise ValueError(
+                "destroy() needs a Buffer made with explicitly_destroy=True, got False"
+            )
+        self._owner.release()
+        self.runtime = None
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: FP8 is there, which is what DeepEP's users ask this for."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """`num_sms` of the default configurations; V1 handles have half as many channels.
+
+        Raises:
+            ValueError: It is odd or less than 2.
+        """
+        check_num_sms(new_num_sms)
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The present."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes by DeepEP's formula; nothing here needs them."""
+        return configs.low_latency_rdma_size_hint(
+            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
+        )
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """DeepEP's recommendation, for any number of ranks."""
+        return configs.recommended_dispatch_config(Buffer.num_sms, num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """DeepEP's recommendation, for any number of ranks."""
+        return configs.recommended_combine_config(Buffer.num_sms, num_ranks)
+
+    def get_comm_stream(self) -> torch.cpu.Stream:
+        """The stream of the CPU, which orders nothing."""
+        self._owner.shared()
+        return torch.cpu.current_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | tuple[int, ...] | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """Memory of as many bytes as the constructor was told; no rows pass through it.
+
+        Args:
+            dtype: Of the view.
+            size: Shape of the view; None for all of it, one-dimensional.
+            offset: Where it begins, in elements.
+            use_rdma_buffer: The memory of `num_rdma_bytes` in place of `num_nvl_bytes`.
+
+        Raises:
+            ValueError: The view does not fit.
+        """
+        check_ints(0, offset=offset)
+        check_bools(use_rdma_buffer=use_rdma_buffer)
+        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        if use_rdma_buffer not in self._local_bytes:
+            self._local_bytes[use_rdma_buffer] = torch.zeros(num_bytes, dtype=torch.uint8)
+        whole = num_bytes // dtype.itemsize
+        elements = self._local_bytes[use_rdma_buffer][: whole * dtype.itemsize].view(dtype)
+        num_wanted = whole - offset if size is None else torch.Size(size).numel()
+        if num_wanted < 0 or offset + num_wanted > whole:
+            raise ValueError(
+                f"{num_wanted} elements from {offset} on do not fit into {whole} of {dtype}"
+            )
+        view = elements[offset : offset + num_wanted]
+        return view if size is None else view.view(size)
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: PreviousEvent = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Where the tokens of this rank go. Local.
+
+        Args:
+            topk_idx: int64 `[N, K]`, contiguous; -1 marks an unused choice.
+            num_experts: E, any number; `default_expert_rank` says where each lives.
+            previous_event: Waited for.
+            async_finish: The result has an event, which has come.
+            allocate_on_comm_stream: GPU only, no effect; needs the two before.
+
+        Returns:
+            num_tokens_per_rank int32 `[R]`, None (ranks are on one machine), num_tokens_per_expert
+            int32 `[E]`, is_token_in_rank bool `[N, R]`, event.
+
+        Raises:
+            ValueError: An id is outside `[-1, num_experts)`, or a rule above is broken.
+            TypeError: A dtype or type is wrong.
+        """
+        self._owner.shared()
+        begin(previous_event, async_finish, allocate_on_comm_stream)
+        check_ints(1, num_experts=num_experts)
+        check_tensor("topk_idx", topk_idx, (None, None), configs.topk_idx_t)
+        placement = default_expert_rank(num_experts, self.group_size)
+        layout = routing.dispatch_layout(topk_idx, placement, self.group_size)
+        return (
+            layout.num_tokens_per_rank,
+            None,
+            layout.num_tokens_per_expert,
+            layout.is_token_in_rank,
+            passed(async_finish),
+        )
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: HandleParts | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: PreviousEvent = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[
+        Rows,
+        torch.Tensor | None,
+        torch.Tensor | None,
+        list[int] | None,
+        HandleParts | None,
+        EventOverlap,
+    ]:
+        """Send every token once to every rank that has one of its experts. Collective.
+
+        Args:
+            x: `[N, H]`, contiguous, any dtype; or a pair (data `[N, H]` of one-byte elements,
+                contiguous, scales float32 or int32 `[N, S]`, any strides), both sent as they are.
+            handle: Of an earlier dispatch: send to its places. `topk_idx` and `topk_weights` must be
+                None then, and the layout is not looked at.
+            num_tokens_per_rank: As `get_dispatch_layout` gives it, like the next three.
+            num_tokens_per_rdma_rank: None.
+            is_token_in_rank: See above.
+            num_tokens_per_expert: See above; its size says how many experts there are.
+            topk_idx: int64 `[N, K]`; None, with `topk_weights`, sends by `is_token_in_rank` alone.
+            topk_weights: float32 `[N, K]`.
+            expert_alignment: The returned counts are rounded up to a multiple.
+            num_worst_tokens: M is this; rows that are not filled are zero and have ids -1.
+                0: as many as arrive.
+            config: `num_sms / 2` is the number of channels in the handle.
+            previous_event: Waited for.
+            async_finish: The result has an event. It has come: the result's shapes are data.
+            allocate_on_comm_stream: GPU only, no effect; needs the two before.
+
+        Returns:
+            recv_x, like x: `[M, H]` in order of (source rank, token), and scales contiguous;
+            recv_topk_idx int64 `[M, K]`, local ids, -1 elsewhere; recv_topk_weights `[M, K]`, 0
+            elsewhere; counts of local experts, empty with `num_worst_tokens`; handle (see
+            `RankMajorHandle`); event. With `handle`: recv_x, four times None, event.
+
+        Raises:
+            ValueError: A rule above is broken on some rank, or the layout is not that of the choices.
+            TypeError: A dtype or type is wrong on some rank.
+            CapacityError: More rows than `num_worst_tokens` arrive on some rank.
+        """
+        buffer = self._buffer_of(handle, num_tokens_per_expert)
+
+        def prepare() -> int:
+            begin(previous_event, async_finish, allocate_on_comm_stream)
+            if handle is not None:
+                _require_handle(handle)
+                if topk_idx is not None or topk_weights is not None:
+                    raise ValueError("topk_idx and topk_weights must be None with a handle")
+            if num_tokens_per_rdma_rank is not None:
+                raise ValueError(
+                    "num_tokens_per_rdma_rank must be None, ranks are on one machine; got a value"
+                )
+            chosen = self.get_dispatch_config(self.group_size) if config is None else config
+            return num_channels(chosen)
+
+        channels = checked(buffer, "dispatch", prepare)
+        if isinstance(handle, RankMajorHandle):
+            rows = rank_major.dispatch_cached(handle, x)
+            return rows, None, None, None, None, passed(async_finish)
+        sending = rank_major.Sending(
+            x=x,
+            num_tokens_per_rank=num_tokens_per_rank,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert,
+            topk_idx=topk_idx,
+            topk_weights=None if topk_weights is None else topk_weights.detach(),
+            expert_alignment=expert_alignment,
+            num_worst_tokens=num_worst_tokens,
+            num_channels=channels,
+        )
+        arrived = rank_major.dispatch(self._owner, buffer, sending)
+        return (
+            arrived.x,
+            arrived.topk_idx,
+            arrived.topk_weights,
+            arrived.num_tokens_per_expert,
+            arrived.handle,
+            passed(async_finish),
+        )
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: HandleParts,
+        topk_weights: torch.Tensor | None = None,
+        bias: Bias = None,
+        config: Config | None = None,
+        previous_event: PreviousEvent = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Sum rows back to their tokens, unweighted. Collective.
+
+        Args:
+            x: `[M, H]`, contiguous: bfloat16, float16, float32 or float64; H may differ from the
+                dispatch.
+            handle: Of the dispatch.
+            topk_weights: float32 `[M, K]`: each comes back from the rank of its choice.
+            bias: `[N, H]` of x's dtype, or a pair, added first. All ranks give some or none does. Rows
+                are then brought back one by one and added here, which is slower.
+            config: Validated, no effect.
+            previous_event: Waited for.
+            async_finish: Return before the end; wait for the event before the result is read.
+            allocate_on_comm_stream: GPU only, no effect; needs the two before.
+
+        Returns:
+            `[N, H]` sums: biases, then ranks in ascending order, in float32 with one rounding; float32
+            `[N, K]` weights or None; event.
+
+        Raises:
+            ValueError: A rule above is broken on some rank.
+            TypeError: A dtype or type is wrong on some rank.
+        """
+        buffer = self._buffer_of(handle, None)
+
+        def prepare() -> RankMajorHandle:
+            begin(previous_event, async_finish, allocate_on_comm_stream)
+            if config is not None:
+                num_channels(config)
+            return _require_handle(handle)
+
+        known = checked(buffer, "combine", prepare)
+        combined = rank_major.combine(
+            self._owner, known, x, topk_weights, bias, async_op=async_finish
+        )
+        event = EventOverlap(combined.event, (x,)) if async_finish else EventOverlap()
+        return combined.x, combined.topk_weights, event
+
+    def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """`dispatch`; how far apart ranks are makes no difference."""
+        return self.dispatch(*args, **kwargs)
+
+    def internode_combine(self, *args: Any, **kwargs: Any) -> Any:
+        """`combine`; how far apart ranks are makes no difference."""
+        return self.combine(*args, **kwargs)
+
+    def dispatch_pcie(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered: kernels for GPUs without NVLink."""
+        raise NotImplementedError("dispatch_pcie is for GPUs without NVLink; use dispatch")
+
+    def combine_pcie(self, *args: Any, **kwargs: Any) -> Any:
+        """Not offered: kernels for GPUs without NVLink."""
+        raise NotImplementedError("combine_pcie is for GPUs without NVLink; use combine")
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing to do: the modes share no memory."""
+        self._owner.shared()
+        check_ints(0, num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank)
+        check_ints(1, hidden=hidden, num_experts=num_experts)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, torch.Tensor, HandleParts, EventOverlap, Hook | None]:
+        """Send rows to fixed places, n = R * num_max per local expert. Collective.
+
+        Any number of results may be alive.
+
+        Args:
+            x: `[N, H]`, contiguous, bfloat16 (float16 and float32 too), N <= num_max.
+            topk_idx: int64 `[N, K]`, contiguous; -1 marks an unused choice.
+            num_max_dispatch_tokens_per_rank: num_max, equal on all ranks.
+            num_experts: E.
+            cumulative_local_expert_recv_stats: int32 `[El]`: counts are added.
+            dispatch_wait_recv_cost_stats: int64 `[R]`: nanoseconds waited for each rank are added.
+            use_fp8: Rows are quantised on the way.
+            round_scale: Scales are powers of two.
+            use_ue8m0: Scales are exponents, four to an int32; needs `round_scale`.
+            async_finish: Return before the end, with an event.
+            return_recv_hook: Return before the end, with a function that waits for it. Not both.
+
+        Returns:
+            recv_x `[El, n, H]` or (e4m3 `[El, n, H]`, scales `[El, n, H / 128]`, column-major in the
+            last two); recv_count int32 `[El]`; handle (see `LowLatencyHandle`); event; hook. Places
+            beyond the counts are undefined. Counts and the handle are filled by event or hook.
+
+        Raises:
+            ValueError: A rule above is broken on some rank.
+            TypeError: A dtype or type is wrong on some rank.
+        """
+        buffer = self._low_latency_buffer(num_experts, num_max_dispatch_tokens_per_rank)
+        buffer.mask_ranks(self._masked)
+        return low_latency.dispatch(
+            self._owner,
+            buffer,
+            x,
+            topk_idx,
+            low_latency.Statistics(
+                cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+            ),
+            low_latency.Completion(async_finish, return_recv_hook),
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+        )
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: HandleParts,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Weigh rows and sum them back to their tokens, in top-k order. Collective.
+
+        Args:
+            x: `[El, n, H]`, contiguous.
+            topk_idx: That of the dispatch.
+            topk_weights: float32 `[N, K]`.
+            handle: Of the dispatch.
+            use_logfmt: No effect: rows travel exactly, not in ten bits.
+            zero_copy: Rows are in what `get_next_low_latency_combine_buffer(handle)` gave; x is not
+                read. Not with `use_logfmt`.
+            async_finish: Return before the end, with an event.
+            return_recv_hook: Return before the end, with a function that waits for it. Not both.
+            out: `[N, H]` of x's dtype to write to.
+            combine_wait_recv_cost_stats: int64 `[R]`: nanoseconds waited for each rank are added.
+
+        Returns:
+            `[N, H]`, event, hook.
+
+        Raises:
+            ValueError: A rule above is broken on some rank.
+            TypeError: A dtype or type is wrong on some rank.
+        """
+        self._owner.shared()
+        if not isinstance(handle, LowLatencyHandle):
+            problem = (
+                f"handle must be what low_latency_dispatch returned, got {type(handle).__name__}"
+            )
+            self._owner.low_latency_buffer_for(None, problem).reject("combine", TypeError(problem))
+        return low_latency.combine(
+            self._owner,
+            handle,
+            x,
+            topk_idx,
+            topk_weights,
+            low_latency.Completion(async_finish, return_recv_hook),
+            use_logfmt=use_logfmt,
+            zero_copy=zero_copy,
+            out=out,
+            wait_stats=combine_wait_recv_cost_stats,
+        )
+
+    def get_next_low_latency_combine_buffer(self, handle: HandleParts) -> torch.Tensor:
+        """`[El, n, H]` bfloat16 to put rows into for `low_latency_combine(zero_copy=True)`. Local.
+
+        One per handle, contiguous, and the same every time.
+        """
+        if not isinstance(handle, LowLatencyHandle):
+            raise TypeError(
+                f"handle must be what low_latency_dispatch returned, got {type(handle).__name__}"
+            )
+        return low_latency.next_combine_buffer(handle)
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Mask a rank in later low-latency dispatches, or unmask it. Local.
+
+        Nothing goes to a masked rank or comes from it, on any rank. It still makes the calls.
+        """
+        self._require_shrink()
+        check_ints(0, rank_to_mask=rank_to_mask)
+        check_bools(mask=mask)
+        if rank_to_mask >= self.group_size:
+            raise ValueError(f"{rank_to_mask} is not a rank of {self.group_size}")
+        if mask:
+            self._masked.add(rank_to_mask)
+        else:
+            self._masked.discard(rank_to_mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write 1 for ranks masked from this rank on, else 0, into int32 `[R]`. Local."""
+        self._require_shrink()
+        check_tensor("mask_status", mask_status, (self.group_size,), torch.int32)
+        mask_status.zero_()
+        mask_status[sorted(self._masked)] = 1
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmask all ranks. Local."""
+        self._require_shrink()
+        self._masked.clear()
+
+    def _require_shrink(self) -> None:
+        self._owner.shared()
+        if not self.enable_shrink:
+            raise ValueError("masking needs a Buffer made with enable_shrink=True, got False")
+
+    def _low_latency_buffer(self, num_experts: Any, num_max_tokens: Any) -> EpBuffer:
+        try:
+            check_ints(1, num_experts=num_experts)
+            check_ints(0, num_max_dispatch_tokens_per_rank=num_max_tokens)
+        except (TypeError, ValueError) as error:
+            self._owner.low_latency_buffer_for(None, str(error)).reject("dispatch", error)
+        return self._owner.low_latency_buffer_for((num_experts, num_max_tokens))
+
+    def _buffer_of(self, handle: object, num_tokens_per_expert: object) -> EpBuffer:
+        if isinstance(handle, RankMajorHandle):
+            self._owner.shared()
+            return handle.buffer
+        if isinstance(num_tokens_per_expert, torch.Tensor) and num_tokens_per_expert.dim() == 1:
+            return self._owner.buffer_for(max(num_tokens_per_expert.numel(), 1))
+        return self._owner.buffer_for(
+            None,
+            "num_tokens_per_expert must be an int32 tensor with one dimension (or a handle be given), "
+            f"got {type(num_tokens_per_expert).__name__} and {type(handle).__name__}",
+        )
+
+
+def _require_handle(handle: object) -> RankMajorHandle:
+    if not isinstance(handle, RankMajorHandle):
+        raise TypeError(f"handle must be what dispatch returned, got {type(handle).__name__}")
+    return handle

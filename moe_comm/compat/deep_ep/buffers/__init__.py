@@ -1,0 +1,1 @@
+"""`deep_ep.buffers`: where DeepEP's main branch has its classes."""

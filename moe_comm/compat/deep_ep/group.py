@@ -1,0 +1,118 @@
+"""What all buffers of this module share: the `EpBuffer`s of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.buffer import EpBuffer
+from moe_comm.group_buffers import GroupBuffers, group_buffers
+
+__all__ = ["GroupOwner", "MpiRanks", "checked"]
+
+ResultT = TypeVar("ResultT")
+
+
+class GroupOwner:
+    """The `EpBuffer`s of one group, by number of experts. Collective where one is made.
+
+    Args:
+        group: Process group, bootstrap, or None for the default process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
+        self._shared: GroupBuffers | None = group_buffers(group)
+        communicator = self._shared.communicator
+        self.rank_idx = communicator.rank_idx
+        self.num_ranks = communicator.num_ranks
+        self._buffers: dict[tuple[str, tuple[int, int | None]], EpBuffer] = {}
+        self._latest: dict[str, EpBuffer] = {}
+
+    def buffer_for(self, num_experts: int | None, problem: str = "") -> EpBuffer:
+        """The buffer for so many experts; the latest where this rank does not know how many.
+
+        Args:
+            num_experts: Over all ranks, or None.
+            problem: Why this rank does not know.
+
+        Raises:
+            ValueError: It is the first call and some rank does not know, on every rank.
+        """
+        return self._find("normal", None if num_experts is None else (num_experts, None), problem)
+
+    def low_latency_buffer_for(self, shape: tuple[int, int] | None, problem: str = "") -> EpBuffer:
+        """As `buffer_for`, for low-latency calls: this module masks ranks on these buffers.
+
+        Args:
+            shape: Experts over all ranks and most tokens of a rank, or None.
+            problem: Why this rank does not know.
+        """
+        return self._find("low latency", shape, problem)
+
+    def _find(self, mode: str, shape: tuple[int, int | None] | None, problem: str) -> EpBuffer:
+        shared = self.shared()
+        if shape is None and mode in self._latest:
+            return self._latest[mode]
+        buffer = None if shape is None else self._buffers.get((mode, shape))
+        if buffer is None:
+            # A buffer is made by all ranks together, so those that cannot must say so first.
+            problems = shared.communicator.all_gather(problem.encode())
+            for rank_idx, text in enumerate(problems):
+                if text:
+                    raise ValueError(f"rank {rank_idx}: {text.decode()}")
+            assert shape is not None
+            num_experts, num_max_tokens = shape
+            buffer = shared.get(
+                num_experts,
+                num_max_tokens_per_rank=num_max_tokens,
+                key=None if mode == "normal" else "deep_ep",
+            )
+            self._buffers[mode, shape] = buffer
+        self._latest[mode] = buffer
+        return buffer
+
+    def shared(self) -> GroupBuffers:
+        """What this group shares.
+
+        Raises:
+            ValueError: The buffer has been destroyed.
+        """
+        if self._shared is None:
+            raise ValueError("this buffer has been destroyed")
+        return self._shared
+
+    def release(self) -> None:
+        """Let go of the group; other users of it keep it alive."""
+        self._shared = None
+        self._buffers = {}
+        self._latest = {}
+
+
+class MpiRanks:
+    """The ranks of an mpi4py communicator, as a `Bootstrap`."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.rank_idx = int(comm.Get_rank())
+        self.num_ranks = int(comm.Get_size())
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Every rank's `item`, in rank order. Collective."""
+        return list(self._comm.allgather(item))
+
+
+def checked(buffer: EpBuffer, operation: str, check: Callable[[], ResultT]) -> ResultT:
+    """What `check` returns; where it finds input wrong, that is raised on every rank.
+
+    Args:
+        buffer: That all ranks are about to use.
+        operation: "dispatch" or "combine": what they call.
+        check: Raises ValueError or TypeError.
+    """
+    try:
+        return check()
+    except (TypeError, ValueError) as error:
+        buffer.reject(operation, error)

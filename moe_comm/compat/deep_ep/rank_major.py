@@ -1,0 +1,385 @@
+"""Dispatch and combine of `Buffer` in its normal mode: one row per token and rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moe_comm.backends import arithmetic
+from moe_comm.buffer import EpBuffer
+from moe_comm.compat.deep_ep import routing
+from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
+from moe_comm.compat.deep_ep.config import topk_idx_t
+from moe_comm.compat.deep_ep.group import GroupOwner, checked
+from moe_comm.compat.deep_ep.handles import RankMajorHandle
+from moe_comm.compat.deep_ep.utils.event import EventHandle
+from moe_comm.config import Capacity, Layout
+from moe_comm.dispatcher.routing_map import topk_of_routing_map
+from moe_comm.handles import CombineResult, DispatchResult
+
+__all__ = [
+    "Arrived",
+    "Bias",
+    "Combined",
+    "Rows",
+    "Sending",
+    "combine",
+    "dispatch",
+    "dispatch_cached",
+]
+
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+_NUM_SOURCE_COLUMNS = 2  # token index and number of tokens, sent along with every row
+
+
+@dataclasses.dataclass(frozen=True)
+class Sending:
+    """What a rank gives to a dispatch, as it was passed.
+
+    Args:
+        x: `[N, H]` of any dtype whose rows are a multiple of 16 bytes, or (data of one-byte elements,
+            scales `[N, S]` float32 or int32 of any strides).
+        num_tokens_per_rank: int32 `[R]`.
+        is_token_in_rank: bool `[N, R]`.
+        num_tokens_per_expert: int32 `[E]`.
+        topk_idx: int64 `[N, K]`, or None.
+        topk_weights: float32 `[N, K]`, None with `topk_idx`.
+        expert_alignment: Rounds the returned counts.
+        num_worst_tokens: Rows of the result, or 0 for as many as arrive.
+        num_channels: For the handle.
+    """
+
+    x: Rows
+    num_tokens_per_rank: torch.Tensor | None
+    is_token_in_rank: torch.Tensor | None
+    num_tokens_per_expert: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    expert_alignment: int
+    num_worst_tokens: int
+    num_channels: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """What a dispatch brought, as `Buffer.dispatch` hands it out, without the event."""
+
+    x: Rows
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    num_tokens_per_expert: list[int]
+    handle: RankMajorHandle
+
+
+@dataclasses.dataclass(frozen=True)
+class Combined:
+    """Sums `[N, H]`, pulled weights `[N, K]` or None, and when both are there."""
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor | None
+    event: EventHandle
+
+
+def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
+    """Send every token once to every rank it goes to. Collective.
+
+    Every row takes along its index and the number of its source's tokens, in two columns beside the
+    scales; handles have them.
+    """
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        check_sending(owner, buffer, sending)
+        return (*_rows_with_source(sending.x), _choices(buffer, sending))
+
+    data, wire_scales, choices = checked(buffer, "dispatch", prepare)
+    num_worst_tokens = sending.num_worst_tokens
+    capacity = (
+        Capacity(num_rows=num_worst_tokens, on_overflow="raise") if num_worst_tokens else None
+    )
+    result = buffer.dispatch(
+        (data, wire_scales),
+        choices,
+        sending.topk_weights,
+        layout=Layout.RANK_MAJOR,
+        capacity=capacity,
+    )
+    assert result.x_sf is not None
+    counts = _expert_counts(owner, buffer, sending, result)
+    source = result.x_sf[:, -_NUM_SOURCE_COLUMNS:]
+    return Arrived(
+        x=_received_rows(sending.x, result.x, result.x_sf[:, :-_NUM_SOURCE_COLUMNS]),
+        topk_idx=None if sending.topk_idx is None else result.topk_idx,
+        topk_weights=result.topk_weights,
+        num_tokens_per_expert=counts,
+        handle=_make_handle(owner, buffer, sending, result, source),
+    )
+
+
+def check_sending(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> None:
+    """Check what was passed, and that the layout is that of the choices.
+
+    Raises:
+        ValueError: A shape or size is wrong, or the layout is another one.
+        TypeError: A dtype or type is wrong.
+    """
+    data = check_rows(sending.x)
+    num_tokens, num_ranks = data.shape[0], owner.num_ranks
+    check_ints(1, expert_alignment=sending.expert_alignment)
+    check_ints(0, num_worst_tokens=sending.num_worst_tokens)
+    per_rank = check_tensor(
+        "num_tokens_per_rank", sending.num_tokens_per_rank, (num_ranks,), torch.int32
+    )
+    in_rank = check_tensor(
+        "is_token_in_rank", sending.is_token_in_rank, (num_tokens, num_ranks), torch.bool
+    )
+    per_expert = check_tensor(
+        "num_tokens_per_expert",
+        sending.num_tokens_per_expert,
+        (buffer.config.num_experts,),
+        torch.int32,
+    )
+    if (sending.topk_idx is None) != (sending.topk_weights is None):
+        missing = "topk_idx" if sending.topk_idx is None else "topk_weights"
+        raise ValueError(f"topk_idx and topk_weights go together, {missing} is None")
+    if sending.topk_idx is None:
+        if not torch.equal(per_rank, in_rank.sum(0, dtype=torch.int32)):
+            raise ValueError(
+                f"num_tokens_per_rank is {per_rank.tolist()}, is_token_in_rank has "
+                f"{in_rank.sum(0).tolist()}"
+            )
+        return
+    topk_idx = check_tensor("topk_idx", sending.topk_idx, (num_tokens, None), topk_idx_t)
+    check_tensor("topk_weights", sending.topk_weights, tuple(topk_idx.shape), torch.float32)
+    expected = routing.dispatch_layout(topk_idx, buffer.expert_rank, num_ranks)
+    for name, given, wanted in (
+        ("num_tokens_per_rank", per_rank, expected.num_tokens_per_rank),
+        ("num_tokens_per_expert", per_expert, expected.num_tokens_per_expert),
+    ):
+        if not torch.equal(given, wanted):
+            raise ValueError(f"{name} is {given.tolist()}, topk_idx has {wanted.tolist()}")
+    if not torch.equal(in_rank, expected.is_token_in_rank):
+        token_idx, rank_idx = (in_rank != expected.is_token_in_rank).nonzero()[0].tolist()
+        raise ValueError(
+            f"is_token_in_rank[{token_idx}, {rank_idx}] is {bool(in_rank[token_idx, rank_idx])}, "
+            f"topk_idx[{token_idx}] is {topk_idx[token_idx].tolist()}"
+        )
+
+
+def check_rows(x: Rows) -> torch.Tensor:
+    """The data of what is to be sent.
+
+    Raises:
+        ValueError: A shape is wrong.
+        TypeError: A dtype or type is wrong.
+    """
+    if not isinstance(x, tuple):
+        return check_tensor("x", x, (None, None))
+    if len(x) != 2:
+        raise ValueError(f"x must be a tensor or a pair (data, scales), got {len(x)} values")
+    data = check_tensor("data of x", x[0], (None, None))
+    if data.dtype.itemsize != 1:
+        raise TypeError(f"data of x must have elements of one byte, got {data.dtype}")
+    check_tensor(
+        "scales of x", x[1], (data.shape[0], None), torch.float32, torch.int32, strided=True
+    )
+    return data
+
+
+def dispatch_cached(handle: RankMajorHandle, x: Rows) -> Rows:
+    """Send to the places of an earlier dispatch. Collective."""
+    buffer = handle.buffer
+    checked(buffer, "dispatch", lambda: check_rows(x))
+    rows: Rows = (x[0].detach(), x[1].detach()) if isinstance(x, tuple) else x.detach()
+    result = buffer.dispatch(rows, None, handle=handle.native)
+    return result.x if result.x_sf is None else (result.x, result.x_sf)
+
+
+def combine(
+    owner: GroupOwner,
+    handle: RankMajorHandle,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    bias: Bias,
+    *,
+    async_op: bool,
+) -> Combined:
+    """Sum rows back to their tokens. Collective.
+
+    Args:
+        owner: Of the buffers.
+        handle: Of the dispatch.
+        x: `[M, H]`.
+        topk_weights: float32 `[M, K]`, brought back from the ranks of the choices, or None.
+        bias: `[N, H]` of x's dtype, one or two, added first; all ranks give some or none does.
+        async_op: Return before the end.
+    """
+    buffer, native = handle.buffer, handle.native
+
+    def prepare() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        rows = check_tensor("x", x, (native.num_recv_tokens, None), *arithmetic.ADDABLE_DTYPES)
+        if topk_weights is not None and not handle.has_topk:
+            raise ValueError("topk_weights are given, the handle's dispatch had no topk_idx")
+        shape = (native.num_tokens, rows.shape[1])
+        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
+        if len(biases) > 2:
+            raise ValueError(f"bias must be None, a tensor or a pair, got {len(biases)} values")
+        for each in biases:
+            check_tensor("bias", each, shape, rows.dtype)
+        return rows.detach(), [each.detach() for each in biases]
+
+    rows, biases = checked(buffer, "combine", prepare)
+    weights = None if topk_weights is None else topk_weights.detach()
+    if biases:
+        return _combine_with_bias(owner, handle, rows, weights, biases)
+    if not async_op:
+        if weights is None:
+            return Combined(buffer.combine(rows, native), None, EventHandle())
+        combined = buffer.combine(rows, native, row_weights=weights)
+        assert isinstance(combined, CombineResult)
+        return Combined(combined.x, combined.topk_weights, EventHandle())
+    # Shapes are known, so memory of our own can be handed out before the sums are in it.
+    sums = rows.new_empty((native.num_tokens, rows.shape[1]))
+    pulled = None if weights is None else weights.new_empty((native.num_tokens, native.num_topk))
+    pending = buffer.combine(rows, native, row_weights=weights, out=sums, async_op=True)
+    assert isinstance(pending, CombineResult)
+
+    def finish() -> None:
+        if pulled is not None and pending.topk_weights is not None:
+            pulled.copy_(pending.topk_weights)
+
+    return Combined(sums, pulled, EventHandle.of(pending.event, finish))
+
+
+def _combine_with_bias(
+    owner: GroupOwner,
+    handle: RankMajorHandle,
+    rows: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    biases: list[torch.Tensor],
+) -> Combined:
+    """Bring the rows back unsummed and add them to the biases, in one rounding.
+
+    Adding a bias to finished sums would round twice and in another order.
+    """
+    native, is_in_rank = handle.native, handle[4]
+    # Also tells the ranks that give no bias, who are in another kind of combine.
+    shape = (native.num_recv_tokens, native.num_recv_topk)
+    weights = rows.new_zeros(shape, dtype=torch.float32) if topk_weights is None else topk_weights
+    pulled = handle.buffer.combine(None, native, row_weights=weights)
+    assert isinstance(pulled, CombineResult)
+
+    rank_ends = handle[0][:, owner.rank_idx].to(torch.int64)
+    per_source = rank_ends.diff(prepend=rank_ends.new_zeros(1))
+    sources = torch.full((native.num_recv_tokens, 1), -1, dtype=torch.int64)
+    num_filled = int(rank_ends[-1])
+    sources[:num_filled, 0] = torch.repeat_interleave(torch.arange(owner.num_ranks), per_source)
+    by_rank = owner.shared().get(owner.num_ranks)
+    returned = by_rank.dispatch(rows, sources, layout=Layout.RANK_MAJOR).x
+
+    # Rows come back in order of (rank that held it, token).
+    per_holder = is_in_rank.sum(0)
+    first = per_holder.cumsum(0) - per_holder
+    place = is_in_rank.cumsum(0) - 1 + first + len(biases) * native.num_tokens
+    tokens = torch.arange(native.num_tokens)
+    positions = torch.cat(
+        [
+            torch.stack([tokens + i * native.num_tokens for i in range(len(biases))], dim=1),
+            place.masked_fill(~is_in_rank, -1),
+        ],
+        dim=1,
+    )
+    sums = arithmetic.sum_rows(torch.cat([*biases, returned]), positions)
+    return Combined(sums, None if topk_weights is None else pulled.topk_weights, EventHandle())
+
+
+def _rows_with_source(x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as bytes, and int32 columns that travel with them: scales, token index, tokens here."""
+    data, scales = x if isinstance(x, tuple) else (x, None)
+    num_tokens = data.shape[0]
+    source = torch.empty(num_tokens, _NUM_SOURCE_COLUMNS, dtype=torch.int32)
+    source[:, 0] = torch.arange(num_tokens, dtype=torch.int32)
+    source[:, 1] = num_tokens
+    data = data.detach()
+    if scales is None:
+        return data.view(torch.uint8), source
+    bits = scales.detach().contiguous().view(torch.int32)
+    return data, torch.cat([bits, source], dim=1)
+
+
+def _received_rows(x: Rows, data: torch.Tensor, scale_bits: torch.Tensor) -> Rows:
+    if not isinstance(x, tuple):
+        return data.view(x.dtype)
+    return data, scale_bits.contiguous().view(x[1].dtype)
+
+
+def _choices(buffer: EpBuffer, sending: Sending) -> torch.Tensor:
+    """Choices that lead to the ranks; the first expert of each where no choices are given."""
+    if sending.topk_idx is not None:
+        return sending.topk_idx
+    assert sending.is_token_in_rank is not None
+    ranks, _ = topk_of_routing_map(sending.is_token_in_rank)
+    first_expert = torch.full((sending.is_token_in_rank.shape[1] + 1,), -1, dtype=torch.int64)
+    for expert_idx in range(buffer.config.num_experts - 1, -1, -1):
+        first_expert[int(buffer.expert_rank[expert_idx])] = expert_idx
+    choices = first_expert[ranks]  # a rank of -1 reads the last element
+    if bool(((choices < 0) & (ranks >= 0)).any()):
+        raise ValueError(
+            f"is_token_in_rank sends tokens to a rank without experts, there are "
+            f"{buffer.config.num_experts} experts on {sending.is_token_in_rank.shape[1]} ranks"
+        )
+    return choices
+
+
+def _expert_counts(
+    owner: GroupOwner, buffer: EpBuffer, sending: Sending, result: DispatchResult
+) -> list[int]:
+    """Tokens of every local expert, rounded up; empty where the shape was fixed."""
+    if sending.num_worst_tokens:
+        return []
+    counts = result.num_tokens_per_expert
+    if sending.topk_idx is None:
+        # The choices made up from ranks say nothing of experts.
+        assert sending.num_tokens_per_expert is not None
+        gathered = owner.shared().communicator.all_gather(
+            sending.num_tokens_per_expert.numpy().tobytes()
+        )
+        per_rank = [torch.frombuffer(bytearray(part), dtype=torch.int32) for part in gathered]
+        counts = torch.stack(per_rank).sum(0)[buffer.expert_rank == owner.rank_idx]
+    unit = sending.expert_alignment
+    return [-(-count // unit) * unit for count in counts.tolist()]
+
+
+def _make_handle(
+    owner: GroupOwner,
+    buffer: EpBuffer,
+    sending: Sending,
+    result: DispatchResult,
+    source: torch.Tensor,
+) -> RankMajorHandle:
+    assert sending.is_token_in_rank is not None
+    num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
+    counts = result.handle.plan.to_tensors().counts
+    rank_prefix = counts[:, num_experts : num_experts + num_ranks].cumsum(0, dtype=torch.int64)
+    mine = rank_prefix[:, owner.rank_idx]
+    num_filled = int(mine[-1])
+    recv_src_idx = source[:, 0].contiguous()
+    channel_prefix, send_head = routing.send_channels(
+        sending.is_token_in_rank, sending.num_channels
+    )
+    recv_channel_prefix = routing.recv_channel_prefix_matrix(
+        mine, recv_src_idx[:num_filled], source[:num_filled, 1], sending.num_channels
+    )
+    places = (
+        rank_prefix.to(torch.int32),
+        channel_prefix,
+        recv_channel_prefix,
+        recv_src_idx,
+        sending.is_token_in_rank,
+        send_head,
+    )
+    return RankMajorHandle.of(
+        places, buffer=buffer, native=result.handle, has_topk=sending.topk_idx is not None
+    )

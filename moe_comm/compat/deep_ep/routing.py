@@ -1,0 +1,120 @@
+"""Counts, channels and prefix sums as DeepEP's handles hold them. Plain torch on one rank's data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+__all__ = [
+    "Layout",
+    "dispatch_layout",
+    "packed_layout_range",
+    "recv_channel_prefix_matrix",
+    "send_channels",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the tokens of one rank go.
+
+    Args:
+        num_tokens_per_rank: int32 `[num_ranks]`; a token counts once per rank.
+        num_tokens_per_expert: int32 `[num_experts]`.
+        is_token_in_rank: bool `[num_tokens, num_ranks]`.
+    """
+
+    num_tokens_per_rank: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    is_token_in_rank: torch.Tensor
+
+
+def dispatch_layout(topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks: int) -> Layout:
+    """The layout of choices.
+
+    Args:
+        topk_idx: int64 `[num_tokens, num_topk]`, -1 marks an unused choice.
+        expert_rank: int32 `[num_experts]`, the rank of every expert.
+        num_ranks: Ranks.
+
+    Raises:
+        ValueError: An id is outside `[-1, num_experts)`; the first is named.
+    """
+    num_experts = expert_rank.numel()
+    if topk_idx.numel():
+        lowest, highest = torch.aminmax(topk_idx)
+        if int(lowest) < -1 or int(highest) >= num_experts:
+            bad = int(lowest) if int(lowest) < -1 else int(highest)
+            raise ValueError(f"topk_idx must be in [-1, {num_experts}), got {bad}")
+    # Unused choices fall into a bin of their own, which is cut off.
+    bins = torch.where(topk_idx < 0, num_experts, topk_idx)
+    counts = torch.bincount(bins.flatten(), minlength=num_experts + 1)[:num_experts]
+    rank_of_bin = torch.cat([expert_rank.to(torch.int64), torch.tensor([num_ranks])])
+    is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
+    is_in_rank.scatter_(1, rank_of_bin[bins], True)
+    is_in_rank = is_in_rank[:, :num_ranks].contiguous()
+    return Layout(
+        num_tokens_per_rank=is_in_rank.sum(0, dtype=torch.int32),
+        num_tokens_per_expert=counts.to(torch.int32),
+        is_token_in_rank=is_in_rank,
+    )
+
+
+def send_channels(
+    is_token_in_rank: torch.Tensor, num_channels: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of sent tokens in channels, which are ranges of ceil(num_tokens / num_channels) tokens.
+
+    Args:
+        is_token_in_rank: bool `[num_tokens, num_ranks]`.
+        num_channels: Channels.
+
+    Returns:
+        int32 `[num_ranks, num_channels]`: tokens sent to a rank up to and including a channel; int32
+        `[num_tokens, num_ranks]`: which of its channel's tokens to a rank a token is, or -1.
+    """
+    num_tokens, num_ranks = is_token_in_rank.shape
+    before = torch.zeros(num_tokens + 1, num_ranks, dtype=torch.int32)
+    torch.cumsum(is_token_in_rank, 0, dtype=torch.int32, out=before[1:])
+    per_channel = max(-(-num_tokens // num_channels), 1)
+    bounds = (torch.arange(num_channels + 1) * per_channel).clamp(max=num_tokens)
+    at_bounds = before[bounds]
+    channel_of_token = torch.arange(num_tokens) // per_channel
+    place = before[:-1] - at_bounds[channel_of_token]
+    return at_bounds[1:].T.contiguous(), place.masked_fill_(~is_token_in_rank, -1)
+
+
+def recv_channel_prefix_matrix(
+    rank_prefix: torch.Tensor,
+    recv_src_idx: torch.Tensor,
+    src_num_tokens: torch.Tensor,
+    num_channels: int,
+) -> torch.Tensor:
+    """int32 `[num_ranks, num_channels]`: where a channel of a source begins in the source's rows.
+
+    Args:
+        rank_prefix: int64 `[num_ranks]`, received rows of ranks up to and including each.
+        recv_src_idx: int32 `[num_rows]`, index of every row on its source.
+        src_num_tokens: int32 `[num_rows]`, tokens of the row's source.
+        num_channels: Channels.
+    """
+    num_ranks = rank_prefix.numel()
+    num_rows = recv_src_idx.numel()
+    per_source = rank_prefix.diff(prepend=rank_prefix.new_zeros(1))
+    source = torch.repeat_interleave(torch.arange(num_ranks), per_source, output_size=num_rows)
+    per_channel = (src_num_tokens.to(torch.int64) + num_channels - 1) // num_channels
+    place = source * num_channels + recv_src_idx.to(torch.int64) // per_channel.clamp(min=1)
+    counts = torch.bincount(place, minlength=num_ranks * num_channels)
+    counts = counts.view(num_ranks, num_channels)
+    return (counts.cumsum(1) - counts).to(torch.int32)
+
+
+def packed_layout_range(counts: torch.Tensor) -> torch.Tensor:
+    """`begin << 32 | count` of the rows of every source, int64 of the same shape.
+
+    Args:
+        counts: int64 `[num_local_experts, num_ranks]`; rows lie in rank order.
+    """
+    begin = counts.cumsum(1) - counts
+    return begin << 32 | counts

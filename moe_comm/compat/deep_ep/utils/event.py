@@ -1,0 +1,124 @@
+"""Events. A CPU has no streams: what an event waits for is an operation of this package, or nothing."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+
+import torch
+
+from moe_comm.handles import CommEvent
+
+__all__ = ["EventHandle", "EventOverlap", "wait_for"]
+
+
+class EventHandle:
+    """A point in time; `EventHandle()` is the present, which has come already."""
+
+    def __init__(self) -> None:
+        self._event: CommEvent | None = None
+        self._finish: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, event: CommEvent, finish: Callable[[], None] | None = None) -> EventHandle:
+        """The end of an operation. Used by this package.
+
+        Args:
+            event: Of the operation.
+            finish: Called once, in the first wait after the end: fills what was promised.
+        """
+        handle = cls()
+        handle._event = event
+        handle._finish = finish
+        return handle
+
+    def current_stream_wait(self) -> None:
+        """Block until the operation ended; raise what ended it. Waiting again does the same."""
+        if self._event is None:
+            return
+        self._event.wait()
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+
+
+class EventOverlap:
+    """An event as results carry it.
+
+    Args:
+        event: None where there is nothing to wait for.
+        extra_tensors: Kept alive as long as this object.
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._hooks: list[Callable[[], object]] = []
+        self._releases = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Block until the operation ended, then call the registered hooks.
+
+        Args:
+            release_handle: Forget the event afterwards.
+
+        Raises:
+            ValueError: There is no event.
+        """
+        if self.event is None:
+            raise ValueError("this EventOverlap has no event to wait for")
+        self.event.current_stream_wait()
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook()
+        if release_handle:
+            self.event = None
+            self.extra_tensors = None
+
+    def register_hook_after_wait(self, hook: Callable[[], object]) -> None:
+        """Call `hook()` in the next `current_stream_wait`, after the wait."""
+        self._hooks.append(hook)
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """For `with event(release_handle): ...`."""
+        self._releases = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        if self.event is not None:
+            self.current_stream_wait(self._releases)
+
+
+def wait_for(previous_event: EventOverlap | EventHandle | None) -> None:
+    """Wait for what a call is to come after.
+
+    Raises:
+        TypeError: It is no event.
+    """
+    if previous_event is None:
+        return
+    if isinstance(previous_event, EventOverlap):
+        if previous_event.event is not None:
+            previous_event.current_stream_wait()
+        return
+    if not isinstance(previous_event, EventHandle):
+        raise TypeError(
+            "previous_event must be an EventOverlap, an EventHandle or None, got "
+            f"{type(previous_event).__name__}"
+        )
+    previous_event.current_stream_wait()
