@@ -27,6 +27,8 @@ $(READY): constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel pybind11 cmake ninja torch
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet -c constraints.txt \
 	  --no-build-isolation -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps \
+	  "torchtitan; python_version >= '3.11'"
 	touch $@
 
 .PHONY: build

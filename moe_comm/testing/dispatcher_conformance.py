@@ -99,6 +99,9 @@ def _run_rank(
                 x.requires_grad_()
                 weights.requires_grad_()
             y = target.run(buffers, case, RankTokens(x, tokens.topk_idx, weights, tokens.grad))
+            if y.shape != tokens.x.shape:
+                shapes = f"{tuple(y.shape)}, not {tuple(tokens.x.shape)}"
+                return [*faults, f"rank {context.rank_idx}: y has shape {shapes}"]
             got = [y.detach().clone()]
             if case.with_backward:
                 torch.autograd.backward(y, tokens.grad)
@@ -142,12 +145,6 @@ def _compare(
         ]
     faults = []
     for name, actual, reference, bound in comparisons:
-        if actual.shape != reference.shape:
-            faults.append(
-                f"rank {rank_idx}: {name} has shape {tuple(actual.shape)}, not "
-                f"{tuple(reference.shape)}"
-            )
-            continue
         error = (actual.double() - reference).norm(dim=-1)
         is_bad = ~(error <= bound)  # NaN is bad
         if bool(is_bad.any()):

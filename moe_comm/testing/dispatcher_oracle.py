@@ -265,7 +265,7 @@ def _cases() -> tuple[DispatcherCase, ...]:
         DispatcherCase(
             name="rows of a rank",
             num_tokens=(10, 10),
-            capacity_factor=0.4,
+            capacity_factor=0.25,
             expert_alignment=4,
             dtype=f32,
             with_backward=True,
