@@ -1,0 +1,305 @@
+"""Exchange by routing map: rows arrive permuted by expert, and go back summed. Eager and differentiable.
+
+What `fused_a2a.HybridEPDispatch` and the Megatron dispatcher share. Collective like the calls beneath.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_comm.autograd.quantized_rows import QuantizedRows
+from moe_comm.buffer import EpBuffer
+from moe_comm.config import Capacity
+from moe_comm.dispatcher.routing_map import dense_of_topk, topk_of_routing_map
+from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.quantization import Quantization
+
+__all__ = [
+    "PendingCombine",
+    "PendingDispatch",
+    "PermutedHandle",
+    "PermutedRows",
+    "gradient_of_combine",
+    "gradient_of_dispatch",
+    "start_combine",
+    "start_dispatch",
+]
+
+
+class PermutedHandle(NamedTuple):
+    """What combine and the backward need; opaque, but for its last element.
+
+    Args:
+        buffer: That moved the rows.
+        places: Where they went.
+        topk_idx: int64 `[num_tokens, num_topk]`, the routing map of this rank.
+        probs_dtype: Of the probabilities that travelled, or None.
+        num_required_rows: int64 `[1]`: rows this rank would get without a budget, padding included.
+        overflow: int32 `[1]`: 1 where rows for this rank were dropped, else 0. Readers of the
+            handles of others take the flag as the last element.
+    """
+
+    buffer: EpBuffer
+    places: DispatchHandle
+    topk_idx: torch.Tensor
+    probs_dtype: torch.dtype | None
+    num_required_rows: torch.Tensor
+    overflow: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PermutedRows:
+    """What arrived; M rows.
+
+    Args:
+        hidden: `[M, hidden]`, local expert 0 first, rows of an expert in order of (source rank,
+            token); a `QuantizedRows` of the dtype of x where they are quantised.
+        sf: Scale factors of quantised rows, or None.
+        probs: `[M]`, 0 in padding; None where none were sent.
+        tokens_per_expert: int64 `[num_local_experts]` on the host, padding included.
+        handle: For combine.
+    """
+
+    hidden: torch.Tensor
+    sf: torch.Tensor | None
+    probs: torch.Tensor | None
+    tokens_per_expert: torch.Tensor
+    handle: PermutedHandle
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PendingDispatch:
+    """A dispatch that may be in flight.
+
+    Args:
+        buffer: That moves the rows.
+        result: What is arriving.
+        topk_idx: See `PermutedHandle`.
+        dtype: Of x.
+        quantization: Of the rows, or None.
+        probs_dtype: See `PermutedHandle`.
+    """
+
+    buffer: EpBuffer
+    result: DispatchResult
+    topk_idx: torch.Tensor
+    dtype: torch.dtype
+    quantization: Quantization | None
+    probs_dtype: torch.dtype | None
+
+    def wait(self) -> PermutedRows:
+        """The rows, not differentiable."""
+        result = self.result
+        result.event.wait()
+        hidden = result.x
+        if self.quantization is not None:
+            assert result.x_sf is not None
+            hidden = QuantizedRows(result.x, result.x_sf, self.quantization, self.dtype)
+        handle = PermutedHandle(
+            buffer=self.buffer,
+            places=result.handle,
+            topk_idx=self.topk_idx,
+            probs_dtype=self.probs_dtype,
+            num_required_rows=torch.tensor([result.num_required_rows]),
+            overflow=torch.tensor([result.has_overflow], dtype=torch.int32),
+        )
+        return PermutedRows(
+            hidden=hidden,
+            sf=result.x_sf,
+            probs=result.topk_weights,
+            tokens_per_expert=result.expert_offsets.to("cpu", torch.int64).diff(),
+            handle=handle,
+        )
+
+    def wait_differentiable(self, x: torch.Tensor, probs: torch.Tensor | None) -> PermutedRows:
+        """The rows, with the gradients of what was sent.
+
+        Args:
+            x: As given to `start_dispatch`.
+            probs: As given to `start_dispatch`.
+        """
+        hidden, row_probs, arrived = _Dispatch.apply(x, probs, self)  # type: ignore[no-untyped-call]
+        rows: PermutedRows = dataclasses.replace(arrived, hidden=hidden, probs=row_probs)
+        return rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PendingCombine:
+    """A combine that may be in flight.
+
+    Args:
+        result: What comes back.
+        handle: Of the rows.
+    """
+
+    result: CombineResult
+    handle: PermutedHandle
+
+    def wait(self) -> torch.Tensor:
+        """The sums, not differentiable."""
+        self.result.event.wait()
+        return self.result.x
+
+    def wait_differentiable(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sums, with the gradient of `rows`, which were given to `start_combine`."""
+        sums: torch.Tensor = _Combine.apply(rows, self)  # type: ignore[no-untyped-call]
+        return sums
+
+
+def start_dispatch(
+    buffer: EpBuffer,
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    *,
+    expert_alignment: int = 1,
+    num_rows: int | None = None,
+    quantization: Quantization | None = None,
+    async_op: bool = False,
+) -> PendingDispatch:
+    """Send every token to the experts of its row of the map.
+
+    Args:
+        buffer: For as many experts as the map has columns.
+        x: `[num_tokens, hidden]`; any strides.
+        routing_map: bool `[num_tokens, num_experts]`.
+        probs: `[num_tokens, num_experts]`, or None; float64 travels as such where x is float64, every
+            other dtype as float32.
+        expert_alignment: Rows of every local expert are padded with zero rows to a multiple of this.
+        num_rows: Rows of this rank's result, exactly, a multiple of `expert_alignment`; what does not
+            fit is dropped. None for as many as arrive.
+        quantization: Rows are quantised while they are written.
+        async_op: Return while the rows are in flight; x must not be overwritten before the end.
+
+    Raises:
+        ValueError: Shapes do not fit, on every rank; see also `EpBuffer.dispatch`.
+        TypeError: A dtype is wrong, on every rank.
+    """
+    try:
+        topk_idx, weights = _choices(buffer, x, routing_map, probs)
+        capacity = None
+        if num_rows is not None:
+            capacity = Capacity(num_rows=num_rows, on_overflow="drop")
+    except (TypeError, ValueError) as error:
+        buffer.reject("dispatch", error)
+    result = buffer.dispatch(
+        x.detach().contiguous(),
+        topk_idx,
+        weights,
+        expert_alignment=expert_alignment,
+        quantization=quantization,
+        capacity=capacity,
+        async_op=async_op,
+    )
+    return PendingDispatch(
+        buffer=buffer,
+        result=result,
+        topk_idx=topk_idx,
+        dtype=x.dtype,
+        quantization=quantization,
+        probs_dtype=None if probs is None else probs.dtype,
+    )
+
+
+def start_combine(
+    rows: torch.Tensor, handle: PermutedHandle, *, async_op: bool = False
+) -> PendingCombine:
+    """Sum rows back to their tokens, in ascending order of expert, unweighted.
+
+    Args:
+        rows: `[M, hidden]`; any strides. Rows of padding are not read.
+        handle: Of the dispatch that brought them.
+        async_op: Return while the sums are in flight; rows must not be overwritten before the end.
+    """
+    result = handle.buffer.combine(_plain(rows), handle.places, async_op=True)
+    assert isinstance(result, CombineResult)
+    pending = PendingCombine(result=result, handle=handle)
+    if not async_op:
+        pending.wait()
+    return pending
+
+
+def gradient_of_dispatch(
+    grad_rows: torch.Tensor, grad_probs: torch.Tensor | None, handle: PermutedHandle
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of x and of the dense probs; the latter None where none travelled."""
+    if handle.probs_dtype is None:
+        return handle.buffer.combine(_plain(grad_rows), handle.places), None
+    assert grad_probs is not None
+    result = handle.buffer.combine(
+        _plain(grad_rows), handle.places, row_weights=grad_probs.contiguous()
+    )
+    assert isinstance(result, CombineResult)
+    pulled = result.topk_weights
+    assert pulled is not None
+    num_experts = handle.buffer.config.num_experts
+    return result.x, dense_of_topk(pulled.to(handle.probs_dtype), handle.topk_idx, num_experts)
+
+
+def gradient_of_combine(grad_sums: torch.Tensor, handle: PermutedHandle) -> torch.Tensor:
+    """Gradient of the rows: `[M, hidden]`, 0 in padding."""
+    return handle.buffer.dispatch(grad_sums.contiguous(), None, handle=handle.places).x
+
+
+class _Dispatch(torch.autograd.Function):
+    """Ties what has arrived to what was sent; the backward is a combine."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, probs: torch.Tensor | None, pending: PendingDispatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None, PermutedRows]:
+        arrived = pending.wait()
+        ctx.handle = arrived.handle
+        return arrived.hidden, arrived.probs, arrived
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_rows: torch.Tensor, grad_probs: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        return (*gradient_of_dispatch(grad_rows, grad_probs, ctx.handle), None)
+
+
+class _Combine(torch.autograd.Function):
+    """Ties sums to the rows they are of; the backward is a dispatch to the places of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, pending: PendingCombine) -> torch.Tensor:
+        ctx.handle = pending.handle
+        return pending.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient_of_combine(grad_sums, ctx.handle), None
+
+
+def _plain(rows: torch.Tensor) -> torch.Tensor:
+    """As combine takes them."""
+    rows = rows.detach()
+    if isinstance(rows, QuantizedRows):
+        rows = rows.dequantize()
+    return rows.contiguous()
+
+
+def _choices(
+    buffer: EpBuffer, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The map as top-k, and the probs in a dtype that travels."""
+    for name, tensor in (("x", x), ("routing_map", routing_map), ("probs", probs)):
+        if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "probs"):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    expected = (x.shape[0] if x.dim() else 0, buffer.config.num_experts)
+    if routing_map.shape != expected:
+        raise ValueError(
+            f"routing_map must have shape (num_tokens, num_experts) = {expected}, got "
+            f"{tuple(routing_map.shape)}"
+        )
+    if probs is not None:
+        if not probs.is_floating_point():
+            raise TypeError(f"probs must be floating-point, got {probs.dtype}")
+        if probs.dtype is not torch.float64 or x.dtype is not torch.float64:
+            probs = probs.float()
+    with torch.no_grad():
+        return topk_of_routing_map(routing_map.contiguous(), probs)

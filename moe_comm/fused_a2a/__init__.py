@@ -1,0 +1,467 @@
+"""Megatron's functions over this package: every name of `megatron.core.transformer.moe.fused_a2a`.
+
+Signatures are those of the releases core_r0.16 to main, told apart by the number of positional
+arguments; a keyword always means what it says. The functions always exist, because a backend always
+does. Every call is collective over its group, and so is its backward.
+
+Numbers of SMs and blocks, `fused`, `async_finish` and `allocate_on_comm_stream` choose among GPU kernels
+and streams. They are checked, and have no effect on the CPU: a call returns when it has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from moe_comm.buffer import EpBuffer
+from moe_comm.config import Layout
+from moe_comm.dispatcher import permuted
+from moe_comm.dispatcher.permuted import PermutedHandle
+from moe_comm.fused_a2a.arguments import (
+    DISPATCH_FIXED,
+    DISPATCH_MAIN,
+    INIT_FIXED,
+    INIT_MAIN,
+    INIT_R0_16,
+    check_count,
+    check_flags,
+    check_tuning,
+    dispatch_order,
+    named,
+)
+from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, held_buffer
+from moe_comm.handles import CombineResult, DispatchHandle
+from moe_comm.quantization import FP8_BLOCK128
+
+__all__ = [
+    "HAVE_DEEP_EP",
+    "HAVE_HYBRIDEP",
+    "HYBRIDEP_TOKEN_ALIGNMENT",
+    "FusedCombine",
+    "FusedDispatch",
+    "HybridEPCombine",
+    "HybridEPDispatch",
+    "fused_combine",
+    "fused_dispatch",
+    "get_buffer",
+    "get_hidden_bytes",
+    "hybrid_ep_combine",
+    "hybrid_ep_dispatch",
+    "init_hybrid_ep_buffer",
+    "reset_hybrid_ep_buffer",
+    "set_deepep_num_sms",
+]
+
+HAVE_DEEP_EP = True
+HAVE_HYBRIDEP = True
+HYBRIDEP_TOKEN_ALIGNMENT = 64
+"""Megatron pads uneven token counts to a multiple of this; nothing here needs it."""
+
+# The names that Megatron's callers read: those of the latest group. None makes the next call ask again.
+_buffer: GroupBuffer | None = None
+_hybrid_ep_buffer: GroupBuffer | None = None
+
+# Of every group, until its process group is destroyed: ranks agree on what is held.
+_buffers: dict[int, GroupBuffer] = {}
+_hybrid_ep_buffers: dict[int, GroupBuffer] = {}
+_lock = threading.Lock()
+
+
+def get_hidden_bytes(x: torch.Tensor) -> int:
+    """Bytes of a row of `x`, of two bytes an element at least."""
+    return x.size(1) * max(x.element_size(), 2)
+
+
+def get_buffer(group: Group, hidden_bytes: int) -> GroupBuffer:
+    """The buffer of a group, made on first use; collective where it is made.
+
+    Args:
+        group: Process group, bootstrap, or None for the default group.
+        hidden_bytes: Of a row; the buffer grows where it needs to.
+    """
+    global _buffer
+    check_count("hidden_bytes", hidden_bytes)
+    buffer = held_buffer(_buffers, group)
+    buffer.num_nvl_bytes = max(buffer.num_nvl_bytes, hidden_bytes)
+    _buffer = buffer
+    return buffer
+
+
+def set_deepep_num_sms(num_sms: int) -> None:
+    """Check a number of SMs; no effect on the CPU.
+
+    Raises:
+        TypeError: Not an int.
+        ValueError: Negative.
+    """
+    check_count("num_sms", num_sms)
+
+
+class FusedHandle(NamedTuple):
+    """What combine and the backward need of a `FusedDispatch`; opaque."""
+
+    buffer: EpBuffer
+    places: DispatchHandle
+
+
+FusedDispatched: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, FusedHandle
+]
+HybridDispatched: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, PermutedHandle
+]
+
+
+class FusedDispatch(torch.autograd.Function):
+    """Send every token once to every rank that has one of its experts; differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        token_indices: torch.Tensor,
+        token_probs: torch.Tensor | None,
+        num_experts: int,
+        group: Group,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> FusedDispatched:
+        """See `fused_dispatch`."""
+        buffer = get_buffer(group, 0).ep_buffer(num_experts)
+        try:
+            check_flags(async_finish, allocate_on_comm_stream)
+            get_buffer(group, get_hidden_bytes(x))
+            topk_idx = token_indices.to(torch.int64).contiguous()
+            weights = None if token_probs is None else token_probs.float().contiguous()
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            buffer.reject("dispatch", error)
+        result = buffer.dispatch(x.contiguous(), topk_idx, weights, layout=Layout.RANK_MAJOR)
+        assert result.topk_idx is not None
+        ctx.handle = FusedHandle(buffer, result.handle)
+        ctx.probs_dtype = None if token_probs is None else token_probs.dtype
+        return (
+            result.x,
+            result.topk_idx,
+            result.topk_weights,
+            result.num_tokens_per_expert,
+            ctx.handle,
+        )
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_output: torch.Tensor,
+        grad_token_indices: None,
+        grad_token_probs: torch.Tensor | None,
+        grad_tokens_per_expert: None,
+        grad_handle: None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Combine the gradients of the rows; those of the probabilities come back with them."""
+        buffer, places = ctx.handle
+        if ctx.probs_dtype is None:
+            return _gradients(ctx, {0: buffer.combine(grad_output.contiguous(), places)})
+        assert grad_token_probs is not None
+        result = buffer.combine(
+            grad_output.contiguous(), places, row_weights=grad_token_probs.float().contiguous()
+        )
+        assert isinstance(result, CombineResult)
+        assert result.topk_weights is not None
+        return _gradients(ctx, {0: result.x, 2: result.topk_weights.to(ctx.probs_dtype)})
+
+
+class FusedCombine(torch.autograd.Function):
+    """Sum the rows of a `FusedDispatch` back to their tokens, in rank order; differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: Group,
+        handle: FusedHandle,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        """See `fused_combine`."""
+        if not isinstance(handle, FusedHandle):
+            raise TypeError(f"handle must be of fused_dispatch, got {type(handle).__name__}")
+        buffer, places = ctx.handle = handle
+        try:
+            check_flags(async_finish, allocate_on_comm_stream)
+            held = get_buffer(group, get_hidden_bytes(x))
+            if held.ep_buffer(buffer.config.num_experts) is not buffer:
+                raise ValueError("handle belongs to the buffer of another group")
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            buffer.reject("combine", error)
+        return buffer.combine(x.contiguous(), places), None
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_output: torch.Tensor, previous_event: None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Dispatch the gradient to the places of the rows."""
+        buffer, places = ctx.handle
+        return _gradients(
+            ctx, {0: buffer.dispatch(grad_output.contiguous(), None, handle=places).x}
+        )
+
+
+def fused_dispatch(
+    x: torch.Tensor,
+    token_indices: torch.Tensor,
+    token_probs: torch.Tensor | None,
+    num_experts: int,
+    group: Group,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> FusedDispatched:
+    """Send every token once to every rank that has one of its experts.
+
+    Args:
+        x: `[num_tokens, hidden]`.
+        token_indices: Integers `[num_tokens, num_topk]`, any number of choices; -1 marks an unused one.
+        token_probs: `[num_tokens, num_topk]`, any float dtype, or None.
+        num_experts: Over all ranks.
+        group: Process group, bootstrap, or None for the default group.
+        async_finish: No effect on the CPU.
+        allocate_on_comm_stream: No effect on the CPU.
+
+    Returns:
+        Rows `[M, hidden]` in order of (source rank, token); their choices int64 `[M, num_topk]`, local
+        expert ids, -1 elsewhere; their probabilities float32 `[M, num_topk]`, 0 elsewhere, or None;
+        tokens of every local expert, int64 on the host; the handle, opaque.
+    """
+    dispatched: FusedDispatched = FusedDispatch.apply(  # type: ignore[no-untyped-call]
+        x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
+    )
+    return dispatched
+
+
+def fused_combine(
+    x: torch.Tensor,
+    group: Group,
+    handle: FusedHandle,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> tuple[torch.Tensor, None]:
+    """Sum rows `[M, hidden]` back to their tokens, unweighted: `[num_tokens, hidden]`, and None."""
+    combined: tuple[torch.Tensor, None] = FusedCombine.apply(  # type: ignore[no-untyped-call]
+        x, group, handle, async_finish, allocate_on_comm_stream
+    )
+    return combined
+
+
+def init_hybrid_ep_buffer(*args: Any, **kwargs: Any) -> None:
+    """Announce what HybridEP calls of a group will bring. Collective on the first use of the group.
+
+    Positional order: group, hidden_dim, num_tokens (r0.16: seq_len), num_local_experts,
+    num_sms_dispatch_api, num_sms_combine_api, then num_blocks_permute, num_blocks_unpermute,
+    fp8_dispatch, num_sms_preprocessing_api; in r0.16 fp8_dispatch is the seventh, which a bool there
+    tells. All but the first four may be left out.
+
+    Args:
+        args: See above.
+        kwargs: See above; `fp8_dispatch`: rows travel as `FP8_BLOCK128`, forward; gradients do not.
+
+    Raises:
+        TypeError: A name is unknown or missing, or a type is wrong.
+        ValueError: A number is negative.
+    """
+    global _hybrid_ep_buffer
+    if "seq_len" in kwargs:
+        kwargs["num_tokens"] = kwargs.pop("seq_len")
+    names = INIT_R0_16 if len(args) == 7 and isinstance(args[6], bool) else INIT_MAIN
+    given = named("init_hybrid_ep_buffer", names, args, kwargs, INIT_MAIN, INIT_FIXED)
+    for name in INIT_MAIN[1:4]:
+        check_count(name, given[name])
+    check_tuning(given)
+    fp8_dispatch = given.get("fp8_dispatch", False)
+    if not isinstance(fp8_dispatch, bool):
+        raise TypeError(f"fp8_dispatch must be a bool, got {fp8_dispatch!r}")
+    buffer = held_buffer(_hybrid_ep_buffers, given["group"])
+    with _lock:
+        buffer.hidden_dim = given["hidden_dim"]
+        buffer.max_num_of_tokens_per_rank = given["num_tokens"]
+        buffer.num_local_experts = given["num_local_experts"]
+        buffer.use_fp8 = fp8_dispatch
+        _hybrid_ep_buffer = buffer
+
+
+def reset_hybrid_ep_buffer() -> None:
+    """Forget what `init_hybrid_ep_buffer` announced, for every group. Local; handles stay valid."""
+    global _hybrid_ep_buffer
+    with _lock:
+        _hybrid_ep_buffer = None
+        _forget_announcements()
+
+
+def _forget_announcements() -> None:
+    for buffer in _hybrid_ep_buffers.values():
+        buffer.hidden_dim = buffer.max_num_of_tokens_per_rank = buffer.num_local_experts = 0
+        buffer.use_fp8 = False
+
+
+class HybridEPDispatch(torch.autograd.Function):
+    """Send every token to its experts; rows arrive permuted. Differentiable in x and probs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        routing_map: torch.Tensor,
+        probs: torch.Tensor | None,
+        group: Group,
+        num_local_experts: int,
+        *options: Any,
+    ) -> HybridDispatched:
+        """See `hybrid_ep_dispatch`; `options` in the order of r0.16 (4 or fewer), r0.17 (7) or main (8)."""
+        args = (x, routing_map, probs, group, num_local_experts, *options)
+        given = dict(zip(dispatch_order(len(args)), args, strict=False))
+        held = _hybrid_buffer(group)
+        buffer = held.ep_buffer(num_local_experts * held.group_size)
+        try:
+            check_tuning(given)
+            held.hidden_dim = max(held.hidden_dim, x.shape[-1])
+            held.max_num_of_tokens_per_rank = max(held.max_num_of_tokens_per_rank, x.shape[0])
+            held.num_local_experts = num_local_experts
+            pad_multiple, num_rows = given.get("pad_multiple"), given.get("num_permuted_tokens")
+            num_rows = None if num_rows is None else int(num_rows)
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            buffer.reject("dispatch", error)
+        arrived = permuted.start_dispatch(
+            buffer,
+            x,
+            routing_map,
+            probs,
+            expert_alignment=pad_multiple or 1,
+            num_rows=num_rows,
+            quantization=FP8_BLOCK128 if held.use_fp8 else None,
+        ).wait()
+        ctx.handle = arrived.handle
+        return arrived.hidden, arrived.probs, arrived.sf, arrived.tokens_per_expert, arrived.handle
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_x: torch.Tensor,
+        grad_probs: torch.Tensor | None,
+        grad_scaling_factor: torch.Tensor | None,
+        grad_tokens_per_expert: None,
+        grad_handle: None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Combine the gradients of the rows; those of the probabilities come back with them."""
+        grad_tokens, grad_dense = permuted.gradient_of_dispatch(grad_x, grad_probs, ctx.handle)
+        return _gradients(ctx, {0: grad_tokens, 2: grad_dense})
+
+
+class HybridEPCombine(torch.autograd.Function):
+    """Sum the rows of a `HybridEPDispatch` back to their tokens; differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        handle: PermutedHandle,
+        num_permuted_tokens: int | torch.Tensor | None = None,
+        pad_multiple: int | None = None,
+        fused: bool = False,
+    ) -> torch.Tensor:
+        """See `hybrid_ep_combine`."""
+        if not isinstance(handle, PermutedHandle):
+            raise TypeError(f"handle must be of hybrid_ep_dispatch, got {type(handle).__name__}")
+        places = handle.places
+        try:
+            check_tuning({"fused": fused})
+            if pad_multiple and pad_multiple != places.expert_alignment:
+                raise ValueError(
+                    f"pad_multiple is {pad_multiple}, the handle's is {places.expert_alignment}"
+                )
+            if num_permuted_tokens is not None and num_permuted_tokens != places.num_recv_tokens:
+                raise ValueError(
+                    f"num_permuted_tokens is {int(num_permuted_tokens)}, the handle's dispatch brought "
+                    f"{places.num_recv_tokens} rows"
+                )
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            handle.buffer.reject("combine", error)
+        ctx.handle = handle
+        return permuted.start_combine(x, handle).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Dispatch the gradient to the places of the rows."""
+        return _gradients(ctx, {0: permuted.gradient_of_combine(grad_x, ctx.handle)})
+
+
+def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
+    """Send every token to the experts of its row of a routing map; rows arrive permuted by expert.
+
+    Positional order: x, routing_map, probs, group, num_local_experts, num_sms_dispatch_api,
+    num_sms_combine_api, then by the number of positional arguments: num_permuted_tokens, pad_multiple
+    (9 or fewer: r0.16), or num_blocks_permute, num_blocks_unpermute, fused, num_permuted_tokens,
+    pad_multiple (12: r0.17), and num_sms_preprocessing_api behind them (13: main). A keyword replaces
+    what a position says.
+
+    Args:
+        args: See above. x: `[num_tokens, hidden]`. routing_map: bool `[num_tokens, num_experts]`, any
+            number of experts a token. probs: `[num_tokens, num_experts]`, any float dtype, or None.
+            num_permuted_tokens: rows of the result, exactly; what does not fit is dropped, and the
+            last element of the handle, int32 `[1]`, is 1 then. None: as many as arrive.
+            pad_multiple: rows of every expert are padded with zero rows to a multiple; None: 1.
+        kwargs: See above.
+
+    Returns:
+        Rows `[M, hidden]`, local expert 0 first (`QuantizedRows` with `fp8_dispatch`); their
+        probabilities float32 `[M]`, 0 in padding, or None; their scale factors, or None; rows of every
+        local expert, int64 on the host, padding included; the handle.
+
+    Raises:
+        TypeError: 10, 11 or more than 13 positional arguments; a name is unknown or missing.
+        ValueError: See `EpBuffer.dispatch`.
+    """
+    name, order = "hybrid_ep_dispatch", dispatch_order(len(args))
+    given = named(name, order, args, kwargs, DISPATCH_MAIN, DISPATCH_FIXED)
+    defaults = {"fused": False, "num_sms_preprocessing_api": 108}
+    values = [given.get(option, defaults.get(option)) for option in DISPATCH_MAIN]
+    dispatched: HybridDispatched = HybridEPDispatch.apply(*values)  # type: ignore[no-untyped-call]
+    return dispatched
+
+
+def hybrid_ep_combine(
+    x: torch.Tensor,
+    handle: PermutedHandle,
+    num_permuted_tokens: int | torch.Tensor | None = None,
+    pad_multiple: int | None = None,
+    fused: bool = False,
+) -> torch.Tensor:
+    """Sum rows back to their tokens, unweighted, in ascending order of expert.
+
+    Args:
+        x: `[M, hidden]`; rows of padding are not read.
+        handle: Of `hybrid_ep_dispatch`.
+        num_permuted_tokens: M, or None.
+        pad_multiple: That of the dispatch, or None.
+        fused: No effect on the CPU.
+
+    Returns:
+        `[num_tokens, hidden]`.
+    """
+    combined: torch.Tensor = HybridEPCombine.apply(  # type: ignore[no-untyped-call]
+        x, handle, num_permuted_tokens, pad_multiple, fused
+    )
+    return combined
+
+
+def _hybrid_buffer(group: Group) -> GroupBuffer:
+    global _hybrid_ep_buffer
+    buffer = held_buffer(_hybrid_ep_buffers, group)
+    with _lock:
+        if _hybrid_ep_buffer is None:
+            _forget_announcements()  # the caller may have reset the name by hand
+        _hybrid_ep_buffer = buffer
+    return buffer
+
+
+def _gradients(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[Any, ...]:
+    """One gradient for every argument that forward got."""
+    return tuple(gradients.get(idx) for idx in range(len(ctx.needs_input_grad)))

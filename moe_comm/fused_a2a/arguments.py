@@ -1,0 +1,92 @@
+"""What positional arguments mean in each release of Megatron, and checks of what only a GPU heeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "DISPATCH_FIXED",
+    "DISPATCH_MAIN",
+    "INIT_FIXED",
+    "INIT_MAIN",
+    "INIT_R0_16",
+    "check_count",
+    "check_flags",
+    "check_tuning",
+    "dispatch_order",
+    "named",
+]
+
+_SMS = ("num_sms_dispatch_api", "num_sms_combine_api")
+_BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
+_LIMITS = ("num_permuted_tokens", "pad_multiple")
+DISPATCH_FIXED = ("x", "routing_map", "probs", "group", "num_local_experts")
+_DISPATCH_R0_16 = (*DISPATCH_FIXED, *_SMS, *_LIMITS)
+_DISPATCH_R0_17 = (*DISPATCH_FIXED, *_SMS, *_BLOCKS, "fused", *_LIMITS)
+DISPATCH_MAIN = (*_DISPATCH_R0_17, "num_sms_preprocessing_api")
+INIT_FIXED = ("group", "hidden_dim", "num_tokens", "num_local_experts")
+INIT_R0_16 = (*INIT_FIXED, *_SMS, "fp8_dispatch")
+INIT_MAIN = (*INIT_FIXED, *_SMS, *_BLOCKS, "fp8_dispatch", "num_sms_preprocessing_api")
+
+
+def dispatch_order(num_args: int) -> tuple[str, ...]:
+    """Names of the positional arguments of the release that has so many."""
+    if num_args <= len(_DISPATCH_R0_16):
+        return _DISPATCH_R0_16
+    for order in (_DISPATCH_R0_17, DISPATCH_MAIN):
+        if num_args == len(order):
+            return order
+    raise TypeError(
+        f"a HybridEP dispatch takes up to {len(_DISPATCH_R0_16)} positional arguments (r0.16), "
+        f"{len(_DISPATCH_R0_17)} (r0.17) or {len(DISPATCH_MAIN)} (main), got {num_args}"
+    )
+
+
+def named(
+    function: str,
+    order: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: tuple[str, ...],
+    required: tuple[str, ...],
+) -> dict[str, Any]:
+    """Arguments by name; keywords replace positions."""
+    if len(args) > len(order):
+        raise TypeError(
+            f"{function} takes {len(order)} positional arguments at most, got {len(args)}"
+        )
+    unknown = sorted(set(kwargs) - set(known))
+    if unknown:
+        raise TypeError(f"{function} has no argument {unknown[0]!r}")
+    given = dict(zip(order, args, strict=False)) | kwargs
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise TypeError(f"{function} needs {', '.join(missing)}")
+    return given
+
+
+def check_tuning(given: dict[str, Any]) -> None:
+    """Options that choose among GPU kernels."""
+    for name in (*_SMS, *_BLOCKS, "num_sms_preprocessing_api"):
+        if given.get(name) is not None:
+            check_count(name, given[name])
+    if not isinstance(given.get("fused", False), bool):
+        raise TypeError(f"fused must be a bool, got {given['fused']!r}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """An int that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be >= 0, got {value}")
+
+
+def check_flags(async_finish: Any, allocate_on_comm_stream: Any) -> None:
+    """Options that choose among streams."""
+    for name, value in (
+        ("async_finish", async_finish),
+        ("allocate_on_comm_stream", allocate_on_comm_stream),
+    ):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")

@@ -1,0 +1,69 @@
+"""What Megatron's module globals hold, one for every process group."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.buffer import EpBuffer
+from moe_comm.group_buffers import GroupBuffers, group_buffers
+
+__all__ = ["Group", "GroupBuffer", "held_buffer"]
+
+Group: TypeAlias = dist.ProcessGroup | Bootstrap | None
+
+
+class GroupBuffer:
+    """What Megatron's globals hold: one for every group, with the attributes that callers read.
+
+    The memory behind it is sized by every call, whatever stands here.
+
+    Attributes:
+        group: As given.
+        rank: Of this process in the group.
+        group_size: Ranks of the group.
+        num_nvl_bytes: Largest `hidden_bytes` that was asked for.
+        num_rdma_bytes: 0.
+        hidden_dim: Largest that a HybridEP call brought, or was announced.
+        max_num_of_tokens_per_rank: Likewise.
+        num_local_experts: Of the latest HybridEP call, or as announced; 0 before.
+        use_fp8: Whether HybridEP dispatches quantise.
+    """
+
+    def __init__(self, shared: GroupBuffers) -> None:
+        self.group = shared.group
+        self.rank = shared.communicator.rank_idx
+        self.group_size = shared.communicator.num_ranks
+        self.num_nvl_bytes = 0
+        self.num_rdma_bytes = 0
+        self.hidden_dim = 0
+        self.max_num_of_tokens_per_rank = 0
+        self.num_local_experts = 0
+        self.use_fp8 = False
+        self._shared = shared
+
+    def ep_buffer(self, num_experts: int) -> EpBuffer:
+        """The buffer beneath for so many experts of the group; collective on first use."""
+        return self._shared.get(num_experts)
+
+
+def held_buffer(buffers: dict[int, GroupBuffer], group: Group) -> GroupBuffer:
+    """The entry of a group, made on first use; entries of destroyed process groups are dropped."""
+    for key, buffer in list(buffers.items()):
+        if isinstance(buffer.group, dist.ProcessGroup) and not _is_alive(buffer.group):
+            buffers.pop(key, None)
+    shared = group_buffers(group)
+    found = buffers.get(id(shared.group))
+    if found is None or found._shared is not shared:
+        found = buffers[id(shared.group)] = GroupBuffer(shared)
+    return found
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,482 @@
+"""`moe_comm.fused_a2a` against what Megatron's functions promise."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import fused_a2a
+from moe_comm.group_buffers import group_buffers
+from moe_comm.testing import RankContext, RankError, run_ranks
+from tests.helpers.routed import Batch, expected_counts, expected_rows, make_batches
+
+BACKENDS = ["host", "reference"]
+NUM_EXPERTS = 6
+
+
+def local_experts(context: RankContext, num_experts: int = NUM_EXPERTS) -> range:
+    num_local = num_experts // context.num_ranks
+    return range(context.rank_idx * num_local, (context.rank_idx + 1) * num_local)
+
+
+def expert_factor(expert: int) -> float:
+    return float(1 + expert % 3)
+
+
+def factors_of(rows: list[tuple[int, int, int] | None]) -> torch.Tensor:
+    return torch.tensor([0.0 if row is None else expert_factor(row[2]) for row in rows])
+
+
+def expected_output(batch: Batch) -> torch.Tensor:
+    factors = torch.tensor([expert_factor(e) for e in range(batch.probs.shape[1])])
+    return batch.x.double() * (batch.probs.double() * factors).sum(1, keepdim=True)
+
+
+def expected_gradients(batch: Batch, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of x and of probs, for `expected_output`."""
+    factors = torch.tensor([expert_factor(e) for e in range(batch.probs.shape[1])]).double()
+    grad_x = grad_y.double() * (batch.probs.double() * factors).sum(1, keepdim=True)
+    dots = (grad_y.double() * batch.x.double()).sum(1, keepdim=True)
+    return grad_x, dots * factors * batch.routing_map
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().requires_grad_()
+
+
+def hybrid_layer(context: RankContext, backend: str, num_topk: int | None, pad: int | None) -> None:
+    shared = group_buffers(context.group, backend=backend)
+    experts = local_experts(context)
+    for seed in range(2):  # the second call finds the windows of the first
+        batches = make_batches(
+            [5, 0, 9][: context.num_ranks], NUM_EXPERTS, num_topk, dtype=torch.float32, seed=seed
+        )
+        mine = batches[context.rank_idx]
+        x, probs = leaf(mine.x), leaf(mine.probs)
+        hidden, row_probs, scales, tokens_per_expert, handle = fused_a2a.hybrid_ep_dispatch(
+            x=x,
+            routing_map=mine.routing_map,
+            probs=probs,
+            group=context.group,
+            num_local_experts=len(experts),
+            pad_multiple=pad,
+        )
+        rows = expected_rows(batches, experts, pad or 1)
+        zero = torch.zeros(mine.x.shape[1])
+        want = [zero if row is None else batches[row[0]].x[row[1]] for row in rows]
+        assert torch.equal(hidden, torch.stack(want) if want else hidden.new_zeros(0, 16))
+        assert row_probs is not None
+        assert row_probs.dtype is torch.float32
+        assert row_probs.tolist() == [
+            0.0 if row is None else batches[row[0]].probs[row[1], row[2]].item() for row in rows
+        ]
+        assert scales is None
+        assert tokens_per_expert.dtype is torch.int64
+        assert tokens_per_expert.tolist() == expected_counts(batches, experts, pad or 1)
+        assert isinstance(handle, tuple)
+        assert handle[-1].dtype is torch.int32
+        assert handle[-1].tolist() == [0]
+        out = hidden * (row_probs * factors_of(rows))[:, None]
+        y = fused_a2a.hybrid_ep_combine(
+            out, handle, num_permuted_tokens=tokens_per_expert.sum(), pad_multiple=pad
+        )
+        assert torch.equal(y.double(), expected_output(mine))
+        grad_y = torch.randint(-4, 5, y.shape, generator=torch.Generator().manual_seed(seed))
+        y.backward(grad_y.float())
+        grad_x, grad_probs = expected_gradients(mine, grad_y)
+        assert x.grad is not None
+        assert torch.equal(x.grad.double(), grad_x)
+        assert probs.grad is not None
+        assert torch.equal(probs.grad.double(), grad_probs)
+    del shared
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_topk", [2, None], ids=["top2", "any"])
+@pytest.mark.parametrize("pad", [None, 4])
+def test_hybrid_layer(backend: str, num_topk: int | None, pad: int | None) -> None:
+    run_ranks(hybrid_layer, 2, backend, num_topk, pad, mode="threads")
+
+
+def test_hybrid_layer_in_processes() -> None:
+    run_ranks(hybrid_layer, 3, "host", None, 4)
+
+
+def fused_layer(context: RankContext, backend: str, probs_dtype: torch.dtype) -> None:
+    shared = group_buffers(context.group, backend=backend)
+    experts = local_experts(context)
+    batches = make_batches([5, 0, 9][: context.num_ranks], NUM_EXPERTS, 3, dtype=torch.float32)
+    choices, weights = [], []
+    for batch in batches:
+        topk_idx = batch.routing_map.float().topk(3, dim=1).indices
+        probs = batch.probs.gather(1, topk_idx)
+        is_unused = torch.arange(topk_idx.shape[0]) % 4 == 3  # some tokens choose nothing
+        choices.append(topk_idx.masked_fill(is_unused[:, None], -1))
+        weights.append(probs.masked_fill(is_unused[:, None], 0.0))
+    mine = context.rank_idx
+    x, probs = leaf(batches[mine].x), leaf(weights[mine].to(probs_dtype))
+    recv_x, recv_idx, recv_probs, tokens_per_expert, handle = fused_a2a.fused_dispatch(
+        x, choices[mine], probs, NUM_EXPERTS, context.group, True, True
+    )
+    rows = [
+        (rank_idx, token)
+        for rank_idx in range(context.num_ranks)
+        for token in range(choices[rank_idx].shape[0])
+        if any(e in experts for e in choices[rank_idx][token].tolist())
+    ]
+    assert torch.equal(recv_x, torch.stack([batches[r].x[t] for r, t in rows]))
+    local = [[e in experts for e in choices[r][t].tolist()] for r, t in rows]
+    assert recv_idx.tolist() == [
+        [
+            e - experts.start if is_local else -1
+            for e, is_local in zip(choices[r][t].tolist(), here, strict=True)
+        ]
+        for (r, t), here in zip(rows, local, strict=True)
+    ]
+    assert recv_probs is not None
+    assert recv_probs.dtype is torch.float32
+    assert recv_probs.tolist() == [
+        [p if is_local else 0.0 for p, is_local in zip(weights[r][t].tolist(), here, strict=True)]
+        for (r, t), here in zip(rows, local, strict=True)
+    ]
+    assert tokens_per_expert.device.type == "cpu"
+    assert tokens_per_expert.tolist() == [
+        sum(int((choice == e).sum()) for choice in choices) for e in experts
+    ]
+    factors = torch.tensor([expert_factor(e) for e in experts])
+    row_factors = (recv_probs * factors[recv_idx.clamp_min(0)]).sum(1, keepdim=True)
+    y, event = fused_a2a.fused_combine(recv_x * row_factors, context.group, handle)
+    assert event is None
+    routed = torch.zeros(x.shape[0], NUM_EXPERTS + 1)
+    routed.scatter_(1, choices[mine] % (NUM_EXPERTS + 1), weights[mine])
+    routed = routed[:, :NUM_EXPERTS]
+    batch = Batch(batches[mine].x, routed > 0, routed)
+    assert torch.equal(y.double(), expected_output(batch))
+    grad_y = torch.randint(-4, 5, y.shape, generator=torch.Generator().manual_seed(1)).float()
+    y.backward(grad_y)
+    grad_x, grad_dense = expected_gradients(batch, grad_y)
+    assert x.grad is not None
+    assert torch.equal(x.grad.double(), grad_x)
+    grad_probs = grad_dense.gather(1, choices[mine].clamp_min(0)).masked_fill(choices[mine] < 0, 0)
+    assert probs.grad is not None
+    assert probs.grad.dtype is probs_dtype
+    assert torch.equal(probs.grad, grad_probs.to(probs_dtype))
+    del shared
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("probs_dtype", [torch.float32, torch.bfloat16])
+def test_fused_layer(backend: str, probs_dtype: torch.dtype) -> None:
+    run_ranks(fused_layer, 3, backend, probs_dtype, mode="threads")
+
+
+def fused_without_probs(context: RankContext) -> None:
+    mine = make_batches([4, 4], NUM_EXPERTS, 2)[context.rank_idx]
+    topk_idx = mine.routing_map.float().topk(2, dim=1).indices
+    x = leaf(mine.x)
+    recv_x, _, recv_probs, _, handle = fused_a2a.fused_dispatch(
+        x, topk_idx.int(), None, NUM_EXPERTS, context.group
+    )
+    assert recv_probs is None
+    y, _ = fused_a2a.fused_combine(recv_x, context.group, handle)
+    y.backward(torch.ones_like(y))
+    num_copies = torch.tensor([len({e // 3 for e in token}) for token in topk_idx.tolist()])
+    assert torch.equal(y, mine.x * num_copies[:, None])
+    assert x.grad is not None
+    assert torch.equal(x.grad, num_copies[:, None].expand_as(x).to(x.dtype))
+
+
+def test_fused_dispatch_without_probs() -> None:
+    run_ranks(fused_without_probs, 2, mode="threads")
+
+
+def wide(context: RankContext) -> None:
+    """A folded top-k of 64, as TP makes it."""
+    num_experts = 128
+    batches = make_batches([3, 2], num_experts, 64, dtype=torch.float32)
+    mine = batches[context.rank_idx]
+    topk_idx = mine.routing_map.float().topk(64, dim=1).indices
+    recv_x, recv_idx, recv_probs, _, handle = fused_a2a.fused_dispatch(
+        mine.x, topk_idx, mine.probs.gather(1, topk_idx), num_experts, context.group
+    )
+    assert recv_idx.shape == (5, 64)
+    assert recv_probs is not None
+    y, _ = fused_a2a.fused_combine(recv_x * recv_probs.sum(1, keepdim=True), context.group, handle)
+    assert torch.equal(y, mine.x * mine.probs.sum(1, keepdim=True))
+    hidden, probs, _, _, handle = fused_a2a.hybrid_ep_dispatch(
+        mine.x, mine.routing_map, mine.probs, context.group, 64
+    )
+    assert probs is not None
+    assert torch.equal(fused_a2a.hybrid_ep_combine(hidden * probs[:, None], handle), y)
+
+
+def test_top_64() -> None:
+    run_ranks(wide, 2, mode="threads")
+
+
+def budgeted(context: RankContext, backend: str) -> None:
+    shared = group_buffers(context.group, backend=backend)
+    experts = local_experts(context)
+    batches = make_batches([8, 8], NUM_EXPERTS, 3, dtype=torch.float32)
+    mine = batches[context.rank_idx]
+    rows = expected_rows(batches, experts, 4)
+    budget = (len(rows) // 2) // 4 * 4 if context.rank_idx == 0 else len(rows) + 8
+    x, probs = leaf(mine.x), leaf(mine.probs)
+    hidden, row_probs, _, tokens_per_expert, handle = fused_a2a.hybrid_ep_dispatch(
+        x, mine.routing_map, probs, context.group, len(experts), None, None, budget, 4
+    )
+    assert handle[-1].tolist() == [int(context.rank_idx == 0)]
+    assert handle.num_required_rows.tolist() == [len(rows)]
+    kept = (rows + [None] * 8)[:budget]
+    assert hidden.shape[0] == budget
+    want = [torch.zeros(16) if row is None else batches[row[0]].x[row[1]] for row in kept]
+    assert torch.equal(hidden, torch.stack(want))
+    ends = torch.tensor(expected_counts(batches, experts, 4)).cumsum(0).clamp_max(budget)
+    assert tokens_per_expert.tolist() == ends.diff(prepend=torch.tensor([0])).tolist()
+    assert row_probs is not None
+    y = fused_a2a.hybrid_ep_combine(
+        hidden * row_probs[:, None], handle, num_permuted_tokens=budget, pad_multiple=4
+    )
+    kept_by_rank = context_rows(context, shared, kept)
+    kept_map = torch.zeros_like(mine.routing_map)
+    for rank_idx, token, expert in kept_by_rank:
+        if rank_idx == context.rank_idx:
+            kept_map[token, expert] = True
+    assert torch.equal(y, mine.x * (mine.probs * kept_map).sum(1, keepdim=True))
+    y.backward(torch.ones_like(y))
+    assert probs.grad is not None
+    assert torch.equal(probs.grad, mine.x.sum(1, keepdim=True) * kept_map)
+    assert x.grad is not None
+    assert torch.equal(
+        x.grad, (mine.probs * kept_map).sum(1, keepdim=True).expand_as(x).contiguous()
+    )
+
+
+def context_rows(context: RankContext, shared: Any, kept: list[Any]) -> list[tuple[int, int, int]]:
+    """What every rank kept."""
+    gathered = shared.communicator.bootstrap.all_gather([row for row in kept if row is not None])
+    return [row for rows in gathered for row in rows]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_budget_drops_what_lies_beyond_it(backend: str) -> None:
+    run_ranks(budgeted, 2, backend, mode="threads")
+
+
+def orders(context: RankContext) -> None:
+    batches = make_batches([4, 4], NUM_EXPERTS, 2)
+    mine = batches[context.rank_idx]
+    fixed = (mine.x, mine.routing_map, mine.probs, context.group, 3)
+    plain = fused_a2a.HybridEPDispatch.apply(*fixed)[0]
+    budget = 16
+    tails: dict[str, tuple[Any, ...]] = {
+        "r0.16": (24, 24, budget, 8),
+        "r0.17": (None, None, 16, 16, False, budget, 8),
+        "main": (None, None, None, None, True, budget, 8, 108),
+    }
+    for tail in tails.values():
+        x = leaf(mine.x)
+        args = (x, *fixed[1:], *tail)
+        hidden, _, _, counts, handle = fused_a2a.HybridEPDispatch.apply(*args)
+        assert hidden.shape[0] == budget
+        assert all(count % 8 == 0 for count in counts.tolist())
+        fused_a2a.HybridEPCombine.apply(hidden, handle, budget, 8).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(fused_a2a.hybrid_ep_dispatch(*args)[0], hidden)
+    assert fused_a2a.HybridEPDispatch.apply(*fixed, 24, 24)[0].shape == plain.shape
+    for num_tail in (5, 6, 9):
+        with pytest.raises(TypeError, match=f"got {5 + num_tail}"):
+            fused_a2a.HybridEPDispatch.apply(*fixed, *([None] * num_tail))
+        with pytest.raises(TypeError, match=f"got {5 + num_tail}"):
+            fused_a2a.hybrid_ep_dispatch(*fixed, *([None] * num_tail))
+    # A keyword replaces what the position says.
+    by_keyword = fused_a2a.hybrid_ep_dispatch(
+        *fixed, 24, 24, 99, 5, pad_multiple=8, num_permuted_tokens=24
+    )
+    assert by_keyword[0].shape[0] == 24
+    with pytest.raises(TypeError, match="no argument 'pad'"):
+        fused_a2a.hybrid_ep_dispatch(*fixed, pad=8)
+    with pytest.raises(TypeError, match="needs num_local_experts"):
+        fused_a2a.hybrid_ep_dispatch(*fixed[:4])
+
+
+def test_positional_orders_of_all_releases() -> None:
+    run_ranks(orders, 2, mode="threads")
+
+
+class _Context:
+    """As autograd hands it to forward and backward."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.needs_input_grad = [isinstance(arg, torch.Tensor) for arg in args]
+
+
+def by_hand(function: Any, *args: Any) -> tuple[Any, Any]:
+    context = _Context(args)
+    return context, function.forward(context, *args)
+
+
+def gradient_counts(context: RankContext) -> None:
+    mine = make_batches([4, 4], NUM_EXPERTS, 2)[context.rank_idx]
+    topk_idx = mine.routing_map.float().topk(2, dim=1).indices
+    probs = mine.probs.gather(1, topk_idx)
+    for flags in ((), (False,), (False, False)):
+        args = (mine.x, topk_idx, probs, NUM_EXPERTS, context.group, *flags)
+        ctx, (rows, _, row_probs, _, handle) = by_hand(fused_a2a.FusedDispatch, *args)
+        gradients = fused_a2a.FusedDispatch.backward(ctx, rows, None, row_probs, None, None)
+        assert len(gradients) == len(args)
+        assert [i for i, g in enumerate(gradients) if g is not None] == [0, 2]
+        args = (rows, context.group, handle, *flags)
+        ctx, (sums, _) = by_hand(fused_a2a.FusedCombine, *args)
+        assert len(fused_a2a.FusedCombine.backward(ctx, sums, None)) == len(args)
+    for tail in ((), (None,) * 4, (None, None, None, None, False, None, None)):
+        args = (mine.x, mine.routing_map, mine.probs, context.group, 3, *tail)
+        ctx, (rows, row_probs, _, _, handle) = by_hand(fused_a2a.HybridEPDispatch, *args)
+        gradients = fused_a2a.HybridEPDispatch.backward(ctx, rows, row_probs, None, None, None)
+        assert len(gradients) == len(args)
+        assert [i for i, g in enumerate(gradients) if g is not None] == [0, 2]
+    for tail in ((), (None, None), (None, None, False)):
+        ctx, sums = by_hand(fused_a2a.HybridEPCombine, rows, handle, *tail)
+        assert len(fused_a2a.HybridEPCombine.backward(ctx, sums)) == 2 + len(tail)
+
+
+def test_backward_returns_a_gradient_for_every_argument() -> None:
+    run_ranks(gradient_counts, 2, mode="threads")
+
+
+def announcing(context: RankContext) -> None:
+    group = context.group
+    common: tuple[Any, ...] = (group, 64, 16, 3)
+    fused_a2a.init_hybrid_ep_buffer(*common, 24, 24, True)
+    held = fused_a2a._hybrid_ep_buffers[id(group)]
+    assert held.group is group
+    assert (held.rank, held.group_size) == (context.rank_idx, context.num_ranks)
+    assert (held.hidden_dim, held.max_num_of_tokens_per_rank) == (64, 16)
+    assert (held.num_local_experts, held.use_fp8) == (3, True)
+    fused_a2a.init_hybrid_ep_buffer(*common, 24, 24, 8, 8, False, 108)
+    assert not held.use_fp8
+    fused_a2a.init_hybrid_ep_buffer(group, 32, seq_len=8, num_local_experts=3, fp8_dispatch=True)
+    assert held.use_fp8
+    fused_a2a.init_hybrid_ep_buffer(*common)
+    assert not held.use_fp8
+    with pytest.raises(TypeError, match="fp8_dispatch"):
+        fused_a2a.init_hybrid_ep_buffer(*common, fp8_dispatch=1)
+    with pytest.raises(ValueError, match="-1"):
+        fused_a2a.init_hybrid_ep_buffer(*common, -1)
+    with pytest.raises(TypeError, match="needs num_local_experts"):
+        fused_a2a.init_hybrid_ep_buffer(*common[:3])
+    mine = make_batches([40, 40], NUM_EXPERTS, 2, hidden=128)[context.rank_idx]
+    fused_a2a.hybrid_ep_dispatch(mine.x, mine.routing_map, mine.probs, group, 3)
+    assert (held.hidden_dim, held.max_num_of_tokens_per_rank) == (128, 40)
+    buffer = fused_a2a.get_buffer(group, 256)
+    assert fused_a2a.get_buffer(group, 64) is buffer
+    assert buffer.num_nvl_bytes == 256
+    fused_a2a.get_buffer(group, 1024)
+    assert buffer.num_nvl_bytes == 1024
+
+
+def test_buffers_of_a_group_grow() -> None:
+    run_ranks(announcing, 2, mode="threads")
+    assert fused_a2a._buffer is not None
+    assert fused_a2a._hybrid_ep_buffer is not None
+    fused_a2a.reset_hybrid_ep_buffer()
+    assert fused_a2a._hybrid_ep_buffer is None
+
+
+def bad_call(context: RankContext, what: str) -> None:
+    is_bad = context.rank_idx == 1
+    mine = make_batches([4, 4], NUM_EXPERTS, 2)[context.rank_idx]
+    routing_map: Any = mine.routing_map
+    probs, options = mine.probs, {}
+    if what == "map" and is_bad:
+        routing_map = routing_map[:, :5]
+    if what == "dtype" and is_bad:
+        routing_map = routing_map.int()
+    if what == "probs" and is_bad:
+        probs = probs[:3]
+    if what == "sms" and is_bad:
+        options = {"num_sms_dispatch_api": -3}
+    if what == "alignment" and is_bad:
+        options = {"num_permuted_tokens": 13, "pad_multiple": 4}
+    fused_a2a.hybrid_ep_dispatch(mine.x, routing_map, probs, context.group, 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("map", r"\(4, 6\), got \(4, 5\)"),
+        ("dtype", "torch.int32"),
+        ("probs", r"\(3, 6\)"),
+        ("sms", "got -3"),
+        ("alignment", "13|4"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_raised_on_all(what: str, message: str) -> None:
+    def rank_main(context: RankContext) -> str:
+        with pytest.raises((TypeError, ValueError), match=message) as raised:
+            bad_call(context, what)
+        # The buffer stays usable.
+        bad_call(context, "nothing")
+        return str(raised.value)
+
+    texts = run_ranks(rank_main, 2, mode="threads")
+    assert all("rank 1" in text for text in texts)
+
+
+def combine_mistakes(context: RankContext) -> None:
+    mine = make_batches([4, 4], NUM_EXPERTS, 2)[context.rank_idx]
+    hidden, _, _, _, handle = fused_a2a.hybrid_ep_dispatch(
+        mine.x, mine.routing_map, mine.probs, context.group, 3, pad_multiple=4
+    )
+    with pytest.raises(ValueError, match="pad_multiple is 8, the handle's is 4"):
+        fused_a2a.hybrid_ep_combine(hidden, handle, None, 8 if context.rank_idx == 0 else 4)
+    with pytest.raises(ValueError, match="num_permuted_tokens is 1"):
+        fused_a2a.hybrid_ep_combine(hidden, handle, 1)
+    with pytest.raises(TypeError, match="hybrid_ep_dispatch"):
+        fused_a2a.hybrid_ep_combine(hidden, (handle,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fused_dispatch"):
+        fused_a2a.fused_combine(hidden, context.group, handle)  # type: ignore[arg-type]
+    assert fused_a2a.hybrid_ep_combine(hidden, handle, hidden.shape[0], 4).shape == mine.x.shape
+
+
+def test_mistakes_in_combine() -> None:
+    run_ranks(combine_mistakes, 2, mode="threads")
+
+
+def test_names_of_the_imitated_module() -> None:
+    functions = [
+        fused_a2a.get_hidden_bytes,
+        fused_a2a.get_buffer,
+        fused_a2a.FusedDispatch.apply,
+        fused_a2a.FusedCombine.apply,
+        fused_a2a.fused_dispatch,
+        fused_a2a.fused_combine,
+        fused_a2a.set_deepep_num_sms,
+        fused_a2a.init_hybrid_ep_buffer,
+        fused_a2a.reset_hybrid_ep_buffer,
+        fused_a2a.HybridEPDispatch.apply,
+        fused_a2a.HybridEPCombine.apply,
+        fused_a2a.hybrid_ep_dispatch,
+        fused_a2a.hybrid_ep_combine,
+    ]
+    assert all(map(callable, functions))
+    assert fused_a2a.HAVE_DEEP_EP
+    assert fused_a2a.HAVE_HYBRIDEP
+    assert fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT == 64
+    assert hasattr(fused_a2a, "_buffer")
+    assert hasattr(fused_a2a, "_hybrid_ep_buffer")
+    backward = inspect.signature(fused_a2a.FusedCombine.backward)
+    assert list(backward.parameters) == ["ctx", "grad_output", "previous_event"]
+    assert fused_a2a.get_hidden_bytes(torch.zeros(2, 24, dtype=torch.uint8)) == 48
+    assert fused_a2a.get_hidden_bytes(torch.zeros(2, 24)) == 96
+    fused_a2a.set_deepep_num_sms(21)
+    with pytest.raises(TypeError, match="num_sms"):
+        fused_a2a.set_deepep_num_sms("20")  # type: ignore[arg-type]
+
+
+def test_a_failure_names_its_rank() -> None:
+    with pytest.raises(RankError, match="rank 1"):
+        run_ranks(bad_call, 2, "map", mode="threads")
