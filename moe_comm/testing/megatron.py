@@ -1,0 +1,176 @@
+"""Megatron's own token dispatchers on CPU ranks, and one expert layer around any of them.
+
+Nothing of Megatron's source is changed. It asks torch.cuda for streams and for the current device even
+where every tensor is on the CPU; `on_cpu` answers. docs/megatron.md lists the same patches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Experts", "Routed", "make_config", "make_groups", "on_cpu", "run_layer"]
+
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens `[..., hidden]`, routing map and probs `[num_tokens, num_experts]` of a rank."""
+
+
+class _Stream:
+    """The one stream of a CPU: what was put on it has ended."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        del stream
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_THE_STREAM = _Stream()
+
+
+def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's function, for tensors that are there already: it heeds `as_numpy` on GPUs only."""
+    del record_stream
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _module(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[Any]:
+    """Megatron's module of token dispatchers, usable with CPU tensors inside the context."""
+    module = _module("megatron.core.transformer.moe.token_dispatcher")
+    # `torch.compile` around the flex dispatcher's preprocessing changes no result.
+    with (
+        torch.compiler.set_stance("force_eager"),
+        mock.patch.object(torch.cuda, "Stream", return_value=_THE_STREAM),
+        mock.patch.object(torch.cuda, "current_stream", return_value=_THE_STREAM),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+        mock.patch.object(module, "maybe_move_tensor_to_cpu", _move_to_cpu),
+    ):
+        yield module
+
+
+def make_config(
+    num_experts: int,
+    num_topk: int,
+    num_ranks: int,
+    tp_size: int = 1,
+    *,
+    hidden: int = 64,
+    **options: Any,
+) -> Any:
+    """A `TransformerConfig` of Megatron with one MoE layer.
+
+    Args:
+        num_experts: Over all EP ranks.
+        num_topk: Experts of a token.
+        num_ranks: TP times EP ranks.
+        tp_size: TP ranks of an expert.
+        hidden: Elements of a token.
+        options: Of `TransformerConfig`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _module("megatron.core.transformer.transformer_config").TransformerConfig(
+            num_layers=1,
+            hidden_size=hidden,
+            num_attention_heads=1,
+            num_moe_experts=num_experts,
+            moe_router_topk=num_topk,
+            moe_router_dtype="fp32",
+            expert_model_parallel_size=num_ranks // tp_size,
+            expert_tensor_parallel_size=tp_size,
+            add_bias_linear=False,
+            **options,
+        )
+
+
+def make_groups(rank_idx: int, num_ranks: int, tp_size: int) -> Any:
+    """Groups as Megatron's dispatchers take them: ranks in order of EP rank, then TP rank. Collective."""
+    mine: dict[str, Any] = {"tp_ep": dist.group.WORLD}
+    by_name = {
+        "expt_tp": [range(first, first + tp_size) for first in range(0, num_ranks, tp_size)],
+        "ep": [range(first, num_ranks, tp_size) for first in range(tp_size)],
+    }
+    for name, all_ranks in by_name.items():
+        for ranks in all_ranks:
+            group = dist.new_group(list(ranks))
+            if rank_idx in ranks:
+                mine[name] = group
+    return types.SimpleNamespace(**mine)
+
+
+class Experts(torch.nn.Module):
+    """Local experts, one matrix each; every row is multiplied by its weight, as Megatron does.
+
+    Args:
+        expert_indices: Global ids; experts of equal ids are equal.
+        hidden: Elements of a row.
+        tp_rank: Shards of an expert on different TP ranks are different.
+    """
+
+    def __init__(self, expert_indices: Sequence[int], hidden: int, tp_rank: int = 0) -> None:
+        super().__init__()
+        weights = []
+        for expert_idx in expert_indices:
+            generator = torch.Generator().manual_seed(1000 * tp_rank + expert_idx)
+            weights.append(torch.randn(hidden, hidden, generator=generator) / hidden**0.5)
+        self.weight = torch.nn.Parameter(torch.stack(weights))
+
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs `[M, hidden]` of rows grouped by expert."""
+        parts = torch.split(rows, [int(num) for num in tokens_per_expert])
+        outputs = [part @ weight for part, weight in zip(parts, self.weight, strict=True)]
+        return torch.cat(outputs) * probs.to(rows.dtype)[:, None]
+
+
+def run_layer(dispatcher: Any, experts: Experts, routed: Routed) -> dict[str, torch.Tensor]:
+    """The six calls of a token dispatcher forward, and backward. Collective.
+
+    Args:
+        dispatcher: Of Megatron or of this package.
+        experts: Of this rank.
+        routed: What this rank brings.
+
+    Returns:
+        "y", "tokens_per_expert", "grad_x", "grad_probs" and "grad_weight".
+    """
+    x, routing_map, probs = routed
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    hidden, token_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
+    hidden, token_probs = dispatcher.token_dispatch(hidden, token_probs)
+    rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden, token_probs)
+    out = experts(rows, tokens_per_expert, row_probs)
+    out = dispatcher.token_combine(dispatcher.combine_preprocess(out))
+    y = dispatcher.combine_postprocess(out)
+    experts.zero_grad()
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    assert x.grad is not None
+    assert probs.grad is not None
+    assert experts.weight.grad is not None
+    return {
+        "y": y.detach(),
+        "tokens_per_expert": torch.as_tensor(tokens_per_expert),
+        "grad_x": x.grad,
+        "grad_probs": probs.grad,
+        "grad_weight": experts.weight.grad.clone(),
+    }
