@@ -122,9 +122,9 @@ def _quantized_cases() -> Iterator[Case]:
             hidden=hidden, pair=(scales, num_scales), quantization=asked, num_topk=3,
             routing="masked", expert_alignment=4, is_elastic=True,
         )  # fmt: skip
-    for order in (None, in_columns):
-        yield _case(f"pair-of-one{'' if order is None else '-in-columns'}", 3, num_tokens=(1, 1, 1), num_experts=3, num_topk=1,
-                    hidden=1, dtype=torch.uint8, pair=(torch.float32, 1), quantization=order,
+    for asked in (None, in_columns):
+        yield _case(f"pair-of-one{'' if asked is None else '-in-columns'}", 3, num_tokens=(1, 1, 1), num_experts=3, num_topk=1,
+                    hidden=1, dtype=torch.uint8, pair=(torch.float32, 1), quantization=asked,
                     is_elastic=True)  # fmt: skip
     yield _case("mxfp8-empty", 2, num_tokens=(0, 0), quantization=MXFP8)
     yield _case("fp8-block128-elastic", 3, quantization=FP8_BLOCK128, num_topk=5,

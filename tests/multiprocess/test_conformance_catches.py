@@ -10,7 +10,8 @@ import torch
 
 from moe_comm.backends import reference
 from moe_comm.backends.base import CombineOutput, Completed, DispatchOutput, Operation, Plan
-from moe_comm.config import EpConfig, Layout
+from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.quantization import FP8_BLOCK128
 from moe_comm.testing import CHECKS, Case, ConformanceError, RankError, Target, check_case
 
 
@@ -19,13 +20,16 @@ class _Mutant(reference.ReferenceBackend):
 
     def dispatch(self, *args: Any, **options: Any) -> Operation[DispatchOutput]:
         output = super().dispatch(*args, **options).wait()
-        return Completed(dataclasses.replace(output, x=self.spoil_rows(output)))
+        return Completed(self.spoil(dataclasses.replace(output, x=self.spoil_rows(output))))
 
     def combine(self, *args: Any, **options: Any) -> Operation[CombineOutput]:
         output = super().combine(*args, **options).wait()
         if output.x is None:
             return Completed(output)
         return Completed(dataclasses.replace(output, x=self.spoil_sums(output.x)))
+
+    def spoil(self, output: DispatchOutput) -> DispatchOutput:
+        return output
 
     def spoil_rows(self, output: DispatchOutput) -> torch.Tensor:
         return output.x
@@ -103,6 +107,86 @@ class IgnoresOut(_Mutant):
         return super().combine(*args, out=None, **options)
 
 
+class LeavesTheTailUnwritten(_Mutant):
+    def spoil_rows(self, output: DispatchOutput) -> torch.Tensor:
+        output.x[int(output.expert_offsets[-1]) :] = 1
+        return output.x
+
+
+class KeepsOneTooMany(_Mutant):
+    def dispatch(
+        self, *args: Any, capacity: Capacity | None, **options: Any
+    ) -> Operation[DispatchOutput]:
+        assert capacity is not None
+        assert capacity.num_rows_per_expert is not None
+        more = dataclasses.replace(capacity, num_rows_per_expert=capacity.num_rows_per_expert + 1)
+        return super().dispatch(*args, capacity=more, **options)
+
+
+class KeepsTheLastRows(_Mutant):
+    """Of every rank's choices, the last ones are kept."""
+
+    def dispatch(
+        self, x: torch.Tensor, x_sf: None, topk_idx: torch.Tensor, *args: Any, **options: Any
+    ) -> Operation[DispatchOutput]:
+        return super().dispatch(x.flip(0), x_sf, topk_idx.flip(0), *args, **options)
+
+
+class MasksNothing(_Mutant):
+    def dispatch(
+        self, *args: Any, masked_ranks: tuple[int, ...], **options: Any
+    ) -> Operation[DispatchOutput]:
+        return super().dispatch(*args, masked_ranks=(), **options)
+
+
+class ChangesAScale(_Mutant):
+    def spoil(self, output: DispatchOutput) -> DispatchOutput:
+        if output.x_sf is not None and output.x_sf.numel():
+            output.x_sf.view(torch.int32)[-1, -1] ^= 1
+        return output
+
+
+class RoundsHalvesDown(_Mutant):
+    def spoil_rows(self, output: DispatchOutput) -> torch.Tensor:
+        if output.x.dtype is torch.float8_e4m3fn and output.x.numel():
+            output.x.view(torch.uint8)[-1, -1] ^= 1
+        return output.x
+
+
+class KeepsScalesInRows(_Mutant):
+    def spoil(self, output: DispatchOutput) -> DispatchOutput:
+        x_sf = None if output.x_sf is None else output.x_sf.contiguous()
+        return dataclasses.replace(output, x_sf=x_sf)
+
+
+class CountsNoDrops(_Mutant):
+    def spoil(self, output: DispatchOutput) -> DispatchOutput:
+        zeros = torch.zeros_like(output.num_dropped_per_expert)
+        return dataclasses.replace(output, num_dropped_per_expert=zeros)
+
+
+class NeedsWhatItGot(_Mutant):
+    def spoil(self, output: DispatchOutput) -> DispatchOutput:
+        return dataclasses.replace(output, num_required_rows=len(output.x))
+
+
+class CutsWideChoices(_Mutant):
+    def spoil(self, output: DispatchOutput) -> DispatchOutput:
+        topk_idx = output.topk_idx
+        return dataclasses.replace(
+            output, topk_idx=None if topk_idx is None else topk_idx[:, : output.plan.num_topk]
+        )
+
+
+class GrowsInsteadOfRaising(_Mutant):
+    def dispatch(
+        self, *args: Any, capacity: Capacity | None, **options: Any
+    ) -> Operation[DispatchOutput]:
+        if capacity is not None and capacity.on_overflow == "raise":
+            capacity = None
+        return super().dispatch(*args, capacity=capacity, **options)
+
+
 class ChangesTheException(_Mutant):
     def reject(self, operation: str, error: Exception) -> NoReturn:
         super().reject(operation, RuntimeError(str(error)))
@@ -115,6 +199,18 @@ class AcceptsAnyConfig(_Mutant):
 
 CASE = Case(name="catch", num_ranks=2, num_tokens=(5, 8), num_topk=4, expert_alignment=4)
 SPECIAL = dataclasses.replace(CASE, has_special_values=True)
+QUANTIZED = dataclasses.replace(CASE, quantization=FP8_BLOCK128, dtype=torch.float32, hidden=128)
+IN_COLUMNS = dataclasses.replace(FP8_BLOCK128, is_column_major=True)
+COLUMNS = dataclasses.replace(QUANTIZED, quantization=IN_COLUMNS, hidden=256)
+DROPS = dataclasses.replace(
+    CASE, capacities=(Capacity(num_rows=24, num_rows_per_expert=3, on_overflow="drop"),) * 2
+)
+MASKS = Case(
+    name="masks", num_ranks=2, num_tokens=(5, 8), layout=Layout.LOW_LATENCY, masked_ranks=((1,), ())
+)
+RAGGED_TOPK = dataclasses.replace(
+    CASE, layout=Layout.RANK_MAJOR, num_topk_per_rank=(2, 4), is_elastic=True
+)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +224,16 @@ SPECIAL = dataclasses.replace(CASE, has_special_values=True)
         (OffByOneBit, CASE, "combine .*: 1 of .* elements differ"),
         (AddsBackwards, CASE, "combine"),
         (IgnoresOut, CASE, "out="),
+        (LeavesTheTailUnwritten, DROPS, "dispatch: x: .* elements differ"),
+        (KeepsOneTooMany, DROPS, "dispatch: num_tokens_per_expert: .* elements differ"),
+        (KeepsTheLastRows, DROPS, "dispatch: x: .* elements differ"),
+        (MasksNothing, MASKS, "dispatch: num_tokens_per_expert: .* elements differ"),
+        (ChangesAScale, QUANTIZED, "dispatch: x_sf: 1 of .* elements differ"),
+        (RoundsHalvesDown, QUANTIZED, "dispatch: x: 1 of .* elements differ"),
+        (KeepsScalesInRows, COLUMNS, "dispatch: shape and strides of x_sf"),
+        (CountsNoDrops, DROPS, "dispatch: num_dropped_per_expert: .* elements differ"),
+        (NeedsWhatItGot, DROPS, "dispatch: num_required_rows: got 24, want"),
+        (CutsWideChoices, RAGGED_TOPK, r"dispatch: topk_idx: got .* want .*, 4\)"),
     ],
 )
 def test_a_wrong_bit_is_found(mutant: type[_Mutant], case: Case, symptom: str) -> None:
@@ -136,7 +242,12 @@ def test_a_wrong_bit_is_found(mutant: type[_Mutant], case: Case, symptom: str) -
 
 
 @pytest.mark.parametrize(
-    ("mutant", "check"), [(ChangesTheException, "bad-input"), (AcceptsAnyConfig, "bad-config")]
+    ("mutant", "check"),
+    [
+        (ChangesTheException, "bad-input"),
+        (AcceptsAnyConfig, "bad-config"),
+        (GrowsInsteadOfRaising, "limits"),
+    ],
 )
 def test_a_missing_refusal_is_found(mutant: type[_Mutant], check: str) -> None:
     with pytest.raises((ConformanceError, RankError)):
@@ -144,5 +255,5 @@ def test_a_missing_refusal_is_found(mutant: type[_Mutant], check: str) -> None:
 
 
 def test_the_unchanged_mutant_passes() -> None:
-    for case in (CASE, SPECIAL):
+    for case in (CASE, SPECIAL, QUANTIZED, COLUMNS, DROPS, MASKS, RAGGED_TOPK):
         check_case(Target(name="unchanged", make=_Mutant), case, mode="threads")
