@@ -139,7 +139,9 @@ class ScaleWriter {
   std::byte* scales_;
 };
 
-/// The e4m3 codes, without sign, of magnitudes that round to 448 or less: one in each 32-bit lane.
+/// The e4m3 codes, without sign, of magnitudes that round to 448 or less. Each is in the low byte
+/// of its 32-bit lane; the next byte is zero, the rest is of no use. A scaled magnitude exceeds 448
+/// by no more than a rounding, which comes back to 448: nothing is left to saturate.
 ///
 /// For a magnitude of exponent e >= -6 the steps of e4m3 are 2^(e-3), below that 2^-9. A number in
 /// [2^(e+20), 2^(e+21)) has steps of 2^(e-3) too: adding one rounds as wanted, to nearest even and
@@ -153,7 +155,7 @@ MOE_FORCE_INLINE Simd::Words encode(Simd::Floats magnitudes) {
   const Simd::Ints exponents = greater(own, Simd::Ints{} + kLeastExponent);
   const Simd::Floats rounded = magnitudes + reinterpret_cast<Simd::Floats>(exponents + kRounder);
   const Simd::Ints codes = reinterpret_cast<Simd::Ints>(rounded) + (exponents >> 20);
-  return reinterpret_cast<Simd::Words>(codes) & 0xFFu;
+  return reinterpret_cast<Simd::Words>(codes);
 }
 
 /// The codes of kRegisterBytes / 2 elements, one in each 16-bit lane, in order. They are of one
@@ -166,7 +168,7 @@ MOE_FORCE_INLINE Simd::Words encode_elements(const std::byte* src, float multipl
     for (int i = 0; i < 2; ++i) {
       const Simd::Words bits = load(src + i * Simd::kRegisterBytes);
       const auto values = reinterpret_cast<Simd::Floats>(bits & Magnitudes<4>::kMask);
-      codes[i] = encode(values * factor) | ((bits >> 24) & 0x80u);
+      codes[i] = (encode(values * factor) & 0xFFu) | ((bits >> 24) & 0x80u);
     }
     return Simd::narrow_to_16(codes[0], codes[1]);
   } else {
@@ -177,9 +179,9 @@ MOE_FORCE_INLINE Simd::Words encode_elements(const std::byte* src, float multipl
       codes[i] = encode(values[i] * factor);
     const Simd::Words signs = (bits >> 8) & 0x00800080u;
     if constexpr (Number::kIsInterleaved)
-      return signs | codes[0] | (codes[1] << 16);
+      return (signs | (codes[0] & 0xFFu)) | (codes[1] << 16);
     else
-      return signs | Simd::narrow_to_16(codes[0], codes[1]);
+      return signs | Simd::narrow_to_16(codes[0] & 0xFFu, codes[1] & 0xFFu);
   }
 }
 

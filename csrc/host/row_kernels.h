@@ -13,7 +13,9 @@ enum class StoreMode { kCached, kStreaming };
 
 enum class ScaleFormat : int32_t { kFloat32 = 0, kFloat32PowerOf2 = 1, kUe8m0 = 2 };
 
-/// How a row is quantised to e4m3; the arithmetic is that of docs/design.md.
+/// How a row is quantised to e4m3; docs/quantization.md has the arithmetic. A block with a NaN or
+/// an infinity has a scale factor of NaN (float32 0x7FC00000, byte 0xFF) and data bytes of 0x7F,
+/// all of them.
 struct RowQuantization {
   DType dtype = DType::kBFloat16;  ///< of the source: bf16, fp16 or fp32
   int block = 128;                 ///< channels per scale factor: 128 (FP8_BLOCK128) or 32 (MXFP8)
