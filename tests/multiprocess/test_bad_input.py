@@ -12,10 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_comm import Communicator, DispatchHandle, EpBuffer, EpConfig, Layout
+from moe_comm import MXFP8, Capacity, Communicator, DispatchHandle, EpBuffer, EpConfig, Layout
 from moe_comm.testing import RankContext, run_ranks
 
 CONFIG = EpConfig(num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
+ELASTIC = EpConfig(
+    num_experts=6, num_topk=None, hidden=None, num_max_tokens_per_rank=None, dtype=None
+)
 BACKENDS = ["reference", "collective", "host"]
 
 
@@ -31,10 +34,15 @@ class Calls:
     handle: DispatchHandle
     foreign: DispatchHandle
     by_rank: DispatchHandle
+    low_latency: DispatchHandle
+    elastic: EpBuffer
 
     @property
     def rows(self) -> torch.Tensor:
         return torch.zeros(self.handle.num_recv_tokens, 16, dtype=torch.bfloat16)
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(4, 16, dtype=torch.float8_e4m3fn), torch.ones(4, 1)
 
     def dispatch(self, **changes: Any) -> object:
         arguments = {"x": self.x, "topk_idx": self.topk_idx, **changes}
@@ -104,7 +112,151 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     ),
     "layout type": ("dispatch", lambda c: c.dispatch(layout=1), TypeError, ("Layout", "1")),
     "copy_out": ("dispatch", lambda c: c.dispatch(copy_out="yes"), ValueError, ("copy_out", "'yes'")),
-    "quantization": ("dispatch", lambda c: c.dispatch(quantization="fp8"), ValueError, ("'fp8'",)),
+    "quantization": (
+        "dispatch", lambda c: c.dispatch(quantization="fp8"), TypeError, ("Quantization", "'fp8'")
+    ),
+    "rows to quantise": (
+        "dispatch",
+        lambda c: c.dispatch(x=c.x.to(torch.int32), quantization=MXFP8),
+        TypeError,
+        ("bfloat16", "int32"),
+    ),
+    "configured dtype of rows to quantise": (
+        "dispatch",
+        lambda c: c.dispatch(x=c.x.float(), quantization=MXFP8),
+        TypeError,
+        ("bfloat16", "float32"),
+    ),
+    "pair of three": (
+        "dispatch", lambda c: c.dispatch(x=(*c.pair(), c.x)), ValueError, ("(data, sf)", "3 values")
+    ),
+    "data dtype": (
+        "dispatch", lambda c: c.dispatch(x=(c.x, c.pair()[1])), TypeError, ("one-byte", "bfloat16")
+    ),
+    "data hidden": (
+        "dispatch",
+        lambda c: c.dispatch(x=(torch.zeros(4, 24, dtype=torch.uint8), c.pair()[1])),
+        ValueError,
+        ("16", "24"),
+    ),
+    "sf type": (
+        "dispatch", lambda c: c.dispatch(x=(c.pair()[0], [1.0])), TypeError, ("sf", "tensor", "list")
+    ),
+    "sf rank": (
+        "dispatch",
+        lambda c: c.dispatch(x=(c.pair()[0], torch.ones(4))),
+        ValueError,
+        ("sf", "2 dimensions", "(4,)"),
+    ),
+    "sf rows": (
+        "dispatch",
+        lambda c: c.dispatch(x=(c.pair()[0], torch.ones(3, 1))),
+        ValueError,
+        ("sf", "(4, num_scales", "(3, 1)"),
+    ),
+    "sf columns": (
+        "dispatch",
+        lambda c: c.dispatch(x=(c.pair()[0], torch.ones(4, 0))),
+        ValueError,
+        ("num_scales >= 1", "(4, 0)"),
+    ),
+    "sf element size": (
+        "dispatch",
+        lambda c: c.dispatch(x=(c.pair()[0], torch.ones(4, 1, dtype=torch.complex128))),
+        TypeError,
+        ("8 bytes", "complex128"),
+    ),
+    "capacity type": (
+        "dispatch", lambda c: c.dispatch(capacity=8), TypeError, ("Capacity", "got 8")
+    ),
+    "capacity off the alignment": (
+        "dispatch",
+        lambda c: c.dispatch(capacity=Capacity(num_rows=6), expert_alignment=4),
+        ValueError,
+        ("expert_alignment = 4", "got 6"),
+    ),
+    "capacity of RANK_MAJOR": (
+        "dispatch",
+        lambda c: c.dispatch(
+            capacity=Capacity(num_rows=8, on_overflow="drop"), layout=Layout.RANK_MAJOR
+        ),
+        ValueError,
+        ("RANK_MAJOR", '"grow" or "raise"', "drop"),
+    ),
+    "capacity of RANK_MAJOR's experts": (
+        "dispatch",
+        lambda c: c.dispatch(
+            capacity=Capacity(num_rows_per_expert=8, on_overflow="raise"), layout=Layout.RANK_MAJOR
+        ),
+        ValueError,
+        ("RANK_MAJOR", "num_rows_per_expert=8"),
+    ),
+    "capacity of LOW_LATENCY": (
+        "dispatch",
+        lambda c: c.dispatch(capacity=Capacity(num_rows=8), layout=Layout.LOW_LATENCY),
+        ValueError,
+        ("LOW_LATENCY", "capacity must be None"),
+    ),
+    "capacity of a handle": (
+        "cached", lambda c: c.cached(capacity=Capacity(num_rows=8)), ValueError, ("handle", "num_rows=8")
+    ),
+    "layout of a handle": (
+        "cached",
+        lambda c: c.cached(layout=Layout.RANK_MAJOR),
+        ValueError,
+        ("EXPERT_MAJOR", "RANK_MAJOR"),
+    ),
+    "alignment of a handle": (
+        "cached", lambda c: c.cached(expert_alignment=8), ValueError, ("8", "handle's is 1")
+    ),
+    "cached rows to quantise": (
+        "cached",
+        lambda c: c.cached(x=c.x.double(), quantization=MXFP8),
+        TypeError,
+        ("float32", "float64"),
+    ),
+    "cached sf rows": (
+        "cached",
+        lambda c: c.cached(x=(c.pair()[0], torch.ones(2, 1))),
+        ValueError,
+        ("(4, num_scales", "(2, 1)"),
+    ),
+    "alignment of LOW_LATENCY": (
+        "dispatch",
+        lambda c: c.dispatch(layout=Layout.LOW_LATENCY, expert_alignment=2),
+        ValueError,
+        ("must be 1", "got 2"),
+    ),
+    "LOW_LATENCY without a limit": (
+        "elastic",
+        lambda c: c.elastic.dispatch(c.x, c.topk_idx, layout=Layout.LOW_LATENCY),
+        ValueError,
+        ("num_max_tokens_per_rank", "None"),
+    ),
+    "elastic row": (
+        "elastic",
+        lambda c: c.elastic.dispatch(torch.zeros(4, 3), c.topk_idx),
+        ValueError,
+        ("16 bytes", "12 bytes"),
+    ),
+    "elastic dtype": (
+        "elastic",
+        lambda c: c.elastic.dispatch(c.x.to(torch.int8), c.topk_idx, quantization=MXFP8),
+        TypeError,
+        ("bfloat16", "int8"),
+    ),
+    "no choices": (
+        "elastic",
+        lambda c: c.elastic.dispatch(c.x, torch.zeros(4, 0, dtype=torch.int64)),
+        ValueError,
+        ("at least one column", "(4, 0)"),
+    ),
+    "choices of other tokens": (
+        "elastic",
+        lambda c: c.elastic.dispatch(c.x, torch.zeros(3, 5, dtype=torch.int64)),
+        ValueError,
+        ("(4, 5)", "(3, 5)"),
+    ),
     "both topk_idx and handle": (
         "cached", lambda c: c.cached(topk_idx=c.topk_idx), ValueError, ("topk_idx", "handle")
     ),
@@ -149,7 +301,21 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
         "combine by rank",
         lambda c: c.buffer.combine(by_rank_rows(c), c.by_rank, topk_weights=c.weights),
         ValueError,
-        ("EXPERT_MAJOR", "RANK_MAJOR"),
+        ("RANK_MAJOR", "before combine"),
+    ),
+    "row weights of RANK_MAJOR": (
+        "combine by rank",
+        lambda c: c.buffer.combine(
+            by_rank_rows(c), c.by_rank, row_weights=torch.zeros(c.by_rank.num_recv_tokens)
+        ),
+        ValueError,
+        ("row_weights", "2 dimensions"),
+    ),
+    "rows of LOW_LATENCY": (
+        "combine low latency",
+        lambda c: c.buffer.combine(torch.zeros(1, 16).bfloat16(), c.low_latency),
+        ValueError,
+        ("1 rows", "brought"),
     ),
 }  # fmt: skip
 RIGHT: dict[str, Call] = {
@@ -157,11 +323,17 @@ RIGHT: dict[str, Call] = {
     "cached": Calls.cached,
     "combine": Calls.combine,
     "combine by rank": lambda c: c.buffer.combine(by_rank_rows(c), c.by_rank),
+    "combine low latency": lambda c: c.buffer.combine(low_latency_rows(c), c.low_latency),
+    "elastic": lambda c: c.elastic.dispatch(c.x, c.topk_idx),
 }
 
 
 def by_rank_rows(calls: Calls) -> torch.Tensor:
     return torch.zeros(calls.by_rank.num_recv_tokens, 16, dtype=torch.bfloat16)
+
+
+def low_latency_rows(calls: Calls) -> torch.Tensor:
+    return torch.zeros(calls.low_latency.num_recv_tokens, 16, dtype=torch.bfloat16)
 
 
 def err(
@@ -170,6 +342,7 @@ def err(
     """Make the drawn mistakes one after the other: (type, message, whether the buffer works after)."""
     with Communicator(context.group, backend=backend) as communicator:
         buffer, other = EpBuffer(communicator, CONFIG), EpBuffer(communicator, CONFIG)
+        elastic = EpBuffer(communicator, ELASTIC)
         generator = torch.Generator().manual_seed(context.rank_idx)
         x = torch.randn(4, 16, generator=generator).bfloat16()
         topk_idx = torch.randint(0, 6, (4, 2), generator=generator)
@@ -179,6 +352,8 @@ def err(
             handle=buffer.dispatch(x, topk_idx).handle,
             foreign=other.dispatch(x, topk_idx).handle,
             by_rank=buffer.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR).handle,
+            low_latency=buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY).handle,
+            elastic=elastic,
         )  # fmt: skip
         found = []
         for name, bad_rank in drawn:
@@ -192,8 +367,8 @@ def err(
             result = buffer.dispatch(x, topk_idx, weights)
             works = torch.equal(buffer.combine(result.x, result.handle), x + x)
             found.append((type(raised).__name__, str(raised), works))
-        buffer.destroy()
-        other.destroy()
+        for used in (buffer, other, elastic):
+            used.destroy()
     return found
 
 
@@ -284,3 +459,44 @@ def test_two_threads_are_refused_on_that_rank_alone() -> None:
     assert peer_message == ""
     assert works
     assert peer_works
+
+
+def mask_wrongly(context: RankContext, backend: str) -> tuple[list[str], tuple[int, ...]]:
+    with Communicator(context.group, backend=backend) as communicator:
+        buffer = EpBuffer(communicator, CONFIG)
+        buffer.mask_ranks([1, 0, 1])
+        messages = []
+        for ranks in ([2], [-1, 0], [0, 5]):
+            with pytest.raises(ValueError, match="not a rank of a communicator of 2") as info:
+                buffer.mask_ranks(ranks)
+            messages.append(str(info.value).split()[0])
+        kept = buffer.masked_ranks
+        buffer.destroy()
+    return messages, kept
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masking_what_is_no_rank_changes_nothing(backend: str) -> None:
+    for messages, kept in run_ranks(mask_wrongly, 2, backend):
+        assert messages == ["2", "-1", "5"]
+        assert kept == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "pieces"),
+    [
+        ({}, ValueError, ("neither",)),
+        ({"num_rows": -1}, ValueError, ("num_rows", ">= 0", "-1")),
+        ({"num_rows": 1 << 31}, ValueError, ("2**31", str(1 << 31))),
+        ({"num_rows": 2.0}, TypeError, ("num_rows", "2.0")),
+        ({"num_rows": True}, TypeError, ("num_rows", "True")),
+        ({"num_rows_per_expert": 3}, ValueError, ("num_rows_per_expert = 3", '"grow"')),
+        ({"num_rows": 3, "on_overflow": "wrap"}, ValueError, ("on_overflow", "'wrap'")),
+    ],
+)
+def test_a_capacity_that_cannot_be(
+    fields: dict[str, Any], error: type[Exception], pieces: tuple[str, ...]
+) -> None:
+    with pytest.raises(error) as info:
+        Capacity(**fields)
+    assert all(piece in str(info.value) for piece in pieces)
