@@ -1,7 +1,7 @@
 """Megatron's own token dispatchers on CPU ranks, and one expert layer around any of them.
 
 Nothing of Megatron's source is changed. It asks torch.cuda for streams and for the current device even
-where every tensor is on the CPU; `on_cpu` answers. docs/megatron.md lists the same patches.
+where every tensor is on the CPU; `on_cpu` answers. docs/megatron.md lists what it patches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-__all__ = ["Experts", "Routed", "make_config", "make_groups", "on_cpu", "run_layer"]
+__all__ = [
+    "Experts",
+    "Routed",
+    "make_config",
+    "make_groups",
+    "make_moe_layer",
+    "on_cpu",
+    "run_layer",
+]
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens `[..., hidden]`, routing map and probs `[num_tokens, num_experts]` of a rank."""
@@ -55,6 +63,7 @@ def _module(name: str) -> Any:
 def on_cpu() -> Iterator[Any]:
     """Megatron's module of token dispatchers, usable with CPU tensors inside the context."""
     module = _module("megatron.core.transformer.moe.token_dispatcher")
+    utilities = _module("megatron.core.transformer.moe.moe_utils")
     # `torch.compile` around the flex dispatcher's preprocessing changes no result.
     with (
         torch.compiler.set_stance("force_eager"),
@@ -63,6 +72,8 @@ def on_cpu() -> Iterator[Any]:
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
         mock.patch.object(module, "maybe_move_tensor_to_cpu", _move_to_cpu),
+        # The router asks for it, and without Transformer Engine release 0.16 leaves it undefined.
+        mock.patch.object(utilities, "te_general_gemm", None, create=True),
     ):
         yield module
 
@@ -115,6 +126,34 @@ def make_groups(rank_idx: int, num_ranks: int, tp_size: int) -> Any:
             if rank_idx in ranks:
                 mine[name] = group
     return types.SimpleNamespace(**mine)
+
+
+def make_moe_layer(config: Any) -> Any:
+    """Megatron's own `MoELayer` with its router and sequential experts; parameters equal on every call.
+
+    Collective: initialises Megatron's parallel state over the default group where it is not yet.
+    """
+    parallel_state = _module("megatron.core.parallel_state")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        )
+    moe = "megatron.core.transformer.moe"
+    linear = _module("megatron.core.tensor_parallel.layers")
+    experts = _module("megatron.core.transformer.spec_utils").ModuleSpec(
+        module=_module(f"{moe}.experts").SequentialMLP,
+        submodules=_module("megatron.core.transformer.mlp").MLPSubmodules(
+            linear_fc1=linear.ColumnParallelLinear, linear_fc2=linear.RowParallelLinear
+        ),
+    )
+    layers = _module(f"{moe}.moe_layer")
+    layer = layers.MoELayer(config, layers.MoESubmodules(experts=experts))
+    generator = torch.Generator().manual_seed(23)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+    return layer
 
 
 class Experts(torch.nn.Module):
