@@ -6,7 +6,7 @@ forms of the buffer's operations.
 
 from __future__ import annotations
 
-from moe_comm.autograd import SAVED_OPERATORS, combine, dispatch
+from moe_comm.autograd import SAVED_OPERATORS, QuantizedRows, combine, dispatch
 from moe_comm.backends.quantized import dequantize, quantize
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import BufferManager, EpBuffer
@@ -44,6 +44,7 @@ __all__ = [
     "PeerTimeoutError",
     "Quantization",
     "QuantizationFormat",
+    "QuantizedRows",
     "RankThreads",
     "Recovery",
     "ScaleFormat",

@@ -13,10 +13,12 @@ from moe_comm.autograd.functional import (
     dispatch,
 )
 from moe_comm.autograd.operators import SAVED_OPERATORS
+from moe_comm.autograd.quantized_rows import QuantizedRows
 
 __all__ = [
     "SAVED_OPERATORS",
     "DifferentiableDispatchResult",
+    "QuantizedRows",
     "TensorHandle",
     "combine",
     "dispatch",

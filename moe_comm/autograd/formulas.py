@@ -14,11 +14,9 @@ from torch._C import DispatchKeySet, _after_autograd_keyset, _AutoDispatchBelowA
 from torch.autograd.function import once_differentiable
 
 from moe_comm.autograd import operators
+from moe_comm.validation import SUMMABLE
 
 __all__ = ["combine", "dispatch"]
-
-# Rows whose gradients combine can add.
-_DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _below_autograd(operator: Any, keyset: DispatchKeySet | None, *args: Any) -> Any:
@@ -43,21 +41,23 @@ class _Dispatch(torch.autograd.Function):
         keyset: DispatchKeySet | None,
         *args: Any,
     ) -> tuple[torch.Tensor, ...]:
-        rows, weights, *integers, link = _below_autograd(operators.DISPATCH, keyset, *args)
+        rows, weights, link, *integers = _below_autograd(operators.DISPATCH, keyset, *args)
         others.extend(integers)
-        ctx.save_for_backward(*integers[-4:])
+        ctx.save_for_backward(*integers[3:7])  # the handle
         ctx.set_materialize_grads(False)
-        # needs_input_grad: others, anchor, keyset, x, topk_idx, topk_weights, ...
-        ctx.needs = (ctx.needs_input_grad[3], ctx.needs_input_grad[5])
+        # needs_input_grad: others, anchor, keyset, x, x_sf, topk_idx, topk_weights, ...
+        # Rows whose gradients combine cannot add have none.
+        needs_x = ctx.needs_input_grad[3] and rows.dtype in SUMMABLE
+        ctx.needs = (needs_x, ctx.needs_input_grad[6])
         without_gradient = []
-        if not ctx.needs[0] or rows.dtype not in _DIFFERENTIABLE:
+        if not needs_x:
             without_gradient.append(rows)
         if not ctx.needs[1]:
             without_gradient.append(weights)
         ctx.mark_non_differentiable(*without_gradient)
         ctx.num_recv_tokens, ctx.hidden = rows.shape
         ctx.dtype = rows.dtype
-        ctx.weights_dtype = None if args[2] is None else weights.dtype
+        ctx.weights_dtype = None if args[3] is None else weights.dtype
         return rows, weights, link
 
     @staticmethod
@@ -76,9 +76,9 @@ class _Dispatch(torch.autograd.Function):
         return (
             *(None, None, None),
             grad_x if needs_x else None,
-            None,
+            *(None, None),
             grad_weights if needs_weights else None,
-            *(None, None, None, None),
+            *(None, None, None, None, None, None),
         )
 
 
@@ -127,14 +127,14 @@ def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
     if not torch.is_grad_enabled():
         output: list[torch.Tensor] = _below_autograd(operators.DISPATCH, keyset, *args)
         return output
-    x, _, topk_weights, *_ = args
+    x, _, _, topk_weights, *_ = args
     anchor = None
     if not (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)):
         # Peers may need gradients where this rank does not: the link has a gradient on every rank.
         anchor = torch.empty(0, requires_grad=True)
     others: list[torch.Tensor] = []
     rows, weights, link = _apply_dispatch(others, anchor, keyset, *args)
-    return [rows, weights, *others, link]
+    return [rows, weights, link, *others]
 
 
 def combine(keyset: DispatchKeySet | None, *args: Any) -> torch.Tensor:

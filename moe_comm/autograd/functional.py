@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from moe_comm.autograd import formulas, operators
+from moe_comm.autograd.options import encode_capacity, encode_quantization
+from moe_comm.autograd.quantized_rows import wrap_rows
 from moe_comm.backends.base import Completed, Plan
 from moe_comm.buffer import EpBuffer, resolve_buffer
-from moe_comm.config import Layout
+from moe_comm.config import Capacity, Layout
 from moe_comm.handles import CommEvent, DispatchHandle
+from moe_comm.quantization import Quantization
 
 __all__ = ["DifferentiableDispatchResult", "TensorHandle", "combine", "dispatch"]
 
@@ -28,7 +31,7 @@ class TensorHandle(DispatchHandle):
     `EpBuffer.combine` and `EpBuffer.empty_expert_output` take it like any other handle.
 
     Args:
-        counts: int32 `[num_ranks, num_experts + num_ranks]`; see `PlanTensors`.
+        counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; see `PlanTensors`.
         slots: int64 `[num_tokens, num_slots]`; see `PlanTensors`.
         topk_idx: int64 `[num_tokens, num_topk]`.
         meta: int64 `[5]`: buffer id, generation, layout, expert alignment, received rows.
@@ -91,6 +94,11 @@ class TensorHandle(DispatchHandle):
         """See `DispatchHandle`."""
         return int(self.meta[operators.META_NUM_RECV_TOKENS])
 
+    @property
+    def num_recv_topk(self) -> int:
+        """See `DispatchHandle`."""
+        return operators.num_recv_topk(self.counts)
+
     @functools.cached_property
     def plan(self) -> Plan:
         """See `DispatchHandle`."""
@@ -103,16 +111,56 @@ class TensorHandle(DispatchHandle):
 class DifferentiableDispatchResult:
     """What a differentiable dispatch brought to this rank; attributes as in `DispatchResult`.
 
-    Gradients flow through `x` and `topk_weights`.
+    Gradients flow through `x` and `topk_weights`. LOW_LATENCY rows that nothing was sent to are zero.
     """
 
-    x: torch.Tensor
-    x_sf: None
+    rows: torch.Tensor  # x, or where it was quantised here: what its gradient flows to
+    data: torch.Tensor | None
+    x_sf: torch.Tensor | None
+    quantization: Quantization | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     num_tokens_per_expert: torch.Tensor
     expert_offsets: torch.Tensor
+    limited: tuple[torch.Tensor, torch.Tensor] | None
     handle: TensorHandle
+
+    @property
+    def x(self) -> torch.Tensor:
+        """Rows; `QuantizedRows` where they were quantised in this dispatch."""
+        if self.data is None:
+            return self.rows
+        kept: torch.Tensor | None = self.__dict__.get("_x")
+        if kept is not None:
+            return kept
+        assert self.x_sf is not None
+        assert self.quantization is not None
+        x = wrap_rows(self.rows, self.data, self.x_sf, self.quantization)
+        if not torch.compiler.is_compiling():
+            # Never in a compiled region: what it keeps here would become an output of its graph.
+            self.__dict__["_x"] = x
+        return x
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        """See `DispatchResult`."""
+        if self.limited is None:
+            return torch.zeros_like(self.num_tokens_per_expert)
+        return self.limited[0]
+
+    @property
+    def num_required_rows(self) -> torch.Tensor:
+        """See `DispatchResult`; an int64 tensor without dimensions."""
+        if self.limited is None:
+            return self.handle.meta[operators.META_NUM_RECV_TOKENS]
+        return self.limited[1][0]
+
+    @property
+    def has_overflow(self) -> torch.Tensor:
+        """See `DispatchResult`; a bool tensor without dimensions."""
+        if self.limited is None:
+            return torch.zeros((), dtype=torch.bool)
+        return self.limited[1][1] != 0
 
     @property
     def event(self) -> CommEvent:
@@ -121,14 +169,15 @@ class DifferentiableDispatchResult:
 
 
 def dispatch(
-    x: torch.Tensor,
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None = None,
     *,
     buffer: EpBuffer,
     layout: Layout = Layout.EXPERT_MAJOR,
     expert_alignment: int = 1,
-    quantization: None = None,
+    quantization: Quantization | None = None,
+    capacity: Capacity | None = None,
 ) -> DifferentiableDispatchResult:
     """Send each token to the ranks of its experts; differentiable in `x` and `topk_weights`.
 
@@ -137,16 +186,21 @@ def dispatch(
     differentiates through `combine`, whatever its row count, whether or not its experts used the rows.
 
     Args:
-        x: `[num_tokens, hidden]`, dtype of the configuration; any strides.
+        x: `[num_tokens, hidden]`, dtype of the configuration; any strides. Or `(data, sf)`, rows that
+            are quantised already, which have no gradient; see `EpBuffer.dispatch`.
         topk_idx: int64 `[num_tokens, num_topk]`; -1 marks an unused choice.
         topk_weights: `[num_tokens, num_topk]`, or None; see `EpBuffer.dispatch`. Forwarded, not applied.
         buffer: May be destroyed only after the backward.
         layout: Order of received rows.
         expert_alignment: Rows per local expert are padded to a multiple of this.
-        quantization: None; rows travel as they are.
+        quantization: Rows are quantised on their way: the x of the result is `QuantizedRows` and its
+            `x_sf` has the scale factors. The gradient is that of the rows before, in the dtype of x,
+            and travels as such. None: rows travel as they are.
+        capacity: Limits on what is delivered; see `EpBuffer.dispatch`. What is dropped has gradient 0.
 
     Returns:
-        Attributes of `DispatchResult`. Under torch.compile the number of rows is an unbacked size.
+        Attributes of `DispatchResult`. Under torch.compile the number of rows is an unbacked size,
+        except where `LOW_LATENCY` or `capacity` ("drop" or "raise") fix it.
 
     Raises:
         ValueError: See `EpBuffer.dispatch`; also the errors of the communication.
@@ -159,12 +213,17 @@ def dispatch(
         y = moe_comm.combine(rows * result.topk_weights[:, None], result.handle, buffer=buffer)
         ```
     """
+    data: Any = x
+    scales = None
+    if isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], torch.Tensor):
+        data, scales = x
     if not (
-        _is_operand(x)
+        _is_operand(data)
         and _is_operand(topk_idx)
         and _is_operand(topk_weights, is_optional=True)
         and _is_layout(layout, expert_alignment)
-        and quantization is None
+        and (quantization is None or isinstance(quantization, Quantization))
+        and (capacity is None or isinstance(capacity, Capacity))
     ):
         # An operator would refuse these on this rank alone; the buffer tells the peers.
         buffer.dispatch(
@@ -174,13 +233,22 @@ def dispatch(
             layout=layout,
             expert_alignment=expert_alignment,
             quantization=quantization,
+            capacity=capacity,
         )
         raise AssertionError("EpBuffer.dispatch took what the operator does not")
+    config = buffer.config
+    sizes = [
+        buffer.communicator.num_ranks,
+        config.num_experts,
+        buffer.num_local_experts,
+        config.num_topk or 0,
+        config.num_max_tokens_per_rank or 0,
+    ]
     run = operators.DISPATCH if torch.compiler.is_compiling() else _eager_dispatch
-    sizes = [buffer.communicator.num_ranks, buffer.config.num_experts, buffer.num_local_experts]
     (
         rows,
         row_weights,
+        link,
         local_topk_idx,
         num_tokens_per_expert,
         expert_offsets,
@@ -188,15 +256,33 @@ def dispatch(
         slots,
         sent_topk_idx,
         meta,
-        link,
-    ) = run(x, topk_idx, topk_weights, buffer.id_tensor, sizes, int(layout), expert_alignment)
+        *further,
+    ) = run(
+        data,
+        scales,
+        topk_idx,
+        topk_weights,
+        buffer.id_tensor,
+        sizes,
+        int(layout),
+        expert_alignment,
+        encode_quantization(quantization),
+        encode_capacity(capacity),
+    )
+    limited = None
+    if capacity is not None or layout is Layout.LOW_LATENCY:
+        limited = (further[0], further[1])
+        further = further[2:]
     return DifferentiableDispatchResult(
         rows,
-        None,
+        further[1] if len(further) == 2 else None,
+        further[0] if further else None,
+        quantization,
         local_topk_idx if layout is Layout.RANK_MAJOR else None,
         None if topk_weights is None else row_weights,
         num_tokens_per_expert,
         expert_offsets,
+        limited,
         TensorHandle(counts, slots, sent_topk_idx, meta, link),
     )
 

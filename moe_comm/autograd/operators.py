@@ -1,4 +1,4 @@
-"""The `torch.library` operators: schemas, kernels and fakes.
+"""The `torch.library` operators: schemas and kernels.
 
 In an operator a handle is five tensors and a buffer is an int64 tensor with its id, so that a compiled
 graph holds no Python object and one graph serves every layer, whichever buffer it owns. Kernels call
@@ -18,37 +18,46 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
+from moe_comm.autograd import fakes
+from moe_comm.autograd.dynamo import mark_whole
 from moe_comm.autograd.inductor import keep_program_order
+from moe_comm.autograd.options import decode_capacity, decode_quantization
 from moe_comm.backends.base import PlanTensors
 from moe_comm.buffer import EpBuffer, resolve_buffer
 from moe_comm.config import Layout
 from moe_comm.handles import CombineResult, DispatchHandle
+from moe_comm.validation import SUMMABLE
 
 __all__ = [
     "COMBINE",
     "COMBINE_BACKWARD",
     "DISPATCH",
     "DISPATCH_BACKWARD",
-    "NUM_META",
     "SAVED_OPERATORS",
     "library",
     "local_handle",
+    "num_recv_topk",
 ]
 
 # Layout of the `meta` tensor of a handle.
 META_BUFFER_ID, META_GENERATION, META_LAYOUT, META_ALIGNMENT, META_NUM_RECV_TOKENS = range(5)
-NUM_META = 5
 
 _HANDLE = "Tensor counts, Tensor slots, Tensor topk_idx, Tensor meta"
 
 library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyped-call]
 
-# sizes: num_ranks, num_experts, num_local_experts.
-# -> x, topk_weights, topk_idx as received, num_tokens_per_expert, expert_offsets, then the handle:
-#    counts, slots, topk_idx as sent, meta, link. A tensor that does not exist has 0 elements.
+# x_sf: scale factors of rows that are quantised already. sizes: num_ranks, num_experts,
+# num_local_experts, num_topk and num_max_tokens_per_rank (0 where not configured). quantization and
+# capacity: as encoded in options.py.
+# -> x, topk_weights, link, topk_idx as received, num_tokens_per_expert, expert_offsets, then the
+#    handle: counts, slots, topk_idx as sent, meta. A tensor that does not exist has 0 elements.
+#    With a capacity and in LOW_LATENCY: num_dropped_per_expert and int64 [2], num_required_rows and
+#    has_overflow. With x_sf: the scale factors. With a quantization of x: scale factors and data; the
+#    first output then has the dtype of x, no memory and no values: it is there for its gradient.
 library.define(
-    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor buffer_id, int[] sizes, "
-    "int layout, int expert_alignment) -> Tensor[]"
+    "dispatch(Tensor x, Tensor? x_sf, Tensor topk_idx, Tensor? topk_weights, Tensor buffer_id, "
+    "int[] sizes, int layout, int expert_alignment, int[] quantization, SymInt[] capacity) "
+    "-> Tensor[]"
 )
 # -> gradient of x, gradient of topk_weights (0 elements without row_weights).
 library.define(
@@ -65,6 +74,11 @@ library.define(
     "combine_backward(Tensor? grad_y, Tensor? expert_out, Tensor? topk_weights, "
     f"{_HANDLE}, SymInt num_recv_tokens, SymInt hidden, ScalarType dtype) -> Tensor[]"
 )
+
+
+def num_recv_topk(counts: torch.Tensor) -> int:
+    """Largest number of choices per token of all ranks; `counts` as in `PlanTensors`."""
+    return int(counts[:, -1].max())
 
 
 def local_handle(
@@ -92,7 +106,10 @@ def local_handle(
         num_tokens=topk_idx.shape[0],
         num_topk=topk_idx.shape[1],
         num_recv_tokens=num_recv_tokens,
-        plan=_ForeignPlan(topk_idx.shape[0], num_recv_tokens),
+        num_recv_topk=num_recv_topk(counts),
+        plan=_ForeignPlan(
+            topk_idx.shape[0], topk_idx.shape[1], num_recv_tokens, num_recv_topk(counts)
+        ),
     )
 
 
@@ -101,7 +118,9 @@ class _ForeignPlan:
     """Plan of a handle that this process can no longer use."""
 
     num_tokens: int
+    num_topk: int
     num_recv_tokens: int
+    num_recv_topk: int
 
     def to_tensors(self) -> PlanTensors:
         raise ValueError(
@@ -111,27 +130,34 @@ class _ForeignPlan:
 
 def _dispatch(
     x: torch.Tensor,
+    x_sf: torch.Tensor | None,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
     buffer_id: torch.Tensor,
     sizes: list[int],
     layout: int,
     expert_alignment: int,
+    quantization: list[int],
+    capacity: list[int],
 ) -> list[torch.Tensor]:
     buffer = resolve_buffer(int(buffer_id))
     result = buffer.dispatch(
-        x.contiguous(),
+        x.contiguous() if x_sf is None else (x.contiguous(), x_sf),
         topk_idx.contiguous(),
         None if topk_weights is None else topk_weights.contiguous(),
         layout=Layout(layout),
         expert_alignment=expert_alignment,
+        quantization=decode_quantization(quantization),
+        capacity=decode_capacity(capacity),
     )
-    rows, weights, ids = result.x, result.topk_weights, result.topk_idx
+    rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
     plan = result.plan.to_tensors()
     meta = [buffer.buffer_id, buffer.generation, layout, expert_alignment, rows.shape[0]]
-    return [
-        rows,
+    is_quantized_here = scales is not None and x_sf is None
+    outputs = [
+        x.new_empty_strided(rows.shape, (0, 0)) if is_quantized_here else rows,
         x.new_empty(0, dtype=torch.float32) if weights is None else weights,
+        x.new_empty(0, dtype=torch.float32),
         topk_idx.new_empty(0) if ids is None else ids,
         result.num_tokens_per_expert,
         result.expert_offsets,
@@ -139,41 +165,38 @@ def _dispatch(
         plan.slots,
         plan.topk_idx,
         torch.tensor(meta),
-        x.new_empty(0, dtype=torch.float32),
     ]
+    if layout == Layout.LOW_LATENCY:
+        _zero_unfilled(result.num_tokens_per_expert, rows, scales, weights)
+    if capacity or layout == Layout.LOW_LATENCY:
+        overflow = torch.tensor([result.num_required_rows, int(result.has_overflow)])
+        outputs += [result.num_dropped_per_expert, overflow]
+    if scales is not None:
+        outputs.append(scales)
+        if is_quantized_here:
+            outputs.append(rows)
+    return outputs
 
 
-def _dispatch_fake(
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    buffer_id: torch.Tensor,
-    sizes: list[int],
-    layout: int,
-    expert_alignment: int,
-) -> list[torch.Tensor]:
-    num_ranks, num_experts, num_local_experts = sizes
-    num_tokens, num_topk = topk_idx.shape
-    num_recv_tokens = torch.library.get_ctx().new_dynamic_size()
-    by_rank = layout == Layout.RANK_MAJOR
-    num_slots = min(num_topk, num_ranks) if by_rank else num_topk
-    weights = x.new_empty(0, dtype=torch.float32)
-    if topk_weights is not None:
-        weights = topk_weights.new_empty(
-            (num_recv_tokens, num_topk) if by_rank else (num_recv_tokens,)
-        )
-    return [
-        x.new_empty(num_recv_tokens, x.shape[1]),
-        weights,
-        topk_idx.new_empty((num_recv_tokens, num_topk) if by_rank else (0,)),
-        buffer_id.new_empty(num_local_experts),
-        topk_idx.new_empty(num_local_experts + 1, dtype=torch.int32),
-        topk_idx.new_empty((num_ranks, num_experts + num_ranks), dtype=torch.int32),
-        topk_idx.new_empty((num_tokens, num_slots)),
-        topk_idx.new_empty((num_tokens, num_topk)),
-        buffer_id.new_empty(NUM_META),
-        x.new_empty(0, dtype=torch.float32),
-    ]
+def _zero_unfilled(num_filled: torch.Tensor, *per_row: torch.Tensor | None) -> None:
+    """Zero the rows of LOW_LATENCY that nothing was sent to.
+
+    An expert computes on all rows, and the gradient of its weights is a sum over all rows: what is
+    undefined must not reach it.
+
+    Args:
+        num_filled: int64 `[num_local_experts]`.
+        per_row: `[M, ...]` or `[num_local_experts, M // num_local_experts, ...]`.
+    """
+    num_experts = num_filled.shape[0]
+    for tensor in per_row:
+        if tensor is None or tensor.numel() == 0:
+            continue
+        by_expert = tensor if tensor.dim() == 3 else tensor.view(num_experts, -1, *tensor.shape[1:])
+        if by_expert.dtype.itemsize == 1:
+            by_expert = by_expert.view(torch.uint8)
+        for expert_idx, num_rows in enumerate(num_filled.tolist()):
+            by_expert[expert_idx, num_rows:].zero_()
 
 
 def _dispatch_backward(
@@ -190,44 +213,34 @@ def _dispatch_backward(
 ) -> list[torch.Tensor]:
     buffer = resolve_buffer(int(meta[META_BUFFER_ID]))
     handle = local_handle(buffer, counts, slots, topk_idx, meta)
-    if grad_x is None:
-        # Peers read the rows of this rank whether or not it used them.
-        grad_x = buffer.empty_expert_output(handle, hidden=hidden, dtype=dtype).zero_()
     row_weights = None
     if weights_dtype is not None:
         by_rank = handle.layout is Layout.RANK_MAJOR
         row_weights = (
             slots.new_zeros(
-                (num_recv_tokens, *((topk_idx.shape[1],) if by_rank else ())), dtype=weights_dtype
+                (num_recv_tokens, *((handle.num_recv_topk,) if by_rank else ())),
+                dtype=weights_dtype,
             )
             if grad_weights is None
             else grad_weights.contiguous()
         )
+    if dtype not in SUMMABLE:
+        # Rows without a gradient, on every rank.
+        sums = slots.new_zeros((slots.shape[0], hidden), dtype=dtype)
+        if row_weights is None:
+            return [sums, slots.new_empty(0, dtype=torch.float32)]
+        pulled = buffer.combine(None, handle, row_weights=row_weights)
+        assert isinstance(pulled, CombineResult)
+        assert pulled.topk_weights is not None
+        return [sums, pulled.topk_weights]
+    if grad_x is None:
+        # Peers read the rows of this rank whether or not it used them.
+        grad_x = buffer.empty_expert_output(handle, hidden=hidden, dtype=dtype).zero_()
     pulled = buffer.combine(grad_x.contiguous(), handle, row_weights=row_weights)
     if isinstance(pulled, CombineResult):
         assert pulled.topk_weights is not None
         return [pulled.x, pulled.topk_weights]
     return [pulled, slots.new_empty(0, dtype=torch.float32)]
-
-
-def _dispatch_backward_fake(
-    grad_x: torch.Tensor | None,
-    grad_weights: torch.Tensor | None,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    num_recv_tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-    weights_dtype: torch.dtype | None,
-) -> list[torch.Tensor]:
-    weights = (
-        slots.new_empty(0, dtype=torch.float32)
-        if weights_dtype is None
-        else slots.new_empty(topk_idx.shape, dtype=weights_dtype)
-    )
-    return [slots.new_empty((slots.shape[0], hidden), dtype=dtype), weights]
 
 
 def _combine(
@@ -248,19 +261,6 @@ def _combine(
     )
 
 
-def _combine_fake(
-    expert_out: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    buffer_id: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    link: torch.Tensor,
-) -> torch.Tensor:
-    return expert_out.new_empty((slots.shape[0], expert_out.shape[1]))
-
-
 def _combine_backward(
     grad_y: torch.Tensor | None,
     expert_out: torch.Tensor | None,
@@ -277,57 +277,49 @@ def _combine_backward(
     handle = local_handle(buffer, counts, slots, topk_idx, meta)
     if grad_y is None:
         grad_y = slots.new_zeros((slots.shape[0], hidden), dtype=dtype)
+    is_low_latency = handle.layout is Layout.LOW_LATENCY
     if topk_weights is None:
         rows = buffer.dispatch(grad_y.contiguous(), None, handle=handle).x
+        if is_low_latency:
+            _zero_unfilled(_num_filled(buffer, counts), rows)
         return [rows, slots.new_empty(0, dtype=torch.float32)]
     assert expert_out is not None
     arrived = buffer.dispatch(grad_y.contiguous(), None, topk_weights.contiguous(), handle=handle)
     assert arrived.topk_weights is not None
     dots = buffer.weighted_gradient(arrived.x, expert_out.contiguous(), arrived.topk_weights)
+    if is_low_latency:
+        _zero_unfilled(_num_filled(buffer, counts), arrived.x)
     pulled = buffer.combine(None, handle, row_weights=dots)
     assert isinstance(pulled, CombineResult)
     assert pulled.topk_weights is not None
     return [arrived.x, pulled.topk_weights]
 
 
-def _combine_backward_fake(
-    grad_y: torch.Tensor | None,
-    expert_out: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    num_recv_tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
-    weights = (
-        slots.new_empty(0, dtype=torch.float32)
-        if topk_weights is None
-        else topk_weights.new_empty(topk_weights.shape)
-    )
-    return [slots.new_empty((num_recv_tokens, hidden), dtype=dtype), weights]
+def _num_filled(buffer: EpBuffer, counts: torch.Tensor) -> torch.Tensor:
+    """int64 `[num_local_experts]`: rows of every local expert, from the `counts` of a plan."""
+    is_local = buffer.expert_rank == buffer.communicator.rank_idx
+    return counts[:, : buffer.config.num_experts][:, is_local].sum(0)
 
 
-def _fake_with_order(fake: Callable[..., Any]) -> Callable[..., Any]:
+def _fake_with_compiler(fake: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fake)
-    def ordered(*args: Any) -> Any:
+    def prepared(*args: Any) -> Any:
         keep_program_order(_OPERATORS)
+        mark_whole()
         return fake(*args)
 
-    return ordered
+    return prepared
 
 
 for _name, _kernel, _fake in (
-    ("dispatch", _dispatch, _dispatch_fake),
-    ("dispatch_backward", _dispatch_backward, _dispatch_backward_fake),
-    ("combine", _combine, _combine_fake),
-    ("combine_backward", _combine_backward, _combine_backward_fake),
+    ("dispatch", _dispatch, fakes.dispatch),
+    ("dispatch_backward", _dispatch_backward, fakes.dispatch_backward),
+    ("combine", _combine, fakes.combine),
+    ("combine_backward", _combine_backward, fakes.combine_backward),
 ):
     # Every device: EpBuffer refuses the ones it cannot serve, on every rank.
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_comm::{_name}", _fake_with_order(_fake), lib=library)
+    torch.library.register_fake(f"moe_comm::{_name}", _fake_with_compiler(_fake), lib=library)
 
 DISPATCH = torch.ops.moe_comm.dispatch.default
 DISPATCH_BACKWARD = torch.ops.moe_comm.dispatch_backward.default

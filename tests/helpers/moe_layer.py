@@ -138,8 +138,10 @@ def expert_scale(
         scale: `[num_experts]`, by global id.
     """
     local = scale[buffer.expert_rank == buffer.communicator.rank_idx]
-    if layout is Layout.EXPERT_MAJOR:
+    if layout is not Layout.RANK_MAJOR:
         sizes = result.expert_offsets.diff()
+        if layout is Layout.LOW_LATENCY:
+            sizes = torch.full_like(sizes, len(rows) // max(len(local), 1))
         out = torch.sin(rows * torch.repeat_interleave(local, sizes)[:, None])
         return out if result.topk_weights is None else out * result.topk_weights[:, None]
     out = torch.zeros_like(rows)
@@ -150,3 +152,9 @@ def expert_scale(
         factor = local[expert_idx.clamp(min=0)] if len(local) else torch.zeros(len(rows))
         out = out + torch.sin(rows * factor[:, None]) * weights[:, None]
     return out
+
+
+def filled(result: Any, buffer: EpBuffer) -> torch.Tensor:
+    """bool `[M]`: LOW_LATENCY rows that something was sent to."""
+    num_places = buffer.communicator.num_ranks * buffer.config.num_max_tokens_per_rank
+    return (torch.arange(num_places) < result.num_tokens_per_expert[:, None]).flatten()

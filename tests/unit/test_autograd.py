@@ -17,6 +17,7 @@ from tests.helpers.moe_layer import (
     MoeLayer,
     assert_same_bits,
     expert_scale,
+    filled,
     forward_backward,
     recorded_operations,
 )
@@ -28,6 +29,8 @@ PLACES = [
     pytest.param(Layout.EXPERT_MAJOR, "dispatch", id="expert_major-dispatch"),
     pytest.param(Layout.EXPERT_MAJOR, "combine", id="expert_major-combine"),
     pytest.param(Layout.RANK_MAJOR, "dispatch", id="rank_major-dispatch"),
+    pytest.param(Layout.LOW_LATENCY, "dispatch", id="low_latency-dispatch"),
+    pytest.param(Layout.LOW_LATENCY, "combine", id="low_latency-combine"),
 ]
 
 
@@ -80,7 +83,7 @@ def moe(
         topk_weights if place == "dispatch" else None,
         buffer=buffer,
         layout=layout,
-        expert_alignment=4,
+        expert_alignment=1 if layout is Layout.LOW_LATENCY else 4,
     )
     out = expert_scale(result.x, result, buffer, layout, scale)
     return moe_comm.combine(
@@ -180,22 +183,33 @@ def test_without_gradients_nothing_requires_one(buffer: EpBuffer) -> None:
 @pytest.mark.parametrize("layout", list(Layout))
 def test_outputs_equal_those_of_the_buffer(buffer: EpBuffer, layout: Layout) -> None:
     x, topk_idx, topk_weights = (tensor.detach() for tensor in inputs())
-    expected = buffer.dispatch(x, topk_idx, topk_weights, layout=layout, expert_alignment=4)
+    alignment = 1 if layout is Layout.LOW_LATENCY else 4
+    expected = buffer.dispatch(x, topk_idx, topk_weights, layout=layout, expert_alignment=alignment)
     actual = moe_comm.dispatch(
-        x, topk_idx, topk_weights, buffer=buffer, layout=layout, expert_alignment=4
+        x, topk_idx, topk_weights, buffer=buffer, layout=layout, expert_alignment=alignment
     )
-    for name in ("x", "topk_weights", "num_tokens_per_expert", "expert_offsets"):
+    if layout is Layout.LOW_LATENCY:  # what is not filled is undefined in the buffer's result
+        is_filled = filled(expected, buffer)
+        expected.x[~is_filled] = 0
+        expected.topk_weights[~is_filled] = 0
+    for name in (
+        *("x", "topk_weights", "num_tokens_per_expert", "expert_offsets"),
+        "num_dropped_per_expert",
+    ):
         assert torch.equal(getattr(actual, name), getattr(expected, name))
         assert getattr(actual, name).dtype is getattr(expected, name).dtype
     assert (actual.topk_idx is None) == (expected.topk_idx is None)
     if expected.topk_idx is not None:
         assert torch.equal(actual.topk_idx, expected.topk_idx)
     assert actual.x_sf is None
+    assert actual.num_required_rows == expected.num_required_rows
+    assert actual.has_overflow == expected.has_overflow
     assert actual.event.is_complete()
-    for name in ("buffer_id", "generation", "layout", "expert_alignment", "num_tokens"):
+    for name in (
+        *("buffer_id", "generation", "layout", "expert_alignment"),
+        *("num_tokens", "num_topk", "num_recv_tokens", "num_recv_topk"),
+    ):
         assert getattr(actual.handle, name) == getattr(expected.handle, name)
-    assert actual.handle.num_topk == expected.handle.num_topk
-    assert actual.handle.num_recv_tokens == expected.handle.num_recv_tokens
 
 
 def test_handles_serve_the_buffer_and_the_operators_alike(buffer: EpBuffer) -> None:
@@ -251,14 +265,26 @@ def test_bad_input_is_refused_and_the_buffer_goes_on(buffer: EpBuffer) -> None:
     x, topk_idx, topk_weights = inputs()
     with pytest.raises(TypeError, match="tensor"):
         moe_comm.dispatch([[1.0, 2.0]], topk_idx, buffer=buffer)
-    with pytest.raises(ValueError, match="FP8"):
+    with pytest.raises(TypeError, match="FP8"):
         moe_comm.dispatch(x, topk_idx, buffer=buffer, quantization="FP8")
+    with pytest.raises(TypeError, match="got 7"):
+        moe_comm.dispatch(x, topk_idx, buffer=buffer, capacity=7)
+    with pytest.raises(ValueError, match="got 3 values"):
+        moe_comm.dispatch((x, x, x), topk_idx, buffer=buffer)
+    with pytest.raises(TypeError, match="sf must be a tensor"):
+        moe_comm.dispatch((x, None), topk_idx, buffer=buffer)
+    with pytest.raises(TypeError, match="quantised must be"):
+        moe_comm.dispatch(x, topk_idx, buffer=buffer, quantization=moe_comm.MXFP8)
+    with pytest.raises(ValueError, match="capacity must be None"):
+        capacity = moe_comm.Capacity(num_rows=8)
+        layout = Layout.LOW_LATENCY
+        moe_comm.dispatch(x, topk_idx, buffer=buffer, layout=layout, capacity=capacity)
     with pytest.raises(ValueError, match="is not an expert id"):
         moe_comm.dispatch(x, torch.full_like(topk_idx, NUM_EXPERTS), buffer=buffer)
     result = moe_comm.dispatch(x, topk_idx, buffer=buffer, layout=Layout.RANK_MAJOR)
     with pytest.raises(TypeError, match="DispatchHandle"):
         moe_comm.combine(result.x, None, buffer=buffer)
-    with pytest.raises(ValueError, match="EXPERT_MAJOR only"):
+    with pytest.raises(ValueError, match="not applied by combine"):
         moe_comm.combine(result.x, result.handle, buffer=buffer, topk_weights=topk_weights)
     with pytest.raises(ValueError, match="rows"):
         moe_comm.combine(result.x[:-1], result.handle, buffer=buffer)
@@ -271,13 +297,15 @@ def test_opcheck(buffer: EpBuffer, layout: Layout, place: str) -> None:
     x, topk_idx, topk_weights = inputs()
     # Effects are for the compiler; the schema, the fakes and the autograd registration are checked.
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    sizes = [1, NUM_EXPERTS, NUM_EXPERTS]
+    sizes = [1, NUM_EXPERTS, NUM_EXPERTS, NUM_TOPK, 16]
     sent = topk_weights if place == "dispatch" else None
     applied = topk_weights.detach() if place == "combine" else None
-    arguments = (x, topk_idx, sent, buffer.id_tensor, sizes, int(layout), 4)
+    alignment = 1 if layout is Layout.LOW_LATENCY else 4
+    arguments = (x, None, topk_idx, sent, buffer.id_tensor, sizes, int(layout), alignment, [], [])
     torch.library.opcheck(operators.DISPATCH, arguments, test_utils=utilities)
     with torch.no_grad():
-        rows, weights, _, _, _, *handle, link = operators.DISPATCH(*arguments)
+        rows, weights, link, _, _, _, *rest = operators.DISPATCH(*arguments)
+        handle = rest[:4]
     num_rows = len(rows)
     torch.library.opcheck(
         operators.COMBINE, (rows, applied, buffer.id_tensor, *handle, link), test_utils=utilities
@@ -334,8 +362,9 @@ def test_operators_end_with_their_buffer(communicator: Communicator) -> None:
     config = EpConfig(num_experts=4, num_topk=2, hidden=8, num_max_tokens_per_rank=4)
     buffer = EpBuffer(communicator, config)
     id_tensor = buffer.id_tensor
-    arguments = (torch.zeros(1, 8).bfloat16(), torch.zeros(1, 2).long(), None)
-    operators.DISPATCH(*arguments, id_tensor, [1, 4, 4], 0, 1)
+    arguments = (torch.zeros(1, 8).bfloat16(), None, torch.zeros(1, 2).long(), None)
+    options = ([1, 4, 4, 2, 4], 0, 1, [], [])
+    operators.DISPATCH(*arguments, id_tensor, *options)
     del buffer
     with pytest.raises(ValueError, match=f"no living EpBuffer has id {int(id_tensor)}"):
-        operators.DISPATCH(*arguments, id_tensor, [1, 4, 4], 0, 1)
+        operators.DISPATCH(*arguments, id_tensor, *options)
