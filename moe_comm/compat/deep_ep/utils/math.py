@@ -79,4 +79,4 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Te
     """
     is_packed = x_scales.dtype is torch.int32
     quantization = fp8_quantization(round_scale=is_packed, use_ue8m0=is_packed)
-    return quantized.dequantize(x_fp8, x_scales, quantization, torch.bfloat16)
+    return quantized.dequantize(x_fp8, x_scales, quantization, torch.bfloat16).contiguous()

@@ -1,0 +1,138 @@
+"""What DeepEP's calls must return, from the text of its contract, with loops over tokens.
+
+Every rank makes every rank's input from the case, so that no communication is needed to know what is
+right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from moe_comm.group_buffers import group_buffers
+from moe_comm.testing import RankContext
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    num_experts: int
+    num_topk: int
+    hidden: int
+    num_tokens: tuple[int, ...]  # of ranks 0, 1, ...
+    share_unused: float = 0.2
+    is_skewed: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.num_tokens)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass
+class Given:
+    """The input of one rank."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[0]
+
+
+CASES = [
+    Case("one_rank", 4, 2, 128, (5,)),
+    Case("two_ranks", 8, 3, 256, (9, 14)),
+    Case("two_ranks_wide_topk", 24, 20, 136, (6, 3), share_unused=0.5),
+    Case("skewed", 6, 2, 64, (7, 5), is_skewed=True, share_unused=0.0),
+    Case("empty_rank", 6, 2, 48, (0, 6, 4)),
+    Case("three_ranks", 12, 4, 384, (8, 1, 11)),
+]
+
+
+def given(case: Case, rank_idx: int, salt: int = 0) -> Given:
+    """Input of a rank; magnitudes of rows vary."""
+    random = torch.Generator().manual_seed(1000 * salt + 10 * case.num_experts + rank_idx)
+    num_tokens = case.num_tokens[rank_idx]
+    scale = torch.exp2(torch.randint(-4, 5, (num_tokens, 1), generator=random).float())
+    x = (torch.randn(num_tokens, case.hidden, generator=random) * scale).to(case.dtype)
+    pool = case.num_experts // 2 if case.is_skewed else case.num_experts
+    topk_idx = torch.rand(num_tokens, pool, generator=random).argsort(dim=1)[:, : case.num_topk]
+    unused = torch.rand(topk_idx.shape, generator=random) < case.share_unused
+    topk_idx = topk_idx.masked_fill(unused, -1).contiguous()
+    topk_weights = torch.rand(topk_idx.shape, generator=random) + 0.1
+    return Given(x, topk_idx, topk_weights)
+
+
+def all_given(case: Case, salt: int = 0) -> list[Given]:
+    return [given(case, rank_idx, salt) for rank_idx in range(case.num_ranks)]
+
+
+def experts_of(case: Case, rank_idx: int) -> range:
+    """Contiguous blocks; the first ranks have one more where experts do not divide."""
+    base, extra = divmod(case.num_experts, case.num_ranks)
+    start = rank_idx * base + min(rank_idx, extra)
+    return range(start, start + base + (rank_idx < extra))
+
+
+def rank_of(case: Case, expert_idx: int) -> int:
+    return next(r for r in range(case.num_ranks) if expert_idx in experts_of(case, r))
+
+
+def layout(case: Case, mine: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens per rank, tokens per expert, is token in rank."""
+    per_expert = torch.zeros(case.num_experts, dtype=torch.int32)
+    in_rank = torch.zeros(mine.num_tokens, case.num_ranks, dtype=torch.bool)
+    for token_idx, choices in enumerate(mine.topk_idx.tolist()):
+        for expert_idx in choices:
+            if expert_idx >= 0:
+                per_expert[expert_idx] += 1
+                in_rank[token_idx, rank_of(case, expert_idx)] = True
+    return in_rank.sum(0).to(torch.int32), per_expert, in_rank
+
+
+def arrivals(case: Case, inputs: list[Given], rank_idx: int) -> list[tuple[int, int]]:
+    """(source rank, token) of every row a rank receives, one per token."""
+    return [
+        (source, token_idx)
+        for source, each in enumerate(inputs)
+        for token_idx in range(each.num_tokens)
+        if layout(case, each)[2][token_idx, rank_idx]
+    ]
+
+
+def expert_arrivals(case: Case, inputs: list[Given], expert_idx: int) -> list[tuple[int, int, int]]:
+    """(source rank, token, k) of every row an expert receives."""
+    return [
+        (source, token_idx, k)
+        for source, each in enumerate(inputs)
+        for token_idx, choices in enumerate(each.topk_idx.tolist())
+        for k, choice in enumerate(choices)
+        if choice == expert_idx
+    ]
+
+
+def summed(terms: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Terms added one by one in float32 from 0, rounded once to the dtype of `like`."""
+    total = torch.zeros(like.shape, dtype=torch.float32)
+    for term in terms:
+        total = total + term.float()
+    return total.to(like.dtype)
+
+
+@contextlib.contextmanager
+def backend_of_group(context: RankContext, backend: str) -> Iterator[None]:
+    """Buffers of the context's group use this backend inside."""
+    shared = group_buffers(context.group, backend=backend)
+    try:
+        yield
+    finally:
+        shared.destroy()
