@@ -17,7 +17,13 @@ from moe_comm.cli.bench.environment import collect_environment
 from moe_comm.cli.bench.report import header_line, result_table, wide_console, write_plot
 from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
-from moe_comm.cli.options import DtypeName, LayoutName
+from moe_comm.cli.options import (
+    DtypeName,
+    LayoutName,
+    QuantizationName,
+    ScaleFormatName,
+    quantization_of,
+)
 from moe_comm.config import Layout
 from moe_comm.routing_trace import load_routing_trace
 
@@ -33,6 +39,13 @@ class BackendName(str, enum.Enum):
     HOST = "host"
     COLLECTIVE = "collective"
     REFERENCE = "reference"
+
+
+class ApiName(str, enum.Enum):
+    """Names of `APIS` on the command line."""
+
+    NATIVE = "native"
+    HYBRID_EP = "hybrid-ep"
 
 
 @bench_app.callback()
@@ -65,6 +78,23 @@ def dispatch_combine(
         typer.Option(exists=True, dir_okay=False, help="Replay this routing trace (.npz)."),
     ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = LayoutName.EXPERT_MAJOR,
+    quantization: Annotated[
+        QuantizationName,
+        typer.Option(
+            help="Quantise rows while they are dispatched; compared with rows as they are."
+        ),
+    ] = QuantizationName.NONE,
+    scale_format: Annotated[
+        ScaleFormatName | None,
+        typer.Option(help="Of the scale factors [default: the format's first]."),
+    ] = None,
+    column_major_scales: Annotated[
+        bool, typer.Option("--column-major-scales", help="Scale factors in columns.")
+    ] = False,
+    api: Annotated[
+        ApiName,
+        typer.Option(help="hybrid-ep: routing map in, rows permuted; compared with native."),
+    ] = ApiName.NATIVE,
     alignment: Annotated[
         int, typer.Option(min=1, help="Pad rows per local expert to a multiple.")
     ] = 1,
@@ -87,7 +117,11 @@ def dispatch_combine(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (needs matplotlib).")] = None,
 ) -> None:
-    """Dispatch and combine between processes of this machine."""
+    """Dispatch and combine between processes of this machine.
+
+    With --quantization, --api hybrid-ep or --layout low-latency the same input is also exchanged
+    without it, in turns, and the table has the ratio.
+    """
     console = wide_console()
     try:
         topk, experts = _resolve_routing(routing, topk, experts)
@@ -99,6 +133,8 @@ def dispatch_combine(
             num_experts=experts,
             dtype=dtype.value,
             layout=Layout[layout.name],
+            quantization=quantization_of(quantization, scale_format, column_major_scales, dtype),
+            api=api.name.lower(),
             expert_alignment=alignment,
             skew=skew,
             routing=routing,

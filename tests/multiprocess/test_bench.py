@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,13 +8,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moe_comm.bootstrap import RankThreads
 from moe_comm.cli.app import app
 from moe_comm.cli.bench import worker
-from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.case import BenchCase, make_x
+from moe_comm.cli.bench.exchange import Arrived, NativeExchange
 from moe_comm.cli.bench.peers.mpi import missing_mpi
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
 from moe_comm.cli.bench.run import BenchOptions, CaseRun
+from moe_comm.cli.bench.side import Side
+from moe_comm.communicator import Communicator
 from moe_comm.config import Layout
+from moe_comm.quantization import FP8_BLOCK128
 from moe_comm.routing_trace import save_routing_trace
 
 CASE = BenchCase(num_ranks=2, num_tokens=40, hidden=128, num_topk=4, num_experts=8)
@@ -114,6 +120,76 @@ def test_rank_major_has_no_peers(tmp_path: Path) -> None:
     assert "RANK_MAJOR" in done.output
 
 
+TINY = ("--tokens", "24", "--hidden", "256", "--topk", "2", "--experts", "4", "--repeats", "1")
+
+
+def test_quantised_dispatch_takes_turns_with_the_plain_one(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *(*TINY, "--quantization", "fp8_block128", "--scale-format", "ue8m0"),
+        *("--column-major-scales", "--alignment", "4"),
+        *("--operations", "dispatch,combine,dispatch+combine,memory"),
+    )
+    assert set(rows) == {"dispatch", "combine", "dispatch+combine", "memory"}
+    for name in ("dispatch", "combine", "dispatch+combine"):
+        assert rows[name]["quantization"] == "FP8_BLOCK128"
+        assert rows[name]["speedup"]["unquantized"] > 0.0
+    dispatch = rows["dispatch"]
+    assert dispatch["baseline"]["name"] == "unquantized"
+    assert len(dispatch["pairs"]) == len(dispatch["baseline"]["pairs"])
+    # 256 channels are 2 blocks, packed in 4 bytes; padding is as wide.
+    num_written, remainder = divmod(dispatch["bytes"] - 2 * 24 * 512, 260)
+    assert remainder == 0
+    assert dispatch["baseline"]["bytes"] == (2 * 24 + num_written) * 512
+    assert rows["memory"]["window_bytes"]["dispatch"] == num_written * 260
+
+
+@pytest.mark.parametrize("backend", ["host", "reference"])
+def test_hybrid_ep_takes_turns_with_the_native_call(tmp_path: Path, backend: str) -> None:
+    if backend == "host":
+        pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *(*TINY, "--api", "hybrid-ep", "--alignment", "4", "--backend", backend),
+        *("--operations", "dispatch,combine,combine_copy_in,dispatch+combine"),
+    )
+    assert len(rows) == 4
+    for row in rows.values():
+        assert (row["api"], row["backend"], row["check"]) == ("hybrid_ep", backend, "ok")
+        assert row["speedup"]["native"] > 0.0
+        assert row["peer_p50_us"]["native"] > 0.0
+
+
+def test_low_latency_takes_turns_with_expert_major(tmp_path: Path) -> None:
+    rows = bench(
+        tmp_path,
+        *(*TINY, "--layout", "low-latency", "--quantization", "mxfp8", "--backend", "reference"),
+    )
+    assert rows["dispatch+combine"]["layout"] == "LOW_LATENCY"
+    assert rows["dispatch+combine"]["speedup"]["unquantized"] > 0.0
+    rows = bench(tmp_path, *TINY, "--layout", "low-latency", "--backend", "reference")
+    assert rows["dispatch+combine"]["speedup"]["expert_major"] > 0.0
+
+
+def test_wrong_quantised_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(CASE, num_ranks=1, quantization=FP8_BLOCK128)
+    plain = NativeExchange.dispatch
+
+    def dispatch(exchange: NativeExchange) -> Arrived:
+        result = plain(exchange)
+        if result.x_sf is not None:
+            result.x_sf[-1, -1] += 1.0
+        return result
+
+    with Communicator(RankThreads(1)[0], backend="reference") as communicator:
+        x = make_x(case, 0)
+        side = Side(case, 0, NativeExchange(communicator, case, 0, x), x)
+        assert side.check(None) is None
+        monkeypatch.setattr(NativeExchange, "dispatch", dispatch)
+        assert "differs from rank 0" in str(side.check(None))
+
+
 def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     with RankProcesses(CASE, backend="reference") as ranks:
         problems = ranks.call("check")
@@ -193,6 +269,6 @@ def test_rank_major_worker_serves_every_operation() -> None:
     with RankProcesses(case, backend="reference") as ranks:
         assert ranks.call("check") == [None, None]
         assert ranks.call("prepare_roof") in ([True, True], [False, False])
-        for sample in ranks.call("sample", "combine_copy_in"):
+        for sample in ranks.call("sample", "combine_copy_in", 0):
             assert isinstance(sample, worker.Sample)
             assert sample.op[0] < sample.op[1]

@@ -4,128 +4,41 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from moe_comm.cli.bench import oracle, traffic
+from moe_comm.cli.bench import oracle
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.memory import parse_smaps, total_bytes
 from moe_comm.cli.bench.peers.pipeline import AllToAllPipeline
-from moe_comm.cli.bench.report import result_table, wide_console, write_plot
+from moe_comm.cli.bench.report import case_title, result_table, wide_console, write_plot
 from moe_comm.cli.bench.result import BenchRow, to_json
-from moe_comm.cli.bench.run import BenchOptions, default_operations, operation_bytes
+from moe_comm.cli.bench.run import (
+    BenchOptions,
+    check_options,
+    default_operations,
+)
 from moe_comm.cli.bench.statistics import Pair, makespan_us, percentile
-from moe_comm.config import Layout, default_expert_rank
+from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
+from moe_comm.cli.bench.worker import Sample
+from moe_comm.config import Layout
+from moe_comm.quantization import (
+    FP8_BLOCK128,
+    MXFP8,
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+)
 from moe_comm.routing_trace import save_routing_trace
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
-CASES = [
-    pytest.param(SMALL, id="expert-major"),
-    pytest.param(dataclasses.replace(SMALL, expert_alignment=4), id="aligned"),
-    pytest.param(dataclasses.replace(SMALL, layout=Layout.RANK_MAJOR), id="rank-major"),
-    pytest.param(dataclasses.replace(SMALL, num_ranks=1), id="one-rank"),
-    pytest.param(dataclasses.replace(SMALL, num_tokens=0), id="no-tokens"),
-    pytest.param(dataclasses.replace(SMALL, dtype="fp64", hidden=6), id="fp64"),
-]
 
 
-def brute_force_rows(case: BenchCase, rank_idx: int) -> torch.Tensor:
-    """Received rows by three nested loops over the definition."""
-    expert_rank = default_expert_rank(case.num_experts, case.num_ranks).tolist()
-    data = [(make_x(case, i), make_topk_idx(case, i).tolist()) for i in range(case.num_ranks)]
-    rows = []
-    if case.layout == Layout.RANK_MAJOR:
-        for x, topk_idx in data:
-            for token_idx, choices in enumerate(topk_idx):
-                if any(expert >= 0 and expert_rank[expert] == rank_idx for expert in choices):
-                    rows.append(x[token_idx])
-    else:
-        for expert in range(case.num_experts):
-            if expert_rank[expert] != rank_idx:
-                continue
-            for x, topk_idx in data:
-                for token_idx, choices in enumerate(topk_idx):
-                    rows += [x[token_idx] for choice in choices if choice == expert]
-            while len(rows) % case.expert_alignment:
-                rows.append(torch.zeros(case.hidden, dtype=case.torch_dtype))
-    if not rows:
-        return torch.empty(0, case.hidden, dtype=case.torch_dtype)
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_oracle_accepts_exactly_the_right_rows(case: BenchCase) -> None:
-    for rank_idx in range(case.num_ranks):
-        rows = brute_force_rows(case, rank_idx)
-        assert oracle.check_dispatch(case, rank_idx, rows) is None
-        if rows.shape[0] == 0:
-            continue
-        for row_idx in {0, rows.shape[0] // 2, rows.shape[0] - 1}:
-            wrong = rows.clone()
-            wrong.view(torch.uint8)[row_idx, 3] ^= 1
-            problem = oracle.check_dispatch(case, rank_idx, wrong)
-            assert problem is not None
-            assert f"row {row_idx} " in problem
-        assert oracle.check_dispatch(case, rank_idx, rows[:-1]) is not None
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_oracle_accepts_exactly_the_right_sums(case: BenchCase) -> None:
-    wide = torch.float64 if case.dtype == "fp64" else torch.float32
-    expert_rank = default_expert_rank(case.num_experts, case.num_ranks).tolist()
-    for rank_idx in range(case.num_ranks):
-        x, topk_idx = make_x(case, rank_idx), make_topk_idx(case, rank_idx).tolist()
-        sums = torch.empty_like(x)
-        for token_idx, choices in enumerate(topk_idx):
-            labels = choices
-            if case.layout == Layout.RANK_MAJOR:
-                labels = sorted({expert_rank[expert] for expert in choices})
-            acc = torch.zeros(case.hidden, dtype=wide)
-            for label in labels:
-                scale = 1.0 + (label % 61) / 64.0
-                acc += (x[token_idx].to(wide) * scale).to(x.dtype).to(wide)
-            sums[token_idx] = acc.to(x.dtype)
-        assert oracle.check_combine(case, rank_idx, sums) is None
-        if case.num_tokens:
-            sums.view(torch.uint8)[case.num_tokens - 1, 0] ^= 1
-            problem = oracle.check_combine(case, rank_idx, sums)
-            assert problem is not None
-            assert f"token {case.num_tokens - 1} " in problem
-            assert oracle.check_combine(case, rank_idx, sums, max_ulps=1) is None
-
-
-def test_experts_mark_padding_with_nan() -> None:
-    case = dataclasses.replace(SMALL, expert_alignment=8)
-    rows = brute_force_rows(case, 0)
-    out = torch.empty_like(rows)
-    oracle.run_experts(case, 0, rows, out)
-    is_padding = (rows == 0).all(dim=1)
-    assert is_padding.any()
-    assert torch.equal(out.isnan().all(dim=1), is_padding)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_traffic_counts_rows(case: BenchCase) -> None:
-    num_sent = sum(traffic.rank_traffic(case, i).num_sent_rows for i in range(case.num_ranks))
-    num_received = 0
-    for rank_idx in range(case.num_ranks):
-        of_rank = traffic.rank_traffic(case, rank_idx)
-        num_received += of_rank.num_recv_rows
-        rows = brute_force_rows(case, rank_idx)
-        assert of_rank.num_recv_rows + of_rank.num_padding_rows == rows.shape[0]
-    assert num_sent == num_received
-
-
-def test_byte_formulas_of_the_balanced_case() -> None:
-    case = BenchCase(num_ranks=2, num_tokens=64, hidden=128, num_topk=8, num_experts=16)
-    row_bytes, num_tokens, k = 256, 2 * 64, 8
-    assert operation_bytes(case) == {
-        "dispatch": num_tokens * (k + 1) * row_bytes,
-        "combine": num_tokens * (k + 1) * row_bytes,
-        "combine_copy_in": num_tokens * (3 * k + 1) * row_bytes,
-        "dispatch+combine": 2 * num_tokens * (k + 1) * row_bytes,
-    }
+PACKED_COLUMNS = Quantization(
+    format=QuantizationFormat.FP8_BLOCK128, scale_format=ScaleFormat.UE8M0, is_column_major=True
+)
 
 
 def test_routing_is_the_same_in_every_process_and_distinct() -> None:
@@ -169,6 +82,10 @@ def test_case_replays_a_trace(tmp_path: Path) -> None:
         ({"num_topk": 9}, "9 > 7"),
         ({"expert_alignment": 0}, "got 0"),
         ({"hidden": 7}, "16 bytes"),
+        ({"api": "nccl"}, "native, hybrid_ep, got 'nccl'"),
+        ({"api": "hybrid_ep"}, "7 experts on 3 ranks"),
+        ({"api": "hybrid_ep", "layout": Layout.LOW_LATENCY}, "got layout LOW_LATENCY"),
+        ({"api": "hybrid_ep", "quantization": MXFP8}, "got MXFP8"),
     ],
 )
 def test_case_rejects(change: dict[str, object], message: str) -> None:
@@ -183,10 +100,77 @@ def test_options_reject_unknown_names() -> None:
         BenchOptions(operations=("dispatch", "fly"))
 
 
+QUANTIZED = dataclasses.replace(SMALL, quantization=FP8_BLOCK128)
+
+
+HYBRID_EP = dataclasses.replace(SMALL, num_experts=6, api="hybrid_ep")
+
+
+LOW_LATENCY = dataclasses.replace(SMALL, layout=Layout.LOW_LATENCY)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        (QUANTIZED, {"peers": ("gloo",)}, r"its baseline \(unquantized\), got peers gloo"),
+        (LOW_LATENCY, {"peers": ("gloo",)}, "got layout LOW_LATENCY"),
+        (HYBRID_EP, {"operations": ("differentiable_overhead",)}, "which this case is not"),
+        (HYBRID_EP, {"operations": ("memory",)}, 'got "hybrid_ep"'),
+        (HYBRID_EP, {"num_threads": 2}, "got 2 and True"),
+        (HYBRID_EP, {"with_huge_pages": False}, "got None and False"),
+    ],
+)
+def test_options_without_a_meaning_are_rejected(
+    case: BenchCase, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_options(case, BenchOptions(**options))
+
+
+def test_baselines_differ_in_one_thing() -> None:
+    assert SMALL.baseline is None
+    assert QUANTIZED.baseline == ("unquantized", SMALL)
+    assert LOW_LATENCY.baseline == ("expert_major", SMALL)
+    assert HYBRID_EP.baseline is not None
+    name, native = HYBRID_EP.baseline
+    assert (name, native.api, native.sends_weights) == ("native", "native", True)
+
+
+def test_ratio_is_the_median_over_rounds_that_are_clean_for_both() -> None:
+    def side(*rounds: tuple[int, int, int]) -> SideTimes:
+        times = SideTimes()
+        for before, op, after in rounds:
+            ends = [(0, before * 1000), (0, op * 1000), (0, after * 1000)]
+            times.add([Sample(op=ends[1], roof_before=ends[0], roof_after=ends[2])])
+        return times
+
+    theirs = side((10, 30, 10), (10, 40, 10), (10, 90, 20))
+    ours = side((10, 20, 10), (10, 10, 20), (10, 15, 10))
+    assert (theirs.is_clean, ours.is_clean) == ([True, True, False], [True, False, True])
+    assert ratios_in_rounds(theirs, ours) == [1.5]
+    unclean = side((10, 20, 30), (10, 10, 30), (10, 15, 30))
+    assert ratios_in_rounds(theirs, unclean) == [1.5, 4.0, 6.0]
+    summary = summarize_roof(theirs.pairs, num_bytes=30_000, roof_bytes=10_000)
+    # Both clean roofs take 10 us for a third of the bytes.
+    assert summary["fraction_of_roof"] == pytest.approx((1.0 + 0.75) / 2)
+    assert summary["roof_gbs"] == pytest.approx(1.0)
+    assert summarize_roof(unclean.pairs, 1, 1)["roof_state"] == "unstable"
+
+
 def test_size_decides_what_is_measured() -> None:
     large = BenchCase(num_ranks=2, num_tokens=1 << 16, hidden=7168, num_topk=8, num_experts=64)
     assert "combine_copy_in" in default_operations(large)
     assert "dispatch+combine" in default_operations(SMALL)
+    assert default_operations(QUANTIZED) == ("dispatch+combine", "memory")
+    assert default_operations(HYBRID_EP) == ("dispatch+combine",)
+    assert default_operations(dataclasses.replace(large, quantization=MXFP8)) == (
+        "dispatch",
+        "memory",
+    )
+    assert default_operations(dataclasses.replace(large, api="hybrid_ep")) == (
+        "dispatch",
+        "combine",
+    )
 
 
 def test_percentile_interpolates() -> None:
@@ -320,8 +304,16 @@ def test_json_has_the_documented_keys() -> None:
         "fraction_of_roof": 0.9,
         "check": "ok",
         "speedup": {"gloo": 8.0},
+        "api": "native",
+        "quantization": None,
+        "scale_format": None,
+        "column_major_scales": False,
     }
     assert expected.items() <= row.items()
+    packed = dataclasses.replace(SMALL, quantization=PACKED_COLUMNS)
+    row = BenchRow(op="dispatch", case=packed, backend="host").to_dict()
+    assert (row["quantization"], row["scale_format"]) == ("FP8_BLOCK128", "UE8M0")
+    assert row["column_major_scales"]
 
 
 def test_table_shows_ratios_and_missing_peers() -> None:
@@ -333,6 +325,12 @@ def test_table_shows_ratios_and_missing_peers() -> None:
     assert "0.900" in text
     assert "9 (2)" in text
     assert "pip install mpi4py" in text
+
+
+def test_title_says_what_is_quantised() -> None:
+    title = case_title(dataclasses.replace(SMALL, quantization=PACKED_COLUMNS))
+    assert "FP8_BLOCK128 with UE8M0 scales, column-major" in title
+    assert "hybrid_ep" in case_title(HYBRID_EP)
 
 
 def test_plot_is_an_image(tmp_path: Path) -> None:

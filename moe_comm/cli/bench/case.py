@@ -9,9 +9,20 @@ from pathlib import Path
 import torch
 
 from moe_comm.config import EpConfig, Layout
+from moe_comm.quantization import Quantization
 from moe_comm.routing_trace import load_routing_trace
 
-__all__ = ["DTYPES", "BenchCase", "make_topk_idx", "make_x"]
+__all__ = [
+    "APIS",
+    "DTYPES",
+    "BenchCase",
+    "make_routing_map",
+    "make_topk_idx",
+    "make_topk_weights",
+    "make_x",
+]
+
+APIS = ("native", "hybrid_ep")
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -35,6 +46,9 @@ class BenchCase:
         num_experts: Experts over all ranks, E.
         dtype: Key of `DTYPES`.
         layout: Order of received rows.
+        quantization: Rows are quantised while they are dispatched; None: they travel as they are.
+        api: Of `APIS`. "native": `EpBuffer`. "hybrid_ep": `moe_comm.fused_a2a`, routing map in.
+        with_weights: Weights travel with the rows; always with "hybrid_ep".
         expert_alignment: Rows per local expert are padded to a multiple of this.
         skew: Exponent s of expert popularity: the i-th most popular expert is drawn with probability
             proportional to `1 / i ** s`. 0 is uniform, 1 is Zipf.
@@ -50,6 +64,9 @@ class BenchCase:
     num_experts: int
     dtype: str = "bf16"
     layout: Layout = Layout.EXPERT_MAJOR
+    quantization: Quantization | None = None
+    api: str = "native"
+    with_weights: bool = False
     expert_alignment: int = 1
     skew: float = 0.0
     routing: Path | None = None
@@ -70,8 +87,41 @@ class BenchCase:
             )
         if self.expert_alignment < 1:
             raise ValueError(f"expert_alignment must be >= 1, got {self.expert_alignment}")
+        if self.api not in APIS:
+            raise ValueError(f"api must be one of {', '.join(APIS)}, got {self.api!r}")
+        if self.api == "hybrid_ep":
+            self._check_hybrid_ep()
         # Checks the shapes the package itself has rules for.
         self.config  # noqa: B018
+
+    def _check_hybrid_ep(self) -> None:
+        if self.layout is not Layout.EXPERT_MAJOR:
+            raise ValueError(f"HybridEP permutes rows by expert, got layout {self.layout.name}")
+        if self.quantization is not None:
+            raise ValueError(
+                f"HybridEP is compared unquantised, got {self.quantization.format.name}"
+            )
+        if self.num_experts % self.num_ranks:
+            raise ValueError(
+                f"HybridEP has as many experts on every rank, got {self.num_experts} experts on "
+                f"{self.num_ranks} ranks"
+            )
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether weights travel with the rows."""
+        return self.with_weights or self.api == "hybrid_ep"
+
+    @property
+    def baseline(self) -> tuple[str, BenchCase] | None:
+        """Name and case of what this one is compared with in the same processes; None for nothing."""
+        if self.api == "hybrid_ep":
+            return "native", dataclasses.replace(self, api="native", with_weights=True)
+        if self.quantization is not None:
+            return "unquantized", dataclasses.replace(self, quantization=None)
+        if self.layout is Layout.LOW_LATENCY:
+            return "expert_major", dataclasses.replace(self, layout=Layout.EXPERT_MAJOR)
+        return None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -80,8 +130,18 @@ class BenchCase:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of one row of the input, of an expert output and of the sums."""
         return self.hidden * self.torch_dtype.itemsize
+
+    @property
+    def dispatched_row_bytes(self) -> int:
+        """Bytes of one row as it is dispatched, with its scale factors."""
+        if self.quantization is None:
+            return self.row_bytes
+        scales_bytes = (
+            self.quantization.num_scales(self.hidden) * self.quantization.sf_dtype.itemsize
+        )
+        return self.hidden * self.quantization.data_dtype.itemsize + scales_bytes
 
     @property
     def config(self) -> EpConfig:
@@ -123,6 +183,37 @@ def make_topk_idx(case: BenchCase, rank_idx: int) -> torch.Tensor:
     # The K largest of log w + Gumbel noise are K draws without replacement with weights w.
     gumbel = -torch.log(-torch.log(uniform))
     return torch.topk(log_weight + gumbel, case.num_topk, dim=1).indices.contiguous()
+
+
+def make_topk_weights(case: BenchCase, rank_idx: int) -> torch.Tensor:
+    """Weights of the choices of one rank, the same in every process.
+
+    Returns:
+        float32 `[num_tokens, num_topk]`, in `[0, 1)`.
+    """
+    draw = torch.Generator().manual_seed(_mix(case.seed, rank_idx, 3))
+    return torch.rand(case.num_tokens, case.num_topk, generator=draw)
+
+
+def make_routing_map(case: BenchCase, rank_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choices and weights of one rank in the dense form that HybridEP takes.
+
+    Returns:
+        bool `[num_tokens, num_experts]` and float32 `[num_tokens, num_experts]`, 0 where not chosen.
+
+    Raises:
+        ValueError: A token chooses an expert twice, which a map cannot say.
+    """
+    topk_idx = make_topk_idx(case, rank_idx)
+    token_idx, topk_pos = (topk_idx >= 0).nonzero(as_tuple=True)
+    expert_idx = topk_idx[token_idx, topk_pos]
+    routing_map = torch.zeros(case.num_tokens, case.num_experts, dtype=torch.bool)
+    routing_map[token_idx, expert_idx] = True
+    if int(routing_map.sum()) != token_idx.numel():
+        raise ValueError(f"rank {rank_idx} has a token that chooses an expert twice")
+    probs = torch.zeros(case.num_tokens, case.num_experts)
+    probs[token_idx, expert_idx] = make_topk_weights(case, rank_idx)[token_idx, topk_pos]
+    return routing_map, probs
 
 
 def make_x(case: BenchCase, rank_idx: int, out: torch.Tensor | None = None) -> torch.Tensor:

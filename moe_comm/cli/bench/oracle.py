@@ -1,14 +1,18 @@
 """What dispatch and combine must give, computed by each rank alone from the seed, and compared whole.
 
-Written apart from the package's own routing functions, so that a mistake there shows. Peers' rows are
-drawn again from the seed, one source rank at a time; nothing is gathered.
+Written apart from the package's own routing functions, so that a mistake there shows. Quantised rows are
+compared with those of the reference (`moe_comm.backends.quantized`). Peers' rows are drawn again from
+the seed, one source rank at a time; nothing is gathered.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
+from moe_comm.backends.quantized import dequantize, quantize
+from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_topk_weights, make_x
 from moe_comm.config import Layout, default_expert_rank
 
 __all__ = ["check_combine", "check_dispatch", "expert_scale", "run_experts", "source_rows"]
@@ -69,6 +73,9 @@ def source_rows(
         [torch.bincount(label, minlength=case.num_experts) for _, label in per_source]
     )
     padded = -(-counts.sum(dim=0) // case.expert_alignment) * case.expert_alignment
+    if case.layout is Layout.LOW_LATENCY:
+        # Every local expert owns as many rows, whatever was routed to it.
+        padded = (expert_rank == rank_idx).to(torch.int64) * case.num_ranks * case.num_tokens
     next_row = padded.cumsum(0) - padded
     rows = []
     for src_rank_idx, (token_idx, label) in enumerate(per_source):
@@ -82,6 +89,9 @@ def source_rows(
 
 def num_window_rows(case: BenchCase, rank_idx: int) -> int:
     """Rows of the receiver's window, padding included."""
+    if case.layout is Layout.LOW_LATENCY:
+        is_local = default_expert_rank(case.num_experts, case.num_ranks) == rank_idx
+        return int(is_local.sum()) * case.num_ranks * case.num_tokens
     rows = source_rows(case, rank_idx)
     num_rows = sum(row.numel() for row, _, _ in rows)
     if case.layout == Layout.RANK_MAJOR or num_rows == 0:
@@ -91,43 +101,114 @@ def num_window_rows(case: BenchCase, rank_idx: int) -> int:
     return int((-(-counts // case.expert_alignment) * case.expert_alignment).sum())
 
 
-def check_dispatch(case: BenchCase, rank_idx: int, x: torch.Tensor) -> str | None:
+def check_dispatch(
+    case: BenchCase,
+    rank_idx: int,
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+) -> str | None:
     """Compare every received row with the row that was sent, bit for bit.
+
+    Args:
+        case: The case.
+        rank_idx: The receiver.
+        x: `[M, hidden]`.
+        x_sf: Scale factors of quantised rows, else None.
+        topk_weights: float32 `[M]` where the case sends weights, else None.
 
     Returns:
         None, or what is wrong and where.
     """
     num_rows = num_window_rows(case, rank_idx)
-    if x.shape != (num_rows, case.hidden) or x.dtype != case.torch_dtype:
+    quantization = case.quantization
+    dtype = case.torch_dtype if quantization is None else quantization.data_dtype
+    if x.shape != (num_rows, case.hidden) or x.dtype != dtype:
         return (
             f"rank {rank_idx} received {tuple(x.shape)} {x.dtype}, expected "
-            f"{(num_rows, case.hidden)} {case.torch_dtype}"
+            f"{(num_rows, case.hidden)} {dtype}"
         )
+    for name, tensor, is_expected in (
+        ("scale factors", x_sf, quantization is not None),
+        ("weights", topk_weights, case.sends_weights),
+    ):
+        if (tensor is not None) != is_expected:
+            return f"rank {rank_idx} received {'no ' if is_expected else ''}{name}"
+    received = [_bits(x)]
+    if x_sf is not None:
+        assert quantization is not None
+        if x_sf.dtype is not quantization.sf_dtype:
+            return (
+                f"rank {rank_idx} received scale factors {x_sf.dtype}, expected "
+                f"{quantization.sf_dtype}"
+            )
+        if quantization.is_column_major and num_rows > 1 and x_sf.stride(-2) != 1:
+            return f"rank {rank_idx} received scale factors with strides {x_sf.stride()}"
+        received.append(_bits(x_sf.reshape(num_rows, -1)))
+    if topk_weights is not None:
+        received.append(_bits(topk_weights.view(num_rows, -1)))
     is_padding = torch.ones(num_rows, dtype=torch.bool)
-    for src_rank_idx, (row_idx, token_idx, _) in enumerate(source_rows(case, rank_idx)):
+    for src_rank_idx, (row_idx, token_idx, label) in enumerate(source_rows(case, rank_idx)):
         is_padding[row_idx] = False
-        src_x = _bits(make_x(case, src_rank_idx))
+        sent = [_bits(tensor) for tensor in _quantized(case, make_x(case, src_rank_idx))]
+        weights = _weights_of_rows(case, src_rank_idx, token_idx, label)
         for block in _blocks(row_idx.numel()):
             rows, tokens = row_idx[block], token_idx[block]
-            differs = (_bits(x)[rows] != src_x[tokens]).any(dim=1)
+            expected = [tensor[tokens] for tensor in sent]
+            if topk_weights is not None:
+                expected.append(_bits(weights[block, None]))
+            differs = torch.zeros(rows.numel(), dtype=torch.bool)
+            for ours, theirs in zip(received, expected, strict=True):
+                if ours.shape[1] != theirs.shape[1]:
+                    return (
+                        f"rank {rank_idx} received {ours.shape[1]} scale factors a row, expected "
+                        f"{theirs.shape[1]}"
+                    )
+                differs |= (ours[rows] != theirs).any(dim=1)
             if bool(differs.any()):
                 first = int(differs.nonzero()[0])
                 return (
                     f"rank {rank_idx} row {int(rows[first])} differs from rank {src_rank_idx} token "
                     f"{int(tokens[first])}"
                 )
+    if case.layout is Layout.LOW_LATENCY:
+        return None  # what is not filled is undefined
     padding_row = is_padding.nonzero().flatten()
     for block in _blocks(padding_row.numel()):
         rows = padding_row[block]
-        is_dirty = (_bits(x)[rows] != 0).any(dim=1)
-        if bool(is_dirty.any()):
-            return (
-                f"rank {rank_idx} padding row {int(rows[int(is_dirty.nonzero()[0])])} is not zero"
-            )
+        for tensor in received:
+            is_dirty = (tensor[rows] != 0).any(dim=1)
+            if bool(is_dirty.any()):
+                first = int(is_dirty.nonzero()[0])
+                return f"rank {rank_idx} padding row {int(rows[first])} is not zero"
     return None
 
 
-def run_experts(case: BenchCase, rank_idx: int, x: torch.Tensor, out: torch.Tensor) -> None:
+def _quantized(case: BenchCase, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows as they are dispatched: themselves, or data and row-major scale factors."""
+    if case.quantization is None:
+        return (x,)
+    return quantize(x, dataclasses.replace(case.quantization, is_column_major=False))
+
+
+def _weights_of_rows(
+    case: BenchCase, src_rank_idx: int, token_idx: torch.Tensor, label: torch.Tensor
+) -> torch.Tensor:
+    """float32, one per row: the weight that the token gives the expert `label`."""
+    if not case.sends_weights:
+        return torch.empty(token_idx.numel())
+    is_choice = make_topk_idx(case, src_rank_idx)[token_idx] == label[:, None]
+    topk_pos = is_choice.to(torch.uint8).argmax(dim=1)
+    return make_topk_weights(case, src_rank_idx)[token_idx, topk_pos]
+
+
+def run_experts(
+    case: BenchCase,
+    rank_idx: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    x_sf: torch.Tensor | None = None,
+) -> None:
     """Stand in for the experts: multiply every row by its expert's scale, with one rounding.
 
     Padding rows become NaN, which shows in the sums if one is read.
@@ -137,7 +218,11 @@ def run_experts(case: BenchCase, rank_idx: int, x: torch.Tensor, out: torch.Tens
         rank_idx: The receiver.
         x: `[M, hidden]`, dispatched rows.
         out: `[M, hidden]`, written.
+        x_sf: Scale factors of quantised rows, which are dequantised first.
     """
+    if x_sf is not None:
+        assert case.quantization is not None
+        x = dequantize(x, x_sf, case.quantization, case.torch_dtype)
     label = torch.full((x.shape[0],), -1, dtype=torch.int64)
     for row_idx, _, row_label in source_rows(case, rank_idx):
         label[row_idx] = row_label
@@ -168,6 +253,9 @@ def check_combine(
         )
     label = _labels_in_order(case, rank_idx)
     x = make_x(case, rank_idx)
+    if case.quantization is not None:
+        data, scales = _quantized(case, x)
+        x = dequantize(data, scales, case.quantization, case.torch_dtype)
     for block in _blocks(case.num_tokens):
         y_rows = y[block]
         expected = _sum_in_order(case, x[block], label[block])
@@ -206,7 +294,10 @@ def _sum_in_order(case: BenchCase, x_rows: torch.Tensor, label: torch.Tensor) ->
 def _labels_in_order(case: BenchCase, rank_idx: int) -> torch.Tensor:
     """Labels of the rows of every token in the order they are added, -1 for none."""
     topk_idx = make_topk_idx(case, rank_idx)
-    if case.layout == Layout.EXPERT_MAJOR:
+    if case.api == "hybrid_ep":
+        # A routing map has no order of choices; its sums go by expert.
+        return topk_idx.sort(dim=1).values
+    if case.layout != Layout.RANK_MAJOR:
         return topk_idx
     expert_rank = default_expert_rank(case.num_experts, case.num_ranks).to(torch.int64)
     dst_rank = torch.where(topk_idx >= 0, expert_rank[topk_idx.clamp(min=0)], -1)
@@ -220,7 +311,9 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+    return x.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    )
 
 
 def _ordered_bits(x: torch.Tensor) -> torch.Tensor:

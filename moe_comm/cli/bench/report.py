@@ -45,9 +45,17 @@ def header_line(environment: dict[str, Any]) -> str:
 def case_title(case: BenchCase) -> str:
     """The case on one line."""
     routing = f"routing {case.routing.name}" if case.routing else f"skew {case.skew:g}"
+    kind = "" if case.api == "native" else f", {case.api}"
+    if case.quantization is not None:
+        assert case.quantization.scale_format is not None
+        order = "column-major" if case.quantization.is_column_major else "row-major"
+        kind = (
+            f", {case.quantization.format.name} with {case.quantization.scale_format.name} scales, "
+            f"{order}"
+        )
     return (
         f"dispatch-combine: {case.num_ranks} ranks, {case.num_tokens} tokens each, hidden {case.hidden}, "
-        f"top-{case.num_topk} of {case.num_experts}, {case.dtype}, {case.layout.name}, "
+        f"top-{case.num_topk} of {case.num_experts}, {case.dtype}{kind}, {case.layout.name}, "
         f"alignment {case.expert_alignment}, {routing}"
     )
 
@@ -146,4 +154,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}x"
+    if value is None:
+        return "-"
+    return f"{value:.1f}x" if value >= 4.0 else f"{value:.2f}x"

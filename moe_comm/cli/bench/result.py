@@ -28,8 +28,8 @@ class BenchRow:
         roof_gbs: Median bandwidth of the plain loops timed around the operation; None without a roof.
         fraction_of_roof: Median over clean pairs.
         check: `"ok"`, or what differs from the oracle.
-        speedup: Median ratio of a peer's time to ours, by peer.
-        peer_p50_us: Median wall time of each peer.
+        speedup: Median ratio of the time of a peer, or of the case's baseline, to ours, by name.
+        peer_p50_us: Median wall time of each.
         num_pairs: Clean pairs behind the fraction (repeats where there is no roof).
         num_dropped: Pairs left out because their roofs disagreed.
         roof_state: `"slow"`, `"fast"`, or both numbers where it changed during the run.
@@ -57,6 +57,8 @@ class BenchRow:
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON writes it."""
         case = self.case
+        quantization = case.quantization
+        scale_format = None if quantization is None else quantization.scale_format
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -72,6 +74,11 @@ class BenchRow:
             "experts": case.num_experts,
             "dtype": case.dtype,
             "layout": case.layout.name,
+            "api": case.api,
+            "quantization": None if quantization is None else quantization.format.name,
+            "scale_format": None if scale_format is None else scale_format.name,
+            "column_major_scales": quantization is not None and quantization.is_column_major,
+            "with_weights": case.sends_weights,
             "expert_alignment": case.expert_alignment,
             "skew": case.skew,
             "routing": None if case.routing is None else case.routing.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -41,43 +42,61 @@ class Roof:
         x_bytes, row_bytes, sum_bytes, ordinary_bytes = (
             tensor.view(torch.uint8).view(-1).numpy() for tensor in (x, rows, sums, ordinary)
         )
-        num_copies = max(1, round(traffic.num_sent_rows / max(1, traffic.num_tokens)))
-        # The window may be smaller than what this rank sends to all: then it is written in turns.
-        stream_bytes = min(row_bytes.size // num_copies, x_bytes.size, sum_bytes.size)
-        stream_bytes -= stream_bytes % LINE_BYTES
-        self._streams = [
-            row_bytes[i * stream_bytes : (i + 1) * stream_bytes] for i in range(num_copies)
+        # So many bytes are written for every byte read: some of x goes to one copy more than the rest.
+        num_written = traffic.dispatch_written_bytes / max(1, traffic.dispatch_read_bytes)
+        few = max(1, math.floor(num_written))
+        more_bytes = _whole_lines(round(max(0.0, num_written - few) * x_bytes.size))
+        self._fan_outs = [
+            *_fan_outs(x_bytes[:more_bytes], row_bytes, few + 1),
+            *_fan_outs(x_bytes[more_bytes:], row_bytes, few),
         ]
-        self._fan_out_turns = _turns(x_bytes, stream_bytes)
+        num_sources = max(1, round(traffic.num_sent_rows / max(1, traffic.num_tokens)))
+        stream_bytes = _whole_lines(min(row_bytes.size // num_sources, sum_bytes.size))
+        self._sources = _streams(row_bytes, stream_bytes, num_sources)
         self._sum_turns = _turns(sum_bytes, stream_bytes)
-        num_copied = min(row_bytes.size, ordinary_bytes.size)
-        num_copied -= num_copied % LINE_BYTES
+        num_copied = _whole_lines(min(row_bytes.size, ordinary_bytes.size))
         self._copy_src = ordinary_bytes[:num_copied]
         self._copy_dst = row_bytes[:num_copied]
-        self.dispatch_bytes = sum(part.size for part in self._fan_out_turns) * (1 + num_copies)
-        self.combine_bytes = sum(part.size for part in self._sum_turns) * (1 + num_copies)
+        self.dispatch_bytes = sum(part.size * (1 + len(to)) for part, to in self._fan_outs)
+        self.combine_bytes = sum(part.size for part in self._sum_turns) * (1 + num_sources)
         self.copy_in_bytes = 2 * num_copied
 
     def dispatch(self) -> None:
-        """Read every row of x once, write K copies."""
-        for part in self._fan_out_turns:
+        """Read every row of x once, write as many bytes as its copies have."""
+        for part, copies in self._fan_outs:
             # Reads are in address order here, so the length of a row changes nothing.
-            streams = [stream[: part.size] for stream in self._streams]
-            self._kernels.roof_fan_out(part, LINE_BYTES, streams)
+            self._kernels.roof_fan_out(part, LINE_BYTES, copies)
 
     def combine(self) -> None:
         """Read K rows and write one sum, for every token."""
         for part in self._sum_turns:
-            self._kernels.roof_sum([stream[: part.size] for stream in self._streams], part)
+            self._kernels.roof_sum([stream[: part.size] for stream in self._sources], part)
 
     def copy_in(self) -> None:
         """Copy the ordinary rows into the window."""
         self._kernels.roof_copy(self._copy_src, self._copy_dst)
 
 
+def _fan_outs(src: Any, rows: Any, num_copies: int) -> list[tuple[Any, list[Any]]]:
+    """Parts of `src` and the copies of each; a window that is too small for all is written in turns."""
+    stream_bytes = _whole_lines(min(rows.size // num_copies, src.size))
+    copies = _streams(rows, stream_bytes, num_copies)
+    return [(part, [copy[: part.size] for copy in copies]) for part in _turns(src, stream_bytes)]
+
+
+def _streams(array: Any, stream_bytes: int, num_streams: int) -> list[Any]:
+    return [array[i * stream_bytes : (i + 1) * stream_bytes] for i in range(num_streams)]
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return num_bytes - num_bytes % LINE_BYTES
+
+
 def _turns(array: Any, turn_bytes: int) -> list[Any]:
-    usable = array.size - array.size % LINE_BYTES
-    return [array[at : min(at + turn_bytes, usable)] for at in range(0, usable, max(1, turn_bytes))]
+    if turn_bytes == 0:
+        return []
+    usable = _whole_lines(array.size)
+    return [array[at : min(at + turn_bytes, usable)] for at in range(0, usable, turn_bytes)]
 
 
 def make_roof(
@@ -94,4 +113,5 @@ def make_roof(
         from moe_comm import _host
     except ImportError:
         return None
-    return Roof(_host.kernels, traffic, x, rows, sums, ordinary)
+    roof = Roof(_host.kernels, traffic, x, rows, sums, ordinary)
+    return roof if roof.dispatch_bytes and roof.combine_bytes else None

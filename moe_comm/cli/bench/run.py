@@ -10,18 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_comm.cli.bench.case import BenchCase
-from moe_comm.cli.bench.environment import last_level_cache_bytes, roof_state
+from moe_comm.cli.bench.environment import last_level_cache_bytes
 from moe_comm.cli.bench.memory import WindowMemory, total_bytes
 from moe_comm.cli.bench.peers.mpi import MpiPeer, missing_mpi
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
 from moe_comm.cli.bench.result import BenchRow
-from moe_comm.cli.bench.statistics import (
-    Interval,
-    Pair,
-    makespan_us,
-    percentile,
-    wall_times_us,
-)
+from moe_comm.cli.bench.statistics import Interval, makespan_us, percentile, wall_times_us
+from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
 from moe_comm.cli.bench.traffic import (
     combine_bytes,
     copy_in_bytes,
@@ -97,9 +92,47 @@ def operation_bytes(case: BenchCase) -> dict[str, int]:
 
 
 def default_operations(case: BenchCase) -> tuple[str, ...]:
-    """Bandwidth where rows do not fit the last-level cache twice, else latency; memory always."""
+    """Bandwidth where rows do not fit the last-level cache twice, else latency; and memory.
+
+    Of a case that is compared with a baseline, what differs from it.
+    """
     is_small = operation_bytes(case)["dispatch"] <= 2 * max(last_level_cache_bytes(), 1 << 20)
-    return (*(LATENCY_OPERATIONS if is_small else THROUGHPUT_OPERATIONS), "memory")
+    if case.baseline is None:
+        return (*(LATENCY_OPERATIONS if is_small else THROUGHPUT_OPERATIONS), "memory")
+    if is_small:
+        operations: tuple[str, ...] = ("dispatch+combine",)
+    elif case.quantization is not None:
+        operations = ("dispatch",)
+    else:
+        operations = ("dispatch", "combine")
+    return operations if case.api == "hybrid_ep" else (*operations, "memory")
+
+
+def check_options(case: BenchCase, options: BenchOptions) -> None:
+    """What the case and the options say together.
+
+    Raises:
+        ValueError: An option has no meaning for the case.
+    """
+    if options.peers and case.layout != Layout.EXPERT_MAJOR:
+        raise ValueError(f"peers give expert-major rows, got layout {case.layout.name}")
+    if options.peers and case.baseline is not None:
+        raise ValueError(
+            f"a case is compared with peers or with its baseline ({case.baseline[0]}), got peers "
+            f"{', '.join(options.peers)}"
+        )
+    if "differentiable_overhead" in options.operations and case.baseline is not None:
+        raise ValueError(
+            "differentiable_overhead is of the plain native dispatch, which this case is not"
+        )
+    if case.api == "hybrid_ep":
+        if "memory" in options.operations:
+            raise ValueError('memory is measured of api "native", got "hybrid_ep"')
+        if options.num_threads is not None or not options.with_huge_pages:
+            raise ValueError(
+                "HybridEP's functions make their communicator themselves: threads and huge pages "
+                f"are not chosen, got {options.num_threads} and {options.with_huge_pages}"
+            )
 
 
 class CaseRun:
@@ -121,14 +154,15 @@ class CaseRun:
         options: BenchOptions,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        if options.peers and case.layout != Layout.EXPERT_MAJOR:
-            raise ValueError(f"peers give expert-major rows, got layout {case.layout.name}")
+        check_options(case, options)
         self.case = case
         self.options = options
         self.on_progress = on_progress
         self.missing_peers: dict[str, str] = {}
         self.mpi: MpiPeer | None = None
-        self.bytes = operation_bytes(case)
+        # What is measured, and what it is compared with.
+        cases = [case] if case.baseline is None else [case, case.baseline[1]]
+        self.bytes = [operation_bytes(each) for each in cases]
         self._stack = contextlib.ExitStack()
         self.check = "ok"
 
@@ -197,126 +231,114 @@ class CaseRun:
 
     def _measure_throughput(self, operation: str) -> BenchRow:
         has_roof = all(self.ranks.call("prepare_roof"))
+        if not has_roof:
+            self.ranks.call("release_roof")  # some rank has none, and all of them time it or none
         peer_operation = "dispatch" if operation == "dispatch" else "combine"
-        for _ in range(NUM_WARM_UP):
-            self.ranks.call("sample", operation)
-        wall_us: list[float] = []
-        op_us: list[float] = []
-        pairs: list[Pair] = []
+        sides = [SideTimes() for _ in self.bytes]
+        for side_idx in [*range(len(sides))] * NUM_WARM_UP:
+            self.ranks.call("sample", operation, side_idx)
         peer_wall_us: dict[str, list[float]] = {}
         ratios: dict[str, list[float]] = {}
         num_clean = 0
         num_repeats = self.options.num_repeats
         for round_idx in range(num_repeats * MAX_ROUNDS_PER_PAIR):
-            samples = self.ranks.call("sample", operation)
-            ours = [sample.op for sample in samples]
-            op_us.append(makespan_us(ours))
-            wall_us += wall_times_us(ours)
-            if has_roof:
-                pairs.append(
-                    Pair(
-                        op_us=op_us[-1],
-                        roof_before_us=makespan_us([sample.roof_before for sample in samples]),
-                        roof_after_us=makespan_us([sample.roof_after for sample in samples]),
-                    )
-                )
-                num_clean += pairs[-1].is_clean
-            else:
-                num_clean += 1
+            for side_idx in _in_turns(len(sides), round_idx):
+                sides[side_idx].add(self.ranks.call("sample", operation, side_idx))
+            num_clean += all(side.is_clean[-1] for side in sides)
             if round_idx < num_repeats:
                 for peer, intervals in self._run_peers(peer_operation, 1).items():
                     first = [rank_intervals[0] for rank_intervals in intervals]
                     peer_wall_us.setdefault(peer, []).extend(wall_times_us(first))
-                    ratios.setdefault(peer, []).append(makespan_us(first) / op_us[-1])
+                    ratios.setdefault(peer, []).append(makespan_us(first) / sides[0].op_us[-1])
             self.on_progress(f"{operation} {num_clean}/{num_repeats}")
             if num_clean >= num_repeats and round_idx + 1 >= num_repeats:
                 break
-        roof: dict[str, Any] = {}
         extra: dict[str, Any] = {}
-        if has_roof:
-            roof, extra = self._summarize_roof(operation, pairs)
-        # Where there is a roof, a time counts when the machine held still around it.
-        clean_us = [pair.op_us for pair in pairs if pair.is_clean] or op_us
-        median_us = percentile(clean_us, 0.5)
+        if self.case.baseline is not None:
+            name = self.case.baseline[0]
+            ratios[name] = ratios_in_rounds(sides[1], sides[0])
+            peer_wall_us[name] = sides[1].wall_us
+            extra["baseline"] = {"name": name, **self._summarize_side(operation, 1, sides[1])}
+        ours = self._summarize_side(operation, 0, sides[0])
+        fields = {field.name for field in dataclasses.fields(BenchRow)}
+        extra |= {name: value for name, value in ours.items() if name not in fields}
         return BenchRow(
             op=operation,
             case=self.case,
             backend=self.backend,
-            p50_us=percentile(wall_us, 0.5),
-            p95_us=percentile(wall_us, 0.95),
-            op_us=median_us,
-            bytes=self.bytes[operation],
-            gbs=self.bytes[operation] / median_us / 1e3,
             check=self.check,
             speedup={peer: percentile(values, 0.5) for peer, values in ratios.items()},
             peer_p50_us={peer: percentile(values, 0.5) for peer, values in peer_wall_us.items()},
             num_pairs=num_clean,
-            num_dropped=len(op_us) - num_clean,
+            num_dropped=len(sides[0].op_us) - num_clean,
             extra=extra,
-            **roof,
+            **{name: value for name, value in ours.items() if name in fields},
         )
 
-    def _summarize_roof(
-        self, operation: str, pairs: Sequence[Pair]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The roof's columns of a row, and the details for JSON."""
-        clean = [pair for pair in pairs if pair.is_clean]
-        roof_bytes = sum(per_rank[operation] for per_rank in self.ranks.call("roof_bytes"))
-        # The loops move whole lines of whole rows, so their bytes may differ a little from ours.
-        scale = self.bytes[operation] / roof_bytes
-        roof_gbs = [roof_bytes / pair.roof_us / 1e3 for pair in clean]
-        extra = {
-            "roof_bytes": roof_bytes,
-            "pairs": [dataclasses.asdict(pair) for pair in pairs],
+    def _summarize_side(self, operation: str, side_idx: int, side: SideTimes) -> dict[str, Any]:
+        """Times and roof of a side, columns of a row and details for JSON."""
+        # Where there is a roof, a time counts when the machine held still around it.
+        clean_us = [us for us, is_clean in zip(side.op_us, side.is_clean, strict=True) if is_clean]
+        median_us = percentile(clean_us or side.op_us, 0.5)
+        num_bytes = self.bytes[side_idx][operation]
+        summary = {
+            "p50_us": percentile(side.wall_us, 0.5),
+            "p95_us": percentile(side.wall_us, 0.95),
+            "op_us": median_us,
+            "bytes": num_bytes,
+            "gbs": num_bytes / median_us / 1e3,
         }
-        if not clean:
-            return {"roof_state": "unstable"}, extra
-        states = [roof_state(gbs) for gbs in roof_gbs]
-        fractions = [pair.fraction * scale for pair in clean]
-        extra["fraction_p10"] = percentile(fractions, 0.1)
-        extra["fraction_p90"] = percentile(fractions, 0.9)
-        for state in sorted(set(states)):
-            extra[f"fraction_{state}"] = percentile(
-                [value for value, at in zip(fractions, states, strict=True) if at == state], 0.5
-            )
-        counts = {state: states.count(state) for state in sorted(set(states))}
-        return {
-            "roof_gbs": percentile(roof_gbs, 0.5),
-            "fraction_of_roof": percentile(fractions, 0.5),
-            "roof_state": ", ".join(f"{state} {count}" for state, count in counts.items())
-            if len(counts) > 1
-            else states[0],
-        }, extra
+        if not side.pairs:
+            return summary
+        per_rank = self.ranks.call("roof_bytes", side_idx)
+        roof_bytes = sum(of_rank[operation] for of_rank in per_rank)
+        return summary | summarize_roof(side.pairs, num_bytes, roof_bytes)
 
     def _measure_latency(self) -> BenchRow:
-        self.ranks.call("run_back_to_back", NUM_ITERATIONS)
-        wall_us: list[float] = []
+        sides = range(len(self.bytes))
+        for side_idx in sides:
+            self.ranks.call("run_back_to_back", NUM_ITERATIONS, side_idx)
+        wall_us: list[list[float]] = [[] for _ in sides]
         peer_wall_us: dict[str, list[float]] = {}
         ratios: dict[str, list[float]] = {}
         for round_idx in range(self.options.num_repeats):
-            ours = _all_wall_times_us(self.ranks.call("run_back_to_back", NUM_ITERATIONS))
-            wall_us += ours
-            peers = self._run_peers("dispatch+combine", NUM_PEER_ITERATIONS)
-            for peer, intervals in peers.items():
-                theirs = _all_wall_times_us(intervals)
-                peer_wall_us.setdefault(peer, []).extend(theirs)
-                ratios.setdefault(peer, []).append(percentile(theirs, 0.5) / percentile(ours, 0.5))
+            blocks = {
+                side_idx: _all_wall_times_us(
+                    self.ranks.call("run_back_to_back", NUM_ITERATIONS, side_idx)
+                )
+                for side_idx in _in_turns(len(sides), round_idx)
+            }
+            for side_idx, block in blocks.items():
+                wall_us[side_idx] += block
+            theirs = {
+                peer: _all_wall_times_us(intervals)
+                for peer, intervals in self._run_peers(
+                    "dispatch+combine", NUM_PEER_ITERATIONS
+                ).items()
+            }
+            if self.case.baseline is not None:
+                theirs[self.case.baseline[0]] = blocks[1]
+            for peer, block in theirs.items():
+                peer_wall_us.setdefault(peer, []).extend(block)
+                ratio = percentile(block, 0.5) / percentile(blocks[0], 0.5)
+                ratios.setdefault(peer, []).append(ratio)
             self.on_progress(f"dispatch+combine {round_idx + 1}/{self.options.num_repeats}")
-        median_us = percentile(wall_us, 0.5)
+        median_us = percentile(wall_us[0], 0.5)
+        num_bytes = self.bytes[0]["dispatch+combine"]
         return BenchRow(
             op="dispatch+combine",
             case=self.case,
             backend=self.backend,
             p50_us=median_us,
-            p95_us=percentile(wall_us, 0.95),
+            p95_us=percentile(wall_us[0], 0.95),
             op_us=median_us,
-            bytes=self.bytes["dispatch+combine"],
-            gbs=self.bytes["dispatch+combine"] / median_us / 1e3,
+            bytes=num_bytes,
+            gbs=num_bytes / median_us / 1e3,
             check=self.check,
             speedup={peer: percentile(values, 0.5) for peer, values in ratios.items()},
             peer_p50_us={peer: percentile(values, 0.5) for peer, values in peer_wall_us.items()},
             num_pairs=self.options.num_repeats,
-            extra={"num_iterations": NUM_ITERATIONS, "p99_us": percentile(wall_us, 0.99)},
+            extra={"num_iterations": NUM_ITERATIONS, "p99_us": percentile(wall_us[0], 0.99)},
         )
 
     def _measure_differentiable(self) -> BenchRow:
@@ -347,12 +369,13 @@ class CaseRun:
         """Resident windows against the windows that the operations need."""
         stages: list[dict[str, WindowMemory]] = self.ranks.call("measure_memory")
         traffic = [rank_traffic(self.case, rank_idx) for rank_idx in range(self.case.num_ranks)]
-        rows_bytes = sum((t.num_recv_rows + t.num_padding_rows) * t.row_bytes for t in traffic)
+        dispatched_bytes = sum(t.num_window_rows * t.dispatched_row_bytes for t in traffic)
+        rows_bytes = sum(t.num_window_rows * t.row_bytes for t in traffic)
         sums_bytes = sum(t.num_tokens * t.row_bytes for t in traffic)
         expected = {
-            "dispatch": rows_bytes,
-            "combine": 2 * rows_bytes + sums_bytes,
-            "combine_copy_in": 2 * rows_bytes + sums_bytes,
+            "dispatch": dispatched_bytes,
+            "combine": dispatched_bytes + rows_bytes + sums_bytes,
+            "combine_copy_in": dispatched_bytes + rows_bytes + sums_bytes,
         }
         resident = {
             stage: total_bytes([per_rank[stage] for per_rank in stages]) for stage in expected
@@ -380,6 +403,12 @@ class CaseRun:
         if self.mpi is not None:
             intervals["mpi"] = self.mpi.run(operation, num_iterations)
         return intervals
+
+
+def _in_turns(num_sides: int, round_idx: int) -> list[int]:
+    """Sides in the order of this round: each goes first as often as the other."""
+    order = list(range(num_sides))
+    return order if round_idx % 2 == 0 else order[::-1]
 
 
 def _all_wall_times_us(per_rank: Sequence[Sequence[Interval]]) -> list[float]:

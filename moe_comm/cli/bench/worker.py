@@ -15,18 +15,16 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.autograd import dispatch as differentiable_dispatch
-from moe_comm.buffer import EpBuffer
 from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
+from moe_comm.cli.bench.exchange import Exchange, HybridEpExchange, NativeExchange
 from moe_comm.cli.bench.memory import WindowMemory, window_memory
-from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
 from moe_comm.cli.bench.peers.gloo import GlooTransport
 from moe_comm.cli.bench.peers.runner import PipelineRunner
-from moe_comm.cli.bench.roof import Roof, make_roof
+from moe_comm.cli.bench.side import Side
 from moe_comm.cli.bench.statistics import Interval
-from moe_comm.cli.bench.traffic import rank_traffic
 from moe_comm.communicator import Communicator
-from moe_comm.handles import DispatchResult
+from moe_comm.group_buffers import group_buffers
 from moe_comm.tracing import PhaseRecord
 
 __all__ = ["Launch", "Sample", "Worker", "worker_main"]
@@ -85,131 +83,123 @@ class Worker:
             world_size=case.num_ranks,
         )
         self.barrier = SpinBarrier(launch.folder / "barrier", rank_idx, case.num_ranks)
-        self.communicator = Communicator(
-            backend=launch.backend,
-            num_threads=launch.num_threads,
-            with_huge_pages=launch.with_huge_pages,
-        )
-        self.memory_before = window_memory()
-        self.buffer = EpBuffer(self.communicator, case.config)
+        groups = None
+        if case.api == "hybrid_ep":
+            # What these functions find for the group, so that both sides use one heap.
+            groups = group_buffers(dist.group.WORLD, backend=launch.backend)
+            self.communicator = groups.communicator
+        else:
+            self.communicator = Communicator(
+                backend=launch.backend,
+                num_threads=launch.num_threads,
+                with_huge_pages=launch.with_huge_pages,
+            )
         self.x = make_x(case, rank_idx, _huge_page_rows(case) if case.with_huge_page_x else None)
-        self.topk_idx = make_topk_idx(case, rank_idx)
-        self.traffic = rank_traffic(case, rank_idx)
-        self.result: DispatchResult | None = None
+        self.groups = groups
+        self.sides = [self._make_side(case)]
+        if case.baseline is not None:
+            self.sides.append(self._make_side(case.baseline[1]))
         self.gloo: PipelineRunner | None = None
-        self.roof: Roof | None = None
 
     def check(self) -> str | None:
-        """Compare a dispatch and both combines with the oracle, then prepare the timed calls.
+        """Compare every side with the oracle, then prepare the timed calls.
 
         Returns:
             None, or what is wrong.
         """
-        case = self.case
-        result = self._dispatch()
-        problem = check_dispatch(case, self.rank_idx, result.x)
-        self.handle = result.handle
-        self.expert_out = self.buffer.empty_expert_output(self.handle)
-        run_experts(case, self.rank_idx, result.x, self.expert_out)
-        self.ordinary_out = self.expert_out.clone()
-        # The window goes back, as in a model whose experts have read it.
-        del result
-        self.result = None
-        for expert_out in (self.expert_out, self.ordinary_out):
-            self.sums = self.buffer.combine(expert_out, self.handle)
-            problem = problem or check_combine(case, self.rank_idx, self.sums)
-        return problem
+        first: Side | None = None
+        for side in self.sides:
+            problem = side.check(first)
+            if problem is not None:
+                return problem
+            first = first or side
+        return None
 
     def measure_memory(self) -> dict[str, WindowMemory]:
         """Windows of this rank that are resident, with an expert output in the heap and one outside.
 
         Runs one dispatch and combine of each kind, as a model does, holding what a model holds.
         """
-        self.result = None
-        # The scratch of the roofs must not count.
+        # The scratch of the roofs must not count, nor what the other side holds.
         self.release_roof()
-        del self.expert_out, self.sums
+        del self.sides[1:]
+        side, exchange = self.sides[0], self.sides[0].exchange
+        side.result = None
+        del side.expert_out, side.sums
         self._trim()
         stages: dict[str, WindowMemory] = {}
-        result = self._dispatch()
+        result = exchange.dispatch()
         stages["dispatch"] = window_memory()
-        expert_out = self.buffer.empty_expert_output(result.handle)
-        expert_out.copy_(self.ordinary_out)
-        sums = self.buffer.combine(expert_out, result.handle)
+        expert_out = exchange.empty_expert_output(result.handle)
+        expert_out.copy_(side.ordinary_out)
+        sums = exchange.combine(expert_out, result.handle)
         stages["combine"] = window_memory()
         del expert_out, sums
         self._trim()
-        sums = self.buffer.combine(self.ordinary_out, result.handle)
+        sums = exchange.combine(side.ordinary_out, result.handle)
         stages["combine_copy_in"] = window_memory()
-        self.expert_out = self.buffer.empty_expert_output(result.handle)
-        self.expert_out.copy_(self.ordinary_out)
-        self.sums = sums
+        side.expert_out = exchange.empty_expert_output(result.handle)
+        side.expert_out.copy_(side.ordinary_out)
+        side.sums = sums
         return stages
 
     def prepare_roof(self) -> bool:
-        """Make the roof; returns whether there is one."""
-        # The expert output is its scratch: checked by now, and what it holds stays as random.
-        self.roof = make_roof(self.traffic, self.x, self.expert_out, self.sums, self.ordinary_out)
-        return self.roof is not None
+        """Make the roof of every side; returns whether they have one."""
+        have_roofs = [side.prepare_roof() for side in self.sides]
+        return all(have_roofs)
 
     def release_roof(self) -> None:
-        """Give the scratch of the roof back."""
-        self.roof = None
+        """Give the scratch of the roofs back."""
+        for side in self.sides:
+            side.roof = None
 
-    def roof_bytes(self) -> dict[str, int]:
-        """Bytes the roofs move on this rank, by operation; empty without a roof."""
-        if self.roof is None:
-            return {}
-        return {
-            "dispatch": self.roof.dispatch_bytes,
-            "combine": self.roof.combine_bytes,
-            "combine_copy_in": self.roof.combine_bytes + self.roof.copy_in_bytes,
-        }
+    def roof_bytes(self, side_idx: int) -> dict[str, int]:
+        """Bytes the roofs of a side move on this rank, by operation; empty without a roof."""
+        return self.sides[side_idx].roof_bytes()
 
-    def sample(self, operation: str) -> Sample:
-        """Time `operation` once between two roofs."""
-        before = self._timed(lambda: self._run_roof(operation)) if self.roof is not None else None
+    def sample(self, operation: str, side_idx: int) -> Sample:
+        """Time `operation` of a side once between two roofs."""
+        side = self.sides[side_idx]
+
+        def run_roof() -> None:
+            side.run_roof(operation)
+
+        before = self._timed(run_roof) if side.roof is not None else None
         # What an earlier call returned goes back first: a model does not hold it either.
-        self.result = None
-        op = self._timed(self._call(operation))
-        after = self._timed(lambda: self._run_roof(operation)) if self.roof is not None else None
+        for each in self.sides:
+            each.result = None
+        op = self._timed(side.call(operation))
+        after = self._timed(run_roof) if side.roof is not None else None
         return Sample(op=op, roof_before=before, roof_after=after)
 
-    def run_back_to_back(self, num_iterations: int) -> list[Interval]:
-        """Time dispatch + combine in place, one after the other, without a barrier in between."""
-        buffer, x, topk_idx, layout = self.buffer, self.x, self.topk_idx, self.case.layout
-        alignment = self.case.expert_alignment
-        intervals = []
-        self.result = None
-        self.barrier.wait()
-        for _ in range(num_iterations):
-            start = time.perf_counter_ns()
-            result = buffer.dispatch(x, topk_idx, layout=layout, expert_alignment=alignment)
-            buffer.combine(result.x, result.handle)
-            intervals.append((start, time.perf_counter_ns()))
-        return intervals
+    def run_back_to_back(self, num_iterations: int, side_idx: int) -> list[Interval]:
+        """See `Side.run_back_to_back`."""
+        for side in self.sides:
+            side.result = None
+        return self.sides[side_idx].run_back_to_back(self.barrier, num_iterations)
 
     def compare_differentiable(self, num_iterations: int) -> dict[str, list[Interval]]:
         """Time `moe_comm.dispatch` (with a gradient) and `EpBuffer.dispatch` in turns."""
+        side, exchange = self.sides[0], self.sides[0].exchange
+        assert isinstance(exchange, NativeExchange)
+        buffer, topk_idx = exchange.buffer, make_topk_idx(self.case, self.rank_idx)
         layout, alignment = self.case.layout, self.case.expert_alignment
         # The leaf shares x's memory, so both read the same rows.
         leaf = self.x.detach().requires_grad_(self.x.is_floating_point())
         intervals: dict[str, list[Interval]] = {"eager": [], "differentiable": []}
-        self.result = None
+        side.result = None
         self.barrier.wait()
         for _ in range(num_iterations):
             start = time.perf_counter_ns()
-            result = self.buffer.dispatch(
-                self.x, self.topk_idx, layout=layout, expert_alignment=alignment
-            )
+            result = buffer.dispatch(self.x, topk_idx, layout=layout, expert_alignment=alignment)
             intervals["eager"].append((start, time.perf_counter_ns()))
-            self.buffer.combine(result.x, result.handle)
+            buffer.combine(result.x, result.handle)
             start = time.perf_counter_ns()
             recorded = differentiable_dispatch(
-                leaf, self.topk_idx, buffer=self.buffer, layout=layout, expert_alignment=alignment
+                leaf, topk_idx, buffer=buffer, layout=layout, expert_alignment=alignment
             )
             intervals["differentiable"].append((start, time.perf_counter_ns()))
-            self.buffer.combine(recorded.x.detach(), result.handle)
+            buffer.combine(recorded.x.detach(), result.handle)
             del result, recorded
         return intervals
 
@@ -228,59 +218,42 @@ class Worker:
         # Here, because the other backends work without the native module.
         from moe_comm.backends.host import HostBackend
 
-        backend = self.buffer._backend
+        exchange = self.sides[0].exchange
+        assert isinstance(exchange, NativeExchange)
+        backend = exchange.buffer._backend
         assert isinstance(backend, HostBackend)
         # The first call switches recording on; what it returns is older.
         backend.take_trace()
-        self.run_back_to_back(num_iterations)
+        self.run_back_to_back(num_iterations, 0)
         return backend.take_trace()
 
     def describe(self) -> dict[str, Any]:
         """What this rank runs on, for the header."""
         stats = self.communicator.heap_stats() if self.communicator.native is not None else None
         return {
-            "backend": self.buffer.backend,
+            "backend": self.communicator.backend,
             "heap": dataclasses.asdict(stats) if stats is not None else None,
         }
 
     def close(self) -> None:
         """Leave in good order."""
-        self.buffer.destroy()
+        self.release_roof()
+        for side in self.sides:
+            if isinstance(side.exchange, NativeExchange):
+                side.exchange.buffer.destroy()
+        if self.groups is not None:
+            self.groups.destroy()
         self.communicator.destroy()
         dist.destroy_process_group()
 
-    def _dispatch(self) -> DispatchResult:
-        return self.buffer.dispatch(
-            self.x,
-            self.topk_idx,
-            layout=self.case.layout,
-            expert_alignment=self.case.expert_alignment,
-        )
-
-    def _call(self, operation: str) -> Callable[[], None]:
-        def dispatch() -> None:
-            self.result = self._dispatch()
-
-        def combine() -> None:
-            self.sums = self.buffer.combine(self.expert_out, self.handle)
-
-        def combine_copy_in() -> None:
-            self.sums = self.buffer.combine(self.ordinary_out, self.handle)
-
-        return {
-            "dispatch": dispatch,
-            "combine": combine,
-            "combine_copy_in": combine_copy_in,
-        }[operation]
-
-    def _run_roof(self, operation: str) -> None:
-        assert self.roof is not None
-        if operation == "dispatch":
-            self.roof.dispatch()
-            return
-        if operation == "combine_copy_in":
-            self.roof.copy_in()
-        self.roof.combine()
+    def _make_side(self, case: BenchCase) -> Side:
+        exchange: Exchange
+        if case.api == "hybrid_ep":
+            assert self.groups is not None
+            exchange = HybridEpExchange(self.groups, case, self.rank_idx, self.x)
+        else:
+            exchange = NativeExchange(self.communicator, case, self.rank_idx, self.x)
+        return Side(case, self.rank_idx, exchange, self.x)
 
     def _timed(self, call: Callable[[], None]) -> Interval:
         self.barrier.wait()

@@ -1,0 +1,131 @@
+"""What is measured, or what it is compared with, on one rank: a case, its calls and their data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from moe_comm.cli.bench.barrier import SpinBarrier
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.exchange import Arrived, Exchange
+from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
+from moe_comm.cli.bench.roof import Roof, make_roof
+from moe_comm.cli.bench.statistics import Interval
+from moe_comm.cli.bench.traffic import rank_traffic
+
+__all__ = ["Side"]
+
+
+class Side:
+    """One case on one rank.
+
+    Args:
+        case: The case.
+        rank_idx: This rank.
+        exchange: Its calls.
+        x: `[num_tokens, hidden]`.
+    """
+
+    def __init__(self, case: BenchCase, rank_idx: int, exchange: Exchange, x: torch.Tensor) -> None:
+        self.case = case
+        self.rank_idx = rank_idx
+        self.exchange = exchange
+        self.x = x
+        self.traffic = rank_traffic(case, rank_idx)
+        self.result: Arrived | None = None
+        # Made by `check`.
+        self.expert_out: torch.Tensor
+        self.ordinary_out: torch.Tensor
+        self.sums: torch.Tensor
+        self.roof: Roof | None = None
+
+    def check(self, scratch: Side | None) -> str | None:
+        """Compare a dispatch and both combines with the oracle, then prepare the timed calls.
+
+        Args:
+            scratch: Whose expert outputs to share where they have the same shape: they are large.
+
+        Returns:
+            None, or what is wrong.
+        """
+        case = self.case
+        result = self.exchange.dispatch()
+        problem = check_dispatch(case, self.rank_idx, result.x, result.x_sf, result.topk_weights)
+        if problem is not None and result.x.shape[0] != self.traffic.num_window_rows:
+            return problem
+        self.handle = result.handle
+        if scratch is not None and scratch.expert_out.shape == result.x.shape:
+            self.expert_out, self.ordinary_out = scratch.expert_out, scratch.ordinary_out
+        else:
+            self.expert_out = self.exchange.empty_expert_output(self.handle)
+            self.ordinary_out = torch.empty_like(self.expert_out)
+        run_experts(case, self.rank_idx, result.x, self.expert_out, result.x_sf)
+        self.ordinary_out.copy_(self.expert_out)
+        # The window goes back, as in a model whose experts have read it.
+        del result
+        for expert_out in (self.expert_out, self.ordinary_out):
+            self.sums = self.exchange.combine(expert_out, self.handle)
+            problem = problem or check_combine(case, self.rank_idx, self.sums)
+        return problem
+
+    def call(self, operation: str) -> Callable[[], None]:
+        """What is timed as `operation`."""
+
+        def dispatch() -> None:
+            self.result = self.exchange.dispatch()
+
+        def combine() -> None:
+            self.sums = self.exchange.combine(self.expert_out, self.handle)
+
+        def combine_copy_in() -> None:
+            self.sums = self.exchange.combine(self.ordinary_out, self.handle)
+
+        return {
+            "dispatch": dispatch,
+            "combine": combine,
+            "combine_copy_in": combine_copy_in,
+        }[operation]
+
+    def run_back_to_back(self, barrier: SpinBarrier, num_iterations: int) -> list[Interval]:
+        """Time dispatch + combine in place, one after the other, without a barrier in between.
+
+        What was dispatched is what is combined; where it is quantised, an expert output is.
+        """
+        dispatch, combine = self.exchange.dispatch, self.exchange.combine
+        expert_out = None if self.case.quantization is None else self.expert_out
+        intervals = []
+        barrier.wait()
+        for _ in range(num_iterations):
+            start = time.perf_counter_ns()
+            result = dispatch()
+            combine(result.x if expert_out is None else expert_out, result.handle)
+            intervals.append((start, time.perf_counter_ns()))
+        return intervals
+
+    def prepare_roof(self) -> bool:
+        """Make the roof; returns whether there is one."""
+        # The expert output is its scratch: checked by now, and what it holds stays as random.
+        self.roof = make_roof(self.traffic, self.x, self.expert_out, self.sums, self.ordinary_out)
+        return self.roof is not None
+
+    def run_roof(self, operation: str) -> None:
+        """The bytes of `operation` by plain loops."""
+        assert self.roof is not None
+        if operation == "dispatch":
+            self.roof.dispatch()
+            return
+        if operation == "combine_copy_in":
+            self.roof.copy_in()
+        self.roof.combine()
+
+    def roof_bytes(self) -> dict[str, int]:
+        """Bytes the roofs move on this rank, by operation; empty without a roof."""
+        if self.roof is None:
+            return {}
+        return {
+            "dispatch": self.roof.dispatch_bytes,
+            "combine": self.roof.combine_bytes,
+            "combine_copy_in": self.roof.combine_bytes + self.roof.copy_in_bytes,
+        }
