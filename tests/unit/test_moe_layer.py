@@ -1,0 +1,223 @@
+"""`moe_comm.nn.MoELayer` and the plain dispatcher on one rank and on several, eager and compiled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import FP8_BLOCK128, Capacity
+from moe_comm.bootstrap import RankThreads
+from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.group_buffers import group_buffers
+from moe_comm.nn import GroupedExperts, MoELayer, Routing, TopKRouter
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.moe_layer import assert_same_bits, forward_backward
+
+HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK = 32, 48, 6, 2
+
+
+def plain_layer(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    """What a layer on one rank must compute, token by token and choice by choice."""
+    rows = x.flatten(0, -2)
+    routing = layer.router(rows)
+    y = torch.zeros_like(rows)
+    for token_idx, row in enumerate(rows):
+        for topk_pos in range(NUM_TOPK):
+            expert_idx = int(routing.topk_idx[token_idx, topk_pos])
+            up, down = layer.experts.up[expert_idx], layer.experts.down[expert_idx]
+            out = torch.relu(row @ up) @ down
+            y[token_idx] = y[token_idx] + routing.topk_weights[token_idx, topk_pos] * out
+    return y.view(x.shape)
+
+
+def gradients(layer: MoELayer, y: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
+
+
+@pytest.mark.parametrize("weighted_by", ["experts", "combine"])
+@pytest.mark.parametrize("expert_alignment", [1, 8])
+def test_layer_on_one_rank_is_the_loop_over_choices(
+    weighted_by: Any, expert_alignment: int
+) -> None:
+    dispatcher = TokenDispatcher(
+        NUM_EXPERTS,
+        group=RankThreads(1)[0],
+        weighted_by=weighted_by,
+        expert_alignment=expert_alignment,
+    )
+    layer = MoELayer(HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK, dispatcher=dispatcher)
+    x = torch.randn(2, 5, HIDDEN)
+    y = layer(x)
+    want = plain_layer(layer, x)
+    assert torch.allclose(y, want, atol=1e-5)
+    for got, expected in zip(gradients(layer, y), gradients(layer, want), strict=True):
+        assert torch.allclose(got, expected, atol=1e-4)
+    dispatcher.buffer.destroy()
+
+
+def run_layer(context: RankContext, sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Output for this rank's part of one batch, and the gradients of this rank's experts."""
+    x = torch.randn(sum(sizes), HIDDEN, generator=torch.Generator().manual_seed(2))
+    mine = x.split(list(sizes))[context.rank_idx].clone().requires_grad_()
+    buffers = group_buffers(context.group)
+    layer = MoELayer(HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK, group=context.group, seed=3)
+    y = layer(mine)
+    y.square().sum().backward()
+    found = {"y": y.detach(), "x": mine.grad, "up": layer.experts.up.grad}
+    found = {name: value.clone() for name, value in found.items()}
+    buffers.destroy()
+    return found
+
+
+def test_ranks_do_not_change_the_layer() -> None:
+    (alone,) = run_ranks(run_layer, 1, (9,), mode="threads")
+    per_rank = run_ranks(run_layer, 3, (4, 0, 5), mode="threads")
+    for name, want in alone.items():
+        got = torch.cat([rank[name] for rank in per_rank])
+        assert torch.allclose(got, want, atol=1e-5), name
+
+
+def test_grouped_and_looped_experts_agree() -> None:
+    ids = [4, 1, 7]
+    offsets = torch.tensor([0, 16, 16, 24], dtype=torch.int32)
+    rows = torch.randn(24, HIDDEN).bfloat16()
+    results = []
+    for method in ("loop", "grouped_mm"):
+        experts = GroupedExperts(ids, HIDDEN, FFN, method=method, dtype=torch.bfloat16)
+        assert experts.is_grouped == (method == "grouped_mm")
+        y = experts(rows, offsets)
+        y.float().sum().backward()
+        results.append((y.float(), experts.up.grad.float()))
+    for got, want in zip(*results, strict=True):
+        assert torch.allclose(got, want, atol=0.1, rtol=0.05)
+    assert results[0][1][1].abs().max() == 0  # an expert without rows
+
+
+def test_experts_start_the_same_wherever_they_live() -> None:
+    together = GroupedExperts([0, 1, 2], HIDDEN, FFN, seed=5)
+    apart = GroupedExperts([2], HIDDEN, FFN, seed=5)
+    assert torch.equal(together.up[2], apart.up[0])
+    assert not torch.equal(together.up[1], together.up[2])
+    assert not torch.equal(together.up, GroupedExperts([0, 1, 2], HIDDEN, FFN, seed=6).up)
+
+
+def test_rows_behind_the_last_expert_are_nobodys() -> None:
+    experts = GroupedExperts([0], HIDDEN, FFN)
+    rows = torch.randn(5, HIDDEN)
+    out = experts(rows, torch.tensor([0, 3], dtype=torch.int32))
+    assert out.shape == (5, HIDDEN)
+    assert torch.equal(out[:3], experts(rows[:3], torch.tensor([0, 3], dtype=torch.int32)))
+
+
+def test_balance_moves_choices_and_not_weights() -> None:
+    router = TopKRouter(HIDDEN, NUM_EXPERTS, 1, is_normalized=False)
+    x = torch.randn(7, HIDDEN)
+    plain = router(x)
+    pushed = router(x, torch.tensor([0.0, 0.0, 0.0, 9.0, 0.0, 0.0]))
+    assert pushed.topk_idx.flatten().tolist() == [3] * 7
+    scores = torch.softmax(x @ router.weight.T, -1)
+    assert torch.allclose(pushed.topk_weights, scores[:, 3:4])
+    assert torch.allclose(plain.topk_weights, scores.amax(1, keepdim=True))
+    both = Routing.cat([plain, pushed])
+    assert both.topk_idx.shape == both.topk_weights.shape == (14, 1)
+
+
+def test_routing_from_elsewhere() -> None:
+    dispatcher = TokenDispatcher(NUM_EXPERTS, group=RankThreads(1)[0])
+    layer = MoELayer(HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK, dispatcher=dispatcher)
+    x = torch.randn(4, HIDDEN)
+    assert torch.equal(layer(x, layer.router(x)), layer(x))
+    other = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
+    offsets = torch.tensor([0, 4, 4, 4, 4, 4, 4], dtype=torch.int32)
+    assert torch.allclose(layer(x, other), layer.experts(x, offsets), atol=1e-6)
+    dispatcher.buffer.destroy()
+
+
+def test_copies_share_the_dispatcher() -> None:
+    dispatcher = TokenDispatcher(NUM_EXPERTS, group=RankThreads(1)[0])
+    layer = MoELayer(HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK, dispatcher=dispatcher)
+    twin = copy.deepcopy(layer)
+    assert twin.dispatcher is dispatcher
+    x = torch.randn(3, HIDDEN)
+    assert torch.equal(twin(x), layer(x))
+    assert set(layer.state_dict()) == {"router.weight", "experts.up", "experts.down"}
+    dispatcher.buffer.destroy()
+
+
+def test_quantised_and_limited() -> None:
+    dispatcher = TokenDispatcher(
+        NUM_EXPERTS,
+        group=RankThreads(1)[0],
+        weighted_by="combine",
+        quantization=FP8_BLOCK128,
+        capacity=Capacity(num_rows_per_expert=2, on_overflow="drop"),
+    )
+    layer = MoELayer(HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK, dispatcher=dispatcher)
+    x = torch.randn(16, HIDDEN, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.dtype is x.dtype
+    assert x.grad.abs().sum() > 0
+    full = MoELayer(
+        HIDDEN,
+        FFN,
+        NUM_EXPERTS,
+        NUM_TOPK,
+        dispatcher=TokenDispatcher(
+            NUM_EXPERTS, buffer=dispatcher.buffer, weighted_by="combine", quantization=FP8_BLOCK128
+        ),
+    )
+    z = full(x.detach())
+    is_kept = (z - y).abs().amax(1) < 1e-6
+    assert 0 < int(is_kept.sum()) < 16  # the first tokens of each expert
+    assert 0 < float((z - plain_layer(full, x.detach())).detach().abs().max()) < 0.2
+    dispatcher.buffer.destroy()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda d: TokenDispatcher(3, buffer=d.buffer), ValueError, "num_experts is 3, the buffer"),
+        (lambda d: TokenDispatcher(6, buffer=d.buffer, weighted_by="x"), ValueError, "got 'x'"),
+        (lambda d: MoELayer(8, 8, 3, 1, dispatcher=d), ValueError, "the dispatcher has 6"),
+        (lambda d: TopKRouter(8, 4, 5), ValueError, r"num_topk must be in \[1, 4\], got 5"),
+        (lambda d: GroupedExperts([0], 8, 8, method="x"), ValueError, "method must be"),
+        (
+            lambda d: GroupedExperts([0], 8, 8, method="grouped_mm"),
+            ValueError,
+            "takes torch.bfloat16, got torch.float32",
+        ),
+    ],
+)
+def test_arguments(make: Any, error: type[Exception], message: str) -> None:
+    dispatcher = TokenDispatcher(NUM_EXPERTS, group=RankThreads(1)[0])
+    with pytest.raises(error, match=message):
+        make(dispatcher)
+    dispatcher.buffer.destroy()
+
+
+def test_compiled_layer_has_the_bits_of_the_eager_one() -> None:
+    dispatcher = TokenDispatcher(
+        NUM_EXPERTS, group=RankThreads(1)[0], weighted_by="combine", expert_alignment=8
+    )
+    layer = MoELayer(
+        HIDDEN,
+        FFN,
+        NUM_EXPERTS,
+        NUM_TOPK,
+        dispatcher=dispatcher,
+        dtype=torch.bfloat16,
+        method="grouped_mm",
+    )
+    # The router's softmax is compiled to another order of operations: it stays outside.
+    x = torch.randn(11, HIDDEN).bfloat16()
+    with torch.no_grad():
+        routing = layer.router(x)
+    layer.router = torch.nn.Module()
+    eager = forward_backward(lambda rows: layer(rows, routing), layer, x)
+    compiled = torch.compile(lambda rows: layer(rows, routing), fullgraph=True)
+    assert_same_bits(forward_backward(compiled, layer, x), eager)
+    dispatcher.buffer.destroy()
