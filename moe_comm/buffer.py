@@ -53,7 +53,7 @@ class EpBuffer:
     Args:
         communicator: Owner of the peers.
         config: Shape of the exchange.
-        backend: "host", "collective" or "reference"; None for the communicator's.
+        backend: "host", "collective", "deep_ep" or "reference"; None for the communicator's.
 
     Raises:
         ValueError: Configurations differ between ranks; both values are named on every rank.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator", "HeapStats", "Recovery"]
 
-BACKENDS = ("auto", "host", "collective", "reference")
+BACKENDS = ("auto", "host", "collective", "deep_ep", "reference")
 CONNECT_TIMEOUT_S = 300.0
 
 
@@ -93,8 +93,9 @@ class Communicator:
         arrival_timeout_s: Limit for a living peer that has not entered an operation others are in.
             It is named in a warning once a minute before.
         backend: "host" (shared memory, one machine), "collective" (torch.distributed; any number of
-            machines), "reference" (plain torch, slow, for comparison) or "auto": host where all
-            ranks share a machine, else collective. An `EpBuffer` may choose another.
+            machines), "deep_ep" (an installed DeepEP), "reference" (plain torch, slow, for
+            comparison) or "auto": host where all ranks share a machine, else collective. An
+            `EpBuffer` may choose another.
         max_heap_bytes: Most bytes of memory that heap segments of this rank take; None for no
             limit.
         num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available

@@ -12,6 +12,7 @@ __all__ = ["BACKEND_CLASSES", "load_backend"]
 BACKEND_CLASSES = {
     "host": "moe_comm.backends.host:HostBackend",
     "collective": "moe_comm.backends.collective:CollectiveBackend",
+    "deep_ep": "moe_comm.backends.deep_ep:DeepEpBackend",
     "reference": "moe_comm.backends.reference:ReferenceBackend",
 }
 
