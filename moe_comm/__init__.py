@@ -6,6 +6,7 @@ forms of the buffer's operations.
 
 from __future__ import annotations
 
+from moe_comm import compat
 from moe_comm.autograd import SAVED_OPERATORS, QuantizedRows, combine, dispatch
 from moe_comm.backends.quantized import dequantize, quantize
 from moe_comm.bootstrap import Bootstrap, RankThreads
@@ -53,3 +54,5 @@ __all__ = [
     "dispatch",
     "quantize",
 ]
+
+compat.install_from_environment()

@@ -1,0 +1,159 @@
+"""Providing `deep_ep` under its own name, and taking it back."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import moe_comm.compat.deep_ep
+from moe_comm import compat
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+IMPORTED_BY_PROGRAMS = [
+    "deep_ep",
+    "deep_ep.buffer",
+    "deep_ep.buffers.legacy",
+    "deep_ep.hybrid_ep_buffer",
+    "deep_ep.utils",
+    "deep_ep.utils.event",
+    "deep_ep.utils.math",
+]
+PROGRAM = """
+import sys
+import deep_ep
+from deep_ep.utils import EventHandle, EventOverlap
+print(deep_ep.Buffer.__module__, sys.argv[1:])
+"""
+
+
+def deep_ep_modules() -> dict[str, types.ModuleType]:
+    return {
+        name: module
+        for name, module in sys.modules.items()
+        if name == "deep_ep" or name.startswith("deep_ep.")
+    }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    before = deep_ep_modules()
+    yield
+    compat.uninstall("deep_ep")
+    assert deep_ep_modules() == before
+
+
+@pytest.mark.parametrize("name", IMPORTED_BY_PROGRAMS)
+def test_modules_resolve_to_those_here(name: str) -> None:
+    compat.install("deep_ep")
+    assert compat.installed() == ("deep_ep",)
+    module = importlib.import_module(name)
+    assert module is importlib.import_module(f"moe_comm.compat.{name}")
+    found: object = sys.modules["deep_ep"]
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    assert found is module
+
+
+def test_no_module_is_imported_twice() -> None:
+    compat.install("deep_ep")
+    for name, module in deep_ep_modules().items():
+        assert module.__name__ == f"moe_comm.compat.{name}"
+    with pytest.raises(ModuleNotFoundError, match=r"deep_ep\.unheard_of"):
+        importlib.import_module("deep_ep.unheard_of")
+
+
+def test_uninstall_takes_everything_back() -> None:
+    compat.install("deep_ep")
+    compat.install("deep_ep")
+    compat.uninstall("deep_ep")
+    compat.uninstall("deep_ep")
+    assert deep_ep_modules() == {}
+    assert compat.installed() == ()
+
+
+def test_a_real_package_is_not_replaced_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = types.ModuleType("deep_ep")
+    real.__file__ = "/somewhere/deep_ep/__init__.py"
+    part = types.ModuleType("deep_ep.only_there")
+    monkeypatch.setitem(sys.modules, "deep_ep", real)
+    monkeypatch.setitem(sys.modules, "deep_ep.only_there", part)
+    with pytest.raises(ValueError, match=r"imported already, from /somewhere/deep_ep/__init__.py"):
+        compat.install("deep_ep")
+    assert sys.modules["deep_ep"] is real
+
+    compat.install("deep_ep", replace=True)
+    assert sys.modules["deep_ep"] is moe_comm.compat.deep_ep
+    assert "deep_ep.only_there" not in sys.modules
+    compat.uninstall("deep_ep")
+    assert deep_ep_modules() == {"deep_ep": real, "deep_ep.only_there": part}
+    monkeypatch.undo()
+
+
+def test_only_known_names() -> None:
+    for call in (compat.install, compat.uninstall):
+        with pytest.raises(ValueError, match="name must be one of deep_ep, got 'shallow_ep'"):
+            call("shallow_ep")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs Python in `tmp_path`, with or without `MOE_COMM_COMPAT`."""
+
+    def run_python(*command: str, names: str | None = None) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.delenv("MOE_COMM_COMPAT", raising=False)
+        if names is not None:
+            monkeypatch.setenv("MOE_COMM_COMPAT", names)
+        return subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    return run_python
+
+
+def test_by_environment(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "program.py").write_text("import moe_comm\n" + PROGRAM)
+    ran = run("program.py", "--x", names="deep_ep")
+    assert ran.stdout == "moe_comm.compat.deep_ep.buffer ['--x']\n", ran.stderr
+    ran = run("-c", "import moe_comm", names="deep_ep,shallow_ep")
+    assert "name must be one of deep_ep, got 'shallow_ep'" in ran.stderr
+    ran = run("program.py")
+    assert "No module named 'deep_ep'" in ran.stderr
+
+
+def test_run_programs_that_cannot_be_edited(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "neighbour.py").write_text("")
+    (tmp_path / "folder" / "program.py").write_text("import neighbour\n" + PROGRAM)
+    ran = run("-m", "moe_comm.compat", "run", "folder/program.py", "-m", "3")
+    assert ran.stdout == "moe_comm.compat.deep_ep.buffer ['-m', '3']\n", ran.stderr
+    (tmp_path / "module.py").write_text(PROGRAM)
+    ran = run("-m", "moe_comm.compat", "run", "-m", "module", "--x")
+    assert ran.stdout == "moe_comm.compat.deep_ep.buffer ['--x']\n", ran.stderr
+
+
+def test_enable_for_an_environment(tmp_path: Path, run: Run) -> None:
+    """The line in site-packages, run as `site` runs it."""
+    where = ["--site-packages", str(tmp_path)]
+    ran = run("-m", "moe_comm.compat", "enable", *where)
+    path = tmp_path / "moe_comm_compat.pth"
+    assert ran.stdout == f"{path} written\n", ran.stderr
+    program = f"import site; site.addsitedir({str(tmp_path)!r})\n{PROGRAM}"
+    ran = run("-c", program, names="deep_ep")
+    assert ran.stdout == "moe_comm.compat.deep_ep.buffer []\n", ran.stderr
+    check = (
+        f"import site, sys; site.addsitedir({str(tmp_path)!r}); print('moe_comm' in sys.modules)"
+    )
+    ran = run("-c", check, names="")
+    assert ran.stdout == "False\n", ran.stderr
+    run("-m", "moe_comm.compat", "disable", *where)
+    assert not path.exists()
