@@ -20,11 +20,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
 from moe_comm import fused_a2a
+from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import collect_environment
-from moe_comm.cli.bench.statistics import makespan_us, percentile
+from moe_comm.cli.bench.report import header_line, wide_console
+from moe_comm.cli.bench.result import BenchRow, to_json
+from moe_comm.cli.bench.statistics import Interval, makespan_us, percentile
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
+from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.megatron import Routed, make_config, make_groups, on_cpu
 
@@ -66,44 +71,110 @@ class FlexCase:
     clients: tuple[str, ...] = CLIENTS
 
 
-def bench(case: FlexCase) -> dict[str, Any]:
-    """Medians over the repeats of every phase, and how many times faster than all-to-all.
+def bench(case: FlexCase) -> list[BenchRow]:
+    """A row per client and phase, "forward" and "step" included: times, and the ratio to all-to-all.
 
-    A phase lasts from the first rank's start to the last rank's end.
+    A phase lasts from the first rank's start to the last rank's end; a step is its four phases. Ratios
+    are medians over repeats, in which clients take turns.
 
     Raises:
         RankError: A client's results are not those of the all-to-all dispatcher.
     """
-    intervals = run_ranks(time_rank, case.num_ranks, case, timeout_s=1800.0)
-    rows = {}
-    for client in (ORACLE, *case.clients):
-        phases = {
-            phase: percentile(
-                [
-                    makespan_us([ranks[client][repeat][phase] for ranks in intervals])
-                    for repeat in range(case.num_repeats)
-                ],
-                0.5,
+    ranks = run_ranks(time_rank, case.num_ranks, case, timeout_s=1800.0)
+    backend = ranks[0].backend
+    repeats = {
+        client: [
+            _with_sums(
+                {
+                    phase: makespan_us([rank.intervals[client][repeat][phase] for rank in ranks])
+                    for phase in PHASES
+                }
             )
-            for phase in PHASES
-        }
-        forward = phases["dispatch"] + phases["combine"]
-        rows[client] = phases | {"forward": forward, "step": sum(phases.values())}
-    speedup = {
-        client: {phase: rows[ORACLE][phase] / rows[client][phase] for phase in rows[client]}
-        for client in case.clients
+            for repeat in range(case.num_repeats)
+        ]
+        for client in (ORACLE, *case.clients)
     }
-    return {
-        "benchmark": "megatron_flex",
-        "case": dataclasses.asdict(case),
-        "environment": collect_environment(),
-        "check": "ok",
-        "p50_us": rows,
-        "speedup": speedup,
-    }
+    return [
+        _row(case, client, phase, backend, repeats[client], repeats[ORACLE])
+        for client in (ORACLE, *case.clients)
+        for phase in repeats[client][0]
+    ]
 
 
-def time_rank(context: RankContext, case: FlexCase) -> dict[str, list[dict[str, tuple[int, int]]]]:
+def _with_sums(phases: dict[str, float]) -> dict[str, float]:
+    forward = phases["dispatch"] + phases["combine"]
+    return phases | {"forward": forward, "step": sum(phases.values())}
+
+
+def _row(
+    case: FlexCase,
+    client: str,
+    phase: str,
+    backend: str,
+    ours: list[dict[str, float]],
+    theirs: list[dict[str, float]],
+) -> BenchRow:
+    us = [repeat[phase] for repeat in ours]
+    oracle_us = [repeat[phase] for repeat in theirs]
+    ratios = [oracle / own for oracle, own in zip(oracle_us, us, strict=True)]
+    is_oracle = client == ORACLE
+    return BenchRow(
+        op=f"megatron_{phase}",
+        case=BenchCase(
+            num_ranks=case.num_ranks,
+            num_tokens=case.num_tokens,
+            hidden=case.hidden,
+            num_topk=case.num_topk,
+            num_experts=case.num_experts,
+            with_weights=True,
+        ),
+        backend="gloo" if is_oracle else backend,
+        p50_us=percentile(us, 0.5),
+        p95_us=percentile(us, 0.95),
+        op_us=percentile(us, 0.5),
+        speedup={} if is_oracle else {ORACLE: percentile(ratios, 0.5)},
+        peer_p50_us={} if is_oracle else {ORACLE: percentile(oracle_us, 0.5)},
+        num_pairs=case.num_repeats,
+        extra={"client": client},
+    )
+
+
+def result_table(case: FlexCase, rows: list[BenchRow]) -> Table:
+    """p50 of every client and phase in milliseconds, with the ratio to all-to-all."""
+    title = (
+        f"megatron: {case.num_ranks} ranks, {case.num_tokens} tokens each, hidden {case.hidden}, "
+        f"top-{case.num_topk} of {case.num_experts}, bf16; ms, and times faster than {ORACLE}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("client")
+    phases = list(dict.fromkeys(row.op for row in rows))
+    for phase in phases:
+        table.add_column(phase.removeprefix("megatron_").replace("_", " "), justify="right")
+    for client in (ORACLE, *case.clients):
+        cells = []
+        for row in rows:
+            if row.extra["client"] == client:
+                assert row.p50_us is not None
+                ratio = f" {row.speedup[ORACLE]:.1f}x" if row.speedup else ""
+                cells.append(f"{row.p50_us / 1e3:,.1f}{ratio}")
+        table.add_row(client, *cells)
+    return table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """What one rank found.
+
+    Args:
+        backend: That carried the clients of this package.
+        intervals: By client, repeat and phase.
+    """
+
+    backend: str
+    intervals: dict[str, list[dict[str, Interval]]]
+
+
+def time_rank(context: RankContext, case: FlexCase) -> RankTimes:
     """Intervals of every client, repeat and phase on this rank; checked first."""
     routed = _routed(context.rank_idx, case)
     groups = make_groups(context.rank_idx, context.num_ranks, 1)
@@ -118,11 +189,12 @@ def time_rank(context: RankContext, case: FlexCase) -> dict[str, list[dict[str, 
         expected = _step(dispatchers[ORACLE], routed)[1]
         for name in case.clients:
             _check(name, expected, _step(dispatchers[name], routed)[1])
-        found: dict[str, list[dict[str, tuple[int, int]]]] = {name: [] for name in dispatchers}
+        found: dict[str, list[dict[str, Interval]]] = {name: [] for name in dispatchers}
         for _ in range(case.num_repeats):
             for name, dispatcher in dispatchers.items():
                 found[name].append(_step(dispatcher, routed)[0])
-    return found
+        backend = group_buffers(groups.tp_ep).communicator.backend
+    return RankTimes(backend=backend, intervals=found)
 
 
 def _routed(rank_idx: int, case: FlexCase) -> Routed:
@@ -155,13 +227,11 @@ def _dispatcher(module: Any, name: str, case: FlexCase, groups: Any, rank_idx: i
     return dispatcher
 
 
-def _step(
-    dispatcher: Any, routed: Routed
-) -> tuple[dict[str, tuple[int, int]], dict[str, torch.Tensor]]:
+def _step(dispatcher: Any, routed: Routed) -> tuple[dict[str, Interval], dict[str, torch.Tensor]]:
     """One forward and backward around experts that multiply by the weights; intervals and results."""
     x, routing_map, probs = routed
     x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
-    intervals: dict[str, tuple[int, int]] = {}
+    intervals: dict[str, Interval] = {}
 
     start = _start()
     hidden, token_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
@@ -219,26 +289,28 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=FlexCase.num_topk)
     parser.add_argument("--repeats", type=int, default=FlexCase.num_repeats)
     parser.add_argument("--clients", default=",".join(CLIENTS), help="comma-separated")
-    parser.add_argument("--json", type=Path, help="also write the result there")
+    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     # By its importable name: ranks are other processes.
     from benchmarks import megatron_flex
 
-    result = megatron_flex.bench(
-        megatron_flex.FlexCase(
-            num_ranks=args.ranks,
-            num_tokens=args.tokens,
-            hidden=args.hidden,
-            num_experts=args.experts,
-            num_topk=args.topk,
-            num_repeats=args.repeats,
-            clients=tuple(args.clients.split(",")),
-        )
+    case = megatron_flex.FlexCase(
+        num_ranks=args.ranks,
+        num_tokens=args.tokens,
+        hidden=args.hidden,
+        num_experts=args.experts,
+        num_topk=args.topk,
+        num_repeats=args.repeats,
+        clients=tuple(args.clients.split(",")),
     )
-    text = json.dumps(result, indent=1)
+    environment = collect_environment()
+    console = wide_console()
+    console.print(header_line(environment), soft_wrap=True)
+    rows = megatron_flex.bench(case)
+    console.print(megatron_flex.result_table(case, rows))
     if args.json is not None:
-        args.json.write_text(text + "\n")
-    print(text)
+        document = to_json(environment, rows, {})
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
