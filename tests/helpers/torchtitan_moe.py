@@ -26,6 +26,31 @@ def use_cpu() -> None:
     torchtitan.distributed.utils.set_spmd_backend("partial_dtensor")
 
 
+@functools.cache
+def use_hybridep_on_cpu() -> None:
+    """Let torchtitan's `hybridep` module run over `moe_comm.compat` on CPU tensors.
+
+    It imports a base class that torch calls by another name up to 2.13, and registers its operators'
+    kernels for CUDA alone; the functions are its own.
+    """
+    import torch._library.opaque_object as opaque_object
+
+    import moe_comm.compat
+
+    moe_comm.compat.install("deep_ep")
+    if not hasattr(opaque_object, "CustomClassBase"):
+        opaque_object.CustomClassBase = opaque_object.OpaqueBase
+    from torchtitan.distributed.deepep import hybridep
+
+    for operator in (
+        hybridep._dispatch_impl,
+        hybridep._combine_impl,
+        hybridep._dispatch_bwd_impl,
+        hybridep._combine_bwd_impl,
+    ):
+        operator.register_kernel("cpu")(operator._init_fn)
+
+
 def model_config(comm_backend: str = "standard", **options: Any) -> Any:
     """The configuration tree of the debug model, sharded for expert parallelism."""
     from torchtitan.models.deepseek_v3 import model_registry

@@ -47,13 +47,27 @@ def test_torchtitan_knows_the_class() -> None:
 
 
 def compare_with_all_to_all(
-    context: RankContext, dtype: torch.dtype, fields: dict[str, Any]
+    context: RankContext, dtype: torch.dtype, comm_backend: str, fields: dict[str, Any]
 ) -> list[str]:
     moe_config = torchtitan_moe.first_moe(torchtitan_moe.model_config())
     expected_moe = torchtitan_moe.build_moe(context, moe_config)
-    config = torchtitan_moe.model_config()
-    torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, fields)])
+    if comm_backend == "hybridep":
+        torchtitan_moe.use_hybridep_on_cpu()
+        config = torchtitan_moe.model_config(comm_backend)
+        hybrid_config = torchtitan_moe.first_moe(config)
+        dispatcher = hybrid_config.routed_experts.token_dispatcher
+        dispatcher.hidden_dim, dispatcher.num_max_tokens_per_rank = config.dim, 22
+        for name, value in fields.items():
+            setattr(dispatcher, name, value)
+    else:
+        config = torchtitan_moe.model_config(comm_backend)
+        torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, fields)])
     moe = torchtitan_moe.build_moe(context, torchtitan_moe.first_moe(config))
+    name = type(moe.routed_experts.token_dispatcher).__name__
+    wanted = (
+        "HybridEPTokenDispatcher" if comm_backend == "hybridep" else "TorchtitanTokenDispatcher"
+    )
+    assert name == wanted
     draw = torch.Generator().manual_seed(context.rank_idx)
     faults = []
     for step, num_tokens in enumerate((6, 11)):
@@ -87,7 +101,21 @@ def compare_with_all_to_all(
 def test_moe_layer_computes_what_it_does_with_all_to_all(
     dtype: torch.dtype, fields: dict[str, Any]
 ) -> None:
-    faults = run_ranks(compare_with_all_to_all, 2, dtype, fields)
+    faults = run_ranks(compare_with_all_to_all, 2, dtype, "standard", fields)
+    assert [text for rank in faults for text in rank] == []
+
+
+def compare_hybridep(context: RankContext) -> list[str]:
+    faults = []
+    for fields in ({}, {"pad_multiple": 8}, {"non_blocking_capacity_factor": 1.0}):
+        found = compare_with_all_to_all(context, torch.bfloat16, "hybridep", fields)
+        faults += [f"{fields}: {text}" for text in found]
+    return faults
+
+
+def test_torchtitans_own_hybridep_runs_over_the_deep_ep_module() -> None:
+    # Fresh processes: it installs a module and registers kernels.
+    faults = run_ranks(compare_hybridep, 2, fresh=True)
     assert [text for rank in faults for text in rank] == []
 
 
