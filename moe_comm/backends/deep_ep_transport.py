@@ -245,10 +245,10 @@ class DeepEpTransport:
         x, sf = rows.x, rows.sf
         row_bytes = x.shape[1] * x.element_size()
         if sf is not None and _is_pair(rows):
-            return x.to(self._device), sf.contiguous().to(self._device)
+            return x.to(self._device), _copied(sf).to(self._device)
         parts = [routing.as_bytes(x)]
         if sf is not None:
-            parts.append(routing.as_bytes(sf.contiguous()))
+            parts.append(routing.as_bytes(_copied(sf)))
             row_bytes += parts[-1].shape[1]
         padding = -row_bytes % _ROW_BYTES_MULTIPLE
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -269,8 +269,7 @@ class DeepEpTransport:
         if sf is None:
             return Rows(rows)
         scales = packed[:, end : end + sf.shape[1] * sf.element_size()]
-        # A copy always: a view of what begins between two elements would be refused.
-        return Rows(rows, scales.clone(memory_format=torch.contiguous_format).view(sf.dtype))
+        return Rows(rows, _copied(scales).view(sf.dtype))
 
     def _reserve(self, row_bytes: int) -> None:
         """A buffer for rows of that size; all ranks move rows of one size, so all grow together."""
@@ -310,6 +309,11 @@ class DeepEpTransport:
                 )
             )
             raise self._failure from error
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, whatever a single row or column passes for: it may have any stride or begin anywhere."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _is_pair(rows: Rows) -> bool:
