@@ -5,6 +5,9 @@ set -eu
 out=${1:?usage: run_suite.sh OUT_FOLDER [PEERS]}
 peers=${2-gloo,mpi}
 mkdir -p "$out"
+out=$(cd "$out" && pwd)
+# The clients of another framework live beside this file and are run as a module.
+cd "$(dirname "$0")/.."
 
 bench() {
   name=$1
@@ -21,3 +24,21 @@ done
 bench decode_2_ranks --ranks 2 --tokens 8 --hidden 2048 --peers "$peers"
 bench decode_4_ranks --ranks 4 --tokens 8 --hidden 2048 --peers "$peers"
 bench decode_8_ranks --ranks 8 --tokens 8 --hidden 2048 --peers "$peers"
+
+# Each of these takes turns with the plain call on the same input.
+bench fp8_2_ranks --ranks 2 --tokens 4096 --quantization fp8_block128
+bench fp8_packed_2_ranks --ranks 2 --tokens 4096 --quantization fp8_block128 \
+  --scale-format ue8m0 --column-major-scales
+bench mxfp8_2_ranks --ranks 2 --tokens 4096 --quantization mxfp8
+bench hybrid_ep_2_ranks --ranks 2 --tokens 4096 --api hybrid-ep
+for ranks in 2 4 8; do
+  bench "low_latency_${ranks}_ranks" --ranks "$ranks" --tokens 8 --hidden 2048 --layout low-latency
+done
+bench low_latency_fp8_2_ranks --ranks 2 --tokens 8 --hidden 2048 --layout low-latency \
+  --quantization fp8_block128
+
+if python -c 'import megatron.core' 2>/dev/null; then
+  python -W ignore -m benchmarks.megatron_flex --ranks 4 --json "$out/megatron_flex.json"
+else
+  echo "megatron_flex: not run, needs megatron-core (pip install megatron-core)"
+fi
