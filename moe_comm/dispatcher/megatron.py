@@ -256,9 +256,12 @@ class MegatronTokenDispatcher:
 
     def _folded(self, dense: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, TP x EP, num_local_experts]` of `[num_tokens, num_moe_experts]`."""
-        by_rank = dense.reshape(-1, self.ep_size, 1, self.num_local_experts)
+        if dense.shape[1:] != (self.ep_size * self.num_local_experts,):
+            return dense  # refused by the dispatch, on every rank
+        num_tokens = dense.shape[0]
+        by_rank = dense.reshape(num_tokens, self.ep_size, 1, self.num_local_experts)
         return by_rank.expand(-1, -1, self.tp_size, -1).reshape(
-            -1, self.ep_size * self.tp_size, self.num_local_experts
+            num_tokens, self.ep_size * self.tp_size, self.num_local_experts
         )
 
     def _check_experts(self) -> None:

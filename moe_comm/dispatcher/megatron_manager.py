@@ -166,12 +166,11 @@ class MegatronManager:
 
         Args:
             routing_map: bool `[num_tokens, num_ranks, num_local_experts]`, or any shape with as many
-                elements.
+                elements. What has another number is raised by `dispatch`, on every rank.
             probs: Of the same shape, any float dtype.
         """
-        num_tokens = routing_map.shape[0]
-        self.routing_map = routing_map.reshape(num_tokens, -1)
-        self.token_probs = probs.reshape(num_tokens, -1)
+        self.routing_map = self._by_expert(routing_map)
+        self.token_probs = self._by_expert(probs)
 
     def budget(self, num_tokens: int) -> int | None:
         """Rows of this rank's result for so many tokens a rank, or None for as many as arrive."""
@@ -296,6 +295,10 @@ class MegatronManager:
         if self.handle is None:
             return None
         return self._buffer.empty_expert_output(self.handle.places, hidden=hidden, dtype=dtype)
+
+    def _by_expert(self, dense: torch.Tensor) -> torch.Tensor:
+        shape = (dense.shape[0], self.num_experts)
+        return dense.reshape(shape) if dense.numel() == shape[0] * shape[1] else dense
 
     def _arrived(self, hidden_states: torch.Tensor) -> torch.Tensor:
         assert self._in_flight is not None

@@ -264,6 +264,37 @@ def test_mistakes() -> None:
     run_ranks(out_of_order, 2, mode="threads")
 
 
+def wrong_map(context: RankContext) -> str:
+    dispatcher = make_dispatcher(context)
+    batch = make_batches([4, 4], NUM_EXPERTS, 2)[context.rank_idx]
+    columns = NUM_EXPERTS - context.rank_idx
+    wrong = Batch(batch.x, batch.routing_map[:, :columns].contiguous(), batch.probs)
+    with pytest.raises(ValueError, match=r"\(4, 6\), got \(4, 5\)") as raised:
+        dispatch(dispatcher, wrong)
+    rows, _, _ = dispatch(dispatcher, batch)
+    assert torch.equal(combine(dispatcher, rows), batch.x * 2)
+    return str(raised.value)
+
+
+def test_a_wrong_map_of_one_rank_is_raised_on_all() -> None:
+    assert all("rank 1" in text for text in run_ranks(wrong_map, 2, mode="threads"))
+
+
+def default_group(context: RankContext) -> None:
+    """Without `pg_collection`: the default group, no TP."""
+    num_local = NUM_EXPERTS // context.num_ranks
+    indices = range(context.rank_idx * num_local, (context.rank_idx + 1) * num_local)
+    dispatcher = MegatronTokenDispatcher(num_local, indices, config_of())
+    assert (dispatcher.tp_size, dispatcher.ep_size) == (1, context.num_ranks)
+    batch = make_batches([4, 0], NUM_EXPERTS, 2)[context.rank_idx]
+    rows, _, _ = dispatch(dispatcher, batch)
+    assert torch.equal(combine(dispatcher, rows), batch.x * 2)
+
+
+def test_the_default_group() -> None:
+    run_ranks(default_group, 2)
+
+
 def test_alignment_of_a_configuration() -> None:
     assert alignment_of(config_of()) == 1
     assert alignment_of(config_of(fp8=None, fp4=None)) == 1
