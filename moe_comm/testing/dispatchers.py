@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from moe_comm import fused_a2a
 from moe_comm.config import Capacity
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
+from moe_comm.dispatcher.routing_map import routing_map_of_topk
 from moe_comm.dispatcher.sglang import (
     DeepEPLLCombineInput,
     DeepEPNormalCombineInput,
@@ -19,7 +22,12 @@ from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.group_buffers import GroupBuffers
 from moe_comm.testing.dispatcher_conformance import DispatcherTarget
-from moe_comm.testing.dispatcher_oracle import DispatcherCase, RankTokens, expert_output
+from moe_comm.testing.dispatcher_oracle import (
+    DispatcherCase,
+    RankTokens,
+    expert_output,
+    fixed_rows,
+)
 
 __all__ = ["DISPATCHERS", "local_experts", "most_tokens"]
 
@@ -257,6 +265,105 @@ def _run_vllm_batched(
     return _run_vllm(buffers, case, tokens, is_batched=True)
 
 
+def _megatron_places(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choices for as many places on every rank, as Megatron has them; places may be left unused.
+
+    Returns:
+        Places of a rank; routing map and probs of all places; ids of the experts of this rank's places.
+    """
+    owner = buffers.get(case.num_experts).expert_rank.to(torch.int64)
+    num_ranks = buffers.communicator.num_ranks
+    first = torch.searchsorted(owner, torch.arange(num_ranks))  # of contiguous blocks of experts
+    num_places = int(torch.bincount(owner, minlength=num_ranks).max())
+    place = owner * num_places + torch.arange(case.num_experts) - first[owner]
+    choices = torch.where(tokens.topk_idx < 0, -1, place[tokens.topk_idx.clamp(min=0)])
+    num_columns = num_places * num_ranks
+    routing_map, _ = routing_map_of_topk(choices, None, num_columns)
+    # Differentiable: what stands at an unused choice goes to a column of its own.
+    columns = choices.masked_fill(choices < 0, num_columns)
+    dense = torch.zeros(tokens.x.shape[0], num_columns + 1)
+    probs = dense.scatter(1, columns, tokens.topk_weights)[:, :-1]
+    mine = local_experts(buffers, case)
+    ids = torch.cat([mine, mine.new_zeros(num_places - mine.numel())])
+    return num_places, routing_map, probs, ids
+
+
+def _padded_experts(
+    rows: torch.Tensor, tokens_per_expert: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Experts on rows whose counts have the padding in them; NaN behind the last."""
+    offsets = torch.nn.functional.pad(tokens_per_expert.cumsum(0), (1, 0))
+    return _grouped_experts(rows, offsets, tokens_per_expert, ids)
+
+
+def _run_megatron(buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens) -> torch.Tensor:
+    num_places, routing_map, probs, ids = _megatron_places(buffers, case, tokens)
+    ranks = buffers.communicator
+    dispatcher = MegatronTokenDispatcher(
+        num_places,
+        range(ranks.rank_idx * num_places, (ranks.rank_idx + 1) * num_places),
+        types.SimpleNamespace(
+            num_moe_experts=num_places * ranks.num_ranks, moe_router_topk=case.num_topk
+        ),
+        types.SimpleNamespace(ep=buffers.group, expt_tp=_ONE_RANK, tp_ep=buffers.group),
+    )
+    dispatcher._comm_manager = MegatronManager(
+        buffers.group,
+        num_places,
+        expert_alignment=case.expert_alignment,
+        quantization=case.quantization,
+    )
+    hidden, token_probs = dispatcher.dispatch_preprocess(tokens.x[None], routing_map, probs)
+    rows, row_probs = dispatcher.token_dispatch(hidden, token_probs)
+    rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+    assert counts is not None
+    assert row_probs is not None
+    out = _padded_experts(rows, counts, ids)
+    out = (out * row_probs[:, None]).to(case.dtype)
+    out = dispatcher.token_combine(dispatcher.combine_preprocess(out))
+    return dispatcher.combine_postprocess(out)[0]
+
+
+_ONE_RANK = types.SimpleNamespace(rank_idx=0, num_ranks=1)
+
+
+def _run_hybrid_ep(buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens) -> torch.Tensor:
+    num_places, routing_map, probs, ids = _megatron_places(buffers, case, tokens)
+    num_rows = None
+    if case.capacity_factor is not None:
+        num_rows = fixed_rows(case, buffers.communicator.rank_idx)
+    rows, row_probs, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
+        tokens.x,
+        routing_map,
+        probs,
+        buffers.group,
+        num_places,
+        num_permuted_tokens=num_rows,
+        pad_multiple=case.expert_alignment,
+    )
+    assert row_probs is not None
+    out = (_padded_experts(rows, counts, ids) * row_probs[:, None]).to(case.dtype)
+    return fused_a2a.hybrid_ep_combine(out, handle, num_rows, case.expert_alignment)
+
+
+def _run_fused(buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens) -> torch.Tensor:
+    rows, ids, weights, _, handle = fused_a2a.fused_dispatch(
+        tokens.x, tokens.topk_idx, tokens.topk_weights, case.num_experts, buffers.group
+    )
+    assert weights is not None
+    out = torch.zeros(rows.shape)
+    experts = local_experts(buffers, case)
+    for topk_pos in range(ids.shape[1]):
+        is_local = ids[:, topk_pos] >= 0
+        here = is_local.nonzero().flatten()
+        part = expert_output(rows[here], experts[ids[here, topk_pos]])
+        out = out.index_add(0, here, part.float() * weights[here, topk_pos, None])
+    y, _ = fused_a2a.fused_combine(out.to(case.dtype), buffers.group, handle)
+    return y
+
+
 _TRAINING = frozenset({"backward", "fp8", "rows per expert"})
 
 DISPATCHERS: tuple[DispatcherTarget, ...] = (
@@ -269,6 +376,24 @@ DISPATCHERS: tuple[DispatcherTarget, ...] = (
     ),
     DispatcherTarget(
         name="torchtitan", run=_run_torchtitan, features=frozenset({"backward", "rows"})
+    ),
+    DispatcherTarget(
+        name="megatron",
+        run=_run_megatron,
+        features=frozenset({"backward", "fp8"}),
+        num_roundings=2,
+    ),
+    DispatcherTarget(
+        name="fused_a2a, HybridEP",
+        run=_run_hybrid_ep,
+        features=frozenset({"backward", "rows"}),
+        num_roundings=2,
+    ),
+    DispatcherTarget(
+        name="fused_a2a",
+        run=_run_fused,
+        features=frozenset({"backward"}),
+        num_roundings=2,
     ),
     DispatcherTarget(
         name="sglang normal",
