@@ -66,9 +66,9 @@ class DeepEpBackend(CollectiveBackend):
         rows = self._rows
         if isinstance(rows, DeepEpRows):
             if self._progress.is_idle():
-                rows.transport.destroy()
+                rows.destroy()
             else:
-                self._progress.submit(rows.transport.destroy)
+                self._progress.submit(rows.destroy)
         super().destroy()
 
 
@@ -107,6 +107,11 @@ class DeepEpRows(RowMover):
         self._num_local_experts = num_local_experts
         # By what a plan says: a plan that was exported and imported again finds its route.
         self._routes: collections.OrderedDict[bytes, _Route] = collections.OrderedDict()
+
+    def destroy(self) -> None:
+        """Let go of DeepEP's buffer and handles. Local, idempotent."""
+        self._routes.clear()
+        self.transport.destroy()
 
     def dispatch(
         self,

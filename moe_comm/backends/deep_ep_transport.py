@@ -237,8 +237,10 @@ class DeepEpTransport:
             )
 
     def destroy(self) -> None:
-        """Drop the buffer; idempotent."""
-        self._buffer = None
+        """Let go of the buffer; idempotent. Not collective, but DeepEP itself may wait for its peers."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None and not self._is_bound:
+            buffer.destroy()
 
     def _encode(self, rows: Rows) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """What DeepEP moves: a pair that it knows, or bytes that look like bfloat16."""
@@ -279,11 +281,13 @@ class DeepEpTransport:
             self._module.Buffer.get_dispatch_config(self._num_ranks),
             self._module.Buffer.get_combine_config(self._num_ranks),
         ]
-        self._buffer = None  # before the next: its memory is wanted
+        self.destroy()  # before the next: its memory is wanted
         self._buffer = self._module.Buffer(
             self._group,
             max(c.get_nvl_buffer_size_hint(row_bytes, self._num_ranks) for c in configs),
             max(c.get_rdma_buffer_size_hint(row_bytes, self._num_ranks) for c in configs),
+            # DeepEP's destroy() is a barrier; without it, its destructor frees what it holds.
+            explicitly_destroy=not self._is_bound,
         )
         self._row_bytes = row_bytes
         self.generation += 1

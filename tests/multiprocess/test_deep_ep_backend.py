@@ -22,6 +22,7 @@ from moe_comm import (
     EpConfig,
     Layout,
     compat,
+    group_buffers,
 )
 from moe_comm.backends.deep_ep_transport import problem_with_deep_ep
 from moe_comm.compat import deep_ep
@@ -294,6 +295,41 @@ def test_limits_of_deep_ep_are_refused_before_it_is_called() -> None:
         "DeepEP takes at most 32 choices, got 33",
     ]
     assert run_ranks(exceed_limits, 2) == [want, want]
+
+
+def share_by_group(context: RankContext) -> bool:
+    """Buffers of a group that DeepEP moves for, over a deep_ep that looks for buffers of its group."""
+    x, topk_idx, weights = tokens_of(context.rank_idx)
+    compat.install("deep_ep")
+    try:
+        shared = group_buffers.group_buffers(context.group, backend="deep_ep")
+        buffer = shared.get(CONFIG.num_experts)
+        result = buffer.dispatch(x, topk_idx, weights)
+        backends = {buffer.backend, shared.communicator.backend}
+        shared.destroy()
+    finally:
+        compat.uninstall("deep_ep")
+    return backends == {"deep_ep"} and result.x.shape[1] == x.shape[1]
+
+
+def test_deep_ep_below_itself_is_another_group() -> None:
+    assert run_ranks(share_by_group, 2) == [True, True]
+
+
+def grow(context: RankContext) -> bool:
+    """A handle outlives the buffer that made it: rows that need a larger one come between."""
+    x, topk_idx, weights = tokens_of(context.rank_idx)
+    with CommunicatorWithDeepEp(context.group) as communicator:
+        buffer = EpBuffer(communicator, dataclasses.replace(CONFIG, hidden=None))
+        first = buffer.dispatch(x, topk_idx, weights, layout=Layout.RANK_MAJOR)
+        sums = buffer.combine(first.x, first.handle).clone()
+        wide = buffer.dispatch(torch.cat([x] * 20, dim=1), None, handle=first.handle)
+        same = torch.equal(wide.x[:, :256], first.x) and torch.equal(wide.x[:, -256:], first.x)
+        return same and torch.equal(buffer.combine(first.x, first.handle), sums)
+
+
+def test_wider_rows_come_later() -> None:
+    assert run_ranks(grow, 2) == [True, True]
 
 
 def fail_inside(context: RankContext) -> str:
