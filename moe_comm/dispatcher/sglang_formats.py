@@ -127,7 +127,8 @@ def _sglang() -> tuple[Any, Any] | None:
         return importlib.import_module(f"{package}.base"), importlib.import_module(
             f"{package}.deepep"
         )
-    except ImportError:  # it imports its kernels, which a machine without a GPU may lack
+    except (ImportError, RuntimeError, OSError, AttributeError):
+        # It imports its kernels, which fail in many ways on a machine without a GPU.
         return None
 
 

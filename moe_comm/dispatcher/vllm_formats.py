@@ -50,7 +50,8 @@ def vllm_module(name: str) -> Any:
         return None
     try:
         return importlib.import_module(f"vllm.{name}")
-    except ImportError:  # it imports its kernels, which a machine without a GPU may lack
+    except (ImportError, RuntimeError, OSError, AttributeError):
+        # It imports its kernels, which fail in many ways on a machine without a GPU.
         return None
 
 
