@@ -21,7 +21,7 @@ __all__ = ["gather_rows", "has_triton", "place_rows", "quantize_rows", "sum_rows
 
 def has_triton(device: torch.device) -> bool:
     """Whether rows on `device` are worked on by Triton."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and _is_triton_installed()
 
 
 def gather_rows(rows: torch.Tensor, row_idx: torch.Tensor, out: torch.Tensor) -> None:
@@ -68,6 +68,11 @@ def quantize_rows(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Te
     row_major = dataclasses.replace(quantization, is_column_major=False)
     data, sf = _triton().quantize(x.detach(), row_major)
     return data, sf
+
+
+@functools.cache
+def _is_triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
