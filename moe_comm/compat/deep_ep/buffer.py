@@ -21,10 +21,11 @@ from moe_comm.compat.deep_ep.arguments import (
     num_channels,
     passed,
 )
+from moe_comm.compat.deep_ep.combining import Bias
 from moe_comm.compat.deep_ep.config import Config
 from moe_comm.compat.deep_ep.group import GroupOwner, MpiRanks, checked
 from moe_comm.compat.deep_ep.handles import LowLatencyHandle, RankMajorHandle
-from moe_comm.compat.deep_ep.rank_major import Bias, Rows
+from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.config import default_expert_rank
 

@@ -10,17 +10,17 @@ from moe_comm.backends import arithmetic
 from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import routing
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
+from moe_comm.compat.deep_ep.combining import Bias, Combined, check_biases, combine_rows
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner, checked
 from moe_comm.compat.deep_ep.handles import RankMajorHandle
-from moe_comm.compat.deep_ep.utils.event import EventHandle
+from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.config import Capacity, Layout
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
-from moe_comm.handles import CombineResult, DispatchResult
+from moe_comm.handles import DispatchResult
 
 __all__ = [
     "Arrived",
-    "Bias",
     "Combined",
     "Rows",
     "Sending",
@@ -29,8 +29,6 @@ __all__ = [
     "dispatch_cached",
 ]
 
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 _NUM_SOURCE_COLUMNS = 2  # token index and number of tokens, sent along with every row
 
@@ -74,15 +72,6 @@ class Arrived:
     handle: RankMajorHandle
 
 
-@dataclasses.dataclass(frozen=True)
-class Combined:
-    """Sums `[N, H]`, pulled weights `[N, K]` or None, and when both are there."""
-
-    x: torch.Tensor
-    topk_weights: torch.Tensor | None
-    event: EventHandle
-
-
 def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
     """Send every token once to every rank it goes to. Collective.
 
@@ -92,7 +81,8 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         check_sending(owner, buffer, sending)
-        return (*_rows_with_source(sending.x), _choices(buffer, sending))
+        source = _source_columns(check_rows(sending.x).shape[0])
+        return (*packed(sending.x, source), _choices(buffer, sending))
 
     data, wire_scales, choices = checked(buffer, "dispatch", prepare)
     num_worst_tokens = sending.num_worst_tokens
@@ -110,7 +100,7 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
     counts = _expert_counts(owner, buffer, sending, result)
     source = result.x_sf[:, -_NUM_SOURCE_COLUMNS:]
     return Arrived(
-        x=_received_rows(sending.x, result.x, result.x_sf[:, :-_NUM_SOURCE_COLUMNS]),
+        x=unpacked(sending.x, result.x, result.x_sf[:, :-_NUM_SOURCE_COLUMNS]),
         topk_idx=None if sending.topk_idx is None else result.topk_idx,
         topk_weights=result.topk_weights,
         num_tokens_per_expert=counts,
@@ -168,26 +158,6 @@ def check_sending(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> None
         )
 
 
-def check_rows(x: Rows) -> torch.Tensor:
-    """The data of what is to be sent.
-
-    Raises:
-        ValueError: A shape is wrong.
-        TypeError: A dtype or type is wrong.
-    """
-    if not isinstance(x, tuple):
-        return check_tensor("x", x, (None, None))
-    if len(x) != 2:
-        raise ValueError(f"x must be a tensor or a pair (data, scales), got {len(x)} values")
-    data = check_tensor("data of x", x[0], (None, None))
-    if data.dtype.itemsize != 1:
-        raise TypeError(f"data of x must have elements of one byte, got {data.dtype}")
-    check_tensor(
-        "scales of x", x[1], (data.shape[0], None), torch.float32, torch.int32, strided=True
-    )
-    return data
-
-
 def dispatch_cached(handle: RankMajorHandle, x: Rows) -> Rows:
     """Send to the places of an earlier dispatch. Collective."""
     buffer = handle.buffer
@@ -223,96 +193,18 @@ def combine(
         if topk_weights is not None and not handle.has_topk:
             raise ValueError("topk_weights are given, the handle's dispatch had no topk_idx")
         shape = (native.num_tokens, rows.shape[1])
-        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
-        if len(biases) > 2:
-            raise ValueError(f"bias must be None, a tensor or a pair, got {len(biases)} values")
-        for each in biases:
-            check_tensor("bias", each, shape, rows.dtype)
-        return rows.detach(), [each.detach() for each in biases]
+        return rows.detach(), check_biases(bias, shape, rows.dtype)
 
     rows, biases = checked(buffer, "combine", prepare)
-    weights = None if topk_weights is None else topk_weights.detach()
-    if biases:
-        return _combine_with_bias(owner, handle, rows, weights, biases)
-    if not async_op:
-        if weights is None:
-            return Combined(buffer.combine(rows, native), None, EventHandle())
-        combined = buffer.combine(rows, native, row_weights=weights)
-        assert isinstance(combined, CombineResult)
-        return Combined(combined.x, combined.topk_weights, EventHandle())
-    # Shapes are known, so memory of our own can be handed out before the sums are in it.
-    sums = rows.new_empty((native.num_tokens, rows.shape[1]))
-    pulled = None if weights is None else weights.new_empty((native.num_tokens, native.num_topk))
-    pending = buffer.combine(rows, native, row_weights=weights, out=sums, async_op=True)
-    assert isinstance(pending, CombineResult)
-
-    def finish() -> None:
-        if pulled is not None and pending.topk_weights is not None:
-            pulled.copy_(pending.topk_weights)
-
-    return Combined(sums, pulled, EventHandle.of(pending.event, finish))
+    return combine_rows(owner, buffer, native, rows, topk_weights, biases, async_op=async_op)
 
 
-def _combine_with_bias(
-    owner: GroupOwner,
-    handle: RankMajorHandle,
-    rows: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    biases: list[torch.Tensor],
-) -> Combined:
-    """Bring the rows back unsummed and add them to the biases, in one rounding.
-
-    Adding a bias to finished sums would round twice and in another order.
-    """
-    native, is_in_rank = handle.native, handle[4]
-    # Also tells the ranks that give no bias, who are in another kind of combine.
-    shape = (native.num_recv_tokens, native.num_recv_topk)
-    weights = rows.new_zeros(shape, dtype=torch.float32) if topk_weights is None else topk_weights
-    pulled = handle.buffer.combine(None, native, row_weights=weights)
-    assert isinstance(pulled, CombineResult)
-
-    rank_ends = handle[0][:, owner.rank_idx].to(torch.int64)
-    per_source = rank_ends.diff(prepend=rank_ends.new_zeros(1))
-    sources = torch.full((native.num_recv_tokens, 1), -1, dtype=torch.int64)
-    num_filled = int(rank_ends[-1])
-    sources[:num_filled, 0] = torch.repeat_interleave(torch.arange(owner.num_ranks), per_source)
-    by_rank = owner.shared().get(owner.num_ranks)
-    returned = by_rank.dispatch(rows, sources, layout=Layout.RANK_MAJOR).x
-
-    # Rows come back in order of (rank that held it, token).
-    per_holder = is_in_rank.sum(0)
-    first = per_holder.cumsum(0) - per_holder
-    place = is_in_rank.cumsum(0) - 1 + first + len(biases) * native.num_tokens
-    tokens = torch.arange(native.num_tokens)
-    positions = torch.cat(
-        [
-            torch.stack([tokens + i * native.num_tokens for i in range(len(biases))], dim=1),
-            place.masked_fill(~is_in_rank, -1),
-        ],
-        dim=1,
-    )
-    sums = arithmetic.sum_rows(torch.cat([*biases, returned]), positions)
-    return Combined(sums, None if topk_weights is None else pulled.topk_weights, EventHandle())
-
-
-def _rows_with_source(x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as bytes, and int32 columns that travel with them: scales, token index, tokens here."""
-    data, scales = x if isinstance(x, tuple) else (x, None)
-    num_tokens = data.shape[0]
+def _source_columns(num_tokens: int) -> torch.Tensor:
+    """int32 `[N, 2]`: token index, number of tokens."""
     source = torch.empty(num_tokens, _NUM_SOURCE_COLUMNS, dtype=torch.int32)
     source[:, 0] = torch.arange(num_tokens, dtype=torch.int32)
     source[:, 1] = num_tokens
-    data = data.detach()
-    if scales is None:
-        return data.view(torch.uint8), source
-    bits = scales.detach().contiguous().view(torch.int32)
-    return data, torch.cat([bits, source], dim=1)
-
-
-def _received_rows(x: Rows, data: torch.Tensor, scale_bits: torch.Tensor) -> Rows:
-    if not isinstance(x, tuple):
-        return data.view(x.dtype)
-    return data, scale_bits.contiguous().view(x[1].dtype)
+    return source
 
 
 def _choices(buffer: EpBuffer, sending: Sending) -> torch.Tensor:
