@@ -90,7 +90,7 @@ def _run_rank(
     want = expected(case, context.rank_idx)
     tokens = all_tokens(case)[context.rank_idx]
     buffers = group_buffers(context.group, backend=backend)
-    faults = []
+    faults: list[str] = []
     first: list[torch.Tensor] = []
     try:
         for round_idx in range(num_rounds):
@@ -143,7 +143,7 @@ def _compare(
                 (4 * eps + case.hidden**0.5 * eps_f32) * want.grad_weights_size,
             ),
         ]
-    faults = []
+    faults: list[str] = []
     for name, actual, reference, bound in comparisons:
         error = (actual.double() - reference).norm(dim=-1)
         is_bad = ~(error <= bound)  # NaN is bad
