@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_comm import fused_a2a
 from moe_comm.group_buffers import group_buffers
@@ -15,6 +17,15 @@ from tests.helpers.routed import Batch, expected_counts, expected_rows, make_bat
 
 BACKENDS = ["host", "reference"]
 NUM_EXPERTS = 6
+
+
+@pytest.fixture(autouse=True)
+def forget_groups() -> Iterator[None]:
+    """Ranks that were threads have ended; a process group would say when it is destroyed."""
+    yield
+    fused_a2a._buffers.clear()
+    fused_a2a._hybrid_ep_buffers.clear()
+    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
 
 
 def local_experts(context: RankContext, num_experts: int = NUM_EXPERTS) -> range:
@@ -480,3 +491,21 @@ def test_names_of_the_imitated_module() -> None:
 def test_a_failure_names_its_rank() -> None:
     with pytest.raises(RankError, match="rank 1"):
         run_ranks(bad_call, 2, "map", mode="threads")
+
+
+def destroyed_group(context: RankContext) -> None:
+    group = dist.new_group(range(context.num_ranks))
+    mine = make_batches([4, 4], NUM_EXPERTS, 2)[context.rank_idx]
+    routing = (mine.x, mine.routing_map, mine.probs)
+    fused_a2a.hybrid_ep_dispatch(*routing, group, 3)
+    fused_a2a.get_buffer(group, 64)
+    held = [fused_a2a._buffers, fused_a2a._hybrid_ep_buffers]
+    assert all(id(group) in buffers for buffers in held)
+    dist.destroy_process_group(group)
+    fused_a2a.hybrid_ep_dispatch(*routing, context.group, 3)
+    fused_a2a.get_buffer(context.group, 64)
+    assert not any(id(group) in buffers for buffers in held)
+
+
+def test_the_buffer_of_a_destroyed_group_is_dropped() -> None:
+    run_ranks(destroyed_group, 2)

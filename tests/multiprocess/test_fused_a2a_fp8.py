@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,6 +15,15 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.routed import expected_rows, make_batches
 
 NUM_EXPERTS, HIDDEN = 4, 160  # a block of 128 and one of 32
+
+
+@pytest.fixture(autouse=True)
+def forget_groups() -> Iterator[None]:
+    """Ranks that were threads have ended; a process group would say when it is destroyed."""
+    yield
+    fused_a2a._buffers.clear()
+    fused_a2a._hybrid_ep_buffers.clear()
+    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
 
 
 def fp8_layer(context: RankContext, backend: str) -> None:
