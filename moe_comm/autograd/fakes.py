@@ -38,7 +38,7 @@ def dispatch(
         num_rows = torch.library.get_ctx().new_dynamic_size()
     num_recv_topk: int | torch.SymInt = num_topk
     if by_rank and not fixed_topk:
-        num_recv_topk = torch.library.get_ctx().new_dynamic_size()
+        num_recv_topk = torch.library.get_ctx().new_dynamic_size(min=1)
     num_slots = min(num_topk, num_ranks) if by_rank else num_topk
     weights = x.new_empty(0, dtype=torch.float32)
     if topk_weights is not None:

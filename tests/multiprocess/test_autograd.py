@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm import Communicator, EpBuffer, EpConfig, Layout
+from moe_comm import Capacity, Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.testing.launch import RankContext, RankError, run_ranks
 from tests.helpers.moe_layer import (
     MoeLayer,
@@ -30,6 +30,7 @@ class Case:
     place: str = "dispatch"
     num_tokens: tuple[int, ...] = (3, 2)
     expert_rank: tuple[int, ...] | None = None
+    capacity: Capacity | None = None
 
 
 PLACES = [
@@ -41,6 +42,18 @@ PLACES = [
     pytest.param(
         Case(layout=Layout.RANK_MAJOR, num_tokens=(2, 0, 3), expert_rank=(2, 0, 2, 0, 0)),
         id="three_ranks",
+    ),
+    pytest.param(Case(layout=Layout.LOW_LATENCY, place="combine"), id="low_latency-combine"),
+    pytest.param(
+        Case(layout=Layout.LOW_LATENCY, num_tokens=(4, 0)), id="low_latency-dispatch-no_tokens"
+    ),
+    pytest.param(
+        Case(place="combine", capacity=Capacity(num_rows_per_expert=1, on_overflow="drop")),
+        id="drops_per_expert",
+    ),
+    pytest.param(
+        Case(capacity=Capacity(num_rows=2, on_overflow="drop"), num_tokens=(4, 2)),
+        id="drops_per_rank",
     ),
 ]
 
@@ -79,7 +92,8 @@ def moe(
         topk_weights if case.place == "dispatch" else None,
         buffer=buffer,
         layout=case.layout,
-        expert_alignment=2,
+        expert_alignment=1 if case.layout is Layout.LOW_LATENCY else 2,
+        capacity=case.capacity,
     )
     out = expert_scale(result.x, result, buffer, case.layout, scale)
     return moe_comm.combine(
