@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-__all__ = ["Expectations", "difference"]
+__all__ = ["Expectations", "difference", "flat_copy"]
 
 
 def difference(got: object, want: torch.Tensor | None) -> str | None:
@@ -41,17 +41,18 @@ def difference(got: object, want: torch.Tensor | None) -> str | None:
 def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     # As bytes: not every dtype can be indexed.
     row_bytes = tensor.shape[1:].numel() * tensor.element_size()
-    raw = _packed(tensor).view(torch.uint8).view(len(rows), row_bytes)[rows]
+    raw = flat_copy(tensor).view(torch.uint8).view(len(rows), row_bytes)[rows]
     return raw.view(-1).view(tensor.dtype).view(len(raw), *tensor.shape[1:])
 
 
 def _element_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """As uint8 `[numel, itemsize]`."""
-    return _packed(tensor.cpu()).view(torch.uint8).view(tensor.numel(), tensor.element_size())
+    return flat_copy(tensor.cpu()).view(torch.uint8).view(tensor.numel(), tensor.element_size())
 
 
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat copy. A contiguous tensor of one column may have any stride, which a view refuses."""
+def flat_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements end to end."""
+    # Not by views: a contiguous tensor of one column may have any stride, which a view refuses.
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1)
 
 

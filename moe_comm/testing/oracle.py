@@ -17,6 +17,7 @@ from moe_comm.backends import arithmetic
 from moe_comm.config import Capacity, Layout
 from moe_comm.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput, random_weights, rows_of_case, seeded
+from moe_comm.testing.compare import flat_copy
 from moe_comm.testing.quantized_oracle import quantized_rows
 
 __all__ = ["Expected", "ExpectedSums", "ExpectedWindow", "Oracle"]
@@ -457,9 +458,7 @@ class Oracle:
 def _taken(rows: Sequence[torch.Tensor], origin: list[int]) -> torch.Tensor:
     """`[M, n]`: row `origin[i]` of all rows end to end, as bytes; zero where it is -1."""
     row_bytes = rows[0].shape[1] * rows[0].element_size()
-    flat = [
-        some.contiguous().view(-1).view(torch.uint8).view(len(some), row_bytes) for some in rows
-    ]
+    flat = [flat_copy(some).view(torch.uint8).view(len(some), row_bytes) for some in rows]
     # One more row, of zeros, is the last one, which -1 means.
     source = torch.cat([*flat, torch.zeros(1, row_bytes, dtype=torch.uint8)])
     taken = source[torch.tensor(origin, dtype=torch.int64)]
