@@ -131,15 +131,17 @@ class PendingCombine:
     """A combine that may be in flight.
 
     Args:
-        result: What comes back.
+        result: What comes back; the sums themselves where they are there already.
         handle: Of the rows.
     """
 
-    result: CombineResult
+    result: CombineResult | torch.Tensor
     handle: PermutedHandle
 
     def wait(self) -> torch.Tensor:
         """The sums, not differentiable."""
+        if isinstance(self.result, torch.Tensor):
+            return self.result
         self.result.event.wait()
         return self.result.x
 
@@ -214,12 +216,8 @@ def start_combine(
         handle: Of the dispatch that brought them.
         async_op: Return while the sums are in flight; rows must not be overwritten before the end.
     """
-    result = handle.buffer.combine(_plain(rows), handle.places, async_op=True)
-    assert isinstance(result, CombineResult)
-    pending = PendingCombine(result=result, handle=handle)
-    if not async_op:
-        pending.wait()
-    return pending
+    result = handle.buffer.combine(_plain(rows), handle.places, async_op=async_op)
+    return PendingCombine(result=result, handle=handle)
 
 
 def gradient_of_dispatch(
