@@ -16,7 +16,7 @@ from tests.helpers.deep_ep_oracle import Case
 
 CASE = Case("bad_input", 6, 2, 64, (5, 4), share_unused=0.0)
 NUM_MAX = 8
-BACKENDS = ["reference", "host"]
+BACKENDS = ["reference", "collective", "host"]
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import CASES, Case, Given
 
-BACKENDS = ["reference", "host"]
+BACKENDS = ["reference", "collective", "host"]
 NUM_SMS = 6
 
 

@@ -11,7 +11,7 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import Case, Given
 
-BACKENDS = ["reference", "host"]
+BACKENDS = ["reference", "collective", "host"]
 PAD = 4
 
 # Experts divide by ranks, as the constructor's num_local_experts says.

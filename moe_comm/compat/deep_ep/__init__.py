@@ -9,6 +9,12 @@ from __future__ import annotations
 from moe_comm._version import __version__
 from moe_comm.compat.deep_ep.buffer import Buffer
 from moe_comm.compat.deep_ep.config import Config, topk_idx_t
+from moe_comm.compat.deep_ep.elastic import (
+    ElasticBuffer,
+    EPHandle,
+    get_logical_domain_size,
+    get_physical_domain_size,
+)
 from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
 from moe_comm.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
@@ -16,10 +22,14 @@ from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
     "HybridEpConfigInstance",
     "__version__",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
     "topk_idx_t",
 ]

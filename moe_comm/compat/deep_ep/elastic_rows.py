@@ -1,0 +1,300 @@
+"""What travels for `ElasticBuffer`, and the handle with everything its callers read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moe_comm.backends import quantized
+from moe_comm.buffer import EpBuffer
+from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
+from moe_comm.compat.deep_ep.config import topk_idx_t
+from moe_comm.compat.deep_ep.group import GroupOwner
+from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
+from moe_comm.compat.deep_ep.utils.math import align
+from moe_comm.config import Capacity, Layout
+from moe_comm.handles import DispatchHandle, DispatchResult
+
+__all__ = ["Arrived", "EPHandle", "Sending", "dispatch", "dispatch_cached"]
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class EPHandle:
+    """What a dispatch leaves for combine and cached dispatch.
+
+    Args:
+        do_expand: Rows are one per token and local expert.
+        num_experts: E.
+        expert_alignment: Rows or counts per expert are rounded to a multiple.
+        num_max_tokens_per_rank: As the dispatch had it.
+        num_sms: As the dispatch had it.
+        topk_idx: int64 `[N, K]`.
+        num_recv_tokens: Tokens received, each once.
+        num_expanded_tokens: Rows with padding, with `do_expand`; else 0.
+        num_recv_tokens_per_expert_list: Rounded counts of local experts.
+        psum_num_recv_tokens_per_scaleup_rank: int32 `[R]`, inclusive.
+        psum_num_recv_tokens_per_expert: int32 `[El]`: inclusive sums of the rounded counts; with
+            `do_expand` the end of each expert's rows without its padding.
+        num_unaligned_recv_tokens_per_expert: int32 `[El]`.
+        recv_src_metadata: int32 `[num_recv_tokens, 2 + K]`: source rank * num_max + token; this rank
+            * K + first of the choices that are here; then, with `do_expand`, the row of every choice
+            or -1 (else -1).
+        dst_buffer_slot_idx: None, like the next two: of kernels that do not exist here.
+        token_metadata_at_forward: None.
+        channel_linked_list: None.
+        buffer: That made the dispatch.
+        native: What combine needs.
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor
+    num_unaligned_recv_tokens_per_expert: torch.Tensor
+    recv_src_metadata: torch.Tensor
+    dst_buffer_slot_idx: None = None
+    token_metadata_at_forward: None = None
+    channel_linked_list: None = None
+    buffer: EpBuffer
+    native: DispatchHandle
+
+
+@dataclasses.dataclass(frozen=True)
+class Sending:
+    """What a rank gives to a dispatch; see `ElasticBuffer.dispatch`."""
+
+    x: Rows
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    num_max_tokens: int
+    expert_alignment: int
+    is_exact: bool
+    is_expanded: bool
+    is_column_major: bool
+    copies_topk_idx: bool
+    num_sms: int
+
+    def check(self, buffer: EpBuffer, handle: object) -> None:
+        """Shapes and dtypes.
+
+        Raises:
+            ValueError: A shape or size is wrong.
+            TypeError: A dtype or type is wrong.
+        """
+        num_tokens = check_rows(self.x).shape[0]
+        check_ints(1, expert_alignment=self.expert_alignment)
+        if num_tokens > self.num_max_tokens:
+            raise ValueError(
+                f"x has {num_tokens} tokens, more than num_max_tokens_per_rank = {self.num_max_tokens}"
+            )
+        if handle is not None:
+            if not isinstance(handle, EPHandle):
+                raise TypeError(f"handle must be an EPHandle, got {type(handle).__name__}")
+            if self.topk_idx is not None:
+                raise ValueError("topk_idx must be None with a handle, which holds the choices")
+            if self.is_expanded and not handle.do_expand:
+                raise ValueError("do_expand is True, the handle's dispatch had False")
+            if self.expert_alignment not in (1, handle.expert_alignment):
+                raise ValueError(
+                    f"expert_alignment is {self.expert_alignment}, the handle's is "
+                    f"{handle.expert_alignment}"
+                )
+            choices = handle.topk_idx
+        else:
+            choices = check_tensor("topk_idx", self.topk_idx, (num_tokens, None), topk_idx_t)
+        if self.topk_weights is not None:
+            shape = (num_tokens, choices.shape[1])
+            check_tensor("topk_weights", self.topk_weights, shape, torch.float32)
+
+    def capacity(self, buffer: EpBuffer, num_ranks: int) -> Capacity | None:
+        """The worst case of rows, where the result is not to depend on data."""
+        if self.is_exact:
+            return None
+        num_rows = num_ranks * self.num_max_tokens
+        if self.is_expanded:
+            assert self.topk_idx is not None
+            num_local = buffer.num_local_experts
+            num_rows *= min(self.topk_idx.shape[1], num_local)
+            num_rows += (self.expert_alignment - 1) * num_local
+            num_rows = align(num_rows, self.expert_alignment)
+        return Capacity(num_rows=num_rows, on_overflow="raise")
+
+    def arrange(self, rows: Rows) -> Rows:
+        """Scales in the order that was asked for."""
+        if isinstance(rows, tuple) and self.is_column_major:
+            return rows[0], quantized.column_major(rows[1])
+        return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """What `ElasticBuffer.dispatch` hands out, without the event."""
+
+    x: Rows
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    handle: EPHandle
+
+
+def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
+    """Send rows with their choices, weights and index beside them. Collective."""
+    topk_idx = sending.topk_idx
+    assert topk_idx is not None
+    num_tokens, num_topk = topk_idx.shape
+    columns = [topk_idx.to(torch.int32), torch.arange(num_tokens, dtype=torch.int32)[:, None]]
+    # Expanded rows bring the weight of their choice in its own place.
+    weights = None if sending.topk_weights is None else sending.topk_weights.detach()
+    if weights is not None and not sending.is_expanded:
+        columns.append(weights.contiguous().view(torch.int32))
+    beside = torch.cat(columns, dim=1)
+    result = buffer.dispatch(
+        packed(sending.x, beside),
+        topk_idx,
+        weights if sending.is_expanded else None,
+        layout=Layout.EXPERT_MAJOR if sending.is_expanded else Layout.RANK_MAJOR,
+        expert_alignment=sending.expert_alignment if sending.is_expanded else 1,
+        capacity=sending.capacity(buffer, owner.num_ranks),
+    )
+    assert result.x_sf is not None
+    own_columns = result.x_sf[:, result.x_sf.shape[1] - beside.shape[1] :]
+    scale_bits = result.x_sf[:, : result.x_sf.shape[1] - beside.shape[1]]
+    recv_weights = result.topk_weights
+    if weights is not None and not sending.is_expanded:
+        recv_weights = own_columns[:, num_topk + 1 :].contiguous().view(torch.float32)
+    return Arrived(
+        x=sending.arrange(unpacked(sending.x, result.x, scale_bits)),
+        topk_idx=result.topk_idx,
+        topk_weights=recv_weights,
+        handle=_make_handle(owner, buffer, sending, result, own_columns[:, : num_topk + 1]),
+    )
+
+
+def dispatch_cached(handle: EPHandle, sending: Sending) -> Arrived:
+    """Send to the places of an earlier dispatch. Collective."""
+    weights = None if sending.topk_weights is None else sending.topk_weights.detach()
+    if weights is None or handle.do_expand:
+        x = sending.x
+        rows: Rows = (x[0].detach(), x[1].detach()) if isinstance(x, tuple) else x.detach()
+        result = handle.buffer.dispatch(rows, None, weights, handle=handle.native)
+        received = result.x if result.x_sf is None else (result.x, result.x_sf)
+        return Arrived(sending.arrange(received), None, result.topk_weights, handle)
+    bits = weights.contiguous().view(torch.int32)
+    result = handle.buffer.dispatch(packed(sending.x, bits), None, handle=handle.native)
+    assert result.x_sf is not None
+    split = result.x_sf.shape[1] - bits.shape[1]
+    received = unpacked(sending.x, result.x, result.x_sf[:, :split])
+    recv_weights = result.x_sf[:, split:].contiguous().view(torch.float32)
+    return Arrived(sending.arrange(received), None, recv_weights, handle)
+
+
+def _make_handle(
+    owner: GroupOwner,
+    buffer: EpBuffer,
+    sending: Sending,
+    result: DispatchResult,
+    columns: torch.Tensor,
+) -> EPHandle:
+    """See `EPHandle`; `columns` are the choices and the index of every received row."""
+    assert sending.topk_idx is not None
+    num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
+    counts = result.handle.plan.to_tensors().counts
+    from_rank = counts[:, num_experts + owner.rank_idx].to(torch.int64)
+    raw = result.num_tokens_per_expert
+    unit = sending.expert_alignment
+    rounded = (raw + unit - 1) // unit * unit
+    ends = rounded.cumsum(0)
+    if sending.is_expanded:
+        filled = _filled_rows(buffer, owner, counts, ends - rounded)
+        num_expanded = result.handle.num_recv_tokens
+    else:
+        sources = torch.repeat_interleave(torch.arange(num_ranks), from_rank)
+        filled = _Filled(torch.arange(len(sources)), sources, None)
+        num_expanded = 0
+    return EPHandle(
+        do_expand=sending.is_expanded,
+        num_experts=num_experts,
+        expert_alignment=unit,
+        num_max_tokens_per_rank=sending.num_max_tokens,
+        num_sms=sending.num_sms,
+        topk_idx=sending.topk_idx.clone() if sending.copies_topk_idx else sending.topk_idx,
+        num_recv_tokens=int(from_rank.sum()),
+        num_expanded_tokens=num_expanded,
+        num_recv_tokens_per_expert_list=rounded.tolist(),
+        psum_num_recv_tokens_per_scaleup_rank=from_rank.cumsum(0).to(torch.int32),
+        psum_num_recv_tokens_per_expert=(ends - rounded + raw if sending.is_expanded else ends).to(
+            torch.int32
+        ),
+        num_unaligned_recv_tokens_per_expert=raw.to(torch.int32),
+        recv_src_metadata=_metadata(owner, buffer, sending, columns[filled.rows], filled),
+        buffer=buffer,
+        native=result.handle,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filled:
+    """Received rows that are no padding, ascending.
+
+    Args:
+        rows: int64 `[n]`.
+        sources: int64 `[n]`, the ranks they came from.
+        experts: int64 `[n]`, the experts they are for, with `do_expand`.
+    """
+
+    rows: torch.Tensor
+    sources: torch.Tensor
+    experts: torch.Tensor | None
+
+
+def _filled_rows(
+    buffer: EpBuffer, owner: GroupOwner, counts: torch.Tensor, starts: torch.Tensor
+) -> _Filled:
+    """Of expanded rows whose experts begin at `starts`."""
+    mine = (buffer.expert_rank == owner.rank_idx).nonzero().flatten()
+    per_expert = counts[:, mine].T.to(torch.int64)
+    ranks = torch.arange(owner.num_ranks).repeat(len(mine))
+    sources = torch.repeat_interleave(ranks, per_expert.flatten())
+    per_local = per_expert.sum(1)
+    shift = torch.repeat_interleave(starts - (per_local.cumsum(0) - per_local), per_local)
+    return _Filled(
+        torch.arange(len(sources)) + shift, sources, torch.repeat_interleave(mine, per_local)
+    )
+
+
+def _metadata(
+    owner: GroupOwner,
+    buffer: EpBuffer,
+    sending: Sending,
+    columns: torch.Tensor,
+    filled: _Filled,
+) -> torch.Tensor:
+    """int32 `[num_recv_tokens, 2 + K]`; see `EPHandle.recv_src_metadata`.
+
+    Args:
+        owner: Of the buffers.
+        buffer: Of the dispatch.
+        sending: Of the dispatch.
+        columns: int32 `[n, K + 1]`, choices and token index of the filled rows.
+        filled: Which rows these are.
+    """
+    num_topk = columns.shape[1] - 1
+    topk_idx = columns[:, :num_topk].to(torch.int64)
+    tokens = filled.sources * sending.num_max_tokens + columns[:, num_topk]
+    unique, place = torch.unique(tokens, sorted=True, return_inverse=True)
+    rank_of_bin = torch.cat([buffer.expert_rank.to(torch.int64), torch.tensor([-1])])
+    first_here = (rank_of_bin[topk_idx] == owner.rank_idx).to(torch.int32).argmax(1)  # -1 is last
+    metadata = torch.full((len(unique), 2 + num_topk), -1, dtype=torch.int32)
+    metadata[:, 0] = unique.to(torch.int32)
+    metadata[place, 1] = (owner.rank_idx * num_topk + first_here).to(torch.int32)
+    if filled.experts is not None:
+        topk_pos = (topk_idx == filled.experts[:, None]).to(torch.int32).argmax(1)
+        metadata[place, 2 + topk_pos] = filled.rows.to(torch.int32)
+    return metadata
