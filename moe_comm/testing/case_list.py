@@ -219,6 +219,9 @@ def _low_latency_cases() -> Iterator[Case]:
                 has_special_values=True, routing="masked")  # fmt: skip
     yield _case("low-latency-full", 2, layout=Layout.LOW_LATENCY, num_topk=1, routing="one_expert",
                 num_tokens=(6, 6))  # fmt: skip
+    # Without the mask the expert would have twice as many rows as places.
+    yield _case("low-latency-mask-makes-room", 2, layout=Layout.LOW_LATENCY, num_topk=2,
+                routing="one_expert", num_tokens=(1, 1), masked_ranks=((0,), ()))  # fmt: skip
     yield _case("low-latency-no-tokens-allowed", 2, **shape, num_tokens=(0, 0))
 
 
