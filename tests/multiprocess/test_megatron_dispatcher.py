@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -302,3 +305,35 @@ def test_alignment_of_a_configuration() -> None:
     assert alignment_of(config_of(fp8="e4m3", fp8_recipe="mxfp8")) == 32
     assert alignment_of(config_of(fp4="e2m1")) == 32
     assert alignment_of(config_of(use_transformer_engine_op_fuser=True)) == 256
+
+
+class InTurn:
+    """Threads that enter a block one after the other, the next when the one before has left it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.has_left = [threading.Event() for _ in range(num_ranks)]
+
+    @contextlib.contextmanager
+    def turn(self, rank_idx: int) -> Iterator[None]:
+        if rank_idx:
+            assert self.has_left[rank_idx - 1].wait(20.0), "a rank waits inside for its peers"
+        yield
+        self.has_left[rank_idx].set()
+
+
+def test_operations_begin_without_their_peers() -> None:
+    """`async_finish` returns on one rank before the others have come, so shared experts run meanwhile."""
+    dispatching, combining = InTurn(2), InTurn(2)
+
+    def rank_main(context: RankContext) -> None:
+        dispatcher = make_dispatcher(context)
+        batch = make_batches([4, 3], NUM_EXPERTS, 2)[context.rank_idx]
+        hidden, probs = dispatcher.dispatch_preprocess(batch.x, batch.routing_map, batch.probs)
+        with dispatching.turn(context.rank_idx):
+            hidden, row_probs = dispatcher.token_dispatch(hidden, probs)
+        rows, _, _ = dispatcher.dispatch_postprocess(hidden, row_probs)
+        with combining.turn(context.rank_idx):
+            rows = dispatcher.token_combine(rows)
+        assert torch.equal(dispatcher.combine_postprocess(rows), batch.x * 2)
+
+    run_ranks(rank_main, 2, mode="threads", timeout_s=60.0)
