@@ -6,6 +6,7 @@ Pure functions, equal on every rank. All tensors are on the CPU. R ranks, E expe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -61,7 +62,12 @@ def ask(topk_idx: torch.Tensor, placement: Placement, capacity: Capacity | None)
 
 
 def admit(
-    asked: Asked, placement: Placement, order: RowOrder, capacity: Capacity | None
+    asked: Asked,
+    placement: Placement,
+    order: RowOrder,
+    capacity: Capacity | None,
+    *,
+    row_bytes: int = 0,
 ) -> Admission:
     """Decide what is kept.
 
@@ -70,6 +76,7 @@ def admit(
         placement: Of the experts.
         order: Of the rows.
         capacity: Of this rank; only what is equal on every rank is read.
+        row_bytes: Of a row on arrival, for a CapacityError.
 
     Raises:
         CapacityError: Something is beyond a limit that raises; on every rank.
@@ -83,7 +90,7 @@ def admit(
     to_rank = counts[:, num_experts : num_experts + num_ranks].clone()
     num_asked_rows = counts[:, -2]
     if order.layout is Layout.LOW_LATENCY:
-        _check_places(kept, order)
+        _check_places(kept, placement, order)
         required = _rows_of_ranks(kept, to_rank, placement, order)
     else:
         required = _rows_of_ranks(counts[:, :num_experts], to_rank, placement, order)
@@ -92,7 +99,9 @@ def admit(
         num_rows = num_asked_rows
         most_per_expert = capacity.num_rows_per_expert
         if capacity.on_overflow == "raise":
-            _check_limits(kept, required, num_asked_rows, placement, most_per_expert)
+            overflows = _overflows(kept, required, num_asked_rows, placement, most_per_expert)
+            if overflows:
+                _raise_overflows(overflows, kept, placement, row_bytes)
         else:
             if most_per_expert is not None:
                 kept = _first_rows(kept, torch.full((num_experts,), most_per_expert))
@@ -145,48 +154,62 @@ def _within_windows(
     return _first_rows(choices, torch.where(num_rows[placement.expert_rank] < 0, unlimited, most))
 
 
-def _check_places(choices: torch.Tensor, order: RowOrder) -> None:
-    for expert_idx, num_rows in enumerate(choices.sum(dim=0).tolist()):
-        if num_rows > order.num_places_per_expert:
-            raise ValueError(
-                f"expert {expert_idx} would get {num_rows} rows, more than the "
-                f"{order.num_places_per_expert} (num_ranks * num_max_tokens_per_rank) that "
-                f"Layout.LOW_LATENCY has for an expert"
-            )
+@dataclasses.dataclass(frozen=True)
+class _Overflow:
+    """A limit that more rows were asked for than it allows."""
+
+    rank_idx: int
+    place: str
+    num_needed: int
+    num_available: int
 
 
-def _check_limits(
+def _overflows(
     choices: torch.Tensor,
     required: torch.Tensor,
     num_rows: torch.Tensor,
     placement: Placement,
     most_per_expert: int | None,
-) -> None:
-    totals = choices.sum(dim=0)
-    if most_per_expert is not None and bool((totals > most_per_expert).any()):
-        expert_idx = int((totals > most_per_expert).nonzero()[0])
-        _raise_short(
-            f"expert {expert_idx} needs {int(totals[expert_idx])} rows, more than the available "
-            f"num_rows_per_expert = {most_per_expert}",
-            sorted(set(placement.expert_rank[totals > most_per_expert].tolist())),
-            totals,
-            placement,
-        )
-    is_short = (num_rows >= 0) & (required > num_rows)
-    if bool(is_short.any()):
-        ranks = is_short.nonzero().flatten().tolist()
-        _raise_short(
-            f"rank {ranks[0]} needs {int(required[ranks[0]])} rows, more than the available "
-            f"num_rows = {int(num_rows[ranks[0]])}",
-            ranks,
-            totals,
-            placement,
-        )
+) -> list[_Overflow]:
+    """Every limit that is exceeded: experts ascending, then ranks ascending."""
+    found = []
+    owners = placement.expert_rank.tolist()
+    for expert_idx, total in enumerate(choices.sum(dim=0).tolist()):
+        if most_per_expert is not None and total > most_per_expert:
+            rank_idx = owners[expert_idx]
+            place = f"expert {expert_idx} on rank {rank_idx}"
+            found.append(_Overflow(rank_idx, place, total, most_per_expert))
+    for rank_idx, (needed, available) in enumerate(
+        zip(required.tolist(), num_rows.tolist(), strict=True)
+    ):
+        if 0 <= available < needed:
+            found.append(_Overflow(rank_idx, f"rank {rank_idx}", needed, available))
+    return found
 
 
-def _raise_short(
-    message: str, ranks: list[int], totals: torch.Tensor, placement: Placement
+def _text_of(overflows: Sequence[_Overflow]) -> str:
+    return "; ".join(
+        f"{each.place} would receive {each.num_needed} rows, it has room for {each.num_available}"
+        for each in overflows
+    )
+
+
+def _check_places(choices: torch.Tensor, placement: Placement, order: RowOrder) -> None:
+    nothing = torch.zeros(placement.num_ranks, dtype=torch.int64)
+    overflows = _overflows(choices, nothing, nothing, placement, order.num_places_per_expert)
+    if overflows:
+        raise ValueError(_text_of(overflows))
+
+
+def _raise_overflows(
+    overflows: Sequence[_Overflow], choices: torch.Tensor, placement: Placement, row_bytes: int
 ) -> NoReturn:
+    first = overflows[0]
+    rows = choices.sum(dim=0)[placement.experts_of(first.rank_idx)]
     raise CapacityError(
-        message, ranks=ranks, needed_rows=totals[placement.experts_of(ranks[0])].tolist()
+        _text_of(overflows),
+        needed_bytes=first.num_needed * row_bytes,
+        available_bytes=first.num_available * row_bytes,
+        ranks=list(dict.fromkeys(each.rank_idx for each in overflows)),
+        needed_rows=rows.tolist(),
     )

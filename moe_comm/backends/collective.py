@@ -102,7 +102,10 @@ class CollectiveBackend(Backend):
 
         def work() -> DispatchOutput:
             asked = self._exchange_counts(call, choices, capacity, masked_ranks)
-            admitted = admission.admit(asked, self._placement, order, capacity)
+            itemsize = x.element_size() if quantization is None else 1
+            admitted = admission.admit(
+                asked, self._placement, order, capacity, row_bytes=x.shape[1] * itemsize
+            )
             counts = admitted.counts
             slots = routing.send_slots(self._rank_idx, choices, counts, self._placement, order)
             plan = self._plan(PlanTensors(counts, slots, choices, layout, expert_alignment))

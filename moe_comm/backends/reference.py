@@ -318,7 +318,8 @@ class ReferenceBackend(Backend):
         is_masked = torch.zeros(placement.num_ranks, dtype=torch.bool)
         is_masked[[peer for rank in gathered for peer in rank.masked_ranks]] = True
         asked = Asked(torch.stack([_present(rank.asked) for rank in gathered]), is_masked)
-        admitted = admission.admit(asked, placement, order, capacity)
+        row_bytes = rows.x.shape[1] * rows.x.element_size()
+        admitted = admission.admit(asked, placement, order, capacity, row_bytes=row_bytes)
         plans = plan_dispatch(
             [_present(rank.topk_idx) for rank in gathered], admitted.counts, placement, order
         )

@@ -33,15 +33,16 @@ class _Refusal:
         name: Of the refusal.
         changes: Arguments of `Backend.dispatch`, of every rank.
         error: Raised on every rank.
-        numbers: Found in its message on every rank, as whole numbers.
-        ranks: Attribute of a CapacityError.
+        numbers: Found in its message on every rank, as whole numbers: an expert or a rank, the rows
+            it needs and those that it has.
+        row_bytes: Of a row on arrival.
     """
 
     name: str
     changes: list[dict[str, Any]]
     error: type[Exception]
     numbers: tuple[int, ...]
-    ranks: tuple[int, ...] = (0,)
+    row_bytes: int = 128
 
 
 def _refusals(num_ranks: int) -> list[_Refusal]:
@@ -68,9 +69,11 @@ def _refusals(num_ranks: int) -> list[_Refusal]:
                  (0, rows_of_expert, rows_of_expert - 1)),
         _Refusal("rows of a rank", with_rows(2 * rows_of_expert - 4, *plenty), CapacityError,
                  (0, 2 * rows_of_expert, 2 * rows_of_expert - 4)),
-        _Refusal("no rows at all", with_rows(0, *plenty), CapacityError, (0, 2 * rows_of_expert)),
-        _Refusal("rows, quantised", with_rows(4, *plenty, quantization=MXFP8), CapacityError, (4,)),
-        _Refusal("rows, asynchronous", with_rows(4, *plenty, async_op=True), CapacityError, (4,)),
+        _Refusal("no rows at all", with_rows(0, *plenty), CapacityError, (0, 2 * rows_of_expert, 0)),
+        _Refusal("rows, quantised", with_rows(4, *plenty, quantization=MXFP8), CapacityError,
+                 (0, 2 * rows_of_expert, 4), row_bytes=64),
+        _Refusal("rows, asynchronous", with_rows(4, *plenty, async_op=True), CapacityError,
+                 (0, 2 * rows_of_expert, 4)),
         _Refusal("rows of RANK_MAJOR", with_rows(rows_of_expert - 1, *plenty, **by_rank),
                  CapacityError, (0, rows_of_expert, rows_of_expert - 1)),
         _Refusal("places of an expert", everywhere(**all_on_one), ValueError,
@@ -110,7 +113,7 @@ def run_limits(context: RankContext, target: Target) -> list[str]:
                     backend, case, rank_idx, inputs[rank_idx], **refusal.changes[rank_idx]
                 ).wait()
             except Exception as error:  # noqa: BLE001 - whatever it is, it is compared
-                _compare_error(expected, refusal, error)
+                _compare_error(expected, refusal, error, num_ranks)
             else:
                 expected.true(refusal.name, False, "raised nothing")
             output = calls.dispatch(backend, case, rank_idx, inputs[rank_idx]).wait()
@@ -119,11 +122,22 @@ def run_limits(context: RankContext, target: Target) -> list[str]:
     return [f"rank {rank_idx}: {text}" for text in expected.result()]
 
 
-def _compare_error(expected: Expectations, refusal: _Refusal, error: Exception) -> None:
+def _compare_error(
+    expected: Expectations, refusal: _Refusal, error: Exception, num_ranks: int
+) -> None:
     name = refusal.name
     expected.true(name, type(error) is refusal.error, f"got {error!r}, want {refusal.error}")
     found = {int(number) for number in re.findall(r"\d+", str(error))}
     missing = set(refusal.numbers) - found
     expected.true(name, not missing, f"{str(error)!r} does not have {sorted(missing)}")
     if isinstance(error, CapacityError):
-        expected.true(name, error.ranks == refusal.ranks, f"ranks {error.ranks}")
+        got = (error.ranks, error.needed_rows[:2], error.needed_bytes, error.available_bytes)
+        rows_of_expert = num_ranks * _NUM_TOKENS
+        _, needed, available = refusal.numbers
+        want = (
+            (0,),
+            (rows_of_expert, rows_of_expert),
+            needed * refusal.row_bytes,
+            available * refusal.row_bytes,
+        )
+        expected.true(name, got == want, f"attributes {got}, want {want}")

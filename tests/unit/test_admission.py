@@ -89,13 +89,22 @@ def test_growing_keeps_all() -> None:
 
 def test_raising_names_both_values() -> None:
     limit = Capacity(num_rows_per_expert=7, on_overflow="raise")
-    with pytest.raises(CapacityError, match=r"expert 0 needs 8 rows, .* = 7") as info:
+    with pytest.raises(
+        CapacityError, match=r"expert 0 on rank 0 would receive 8 rows, it has room for 7$"
+    ) as info:
         admission.admit(asked(), PLACEMENT, ALIGNED, limit)
     assert (info.value.ranks, info.value.needed_rows) == ((0,), (8, 2))
     limit = Capacity(num_rows=1, on_overflow="raise")
-    with pytest.raises(CapacityError, match=r"rank 1 needs 8 rows, .* = 4") as info:
+    with pytest.raises(
+        CapacityError, match=r"^rank 1 would receive 8 rows, it has room for 4$"
+    ) as info:
         admission.admit(asked(num_rows=(12, 4)), PLACEMENT, ALIGNED, limit)
     assert (info.value.ranks, info.value.needed_rows) == ((1,), (5,))
+    with pytest.raises(CapacityError, match=r"rank 0 .* 12 .* 0; rank 1 .* 8 .* 4$") as info:
+        admission.admit(asked(num_rows=(0, 4)), PLACEMENT, ALIGNED, limit, row_bytes=10)
+    error = info.value
+    assert (error.ranks, error.needed_rows) == ((0, 1), (8, 2))
+    assert (error.needed_bytes, error.available_bytes) == (120, 0)
     admitted = admission.admit(asked(num_rows=(12, 8)), PLACEMENT, ALIGNED, limit)
     assert admitted.counts[:, 5].tolist() == [12, 8]
 
@@ -110,7 +119,9 @@ def test_a_masked_rank_sends_and_gets_nothing() -> None:
 
 def test_an_expert_without_places_is_named() -> None:
     order = RowOrder(Layout.LOW_LATENCY, 1, 7)
-    with pytest.raises(ValueError, match=r"expert 0 would get 8 rows, more than the 7 "):
+    with pytest.raises(
+        ValueError, match=r"expert 0 on rank 0 would receive 8 rows, it has room for 7"
+    ):
         admission.admit(asked(), PLACEMENT, order, None)
     # What a masked rank asks for takes no place.
     admission.admit(asked(masked=(1,)), PLACEMENT, order, None)
