@@ -27,11 +27,11 @@ def use_cpu() -> None:
 
 
 @functools.cache
-def use_hybridep_on_cpu() -> None:
-    """Let torchtitan's `hybridep` module run over `moe_comm.compat` on CPU tensors.
+def use_deep_ep_on_cpu() -> None:
+    """Let torchtitan's `deepep` and `hybridep` modules run over `moe_comm.compat` on CPU tensors.
 
-    It imports a base class that torch calls by another name up to 2.13, and registers its operators'
-    kernels for CUDA alone; the functions are its own.
+    They register their operators' kernels for CUDA alone, and one imports a base class that torch calls
+    by another name up to 2.13. The functions are torchtitan's own.
     """
     import torch._library.opaque_object as opaque_object
 
@@ -40,7 +40,7 @@ def use_hybridep_on_cpu() -> None:
     moe_comm.compat.install("deep_ep")
     if not hasattr(opaque_object, "CustomClassBase"):
         opaque_object.CustomClassBase = opaque_object.OpaqueBase
-    from torchtitan.distributed.deepep import hybridep
+    from torchtitan.distributed.deepep import deepep, hybridep
 
     for operator in (
         hybridep._dispatch_impl,
@@ -49,6 +49,8 @@ def use_hybridep_on_cpu() -> None:
         hybridep._combine_bwd_impl,
     ):
         operator.register_kernel("cpu")(operator._init_fn)
+    torch.library.impl(deepep._lib, "dispatch", "CPU")(deepep._dispatch_op_impl)
+    torch.library.impl(deepep._lib, "combine", "CPU")(deepep._combine_op_impl)
 
 
 def model_config(comm_backend: str = "standard", **options: Any) -> Any:

@@ -46,28 +46,29 @@ def test_torchtitan_knows_the_class() -> None:
     assert issubclass(TorchtitanTokenDispatcher, BaseEPTokenDispatcher)
 
 
+DISPATCHER_OF_BACKEND = {
+    "standard": "TorchtitanTokenDispatcher",
+    "hybridep": "HybridEPTokenDispatcher",
+    "deepep": "DeepEPTokenDispatcher",
+}
+
+
 def compare_with_all_to_all(
     context: RankContext, dtype: torch.dtype, comm_backend: str, fields: dict[str, Any]
 ) -> list[str]:
     moe_config = torchtitan_moe.first_moe(torchtitan_moe.model_config())
     expected_moe = torchtitan_moe.build_moe(context, moe_config)
-    if comm_backend == "hybridep":
-        torchtitan_moe.use_hybridep_on_cpu()
-        config = torchtitan_moe.model_config(comm_backend)
-        hybrid_config = torchtitan_moe.first_moe(config)
-        dispatcher = hybrid_config.routed_experts.token_dispatcher
-        dispatcher.hidden_dim, dispatcher.num_max_tokens_per_rank = config.dim, 22
+    config = torchtitan_moe.model_config(comm_backend)
+    if comm_backend == "standard":
+        torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, fields)])
+    else:
+        torchtitan_moe.use_deep_ep_on_cpu()
+        dispatcher = torchtitan_moe.first_moe(config).routed_experts.token_dispatcher
+        fields = {"hidden_dim": config.dim, "num_max_tokens_per_rank": 22, **fields}
         for name, value in fields.items():
             setattr(dispatcher, name, value)
-    else:
-        config = torchtitan_moe.model_config(comm_backend)
-        torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, fields)])
     moe = torchtitan_moe.build_moe(context, torchtitan_moe.first_moe(config))
-    name = type(moe.routed_experts.token_dispatcher).__name__
-    wanted = (
-        "HybridEPTokenDispatcher" if comm_backend == "hybridep" else "TorchtitanTokenDispatcher"
-    )
-    assert name == wanted
+    assert type(moe.routed_experts.token_dispatcher).__name__ == DISPATCHER_OF_BACKEND[comm_backend]
     draw = torch.Generator().manual_seed(context.rank_idx)
     faults = []
     for step, num_tokens in enumerate((6, 11)):
@@ -105,17 +106,37 @@ def test_moe_layer_computes_what_it_does_with_all_to_all(
     assert [text for rank in faults for text in rank] == []
 
 
-def compare_hybridep(context: RankContext) -> list[str]:
+def compare_over_deep_ep(context: RankContext) -> list[str]:
+    runs: list[tuple[str, dict[str, Any]]] = [
+        ("hybridep", {}),
+        ("hybridep", {"pad_multiple": 8}),
+        ("hybridep", {"non_blocking_capacity_factor": 1.0}),
+        ("deepep", {}),
+    ]
     faults = []
-    for fields in ({}, {"pad_multiple": 8}, {"non_blocking_capacity_factor": 1.0}):
-        found = compare_with_all_to_all(context, torch.bfloat16, "hybridep", fields)
-        faults += [f"{fields}: {text}" for text in found]
+    for comm_backend, fields in runs:
+        found = compare_with_all_to_all(context, torch.float32, comm_backend, fields)
+        faults += [f"{comm_backend} {fields}: {text}" for text in found]
+    # Without gradients torchtitan's DeepEP dispatcher may take a layout of fixed shape.
+    with torch.no_grad():
+        outputs = []
+        x = torch.randn(2, 6, 256, generator=torch.Generator().manual_seed(context.rank_idx))
+        for comm_backend in ("standard", "deepep"):
+            config = torchtitan_moe.model_config(comm_backend)
+            moe_config = torchtitan_moe.first_moe(config)
+            if comm_backend == "deepep":
+                dispatcher = moe_config.routed_experts.token_dispatcher
+                dispatcher.hidden_dim, dispatcher.num_max_tokens_per_rank = config.dim, 22
+                dispatcher.cudagraphable = True
+            outputs.append(torchtitan_moe.build_moe(context, moe_config)(x))
+    if not torch.allclose(*outputs, rtol=1e-5, atol=1e-5):
+        faults.append(f"fixed shape: off by {(outputs[0] - outputs[1]).abs().max()}")
     return faults
 
 
-def test_torchtitans_own_hybridep_runs_over_the_deep_ep_module() -> None:
+def test_torchtitans_own_dispatchers_run_over_the_deep_ep_module() -> None:
     # Fresh processes: it installs a module and registers kernels.
-    faults = run_ranks(compare_hybridep, 2, fresh=True)
+    faults = run_ranks(compare_over_deep_ep, 2, fresh=True)
     assert [text for rank in faults for text in rank] == []
 
 
