@@ -89,6 +89,8 @@ def quantised_gradients(
         shape = result.x.shape
         grad_rows = torch.randn(shape, generator=generator).bfloat16() * 1e-3
         grad_weights = torch.randn(result.topk_weights.shape, generator=generator)
+        unused = torch.autograd.grad(result.x, leaves, grad_rows, retain_graph=True)[1]
+        assert torch.equal(unused, torch.zeros_like(topk_weights))
         grads = torch.autograd.grad(
             (result.x, result.topk_weights), leaves, (grad_rows, grad_weights)
         )

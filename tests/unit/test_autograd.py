@@ -111,6 +111,28 @@ def test_gradients_equal_those_of_plain_torch(buffer: EpBuffer, layout: Layout, 
     torch.testing.assert_close(actual_grads, expected_grads)
 
 
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_low_latency_rows_that_nothing_was_sent_to_have_gradient_zero(
+    buffer: EpBuffer, with_weights: bool
+) -> None:
+    x, topk_idx, topk_weights = inputs()
+    topk_idx[0, 0] = 1
+    nan = torch.full((16, HIDDEN), torch.nan, dtype=x.dtype)
+    windows = [buffer.dispatch(nan, torch.ones(16, 2).long()).x]
+    windows += [torch.full_like(windows[0], torch.nan) for _ in range(4)]
+    del windows  # what is in later windows before they are filled
+    result = moe_comm.dispatch(x, topk_idx, buffer=buffer, layout=Layout.LOW_LATENCY)
+    is_filled = filled(result, buffer)
+    assert (result.x[~is_filled] == 0).all()
+    out = torch.randn(result.x.shape, dtype=x.dtype, requires_grad=True)
+    y = moe_comm.combine(
+        out, result.handle, buffer=buffer, topk_weights=topk_weights if with_weights else None
+    )
+    (grad,) = torch.autograd.grad(y.sum(), out)
+    assert (grad[~is_filled] == 0).all()
+    assert (grad[is_filled] != 0).all()
+
+
 def test_only_the_weights_have_a_gradient(buffer: EpBuffer) -> None:
     x, topk_idx, topk_weights = inputs()
     result = moe_comm.dispatch(x, topk_idx, topk_weights, buffer=buffer)
