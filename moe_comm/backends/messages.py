@@ -167,10 +167,12 @@ def _scales(x_sf: torch.Tensor | None, quantization: Quantization | None) -> str
 
 
 def _limits(capacity: Capacity | None) -> str:
-    if capacity is None:
+    # A rank without a capacity and one whose capacity grows drop the same, which is nothing.
+    if capacity is None or capacity.on_overflow == "grow":
         return ""
-    return (
-        f", num_rows_per_expert={capacity.num_rows_per_expert}, on_overflow={capacity.on_overflow}"
+    most = capacity.num_rows_per_expert
+    return f", on_overflow={capacity.on_overflow}" + (
+        "" if most is None else f", num_rows_per_expert={most}"
     )
 
 

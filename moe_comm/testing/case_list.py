@@ -165,6 +165,8 @@ def _capacity_cases() -> Iterator[Case]:
             f"drop-both-masked-routing-{end}", 3, **shape, capacities=both, routing="masked"
         )
         yield _case(f"grow-{end}", 3, **shape, capacities=grow(0, 100, 8))
+        some = (Capacity(num_rows=100), None, Capacity(num_rows=0))
+        yield _case(f"grow-on-some-{end}", 3, **shape, capacities=some)
         yield _case(f"raise-and-fit-{end}", 3, **shape, capacities=fit(80, 100, 120))
     shape["expert_alignment"] = 8
     for dtype in (torch.bfloat16, torch.float32):

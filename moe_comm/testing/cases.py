@@ -68,7 +68,7 @@ class Case:
     num_spare_tokens: int = 0
     quantization: Quantization | None = None
     pair: tuple[torch.dtype, int] | None = None
-    capacities: tuple[Capacity, ...] | None = None
+    capacities: tuple[Capacity | None, ...] | None = None
     masked_ranks: tuple[tuple[int, ...], ...] | None = None
     num_topk_per_rank: tuple[int, ...] | None = None
     is_elastic: bool = False

@@ -346,5 +346,9 @@ def test_calls_are_told_apart() -> None:
         x, None, None, **{**plain, "capacity": dataclasses.replace(drop_2, num_rows=8)}
     )
     assert same in calls
+    growing = messages.describe_dispatch(
+        x, None, None, **{**plain, "capacity": Capacity(num_rows=8)}
+    )
+    assert growing == calls[0]
     differ = messages.calls_differ([calls[0], calls[0], calls[8]])
     assert str(differ) == f"ranks disagree: {calls[0]} on rank 0 met {calls[8]} on rank 2"
