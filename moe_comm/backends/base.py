@@ -38,7 +38,9 @@ class Operation(Protocol[OutputT_co]):
     """
 
     @property
-    def early(self) -> OutputT_co | None: ...
+    def early(self) -> OutputT_co | None:
+        """See the class."""
+        ...
 
     def wait(self) -> OutputT_co:
         """Block until it ended; return its output or raise what ended it, the same every time."""
