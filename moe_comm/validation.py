@@ -258,6 +258,10 @@ def _check_tensor(
 ) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+        raise TypeError(
+            f"{name} must be a tensor with memory of its own, got {type(tensor).__name__}"
+        )
     if tensor.dim() != num_dims:
         raise ValueError(f"{name} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
     if not tensor.is_cpu:

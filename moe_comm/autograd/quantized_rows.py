@@ -80,6 +80,8 @@ class QuantizedRows(torch.Tensor):
         rows: QuantizedRows = torch.Tensor._make_wrapper_subclass(
             cls, data_fp8.shape, dtype=dtype, device=data_fp8.device
         )
+        # There is no memory of that dtype: code that asks for its address must not get one.
+        torch._C._set_throw_on_mutable_data_ptr(rows)
         rows.data_fp8 = data_fp8
         rows.sf = sf
         rows.quantization = quantization

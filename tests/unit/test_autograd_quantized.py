@@ -181,6 +181,19 @@ def test_quantised_rows_cannot_be_written(buffer: EpBuffer) -> None:
             torch.add(rows, 1, out=rows)
 
 
+def test_nobody_reads_the_address_of_quantised_rows(buffer: EpBuffer) -> None:
+    x, topk_idx, _ = inputs()
+    result = moe_comm.dispatch(x, topk_idx, buffer=buffer, quantization=FP8_BLOCK128)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        result.x.data_ptr()
+    with pytest.raises(TypeError, match="memory of its own, got QuantizedRows"):
+        buffer.combine(result.x, result.handle)
+    with pytest.raises(TypeError, match="memory of its own, got QuantizedRows"):
+        buffer.dispatch(result.x, torch.zeros(len(result.x), NUM_TOPK, dtype=torch.int64))
+    expected = buffer.combine(result.x.dequantize().detach(), result.handle)
+    assert torch.equal(moe_comm.combine(result.x, result.handle, buffer=buffer), expected)
+
+
 @pytest.mark.parametrize("quantization", [FP8_BLOCK128, MXFP8])
 def test_nan_spreads_over_its_block_and_not_into_gradients(
     buffer: EpBuffer, quantization: Quantization
