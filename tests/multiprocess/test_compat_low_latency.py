@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
 
 from moe_comm.compat.deep_ep import Buffer
 from moe_comm.compat.deep_ep.utils import per_token_cast_to_fp8
+from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import CASES, Case, Given
@@ -210,6 +212,40 @@ def check_overlap(context: RankContext) -> None:
 
 def test_two_batches_overlap() -> None:
     run_ranks(check_overlap, 2)
+
+
+def check_rows_are_let_go(context: RankContext) -> None:
+    """Handles, hooks and events that have come do not keep the received rows."""
+    case = CASES[1]
+    mine = oracle.given(case, context.rank_idx)
+    with oracle.backend_of_group(context, "host"):
+        communicator = group_buffers(context.group).communicator
+        buffer = Buffer(context.group, low_latency_mode=True)
+        buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, NUM_MAX, case.num_experts
+        )  # makes buffers
+        kept = []
+        for ending in ({}, {"async_finish": True}, {"return_recv_hook": True}):
+            before = communicator.heap_stats().live_bytes
+            recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
+                mine.x, mine.topk_idx, NUM_MAX, case.num_experts, **ending
+            )
+            if hook is not None:
+                hook()
+            if event.event is not None:
+                event.current_stream_wait()
+            assert communicator.heap_stats().live_bytes > before
+            kept.append((count, handle, event, hook))
+            del recv_x
+            # The thread that ran the operation lets go a moment after it was waited for.
+            deadline = time.monotonic() + 20.0
+            while communicator.heap_stats().live_bytes > before and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert communicator.heap_stats().live_bytes == before
+
+
+def test_rows_are_let_go() -> None:
+    run_ranks(check_rows_are_let_go, 2)
 
 
 def check_masks(context: RankContext, backend: str) -> None:

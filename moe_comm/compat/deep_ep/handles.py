@@ -58,15 +58,26 @@ class LowLatencyHandle(tuple[Any, ...]):
 
     Attributes:
         buffer: That made the dispatch.
-        result: Of the dispatch; its handle waits for the end.
+        pending: Result of the dispatch until its end was waited for; then None, so that a handle
+            does not keep the received rows.
         topk_idx: int64 `[N, K]`, a copy of the choices.
         combine_buffer: What `get_next_low_latency_combine_buffer` gave, or None.
     """
 
     buffer: EpBuffer
-    result: DispatchResult
+    pending: DispatchResult | None
     topk_idx: torch.Tensor
     combine_buffer: torch.Tensor | None
+    _native: DispatchHandle | None
+
+    @property
+    def native(self) -> DispatchHandle:
+        """What combine needs; waits for the end of the dispatch."""
+        if self._native is None:
+            assert self.pending is not None
+            self._native = self.pending.handle
+            self.pending = None
+        return self._native
 
     @classmethod
     def of(
@@ -80,7 +91,8 @@ class LowLatencyHandle(tuple[Any, ...]):
         """Put places and what is carried together."""
         handle = cls(places)
         handle.buffer = buffer
-        handle.result = result
+        handle.pending = result
+        handle._native = None
         handle.topk_idx = topk_idx
         handle.combine_buffer = None
         return handle

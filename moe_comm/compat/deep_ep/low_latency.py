@@ -142,6 +142,14 @@ def dispatch(
     src_info = torch.full((num_local_experts, num_places), -1, dtype=torch.int32)
     layout_range = torch.zeros(num_local_experts, owner.num_ranks, dtype=torch.int64)
 
+    hidden = rows.shape[1]
+    handle = LowLatencyHandle.of(
+        (src_info, layout_range, num_max_tokens, hidden, buffer.config.num_experts),
+        buffer=buffer,
+        result=result,
+        topk_idx=topk_idx.clone(),
+    )
+
     def finish() -> None:
         recv_count.copy_(result.num_tokens_per_expert)
         counts = result.plan.to_tensors().counts[:, : buffer.config.num_experts]
@@ -152,14 +160,8 @@ def dispatch(
         arrived = result.topk_weights.view(num_local_experts, num_places)
         src_info[is_filled] = arrived[is_filled].to(torch.int32)
         statistics.add(result)
+        _ = handle.native  # lets go of the rows, which may be dropped before the handle
 
-    hidden = rows.shape[1]
-    handle = LowLatencyHandle.of(
-        (src_info, layout_range, num_max_tokens, hidden, buffer.config.num_experts),
-        buffer=buffer,
-        result=result,
-        topk_idx=topk_idx.clone(),
-    )
     recv_x = result.x.view(num_local_experts, num_places, hidden)
     event, hook = completion.finish(EventHandle.of(result.event, finish))
     return (
@@ -216,9 +218,7 @@ def combine(
         return rows.flatten(0, 1), weights.detach(), sums
 
     rows, weights, sums = checked(buffer, "combine", prepare)
-    pending = buffer.combine(
-        rows, handle.result.handle, topk_weights=weights, out=sums, async_op=True
-    )
+    pending = buffer.combine(rows, handle.native, topk_weights=weights, out=sums, async_op=True)
     assert isinstance(pending, CombineResult)
 
     def finish() -> None:
@@ -232,7 +232,7 @@ def combine(
 def next_combine_buffer(handle: LowLatencyHandle) -> torch.Tensor:
     """`[El, R * num_max, H]` bfloat16, uninitialised, which combine reads in place. Local."""
     if handle.combine_buffer is None:
-        native = handle.result.handle
+        native = handle.native
         rows = handle.buffer.empty_expert_output(native, hidden=handle[3], dtype=torch.bfloat16)
         handle.combine_buffer = rows.view(*handle[0].shape, handle[3])
     return handle.combine_buffer

@@ -36,13 +36,15 @@ class EventHandle:
 
     def current_stream_wait(self) -> None:
         """Block until the operation ended; raise what ended it. Waiting again does the same."""
-        if self._event is None:
+        event = self._event
+        if event is None:
             return
-        self._event.wait()
+        event.wait()
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:
                 finish()
+            self._event = None  # an event that has come keeps no rows
 
 
 class EventOverlap:
