@@ -292,6 +292,12 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     "other experts": (
         "permute", lambda c: c.permute(num_of_experts=8), ValueError, ("num_of_experts", "8")
     ),
+    "experts per rank": (
+        "permute",
+        lambda c: c.permute(num_of_experts_per_rank="3"),
+        ValueError,
+        ("num_of_experts_per_rank", "3"),
+    ),
     "cached limit": (
         "permute",
         lambda c: c.permute(handle=c.permuted_handle, num_permuted_tokens=999),

@@ -119,6 +119,7 @@ def check_permute(context: RankContext, case: Case, backend: str) -> None:
             assert counts.tolist() == padded
             assert len(handle) == 11
             assert handle[3].tolist() == [len(oracle.arrivals(case, inputs, rank_idx))]
+            assert [len(handle[place]) for place in (0, 4, 5, 6)] == [0, 0, 0, 0]
             assert handle[7].tolist() == raw
             assert handle[8] == mine.num_tokens
             assert handle[9].pad_multiple == PAD

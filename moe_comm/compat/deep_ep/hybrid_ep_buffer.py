@@ -329,15 +329,17 @@ class HybridEPBuffer:
         Returns:
             token `[P, H]`, within an expert in order of (source rank, token); probs float32 `[P]` or
             None; scaling_factor `[P, S]` or None; padded_tokens_per_expert int64 `[El]`, None with
-            `handle`; handle: the first seven places of `dispatch` but for the last two,
-            dense_chunk_layout and dense_to_expert_map (empty), tokens_per_expert int32 `[El]` without
-            padding, N, configuration, overflow_flag int32 `[1]`. local_expert_routing_map is empty.
+            `handle`; handle: the first five places of `dispatch`, dense_chunk_layout,
+            dense_to_expert_map, tokens_per_expert int32 `[El]` without padding, N, configuration,
+            overflow_flag int32 `[1]`. What describes dense rows, of which there are none, is empty:
+            sparse_to_dense_map, local_expert_routing_map and the two after it.
 
         Raises:
             ValueError: A rule above is broken on some rank.
             TypeError: A dtype or type is wrong on some rank.
         """
-        if num_of_experts_per_rank is not None and handle is None:
+        is_number = isinstance(num_of_experts_per_rank, int) and num_of_experts_per_rank > 0
+        if is_number and handle is None:  # what is no number is refused below, on every rank
             self.update_template_config(num_local_experts=num_of_experts_per_rank)
         buffer = self._buffer_of(handle)
 

@@ -233,7 +233,7 @@ def rank_major_places(
     config: HybridEpConfigInstance,
 ) -> tuple[object, ...]:
     """The seven places of a handle of `dispatch`."""
-    sparse_to_dense, num_dispatched = _dense_places(owner, buffer, result, routing)
+    sent = _sent_tokens(owner, buffer, result)
     num_tokens = routing.topk_idx.shape[0]
     local_ids = result.topk_idx
     assert local_ids is not None
@@ -242,10 +242,10 @@ def rank_major_places(
     is_local, _ = routing_map_of_topk(local_ids, None, buffer.num_local_experts)
     local_map[: local_ids.shape[0]] = is_local
     return (
-        sparse_to_dense,
+        _sparse_to_dense(owner, buffer, sent, routing.topk_idx),
         torch.ones(num_tokens, 1, dtype=torch.bool),
         torch.ones(num_tokens, 0, dtype=torch.bool),
-        num_dispatched,
+        _num_dispatched(owner, sent),
         local_map,
         num_tokens,
         config,
@@ -261,16 +261,16 @@ def permuted_places(
 ) -> tuple[object, ...]:
     """The eleven places of a handle of `dispatch_with_permute`.
 
-    What only kernels read is empty: there is no dense intermediate that it could describe.
+    What only kernels read is empty: there are no dense rows that it could describe.
     """
-    sparse_to_dense, num_dispatched = _dense_places(owner, buffer, result, routing)
+    sent = _sent_tokens(owner, buffer, result)
     num_tokens = routing.topk_idx.shape[0]
     num_local_experts = buffer.num_local_experts
     return (
-        sparse_to_dense,
+        torch.zeros(0, owner.num_ranks, dtype=torch.int32),
         torch.ones(num_tokens, 1, dtype=torch.bool),
         torch.ones(num_tokens, 0, dtype=torch.bool),
-        num_dispatched,
+        _num_dispatched(owner, sent),
         torch.zeros(0, num_local_experts, dtype=torch.bool),
         torch.zeros(0, dtype=torch.int32),
         torch.zeros(0, num_local_experts, dtype=torch.int32),
@@ -281,21 +281,27 @@ def permuted_places(
     )
 
 
-def _dense_places(
-    owner: GroupOwner, buffer: EpBuffer, result: DispatchResult, routing: Routing
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 `[N, R]`, the row of every token in the dense order of every rank or -1; int32 `[1]`, rows here.
-
-    The dense order has one row per token and rank, in order of (source rank, token).
-    """
+def _sent_tokens(owner: GroupOwner, buffer: EpBuffer, result: DispatchResult) -> torch.Tensor:
+    """int64 `[R, R]`: tokens that rank i sent to rank j, each once."""
     num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
     counts = result.handle.plan.to_tensors().counts
-    sent = counts[:, num_experts : num_experts + num_ranks].to(torch.int64)
+    return counts[:, num_experts : num_experts + num_ranks].to(torch.int64)
+
+
+def _num_dispatched(owner: GroupOwner, sent: torch.Tensor) -> torch.Tensor:
+    """int32 `[1]`, tokens received here, each once."""
+    return sent[:, owner.rank_idx].sum().to(torch.int32).reshape(1)
+
+
+def _sparse_to_dense(
+    owner: GroupOwner, buffer: EpBuffer, sent: torch.Tensor, topk_idx: torch.Tensor
+) -> torch.Tensor:
+    """int32 `[N, R]`: the row of every token on every rank, or -1."""
+    num_ranks = owner.num_ranks
     first = (sent.cumsum(0) - sent)[owner.rank_idx]
     rank_of_bin = torch.cat([buffer.expert_rank.to(torch.int64), torch.tensor([num_ranks])])
-    is_in_rank = torch.zeros(routing.topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
-    is_in_rank.scatter_(1, rank_of_bin[routing.topk_idx], True)  # -1 reads the last bin
+    is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
+    is_in_rank.scatter_(1, rank_of_bin[topk_idx], True)  # -1 reads the last bin
     is_in_rank = is_in_rank[:, :num_ranks]
     row = is_in_rank.cumsum(0) - 1 + first
-    sparse_to_dense = row.masked_fill_(~is_in_rank, -1).to(torch.int32)
-    return sparse_to_dense, sent[:, owner.rank_idx].sum().to(torch.int32).reshape(1)
+    return row.masked_fill_(~is_in_rank, -1).to(torch.int32)
