@@ -39,6 +39,11 @@ void RowWriter::write_tokens(int64_t begin, int64_t end, StoreMode mode) {
   Scratch scratch;
   scratch.places.resize(static_cast<size_t>(plan_.num_slots));
   scratch.scales.resize(static_cast<size_t>(params_.num_scales * params_.scale_bytes));
+  if (params_.num_scales > 0 && params_.is_column_major() && mode == StoreMode::kStreaming)
+    scratch.stage.emplace(
+        plan_.arrangement.is_by_rank() ? endpoint_.num_ranks() : endpoint_.config().num_experts,
+        params_.num_scales,
+        params_.scale_bytes);
   for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
     const int64_t* const slots = plan_.slots.data() + token_idx * plan_.num_slots;
     int num_places = 0;
@@ -51,7 +56,7 @@ void RowWriter::write_tokens(int64_t begin, int64_t end, StoreMode mode) {
     if (num_places > 0) {
       write_row(token_idx, num_places, mode, &scratch);
       if (params_.num_scales > 0)
-        write_scales(slots, scratch.scales.data());
+        write_scales(token_idx, slots, &scratch);
       if (plan_.arrangement.is_by_rank())
         write_choices(token_idx, slots);
       else if (params_.weight_bytes > 0)
@@ -64,6 +69,8 @@ void RowWriter::write_tokens(int64_t begin, int64_t end, StoreMode mode) {
     if (exchange_.is_aborted())
       break;
   }
+  if (scratch.stage)
+    scratch.stage->flush_all();
   // Each thread fences its own streaming stores before its part counts as done.
   endpoint_.kernels().store_fence();
 }
@@ -100,8 +107,9 @@ void RowWriter::gather_scales(int64_t token_idx, std::byte* scales) const {
     std::memcpy(scales + i * params_.scale_bytes, source, bytes);
 }
 
-void RowWriter::write_scales(const int64_t* slots, const std::byte* scales) const {
+void RowWriter::write_scales(int64_t token_idx, const int64_t* slots, Scratch* scratch) const {
   const auto bytes = static_cast<size_t>(params_.scale_bytes);
+  const std::byte* const scales = scratch->scales.data();
   for (int64_t i = 0; i < plan_.num_slots; ++i) {
     if (slots[i] == Slot::kNone)
       continue;
@@ -113,6 +121,14 @@ void RowWriter::write_scales(const int64_t* slots, const std::byte* scales) cons
       continue;
     }
     const int64_t step = window.scales.step();
+    if (scratch->stage) {
+      const int64_t stream_idx =
+          plan_.arrangement.is_by_rank()
+              ? Slot::rank_idx(slots[i])
+              : plan_.topk_idx[static_cast<size_t>(token_idx * plan_.num_topk + i)];
+      scratch->stage->add(stream_idx, place, step, scales);
+      continue;
+    }
     for (int64_t block = 0; block < params_.num_scales; ++block, place += step)
       std::memcpy(place, scales + block * params_.scale_bytes, bytes);
   }

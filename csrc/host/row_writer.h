@@ -1,12 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "host/dispatch.h"
 #include "host/endpoint.h"
 #include "host/exchange.h"
 #include "host/plan.h"
+#include "host/scale_stage.h"
 #include "layout/window.h"
 
 namespace moe::host {
@@ -31,12 +33,13 @@ class RowWriter {
   struct Scratch {
     std::vector<std::byte*> places;
     std::vector<std::byte> scales;
+    std::optional<ScaleStage> stage;  ///< column-major scale factors of large calls
   };
 
   void write_tokens(int64_t begin, int64_t end, StoreMode mode);
   void write_row(int64_t token_idx, int num_places, StoreMode mode, Scratch* scratch) const;
   void gather_scales(int64_t token_idx, std::byte* scales) const;
-  void write_scales(const int64_t* slots, const std::byte* scales) const;
+  void write_scales(int64_t token_idx, const int64_t* slots, Scratch* scratch) const;
   void write_weights(int64_t token_idx, const int64_t* slots) const;
   void write_choices(int64_t token_idx, const int64_t* slots) const;
 

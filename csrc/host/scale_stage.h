@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace moe::host {
+
+/// Collects the scale factors of successive rows of a stream (an expert's rows of one sender), so
+/// that column-major ones are written a cache line at a time.
+///
+/// One row touches a line per block; written row by row, every store misses the first-level cache.
+class ScaleStage {
+ public:
+  ScaleStage(int64_t num_streams, int64_t num_scales, int64_t scale_bytes)
+      : num_scales_(num_scales),
+        scale_bytes_(scale_bytes),
+        rows_per_line_(kLineBytes / scale_bytes),
+        streams_(static_cast<size_t>(num_streams)),
+        staged_(static_cast<size_t>(num_streams * rows_per_line_ * num_scales * scale_bytes)) {}
+
+  /// @param place  of factor 0 of the row; its other factors follow at multiples of @p step.
+  void add(int64_t stream_idx, std::byte* place, int64_t step, const std::byte* scales) {
+    Stream& stream = streams_[static_cast<size_t>(stream_idx)];
+    if (stream.num_rows > 0 && place != stream.first + stream.num_rows * scale_bytes_)
+      flush(stream_idx);
+    if (stream.num_rows == 0) {
+      stream.first = place;
+      stream.step = step;
+    }
+    std::memcpy(
+        row(stream_idx, stream.num_rows), scales, static_cast<size_t>(num_scales_ * scale_bytes_));
+    ++stream.num_rows;
+    const auto end = reinterpret_cast<uintptr_t>(place + scale_bytes_);
+    if (stream.num_rows == rows_per_line_ || end % kLineBytes == 0)
+      flush(stream_idx);
+  }
+
+  void flush_all() {
+    for (size_t i = 0; i < streams_.size(); ++i)
+      flush(static_cast<int64_t>(i));
+  }
+
+ private:
+  static constexpr int64_t kLineBytes = 64;
+
+  struct Stream {
+    std::byte* first = nullptr;
+    int64_t step = 0;
+    int64_t num_rows = 0;
+  };
+
+  std::byte* row(int64_t stream_idx, int64_t row_idx) {
+    return staged_.data() + (stream_idx * rows_per_line_ + row_idx) * num_scales_ * scale_bytes_;
+  }
+
+  void flush(int64_t stream_idx) {
+    switch (scale_bytes_) {
+      case 1:
+        return flush_as<uint8_t>(stream_idx);
+      case 2:
+        return flush_as<uint16_t>(stream_idx);
+      case 4:
+        return flush_as<uint32_t>(stream_idx);
+      default:
+        return flush_as<uint64_t>(stream_idx);
+    }
+  }
+
+  template <typename Word>
+  void flush_as(int64_t stream_idx) {
+    Stream& stream = streams_[static_cast<size_t>(stream_idx)];
+    const std::byte* const first = row(stream_idx, 0);
+    for (int64_t block = 0; block < num_scales_; ++block) {
+      Word column[kLineBytes / sizeof(Word)];
+      for (int64_t i = 0; i < stream.num_rows; ++i)
+        std::memcpy(&column[i],
+                    first + (i * num_scales_ + block) * static_cast<int64_t>(sizeof(Word)),
+                    sizeof(Word));
+      std::memcpy(stream.first + block * stream.step,
+                  column,
+                  static_cast<size_t>(stream.num_rows) * sizeof(Word));
+    }
+    stream.num_rows = 0;
+  }
+
+  int64_t num_scales_;
+  int64_t scale_bytes_;
+  int64_t rows_per_line_;
+  std::vector<Stream> streams_;
+  std::vector<std::byte> staged_;
+};
+
+}  // namespace moe::host
