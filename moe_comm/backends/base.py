@@ -130,7 +130,8 @@ class DispatchOutput:
 
     Args:
         x: `[M, hidden]`.
-        x_sf: Scale factors `[M, num_scales]` of quantised rows, else None.
+        x_sf: Scale factors `[M, num_scales]` of quantised rows, LOW_LATENCY:
+            `[num_local_experts, M / num_local_experts, num_scales]`; else None.
         topk_idx: None (EXPERT_MAJOR, LOW_LATENCY and cached dispatch) or int64 `[M, num_topk]`
             (RANK_MAJOR), num_topk being the largest of all ranks.
         topk_weights: None when none were sent; else `[M]`, RANK_MAJOR: `[M, num_topk]`.
