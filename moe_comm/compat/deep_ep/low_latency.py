@@ -218,6 +218,10 @@ def combine(
         return rows.flatten(0, 1), weights.detach(), sums
 
     rows, weights, sums = checked(buffer, "combine", prepare)
+    if not completion.is_deferred and wait_stats is None:
+        buffer.combine(rows, handle.native, topk_weights=weights, out=sums)
+        event, hook = completion.finish(EventHandle())
+        return sums, event, hook
     pending = buffer.combine(rows, handle.native, topk_weights=weights, out=sums, async_op=True)
     assert isinstance(pending, CombineResult)
 
