@@ -92,16 +92,25 @@ def test_cli_commands_exist(document: str) -> None:
 
 def test_readme_example_runs() -> None:
     """On one rank, as printed; the sums are what its experts should give."""
-    (example,) = code_blocks("README.md", "python")
+    example, options = code_blocks("README.md", "python")
     assert len(example.strip().splitlines()) <= 20
     check = (
         "w = topk_weights.sum(dim=1, keepdim=True)\n"
         "assert torch.allclose(y.float(), 2 * w * x.float(), rtol=2e-2, atol=2e-2)\n"
         "assert torch.allclose(x.grad.float(), (2 * w).expand(100, 64), rtol=2e-2, atol=2e-2)\n"
+    )
+    check_options = (
+        "rows = 2 * x.shape[0]\n"
+        "assert fp8.x.data_fp8.dtype is torch.float8_e4m3fn and fp8.x.shape == (rows, 64)\n"
+        "assert fixed.x.shape == (256, 64) and int(fixed.num_dropped_per_expert.sum()) == 0\n"
+        "assert early.x.shape == (8 * 256, 64) and int(early.num_tokens_per_expert.sum()) == rows\n"
         "buffer.destroy(); comm.destroy(); print('done')\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", example + check], capture_output=True, text=True, check=False
+        [sys.executable, "-c", example + check + options + check_options],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["done"]
