@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -111,8 +112,6 @@ def _early(context: RankContext) -> None:
     assert early[1] is not None
     assert result.x_sf is not None
     assert early[1].data_ptr() == result.x_sf.data_ptr()
-    if comm.rank_idx == 0:
-        assert result.wait_ns[1] > 0
     for counts in (result.num_tokens_per_expert, expected.num_tokens_per_expert):
         pairs = zip(
             _filled(buffer, result.x.view(torch.uint8), counts),
@@ -138,6 +137,23 @@ def _early(context: RankContext) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_tensors_are_there_before_the_peers(mode: str) -> None:
     run_ranks(_early, 2, mode=mode)
+
+
+def _waited(context: RankContext) -> None:
+    buffer = _buffer(context)
+    x, topk_idx, _ = _inputs(buffer, 2)
+    waited_ns = torch.zeros(2, dtype=torch.int64)
+    for _ in range(20):
+        if context.rank_idx == 1:
+            time.sleep(0.002)
+        waited_ns += buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY).wait_ns
+    assert waited_ns[context.rank_idx] == 0
+    if context.rank_idx == 0:
+        assert waited_ns[1] > 0
+
+
+def test_time_waited_is_booked_on_the_late_rank() -> None:
+    run_ranks(_waited, 2)
 
 
 def _masked(context: RankContext) -> None:
