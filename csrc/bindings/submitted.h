@@ -80,9 +80,13 @@ class Submitted {
       pending_->wait(signal_check());
   }
 
-  bool is_complete() const { return pending_->is_complete(); }
+  bool is_complete() const {
+    check_fork();
+    return pending_->is_complete();
+  }
 
   const Outcome& wait() {
+    check_fork();
     if (pending_->is_complete())
       return pending_->wait({});
     const py::gil_scoped_release no_gil;
@@ -92,6 +96,9 @@ class Submitted {
   const std::shared_ptr<host::Endpoint>& endpoint() const { return endpoint_; }
 
  private:
+  // The thread that would end it is not in a forked child, and may have held its lock at the fork.
+  void check_fork() const { endpoint_->group().check_fork("wait"); }
+
   std::shared_ptr<host::Endpoint> endpoint_;
   std::shared_ptr<host::Pending<Outcome>> pending_;
 };

@@ -138,13 +138,17 @@ bool Group::is_forked_child() const {
   return getpid() != process_id_;
 }
 
-void Group::check_process(const char* what) const {
+void Group::check_fork(const char* what) const {
   MOE_CHECK(!is_forked_child(),
             what,
             ": the communicator belongs to process ",
             process_id_,
             " and this is its forked child ",
             getpid());
+}
+
+void Group::check_process(const char* what) const {
+  check_fork(what);
   MOE_CHECK(!is_destroyed(), what, ": the communicator has been destroyed");
 }
 

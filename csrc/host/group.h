@@ -95,6 +95,8 @@ class Group {
   /// In a forked child nothing of a communicator may be touched: its memory is not mapped there and
   /// its threads do not exist.
   bool is_forked_child() const;
+  /// @throws InvalidArgument  in a forked child. Touches nothing shared.
+  void check_fork(const char* what) const;
   /// @throws InvalidArgument  in a forked child, or when destroyed. Touches nothing shared.
   void check_process(const char* what) const;
 

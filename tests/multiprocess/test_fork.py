@@ -118,7 +118,12 @@ def _fork(context: RankContext) -> list[str]:
     kept_rows = torch.zeros(kept.handle.num_recv_tokens, 64, dtype=torch.bfloat16)
     texts = []
     if context.rank_idx == 0:
+        # The other rank is in the barrier below.
+        in_flight = buffer.dispatch(x, topk_idx, async_op=True)
         for call in (
+            in_flight.event.wait,
+            in_flight.event.is_complete,
+            lambda: in_flight.x,
             lambda: step(buffer, 1),
             lambda: buffer.dispatch(x, topk_idx, async_op=True).event.wait(),
             lambda: buffer.combine(kept_rows, kept.handle),
@@ -135,6 +140,9 @@ def _fork(context: RankContext) -> list[str]:
         assert _in_child(comm.destroy, by_exit=True) == "returned None"
         assert _in_child(lambda: None, by_exit=True) == "returned None"
     comm.all_gather(b"")
+    if context.rank_idx != 0:
+        in_flight = buffer.dispatch(x, topk_idx, async_op=True)
+    assert torch.equal(buffer.combine(in_flight.x, in_flight.handle), 2 * x)
     for seed in range(10):
         step(buffer, seed)
     buffer.destroy()
