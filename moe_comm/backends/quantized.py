@@ -76,7 +76,7 @@ def dequantize(
         dtype: bfloat16, float16 or float32.
 
     Returns:
-        Shape of `data`, dtype `dtype`; NaN wherever a block held a NaN or an infinity.
+        Shape of `data`, dtype `dtype`, contiguous; NaN wherever a block held a NaN or an infinity.
 
     Raises:
         ValueError: Shapes do not fit; both are named.
@@ -113,7 +113,8 @@ def dequantize(
         for some, columns in arithmetic.chunks(len(blocks), block, data.device):
             wide = blocks[some, columns].view(torch.float8_e4m3fn).to(torch.float32)
             values[some, columns] = arithmetic.round_to(wide * factors[some].unsqueeze(1), dtype)
-    return values.view(num_rows, num_blocks * block)[:, :hidden].reshape(data.shape)
+    values = values.view(num_rows, num_blocks * block)[:, :hidden]
+    return values.reshape(data.shape).contiguous()
 
 
 def quantize_rows(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
