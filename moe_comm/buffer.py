@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import types
 import weakref
@@ -236,8 +237,9 @@ class EpBuffer:
 
         Raises:
             ValueError: Not a rank of this communicator.
+            TypeError: Not an int.
         """
-        masked = sorted(set(ranks))
+        masked = sorted({operator.index(rank_idx) for rank_idx in ranks})
         num_ranks = self.communicator.num_ranks
         for rank_idx in masked:
             if not 0 <= rank_idx < num_ranks:

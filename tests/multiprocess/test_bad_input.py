@@ -470,6 +470,8 @@ def mask_wrongly(context: RankContext, backend: str) -> tuple[list[str], tuple[i
             with pytest.raises(ValueError, match="not a rank of a communicator of 2") as info:
                 buffer.mask_ranks(ranks)
             messages.append(str(info.value).split()[0])
+        with pytest.raises(TypeError, match="float"):
+            buffer.mask_ranks([0.5])  # type: ignore[list-item]
         kept = buffer.masked_ranks
         buffer.destroy()
     return messages, kept
