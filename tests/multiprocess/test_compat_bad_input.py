@@ -155,6 +155,9 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     "worst tokens": (
         "dispatch", lambda c: c.dispatch(num_worst_tokens=-1), ValueError, (">= 0", "-1")
     ),
+    "too many worst tokens": (
+        "dispatch", lambda c: c.dispatch(num_worst_tokens=1 << 31), ValueError, ("2147483648",)
+    ),
     "odd sms": ("dispatch", lambda c: c.dispatch(config=Config(7)), ValueError, ("even", "7")),
     "config type": ("dispatch", lambda c: c.dispatch(config=7), TypeError, ("Config", "int")),
     "stream alone": (

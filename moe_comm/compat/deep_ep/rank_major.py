@@ -79,16 +79,15 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
     scales; handles have them.
     """
 
-    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Capacity | None]:
         check_sending(owner, buffer, sending)
         source = _source_columns(check_rows(sending.x).shape[0])
-        return (*packed(sending.x, source), _choices(buffer, sending))
+        capacity = None
+        if sending.num_worst_tokens:
+            capacity = Capacity(num_rows=sending.num_worst_tokens, on_overflow="raise")
+        return (*packed(sending.x, source), _choices(buffer, sending), capacity)
 
-    data, wire_scales, choices = checked(buffer, "dispatch", prepare)
-    num_worst_tokens = sending.num_worst_tokens
-    capacity = (
-        Capacity(num_rows=num_worst_tokens, on_overflow="raise") if num_worst_tokens else None
-    )
+    data, wire_scales, choices, capacity = checked(buffer, "dispatch", prepare)
     result = buffer.dispatch(
         (data, wire_scales),
         choices,
