@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from moe_comm.autograd.quantized_rows import QuantizedRows
 from moe_comm.buffer import EpBuffer
@@ -216,7 +217,11 @@ def start_combine(
         handle: Of the dispatch that brought them.
         async_op: Return while the sums are in flight; rows must not be overwritten before the end.
     """
-    result = handle.buffer.combine(_plain(rows), handle.places, async_op=async_op)
+    try:
+        plain = _plain(rows)
+    except TypeError as error:
+        handle.buffer.reject("combine", error)
+    result = handle.buffer.combine(plain, handle.places, async_op=async_op)
     return PendingCombine(result=result, handle=handle)
 
 
@@ -254,6 +259,7 @@ class _Dispatch(torch.autograd.Function):
         return arrived.hidden, arrived.probs, arrived
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, grad_rows: torch.Tensor, grad_probs: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -269,12 +275,15 @@ class _Combine(torch.autograd.Function):
         return pending.wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradient_of_combine(grad_sums, ctx.handle), None
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:
     """As combine takes them."""
+    if not isinstance(rows, torch.Tensor):
+        raise TypeError(f"rows must be a tensor, got {type(rows).__name__}")
     rows = rows.detach()
     if isinstance(rows, QuantizedRows):
         rows = rows.dequantize()

@@ -189,6 +189,9 @@ class TokenDispatcher:
         Returns:
             `[..., hidden]`, dtype of `expert_out`; added in top-k order in float32.
         """
+        fault = _fault_of_routed(routed)
+        if fault is not None:
+            self.buffer.reject("combine", fault)
         y = combine(expert_out, routed.handle, buffer=self.buffer, topk_weights=routed.topk_weights)
         return y.reshape(*routed.shape, y.shape[-1])
 
@@ -211,7 +214,8 @@ class TokenDispatcher:
                 f"{type(choices).__name__}"
             )
         is_bool = choices.dtype is torch.bool
-        if choices.is_floating_point() or is_bool is (topk_idx is not None):
+        is_inexact = choices.is_floating_point() or choices.is_complex()
+        if is_inexact or is_bool is (topk_idx is not None):
             wanted = "bool" if topk_idx is None else "integers"
             return TypeError(f"{name} must be {wanted}, got {choices.dtype}")
         if hidden.dim() < 1 or hidden.shape[:-1] != choices.shape[:-1] or choices.dim() < 1:
@@ -232,3 +236,9 @@ class TokenDispatcher:
                 f"probs must have the shape of {name} {tuple(choices.shape)}, got {tuple(probs.shape)}"
             )
         return None
+
+
+def _fault_of_routed(routed: object) -> TypeError | None:
+    if isinstance(routed, DispatchedTokens):
+        return None
+    return TypeError(f"routed must be DispatchedTokens, got {type(routed).__name__}")

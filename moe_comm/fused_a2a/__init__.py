@@ -14,6 +14,7 @@ import threading
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from moe_comm.buffer import EpBuffer
 from moe_comm.config import Layout
@@ -28,6 +29,7 @@ from moe_comm.fused_a2a.arguments import (
     check_count,
     check_flags,
     check_tuning,
+    check_type,
     dispatch_order,
     named,
 )
@@ -129,10 +131,17 @@ class FusedDispatch(torch.autograd.Function):
         allocate_on_comm_stream: bool = False,
     ) -> FusedDispatched:
         """See `fused_dispatch`."""
-        buffer = get_buffer(group, 0).ep_buffer(num_experts)
+        held = get_buffer(group, 0)
+        try:
+            check_count("num_experts", num_experts, minimum=1)
+        except (TypeError, ValueError) as error:
+            held.reject("dispatch", error)
+        buffer = held.ep_buffer(num_experts)
         try:
             check_flags(async_finish, allocate_on_comm_stream)
             get_buffer(group, get_hidden_bytes(x))
+            if token_indices.is_floating_point() or token_indices.is_complex():
+                raise TypeError(f"token_indices must be integers, got {token_indices.dtype}")
             topk_idx = token_indices.to(torch.int64).contiguous()
             weights = None if token_probs is None else token_probs.float().contiguous()
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
@@ -150,6 +159,7 @@ class FusedDispatch(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any,
         grad_output: torch.Tensor,
@@ -184,8 +194,10 @@ class FusedCombine(torch.autograd.Function):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None]:
         """See `fused_combine`."""
-        if not isinstance(handle, FusedHandle):
-            raise TypeError(f"handle must be of fused_dispatch, got {type(handle).__name__}")
+        try:
+            check_type("handle", handle, FusedHandle)
+        except TypeError as error:
+            held_buffer(_buffers, group).reject("combine", error)
         buffer, places = ctx.handle = handle
         try:
             check_flags(async_finish, allocate_on_comm_stream)
@@ -197,6 +209,7 @@ class FusedCombine(torch.autograd.Function):
         return buffer.combine(x.contiguous(), places), None
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, grad_output: torch.Tensor, previous_event: None = None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -319,6 +332,10 @@ class HybridEPDispatch(torch.autograd.Function):
         args = (x, routing_map, probs, group, num_local_experts, *options)
         given = dict(zip(dispatch_order(len(args)), args, strict=False))
         held = _hybrid_buffer(group)
+        try:
+            check_count("num_local_experts", num_local_experts, minimum=1)
+        except (TypeError, ValueError) as error:
+            held.reject("dispatch", error)
         buffer = held.ep_buffer(num_local_experts * held.group_size)
         try:
             check_tuning(given)
@@ -342,6 +359,7 @@ class HybridEPDispatch(torch.autograd.Function):
         return arrived.hidden, arrived.probs, arrived.sf, arrived.tokens_per_expert, arrived.handle
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any,
         grad_x: torch.Tensor,
@@ -368,8 +386,12 @@ class HybridEPCombine(torch.autograd.Function):
         fused: bool = False,
     ) -> torch.Tensor:
         """See `hybrid_ep_combine`."""
-        if not isinstance(handle, PermutedHandle):
-            raise TypeError(f"handle must be of hybrid_ep_dispatch, got {type(handle).__name__}")
+        try:
+            check_type("handle", handle, PermutedHandle)
+        except TypeError as error:
+            if len(_hybrid_ep_buffers) != 1:
+                raise  # of which group it should be is unknown
+            next(iter(_hybrid_ep_buffers.values())).reject("combine", error)
         places = handle.places
         try:
             check_tuning({"fused": fused})
@@ -388,6 +410,7 @@ class HybridEPCombine(torch.autograd.Function):
         return permuted.start_combine(x, handle).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Dispatch the gradient to the places of the rows."""
         return _gradients(ctx, {0: permuted.gradient_of_combine(grad_x, ctx.handle)})

@@ -13,6 +13,7 @@ __all__ = [
     "check_count",
     "check_flags",
     "check_tuning",
+    "check_type",
     "dispatch_order",
     "named",
 ]
@@ -74,12 +75,18 @@ def check_tuning(given: dict[str, Any]) -> None:
         raise TypeError(f"fused must be a bool, got {given['fused']!r}")
 
 
-def check_count(name: str, value: Any) -> None:
-    """An int that is not negative."""
+def check_count(name: str, value: Any, minimum: int = 0) -> None:
+    """An int of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be >= 0, got {value}")
+    if value < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {value}")
+
+
+def check_type(name: str, value: Any, expected: type) -> None:
+    """An instance of `expected`."""
+    if not isinstance(value, expected):
+        raise TypeError(f"{name} must be a {expected.__name__}, got {type(value).__name__}")
 
 
 def check_flags(async_finish: Any, allocate_on_comm_stream: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch.distributed as dist
 
@@ -43,10 +43,25 @@ class GroupBuffer:
         self.num_local_experts = 0
         self.use_fp8 = False
         self._shared = shared
+        self._latest: EpBuffer | None = None
 
     def ep_buffer(self, num_experts: int) -> EpBuffer:
         """The buffer beneath for so many experts of the group; collective on first use."""
-        return self._shared.get(num_experts)
+        self._latest = self._shared.get(num_experts)
+        return self._latest
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """Raise `error` on every rank where this one cannot tell which buffer the call is for.
+
+        The peers are taken to use that of the call before; if there was none, only this rank raises.
+
+        Args:
+            operation: "dispatch" or "combine": what the other ranks call.
+            error: A ValueError or TypeError.
+        """
+        if self._latest is None:
+            raise error
+        self._latest.reject(operation, error)
 
 
 def held_buffer(buffers: dict[int, GroupBuffer], group: Group) -> GroupBuffer:

@@ -223,6 +223,8 @@ def plain_mistake(context: RankContext, mistake: dict[str, Any]) -> str:
     except (TypeError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"
     routed = dispatcher.dispatch(X, PROBS, topk_idx=IDS)  # the buffer stays usable
+    with pytest.raises(TypeError, match="rank 1: routed must be DispatchedTokens, got Tensor"):
+        dispatcher.combine(routed.tokens, routed if context.rank_idx == 0 else X)  # type: ignore[arg-type]
     assert dispatcher.combine(routed.tokens, routed).shape == X.shape
     buffers.destroy()
     return text
@@ -236,6 +238,10 @@ def plain_mistake(context: RankContext, mistake: dict[str, Any]) -> str:
         (
             {"topk_idx": IDS.float()},
             "TypeError: rank 1: topk_idx must be integers, got torch.float32",
+        ),
+        (
+            {"topk_idx": IDS.to(torch.complex64)},
+            "TypeError: rank 1: topk_idx must be integers, got torch.complex64",
         ),
         ({"topk_idx": IDS.bool()}, "TypeError: rank 1: topk_idx must be integers, got torch.bool"),
         (

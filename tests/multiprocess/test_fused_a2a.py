@@ -354,6 +354,30 @@ def gradient_counts(context: RankContext) -> None:
         assert len(fused_a2a.HybridEPCombine.backward(ctx, sums)) == 2 + len(tail)
 
 
+def second_derivatives(context: RankContext) -> None:
+    mine = make_batches([4, 4], NUM_EXPERTS, 2, dtype=torch.float32)[context.rank_idx]
+    topk_idx = mine.probs.topk(2).indices
+    x = leaf(mine.x)
+    fused, *_, fused_handle = fused_a2a.fused_dispatch(
+        x, topk_idx, None, NUM_EXPERTS, context.group
+    )
+    permuted, *_, permuted_handle = fused_a2a.hybrid_ep_dispatch(
+        x, mine.routing_map, None, context.group, 3
+    )
+    for y in (
+        fused_a2a.fused_combine(fused, context.group, fused_handle)[0],
+        fused_a2a.hybrid_ep_combine(permuted, permuted_handle),
+    ):
+        # Without the path through the ranks, x itself would still give a gradient: a wrong one.
+        (grad,) = torch.autograd.grad((x * y).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    run_ranks(second_derivatives, 2, mode="threads")
+
+
 def test_backward_returns_a_gradient_for_every_argument() -> None:
     run_ranks(gradient_counts, 2, mode="threads")
 
@@ -446,15 +470,65 @@ def combine_mistakes(context: RankContext) -> None:
         fused_a2a.hybrid_ep_combine(hidden, handle, None, 8 if context.rank_idx == 0 else 4)
     with pytest.raises(ValueError, match="num_permuted_tokens is 1"):
         fused_a2a.hybrid_ep_combine(hidden, handle, 1)
-    with pytest.raises(TypeError, match="hybrid_ep_dispatch"):
+    with pytest.raises(TypeError, match="PermutedHandle"):
         fused_a2a.hybrid_ep_combine(hidden, (handle,))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="fused_dispatch"):
+    with pytest.raises(TypeError, match="FusedHandle"):
         fused_a2a.fused_combine(hidden, context.group, handle)  # type: ignore[arg-type]
     assert fused_a2a.hybrid_ep_combine(hidden, handle, hidden.shape[0], 4).shape == mine.x.shape
 
 
 def test_mistakes_in_combine() -> None:
     run_ranks(combine_mistakes, 2, mode="threads")
+
+
+def types_of_one_rank(context: RankContext) -> list[str]:
+    mine = make_batches([4, 4], NUM_EXPERTS, 2)[context.rank_idx]
+    is_bad = context.rank_idx == 1
+    topk_idx = mine.probs.topk(2).indices
+
+    def fused(num_experts: Any = NUM_EXPERTS, ids: torch.Tensor = topk_idx) -> Any:
+        return fused_a2a.fused_dispatch(mine.x, ids, None, num_experts, context.group)
+
+    def hybrid(num_local_experts: Any = 3) -> Any:
+        return fused_a2a.hybrid_ep_dispatch(
+            mine.x, mine.routing_map, mine.probs, context.group, num_local_experts
+        )
+
+    fused_rows, *_, fused_handle = fused()
+    hidden, *_, handle = hybrid()
+    texts = []
+    for call in (
+        lambda: fused("6" if is_bad else NUM_EXPERTS),
+        lambda: fused(0 if is_bad else NUM_EXPERTS),
+        lambda: fused(ids=topk_idx.float() if is_bad else topk_idx),
+        lambda: hybrid(None if is_bad else 3),
+        lambda: hybrid(3.0 if is_bad else 3),
+        lambda: fused_a2a.fused_combine(
+            fused_rows, context.group, handle if is_bad else fused_handle
+        ),
+        lambda: fused_a2a.hybrid_ep_combine(hidden, fused_handle if is_bad else handle),
+        lambda: fused_a2a.hybrid_ep_combine([1.0] if is_bad else hidden, handle),  # type: ignore[arg-type]
+    ):
+        with pytest.raises((TypeError, ValueError), match="rank 1") as raised:
+            call()
+        texts.append(f"{raised.type.__name__}: {raised.value}")
+    assert hybrid()[0].shape == hidden.shape
+    assert fused()[0].shape == fused_rows.shape
+    return texts
+
+
+def test_a_wrong_type_on_one_rank_is_raised_on_all() -> None:
+    for texts in run_ranks(types_of_one_rank, 2):
+        assert texts == [
+            "TypeError: rank 1: num_experts must be an int, got '6'",
+            "ValueError: rank 1: num_experts must be >= 1, got 0",
+            "TypeError: rank 1: token_indices must be integers, got torch.float32",
+            "TypeError: rank 1: num_local_experts must be an int, got None",
+            "TypeError: rank 1: num_local_experts must be an int, got 3.0",
+            "TypeError: rank 1: handle must be a FusedHandle, got PermutedHandle",
+            "TypeError: rank 1: handle must be a PermutedHandle, got FusedHandle",
+            "TypeError: rank 1: rows must be a tensor, got list",
+        ]
 
 
 def test_names_of_the_imitated_module() -> None:
