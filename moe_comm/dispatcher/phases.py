@@ -56,6 +56,13 @@ def begin_dispatch(
     quantization: Quantization | None = None,
 ) -> PendingDispatch:
     """Begin a dispatch of rows in any strides, without gradient. Collective; see `EpBuffer.dispatch`."""
+    try:
+        if not isinstance(topk_idx, torch.Tensor):
+            raise TypeError(f"topk_idx must be a tensor, got {type(topk_idx).__name__}")
+        if topk_idx.is_floating_point() or topk_idx.is_complex():
+            raise TypeError(f"topk_idx must be integers, got {topk_idx.dtype}")
+    except TypeError as error:
+        buffer.reject("dispatch", error)
     rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     rows = x if isinstance(x, tuple) else x.detach().contiguous()
     choices = topk_idx.to(torch.int64).contiguous()

@@ -58,9 +58,17 @@ def weight_and_reduce(
 
     Returns:
         `[M, hidden]`, dtype of the outputs.
+
+    Raises:
+        ValueError: There is not one weight for every output.
     """
     if fused_expert_output.dim() == 2:
         return fused_expert_output
+    if topk_weights.shape != fused_expert_output.shape[:-1]:
+        raise ValueError(
+            f"topk_weights must have shape {tuple(fused_expert_output.shape[:-1])}, got "
+            f"{tuple(topk_weights.shape)}"
+        )
     is_local = topk_weights != 0
     weights = is_local.float() if apply_router_weight_on_input else topk_weights.float()
     total = torch.zeros_like(fused_expert_output[:, 0], dtype=torch.float32)
@@ -320,13 +328,16 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             if not apply_router_weight_on_input:
                 weights = topk_weights
         else:
-            rows = self._reduce_locally(
-                fused_expert_output,
-                topk_weights,
-                topk_ids,
-                apply_router_weight_on_input,
-                weight_and_reduce_impl,
-            )
+            try:
+                rows = self._reduce_locally(
+                    fused_expert_output,
+                    topk_weights,
+                    topk_ids,
+                    apply_router_weight_on_input,
+                    weight_and_reduce_impl,
+                )
+            except (TypeError, ValueError) as error:
+                self.buffer.reject("combine", error)
         takes_out = output.is_contiguous() and output.dtype is rows.dtype
         pending = begin_combine(
             self.buffer,

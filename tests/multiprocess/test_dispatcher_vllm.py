@@ -232,6 +232,24 @@ def test_vllm_mistakes() -> None:
             prepare(5, False)
         with pytest.raises(ValueError, match="needs 1 choice per token, got 2"):
             prepare(NUM_EXPERTS, True)
+        is_first = shape.buffer.communicator.rank_idx == 0
+        ids = given.topk_ids.float() if is_first else given.topk_ids
+        with pytest.raises(TypeError, match="rank 0: topk_idx must be integers"):
+            shape.prepare(given.x, given.topk_weights, ids, NUM_EXPERTS, None, False, BF16_CONFIG)
+        rows, _, _, ids, weights = shape.prepare(
+            given.x, given.topk_weights, given.topk_ids, NUM_EXPERTS, None, False, BF16_CONFIG
+        )
+        by_choice = rows[:, None].expand(-1, NUM_TOPK, -1)
+        with pytest.raises(
+            ValueError, match=r"rank 0: topk_weights must have shape \(\d+, 2\), got"
+        ):
+            shape.finalize(
+                torch.empty_like(given.x),
+                by_choice,
+                weights[:1] if is_first else weights,
+                ids,
+                False,
+            )
         with pytest.raises(ValueError, match="needs a buffer with num_max_tokens_per_rank"):
             VllmPrepareAndFinalize(shape.buffer, is_batched=True)
 
