@@ -19,7 +19,7 @@ import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from moe_comm.autograd import fakes
-from moe_comm.autograd.dynamo import mark_whole
+from moe_comm.autograd.dynamo import mark, untraced
 from moe_comm.autograd.inductor import keep_program_order
 from moe_comm.autograd.options import decode_capacity, decode_quantization
 from moe_comm.backends.base import PlanTensors
@@ -305,7 +305,7 @@ def _fake_with_compiler(fake: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fake)
     def prepared(*args: Any) -> Any:
         keep_program_order(_OPERATORS)
-        mark_whole()
+        mark()
         return fake(*args)
 
     return prepared
@@ -318,7 +318,7 @@ for _name, _kernel, _fake in (
     ("combine_backward", _combine_backward, fakes.combine_backward),
 ):
     # Every device: EpBuffer refuses the ones it cannot serve, on every rank.
-    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    library.impl(_name, untraced(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_comm::{_name}", _fake_with_compiler(_fake), lib=library)
 
 DISPATCH = torch.ops.moe_comm.dispatch.default
