@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import CommunicationError, PeerFailedError, PeerTimeoutError
@@ -90,6 +91,11 @@ class Carrier:
             group_idx = min(idle_everywhere)
             groups.idle.remove(group_idx)
             return group_idx
+        # torch names the group after its ranks and how many groups the process is in: where that
+        # differs, ranks would wait for each other under two names.
+        num_groups = bootstrap.all_gather(len(_world.pg_names))
+        for _ in range(max(num_groups) - len(_world.pg_names)):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
         group = dist.new_group(
             dist.get_process_group_ranks(parent),
             timeout=timedelta(seconds=timeout_s),

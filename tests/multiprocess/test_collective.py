@@ -158,3 +158,19 @@ def test_one_rank_needs_no_process_group() -> None:
         result = buffer.dispatch(x, topk_idx, expert_alignment=4)
         assert torch.equal(buffer.combine(result.x, result.handle), x + x)
         buffer.destroy()
+
+
+def buffer_of_a_subgroup(context: RankContext) -> list[int]:
+    # Rank 0 is in one group more than rank 1.
+    dist.new_group([0])
+    pair = dist.new_group([0, 1])
+    if context.rank_idx == 2:
+        return []
+    config = EpConfig(num_experts=2, num_topk=1, hidden=8, num_max_tokens_per_rank=2)
+    with Communicator(pair, backend="collective") as comm, EpBuffer(comm, config) as buffer:
+        x = torch.full((2, 8), float(context.rank_idx), dtype=torch.bfloat16)
+        return buffer.dispatch(x, torch.tensor([[0], [1]])).x[:, 0].tolist()
+
+
+def test_members_of_a_group_may_be_in_any_number_of_others() -> None:
+    assert run_ranks(buffer_of_a_subgroup, 3, fresh=True)[:2] == [[0.0, 1.0]] * 2
