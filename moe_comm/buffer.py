@@ -122,7 +122,8 @@ class EpBuffer:
                 RANK_MAJOR: affects `expert_offsets` only. LOW_LATENCY: 1.
             quantization: Rows are quantised while they are written: `result.x` is e4m3 and
                 `result.x_sf` has the scale factors. x is bfloat16, float16 or float32. None: rows
-                travel as they are. With `(data, sf)` only `is_column_major` matters.
+                travel as they are. With `(data, sf)` it says what the pair is, which must fit, and
+                whether the factors arrive column-major; None takes any pair.
             capacity: Limits on what is delivered, and what happens beyond them. Not with `handle`,
                 whose limits hold, and not with LOW_LATENCY.
             handle: Send to the places of an earlier dispatch of this buffer; its layout and

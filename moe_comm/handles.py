@@ -63,6 +63,13 @@ class DispatchHandle:
     num_recv_topk: int
     plan: Plan
 
+    def dropped_choices(self) -> torch.Tensor:
+        """bool `[num_tokens, num_topk]`: choices of this rank that a capacity or a mask dropped."""
+        tensors = self.plan.to_tensors()
+        if tensors.layout is Layout.RANK_MAJOR:
+            return torch.zeros(tensors.topk_idx.shape, dtype=torch.bool)
+        return (tensors.topk_idx >= 0) & (tensors.slots < 0)
+
 
 class DispatchResult:
     """What a dispatch brought to this rank; M rows, K choices per token.

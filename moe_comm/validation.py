@@ -69,6 +69,17 @@ def check_rows(
         )
     if scales.dtype.itemsize > 8:
         raise TypeError(f"sf must have elements of at most 8 bytes, got {scales.dtype}")
+    if quantization is not None:
+        num_scales = quantization.num_scales(data.shape[1])
+        if scales.shape[1] != num_scales:
+            raise ValueError(
+                f"{quantization} has {num_scales} scale factors for {data.shape[1]} channels, sf has "
+                f"shape {tuple(scales.shape)}"
+            )
+        if scales.dtype.itemsize != quantization.sf_dtype.itemsize:
+            raise TypeError(
+                f"{quantization} has scale factors of {quantization.sf_dtype}, got {scales.dtype}"
+            )
     return data, scales
 
 

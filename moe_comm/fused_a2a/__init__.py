@@ -344,6 +344,11 @@ class HybridEPDispatch(torch.autograd.Function):
             held.num_local_experts = num_local_experts
             pad_multiple, num_rows = given.get("pad_multiple"), given.get("num_permuted_tokens")
             num_rows = None if num_rows is None else int(num_rows)
+            if num_rows is not None and num_rows % (pad_multiple or 1):
+                raise ValueError(
+                    f"num_permuted_tokens must be a multiple of pad_multiple = {pad_multiple}, got "
+                    f"{num_rows}"
+                )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             buffer.reject("dispatch", error)
         arrived = permuted.start_dispatch(

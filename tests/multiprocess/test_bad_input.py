@@ -12,7 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_comm import MXFP8, Capacity, Communicator, DispatchHandle, EpBuffer, EpConfig, Layout
+from moe_comm import (
+    FP8_BLOCK128,
+    MXFP8,
+    Capacity,
+    Communicator,
+    DispatchHandle,
+    EpBuffer,
+    EpConfig,
+    Layout,
+)
 from moe_comm.testing import RankContext, run_ranks
 
 CONFIG = EpConfig(num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
@@ -165,6 +174,18 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
         lambda c: c.dispatch(x=(c.pair()[0], torch.ones(4, 1, dtype=torch.complex128))),
         TypeError,
         ("8 bytes", "complex128"),
+    ),
+    "sf columns of another format": (
+        "dispatch",
+        lambda c: c.dispatch(x=(c.pair()[0], torch.ones(4, 3)), quantization=FP8_BLOCK128),
+        ValueError,
+        ("1 scale factors for 16 channels", "(4, 3)"),
+    ),
+    "sf dtype of another format": (
+        "dispatch",
+        lambda c: c.dispatch(x=c.pair(), quantization=MXFP8),
+        TypeError,
+        ("float8_e8m0fnu", "float32"),
     ),
     "capacity type": (
         "dispatch", lambda c: c.dispatch(capacity=8), TypeError, ("Capacity", "got 8")

@@ -170,6 +170,7 @@ def _masked(context: RankContext) -> None:
         assert not y.any()
     else:
         stays = topk_idx < 2 * EXPERTS_PER_RANK
+        assert torch.equal(result.handle.dropped_choices(), ~stays)
         products = weights[:, :, None] * x.float()[:, None, :]
         sums = torch.zeros_like(x, dtype=torch.float32)
         for k in range(2):
