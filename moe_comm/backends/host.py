@@ -333,11 +333,12 @@ class HostBackend(Backend):
 
         def materialize() -> CombineOutput:
             sums, weights = native.result()
-            return CombineOutput(
-                x=out if sums is None else from_dlpack(sums),
-                topk_weights=None if weights is None else from_dlpack(weights),
-                wait_ns=from_dlpack(native.wait_ns()),
+            output = _Combined(
+                out if sums is None else from_dlpack(sums),
+                None if weights is None else from_dlpack(weights),
+                native,
             )
+            return cast("CombineOutput", output)
 
         if async_op:
             return _Submitted(native, materialize)
@@ -535,6 +536,26 @@ class _Arrived:
             capsule = make_capsule()
             self._made[name] = None if capsule is None else from_dlpack(capsule)
         return self._made[name]
+
+
+class _Combined:
+    """A `CombineOutput` whose waiting times become a tensor when they are looked at."""
+
+    __slots__ = ("_native", "topk_weights", "x")
+
+    def __init__(
+        self,
+        x: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        native: _host.SubmittedCombine,
+    ) -> None:
+        self.x = x
+        self.topk_weights = topk_weights
+        self._native = native
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        return from_dlpack(self._native.wait_ns())
 
 
 def _dispatched(
