@@ -64,7 +64,7 @@ class DispatchHandle:
     plan: Plan
 
     def dropped_choices(self) -> torch.Tensor:
-        """bool `[num_tokens, num_topk]`: choices of this rank that a capacity or a mask dropped."""
+        """Choices of this rank that a capacity or a mask dropped: bool `[num_tokens, num_topk]`."""
         tensors = self.plan.to_tensors()
         if tensors.layout is Layout.RANK_MAJOR:
             return torch.zeros(tensors.topk_idx.shape, dtype=torch.bool)
