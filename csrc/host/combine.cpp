@@ -33,11 +33,7 @@ class CombineOperation {
       offer_rows();
       allocate_sums();
     } catch (const CapacityError& error) {
-      exchange_.reject(arguments(),
-                       RowStatus::kNoCapacity,
-                       error.what(),
-                       error.needed_bytes,
-                       error.available_bytes);
+      exchange_.reject(arguments(), error);
     }
     exchange_.enter("rows");
     exchange_.publish(message_);

@@ -185,11 +185,7 @@ class DispatchOperation {
       return exchange_.allocate(
           static_cast<uint64_t>(low_latency_window(endpoint_, params_).bytes));
     } catch (const CapacityError& error) {
-      exchange_.reject(arguments(),
-                       RowStatus::kNoCapacity,
-                       error.what(),
-                       error.needed_bytes,
-                       error.available_bytes);
+      exchange_.reject(arguments(), error);
     }
   }
 
@@ -314,11 +310,7 @@ class DispatchOperation {
     try {
       window_ = params_.window ? params_.window : exchange_.allocate(needed(endpoint_.rank_idx()));
     } catch (const CapacityError& error) {
-      exchange_.reject(arguments(),
-                       RowStatus::kNoCapacity,
-                       error.what(),
-                       error.needed_bytes,
-                       error.available_bytes);
+      exchange_.reject(arguments(), error);
     }
     exchange_.offer(window_);
     RowMessage message;

@@ -238,15 +238,25 @@ void Exchange::check_agreement(const Rows& rows) {
 
 void Exchange::reject(const layout::OperationArguments& arguments,
                       RowStatus status,
-                      const std::string& message,
-                      uint64_t needed_bytes,
-                      uint64_t available_bytes) {
+                      const std::string& message) {
   RowMessage row;
   row.arguments = arguments;
   row.status = status;
   row.message = message;
-  row.needed_bytes = needed_bytes;
-  row.available_bytes = available_bytes;
+  publish_rejection(row);
+}
+
+void Exchange::reject(const layout::OperationArguments& arguments, const CapacityError& error) {
+  RowMessage row;
+  row.arguments = arguments;
+  row.status = RowStatus::kNoCapacity;
+  row.message = error.what();
+  row.needed_bytes = error.needed_bytes;
+  row.available_bytes = error.available_bytes;
+  publish_rejection(row);
+}
+
+void Exchange::publish_rejection(const RowMessage& row) {
   publish(row);
   collect(false);
   throw std::logic_error("a rejected row was not reported");

@@ -60,9 +60,8 @@ class Exchange {
   /// Publishes a row that says what is wrong here, then throws it as every rank does.
   [[noreturn]] void reject(const layout::OperationArguments& arguments,
                            layout::RowStatus status,
-                           const std::string& message,
-                           uint64_t needed_bytes = 0,
-                           uint64_t available_bytes = 0);
+                           const std::string& message);
+  [[noreturn]] void reject(const layout::OperationArguments& arguments, const CapacityError& error);
 
   /// Publishes what a rank that was short could get, and waits for the same of @p short_ranks.
   void publish_second_offer(const Offer& offer, uint64_t needed_bytes, uint64_t available_bytes);
@@ -125,6 +124,7 @@ class Exchange {
   void await_flag(int peer_rank, layout::Phase phase, uint64_t epoch, const uint64_t& flag);
   void await_row(int peer_rank);
   WaitLadder ladder_for(int peer_rank) const;
+  [[noreturn]] void publish_rejection(const RowMessage& row);
   [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& site);
 
   Endpoint& endpoint_;
