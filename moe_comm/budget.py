@@ -23,6 +23,7 @@ __all__ = [
     "rank_major_recv_rows",
     "receive_window_bytes",
     "round_window_bytes",
+    "scale_column_stride",
     "scale_region_bytes",
     "window_sizes",
     "workspace_bytes",
@@ -189,7 +190,7 @@ def scale_region_bytes(
         return 0
     num_columns = num_rows
     if scales.is_column_major and num_rows_per_expert is None:
-        num_columns = _round_up(num_rows, SCALE_COLUMN_BYTES // scales.scale_bytes)
+        num_columns = scale_column_stride(num_rows, scales.scale_bytes)
     return num_columns * scales.num_scales * scales.scale_bytes
 
 
@@ -469,5 +470,10 @@ def budget_bytes(
     )
 
 
+def scale_column_stride(num_rows: int, scale_bytes: int) -> int:
+    """Elements from one column of column-major scale factors to the next: rows, up to 16 bytes."""
+    return _round_up(num_rows, SCALE_COLUMN_BYTES // scale_bytes)
+
+
 def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return (value + multiple - 1) // multiple * multiple

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from moe_comm.autograd.options import decode_quantization
+from moe_comm.budget import scale_column_stride
 from moe_comm.config import Layout
 
 __all__ = ["combine", "combine_backward", "dispatch", "dispatch_backward"]
 
-_COLUMN_BYTES = 16  # columns of column-major scale factors begin at multiples of this
 _GROW = 0
 
 
@@ -97,8 +97,7 @@ def _scales(
         return like.new_empty((num_experts_apart, num_places, num_scales), dtype=dtype)
     if not is_column_major:
         return like.new_empty((num_rows, num_scales), dtype=dtype)
-    unit = _COLUMN_BYTES // dtype.itemsize
-    stride = (num_rows + unit - 1) // unit * unit
+    stride = scale_column_stride(num_rows, dtype.itemsize)  # type: ignore[arg-type]  # a SymInt adds up too
     return like.new_empty_strided((num_rows, num_scales), (1, stride), dtype=dtype)
 
 

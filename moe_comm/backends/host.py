@@ -21,6 +21,7 @@ from moe_comm.backends.base import (
     Plan,
     PlanTensors,
 )
+from moe_comm.budget import scale_column_stride
 from moe_comm.config import Capacity, EpConfig, Layout, default_expert_rank
 from moe_comm.quantization import Quantization
 from moe_comm.tracing import PhaseRecord, write_trace
@@ -50,8 +51,6 @@ _SUMMABLE_TYPES: dict[torch.dtype, int] = {
 
 
 _ON_OVERFLOW = {"grow": 0, "drop": 1, "raise": 2}
-# Scale factors come as integers of their size.
-_COLUMN_BYTES = 16
 
 
 class _NativePending(Protocol):
@@ -450,9 +449,8 @@ class _Scales:
                 return elements.view(num_experts, self.num_scales, num_places).transpose(1, 2)
             return elements.view(num_experts, num_places, self.num_scales)
         if self.is_column_major:
-            # Columns begin at multiples of 16 bytes; where there are no rows, torch wants a stride.
-            unit = _COLUMN_BYTES // self.dtype.itemsize
-            stride = max(-(-num_rows // unit) * unit, 1)
+            # Where there are no rows, torch wants a stride all the same.
+            stride = max(scale_column_stride(num_rows, self.dtype.itemsize), 1)
             return elements.as_strided((num_rows, self.num_scales), (1, stride))
         return elements.view(num_rows, self.num_scales)
 

@@ -10,6 +10,7 @@ import torch
 
 from moe_comm.backends import arithmetic
 from moe_comm.backends.routing import RowOrder
+from moe_comm.budget import scale_column_stride
 from moe_comm.config import Layout
 from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
 
@@ -31,7 +32,6 @@ _NAN_EXPONENT = 0xFF
 _NAN_BITS = 0x7FC00000
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
-_STRIDE_BYTES = 16
 
 
 def quantize(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,8 +155,7 @@ def arrange_scales(
 def column_major(scales: torch.Tensor) -> torch.Tensor:
     """A copy `[M, num_scales]` with strides `(1, M rounded up to 16 bytes)`."""
     num_rows, num_scales = scales.shape
-    per_stride = _STRIDE_BYTES // scales.element_size()
-    stride = -(-num_rows // per_stride) * per_stride
+    stride = scale_column_stride(num_rows, scales.element_size())
     return scales.new_zeros((num_scales, stride))[:, :num_rows].T.copy_(scales)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from moe_comm.budget import scale_column_stride
 from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
 from moe_comm.triton.checks import (
     check_dtype,
@@ -20,7 +21,6 @@ __all__ = ["dequantize", "quantize"]
 
 _QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS_PER_PROGRAM = 1024
-_STRIDE_BYTES = 16
 
 
 def quantize(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,8 +145,7 @@ def _empty_scales(
     dtype = quantization.sf_dtype
     if not quantization.is_column_major:
         return torch.empty(num_rows, num_scales, dtype=dtype, device=device)
-    per_stride = _STRIDE_BYTES // dtype.itemsize
-    stride = -(-num_rows // per_stride) * per_stride
+    stride = scale_column_stride(num_rows, dtype.itemsize)
     return torch.zeros(num_scales, stride, dtype=dtype, device=device)[:, :num_rows].T
 
 
