@@ -93,6 +93,23 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.group_buffers"},
     {"moe_comm.buffer"},
     {"moe_comm.backends"},
+    {"moe_comm.resharding"},
+    {"moe_comm.resharding.refit"},
+    {"moe_comm.resharding.execution"},
+    {
+        "moe_comm.resharding.ir",
+        "moe_comm.resharding.planner",
+        "moe_comm.resharding.transforms",
+    },
+    {"moe_comm.resharding.copy_services"},
+    {"moe_comm.resharding.nvshmem_copy_service"},
+    {"moe_comm.resharding.batched_copy", "moe_comm.resharding.utils"},
+    {
+        "moe_comm.resharding.metadata",
+        "moe_comm.resharding.parallelism",
+        "moe_comm.resharding.plan",
+        "moe_comm.resharding.transform_protocol",
+    },
     {"moe_comm.communicator", "moe_comm.validation"},
     {"moe_comm.handles"},
     {"moe_comm.backends.base"},
@@ -113,7 +130,23 @@ PYTHON_LAYERS: list[set[str]] = [
 LAYER_OF_PREFIX = {prefix: idx for idx, layer in enumerate(PYTHON_LAYERS) for prefix in layer}
 
 # The native module is used where its objects are owned, nowhere else.
-USERS_OF_HOST = ("moe_comm.communicator", "moe_comm.backends.host", "moe_comm.cli")
+USERS_OF_HOST = (
+    "moe_comm.communicator",
+    "moe_comm.backends.host",
+    "moe_comm.resharding.batched_copy",
+    "moe_comm.cli",
+)
+
+# Resharding and expert-parallel buffers stand side by side on the communicator.
+RESHARDING = "moe_comm.resharding"
+RESHARDING_MUST_NOT_REACH = {
+    "moe_comm",
+    "moe_comm.backends",
+    "moe_comm.buffer",
+    "moe_comm.config",
+    "moe_comm.group_buffers",
+    "moe_comm.handles",
+}
 
 # The specification stands on torch alone, so that it can be read and trusted on its own.
 REFERENCE = "moe_comm.backends.reference"
@@ -203,6 +236,15 @@ def reachable_modules(module: str, sources: dict[str, str]) -> set[str]:
 
 
 SOURCES = {module: path.read_text() for module, path in MODULES.items()}
+
+
+def test_resharding_and_buffers_do_not_know_each_other() -> None:
+    resharding = {name for name in MODULES if f"{name}.".startswith(f"{RESHARDING}.")}
+    assert len(resharding) > 1
+    for module in resharding:
+        assert reachable_modules(module, SOURCES) & RESHARDING_MUST_NOT_REACH == set(), module
+    for module in sorted(MODULE_NAMES & RESHARDING_MUST_NOT_REACH - {"moe_comm"}):
+        assert reachable_modules(module, SOURCES) & resharding == set(), module
 
 
 def test_the_reference_stands_on_torch_alone() -> None:

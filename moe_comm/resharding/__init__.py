@@ -1,0 +1,1 @@
+"""Resharding: the weights of a model from one parallel layout to another."""

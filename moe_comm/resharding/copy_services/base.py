@@ -1,0 +1,112 @@
+"""The transport of a reshard plan: batched point-to-point copies."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["CopyService", "RecvOp", "SendOp", "match_local_ops_by_task_id"]
+
+
+@dataclasses.dataclass
+class SendOp:
+    """One tensor to be sent. `dest_rank` is a rank of the service's group."""
+
+    task_id: int | None
+    tensor: torch.Tensor
+    dest_rank: int
+
+
+@dataclasses.dataclass
+class RecvOp:
+    """One tensor to be received. `src_rank` is a rank of the service's group."""
+
+    task_id: int | None
+    tensor: torch.Tensor
+    src_rank: int
+
+
+class CopyService(abc.ABC):
+    """Moves a batch of tensors between the ranks of a group.
+
+    Every rank submits its sends and receives, then all call `run()`. The two ends of a transfer
+    carry the same `task_id`. Ranks are ranks of `group`.
+
+    Args:
+        group: A process group; None for the default group.
+    """
+
+    # Whether `execute_reshard_plan` must hold a barrier after `run()`.
+    requires_process_group_barrier = True
+    # Whether both ends may be strided views; otherwise the executor hands over contiguous tensors.
+    takes_strided_tensors = False
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = group.rank() if group is not None else dist.get_rank()
+        self.world_size = group.size() if group is not None else dist.get_world_size()
+
+    @abc.abstractmethod
+    def submit_send(
+        self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None
+    ) -> None:
+        """Register `src_tensor` to be sent to `dest_rank` by the next `run()`."""
+
+    @abc.abstractmethod
+    def submit_recv(
+        self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None
+    ) -> None:
+        """Register `dest_tensor` to be received from `src_rank` by the next `run()`."""
+
+    @abc.abstractmethod
+    def run(self) -> None:
+        """Execute everything submitted since the last `run()`. Collective over the group."""
+
+    def close(self) -> None:
+        """Release what the service holds. Idempotent."""
+        return
+
+
+def match_local_ops_by_task_id(
+    local_sends: Sequence[Any], local_recvs: Sequence[Any], backend_name: str, rank: int
+) -> list[tuple[Any, Any]]:
+    """Pair the sends and receives of one rank with itself.
+
+    Args:
+        local_sends: Objects with a `task_id`.
+        local_recvs: Objects with a `task_id`.
+        backend_name: For error messages.
+        rank: For error messages.
+
+    Returns:
+        `(send, recv)` pairs in the order of `local_recvs`.
+
+    Raises:
+        RuntimeError: An operation has no task id, comes twice, or has no partner.
+    """
+    where = f"{backend_name} copy service, rank {rank}"
+    for op in (*local_sends, *local_recvs):
+        if op.task_id is None:
+            raise RuntimeError(f"{where}: a copy within one rank requires a task_id")
+    sends = {op.task_id: op for op in local_sends}
+    recvs = {op.task_id: op for op in local_recvs}
+    if len(sends) < len(local_sends) or len(recvs) < len(local_recvs):
+        raise RuntimeError(
+            f"{where}: unmatched local ops: {len(local_sends)} sends have {len(sends)} task ids, "
+            f"{len(local_recvs)} receives have {len(recvs)}"
+        )
+    if len(sends) != len(recvs):
+        odd = sorted(sends.keys() ^ recvs.keys())
+        raise RuntimeError(
+            f"{where}: unmatched local ops: {len(sends)} sends, {len(recvs)} receives; without a "
+            f"partner: task ids {odd[:8]}"
+        )
+    for task_id in recvs:
+        if task_id not in sends:
+            raise RuntimeError(f"{where}: missing local send for task id {task_id}")
+    return [(sends[op.task_id], op) for op in local_recvs]

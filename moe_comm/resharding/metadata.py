@@ -1,0 +1,117 @@
+"""How one rank holds one parameter: what ranks tell each other before they plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+__all__ = ["MeshLayout", "MeshPlacement", "ParameterMetadata", "ShardingDescriptor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlacement:
+    """A placement of a DTensor over one dimension of its device mesh.
+
+    Args:
+        kind: "shard", "strided_shard", "replicate" or "partial".
+        dim: Tensor dimension that is sharded; -1 otherwise.
+        split_factor: Of "strided_shard": parts that inner mesh dimensions have cut before.
+        op: Of "partial": the pending reduction.
+    """
+
+    kind: Literal["shard", "strided_shard", "replicate", "partial"]
+    dim: int = -1
+    split_factor: int = 1
+    op: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshLayout:
+    """Where a DTensor lies.
+
+    Args:
+        mesh_shape: Shape of the device mesh.
+        mesh_ranks: Its ranks, row-major, numbered in the group that plans are made over.
+        placements: One per mesh dimension.
+        global_shape: Of the whole tensor.
+    """
+
+    mesh_shape: tuple[int, ...]
+    mesh_ranks: tuple[int, ...]
+    placements: tuple[MeshPlacement, ...]
+    global_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class ParameterMetadata:
+    """One parameter or persistent buffer as one rank holds it. Ranks are those of the plan's group.
+
+    Args:
+        name: In the rank's own module.
+        shape: Of the local tensor.
+        dtype: Of the local tensor.
+        element_size: Bytes per element.
+        is_tp: Sharded over its tensor parallel group.
+        partition_dim: Dimension that is sharded.
+        partition_stride: Segments of `partition_dim` per rank; segment `i + k * size` is rank i's.
+        partition_sizes: Sizes along `partition_dim`, on one rank, of components that are packed one
+            after the other and each sharded by itself.
+        is_ep: Belongs to experts.
+        num_experts: Experts of the whole model.
+        owner_rank: The rank that holds this.
+        tensor_parallel_group_ranks: Filled in wherever such a group exists.
+        expert_parallel_group_ranks: Of experts.
+        data_parallel_group_ranks: Ranks that hold the same.
+        pipeline_parallel_group_ranks: Ranks of all stages.
+        resolved_name: Name in the whole model, with global layer and expert numbers.
+        global_expert_index: Expert of a per-expert tensor; None for others and for fused ones.
+        expert_dim: Of a tensor of several experts: dimension, of `local_view`, along which they lie.
+        local_view: Shape that the local tensor is viewed as before it is cut; None for its own.
+        mesh: Of a DTensor; the fields about groups then mean nothing.
+        is_buffer: A persistent buffer, whose dtype follows the source.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    element_size: int
+    is_tp: bool = False
+    partition_dim: int = 0
+    partition_stride: int = 1
+    partition_sizes: list[int] | None = None
+    is_ep: bool = False
+    num_experts: int | None = None
+    owner_rank: int = -1
+    tensor_parallel_group_ranks: list[int] | None = None
+    expert_parallel_group_ranks: list[int] | None = None
+    data_parallel_group_ranks: list[int] | None = None
+    pipeline_parallel_group_ranks: list[int] | None = None
+    resolved_name: str | None = None
+    global_expert_index: int | None = None
+    expert_dim: int | None = None
+    local_view: tuple[int, ...] | None = None
+    mesh: MeshLayout | None = None
+    is_buffer: bool = False
+
+
+@dataclasses.dataclass
+class ShardingDescriptor:
+    """One sharded dimension of a parameter, on both sides.
+
+    Args:
+        name: "tp".
+        dim: Sharded dimension.
+        src_stride: `partition_stride` of the source.
+        dst_stride: `partition_stride` of the destination.
+        src_dim_ranks: Ranks that the source is sharded over, in order.
+        dst_dim_ranks: Ranks that the destination is sharded over, in order.
+    """
+
+    name: str
+    dim: int
+    src_stride: int
+    dst_stride: int
+    src_dim_ranks: list[int]
+    dst_dim_ranks: list[int]
