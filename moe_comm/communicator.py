@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import types
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.utils.dlpack
 
 from moe_comm import env
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
@@ -262,6 +264,28 @@ class Communicator:
         if self.native is not None:
             return self.require_native().all_gather(payload)
         return [bytes(item) for item in self.bootstrap.all_gather(payload)]
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in this rank's symmetric heap, contents undefined. Local.
+
+        Peers can write it in place: a copy into it needs no slot. Its memory goes back to the heap
+        with the last tensor over it; it starts at a multiple of 64 bytes (of 4096 from 4096 bytes
+        on).
+
+        Args:
+            *shape: Sizes, each >= 0; none for a 0-dim tensor.
+            dtype: Of the elements.
+
+        Raises:
+            ValueError: A size is negative, or the backend has no heap.
+            CapacityError: The limit or the machine does not allow it.
+        """
+        if any(size < 0 for size in shape):
+            raise ValueError(f"sizes must be >= 0, got {shape}")
+        native = self.require_native()
+        capsule = native.empty(math.prod(shape) * dtype.itemsize)
+        flat: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
+        return flat.view(dtype).view(shape)
 
     def reserve(self, num_bytes: int) -> None:
         """Grow this rank's heap so that `num_bytes` more fit without growth inside a call. Local.

@@ -2,7 +2,9 @@
 #include <numeric>
 
 #include "bindings/bindings.h"
+#include "bindings/dlpack.h"
 #include "bindings/native_group.h"
+#include "core/dtype.h"
 #include "host/warn.h"
 
 namespace moe::bindings {
@@ -81,6 +83,56 @@ py::list all_gather(NativeGroup& native, const std::string& payload) {
   return gathered;
 }
 
+/// Bytes of this rank's heap as a capsule of uint8; they go back when the last tensor over them
+/// does.
+py::capsule empty_bytes(NativeGroup& native, uint64_t bytes) {
+  std::shared_ptr<Window> window;
+  {
+    const py::gil_scoped_release no_gil;
+    native.group->check_process("empty");
+    window = native.heap->allocate(bytes);
+  }
+  std::byte* const data = window->data();
+  return make_dlpack(
+      std::move(window), data, {static_cast<int64_t>(bytes)}, dlpack_type(DType::kBytes));
+}
+
+/// (segment, offset) of memory that lies whole in this rank's heap, else None.
+py::object find_place(const NativeGroup& native, uintptr_t address, uint64_t bytes) {
+  native.group->check_process("find");
+  Offer offer;
+  if (!native.heap->find(reinterpret_cast<const void*>(address), bytes, &offer))
+    return py::none();
+  return py::make_tuple(offer.segment_idx, offer.offset);
+}
+
+/// The bytes of a place that a peer found, as a capsule of uint8 over the peer's own memory.
+py::capsule resolve_bytes(
+    NativeGroup& native, int rank_idx, uint32_t segment_idx, uint64_t offset, uint64_t bytes) {
+  MOE_CHECK(rank_idx >= 0 && rank_idx < native.group->num_ranks(),
+            "rank ",
+            rank_idx,
+            " is not a rank of a group of ",
+            native.group->num_ranks());
+  std::byte* data = nullptr;
+  {
+    const py::gil_scoped_release no_gil;
+    native.group->check_process("resolve");
+    host::WaitSite site;
+    site.interrupt_check = &signal_check();
+    data = native.group->resolve(rank_idx, Offer{segment_idx, 0, offset, bytes}, site);
+  }
+  // The heap and the mesh keep the mapping.
+  struct Mapping {
+    std::shared_ptr<heap::PeerMesh> mesh;
+    std::shared_ptr<heap::ShmHeap> heap;
+  };
+  return make_dlpack(std::make_shared<Mapping>(Mapping{native.mesh, native.heap}),
+                     data,
+                     {static_cast<int64_t>(bytes)},
+                     dlpack_type(DType::kBytes));
+}
+
 py::dict heap_stats(const NativeGroup& native) {
   const heap::HeapStats stats = native.heap->stats();
   py::dict values;
@@ -114,6 +166,14 @@ void bind_group(py::module_& module) {
       .def_property_readonly("num_ranks",
                              [](const NativeGroup& self) { return self.group->num_ranks(); })
       .def("all_gather", &all_gather)
+      .def("empty", &empty_bytes, py::arg("bytes"))
+      .def("find", &find_place, py::arg("address"), py::arg("bytes"))
+      .def("resolve",
+           &resolve_bytes,
+           py::arg("rank_idx"),
+           py::arg("segment_idx"),
+           py::arg("offset"),
+           py::arg("bytes"))
       .def(
           "reserve",
           [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); },
