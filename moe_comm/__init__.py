@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from moe_comm import compat
 from moe_comm.autograd import SAVED_OPERATORS, QuantizedRows, combine, dispatch
-from moe_comm.backends.quantized import dequantize, quantize
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import BufferManager, EpBuffer
 from moe_comm.communicator import Communicator, HeapStats, Recovery
@@ -22,6 +21,7 @@ from moe_comm.quantization import (
     QuantizationFormat,
     ScaleFormat,
 )
+from moe_comm.quantized import dequantize, quantize
 
 __all__ = [
     "FP8_BLOCK128",

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from moe_comm import quantized
 from moe_comm.autograd.dynamo import taken_whole
 from moe_comm.autograd.operators import library
 from moe_comm.autograd.options import decode_quantization, encode_quantization
-from moe_comm.backends import quantized
 from moe_comm.quantization import Quantization
 
 __all__ = ["QuantizedRows", "wrap_rows"]

@@ -14,7 +14,8 @@ from typing import NoReturn, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from moe_comm.backends import admission, arithmetic, local_ops, messages, quantized, routing
+from moe_comm import arithmetic
+from moe_comm.backends import admission, local_ops, messages, routing
 from moe_comm.backends.admission import Admission, Asked
 from moe_comm.backends.agreement import Peers, agree_on_config
 from moe_comm.backends.base import (
@@ -285,7 +286,7 @@ class CollectiveBackend(Backend):
         counts = window.num_tokens_per_expert
         scales = moved.sf
         if scales is not None:
-            scales = quantized.arrange_scales(
+            scales = routing.arrange_scales(
                 scales,
                 plan.order,
                 counts.numel(),

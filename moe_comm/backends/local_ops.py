@@ -13,7 +13,7 @@ import types
 
 import torch
 
-from moe_comm.backends import arithmetic, quantized
+from moe_comm import arithmetic, quantized
 from moe_comm.quantization import Quantization
 
 __all__ = ["gather_rows", "has_triton", "place_rows", "quantize_rows", "sum_rows"]

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
-from moe_comm.backends import admission, arithmetic, messages, quantized, routing
+from moe_comm import arithmetic, quantized
+from moe_comm.backends import admission, messages, routing
 from moe_comm.backends.admission import Admission, Asked
 from moe_comm.backends.agreement import Peers, agree_on_config
 from moe_comm.backends.base import (
@@ -176,7 +177,7 @@ def received(
         x_sf=(
             None
             if scales is None
-            else quantized.arrange_scales(
+            else routing.arrange_scales(
                 scales, order, counts.numel(), is_column_major=is_column_major
             )
         ),

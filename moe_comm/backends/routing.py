@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 
+from moe_comm import quantized
 from moe_comm.backends.base import PlanTensors
 from moe_comm.config import EpConfig, Layout
 
@@ -17,6 +18,7 @@ __all__ = [
     "Placement",
     "RowOrder",
     "Window",
+    "arrange_scales",
     "as_bytes",
     "choice_slots",
     "count_choices",
@@ -315,6 +317,20 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
     # By way of one dimension: a column of one element may have any stride, which a view refuses.
     flat = rows.detach().as_strided((rows.numel(),), (1,))
     return flat.view(torch.uint8).view(rows.shape[0], row_bytes)
+
+
+def arrange_scales(
+    scales: torch.Tensor, order: RowOrder, num_local_experts: int, *, is_column_major: bool
+) -> torch.Tensor:
+    """What `x_sf` is, from arrived row-major `[M, num_scales]`.
+
+    Returns:
+        `[M, num_scales]`; LOW_LATENCY: `[num_local_experts, num_places_per_expert, num_scales]`.
+    """
+    if order.layout is Layout.LOW_LATENCY:
+        by_expert = scales.view(num_local_experts, order.num_places_per_expert, scales.shape[1])
+        return by_expert.mT.contiguous().mT if is_column_major else by_expert
+    return quantized.column_major(scales) if is_column_major else scales
 
 
 def _choice_rank(topk_idx: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.backends.arithmetic import ADDABLE_DTYPES
+from moe_comm.arithmetic import ADDABLE_DTYPES
 from moe_comm.config import Capacity, Layout
 from moe_comm.quantization import (
     FP8_BLOCK128,

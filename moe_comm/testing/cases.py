@@ -7,7 +7,7 @@ import zlib
 
 import torch
 
-from moe_comm.backends.arithmetic import ADDABLE_DTYPES, accumulator_dtype
+from moe_comm.arithmetic import ADDABLE_DTYPES, accumulator_dtype
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import Quantization
 

@@ -1,7 +1,7 @@
 """What every rank must get, computed without peers from what all ranks put in.
 
 Rows are listed one by one, in Python, from the definition of the layouts. Nothing here is shared with a
-backend but the sums of `moe_comm.backends.arithmetic`, which unit tests hold to scalar arithmetic.
+backend but the sums of `moe_comm.arithmetic`, which unit tests hold to scalar arithmetic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moe_comm.backends import arithmetic
+from moe_comm import arithmetic
 from moe_comm.config import Capacity, Layout
 from moe_comm.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput, random_weights, rows_of_case, seeded

@@ -1,6 +1,6 @@
 """Quantised rows in NumPy and exact float64, with a table of every e4m3 value.
 
-Shares nothing with `moe_comm.backends.quantized` but the format's definition.
+Shares nothing with `moe_comm.quantized` but the format's definition.
 """
 
 from __future__ import annotations

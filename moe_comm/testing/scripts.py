@@ -6,11 +6,11 @@ import dataclasses
 
 import torch
 
-from moe_comm.backends.arithmetic import dot_rows, scale_rows
+from moe_comm.arithmetic import dot_rows, scale_rows
 from moe_comm.backends.base import Backend, DispatchOutput, Plan
-from moe_comm.backends.quantized import QUANTIZABLE_DTYPES
 from moe_comm.config import Layout
 from moe_comm.quantization import FP8_BLOCK128, MXFP8
+from moe_comm.quantized import QUANTIZABLE_DTYPES
 from moe_comm.testing import calls
 from moe_comm.testing.cases import Case, RankInput, case_inputs, scales_of_case
 from moe_comm.testing.compare import Expectations

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.backends.quantized import dequantize
 from moe_comm.cli.bench import oracle, traffic
 from moe_comm.cli.bench.case import BenchCase, make_routing_map, make_topk_idx, make_x
 from moe_comm.cli.bench.roof import Roof
@@ -23,6 +22,7 @@ from moe_comm.quantization import (
     QuantizationFormat,
     ScaleFormat,
 )
+from moe_comm.quantized import dequantize
 from moe_comm.routing_trace import save_routing_trace
 from moe_comm.testing.quantized_oracle import quantized_rows
 

@@ -116,11 +116,13 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.triton"},
     {
         "moe_comm._version",
+        "moe_comm.arithmetic",
         "moe_comm.bootstrap",
         "moe_comm.config",
         "moe_comm.env",
         "moe_comm.errors",
         "moe_comm.quantization",
+        "moe_comm.quantized",
         "moe_comm.routing_trace",
         "moe_comm.tracing",
     },

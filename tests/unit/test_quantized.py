@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.backends import quantized
+from moe_comm import quantized
+from moe_comm.backends import routing
 from moe_comm.backends.routing import RowOrder
 from moe_comm.config import Layout
 from moe_comm.quantization import (
@@ -218,7 +219,7 @@ def test_low_latency_results_are_read_by_expert() -> None:
     values = moe_comm.dequantize(data, scales, MXFP8)
     order = RowOrder(Layout.LOW_LATENCY, 1, 4)
     for is_column_major in (False, True):
-        by_expert = quantized.arrange_scales(scales, order, 3, is_column_major=is_column_major)
+        by_expert = routing.arrange_scales(scales, order, 3, is_column_major=is_column_major)
         assert by_expert.shape == (3, 4, 2)
         assert by_expert.stride() == ((8, 1, 4) if is_column_major else (8, 2, 1))
         assert difference(moe_comm.dequantize(data, by_expert, MXFP8), values) is None

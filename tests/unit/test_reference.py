@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.backends import arithmetic, messages
+from moe_comm import arithmetic
+from moe_comm.backends import messages
 from moe_comm.backends.base import PlanTensors
 from moe_comm.backends.reference import ReferenceBackend
 from moe_comm.config import Capacity, EpConfig, Layout

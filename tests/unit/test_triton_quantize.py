@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from moe_comm.backends import quantized
+from moe_comm import quantized
 from moe_comm.quantization import (
     FP8_BLOCK128,
     MXFP8,

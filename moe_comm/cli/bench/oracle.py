@@ -1,7 +1,7 @@
 """What dispatch and combine must give, computed by each rank alone from the seed, and compared whole.
 
 Written apart from the package's own routing functions, so that a mistake there shows. Quantised rows are
-compared with those of the reference (`moe_comm.backends.quantized`). Peers' rows are drawn again from
+compared with those of the reference (`moe_comm.quantized`). Peers' rows are drawn again from
 the seed, one source rank at a time; nothing is gathered.
 """
 
@@ -11,9 +11,9 @@ import dataclasses
 
 import torch
 
-from moe_comm.backends.quantized import dequantize, quantize
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_topk_weights, make_x
 from moe_comm.config import Layout, default_expert_rank
+from moe_comm.quantized import dequantize, quantize
 
 __all__ = ["check_combine", "check_dispatch", "expert_scale", "run_experts", "source_rows"]
 

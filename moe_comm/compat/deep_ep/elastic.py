@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from moe_comm.backends import arithmetic
+from moe_comm import arithmetic
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import elastic_rows

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from moe_comm.backends import quantized
+from moe_comm import quantized
 from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.backends import arithmetic
+from moe_comm import arithmetic
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import hybrid_rows as rows

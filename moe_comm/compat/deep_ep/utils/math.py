@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.backends import quantized
+from moe_comm import quantized
 from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 __all__ = [

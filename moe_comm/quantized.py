@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.backends import arithmetic
-from moe_comm.backends.routing import RowOrder
+from moe_comm import arithmetic
 from moe_comm.budget import scale_column_stride
-from moe_comm.config import Layout
 from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 __all__ = [
     "QUANTIZABLE_DTYPES",
-    "arrange_scales",
     "column_major",
     "dequantize",
     "quantize",
+    "quantize_blocks",
     "quantize_rows",
+    "store_factors",
 ]
 
 QUANTIZABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -130,26 +129,12 @@ def quantize_rows(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Te
     with arithmetic.subnormals_kept():
         for some, columns in arithmetic.chunks(len(blocks), block, x.device):
             assert columns == slice(0, block)  # a chunk never cuts a block
-            data[some], factor_bits[some] = _quantize_blocks(
+            data[some], factor_bits[some] = quantize_blocks(
                 arithmetic.widen(blocks[some]), quantization
             )
     rows = data.view(num_rows, num_blocks * block)[:, :hidden].contiguous()
-    factors = _stored_factors(factor_bits.view(num_rows, num_blocks), quantization)
+    factors = store_factors(factor_bits.view(num_rows, num_blocks), quantization)
     return rows.view(torch.float8_e4m3fn), factors
-
-
-def arrange_scales(
-    scales: torch.Tensor, order: RowOrder, num_local_experts: int, *, is_column_major: bool
-) -> torch.Tensor:
-    """What `x_sf` is, from arrived row-major `[M, num_scales]`.
-
-    Returns:
-        `[M, num_scales]`; LOW_LATENCY: `[num_local_experts, num_places_per_expert, num_scales]`.
-    """
-    if order.layout is Layout.LOW_LATENCY:
-        by_expert = scales.view(num_local_experts, order.num_places_per_expert, scales.shape[1])
-        return by_expert.mT.contiguous().mT if is_column_major else by_expert
-    return column_major(scales) if is_column_major else scales
 
 
 def column_major(scales: torch.Tensor) -> torch.Tensor:
@@ -159,7 +144,7 @@ def column_major(scales: torch.Tensor) -> torch.Tensor:
     return scales.new_zeros((num_scales, stride))[:, :num_rows].T.copy_(scales)
 
 
-def _quantize_blocks(
+def quantize_blocks(
     values: torch.Tensor, quantization: Quantization
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Data bytes `[n, block]` and the bits of float32 scale factors `[n]`; UE8M0: the exponent byte."""
@@ -208,7 +193,7 @@ def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
     return torch.where(exponent < -126, 1 << (_MANTISSA_BITS - 1), normal).view(torch.float32)
 
 
-def _stored_factors(bits: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+def store_factors(bits: torch.Tensor, quantization: Quantization) -> torch.Tensor:
     """`[T, num_blocks]` bits as `[T, num_scales]` of the dtype that `x_sf` has."""
     if quantization.scale_format is not ScaleFormat.UE8M0:
         return bits.view(torch.float32)
