@@ -1,6 +1,7 @@
 #include <memory>
 #include <numeric>
 
+#include "bindings/bind_slots.h"
 #include "bindings/bindings.h"
 #include "bindings/dlpack.h"
 #include "bindings/native_group.h"
@@ -158,8 +159,8 @@ void bind_group(py::module_& module) {
       "set_warning_interval",
       [](double seconds) { host::set_warning_interval_ns(static_cast<int64_t>(seconds * 1e9)); },
       py::arg("seconds"));
-  py::class_<NativeGroup, std::shared_ptr<NativeGroup>>(module, "Group")
-      .def_static("create", &create_group)
+  py::class_<NativeGroup, std::shared_ptr<NativeGroup>> group(module, "Group");
+  group.def_static("create", &create_group)
       .def_static("create_child", &create_child)
       .def_property_readonly("rank_idx",
                              [](const NativeGroup& self) { return self.group->rank_idx(); })
@@ -201,6 +202,7 @@ void bind_group(py::module_& module) {
               self.mesh->leave();
           },
           py::call_guard<py::gil_scoped_release>());
+  bind_slots(group);
 }
 
 }  // namespace moe::bindings
