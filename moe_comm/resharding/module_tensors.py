@@ -1,0 +1,97 @@
+"""The tensors of a module that a refit reads or writes, by name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "get_refit_tensor_dict",
+    "invalidate_refit_tensor_cache",
+    "local_tensor",
+    "named_persistent_buffers",
+    "named_refit_tensors",
+]
+
+_CACHE_ATTRIBUTE = "_refit_tensor_cache"
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, any other tensor itself; without its gradient history."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor.detach()
+    return tensor.detach()
+
+
+def named_persistent_buffers(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """Buffers that a state dict would hold: (full name, module that owns it, name there, buffer)."""
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield (f"{path}.{name}" if path else name), owner, name, buffer
+
+
+def named_refit_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then persistent buffers; one that several modules share comes once."""
+    yield from module.named_parameters()
+    for name, _, _, buffer in named_persistent_buffers(module):
+        yield name, buffer
+
+
+_CONTENTS = operator.attrgetter("_parameters", "_buffers", "_modules")
+
+
+class _TensorCache:
+    """Tensors by name, and what a module held when they were listed.
+
+    Args:
+        module: Not kept: a module that referred to itself would be freed late.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.tensors = dict(named_refit_tensors(module))
+        self._descendants = [child for path, child in module.named_modules() if path]
+        self._keys, held = self._contents(module)
+        # Kept alive, so that no other object can have their ids.
+        self._held = held
+        self._ids = list(map(id, held))
+
+    def is_valid(self, module: torch.nn.Module) -> bool:
+        """Whether no parameter, buffer or submodule was added, removed or replaced since."""
+        keys, held = self._contents(module)
+        return keys == self._keys and list(map(id, held)) == self._ids
+
+    def _contents(self, module: torch.nn.Module) -> tuple[list[str], list[Any]]:
+        # Written for the interpreter: a refit pays this walk of the whole model every time.
+        dicts = list(chain.from_iterable(map(_CONTENTS, chain((module,), self._descendants))))
+        keys = list(chain.from_iterable(dicts))
+        return keys, list(chain.from_iterable(map(dict.values, dicts)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or loaded module lists its own tensors when it is first asked.
+        return (_no_cache, ())
+
+
+def _no_cache() -> None:
+    return None
+
+
+def get_refit_tensor_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """`named_refit_tensors` as a dict, kept on the module and listed again when it has changed."""
+    cache = module.__dict__.get(_CACHE_ATTRIBUTE)
+    if not isinstance(cache, _TensorCache) or not cache.is_valid(module):
+        cache = _TensorCache(module)
+        module.__dict__[_CACHE_ATTRIBUTE] = cache
+    return cache.tensors
+
+
+def invalidate_refit_tensor_cache(module: torch.nn.Module) -> None:
+    """Forget the tensors of a module."""
+    module.__dict__.pop(_CACHE_ATTRIBUTE, None)
