@@ -132,6 +132,7 @@ class MoeModel:
 
     def __init__(self, options: Options, dispatcher: TokenDispatcher) -> None:
         self.options = options
+        self.group = dispatcher.buffer.communicator.group
         num_ranks = dispatcher.buffer.communicator.num_ranks
         # Every rank draws the same trunk. An expert's parameters follow from its number.
         torch.manual_seed(options.seed)
@@ -208,12 +209,12 @@ class MoeModel:
         return summed, routing.topk_idx
 
 
-def gather_shards(mine: torch.Tensor) -> torch.Tensor:
+def gather_shards(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """`[num_shards_here, ...]` of every rank, as `[NUM_SHARDS, ...]` in shard order. Collective."""
     if not dist.is_initialized():
         return mine
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
     return torch.cat(gathered)
 
 
@@ -254,7 +255,7 @@ def train_step(
             for loss, count, trunk in zip(losses, counts, model.shard_trunks, strict=True)
         ]
     )
-    total = sum_in_order(gather_shards(mine))
+    total = sum_in_order(gather_shards(mine, model.group))
     loss, load, gradient = total.split(
         [1, model.balance.numel(), total.numel() - 1 - model.balance.numel()]
     )
