@@ -1,0 +1,585 @@
+"""How each rank's tensor lies in the whole one, from what ranks say about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+from moe_comm.resharding import intervals
+from moe_comm.resharding.intervals import Interval, Intervals
+from moe_comm.resharding.metadata import MeshLayout, ParameterMetadata
+from moe_comm.resharding.plan_check import PlanError
+
+__all__ = ["Holder", "Layout", "mesh_intervals", "resolve_layouts", "with_experts_first"]
+
+Shape = tuple[int, ...]
+
+
+class Holder(NamedTuple):
+    """A rank and what it says about a parameter that it holds."""
+
+    rank: int
+    meta: ParameterMetadata
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where one rank's tensor lies: the product, over dimensions, of intervals.
+
+    Args:
+        view: Shape that the rank's tensor is viewed as.
+        global_shape: Of the whole tensor, with as many dimensions.
+        dims: Per dimension, what the rank holds.
+    """
+
+    view: Shape
+    global_shape: Shape
+    dims: tuple[Intervals, ...]
+
+
+def with_experts_first(meta: ParameterMetadata) -> ParameterMetadata:
+    """Metadata that says where the experts of Megatron's `GroupedMLP` lie.
+
+    Its `experts.weight1` `[hidden, experts x inner]` and `experts.weight2` `[experts x inner,
+    hidden]` are, in memory, `[experts, hidden, inner]` and `[experts, inner, hidden]`. Other
+    parameters, and those that say themselves where their experts lie, are returned as they are.
+
+    Raises:
+        PlanError: The shape is no multiple of the rank's experts.
+    """
+    path = meta.name.split(".")[-2:]
+    is_grouped = path in (["experts", "weight1"], ["experts", "weight2"]) and len(meta.shape) == 2
+    if not is_grouped or meta.expert_dim is not None or meta.mesh is not None:
+        return meta
+    if meta.num_experts is None:
+        return meta
+    ep_size = len(meta.expert_parallel_group_ranks or ()) if meta.is_ep else 1
+    num_local_experts = meta.num_experts // max(1, ep_size)
+    inner_dim = 1 if path[1] == "weight1" else 0
+    if num_local_experts < 1 or meta.shape[inner_dim] % num_local_experts:
+        raise PlanError(
+            f"{meta.name}: dimension {inner_dim} of shape {meta.shape} is no multiple of "
+            f"{meta.num_experts} experts / {ep_size} ranks"
+        )
+    inner = meta.shape[inner_dim] // num_local_experts
+    hidden = meta.shape[1 - inner_dim]
+    view = (hidden, inner) if inner_dim else (inner, hidden)
+    return dataclasses.replace(
+        meta,
+        expert_dim=0,
+        local_view=(num_local_experts, *view),
+        partition_dim=meta.partition_dim + 1,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# DTensor.
+
+
+def mesh_intervals(mesh: MeshLayout, rank: int) -> tuple[Intervals, ...] | None:
+    """Per tensor dimension, what a rank of a device mesh holds; None for a rank outside it.
+
+    Placements cut from the first mesh dimension to the last, as `torch.distributed.tensor` does.
+    """
+    if rank not in mesh.mesh_ranks:
+        return None
+    dims = [intervals.whole(size) for size in mesh.global_shape]
+    number = mesh.mesh_ranks.index(rank)
+    steps = [intervals.num_elements(mesh.mesh_shape[dim + 1 :]) for dim in range(_ndim(mesh))]
+    for placement, size, step in zip(mesh.placements, mesh.mesh_shape, steps, strict=True):
+        coordinate = number // step % size
+        dim = placement.dim
+        if placement.kind == "shard":
+            dims[dim] = intervals.chunk(dims[dim], size, coordinate)
+        elif placement.kind == "strided_shard":
+            dims[dim] = intervals.strided_chunk(dims[dim], placement.split_factor, size, coordinate)
+    return tuple(dims)
+
+
+def _ndim(mesh: MeshLayout) -> int:
+    return len(mesh.mesh_shape)
+
+
+def _mesh_layout(name: str, holder: Holder, mesh: MeshLayout) -> Layout | None:
+    dims = mesh_intervals(mesh, holder.rank)
+    if dims is None:
+        return None
+    shape = tuple(intervals.total_length(held) for held in dims)
+    if shape != holder.meta.shape:
+        raise PlanError(
+            f"{name}: rank {holder.rank} holds shape {holder.meta.shape}, but its part of the "
+            f"DTensor of shape {mesh.global_shape} over mesh {mesh.mesh_shape} has shape {shape}"
+        )
+    return Layout(shape, mesh.global_shape, dims)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attributes: tensor and expert parallel groups.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    """What of a holder's metadata decides its layout; equal for ranks that hold the same.
+
+    Args:
+        view: Shape of the tensor, before dimensions for experts are added.
+        tp_views: Of each member of the tensor parallel group.
+        tp_idx: Place in that group.
+        ep_views: The same of the expert parallel group.
+        ep_idx: Place in that group.
+        is_tp: Stated to be sharded over the tensor parallel group.
+        partition_dim: Stated dimension.
+        components: Of each member of the tensor parallel group, stated sizes along that dimension.
+        expert_dim: Stated dimension of experts.
+        is_expert: Belongs to experts.
+        is_fused: Holds several experts.
+        num_experts: Experts of the whole model.
+    """
+
+    view: Shape
+    tp_views: tuple[Shape, ...]
+    tp_idx: int
+    ep_views: tuple[Shape, ...]
+    ep_idx: int
+    is_tp: bool
+    partition_dim: int
+    components: tuple[tuple[int, ...] | None, ...]
+    expert_dim: int | None
+    is_expert: bool
+    is_fused: bool
+    num_experts: int | None
+
+
+class _Choice(NamedTuple):
+    """Dimensions that metadata leaves open; `expert_dim` -1: a dimension of its own before all."""
+
+    expert_dim: int | None
+    tp_dim: int | None
+    has_stated_tp_dim: bool
+
+
+def _view(meta: ParameterMetadata) -> Shape:
+    return meta.shape if meta.local_view is None else meta.local_view
+
+
+def _place(name: str, rank: int, ranks: Sequence[int] | None, group: str) -> int:
+    if not ranks:
+        return 0
+    if rank not in ranks:
+        raise PlanError(f"{name}: rank {rank} is not in its own {group} parallel group {ranks}")
+    return ranks.index(rank)
+
+
+def _stated_components(name: str, rank: int, meta: ParameterMetadata) -> tuple[int, ...] | None:
+    """Sizes of the components along `partition_dim` on one rank; None for a single one."""
+    if not meta.is_tp or len(meta.tensor_parallel_group_ranks or ()) < 2:
+        return None
+    view, dim = _view(meta), meta.partition_dim
+    if not 0 <= dim < len(view):
+        raise PlanError(f"{name}: rank {rank} states partition_dim {dim} for shape {view}")
+    if meta.partition_sizes is not None:
+        if sum(meta.partition_sizes) != view[dim]:
+            raise PlanError(
+                f"{name}: rank {rank} states partition_sizes {meta.partition_sizes}, but dimension "
+                f"{dim} of shape {view} has size {view[dim]}"
+            )
+        return tuple(meta.partition_sizes)
+    stride = meta.partition_stride
+    if stride > 1:
+        if view[dim] % stride:
+            raise PlanError(
+                f"{name}: rank {rank} states partition_stride {stride}, which does not divide "
+                f"dimension {dim} of shape {view}"
+            )
+        return (view[dim] // stride,) * stride
+    return None
+
+
+def _frames(name: str, holders: Sequence[Holder]) -> list[_Frame | None]:
+    """A frame per holder; None for DTensors."""
+    by_rank = {holder.rank: holder.meta for holder in holders}
+    frames: dict[_Frame, _Frame] = {}
+    result: list[_Frame | None] = []
+    for rank, meta in holders:
+        if meta.mesh is not None:
+            result.append(None)
+            continue
+        view = _view(meta)
+        if intervals.num_elements(view) != intervals.num_elements(meta.shape):
+            raise PlanError(
+                f"{name}: rank {rank} holds shape {meta.shape}, which cannot be viewed as {view}"
+            )
+        # A member that nothing is known about is taken to hold as much as this rank.
+        tp_ranks = meta.tensor_parallel_group_ranks
+        tp_metas = [by_rank.get(member, meta) for member in tp_ranks or (rank,)]
+        is_fused = meta.is_ep and meta.global_expert_index is None
+        ep_ranks = meta.expert_parallel_group_ranks if is_fused else None
+        frame = _Frame(
+            view=view,
+            tp_views=tuple(_view(member) for member in tp_metas),
+            tp_idx=_place(name, rank, tp_ranks, "tensor"),
+            ep_views=tuple(_view(by_rank.get(member, meta)) for member in ep_ranks or (rank,)),
+            ep_idx=_place(name, rank, ep_ranks, "expert"),
+            is_tp=meta.is_tp,
+            partition_dim=meta.partition_dim,
+            components=tuple(_stated_components(name, rank, member) for member in tp_metas),
+            expert_dim=meta.expert_dim,
+            is_expert=meta.is_ep or meta.global_expert_index is not None,
+            is_fused=is_fused,
+            num_experts=meta.num_experts,
+        )
+        result.append(frames.setdefault(frame, frame))
+    return result
+
+
+def _is_open(frame: _Frame) -> bool:
+    """Whether nobody says where the experts lie, although they are divided."""
+    return frame.is_fused and frame.expert_dim is None and len(frame.ep_views) > 1
+
+
+def _expert_choices(
+    name: str, frames: Sequence[_Frame], meshes: Sequence[Layout]
+) -> list[int | None]:
+    """Dimensions along which experts may lie; [None] where none is needed."""
+    needy = [frame for frame in frames if _is_open(frame)]
+    if not needy:
+        return [None]
+    stated = {frame.expert_dim for frame in frames if frame.expert_dim is not None}
+    if len(stated) == 1:
+        return list(stated)
+    if not meshes and len({len(frame.ep_views) for frame in frames}) == 1:
+        return [-1]
+    ndims = {len(frame.view) for frame in needy}
+    if len(ndims) > 1:
+        raise PlanError(
+            f"{name}: shapes of fused experts differ in their dimensions "
+            f"({sorted({frame.view for frame in needy})}), and expert_dim is not stated"
+        )
+    return [
+        dim
+        for dim in range(ndims.pop())
+        if all(
+            frame.num_experts in (None, sum(view[dim] for view in frame.ep_views))
+            for frame in needy
+        )
+    ]
+
+
+def _attribute_layout(
+    name: str, frame: _Frame, choice: _Choice, tp_dim: int | None, packed: Shape | None
+) -> Layout | None:
+    """The layout of a frame whose dimensions are chosen; None where the choice does not fit."""
+    expert_dim = frame.expert_dim
+    if expert_dim is None and (_is_open(frame) or choice.expert_dim == -1):
+        expert_dim = choice.expert_dim
+    if len(frame.ep_views) < 2 and expert_dim != -1:
+        expert_dim = None
+    ndim = len(frame.view)
+    if (tp_dim or 0) >= max(1, ndim) or (expert_dim or 0) >= max(1, ndim):
+        return None
+    if tp_dim is not None and tp_dim == expert_dim:
+        raise PlanError(
+            f"{name}: dimension {tp_dim} of shape {frame.view} is sharded over both tensor and "
+            "expert parallel ranks; a local_view must give experts a dimension of their own"
+        )
+    dims: list[Intervals] = []
+    global_shape: list[int] = []
+    for dim, size in enumerate(frame.view):
+        if dim == tp_dim:
+            sizes, member_idx = _component_sizes(name, frame, dim, packed), frame.tp_idx
+        elif dim == expert_dim:
+            sizes, member_idx = [(view[dim],) for view in frame.ep_views], frame.ep_idx
+        else:
+            sizes, member_idx = [(size,)], 0
+        dims.append(intervals.component_intervals(sizes, member_idx))
+        global_shape.append(sum(itertools.chain.from_iterable(sizes)))
+    view = frame.view
+    if expert_dim == -1:
+        view = (1, *view)
+        dims.insert(0, (Interval(frame.ep_idx, 0, 1),))
+        global_shape.insert(0, len(frame.ep_views))
+    return Layout(view, tuple(global_shape), tuple(dims))
+
+
+def _component_sizes(
+    name: str, frame: _Frame, dim: int, packed: Shape | None
+) -> list[tuple[int, ...]]:
+    """Per member of the tensor parallel group, the sizes of its parts of packed components."""
+    sizes = [view[dim] for view in frame.tp_views]
+    if not frame.is_tp or dim != frame.partition_dim:
+        return [(size,) for size in sizes]
+    stated = [
+        (size,) if parts is None else parts
+        for size, parts in zip(sizes, frame.components, strict=True)
+    ]
+    num_members = len(sizes)
+    if packed is not None and all(parts is None for parts in frame.components):
+        # The other side says how components are packed, and this side does not contradict it.
+        share = tuple(full // num_members for full in packed)
+        if all(sum(share) == size for size in sizes) and sum(packed) == sum(sizes):
+            return [share] * num_members
+    if len({len(parts) for parts in stated}) > 1:
+        raise PlanError(
+            f"{name}: members of a tensor parallel group hold different numbers of components "
+            f"along dimension {dim}: {stated}"
+        )
+    return stated
+
+
+def _packed_sizes(holders: Iterable[Holder], frames: Iterable[_Frame | None]) -> Shape | None:
+    """Full sizes of the components that some holder states by `partition_sizes`."""
+    for (_, meta), frame in zip(holders, frames, strict=True):
+        if frame is not None and meta.partition_sizes is not None and None not in frame.components:
+            components = cast("tuple[tuple[int, ...], ...]", frame.components)
+            return tuple(sum(sizes) for sizes in zip(*components, strict=False))
+    return None
+
+
+def _layouts_of_choice(
+    name: str,
+    frames: Sequence[_Frame],
+    meshes: Sequence[Layout],
+    choice: _Choice,
+    packed: Shape | None,
+) -> dict[_Frame, Layout] | None:
+    """Every frame's layout under a choice; None where the choice does not fit."""
+    layouts: dict[_Frame, Layout] = {}
+    unmarked: list[_Frame] = []
+    for frame in frames:
+        is_divided = len(frame.tp_views) > 1
+        tp_dim = frame.partition_dim if frame.is_tp and is_divided else None
+        if tp_dim is not None and frame.is_expert and not choice.has_stated_tp_dim:
+            tp_dim = choice.tp_dim
+        layout = _attribute_layout(name, frame, choice, tp_dim, packed)
+        if layout is None:
+            return None
+        layouts[frame] = layout
+        if is_divided and not frame.is_tp:
+            unmarked.append(frame)
+    definite = [layout for frame, layout in layouts.items() if frame not in unmarked]
+    known = {layout.global_shape for layout in (*definite, *meshes)}
+    tp_dims = {frame.partition_dim for frame in frames if frame.is_tp}
+    for frame in unmarked:
+        dims = range(len(frame.view)) if meshes else sorted(tp_dims)
+        found = _unmarked_layout(name, frame, choice, known, dims)
+        layouts[frame] = layouts[frame] if found is None else found
+    return layouts
+
+
+def _unmarked_layout(
+    name: str, frame: _Frame, choice: _Choice, known: set[Shape], tp_dims: Iterable[int]
+) -> Layout | None:
+    """The layout of a tensor that does not say whether the tensor parallel ranks share it.
+
+    Some modules shard without saying so: the sizes of the other side tell, where that side says
+    that it is sharded.
+    """
+    fitting: list[Layout] = []
+    for tp_dim in (None, *tp_dims):
+        if tp_dim is not None and tp_dim == frame.expert_dim:
+            continue
+        layout = _attribute_layout(name, frame, choice, tp_dim, None)
+        if layout is not None and layout.global_shape in known:
+            if tp_dim is None:
+                return layout
+            fitting.append(layout)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+# ------------------------------------------------------------------------------------------------
+# One shape for all.
+
+
+def _prefix_products(shape: Shape) -> set[int]:
+    return {1, *itertools.accumulate(shape, lambda a, b: a * b)}
+
+
+def _common_shape(shapes: Iterable[Shape]) -> Shape | None:
+    """The finest of shapes that are views of each other, without sizes of 1; None where none is."""
+    distinct = set(shapes)
+    if len(distinct) == 1:
+        return distinct.pop()
+    cuts = [_prefix_products(shape) for shape in distinct]
+    finest = max(cuts, key=len)
+    is_view = len({max(products) for products in cuts}) == 1 and 0 not in finest
+    if not is_view or not all(products <= finest for products in cuts):
+        return None
+    return tuple(after // before for before, after in itertools.pairwise(sorted(finest)))
+
+
+def _split(held: Intervals, factors: Shape) -> list[tuple[int, Intervals]] | None:
+    """One dimension as several: per factor, the local size and what is held; None if uneven."""
+    if len(factors) == 1:
+        return [(intervals.total_length(held), held)]
+    inner = intervals.num_elements(factors[1:])
+    if all(start % inner == 0 and length % inner == 0 for start, _, length in held):
+        outer = tuple(Interval(*(number // inner for number in part)) for part in held)
+        rest = [(size, intervals.whole(size)) for size in factors[1:]]
+        return [(intervals.total_length(outer), outer), *rest]
+    if len(held) == 1:
+        start, _, length = held[0]
+        if start // inner == (start + length - 1) // inner:
+            rest_held = _split((Interval(start % inner, 0, length),), factors[1:])
+            if rest_held is not None:
+                return [(1, (Interval(start // inner, 0, 1),)), *rest_held]
+    return None
+
+
+def _refined(layout: Layout, shape: Shape) -> Layout | None:
+    """The same layout with the whole tensor viewed as `shape`, which cuts it more finely."""
+    if layout.global_shape == shape:
+        return layout
+    remaining = list(shape)
+    view: list[int] = []
+    dims: list[Intervals] = []
+    for size, held in zip(layout.global_shape, layout.dims, strict=True):
+        factors: list[int] = []
+        while intervals.num_elements(factors) < size:
+            factors.append(remaining.pop(0))
+        if not factors:
+            continue
+        split = _split(held, tuple(factors))
+        if split is None:
+            return None
+        for local_size, part in split:
+            view.append(local_size)
+            dims.append(part)
+    return Layout(tuple(view), shape, tuple(dims))
+
+
+def resolve_layouts(
+    name: str, sources: Sequence[Holder], destinations: Sequence[Holder]
+) -> tuple[list[Layout | None], list[Layout | None]]:
+    """Where the tensors of one parameter lie, all with the same global shape.
+
+    Args:
+        name: In the whole model, for messages.
+        sources: Ranks to read from, each once.
+        destinations: Ranks to be written, each once.
+
+    Returns:
+        Of sources and of destinations, in their order; None for a rank that holds no element.
+
+    Raises:
+        PlanError: What ranks say is not enough, or contradicts itself.
+    """
+    for holder in destinations:
+        mesh = holder.meta.mesh
+        if mesh is not None and any(placement.kind == "partial" for placement in mesh.placements):
+            raise PlanError(
+                f"{name}: rank {holder.rank} would receive a DTensor with Partial placement; only "
+                "sources may be pending sums"
+            )
+    holders = [*sources, *destinations]
+    # The groups of a side are those of its own model, so members are looked up on that side.
+    frames = [*_frames(name, sources), *_frames(name, destinations)]
+    mesh_layouts = [
+        None if holder.meta.mesh is None else _mesh_layout(name, holder, holder.meta.mesh)
+        for holder in holders
+    ]
+    distinct_frames = list(dict.fromkeys(frame for frame in frames if frame is not None))
+    distinct_meshes = [layout for layout in mesh_layouts if layout is not None]
+    chosen = _choose(name, holders, frames, distinct_frames, distinct_meshes)
+    layouts = [
+        layout if frame is None else chosen[frame]
+        for frame, layout in zip(frames, mesh_layouts, strict=True)
+    ]
+    shape = _common_shape(layout.global_shape for layout in layouts if layout is not None)
+    assert shape is not None
+    cache: dict[Layout, Layout] = {}
+    result: list[Layout | None] = []
+    for holder, layout in zip(holders, layouts, strict=True):
+        if layout is None or intervals.num_elements(layout.view) == 0:
+            result.append(None)
+            continue
+        if layout not in cache:
+            refined = _refined(layout, shape)
+            if refined is None:
+                raise PlanError(
+                    f"{name}: rank {holder.rank} holds {layout.view} of {layout.global_shape}, cut "
+                    f"where it is no view of the other side's {shape}"
+                )
+            cache[layout] = refined
+        result.append(cache[layout])
+    return result[: len(sources)], result[len(sources) :]
+
+
+def _choose(
+    name: str,
+    holders: Sequence[Holder],
+    frames: Sequence[_Frame | None],
+    distinct_frames: Sequence[_Frame],
+    meshes: Sequence[Layout],
+) -> Mapping[_Frame, Layout]:
+    """Layouts under the only choice of open dimensions for which all global shapes agree."""
+    packed = _packed_sizes(holders, frames)
+    expert_dims = _expert_choices(name, distinct_frames, meshes)
+    choices = [_Choice(dim, None, True) for dim in expert_dims]
+    # Expert modules do not always state the dimension that they shard: dimension 0 is only its
+    # default. Where sizes contradict what is stated, they may leave one possibility.
+    ndim = max((len(frame.view) for frame in distinct_frames), default=0)
+    others = [_Choice(dim, tp_dim, False) for dim in expert_dims for tp_dim in (None, *range(ndim))]
+    first: dict[_Frame, Layout] | None = None
+    for candidates in (choices, others):
+        agreed: list[dict[_Frame, Layout]] = []
+        for choice in candidates:
+            layouts = _layouts_of_choice(name, distinct_frames, meshes, choice, packed)
+            if layouts is None:
+                continue
+            first = first or layouts
+            shapes = [layout.global_shape for layout in (*layouts.values(), *meshes)]
+            if not shapes or _common_shape(shapes) is not None:
+                agreed.append(layouts)
+        if len(agreed) > 1:
+            raise PlanError(
+                f"{name}: shapes {sorted({holder.meta.shape for holder in holders})} do not tell "
+                f"which dimension is sharded over which ranks; state expert_dim (and local_view)"
+            )
+        if agreed:
+            return agreed[0]
+        if not any(frame.is_expert and frame.is_tp for frame in distinct_frames):
+            break
+    raise PlanError(_disagreement(name, holders, frames, first, meshes))
+
+
+def _disagreement(
+    name: str,
+    holders: Sequence[Holder],
+    frames: Sequence[_Frame | None],
+    layouts: Mapping[_Frame, Layout] | None,
+    meshes: Sequence[Layout],
+) -> str:
+    """Names two ranks whose shapes contradict each other."""
+    if layouts is None:
+        shapes = sorted({holder.meta.shape for holder in holders})
+        return f"{name}: shapes {shapes} fit no way in which experts could lie in them"
+    first: tuple[Holder, Shape] | None = None
+    for holder, frame in zip(holders, frames, strict=True):
+        shape = meshes[0].global_shape if frame is None else layouts[frame].global_shape
+        if frame is None and holder.meta.mesh is not None:
+            shape = holder.meta.mesh.global_shape
+        if first is None:
+            first = holder, shape
+        elif _common_shape([first[1], shape]) is None:
+            other = first[0]
+            return (
+                f"{name}: shapes do not add up: rank {other.rank} holds {other.meta.shape} "
+                f"({_describe(other.meta)}) of {first[1]}, rank {holder.rank} holds "
+                f"{holder.meta.shape} ({_describe(holder.meta)}) of {shape}"
+            )
+    shapes = sorted({layout.global_shape for layout in (*layouts.values(), *meshes)})
+    return f"{name}: shapes do not add up: the whole tensor would have shapes {shapes}"
+
+
+def _describe(meta: ParameterMetadata) -> str:
+    if meta.mesh is not None:
+        return f"a DTensor over mesh {meta.mesh.mesh_shape}"
+    parts = []
+    num_tp_ranks = len(meta.tensor_parallel_group_ranks or ())
+    if meta.is_tp and num_tp_ranks > 1:
+        parts.append(f"sharded {num_tp_ranks} ways along dimension {meta.partition_dim}")
+    if meta.is_ep and meta.global_expert_index is None:
+        parts.append(f"experts over {len(meta.expert_parallel_group_ranks or ())} ranks")
+    return ", ".join(parts) or "not sharded"
