@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_comm.resharding.metadata import ParameterMetadata
+from moe_comm.resharding.metadata_extraction import extract_module_metadata
 from moe_comm.resharding.model_shapes import (
     LatentAttention,
     MoEShape,
@@ -83,6 +84,18 @@ def test_equal_places_hold_equal_values_under_every_layout(shape: MoEShape, layo
             assert torch.equal(part_of(wholes[meta.resolved_name], meta), tensor), meta.name
             seen.add(meta.resolved_name)
     assert seen == set(wholes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [SMALL, LATENT, FUSED], ids=["grouped", "latent", "fused"])
+def test_described_metadata_is_what_is_read_of_a_module(shape: MoEShape, layout: str) -> None:
+    parallelism = Parallelism.parse(layout, 4)
+    for rank in range(4):
+        module = build_module(
+            shape, parallelism, rank, dtype=torch.bfloat16, rank_offset=10, device="meta"
+        )
+        read = extract_module_metadata(module, rank + 10, num_experts=shape.num_experts)
+        assert read == roster(shape, parallelism, rank, rank_offset=10)
 
 
 def test_values_depend_on_name_row_column_and_seed() -> None:
