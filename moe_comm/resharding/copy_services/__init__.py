@@ -1,1 +1,19 @@
 """Transports of reshard plans: over the symmetric heap, Gloo, NCCL and the NVSHMEM pipeline."""
+
+from moe_comm.resharding.copy_services.base import (
+    CopyService,
+    RecvOp,
+    SendOp,
+    match_local_ops_by_task_id,
+)
+from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
+
+__all__ = [
+    "CopyService",
+    "GlooCopyService",
+    "NCCLCopyService",
+    "RecvOp",
+    "SendOp",
+    "match_local_ops_by_task_id",
+]

@@ -34,8 +34,9 @@ class RecvOp:
 class CopyService(abc.ABC):
     """Moves a batch of tensors between the ranks of a group.
 
-    Every rank submits its sends and receives, then all call `run()`. The two ends of a transfer
-    carry the same `task_id`. Ranks are ranks of `group`.
+    Every rank submits its sends and receives, then all call `run()`; a rank that cannot calls
+    `abandon()` instead. The two ends of a transfer carry the same `task_id`. Ranks are ranks of
+    `group`.
 
     Args:
         group: A process group; None for the default group.
@@ -47,6 +48,9 @@ class CopyService(abc.ABC):
     takes_strided_tensors = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if group is not None and not hasattr(group, "rank"):
+            # What `dist.new_group` returns elsewhere.
+            raise ValueError("this process is not a member of the group")
         self.group = group
         self.rank = group.rank() if group is not None else dist.get_rank()
         self.world_size = group.size() if group is not None else dist.get_world_size()
@@ -66,6 +70,18 @@ class CopyService(abc.ABC):
     @abc.abstractmethod
     def run(self) -> None:
         """Execute everything submitted since the last `run()`. Collective over the group."""
+
+    def abandon(self, reason: str) -> None:
+        """Take no part in the next `run()` of the group; what was submitted is dropped.
+
+        For a rank that fails between the first submission and `run()`: a service whose peers would
+        wait makes their `run()` raise with `reason`. Raises nothing itself, so that the caller can
+        raise its own error; returns once the peers know.
+
+        Args:
+            reason: One line.
+        """
+        return
 
     def close(self) -> None:
         """Release what the service holds. Idempotent."""

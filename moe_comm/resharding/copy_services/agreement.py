@@ -1,0 +1,153 @@
+"""Two ends of every transfer, compared by all ranks before any data moves."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+__all__ = ["Transfer", "agree"]
+
+Transfer: TypeAlias = tuple["int | None", int, str]
+"""(task id, bytes, dtype) of one tensor, as one of its two ends sees it."""
+
+AllGather: TypeAlias = Callable[[bytes], "list[bytes]"]
+
+_MAX_LINES = 6
+# `Communicator.all_gather` takes 1 MiB at a time.
+_PIECE_BYTES = 1 << 19
+
+
+def agree(
+    rank_idx: int,
+    sends: Sequence[Sequence[Transfer]],
+    recvs: Sequence[Sequence[Transfer]],
+    problem: str | None,
+    all_gather: AllGather,
+) -> None:
+    """Compare what ranks mean to send with what their peers mean to receive. Collective.
+
+    One exchange of a digest per pair; only where digests differ do ranks exchange their lists.
+
+    Args:
+        rank_idx: This rank.
+        sends: For every destination rank, what this rank sends it, in the order of the wire.
+        recvs: For every source rank, what this rank receives from it, in the order of the wire.
+        problem: What is wrong on this rank, or None.
+        all_gather: Every rank's payload in rank order; payloads of one call are equally long.
+
+    Raises:
+        ValueError: A rank has a problem or a pair disagrees; the same text on every rank.
+    """
+    num_ranks = len(sends)
+    row = np.zeros(1 + 2 * num_ranks, dtype=np.int64)
+    row[0] = problem is not None
+    row[1 : 1 + num_ranks] = [_digest(transfers) for transfers in sends]
+    row[1 + num_ranks :] = [_digest(transfers) for transfers in recvs]
+    rows = np.stack([np.frombuffer(item, np.int64) for item in all_gather(row.tobytes())])
+    if rows[:, 0].any():
+        texts = _gather_long((problem or "").encode(), all_gather)
+        raise ValueError(
+            "; ".join(f"rank {rank}: {text.decode()}" for rank, text in enumerate(texts) if text)
+        )
+    sent, received = rows[:, 1 : 1 + num_ranks], rows[:, 1 + num_ranks :].T
+    odd_pairs = [(int(src), int(dst)) for src, dst in np.argwhere(sent != received)]
+    if not odd_pairs:
+        return
+    mine = {
+        (src, dst): list(sends[dst] if src == rank_idx else recvs[src])
+        for src, dst in odd_pairs
+        if rank_idx in (src, dst)
+    }
+    lists = [pickle.loads(item) for item in _gather_long(pickle.dumps(mine), all_gather)]
+    lines = [
+        line
+        for src, dst in odd_pairs
+        for line in _differences(src, dst, lists[src][src, dst], lists[dst][src, dst])
+    ]
+    more = f"; and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
+    raise ValueError("; ".join(lines[:_MAX_LINES]) + more)
+
+
+def _digest(transfers: Sequence[Transfer]) -> int:
+    """0 for no transfers."""
+    if not transfers:
+        return 0
+    digest = hashlib.blake2b(repr(list(transfers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
+
+
+def _gather_long(payload: bytes, all_gather: AllGather) -> list[bytes]:
+    """Payloads of any length, by an all-gather of equally long, small ones."""
+    lengths = [
+        int.from_bytes(item, "little") for item in all_gather(len(payload).to_bytes(8, "little"))
+    ]
+    gathered = [b""] * len(lengths)
+    for start in range(0, max(lengths), _PIECE_BYTES):
+        size = min(_PIECE_BYTES, max(lengths) - start)
+        pieces = all_gather(payload[start : start + size].ljust(size, b"\0"))
+        gathered = [whole + piece for whole, piece in zip(gathered, pieces, strict=True)]
+    return [whole[:length] for whole, length in zip(gathered, lengths, strict=True)]
+
+
+def _differences(src: int, dst: int, sent: list[Transfer], received: list[Transfer]) -> list[str]:
+    """What the two ends of a pair do not agree on, one line each."""
+    if any(task_id is None for task_id, *_ in (*sent, *received)):
+        return _differences_in_order(src, dst, sent, received)
+    sent_by_id = {task_id: rest for task_id, *rest in sent}
+    received_by_id = {task_id: rest for task_id, *rest in received}
+    lines = []
+    for task_id in sorted(sent_by_id.keys() | received_by_id.keys(), key=lambda key: key or 0):
+        there, here = sent_by_id.get(task_id), received_by_id.get(task_id)
+        if there == here:
+            continue
+        if here is None:
+            assert there is not None
+            lines.append(
+                f"rank {src} sends task {task_id} ({_text(there)}) to rank {dst}, which does not "
+                "receive it"
+            )
+        elif there is None:
+            lines.append(
+                f"rank {dst} receives task {task_id} ({_text(here)}) from rank {src}, which does "
+                "not send it"
+            )
+        else:
+            lines.append(
+                f"task {task_id}: rank {src} sends {_text(there)}, rank {dst} receives "
+                f"{_text(here)}"
+            )
+    return lines
+
+
+def _differences_in_order(
+    src: int, dst: int, sent: list[Transfer], received: list[Transfer]
+) -> list[str]:
+    has_ids = [
+        any(task_id is not None for task_id, *_ in transfers) for transfers in (sent, received)
+    ]
+    if any(has_ids):
+        with_ids, without = (src, dst) if has_ids[0] else (dst, src)
+        return [
+            f"from rank {src} to rank {dst}: rank {with_ids} gives task ids, rank {without} "
+            f"gives none ({len(sent)} sends, {len(received)} receives)"
+        ]
+    lines = [
+        f"transfer {position} from rank {src} to rank {dst}: sends {_text(there)}, receives "
+        f"{_text(here)}"
+        for position, ((_, *there), (_, *here)) in enumerate(zip(sent, received, strict=False))
+        if there != here
+    ]
+    if len(sent) != len(received):
+        lines.append(
+            f"rank {src} sends {len(sent)} tensors to rank {dst}, which receives {len(received)}"
+        )
+    return lines
+
+
+def _text(size_and_dtype: Sequence[object]) -> str:
+    num_bytes, dtype = size_and_dtype
+    return f"{num_bytes} bytes of {dtype}"

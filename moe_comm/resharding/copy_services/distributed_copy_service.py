@@ -1,0 +1,252 @@
+"""A batch of copies as point-to-point messages of torch.distributed."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.errors import CommunicationError
+from moe_comm.resharding.copy_services.agreement import agree
+from moe_comm.resharding.copy_services.base import RecvOp, SendOp
+from moe_comm.resharding.copy_services.queued_copy_service import (
+    Batch,
+    QueuedCopyService,
+    copy_pair,
+    match_pairs,
+    transfers_of,
+)
+
+__all__ = ["DistributedCopyService", "Message"]
+
+Message: TypeAlias = tuple[torch.Tensor, int]
+"""Bytes (uint8, contiguous) and the rank of the group at the other end."""
+
+Round: TypeAlias = tuple[list[SendOp], list[RecvOp]]
+
+
+class DistributedCopyService(QueuedCopyService):
+    """What copy services over `torch.distributed` have in common.
+
+    `run()` compares task ids, sizes and dtypes of all pairs before it sends anything, then moves the
+    transfers of every pair in task id order, a limited number at a time.
+
+    Args:
+        group: The ranks.
+        wire_group: The process group whose messages are used.
+        stream: Where copies of CUDA tensors run; None without CUDA.
+        max_messages: Most messages in flight between two ranks in one direction.
+        max_message_bytes: Most bytes of them, unless one message alone is larger.
+    """
+
+    takes_strided_tensors = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        wire_group: dist.ProcessGroup,
+        stream: torch.cuda.Stream | None,
+        *,
+        max_messages: int,
+        max_message_bytes: int,
+    ) -> None:
+        super().__init__(group)
+        self._wire_group = wire_group
+        self._stream = stream
+        self._max_messages = max_messages
+        self._max_message_bytes = max_message_bytes
+        self._failure: BaseException | None = None
+
+    @abc.abstractmethod
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, all equally long."""
+
+    @abc.abstractmethod
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
+        """Begin all messages; the works of the receives come last, or one is of everything."""
+
+    @abc.abstractmethod
+    def _is_on_wire_device(self, tensor: torch.Tensor) -> bool:
+        """Whether messages can be read from and written to memory like that of `tensor`."""
+
+    @abc.abstractmethod
+    def _empty_on_wire_device(self, num_bytes: int) -> torch.Tensor:
+        """Room for a message, uint8."""
+
+    def _before_sending(self) -> None:
+        """Wait until messages that were copied hold their bytes."""
+        return
+
+    def _check(
+        self, tensor: torch.Tensor, rank_name: str, rank_idx: int, task_id: int | None
+    ) -> int | None:
+        task_id = super()._check(tensor, rank_name, rank_idx, task_id)
+        if tensor.is_cuda and self._stream is not None and tensor.device != self._stream.device:
+            self._refuse(
+                ValueError(
+                    f"this {type(self).__name__} was made for {self._stream.device}, got a tensor "
+                    f"on {tensor.device}"
+                )
+            )
+        return task_id
+
+    def run(self) -> None:
+        """Execute everything submitted since the last `run()`. Collective over the group.
+
+        Raises:
+            ValueError: A rank's input is bad or two ends disagree; on every rank, before any data
+                moves. The service stays usable.
+            RuntimeError: Instead, on the rank itself, for copies within it that do not match.
+            CommunicationError: A message failed. The service is not usable any more.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} failed before and cannot be used: {self._failure}"
+            )
+        batch = self._take()
+        name = type(self).__name__
+        try:
+            pairs = match_pairs(batch.sends[self.rank], batch.recvs[self.rank], name, self.rank)
+        except RuntimeError as error:
+            with contextlib.suppress(ValueError):
+                self._agree(batch, str(error))
+            raise
+        self._agree(batch, batch.problem)
+        try:
+            with torch.no_grad(), self._on_stream(batch):
+                for send, recv in pairs:
+                    copy_pair(send.tensor, recv.tensor)
+                for round_idx, (sends, recvs) in enumerate(self._rounds(batch)):
+                    self._move(round_idx, sends, recvs)
+        except BaseException as error:
+            # Peers may be left in the middle of a message.
+            self._failure = error
+            raise
+
+    def abandon(self, reason: str) -> None:
+        """Make the next `run()` of every other rank raise with `reason`."""
+        batch = self._take()
+        if self._failure is None:
+            with contextlib.suppress(ValueError, CommunicationError):
+                self._agree(batch, reason)
+
+    def _agree(self, batch: Batch, problem: str | None) -> None:
+        sends, recvs = transfers_of(batch.sends), transfers_of(batch.recvs)
+        # Copies within a rank are matched there.
+        sends[self.rank], recvs[self.rank] = [], []
+        with self._failing("the exchange of task ids", ()):
+            agree(self.rank, sends, recvs, problem, self._all_gather)
+
+    def _rounds(self, batch: Batch) -> Iterator[Round]:
+        """Messages that are in flight together.
+
+        Both ends of a pair cut their list alike, so the n-th round of one never waits for another
+        round than the n-th of its peer: no circle of waiting ranks can arise.
+        """
+        send_parts = [self._parts(ops) for peer, ops in enumerate(batch.sends) if peer != self.rank]
+        recv_parts = [self._parts(ops) for peer, ops in enumerate(batch.recvs) if peer != self.rank]
+        for parts in itertools.zip_longest(*send_parts, *recv_parts, fillvalue=[]):
+            yield (
+                [op for part in parts for op in part if isinstance(op, SendOp)],
+                [op for part in parts for op in part if isinstance(op, RecvOp)],
+            )
+
+    def _parts(self, ops: Sequence[SendOp] | Sequence[RecvOp]) -> list[list[SendOp | RecvOp]]:
+        """The transfers of one pair, cut where the limits are reached; empty ones left out."""
+        parts: list[list[SendOp | RecvOp]] = []
+        num_bytes = 0
+        for op in ops:
+            size = op.tensor.numel() * op.tensor.element_size()
+            if size == 0:
+                continue
+            if (
+                not parts
+                or len(parts[-1]) == self._max_messages
+                or num_bytes + size > self._max_message_bytes
+            ):
+                parts.append([])
+                num_bytes = 0
+            parts[-1].append(op)
+            num_bytes += size
+        return parts
+
+    def _move(self, round_idx: int, sends: Sequence[SendOp], recvs: Sequence[RecvOp]) -> None:
+        outgoing = [(self._message(op.tensor), op.dest_rank) for op in sends]
+        incoming = [(self._room(op.tensor), op.src_rank) for op in recvs]
+        self._before_sending()
+        peers = tuple(sorted({peer for _, peer in (*outgoing, *incoming)}))
+        with self._failing(f"messages of round {round_idx}", peers):
+            works = self._start(outgoing, incoming)
+        ends: list[SendOp | RecvOp] = [*sends, *recvs]
+        for position, work in enumerate(works):
+            # A backend that groups messages gives one work for all of them.
+            if len(works) == len(ends):
+                op = ends[position]
+                peer = op.dest_rank if isinstance(op, SendOp) else op.src_rank
+                verb = "to" if isinstance(op, SendOp) else "from"
+                what = f"task {op.task_id} {verb} rank {peer}"
+                with self._failing(what, (peer,)):
+                    work.wait()
+            else:
+                with self._failing(f"messages of round {round_idx}", peers):
+                    work.wait()
+        for (buffer, _), op in zip(incoming, recvs, strict=True):
+            if buffer.data_ptr() != op.tensor.data_ptr():
+                copy_pair(buffer.view(op.tensor.dtype), op.tensor)
+
+    def _message(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of `tensor` in order, as uint8 where the wire takes them."""
+        room = self._room(tensor)
+        if room.data_ptr() != tensor.data_ptr():
+            copy_pair(tensor, room.view(tensor.dtype))
+        return room
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of `tensor` itself, as uint8, or as much where the wire reaches it."""
+        if self._is_on_wire_device(tensor) and tensor.is_contiguous():
+            # A dimension of one element may have any stride, which `reshape` keeps and `view` refuses.
+            return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return self._empty_on_wire_device(tensor.numel() * tensor.element_size())
+
+    @contextlib.contextmanager
+    def _failing(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
+        """Say which ranks an error of torch.distributed concerns, and remember it."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).split("\n", 1)[0]
+            who = f" (with ranks {list(peers)})" if len(peers) > 1 else ""
+            failure = CommunicationError(
+                f"{type(self).__name__}, rank {self.rank}: {what} failed{who}: {text}",
+                ranks=peers,
+                operation="reshard",
+                phase="data",
+            )
+            self._failure = failure
+            raise failure from error
+
+    @contextlib.contextmanager
+    def _on_stream(self, batch: Batch) -> Iterator[None]:
+        """Run CUDA work after everything that produced the batch, before whatever comes next."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        for stream in {*batch.streams, current}:
+            self._stream.wait_stream(stream)
+        tensors = [
+            *(op.tensor for ops in batch.sends for op in ops),
+            *(op.tensor for ops in batch.recvs for op in ops),
+        ]
+        for tensor in tensors:
+            if tensor.is_cuda:
+                # Its memory must not be given to others before this stream is done with it.
+                tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)

@@ -1,0 +1,84 @@
+"""Copies over an NCCL group: from device to device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.resharding.copy_services.distributed_copy_service import (
+    DistributedCopyService,
+    Message,
+)
+
+__all__ = ["NCCLCopyService"]
+
+# Messages of one round are started as one group of NCCL operations.
+MAX_MESSAGES = 256
+MAX_MESSAGE_BYTES = 256 << 20
+
+
+class NCCLCopyService(DistributedCopyService):
+    """Grouped point-to-point messages of an NCCL process group.
+
+    Moves CUDA tensors of the device that was current when it was made, on a stream of its own that
+    waits for the streams on which tensors were submitted; the stream on which `run()` is called
+    waits for it. The host does not wait for the data.
+
+    Args:
+        group: An NCCL process group of which this process is a member; None for the default group.
+
+    Raises:
+        RuntimeError: There is no CUDA device.
+    """
+
+    device_types = ("cuda",)
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "NCCLCopyService needs a CUDA device and this process has none; GlooCopyService and "
+                "SymmetricCopyService move CPU tensors"
+            )
+        wire_group = group if group is not None else dist.group.WORLD
+        assert wire_group is not None
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._device = stream.device
+        super().__init__(
+            group,
+            wire_group,
+            stream,
+            max_messages=MAX_MESSAGES,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
+
+    def _is_on_wire_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    def _empty_on_wire_device(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
+        gathered = torch.empty(
+            self.world_size, len(payload), dtype=torch.uint8, device=self._device
+        )
+        self._wire_group.allgather([list(gathered)], [mine]).wait()
+        return [row.numpy().tobytes() for row in gathered.cpu()]
+
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
+        operations = [
+            *((dist.isend, buffer, peer) for buffer, peer in sends),
+            *((dist.irecv, buffer, peer) for buffer, peer in recvs),
+        ]
+        if not operations:
+            return []
+        # `group_peer` counts ranks in the group; `peer` would be a rank of the default group.
+        works: list[dist.Work] = dist.batch_isend_irecv(
+            [
+                dist.P2POp(operation, buffer, group=self._wire_group, group_peer=peer)
+                for operation, buffer, peer in operations
+            ]
+        )
+        return works

@@ -1,0 +1,230 @@
+"""What is submitted to a copy service, checked and put in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.communicator import Communicator
+from moe_comm.resharding.copy_services.agreement import Transfer
+from moe_comm.resharding.copy_services.base import (
+    CopyService,
+    RecvOp,
+    SendOp,
+    match_local_ops_by_task_id,
+)
+
+__all__ = ["Batch", "QueuedCopyService", "copy_pair", "match_pairs", "transfers_of"]
+
+
+@dataclasses.dataclass
+class Batch:
+    """What one rank submitted for one `run()`.
+
+    Args:
+        sends: By destination rank, in task id order; in the order of submission where ids are None.
+        recvs: By source rank, likewise.
+        streams: CUDA streams that were current when CUDA tensors were submitted: what they hold is
+            ready when these have reached this point.
+        problem: What is wrong with it, or None.
+    """
+
+    sends: list[list[SendOp]]
+    recvs: list[list[RecvOp]]
+    streams: set[torch.cuda.Stream]
+    problem: str | None
+
+
+class QueuedCopyService(CopyService):
+    """Collects what is submitted until `run()`.
+
+    A bad argument raises at once. It also spoils the batch: `run()` of every rank then raises with
+    the same message, whether this rank calls `run()` or `abandon()`.
+
+    Args:
+        group: A process group; None for the default group. Not used with `communicator`.
+        communicator: Who the ranks are instead.
+    """
+
+    device_types: tuple[str, ...] = ("cpu", "cuda")
+    """Where tensors may lie."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, communicator: Communicator | None = None
+    ) -> None:
+        if communicator is None:
+            super().__init__(group)
+        else:
+            self.group = communicator.group
+            self.rank = communicator.rank_idx
+            self.world_size = communicator.num_ranks
+        self._sends: list[SendOp] = []
+        self._recvs: list[RecvOp] = []
+        self._streams: set[torch.cuda.Stream] = set()
+        self._problem: str | None = None
+
+    def submit_send(
+        self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None
+    ) -> None:
+        """Register `src_tensor` to be sent to `dest_rank` by the next `run()`.
+
+        It must not change before `run()` returns and must not overlap a destination of the batch.
+
+        Raises:
+            TypeError: It is no tensor, or a rank or id is no integer.
+            ValueError: It is no tensor that this service moves, or there is no such rank.
+        """
+        task_id = self._check(src_tensor, "dest_rank", dest_rank, task_id)
+        self._sends.append(SendOp(task_id, src_tensor.detach(), dest_rank))
+
+    def submit_recv(
+        self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None
+    ) -> None:
+        """Register `dest_tensor` to be received from `src_rank` by the next `run()`.
+
+        It is written in place, whatever its strides are.
+
+        Raises:
+            TypeError: It is no tensor, or a rank or id is no integer.
+            ValueError: It is no tensor that this service moves, or there is no such rank.
+        """
+        task_id = self._check(dest_tensor, "src_rank", src_rank, task_id)
+        if any(
+            stride == 0 and size > 1
+            for stride, size in zip(dest_tensor.stride(), dest_tensor.shape, strict=True)
+        ):
+            self._refuse(
+                ValueError(
+                    "a destination must not be an expanded tensor, got shape "
+                    f"{tuple(dest_tensor.shape)} with strides {dest_tensor.stride()}"
+                )
+            )
+        self._recvs.append(RecvOp(task_id, dest_tensor.detach(), src_rank))
+
+    def _check(
+        self, tensor: torch.Tensor, rank_name: str, rank_idx: int, task_id: int | None
+    ) -> int | None:
+        """The task id as a plain integer."""
+        if not isinstance(tensor, torch.Tensor):
+            self._refuse(TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}"))
+        if isinstance(rank_idx, bool) or not isinstance(rank_idx, int):
+            self._refuse(TypeError(f"{rank_name} must be an int, got {rank_idx!r}"))
+        if not 0 <= rank_idx < self.world_size:
+            self._refuse(
+                ValueError(f"{rank_name} must be in [0, {self.world_size}), got {rank_idx}")
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else str(tensor.layout)
+            self._refuse(ValueError(f"only dense tensors are moved, got a {kind} tensor"))
+        if hasattr(tensor, "__tensor_flatten__"):
+            self._refuse(
+                ValueError(
+                    "only plain tensors are moved (of a DTensor, its local tensor), got "
+                    f"{type(tensor).__name__}"
+                )
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            self._refuse(
+                ValueError(
+                    "the tensor is a conjugated or negated view of others' memory; give its "
+                    "resolve_conj().resolve_neg()"
+                )
+            )
+        if tensor.device.type not in self.device_types:
+            self._refuse(
+                ValueError(
+                    f"{type(self).__name__} moves tensors on {' and '.join(self.device_types)}, "
+                    f"got one on {tensor.device}"
+                )
+            )
+        if task_id is not None:
+            if isinstance(task_id, bool) or not hasattr(task_id, "__index__"):
+                self._refuse(TypeError(f"task_id must be an int or None, got {task_id!r}"))
+            task_id = operator.index(task_id)
+            if not 0 <= task_id < 1 << 63:
+                self._refuse(ValueError(f"task_id must be in [0, 2^63), got {task_id}"))
+        if tensor.is_cuda:
+            self._streams.add(torch.cuda.current_stream(tensor.device))
+        return task_id
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        if self._problem is None:
+            self._problem = str(error)
+        raise error
+
+    def _take(self) -> Batch:
+        """What was submitted, as one batch; the next submission begins another."""
+        sends: list[list[SendOp]] = [[] for _ in range(self.world_size)]
+        recvs: list[list[RecvOp]] = [[] for _ in range(self.world_size)]
+        for send in self._sends:
+            sends[send.dest_rank].append(send)
+        for recv in self._recvs:
+            recvs[recv.src_rank].append(recv)
+        problems = [] if self._problem is None else [self._problem]
+        for peer_rank in range(self.world_size):
+            for what, found in (
+                (f"sends to rank {peer_rank}", _sort(sends[peer_rank])),
+                (f"receives from rank {peer_rank}", _sort(recvs[peer_rank])),
+            ):
+                if found is not None:
+                    problems.append(f"{what}: {found}")
+        batch = Batch(sends, recvs, self._streams, problems[0] if problems else None)
+        self._sends, self._recvs, self._streams, self._problem = [], [], set(), None
+        return batch
+
+
+def _sort(ops: list[SendOp] | list[RecvOp]) -> str | None:
+    """Put the transfers of one pair into task id order; what is wrong with their ids, or None."""
+    ids = [op.task_id for op in ops if op.task_id is not None]
+    if not ids:
+        return None
+    if len(ids) < len(ops):
+        return f"{len(ids)} have a task_id, such as {ids[0]}, and {len(ops) - len(ids)} have none"
+    ops.sort(key=lambda op: op.task_id or 0)
+    ids.sort()
+    for first_id, second_id in itertools.pairwise(ids):
+        if first_id == second_id:
+            return f"task_id {first_id} comes twice"
+    return None
+
+
+def transfers_of(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[list[Transfer]]:
+    """What the two ends of every transfer compare."""
+    return [[_transfer(op) for op in ops] for ops in by_peer]
+
+
+def _transfer(op: SendOp | RecvOp) -> Transfer:
+    return op.task_id, op.tensor.numel() * op.tensor.element_size(), str(op.tensor.dtype)
+
+
+def match_pairs(
+    sends: Sequence[SendOp], recvs: Sequence[RecvOp], backend_name: str, rank: int
+) -> list[tuple[SendOp, RecvOp]]:
+    """`match_local_ops_by_task_id`, and sizes and dtypes compared.
+
+    Raises:
+        RuntimeError: A copy of this rank to itself has no partner, or differs from it.
+    """
+    pairs = match_local_ops_by_task_id(sends, recvs, backend_name, rank)
+    for send, recv in pairs:
+        if _transfer(send) != _transfer(recv):
+            raise RuntimeError(
+                f"{backend_name} copy service, rank {rank}: task {send.task_id} sends "
+                f"{tuple(send.tensor.shape)} of {send.tensor.dtype} and receives "
+                f"{tuple(recv.tensor.shape)} of {recv.tensor.dtype}"
+            )
+    return pairs
+
+
+def copy_pair(src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Copy the elements of `src` in order, whatever the two shapes and strides are."""
+    is_device_copy = src.is_cuda or dst.is_cuda
+    dst.copy_(
+        src if src.shape == dst.shape else src.reshape(dst.shape), non_blocking=is_device_copy
+    )

@@ -1,0 +1,160 @@
+"""Every copy service is held to the same behaviour."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers import copy_services as scripts
+from tests.helpers.copy_services import PATTERNS, SERVICES
+from tests.helpers.failing_ranks import HANG_S, die, error_of
+
+TIMEOUT_S = HANG_S
+
+
+def run(script: object, num_ranks: int, name: str, *args: object) -> list[object]:
+    return run_ranks(
+        script,  # type: ignore[arg-type]
+        num_ranks,
+        name,
+        *args,
+        mode=SERVICES[name].mode,
+        timeout_s=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_patterns(num_ranks: int, name: str) -> None:
+    run(scripts.run_patterns, num_ranks, name, PATTERNS)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize(("num_ranks", "num_tasks"), [(1, 20), (2, 100), (3, 60), (4, 150)])
+def test_random_batches(num_ranks: int, num_tasks: int, name: str) -> None:
+    run(scripts.run_random, num_ranks, name, (num_ranks, 100 + num_ranks), num_tasks)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if SERVICES[name].takes_no_task_ids])
+def test_transfers_without_ids_match_by_order(name: str) -> None:
+    run(scripts.run_without_ids, 3, name)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_two_services(name: str) -> None:
+    run(scripts.run_two_services, 3, name)
+
+
+# ---------------------------------------------------------------------------------------------
+# Bad input: every rank is told the same, nothing moves, and the service goes on.
+
+SAID_BY_RUN = {
+    "no receiver": ("rank 0", "task 5", "rank 1"),
+    "no sender": ("rank 1", "task 6", "rank 0"),
+    "sizes": ("task 9", "16 bytes", "12 bytes"),
+    "dtypes": ("task 9", "torch.float32", "torch.int32"),
+    "duplicate": ("task_id 4", "twice"),
+    "some ids": ("task_id", "none"),
+    "ids on one side": ("rank 0", "rank 1"),
+    "local": ("rank 1",),
+    "no such rank": ("rank 1", "dest_rank", "got 3"),
+    "sparse": ("rank 0", "sparse"),
+    "no tensor": ("rank 0", "list"),
+    "expanded": ("rank 1", "expanded"),
+}
+RAISED_BY_SUBMIT = {
+    "no such rank": (1, "ValueError"),
+    "sparse": (0, "ValueError"),
+    "no tensor": (0, "TypeError"),
+    "expanded": (1, "ValueError"),
+}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("mistake", SAID_BY_RUN)
+def test_bad_input_is_told_to_every_rank(mistake: str, name: str) -> None:
+    results = run(scripts.run_bad, 3, name, mistake)
+    said = SAID_BY_RUN[mistake]
+    for rank_idx, (submitted, (kind, text)) in enumerate(results):  # type: ignore[misc]
+        culprit, submit_kind = RAISED_BY_SUBMIT.get(mistake, (-1, ""))
+        if mistake in RAISED_BY_SUBMIT or submitted[0] == "":
+            assert submitted[0] == (submit_kind if rank_idx == culprit else ""), submitted
+        # A copy within a rank is that rank's own affair: see match_local_ops_by_task_id.
+        is_local = mistake == "local" and rank_idx == 1
+        assert kind in (("ValueError", "RuntimeError") if is_local else ("ValueError",)), text
+        assert all(word in text for word in said), text
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_rank_that_gives_up_tells_the_others(name: str) -> None:
+    results = run(scripts.run_bad, 3, name, "abandon")
+    assert results[0] == [("", ""), ("", "")]
+    for (submitted, _), (kind, text) in results[1:]:  # type: ignore[misc]
+        assert (submitted, kind) == ("", "ValueError")
+        assert "rank 0" in text
+        assert "out of luck" in text
+
+
+# ---------------------------------------------------------------------------------------------
+# Groups whose ranks are not those of the default group.
+
+
+def _in_groups(context: RankContext, name: str, folder: str) -> None:
+    make = {"gloo": GlooCopyService, "nccl_over_gloo": scripts.NcclOverGloo}[name]
+    halves = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 2], [1, 3])]
+    mine = halves[context.rank_idx % 2]
+    service = make(mine)
+    assert (service.rank, service.world_size) == (context.rank_idx // 2, 2)
+    for seed in range(3):
+        scripts.move(service, scripts.random_tasks(2, 30, 10 * context.rank_idx % 2 + seed))
+    service.close()
+    if name == "gloo":
+        # Counted backwards.
+        group = scripts.unregistered_group(
+            context, context.num_ranks - 1 - context.rank_idx, f"{folder}/store"
+        )
+        service = make(group)
+        assert service.rank == 3 - context.rank_idx
+        scripts.move(service, scripts.random_tasks(4, 60, 9))
+        scripts.move(service, scripts.pattern("ring", 4))
+    dist.destroy_process_group(mine)
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl_over_gloo"])
+def test_ranks_are_those_of_the_group(name: str, tmp_path: Path) -> None:
+    run_ranks(_in_groups, 4, name, str(tmp_path), timeout_s=TIMEOUT_S)
+
+
+# ---------------------------------------------------------------------------------------------
+# A rank that dies.
+
+
+def _gloo_peer_dies(context: RankContext) -> list[str]:
+    group = dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=10))
+    service = GlooCopyService(group)
+    scripts.move(service, scripts.pattern("ring", context.num_ranks))
+    if context.rank_idx == 1:
+        die()
+    service.submit_send(torch.ones(4), (context.rank_idx + 1) % 3, 1)
+    service.submit_recv(torch.ones(4), (context.rank_idx - 1) % 3, 1)
+    error = error_of(service.run)
+    later = error_of(service.run)
+    return [type(error).__name__, str(error), str(later)]
+
+
+def test_gloo_names_what_failed_when_a_peer_dies() -> None:
+    results: Sequence[list[str]] = run_ranks(
+        _gloo_peer_dies, 3, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S
+    )
+    for rank_idx in (0, 2):
+        kind, text, later = results[rank_idx]
+        assert kind == "CommunicationError"
+        assert f"GlooCopyService, rank {rank_idx}: " in text
+        assert "failed before" in later
