@@ -12,7 +12,7 @@ from moe_comm.resharding.intervals import Interval, Intervals
 from moe_comm.resharding.metadata import MeshLayout, ParameterMetadata
 from moe_comm.resharding.plan_check import PlanError
 
-__all__ = ["Holder", "Layout", "mesh_intervals", "resolve_layouts", "with_experts_first"]
+__all__ = ["Holder", "Layout", "mesh_intervals", "resolve_layouts"]
 
 Shape = tuple[int, ...]
 
@@ -37,41 +37,6 @@ class Layout:
     view: Shape
     global_shape: Shape
     dims: tuple[Intervals, ...]
-
-
-def with_experts_first(meta: ParameterMetadata) -> ParameterMetadata:
-    """Metadata that says where the experts of Megatron's `GroupedMLP` lie.
-
-    Its `experts.weight1` `[hidden, experts x inner]` and `experts.weight2` `[experts x inner,
-    hidden]` are, in memory, `[experts, hidden, inner]` and `[experts, inner, hidden]`. Other
-    parameters, and those that say themselves where their experts lie, are returned as they are.
-
-    Raises:
-        PlanError: The shape is no multiple of the rank's experts.
-    """
-    path = meta.name.split(".")[-2:]
-    is_grouped = path in (["experts", "weight1"], ["experts", "weight2"]) and len(meta.shape) == 2
-    if not is_grouped or meta.expert_dim is not None or meta.mesh is not None:
-        return meta
-    if meta.num_experts is None:
-        return meta
-    ep_size = len(meta.expert_parallel_group_ranks or ()) if meta.is_ep else 1
-    num_local_experts = meta.num_experts // max(1, ep_size)
-    inner_dim = 1 if path[1] == "weight1" else 0
-    if num_local_experts < 1 or meta.shape[inner_dim] % num_local_experts:
-        raise PlanError(
-            f"{meta.name}: dimension {inner_dim} of shape {meta.shape} is no multiple of "
-            f"{meta.num_experts} experts / {ep_size} ranks"
-        )
-    inner = meta.shape[inner_dim] // num_local_experts
-    hidden = meta.shape[1 - inner_dim]
-    view = (hidden, inner) if inner_dim else (inner, hidden)
-    return dataclasses.replace(
-        meta,
-        expert_dim=0,
-        local_view=(num_local_experts, *view),
-        partition_dim=meta.partition_dim + 1,
-    )
 
 
 # ------------------------------------------------------------------------------------------------

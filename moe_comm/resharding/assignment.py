@@ -1,0 +1,243 @@
+"""Who sends which piece of one parameter to whom."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from moe_comm.resharding import intervals
+from moe_comm.resharding.intervals import Box, Intervals, Piece, Run
+from moe_comm.resharding.layouts import Holder, Layout, resolve_layouts
+from moe_comm.resharding.plan_check import PlanError
+
+__all__ = ["Assignment", "PieceOfLayout"]
+
+
+class PieceOfLayout(NamedTuple):
+    """A piece, and which of the source layouts it is of."""
+
+    layout_idx: int
+    piece: Piece
+
+
+class _Class(NamedTuple):
+    """Destination ranks that need the same pieces, in ascending order."""
+
+    layout: Layout
+    pieces: list[PieceOfLayout]
+    ranks: list[int]
+
+
+class Assignment:
+    """Every piece of one parameter, or of parameters that the same ranks hold alike.
+
+    Source ranks with equal layouts are replicas. A destination copies from itself what it holds;
+    the other destinations of the same pieces take their turns over the replicas. All ranks find
+    the same, each looking at the pieces that it takes part in.
+
+    Args:
+        name: In the whole model, for messages.
+        sources: Ranks to read from, each once, in ascending order.
+        destinations: Ranks to be written, each once, in ascending order.
+
+    Raises:
+        PlanError: What ranks say is not enough, or contradicts itself; nobody holds some elements;
+            or a source's dtype cannot become a destination's.
+    """
+
+    def __init__(
+        self, name: str, sources: Sequence[Holder], destinations: Sequence[Holder]
+    ) -> None:
+        _check_dtypes(name, sources, destinations)
+        src_layouts, dst_layouts = resolve_layouts(name, sources, destinations)
+        self._name = name
+        self.sources = dict(sources)
+        self.destinations = dict(destinations)
+        self._layout_idx: dict[int, int] = {}
+        self.layouts: list[Layout] = []
+        self._replicas: list[list[int]] = []
+        known: dict[Layout, int] = {}
+        for holder, layout in zip(sources, src_layouts, strict=True):
+            if layout is None:
+                continue
+            if layout not in known:
+                known[layout] = len(self.layouts)
+                self.layouts.append(layout)
+                self._replicas.append([])
+            self._layout_idx[holder.rank] = known[layout]
+            self._replicas[known[layout]].append(holder.rank)
+        self._runs: dict[tuple[Intervals, Intervals], tuple[Run, ...]] = {}
+        self._class_of: dict[int, _Class] = {}
+        self._classes: list[_Class] = []
+        self._classify(destinations, dst_layouts)
+        self._waiting = self._list_waiting()
+        self._runs.clear()
+
+    def _classify(self, destinations: Sequence[Holder], layouts: Sequence[Layout | None]) -> None:
+        by_layout: dict[Layout, list[int]] = {}
+        for holder, layout in zip(destinations, layouts, strict=True):
+            if layout is not None:
+                by_layout.setdefault(layout, []).append(holder.rank)
+        for layout, ranks in by_layout.items():
+            pieces = self._intersections(layout)
+            defect = intervals.find_defect(layout.view, [item.piece.dst_box for item in pieces])
+            if defect is None:
+                self._add_class(layout, pieces, ranks)
+                continue
+            # Source layouts overlap, or do not cover: what a rank holds itself comes first.
+            by_local: dict[int | None, list[int]] = {}
+            for rank in ranks:
+                by_local.setdefault(self._layout_idx.get(rank), []).append(rank)
+            for local, some_ranks in by_local.items():
+                parts = _disjoint(pieces, local)
+                defect = intervals.find_defect(layout.view, [item.piece.dst_box for item in parts])
+                if defect is not None:
+                    raise PlanError(self._hole_message(layout, defect.box, some_ranks[0]))
+                self._add_class(layout, parts, some_ranks)
+
+    def _add_class(self, layout: Layout, pieces: list[PieceOfLayout], ranks: list[int]) -> None:
+        pieces.sort(key=lambda item: item.piece.dst_box)
+        added = _Class(layout, pieces, ranks)
+        self._classes.append(added)
+        self._class_of.update(dict.fromkeys(ranks, added))
+
+    def _intersections(self, destination: Layout) -> list[PieceOfLayout]:
+        """What each source layout has of a destination's."""
+        pieces: list[PieceOfLayout] = []
+        for layout_idx, source in enumerate(self.layouts):
+            runs_by_dim: list[tuple[Run, ...]] = []
+            for src, dst in zip(source.dims, destination.dims, strict=True):
+                if (src, dst) not in self._runs:
+                    self._runs[src, dst] = intervals.intersect(src, dst)
+                runs_by_dim.append(self._runs[src, dst])
+                if not runs_by_dim[-1]:
+                    break
+            else:
+                for runs in itertools.product(*runs_by_dim):
+                    src_box = tuple((run.src_start, run.src_start + run.length) for run in runs)
+                    dst_box = tuple((run.dst_start, run.dst_start + run.length) for run in runs)
+                    pieces.append(PieceOfLayout(layout_idx, Piece(src_box, dst_box)))
+        return pieces
+
+    def _list_waiting(self) -> list[list[tuple[_Class, list[int]]]]:
+        """Per source layout, classes of destinations that need it, and their ranks without it."""
+        waiting: list[list[tuple[_Class, list[int]]]] = [[] for _ in self.layouts]
+        for some_class in self._classes:
+            for layout_idx in dict.fromkeys(item.layout_idx for item in some_class.pieces):
+                ranks = [
+                    rank for rank in some_class.ranks if self._layout_idx.get(rank) != layout_idx
+                ]
+                waiting[layout_idx].append((some_class, ranks))
+        return waiting
+
+    def _hole_message(self, layout: Layout, box: Box, rank: int) -> str:
+        region = []
+        for (start, stop), held in zip(box, layout.dims, strict=True):
+            first = intervals.take(held, start, stop)[0]
+            region.append([first.global_start, first.global_start + first.length])
+        return (
+            f"{self._name}: no source rank holds elements {region} of the whole tensor of shape "
+            f"{layout.global_shape}, which rank {rank} needs"
+        )
+
+    def source_view(self, src_rank: int) -> tuple[int, ...] | None:
+        """Shape that a source's tensor is viewed as; None for one that holds no element."""
+        layout_idx = self._layout_idx.get(src_rank)
+        return None if layout_idx is None else self.layouts[layout_idx].view
+
+    def destination_view(self, dst_rank: int) -> tuple[int, ...] | None:
+        """Shape that a destination's tensor is viewed as; None for one that holds no element."""
+        found = self._class_of.get(dst_rank)
+        return None if found is None else found.layout.view
+
+    def pieces_to(self, dst_rank: int, salt: int) -> Iterator[tuple[int, PieceOfLayout]]:
+        """The source rank of each piece that a destination needs, by destination offset.
+
+        Args:
+            dst_rank: One of the destinations.
+            salt: Shifts whose turn it is; equal on all ranks.
+        """
+        found = self._class_of.get(dst_rank)
+        if found is None:
+            return
+        local = self._layout_idx.get(dst_rank)
+        servers: dict[int, int] = {}
+        for item in found.pieces:
+            layout_idx = item.layout_idx
+            if layout_idx == local:
+                servers[layout_idx] = dst_rank
+            elif layout_idx not in servers:
+                ranks = next(r for c, r in self._waiting[layout_idx] if c is found)
+                turn = bisect.bisect_left(ranks, dst_rank) + salt
+                replicas = self._replicas[layout_idx]
+                servers[layout_idx] = replicas[turn % len(replicas)]
+            yield servers[layout_idx], item
+
+    def pieces_from(
+        self, src_rank: int, salt: int
+    ) -> Iterator[tuple[int, tuple[int, ...], int, Piece]]:
+        """What a source rank sends: `(destination rank, its view, piece number, piece)`.
+
+        Args:
+            src_rank: One of the sources.
+            salt: As in `pieces_to`.
+        """
+        layout_idx = self._layout_idx.get(src_rank)
+        if layout_idx is None:
+            return
+        replicas = self._replicas[layout_idx]
+        first = (bisect.bisect_left(replicas, src_rank) - salt) % len(replicas)
+        for some_class, ranks in self._waiting[layout_idx]:
+            numbered = [
+                (number, item.piece)
+                for number, item in enumerate(some_class.pieces)
+                if item.layout_idx == layout_idx
+            ]
+            served = ranks[first :: len(replicas)]
+            if self._class_of.get(src_rank) is some_class:
+                served.append(src_rank)
+            for dst_rank in served:
+                for number, piece in numbered:
+                    yield dst_rank, some_class.layout.view, number, piece
+
+
+def _check_dtypes(name: str, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
+    src_dtypes = {meta.dtype: rank for rank, meta in reversed(sources)}
+    dst_dtypes = {(meta.dtype, meta.is_buffer): rank for rank, meta in reversed(destinations)}
+    for src_dtype, src_rank in src_dtypes.items():
+        for (dst_dtype, is_buffer), dst_rank in dst_dtypes.items():
+            # A buffer takes over the dtype of its source.
+            if src_dtype == dst_dtype or is_buffer:
+                continue
+            if not (src_dtype.is_floating_point and dst_dtype.is_floating_point):
+                raise PlanError(
+                    f"{name}: rank {src_rank} holds {src_dtype}, which does not become the "
+                    f"{dst_dtype} of rank {dst_rank}"
+                )
+
+
+def _disjoint(pieces: Sequence[PieceOfLayout], local: int | None) -> list[PieceOfLayout]:
+    """Pieces that name no destination element twice; those of layout `local` are kept whole."""
+    kept: list[Box] = []
+    by_layout: dict[int, list[Piece]] = {}
+    for layout_idx, piece in sorted(pieces, key=lambda item: item.layout_idx != local):
+        rest = [piece.dst_box]
+        for box in kept:
+            rest = [part for some in rest for part in intervals.subtract(some, box)]
+        kept += rest
+        for dst_box in rest:
+            offsets = [
+                src - dst for (src, _), (dst, _) in zip(piece.src_box, piece.dst_box, strict=True)
+            ]
+            src_box = tuple(
+                (start + offset, stop + offset)
+                for (start, stop), offset in zip(dst_box, offsets, strict=True)
+            )
+            by_layout.setdefault(layout_idx, []).append(Piece(src_box, dst_box))
+    return [
+        PieceOfLayout(layout_idx, piece)
+        for layout_idx, some in by_layout.items()
+        for piece in intervals.join_pieces(some)
+    ]
