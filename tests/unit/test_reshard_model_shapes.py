@@ -13,6 +13,7 @@ from moe_comm.resharding.model_shapes import (
     LatentAttention,
     MoEShape,
     ShapedModel,
+    TensorList,
     build_module,
     fill,
     find_differences,
@@ -96,6 +97,28 @@ def test_described_metadata_is_what_is_read_of_a_module(shape: MoEShape, layout:
         )
         read = extract_module_metadata(module, rank + 10, num_experts=shape.num_experts)
         assert read == roster(shape, parallelism, rank, rank_offset=10)
+
+
+def test_a_list_of_tensors_is_divided_like_experts() -> None:
+    tensors = TensorList(num_tensors=12, size=40)
+    assert tensors.num_bytes() == 12 * 40 * 2
+    whole = build_module(tensors, Parallelism(1), 0, dtype=torch.bfloat16)
+    fill(whole, seed=3)
+    parallelism = Parallelism.parse("ep4", 4)
+    module = build_module(tensors, parallelism, 2, dtype=torch.bfloat16)
+    fill(module, seed=3)
+    metas = roster(tensors, parallelism, 2)
+    assert metas == extract_module_metadata(module, 2, num_experts=12)
+    assert [meta.global_expert_index for meta in metas] == [6, 7, 8]
+    for meta in metas:
+        mine, expected = tensors_of(module)[meta.name], tensors_of(whole)[str(meta.resolved_name)]
+        assert torch.equal(mine, expected)
+    assert torch.stack(list(tensors_of(whole).values())).unique(dim=0).shape == (12, 40)
+    for layout, message in (("ep8", "got 12 and 8"), ("tp2", "by ep alone, got tp2")):
+        with pytest.raises(ValueError, match=message):
+            tensors.check(Parallelism.parse(layout, 8))
+    with pytest.raises(ValueError, match="size must be >= 1, got 0"):
+        TensorList(num_tensors=1, size=0)
 
 
 def test_values_depend_on_name_row_column_and_seed() -> None:
