@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ _MAX_PROBLEMS = 8
 # (source rosters, destination rosters), as upstream's planner passes them around.
 DestinationRosters = dict[int, dict[str, ParameterMetadata]]
 SourceRosters = dict[str, list[ParameterMetadata]]
+
+Adjust = Callable[[list[ParameterMetadata]], list[ParameterMetadata]]
 
 
 def _salt(name: str) -> int:
@@ -350,6 +352,8 @@ def _check_memory(module: torch.nn.Module, metas: Sequence[ParameterMetadata]) -
     extents: list[tuple[torch.device, int, int, str]] = []
     seen: set[tuple[Any, ...]] = set()
     for meta in metas:
+        if meta.name not in tensors:
+            continue
         tensor = local_tensor(tensors[meta.name])
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         is_plain = tensor.device.type != "meta" and tensor.numel() and tensor.is_contiguous()
@@ -396,6 +400,7 @@ def _encoded_module(
     rank_offset: int,
     group: dist.ProcessGroup | Bootstrap | None,
     side: str,
+    adjust: Adjust | None = None,
 ) -> bytes:
     """One side of what this rank holds; raises where that is bad in itself."""
     if module is None:
@@ -403,6 +408,8 @@ def _encoded_module(
     metas = extract_module_metadata(
         module, rank, num_experts=num_experts, rank_offset=rank_offset, group=group
     )
+    if adjust is not None:
+        metas = adjust(metas)
     _check_names(rank, metas, side)
     _check_ranks(metas, num_ranks)
     if side == "destination":
@@ -419,6 +426,7 @@ def build_local_reshard_plan(
     dst_rank_offset: int = 0,
     *,
     strict: bool = False,
+    adjust_destination: Adjust | None = None,
 ) -> ReshardPlan:
     """This rank's plan, verified.
 
@@ -433,6 +441,8 @@ def build_local_reshard_plan(
         src_rank_offset: Added to the ranks of the source module's groups.
         dst_rank_offset: Added to the ranks of the destination module's groups.
         strict: Refuse source parameters that no destination has.
+        adjust_destination: Called with what the destination module holds; returns what is to be
+            planned, where a transform writes parameters that the module does not list.
 
     Raises:
         PlanError: On every rank; the message says on which rank what is wrong.
@@ -447,7 +457,14 @@ def build_local_reshard_plan(
                 src_module, rank, num_ranks, num_experts, src_rank_offset, group, "source"
             ),
             _encoded_module(
-                dst_module, rank, num_ranks, num_experts, dst_rank_offset, group, "destination"
+                dst_module,
+                rank,
+                num_ranks,
+                num_experts,
+                dst_rank_offset,
+                group,
+                "destination",
+                adjust_destination,
             ),
         )
     except Exception as error:  # noqa: BLE001 # raised below, on every rank
