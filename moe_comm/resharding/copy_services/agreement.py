@@ -37,7 +37,8 @@ def agree(
         sends: For every destination rank, what this rank sends it, in the order of the wire.
         recvs: For every source rank, what this rank receives from it, in the order of the wire.
         problem: What is wrong on this rank, or None.
-        all_gather: Every rank's payload in rank order; payloads of one call are equally long.
+        all_gather: Every rank's payload in rank order; payloads of one call are equally long. Ranks
+            that failed and were excluded give b"".
 
     Raises:
         ValueError: A rank has a problem or a pair disagrees; the same text on every rank.
@@ -47,7 +48,10 @@ def agree(
     row[0] = problem is not None
     row[1 : 1 + num_ranks] = [_digest(transfers) for transfers in sends]
     row[1 + num_ranks :] = [_digest(transfers) for transfers in recvs]
-    rows = np.stack([np.frombuffer(item, np.int64) for item in all_gather(row.tobytes())])
+    excluded = bytes(row.nbytes)
+    rows = np.stack(
+        [np.frombuffer(item or excluded, np.int64) for item in all_gather(row.tobytes())]
+    )
     if rows[:, 0].any():
         texts = _gather_long((problem or "").encode(), all_gather)
         raise ValueError(
@@ -62,11 +66,15 @@ def agree(
         for src, dst in odd_pairs
         if rank_idx in (src, dst)
     }
-    lists = [pickle.loads(item) for item in _gather_long(pickle.dumps(mine), all_gather)]
+    lists = [
+        pickle.loads(item) if item else {} for item in _gather_long(pickle.dumps(mine), all_gather)
+    ]
     lines = [
         line
         for src, dst in odd_pairs
-        for line in _differences(src, dst, lists[src][src, dst], lists[dst][src, dst])
+        for line in _differences(
+            src, dst, lists[src].get((src, dst), []), lists[dst].get((src, dst), [])
+        )
     ]
     more = f"; and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
     raise ValueError("; ".join(lines[:_MAX_LINES]) + more)

@@ -69,7 +69,11 @@ class CopyService(abc.ABC):
 
     @abc.abstractmethod
     def run(self) -> None:
-        """Execute everything submitted since the last `run()`. Collective over the group."""
+        """Execute everything submitted since the last `run()`. Collective over the group.
+
+        Raises:
+            ValueError: Only while no destination has been written, on any rank.
+        """
 
     def abandon(self, reason: str) -> None:
         """Take no part in the next `run()` of the group; what was submitted is dropped.

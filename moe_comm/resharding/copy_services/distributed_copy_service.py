@@ -101,7 +101,6 @@ class DistributedCopyService(QueuedCopyService):
         Raises:
             ValueError: A rank's input is bad or two ends disagree; on every rank, before any data
                 moves. The service stays usable.
-            RuntimeError: Instead, on the rank itself, for copies within it that do not match.
             CommunicationError: A message failed. The service is not usable any more.
         """
         if self._failure is not None:
@@ -110,13 +109,13 @@ class DistributedCopyService(QueuedCopyService):
             )
         batch = self._take()
         name = type(self).__name__
-        try:
-            pairs = match_pairs(batch.sends[self.rank], batch.recvs[self.rank], name, self.rank)
-        except RuntimeError as error:
-            with contextlib.suppress(ValueError):
-                self._agree(batch, str(error))
-            raise
-        self._agree(batch, batch.problem)
+        problem, pairs = batch.problem, []
+        if problem is None:
+            try:
+                pairs = match_pairs(batch.sends[self.rank], batch.recvs[self.rank], name, self.rank)
+            except RuntimeError as error:
+                problem = str(error)
+        self._agree(batch, problem)
         try:
             with torch.no_grad(), self._on_stream(batch):
                 for send, recv in pairs:
@@ -139,8 +138,11 @@ class DistributedCopyService(QueuedCopyService):
         sends, recvs = transfers_of(batch.sends), transfers_of(batch.recvs)
         # Copies within a rank are matched there.
         sends[self.rank], recvs[self.rank] = [], []
+        agree(self.rank, sends, recvs, problem, self._gather)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
         with self._failing("the exchange of task ids", ()):
-            agree(self.rank, sends, recvs, problem, self._all_gather)
+            return self._all_gather(payload)
 
     def _rounds(self, batch: Batch) -> Iterator[Round]:
         """Messages that are in flight together.
@@ -218,7 +220,7 @@ class DistributedCopyService(QueuedCopyService):
         """Say which ranks an error of torch.distributed concerns, and remember it."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             text = str(error).split("\n", 1)[0]
             who = f" (with ranks {list(peers)})" if len(peers) > 1 else ""
             failure = CommunicationError(
