@@ -78,7 +78,8 @@ class ReshardTransform:
 
 def as_reshard_transform(transform: Any) -> ReshardTransform:
     """`transform` itself, or a `ReshardTransform` in front of an object with its first four methods."""
-    return transform if isinstance(transform, ReshardTransform) else _Foreign(transform)
+    is_own = issubclass(type(transform), ReshardTransform)
+    return transform if is_own else _Foreign(transform)
 
 
 class _Foreign(ReshardTransform):

@@ -95,7 +95,12 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.backends"},
     {"moe_comm.resharding"},
     {"moe_comm.resharding.refit"},
-    {"moe_comm.resharding.execution", "moe_comm.resharding.verification"},
+    {
+        "moe_comm.resharding.execution",
+        "moe_comm.resharding.partial_sources",
+        "moe_comm.resharding.repeated_refits",
+        "moe_comm.resharding.verification",
+    },
     {
         "moe_comm.resharding.ir",
         "moe_comm.resharding.planner",

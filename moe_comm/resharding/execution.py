@@ -1,0 +1,513 @@
+"""Runs a reshard plan: reads the source, hands pieces to a copy service, writes the destination."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.resharding import stale
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.number_formats import is_mxfp8_tensor
+from moe_comm.resharding.partial_sources import reduce_partial_sources
+from moe_comm.resharding.plan import ReshardPlan, Slices, TensorSpec, TransferOp
+from moe_comm.resharding.repeated_refits import RepeatedRefits
+from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
+from moe_comm.resharding.transforms import _ensure_sendable
+from moe_comm.resharding.utils import get_refit_tensor_dict, local_tensor
+
+__all__ = ["execute_reshard_plan", "piece_of"]
+
+logger = logging.getLogger(__name__)
+
+_NO_TENSORS: Mapping[str, torch.Tensor] = types.MappingProxyType({})
+
+# Tensors of one piece, after the first, take ids that no piece has: see `_task_ids`.
+_TENSOR_SHIFT = 58
+_MAX_TENSORS = 1 << (63 - _TENSOR_SHIFT)
+
+
+@dataclasses.dataclass
+class _Writeback:
+    """What is left to do with something received once `run()` has returned.
+
+    Args:
+        kind: "direct": nothing, it landed where it belongs; "copy": copy `recv_buffer` into
+            `dst_slice` of `dst_param`; "transform": hand `recv_bufs` to the transform.
+        recv_buffer: Of "copy".
+        dst_param: Of "copy": the tensor, in the shape that `dst_slice` cuts.
+        dst_slice: Of "copy" and "transform".
+        param_name: Of "transform".
+        recv_bufs: Of "transform".
+        op: The transfer.
+    """
+
+    kind: str
+    recv_buffer: torch.Tensor | None = None
+    dst_param: torch.Tensor | None = None
+    dst_slice: Slices | None = None
+    param_name: str | None = None
+    recv_bufs: list[torch.Tensor] | None = None
+    op: TransferOp | None = None
+
+
+def _get_mxfp8_accumulator(
+    pending: dict[int, tuple[Any, ...]], dst_param: torch.Tensor
+) -> tuple[torch.Tensor, list[Any]]:
+    """The bfloat16 tensor that an MXFP8 parameter is assembled in before it is quantised, once.
+
+    Args:
+        pending: By `id(dst_param)`: the parameter, that tensor (not initialised: pieces cover it),
+            and a list for pieces. Gets an entry.
+        dst_param: The parameter.
+
+    Returns:
+        The tensor and the list.
+    """
+    if id(dst_param) not in pending:
+        full = torch.empty(dst_param.shape, dtype=torch.bfloat16, device=dst_param.device)
+        pending[id(dst_param)] = (dst_param, full, [])
+    _, full, pieces = pending[id(dst_param)]
+    return full, pieces
+
+
+def _refresh_module_caches(dst_module: torch.nn.Module | None) -> None:
+    """Call `refresh_cache()` of every module that has one: it derives things from its parameters."""
+    if dst_module is None:
+        return
+    for module in dst_module.modules():
+        refresh = getattr(module, "refresh_cache", None)
+        if callable(refresh):
+            refresh()
+
+
+def _synchronize() -> None:
+    """Wait for all CUDA work of this process."""
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    try:
+        torch.cuda.synchronize()
+    except (AssertionError, RuntimeError):
+        # There is no CUDA here: everything has happened already.
+        if torch.cuda.is_available():
+            raise
+
+
+def _barrier(group: dist.ProcessGroup | Bootstrap | None) -> None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        group.all_gather(None)
+    elif dist.is_available() and dist.is_initialized():
+        dist.barrier(group=group)
+
+
+def _task_ids(task_id: int | None, num_tensors: int) -> list[int | None]:
+    """Ids of the tensors that one piece travels as, equal on both ends.
+
+    The first has the id of the piece.
+
+    Raises:
+        ValueError: They do not fit into 63 bits.
+    """
+    if task_id is None or num_tensors < 2:
+        return [task_id] * num_tensors
+    if num_tensors > _MAX_TENSORS or task_id >> _TENSOR_SHIFT:
+        raise ValueError(
+            f"a piece of several tensors takes at most {_MAX_TENSORS} and a task id below "
+            f"2^{_TENSOR_SHIFT}, got {num_tensors} tensors and task id {task_id}"
+        )
+    return [task_id | i << _TENSOR_SHIFT for i in range(num_tensors)]
+
+
+def _in_view(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:
+    """`tensor` in the shape that `op.my_slice` cuts, sharing its memory."""
+    if op.my_view is None:
+        return tensor
+    try:
+        return tensor.view(op.my_view)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{op.param_name}: a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()} cannot be viewed as {op.my_view}"
+        ) from error
+
+
+def piece_of(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:
+    """The part of this rank's tensor that an op moves, sharing its memory."""
+    return _in_view(local_tensor(tensor), op)[op.my_slice]
+
+
+def _problem_with(
+    ops: list[TransferOp],
+    specs: Mapping[str, TensorSpec],
+    tensors: Mapping[str, torch.Tensor],
+    side: str,
+    strict: bool,
+) -> str | None:
+    """What keeps this rank's tensors from being what the plan was made for, or None."""
+    for name in dict.fromkeys(op.param_name for op in ops):
+        tensor, spec = tensors.get(name), specs.get(name)
+        if tensor is None:
+            if strict:
+                return f"the plan moves {name}, which the {side} module does not have"
+        elif spec is not None:
+            shape = tuple(local_tensor(tensor).shape)
+            if shape != tuple(spec.shape):
+                return (
+                    f"{name} of the {side} module was planned with shape {tuple(spec.shape)}, "
+                    f"it has {shape}"
+                )
+            if strict and tensor.dtype != spec.dtype:
+                return (
+                    f"{name} of the {side} module was planned as {spec.dtype}, it is {tensor.dtype}"
+                )
+    return None
+
+
+class _Sources:
+    """This rank's sources as they can be sent: reduced, dequantised, without gradients.
+
+    Args:
+        plan: Names the MXFP8 sources to dequantise ahead.
+        tensors: By name.
+        reduced: By name, instead of what `tensors` has.
+        is_transformed: Whether a parameter is left to the transform.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        tensors: Mapping[str, torch.Tensor],
+        reduced: Mapping[str, torch.Tensor],
+        is_transformed: Callable[[str], bool],
+    ) -> None:
+        self._tensors = tensors
+        self._ready: dict[str, torch.Tensor] = dict(reduced)
+        self._events: dict[str, torch.cuda.Event] = {}
+        names = dict.fromkeys(op.param_name for op in plan.send_ops)
+        quantized = {
+            name: tensors[name]
+            for name in names
+            if name in tensors and is_mxfp8_tensor(tensors[name]) and not is_transformed(name)
+        }
+        on_cuda = {name: tensor for name, tensor in quantized.items() if tensor.is_cuda}
+        if on_cuda:
+            self._prefetch(on_cuda)
+        for name, tensor in quantized.items():
+            if name not in on_cuda:
+                self._ready[name] = _ensure_sendable(tensor)
+
+    def _prefetch(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Dequantise on a stream of its own, so that the first pieces leave before the last is done."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for name, tensor in tensors.items():
+                self._ready[name] = _ensure_sendable(tensor)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(stream)
+                self._events[name] = event
+
+    def is_fresh(self, name: str) -> bool:
+        """Whether what is sent is a copy that this refit made."""
+        return name in self._ready
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor to send from, ready on the current stream."""
+        tensor = self._ready.get(name)
+        if tensor is None:
+            return local_tensor(self._tensors[name])
+        event = self._events.pop(name, None)
+        if event is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(event)
+            # The allocator of the side stream must not give it away while others read it.
+            tensor.record_stream(current)
+        return tensor
+
+
+class _Refit:
+    """One execution of a plan on this rank, up to `run()` and after it."""
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        service: CopyService,
+        transform: ReshardTransform | None,
+        src_tensors: Mapping[str, torch.Tensor],
+        dst_tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.plan = plan
+        self.service = service
+        self.transform = transform
+        self.src_tensors = src_tensors
+        self.dst_tensors = dst_tensors
+        # Mock services have neither attribute nor constructor of the base class.
+        self._takes_strided = getattr(type(service), "takes_strided_tensors", False) is True
+        self._writebacks: list[_Writeback] = []
+        self._pending_quantized: dict[int, tuple[Any, ...]] = {}
+        self.skipped: dict[str, str] = {}
+        """Sides, by name, of parameters that a module does not have."""
+        self.is_direct = False
+        """Whether a peer may write into the destination before `run()` has succeeded."""
+        self.is_repeatable = transform is None and not plan.reductions
+        """Whether nothing but views of the modules' own tensors is submitted."""
+
+    @property
+    def has_quantized(self) -> bool:
+        return bool(self._pending_quantized)
+
+    def is_transformed(self, name: str) -> bool:
+        return self.transform is not None and self.transform.should_transform(name)
+
+    def submit_sends(self, reduced: Mapping[str, torch.Tensor]) -> None:
+        sources = _Sources(self.plan, self.src_tensors, reduced, self.is_transformed)
+        for op in self.plan.send_ops:
+            source = self.src_tensors.get(op.param_name)
+            if source is None:
+                self.skipped[op.param_name] = "source"
+                continue
+            if self.is_transformed(op.param_name):
+                assert self.transform is not None
+                whole = reduced.get(op.param_name, source)
+                tensors = self.transform.prepare_send_of(op, whole)
+            else:
+                piece = _in_view(sources.get(op.param_name), op)[op.my_slice]
+                if op.wire_dtype is not None and piece.dtype != op.wire_dtype:
+                    piece = piece.to(op.wire_dtype)
+                    self.is_repeatable = False
+                self.is_repeatable &= not sources.is_fresh(op.param_name)
+                tensors = [piece]
+            for tensor, task_id in zip(tensors, _task_ids(op.task_id, len(tensors)), strict=True):
+                self.service.submit_send(self._sendable(tensor), op.peer_rank, task_id=task_id)
+
+    def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._takes_strided or tensor.is_contiguous():
+            return tensor
+        self.is_repeatable = False
+        return tensor.contiguous()
+
+    def submit_recvs(self) -> None:
+        for op in self.plan.recv_ops:
+            if self.is_transformed(op.param_name):
+                assert self.transform is not None
+                buffers = self.transform.prepare_recv_of(op)
+                self._submit_buffers(op, buffers)
+                self._writebacks.append(
+                    _Writeback(
+                        "transform",
+                        param_name=op.param_name,
+                        dst_slice=op.my_slice,
+                        recv_bufs=buffers,
+                        op=op,
+                    )
+                )
+                continue
+            destination = self.dst_tensors.get(op.param_name)
+            if destination is None:
+                self.skipped[op.param_name] = "destination"
+                continue
+            self._submit_recv(op, destination)
+
+    def _submit_buffers(self, op: TransferOp, buffers: list[torch.Tensor]) -> None:
+        task_ids = _task_ids(op.task_id, len(buffers))
+        for buffer, task_id in zip(buffers, task_ids, strict=True):
+            room = buffer
+            if not (self._takes_strided or buffer.is_contiguous()):
+                room = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+                whole = tuple(slice(None) for _ in buffer.shape)
+                self._writebacks.append(_Writeback("copy", room, buffer, whole, op=op))
+            self.service.submit_recv(room, op.peer_rank, task_id=task_id)
+
+    def _submit_recv(self, op: TransferOp, destination: torch.Tensor) -> None:
+        is_quantized = is_mxfp8_tensor(destination)
+        if is_quantized:
+            self.is_repeatable = False
+            whole, _ = _get_mxfp8_accumulator(self._pending_quantized, destination)
+        else:
+            whole = local_tensor(destination)
+        whole = _in_view(whole, op)
+        piece = whole[op.my_slice]
+        wire_dtype = op.wire_dtype or piece.dtype
+        if piece.dtype == wire_dtype and (self._takes_strided or piece.is_contiguous()):
+            self.is_direct |= not is_quantized
+            self._writebacks.append(_Writeback("direct"))
+            self.service.submit_recv(piece, op.peer_rank, task_id=op.task_id)
+            return
+        self.is_repeatable = False
+        room = torch.empty(piece.shape, dtype=wire_dtype, device=piece.device)
+        self._writebacks.append(_Writeback("copy", room, whole, op.my_slice, op=op))
+        self.service.submit_recv(room, op.peer_rank, task_id=op.task_id)
+
+    def write_back(self) -> None:
+        """Write what was staged. Each buffer is dropped as soon as it is written."""
+        self._writebacks.reverse()
+        while self._writebacks:
+            writeback = self._writebacks.pop()
+            if writeback.kind == "copy":
+                assert writeback.dst_param is not None
+                assert writeback.dst_slice is not None
+                assert writeback.recv_buffer is not None
+                writeback.dst_param[writeback.dst_slice].copy_(writeback.recv_buffer)
+            elif writeback.kind == "transform":
+                assert self.transform is not None
+                assert writeback.op is not None
+                assert writeback.recv_bufs is not None
+                self.transform.finalize_recv_of(writeback.op, writeback.recv_bufs)
+        for dst_param, full, _ in self._pending_quantized.values():
+            # Once per parameter: a block's scale depends on all of its elements.
+            dst_param.quantize_(full)
+        if self.transform is not None:
+            self.transform.finish()
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether something is to be written after `run()`."""
+        return self.has_quantized or any(w.kind != "direct" for w in self._writebacks)
+
+
+def execute_reshard_plan(
+    plan: ReshardPlan,
+    src_module: torch.nn.Module | None,
+    dst_module: torch.nn.Module | None,
+    service: CopyService,
+    group: dist.ProcessGroup | Bootstrap | None = None,
+    transform: ReshardTransform | None = None,
+    *,
+    strict: bool = False,
+) -> None:
+    """Move weights as a plan says. Collective over the plan's group.
+
+    Blocks until this rank's destinations are written, the caches of their modules are refreshed, and
+    its sources may change. Work that was queued on the current CUDA stream happens before.
+
+    What does not fit where it belongs (another dtype, strides that the service does not take, MXFP8,
+    a transform) is received into fresh memory and written when all has arrived; the rest is received
+    in place. So when the refit fails on its way, a destination that would have been written by such
+    copies alone is untouched, and any other is marked stale (`moe_comm.resharding.is_stale`). A refit
+    that wrote everything takes the mark away.
+
+    A service with `prepare()` and `run_prepared()` is not given anything anew when the same plan runs
+    between the same modules, all in place, and no tensor has moved.
+
+    Args:
+        plan: This rank's.
+        src_module: Sources; None on a rank that only receives.
+        dst_module: Destinations; None on a rank that only sends.
+        service: The transport; `submit_send`, `submit_recv` and `run` are all it must have.
+        group: The plan's group, for the barrier of a service that needs one.
+        transform: Handles the parameters that it names; None for that of the plan.
+        strict: A tensor that is missing, or whose dtype is not the planned one, is an error; else
+            it is skipped with a warning, or converted.
+
+    Raises:
+        ValueError: A tensor is not what the plan was made for; on every rank if the service can tell
+            the others. Nothing has moved.
+        Exception: What the service raises.
+    """
+    chosen = plan.transform if transform is None else transform
+    hooks = None if chosen is None else as_reshard_transform(chosen)
+    src_tensors = _NO_TENSORS if src_module is None else get_refit_tensor_dict(src_module)
+    dst_tensors = _NO_TENSORS if dst_module is None else get_refit_tensor_dict(dst_module)
+    modules = (src_module, dst_module)
+    repeats = RepeatedRefits.of(service) if hooks is None else None
+    repeat = None if repeats is None else repeats.find(plan, modules, src_tensors, dst_tensors)
+    refit = _Refit(plan, service, hooks, src_tensors, dst_tensors)
+    run: Callable[[], None] = service.run
+    if repeat is not None:
+        run = _prepared_run(service, repeat.prepared)
+        refit.is_direct = bool(plan.recv_ops)
+    else:
+        with _telling_peers(service), torch.no_grad():
+            if hooks is not None:
+                hooks.begin()
+            problem = _problem_with(plan.send_ops, plan.sources, src_tensors, "source", strict)
+            problem = problem or _problem_with(
+                [op for op in plan.recv_ops if not refit.is_transformed(op.param_name)],
+                plan.destinations,
+                dst_tensors,
+                "destination",
+                strict,
+            )
+            reduced = reduce_partial_sources(plan, src_tensors, problem)
+            refit.submit_sends(reduced)
+            refit.submit_recvs()
+            if repeats is not None and refit.is_repeatable and not refit.skipped:
+                prepared = getattr(service, "prepare")()  # noqa: B009 - not of every service
+                repeats.keep(prepared, plan, modules, src_tensors, dst_tensors)
+                run = _prepared_run(service, prepared)
+
+    if refit.skipped:
+        logger.warning("Skipped parameters that a module does not have: %s", refit.skipped)
+    logger.info("Executing %d sends and %d receives", len(plan.send_ops), len(plan.recv_ops))
+    try:
+        _run(refit, run, service, group, dst_module)
+    except BaseException:
+        if repeats is not None:
+            repeats.forget(plan, modules)
+        raise
+    if dst_module is not None and plan.recv_ops and not refit.skipped:
+        stale.clear_stale(dst_module)
+    logger.info("Reshard complete")
+
+
+def _prepared_run(service: Any, prepared: Any) -> Callable[[], None]:
+    def run() -> None:
+        service.run_prepared(prepared)
+
+    return run
+
+
+@contextlib.contextmanager
+def _telling_peers(service: CopyService) -> Iterator[None]:
+    """Peers wait in `run()`: a rank that does not get there says so."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(type(service), "abandon"):
+            service.abandon(str(error).split("\n", 1)[0])
+        raise
+
+
+def _run(
+    refit: _Refit,
+    run: Callable[[], None],
+    service: CopyService,
+    group: dist.ProcessGroup | Bootstrap | None,
+    dst_module: torch.nn.Module | None,
+) -> None:
+    """Move the data, write what was staged, refresh caches."""
+    may_be_torn = refit.is_direct
+    had_quantized = refit.has_quantized
+    try:
+        try:
+            run()
+        except ValueError:
+            # The services' word for a batch that they refused: nothing has moved.
+            may_be_torn = False
+            raise
+        _synchronize()
+        if service.requires_process_group_barrier:
+            _barrier(group)
+        may_be_torn |= refit.is_staged
+        with torch.no_grad():
+            refit.write_back()
+        may_be_torn = dst_module is not None
+        _refresh_module_caches(dst_module)
+        # Copies and refreshes are queued: a caller may capture graphs over the weights at once.
+        _synchronize()
+    except BaseException as error:
+        if may_be_torn and dst_module is not None:
+            text = str(error).split("\n", 1)[0]
+            stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {text}")
+        raise
+    if had_quantized and torch.cuda.is_available():
+        # The allocator would keep the accumulators, as large as the model in bfloat16. Does nothing
+        # in a process that has not used CUDA.
+        torch.cuda.empty_cache()
