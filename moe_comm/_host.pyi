@@ -1,6 +1,6 @@
 """Types of the native module; see csrc/bindings."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -144,6 +144,24 @@ class Endpoint:
     def take_trace(self) -> list[tuple[int, str, str, int, int, int]]: ...
     def destroy(self) -> None: ...
 
+class PreparedCopies:
+    problem: str
+
+class BatchedCopy:
+    slot_bytes: int
+    num_slots: int
+    @staticmethod
+    def create(group: Group, slot_bytes: int, num_slots: int) -> BatchedCopy: ...
+    def prepare(
+        self,
+        sends: list[tuple[int, torch.Tensor, int]],
+        receives: list[tuple[int, torch.Tensor, int]],
+    ) -> PreparedCopies: ...
+    def run(self, prepared: PreparedCopies) -> dict[str, int]: ...
+    def reject(self, message: str) -> NoReturn: ...
+    def destroy(self) -> None: ...
+
+def checksum(tensor: torch.Tensor) -> int: ...
 def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int: ...
 
 class kernels:

@@ -22,7 +22,7 @@ class CommunicationError(RuntimeError):
     Attributes:
         ranks: Ranks of the communicator that caused it.
         operation: Operation that ended, such as `"dispatch"`.
-        phase: `"rows"`, `"offers"`, `"data"` or `"idle"`.
+        phase: `"rows"`, `"offers"`, `"verdicts"`, `"data"` or `"idle"`.
         epoch: Epoch of the buffer the operation belonged to, -1 outside an operation.
     """
 

@@ -25,10 +25,11 @@ const host::InterruptCheck& signal_check() {
 
 PYBIND11_MODULE(_host, module) {
   using namespace moe::bindings;
-  module.doc() = "CPU backend of moe_comm: heap, rows, dispatch and combine.";
+  module.doc() = "CPU backend of moe_comm: heap, rows, dispatch and combine, batched copies.";
   register_error(module);
   bind_kernels(module);
   bind_heap(module);
   bind_group(module);
   bind_buffer(module);
+  bind_batched_copy(module);
 }

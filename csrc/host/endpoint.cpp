@@ -2,32 +2,16 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
+
+#include "host/machine_cache.h"
 
 namespace moe::host {
 
 namespace {
 
-constexpr int64_t kDefaultCacheBytes = int64_t{32} << 20;
 constexpr int64_t kBytesWorthAThread = int64_t{1} << 20;
 constexpr size_t kRecentNeeds = 8;
 constexpr uint64_t kMostSlackBytes = uint64_t{1} << 20;
-
-/// Largest cache that one core sees. sysconf(_SC_LEVEL3_CACHE_SIZE) adds up all caches of a socket.
-int64_t last_level_cache_bytes() {
-  int64_t largest = 0;
-  for (int level = 0; level < 8; ++level) {
-    std::ifstream file(concat("/sys/devices/system/cpu/cpu0/cache/index", level, "/size"));
-    int64_t size = 0;
-    char unit = ' ';
-    if (!(file >> size))
-      break;
-    file >> unit;
-    const int shift = unit == 'K' ? 10 : unit == 'M' ? 20 : unit == 'G' ? 30 : 0;
-    largest = std::max(largest, size << shift);
-  }
-  return largest > 0 ? largest : kDefaultCacheBytes;
-}
 
 const RowKernels& choose_kernels(const std::string& isa) {
   if (isa.empty())

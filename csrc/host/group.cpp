@@ -109,6 +109,8 @@ Group::~Group() {
   for (auto& [window, is_unused] : retired_)
     if (!is_unused())
       window->quarantine();
+  for (auto& memory : kept_)
+    new std::shared_ptr<void>(std::move(memory));  // for good
 }
 
 void Group::destroy() {
@@ -305,6 +307,11 @@ void Group::quarantine(std::shared_ptr<Window> window) {
     return;
   const std::lock_guard<std::mutex> lock(mutex_);
   quarantined_.push_back(std::move(window));
+}
+
+void Group::keep(std::shared_ptr<void> memory) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  kept_.push_back(std::move(memory));
 }
 
 void Group::retire(std::shared_ptr<Window> window, std::function<bool()> is_unused) {

@@ -151,6 +151,10 @@ class Group {
   /// Keeps a window that peers of an aborted operation may still write to, until recovery.
   void quarantine(std::shared_ptr<Window> window);
 
+  /// Keeps memory of the caller's that peers of an aborted operation may still write to, until
+  /// recovery; for good if there is none.
+  void keep(std::shared_ptr<void> memory);
+
   /// Keeps a destroyed buffer's control area until every peer has destroyed its own.
   void retire(std::shared_ptr<Window> window, std::function<bool()> is_unused);
 
@@ -241,6 +245,7 @@ class Group {
 
   std::mutex mutex_;
   std::vector<std::shared_ptr<Window>> quarantined_;
+  std::vector<std::shared_ptr<void>> kept_;
   std::vector<std::pair<std::shared_ptr<Window>, std::function<bool()>>> retired_;
   std::map<uint64_t, std::weak_ptr<Recoverable>> recoverables_;
 };

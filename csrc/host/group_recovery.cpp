@@ -239,6 +239,7 @@ RecoveryResult Group::commit(const std::string& decision) {
       is_active_[static_cast<size_t>(rank)] = 0;
       result.failed_ranks.push_back(rank);
     }
+  std::vector<std::shared_ptr<void>> kept;  // let go of without the lock: it may run Python
   size_t position = 1 + static_cast<size_t>(num_ranks());
   gather_sequence_ = read_value<uint64_t>(decision, &position);
   {
@@ -252,6 +253,7 @@ RecoveryResult Group::commit(const std::string& decision) {
         buffer->restart(epochs.next_epoch);
     }
     quarantined_.clear();
+    kept.swap(kept_);
   }
   recovery_.decision = decision;
   post_to_peers(channel_ | kRecoveryChannelBit, generation(), decision);

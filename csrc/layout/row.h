@@ -12,6 +12,7 @@ enum class Operation : int32_t {
   kDispatch = 1,
   kCachedDispatch = 2,
   kCombine = 3,
+  kBatchedCopy = 4,
 };
 
 enum class Phase : int32_t {
@@ -20,7 +21,8 @@ enum class Phase : int32_t {
   kOffers = 2,
   kData = 3,
   kReuse = 4,
-  kGrowing = 5
+  kGrowing = 5,
+  kVerdicts = 6,
 };
 
 enum class RowLayout : int32_t { kExpertMajor = 0, kRankMajor = 1, kLowLatency = 2 };
@@ -110,6 +112,8 @@ inline const char* operation_name(Operation operation) {
       return "cached dispatch";
     case Operation::kCombine:
       return "combine";
+    case Operation::kBatchedCopy:
+      return "batched copy";
   }
   return "unknown";
 }
@@ -140,6 +144,8 @@ inline const char* phase_name(Phase phase) {
       return "reuse";
     case Phase::kGrowing:
       return "growing";
+    case Phase::kVerdicts:
+      return "verdicts";
   }
   return "unknown";
 }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
+import types
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.utils.dlpack
@@ -10,7 +14,13 @@ import torch.utils.dlpack
 from moe_comm import errors
 from moe_comm.communicator import Communicator
 
-__all__ = ["SymmetricBytes"]
+if TYPE_CHECKING:
+    from moe_comm import _host
+
+__all__ = ["BatchedCopy", "CopyStats", "PreparedCopies", "SymmetricBytes", "checksum"]
+
+CopyItem = tuple[int, torch.Tensor, int]
+"""Task id, tensor, rank of the other end."""
 
 
 class SymmetricBytes:
@@ -80,3 +90,172 @@ class SymmetricBytes:
         if rank_idx not in self._peers:
             raise ValueError(f"rank_idx must be one of {sorted(self._peers)}, got {rank_idx}")
         return self._peers[rank_idx]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopyStats:
+    """What one run moved on this rank, and how long it took.
+
+    Args:
+        direct_bytes: Sent in place into tensors in peers' heaps.
+        slot_bytes: Sent through slots.
+        local_bytes: Copied between tensors of this rank.
+        copy_ns: Spent moving bytes, and waiting for peers' bytes once every rank had come.
+        total_ns: The whole run, with the wait for ranks that came later.
+    """
+
+    direct_bytes: int
+    slot_bytes: int
+    local_bytes: int
+    copy_ns: int
+    total_ns: int
+
+
+class PreparedCopies:
+    """Copies of this rank that a `BatchedCopy` can run any number of times.
+
+    Made by `BatchedCopy.prepare`. Holds the tensors; a run copies what they then contain, at the
+    addresses they had when this was made.
+    """
+
+    def __init__(self, engine: BatchedCopy, native: _host.PreparedCopies) -> None:
+        self._engine = engine
+        self._native = native
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with this rank's items, which every rank's run will raise; None if nothing."""
+        return self._native.problem or None
+
+
+class BatchedCopy:
+    """Copies between tensors of all ranks of a communicator, many in one call.
+
+    A copy has two ends, on two ranks or one: a send and a receive with the same task id. Both have
+    the same dtype and number of elements, and any strides: elements go in logical row-major order.
+    Destinations in the receiver's heap (`Communicator.empty`) are written in place by the sender;
+    others go through slots in the receiver's heap, made when a run first needs them.
+
+    Collective. Used by one thread at a time.
+
+    Args:
+        communicator: The ranks; its backend must be "host".
+        slot_bytes: Of one slot, a multiple of 64; None for what keeps all slots in the last-level
+            cache. Equal on every rank.
+        num_slots: From each rank to each other, >= 1; None for 4. Equal on every rank.
+
+    Raises:
+        ValueError: The backend has no heap, or an argument breaks a rule above; on every rank.
+        PeerFailedError: A peer died or left.
+        PeerTimeoutError: A peer did not arrive.
+
+    Example:
+        Rank 0 sends a column to rank 1, which receives it as a row:
+
+            engine = BatchedCopy(communicator)
+            sends = [(7, weight[:, 3], 1)] if communicator.rank_idx == 0 else []
+            receives = [(7, row, 0)] if communicator.rank_idx == 1 else []
+            engine.run(engine.prepare(sends, receives))
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        slot_bytes: int | None = None,
+        num_slots: int | None = None,
+    ) -> None:
+        from moe_comm import _host
+
+        native = communicator.require_native()
+        self.communicator = communicator
+        # Values below 1 are refused by the native part, on every rank alike; 0 is its default.
+        self._native = _host.BatchedCopy.create(
+            native,
+            0 if slot_bytes is None else slot_bytes or -1,
+            0 if num_slots is None else num_slots or -1,
+        )
+        self._is_destroyed = False
+        communicator.adopt(self)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self._native.slot_bytes
+
+    @property
+    def num_slots(self) -> int:
+        """Slots from each rank to each other."""
+        return self._native.num_slots
+
+    def prepare(self, sends: Iterable[CopyItem], recvs: Iterable[CopyItem]) -> PreparedCopies:
+        """What this rank takes part in, worked out once for any number of runs. Local.
+
+        What is wrong with an item (a rank outside the communicator, a task id twice for one peer, a
+        tensor outside CPU memory, a destination that shares bytes with itself or with another, more
+        than 8 dimensions that cannot be merged) is raised by the run, on every rank.
+
+        Args:
+            sends: `(task_id, tensor, rank that receives)`. Tensors may repeat or share memory.
+            recvs: `(task_id, tensor, rank that sends)`. Strided destinations may interleave; that
+                they do not share elements with others is the caller's part.
+
+        Raises:
+            TypeError: An item is not such a tuple.
+        """
+        return PreparedCopies(self, self._native.prepare(list(sends), list(recvs)))
+
+    def run(self, prepared: PreparedCopies) -> CopyStats:
+        """Copy. Collective, blocking; returns when everything has landed on this rank.
+
+        Raises:
+            ValueError: Some rank's items are wrong, a task has one end only, or its ends differ in
+                dtype or size: the same error on every rank. Nothing was written; the next run works.
+            CapacityError: The heap of some rank cannot hold its slots, likewise.
+            PeerFailedError: A peer died, left or gave up. Destinations are undefined until copied
+                again; `Communicator.recover()` makes this usable among the living.
+            PeerTimeoutError: A peer did not come, or stopped; likewise.
+        """
+        if prepared._engine is not self:
+            self.reject("the copies were prepared by another BatchedCopy")
+        return CopyStats(**self._native.run(prepared._native))
+
+    def reject(self, message: str) -> NoReturn:
+        """Call in place of `run` when this rank has nothing right to run. Collective.
+
+        Raises:
+            ValueError: `message`, with the rank, on every rank.
+        """
+        self._native.reject(message)
+
+    def destroy(self) -> None:
+        """Give the memory back; peers that run afterwards get a ValueError. Local, idempotent."""
+        if not self._is_destroyed:
+            self._is_destroyed = True
+            self._native.destroy()
+
+    def __enter__(self) -> BatchedCopy:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit hash of the bytes of `tensor` in logical order, whatever its strides.
+
+    Depends on every byte, its position and their number; not on shape, dtype or machine. Tensors
+    that differ in one element only never have the same one; others by chance (2**-64).
+
+    Raises:
+        ValueError: The tensor is not in CPU memory, or more than 8 of its dimensions cannot be
+            merged.
+    """
+    from moe_comm import _host
+
+    return _host.checksum(tensor)

@@ -1,0 +1,222 @@
+#include <cstring>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/native_group.h"
+#include "bindings/submitted.h"
+#include "host/batched_copy.h"
+#include "host/strided_copy.h"
+#include "layout/strided.h"
+
+namespace moe::bindings {
+
+namespace py = pybind11;
+using host::BatchedCopy;
+using host::CopyItem;
+using host::PreparedCopies;
+using layout::ReceiveEntry;
+
+namespace {
+
+/// Attribute names, made once: a lookup by an interned name compares addresses.
+struct Names {
+  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* is_conj = PyUnicode_InternFromString("is_conj");
+  PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* itemsize = PyUnicode_InternFromString("itemsize");
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* stride = PyUnicode_InternFromString("stride");
+};
+
+const Names& names() {
+  static const Names interned;
+  return interned;
+}
+
+py::object attribute(py::handle object, PyObject* name) {
+  auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name));
+  if (!value)
+    throw py::error_already_set();
+  return value;
+}
+
+py::object call(py::handle object, PyObject* name) {
+  auto value = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name));
+  if (!value)
+    throw py::error_already_set();
+  return value;
+}
+
+/// Reads tensors; dtypes, of which there are few, are looked at once each.
+class TensorReader {
+ public:
+  /// Fills in all of @p item but the ends' ranks and task. @throws InvalidArgument
+  void read(py::handle tensor, CopyItem* item) {
+    const Dtype& dtype = find_dtype(attribute(tensor, names().dtype));
+    MOE_CHECK(attribute(tensor, names().is_cpu).cast<bool>(),
+              "a tensor must be in CPU memory, got device ",
+              py::str(tensor.attr("device")).cast<std::string>());
+    MOE_CHECK(!(dtype.is_complex && call(tensor, names().is_conj).cast<bool>()) &&
+                  !call(tensor, names().is_neg).cast<bool>(),
+              "a tensor's conjugate or negative is not in its memory; resolve it first");
+    const py::tuple shape = attribute(tensor, names().shape);
+    const py::tuple strides = call(tensor, names().stride);
+    sizes_.clear();
+    strides_.clear();
+    for (const py::handle size : shape)
+      sizes_.push_back(PyLong_AsLongLong(size.ptr()));
+    for (const py::handle stride : strides)
+      strides_.push_back(PyLong_AsLongLong(stride.ptr()));
+    item->data = reinterpret_cast<std::byte*>(call(tensor, names().data_ptr).cast<uintptr_t>());
+    item->shape = layout::make_strided(
+        sizes_.data(), strides_.data(), static_cast<int>(sizes_.size()), dtype.bytes);
+    MOE_CHECK(item->data != nullptr || item->shape.bytes == 0,
+              "a tensor of ",
+              item->shape.bytes,
+              " bytes has no memory of its own");
+    std::memcpy(item->dtype, dtype.name, sizeof(dtype.name));
+  }
+
+ private:
+  struct Dtype {
+    char name[ReceiveEntry::kNameBytes] = {};
+    int64_t bytes = 0;
+    bool is_complex = false;
+  };
+
+  const Dtype& find_dtype(const py::object& object) {
+    const auto found = dtypes_.find(object.ptr());
+    if (found != dtypes_.end())
+      return found->second;
+    Dtype dtype;
+    const auto text = py::str(object).cast<std::string>();
+    const size_t dot = text.rfind('.');
+    const std::string name = dot == std::string::npos ? text : text.substr(dot + 1);
+    std::memcpy(dtype.name, name.data(), std::min(name.size(), sizeof(dtype.name)));
+    dtype.bytes = attribute(object, names().itemsize).cast<int64_t>();
+    dtype.is_complex = object.attr("is_complex").cast<bool>();
+    return dtypes_.emplace(object.ptr(), dtype).first->second;
+  }
+
+  std::unordered_map<PyObject*, Dtype> dtypes_;
+  std::vector<int64_t> sizes_;
+  std::vector<int64_t> strides_;
+};
+
+/// Fills in task and peer. @return the tensor between them. @throws InvalidType
+py::handle read_fields(py::handle entry, const char* what, CopyItem* item) {
+  if (py::isinstance<py::tuple>(entry) && py::len(entry) == 3) {
+    PyObject* const* fields = &PyTuple_GET_ITEM(entry.ptr(), 0);
+    try {
+      item->task_id = py::handle(fields[0]).cast<int64_t>();
+      item->peer_rank = py::handle(fields[2]).cast<int>();
+      return fields[1];
+    } catch (const py::cast_error&) {
+      // named below
+    }
+  }
+  throw InvalidType(concat("an item of the ",
+                           what,
+                           "s must be (task_id, tensor, peer_rank), got ",
+                           py::repr(entry).cast<std::string>()));
+}
+
+/// Items `(task_id, tensor, peer_rank)`. What is wrong with a tensor goes to @p problem.
+std::vector<CopyItem> read_items(const py::list& list,
+                                 const char* what,
+                                 TensorReader* reader,
+                                 std::string* problem) {
+  std::vector<CopyItem> items;
+  items.reserve(list.size());
+  for (const py::handle entry : list) {
+    CopyItem item;
+    const py::handle tensor = read_fields(entry, what, &item);
+    try {
+      reader->read(tensor, &item);
+    } catch (const InvalidArgument& error) {
+      if (problem->empty())
+        *problem = concat("task ", item.task_id, " of the ", what, "s: ", error.what());
+    }
+    items.push_back(item);
+  }
+  return items;
+}
+
+std::shared_ptr<PreparedCopies> prepare(const BatchedCopy& engine,
+                                        const py::list& sends,
+                                        const py::list& receives) {
+  TensorReader reader;
+  std::string problem;
+  auto send_items = read_items(sends, "send", &reader, &problem);
+  auto receive_items = read_items(receives, "receive", &reader, &problem);
+  auto owner = keep_alive(py::make_tuple(sends, receives));
+  const py::gil_scoped_release no_gil;
+  return std::make_shared<PreparedCopies>(std::move(send_items),
+                                          std::move(receive_items),
+                                          engine.rank_idx(),
+                                          engine.num_ranks(),
+                                          std::move(problem),
+                                          std::move(owner));
+}
+
+py::dict run(BatchedCopy& engine, const std::shared_ptr<PreparedCopies>& prepared) {
+  host::CopyStats stats;
+  {
+    const py::gil_scoped_release no_gil;
+    stats = engine.run(prepared, signal_check());
+  }
+  py::dict values;
+  values["direct_bytes"] = stats.direct_bytes;
+  values["slot_bytes"] = stats.slot_bytes;
+  values["local_bytes"] = stats.local_bytes;
+  values["copy_ns"] = stats.copy_ns;
+  values["total_ns"] = stats.total_ns;
+  return values;
+}
+
+uint64_t checksum_of(py::handle tensor) {
+  TensorReader reader;
+  CopyItem item;
+  reader.read(tensor, &item);
+  const py::gil_scoped_release no_gil;
+  return host::checksum(item.place(), item.shape.bytes);
+}
+
+}  // namespace
+
+void bind_batched_copy(py::module_& module) {
+  py::class_<PreparedCopies, std::shared_ptr<PreparedCopies>>(module, "PreparedCopies")
+      .def_property_readonly("problem", &PreparedCopies::problem);
+  py::class_<BatchedCopy, std::shared_ptr<BatchedCopy>>(module, "BatchedCopy")
+      .def_static(
+          "create",
+          [](const std::shared_ptr<NativeGroup>& native, int64_t slot_bytes, int num_slots) {
+            const py::gil_scoped_release no_gil;
+            return BatchedCopy::create(native->group, {slot_bytes, num_slots}, signal_check());
+          },
+          py::arg("group"),
+          py::arg("slot_bytes"),
+          py::arg("num_slots"))
+      .def_property_readonly("slot_bytes",
+                             [](const BatchedCopy& self) { return self.config().slot_bytes; })
+      .def_property_readonly("num_slots",
+                             [](const BatchedCopy& self) { return self.config().num_slots; })
+      .def("prepare", &prepare, py::arg("sends"), py::arg("receives"))
+      .def("run", &run, py::arg("prepared"))
+      .def(
+          "reject",
+          [](BatchedCopy& self, const std::string& message) {
+            self.reject(message, signal_check());
+          },
+          py::arg("message"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("destroy", &BatchedCopy::destroy, py::call_guard<py::gil_scoped_release>());
+  module.def("checksum", &checksum_of, py::arg("tensor"));
+}
+
+}  // namespace moe::bindings

@@ -1,0 +1,212 @@
+#include "host/batched_copy.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/math.h"
+#include "host/copy_run.h"
+#include "host/machine_cache.h"
+
+namespace moe::host {
+
+namespace {
+
+constexpr int kDefaultNumSlots = 4;
+constexpr int64_t kSlotAlignment = 64;
+constexpr int64_t kLeastDefaultSlotBytes = int64_t{64} << 10;
+constexpr int64_t kMostDefaultSlotBytes = int64_t{512} << 10;
+// Slots share the cache with what is read and written past them.
+constexpr int64_t kCacheShare = 4;
+
+/// Slots of all pairs together stay in the last-level cache: bytes then go through memory once.
+int64_t default_slot_bytes(int num_ranks, int num_slots) {
+  const int64_t num_pairs = std::max<int64_t>(1, int64_t{num_ranks} * (num_ranks - 1));
+  const int64_t bytes = last_level_cache_bytes() / kCacheShare / (num_pairs * num_slots);
+  return round_up(std::clamp(bytes, kLeastDefaultSlotBytes, kMostDefaultSlotBytes), 4096);
+}
+
+/// What a rank says of its end when it is made.
+struct Introduction {
+  Offer workspace;
+  int64_t slot_bytes;
+  int64_t num_slots;
+};
+
+class RunGuard {
+ public:
+  explicit RunGuard(std::atomic<bool>& is_running) : is_running_(is_running) {
+    if (is_running_.exchange(true))
+      throw ConcurrentUse("one batched copy is run from two threads at once");
+  }
+  ~RunGuard() { is_running_.store(false); }
+  RunGuard(const RunGuard&) = delete;
+  RunGuard& operator=(const RunGuard&) = delete;
+
+ private:
+  std::atomic<bool>& is_running_;
+};
+
+}  // namespace
+
+std::shared_ptr<BatchedCopy> BatchedCopy::create(std::shared_ptr<Group> group,
+                                                 BatchedCopyConfig config,
+                                                 const InterruptCheck& interrupt_check) {
+  // A forked child has neither the threads nor the memory: its copy cannot be taken apart.
+  std::shared_ptr<BatchedCopy> engine(new BatchedCopy(std::move(group), config),
+                                      [](BatchedCopy* made) {
+                                        if (!made->group_->is_forked_child())
+                                          delete made;
+                                      });
+  try {
+    engine->connect(interrupt_check);
+  } catch (const InvalidArgument&) {
+    throw;  // on every rank alike: nobody has an end that could write here
+  } catch (...) {
+    if (engine->own_window_)
+      engine->own_window_->quarantine();
+    throw;
+  }
+  engine->group_->add_recoverable(engine->buffer_number_, engine);
+  return engine;
+}
+
+BatchedCopy::BatchedCopy(std::shared_ptr<Group> group, BatchedCopyConfig config)
+    : group_(std::move(group)),
+      config_(config),
+      kernels_(&best_row_kernels()),
+      cache_bytes_(last_level_cache_bytes()),
+      workspaces_(static_cast<size_t>(group_->num_ranks())),
+      slots_(static_cast<size_t>(group_->num_ranks())),
+      threads_(group_->num_threads()) {
+  if (config_.num_slots == 0)
+    config_.num_slots = kDefaultNumSlots;
+  if (config_.slot_bytes == 0)
+    config_.slot_bytes = default_slot_bytes(group_->num_ranks(), config_.num_slots);
+}
+
+BatchedCopy::~BatchedCopy() {
+  destroy();
+}
+
+void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
+  group_->check_usable(layout::Operation::kNone);
+  const int64_t bytes = layout::CopyWorkspace::bytes(num_ranks());
+  own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
+  std::memset(own_window_->data(), 0, static_cast<size_t>(bytes));
+  buffer_number_ = group_->next_gather_sequence();
+  const Introduction own{own_window_->offer(), config_.slot_bytes, config_.num_slots};
+  const auto payloads = group_->all_gather(
+      std::string(reinterpret_cast<const char*>(&own), sizeof(own)), interrupt_check);
+  std::vector<Introduction> introductions(payloads.size());
+  int first_rank = -1;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (!group_->is_active(peer_rank))
+      continue;
+    Introduction& peer = introductions[static_cast<size_t>(peer_rank)];
+    std::memcpy(&peer, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(peer));
+    if (first_rank < 0)
+      first_rank = peer_rank;
+    const Introduction& first = introductions[static_cast<size_t>(first_rank)];
+    const auto check = [&](const char* name, int64_t expected, int64_t found) {
+      MOE_CHECK(expected == found,
+                "ranks configure the batched copy differently: ",
+                name,
+                " is ",
+                expected,
+                " on rank ",
+                first_rank,
+                " and ",
+                found,
+                " on rank ",
+                peer_rank);
+    };
+    check("slot_bytes", first.slot_bytes, peer.slot_bytes);
+    check("num_slots", first.num_slots, peer.num_slots);
+  }
+  // Compared before it is looked at, so that a mistake is found on every rank alike.
+  MOE_CHECK(config_.slot_bytes > 0 && config_.slot_bytes % kSlotAlignment == 0,
+            "slot_bytes must be a positive multiple of ",
+            kSlotAlignment,
+            ", got ",
+            config_.slot_bytes);
+  MOE_CHECK(config_.num_slots > 0, "num_slots must be >= 1, got ", config_.num_slots);
+  WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+    if (group_->is_active(peer_rank))
+      workspaces_[static_cast<size_t>(peer_rank)] = layout::CopyWorkspace(
+          group_->resolve(peer_rank, introductions[static_cast<size_t>(peer_rank)].workspace, site),
+          num_ranks());
+}
+
+CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,
+                           const InterruptCheck& interrupt_check) {
+  const RunGuard guard(is_running_);
+  const Group::OperationScope scope(*group_);
+  CopyRun run(*this, interrupt_check);
+  try {
+    return run.execute(*prepared);
+  } catch (const std::exception& error) {
+    run.fail(error.what(), prepared);
+    throw;
+  } catch (...) {
+    run.fail("an exception without a message", prepared);
+    throw;
+  }
+}
+
+void BatchedCopy::reject(const std::string& message, const InterruptCheck& interrupt_check) {
+  const RunGuard guard(is_running_);
+  const Group::OperationScope scope(*group_);
+  CopyRun run(*this, interrupt_check);
+  try {
+    run.reject(message);
+  } catch (const std::exception& error) {
+    run.fail(error.what(), nullptr);
+    throw;
+  }
+}
+
+void BatchedCopy::make_slots(int peer_rank) {
+  auto& window = slots_[static_cast<size_t>(peer_rank)];
+  if (!window)
+    window =
+        group_->memory().allocate(static_cast<uint64_t>(config_.slot_bytes * config_.num_slots));
+}
+
+void BatchedCopy::quarantine_slots() {
+  for (auto& window : slots_)
+    group_->quarantine(std::exchange(window, nullptr));
+}
+
+void BatchedCopy::destroy() {
+  if (is_destroyed_ || group_->is_forked_child())
+    return;
+  is_destroyed_ = true;
+  slots_.assign(slots_.size(), nullptr);
+  if (!own_window_ || own_workspace().base() == nullptr)
+    return;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (workspace(peer_rank).base() == nullptr || group_->is_leaving())
+      continue;
+    sync::store_release(workspace(peer_rank).closed(rank_idx()).value, uint64_t{1});
+    sync::ring(group_->doorbell(peer_rank));
+  }
+  // A peer may be about to write a row here; it learns of the end from its own closed word.
+  const layout::CopyWorkspace workspace = own_workspace();
+  const int count = num_ranks();
+  std::weak_ptr<Group> weak_group = group_;
+  group_->retire(std::move(own_window_), [workspace, count, weak_group] {
+    const auto group = weak_group.lock();
+    for (int peer_rank = 0; peer_rank < count; ++peer_rank) {
+      const bool is_gone =
+          group && (!group->is_active(peer_rank) || group->state(peer_rank) != PeerState::kAlive);
+      if (!is_gone && sync::load_acquire(workspace.closed(peer_rank).value) == 0)
+        return false;
+    }
+    return true;
+  });
+}
+
+}  // namespace moe::host

@@ -1,0 +1,545 @@
+"""Batched copies between ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moe_comm
+from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, checksum
+from tests.helpers.rank_threads import on_ranks
+
+SLOT_BYTES = 1 << 10
+"""Small, so that pieces of a few kilobytes need many slots."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One copy: its ends, and how each end lies in memory."""
+
+    sender: int
+    receiver: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    sent_as: str = "plain"
+    received_as: str = "plain"
+    in_heap: bool = False
+
+
+def in_process(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def lay_out(values: torch.Tensor, form: str, memory: Any = in_process) -> torch.Tensor:
+    """A tensor equal to `values` that lies in memory in one of several ways."""
+    if form == "expanded":
+        one = memory(1, dtype=values.dtype)
+        one[0] = values.flatten()[0] if values.numel() else 0
+        return one.expand(values.shape) if values.dim() else one[0]
+    shape = values.shape
+    if form == "plain" or values.dim() == 0:
+        target = memory(*shape, dtype=values.dtype)
+    elif form == "transposed":
+        target = memory(*reversed(shape), dtype=values.dtype).permute(*reversed(range(len(shape))))
+    elif form == "columns":
+        target = memory(*shape[:-1], shape[-1] + 3, dtype=values.dtype)[..., 2 : shape[-1] + 2]
+    elif form == "spread":
+        target = memory(*(2 * size for size in shape), dtype=values.dtype)
+        target = target[tuple(slice(1, None, 2) for _ in shape)]
+    else:
+        raise AssertionError(form)
+    target.copy_(values)
+    return target
+
+
+def values_of(piece: Piece, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    num_bytes = math.prod(piece.shape) * piece.dtype.itemsize
+    if piece.sent_as == "expanded":
+        return torch.full(piece.shape, seed % 7).to(piece.dtype)
+    flat = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return flat.view(piece.dtype).view(piece.shape)
+
+
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    left, right = (
+        torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+        for tensor in (left, right)
+    )
+    return torch.equal(left, right)
+
+
+def run_pieces(
+    pieces: list[Piece], num_ranks: int, num_runs: int = 2, num_threads: int = 1, **options: Any
+) -> list[Any]:
+    """Copies every piece `num_runs` times with other values and checks every byte; the last stats."""
+
+    def body(comm: moe_comm.Communicator) -> Any:
+        engine = BatchedCopy(comm, **{"slot_bytes": SLOT_BYTES, "num_slots": 3, **options})
+        sends: list[CopyItem] = []
+        recvs: list[CopyItem] = []
+        received = {}
+        for idx, piece in enumerate(pieces):
+            task_id = (idx * 2_654_435_761) % (1 << 62)  # in no order
+            if piece.sender == comm.rank_idx:
+                sends.append(
+                    (task_id, lay_out(values_of(piece, idx), piece.sent_as), piece.receiver)
+                )
+            if piece.receiver == comm.rank_idx:
+                blank = torch.zeros(piece.shape, dtype=piece.dtype)
+                memory = comm.empty if piece.in_heap else in_process
+                received[idx] = lay_out(blank, piece.received_as, memory)
+                recvs.append((task_id, received[idx], piece.sender))
+        prepared = engine.prepare(sends, recvs)
+        assert prepared.problem is None
+        for round_idx in range(num_runs):
+            for task_id, tensor, _ in sends:
+                idx = next(
+                    i for i in range(len(pieces)) if i * 2_654_435_761 % (1 << 62) == task_id
+                )
+                values = values_of(pieces[idx], idx + 1000 * round_idx)
+                if pieces[idx].sent_as == "expanded" and tensor.dim():
+                    tensor.as_strided((min(1, tensor.numel()),), (1,)).copy_(values.flatten()[:1])
+                else:
+                    tensor.copy_(values)
+            stats = engine.run(prepared)
+            for idx, tensor in received.items():
+                assert same_bytes(tensor, values_of(pieces[idx], idx + 1000 * round_idx)), (
+                    round_idx,
+                    pieces[idx],
+                )
+        return stats
+
+    return on_ranks(num_ranks, body, num_threads=num_threads)
+
+
+def num_bytes_of(pieces: list[Piece]) -> int:
+    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is copied.
+
+FORMS = ["plain", "transposed", "columns", "spread"]
+
+
+@pytest.mark.parametrize("in_heap", [False, True], ids=["slots", "heap"])
+@pytest.mark.parametrize("received_as", FORMS)
+@pytest.mark.parametrize("sent_as", [*FORMS, "expanded"])
+def test_any_strides(sent_as: str, received_as: str, in_heap: bool) -> None:
+    shapes = [(7, 5, 3), (129,), (), (0, 3), (40, 33), (2, 3, 4, 5, 2), (1, 1)]
+    dtypes = [torch.bfloat16, torch.float64, torch.uint8, torch.complex64]
+    pieces = [
+        Piece(
+            sender=idx % 2,
+            receiver=(idx // 2) % 2,
+            shape=shape,
+            dtype=dtypes[idx % len(dtypes)],
+            sent_as=sent_as,
+            received_as=received_as,
+            in_heap=in_heap,
+        )
+        for idx, shape in enumerate(shapes * 4)
+    ]
+    run_pieces(pieces, 2)
+
+
+@pytest.mark.parametrize("in_heap", [False, True], ids=["slots", "heap"])
+@pytest.mark.parametrize("num_elements", [31, 32, 511, 512, 513, 1536, 1537, 100_001])
+def test_pieces_larger_and_smaller_than_slots(num_elements: int, in_heap: bool) -> None:
+    pieces = [Piece(0, 1, (num_elements,), in_heap=in_heap), Piece(1, 0, (5,), in_heap=in_heap)]
+    run_pieces(pieces, 2)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_many_tiny_pieces(num_threads: int) -> None:
+    pieces = [
+        Piece(i % 3, (i + i // 3) % 3, (i % 90,), torch.uint8, in_heap=i % 5 == 0)
+        for i in range(600)
+    ]
+    run_pieces(pieces, 3, num_threads=num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_large_pieces_with_ordinary_slots(num_threads: int) -> None:
+    pieces = [
+        Piece(i % 4, (i * 3 + 1) % 4, (1 << 18, 3), in_heap=i % 2 == 0, received_as=FORMS[i % 3])
+        for i in range(8)
+    ]
+    run_pieces(pieces, 4, num_threads=num_threads, slot_bytes=None, num_slots=None)
+
+
+def test_one_slot_and_one_rank() -> None:
+    run_pieces([Piece(0, 1, (5000,)), Piece(1, 0, (5000,))], 2, slot_bytes=64, num_slots=1)
+    run_pieces([Piece(0, 0, (5000,)), Piece(0, 0, (3, 4), received_as="transposed")], 1)
+
+
+def test_nothing_to_do() -> None:
+    run_pieces([], 3)
+    run_pieces([Piece(0, 1, (0,)), Piece(2, 1, (3, 0))], 3)
+
+
+def test_stats_and_memory() -> None:
+    through_slots = [Piece(0, 1, (40_000,)), Piece(1, 2, (30_000,))]
+    in_place = [Piece(0, 2, (20_000,), in_heap=True)]
+    local = [Piece(0, 0, (10_000,))]
+    stats = run_pieces(through_slots + in_place + local, 3)
+    assert [one.slot_bytes for one in stats] == [80_000, 60_000, 0]
+    assert [one.direct_bytes for one in stats] == [40_000, 0, 0]
+    assert [one.local_bytes for one in stats] == [20_000, 0, 0]
+    assert all(0 < one.copy_ns <= one.total_ns for one in stats)
+
+    def body(comm: moe_comm.Communicator) -> int:
+        with BatchedCopy(comm, slot_bytes=4096, num_slots=2) as engine:
+            before = comm.heap_stats().live_bytes
+            peer = 1 - comm.rank_idx
+            data, target = torch.ones(300_000), torch.zeros(300_000)
+            prepared = engine.prepare([(1, data, peer)], [(1, target, peer)])
+            engine.run(prepared)
+            assert bool(target.all())
+            return comm.heap_stats().live_bytes - before
+
+    for extra_bytes in on_ranks(2, body):
+        assert 2 * 4096 <= extra_bytes < 3 * 4096
+
+
+piece_strategy = st.builds(
+    Piece,
+    sender=st.integers(0, 2),
+    receiver=st.integers(0, 2),
+    shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+    sent_as=st.sampled_from([*FORMS, "expanded"]),
+    received_as=st.sampled_from(FORMS),
+    in_heap=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=st.lists(piece_strategy, max_size=25),
+    slot_bytes=st.sampled_from([64, 128, 448, 4096]),
+    num_slots=st.integers(1, 4),
+    num_threads=st.integers(1, 2),
+)
+def test_random_pieces(
+    pieces: list[Piece], slot_bytes: int, num_slots: int, num_threads: int
+) -> None:
+    run_pieces(pieces, 3, num_threads=num_threads, slot_bytes=slot_bytes, num_slots=num_slots)
+
+
+def test_prepared_copies_take_turns() -> None:
+    """Each rank may run another of its prepared copies; orders of earlier runs mean nothing."""
+
+    def body(comm: moe_comm.Communicator) -> None:
+        engine = BatchedCopy(comm, slot_bytes=256)
+        peer = 1 - comm.rank_idx
+        block = torch.arange(4 * 500).view(4, 500)
+        target = torch.zeros(4, 500, dtype=torch.int64)
+        recvs = [(i, target[i], peer) for i in range(4)]
+        own = engine.prepare([(i, block[i], peer) for i in range(4)], recvs)
+        # The same tasks from memory in another order.
+        turned = block.flip(0).contiguous()
+        other = engine.prepare([(i, turned[3 - i], peer) for i in range(4)], recvs)
+        for choice in range(12):
+            target.zero_()
+            engine.run((own, other)[choice % 2 if comm.rank_idx == 0 else choice // 3 % 2])
+            assert torch.equal(target, block), choice
+
+    on_ranks(2, body)
+
+
+def test_a_child_shares_the_heap_and_other_operations_go_on() -> None:
+    config = moe_comm.EpConfig(num_experts=4, num_topk=1, hidden=32, num_max_tokens_per_rank=16)
+
+    def body(comm: moe_comm.Communicator) -> None:
+        child = moe_comm.Communicator(comm.bootstrap, parent=comm)
+        with moe_comm.EpBuffer(child, config) as buffer, BatchedCopy(comm) as engine:
+            for round_idx in range(5):
+                x = torch.full((8, 32), float(round_idx), dtype=torch.bfloat16)
+                topk_idx = torch.arange(8).view(8, 1) % 4
+                pending = buffer.dispatch(x, topk_idx, async_op=True)
+                peer = 1 - comm.rank_idx
+                data = torch.full((3000,), round_idx + comm.rank_idx)
+                target = child.empty(3000, dtype=torch.int64)
+                engine.run(engine.prepare([(0, data, peer)], [(0, target, peer)]))
+                assert (target == round_idx + peer).all()
+                pending.event.wait()
+                combined = buffer.combine(pending.x, pending.handle)
+                assert torch.equal(combined, x)
+            child.bootstrap.all_gather(None)
+
+    on_ranks(2, body)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is refused: on every rank, with the same words, and the next run works.
+
+
+def errors_of(
+    sends: dict[int, list[CopyItem]], recvs: dict[int, list[CopyItem]], num_ranks: int = 3
+) -> str:
+    """The one message that all ranks get. Nothing may have been written."""
+    targets = [tensor for items in recvs.values() for _, tensor, _ in items]
+    before = [tensor.clone() for tensor in targets]
+
+    def body(comm: moe_comm.Communicator) -> str:
+        engine = BatchedCopy(comm, slot_bytes=64)
+        rank_idx, peer = comm.rank_idx, (comm.rank_idx + 1) % num_ranks
+        prepared = engine.prepare(sends.get(rank_idx, []), recvs.get(rank_idx, []))
+        with pytest.raises(ValueError, match="rank") as caught:
+            engine.run(prepared)
+        with pytest.raises(ValueError, match="rank") as again:
+            engine.run(prepared)
+        assert str(caught.value) == str(again.value)
+        target = torch.zeros(100)
+        good = engine.prepare(
+            [(3, torch.full((100,), 1.0 + rank_idx), peer)],
+            [(3, target, (rank_idx - 1) % num_ranks)],
+        )
+        engine.run(good)
+        assert bool((target == 1 + (rank_idx - 1) % num_ranks).all())
+        return str(caught.value)
+
+    messages = on_ranks(num_ranks, body)
+    assert len(set(messages)) == 1, messages
+    for tensor, values in zip(targets, before, strict=True):
+        assert same_bytes(tensor, values)
+    return messages[0]
+
+
+def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(count).to(dtype)
+
+
+def test_a_send_without_receive() -> None:
+    good = {1: [(4, torch.zeros(8), 0)]}
+    message = errors_of({0: [(4, numbers(8), 1), (5, numbers(3), 1)]}, good)
+    assert message == (
+        "rank 0: task 5: rank 0 sends 12 bytes of float32 to rank 1, which does not receive it"
+    )
+
+
+def test_a_receive_without_send() -> None:
+    recvs: dict[int, list[CopyItem]] = {
+        1: [(4, torch.zeros(8), 0), (9, torch.zeros(2, dtype=torch.int64), 2)]
+    }
+    message = errors_of({0: [(4, numbers(8), 1)]}, recvs)
+    assert message == (
+        "rank 2: task 9: rank 1 receives 16 bytes of int64 from rank 2, which does not send it"
+    )
+
+
+def test_local_ends_that_do_not_meet() -> None:
+    message = errors_of({2: [(1, numbers(4), 2)]}, {2: [(1, torch.zeros(5), 2)]})
+    assert message == "rank 2: task 1: rank 2 sends 16 bytes, rank 2 receives 20"
+
+
+def test_sizes_and_dtypes_that_differ() -> None:
+    sends = {0: [(4, numbers(8), 1), (5, numbers(4), 2)], 1: [(6, numbers(2), 0)]}
+    recvs = {
+        0: [(6, torch.zeros(2, dtype=torch.int32), 1)],
+        1: [(4, torch.zeros(9), 0)],
+        2: [(5, torch.zeros(4, dtype=torch.int32), 0)],
+    }
+    assert errors_of(sends, recvs) == (
+        "rank 0: task 4: rank 0 sends 32 bytes, rank 1 receives 36 (and 1 more); "
+        "rank 1: task 6: rank 1 sends float32, rank 0 receives int32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([(4, torch.zeros(8), 3)], "task 4: the receive names rank 3, ranks are 0 to 2"),
+        ([(4, torch.zeros(8), -1)], "task 4: the receive names rank -1, ranks are 0 to 2"),
+        (
+            [(4, torch.zeros(8), 0), (4, torch.zeros(8), 0)],
+            "task 4 is in the receives of rank 1 twice for rank 0",
+        ),
+        (
+            [(4, torch.zeros(1).expand(8), 0)],
+            "task 4: the destination shares bytes with itself (32 bytes lie in 4)",
+        ),
+        (
+            [(4, torch.zeros(8, device="meta"), 0)],
+            "task 4 of the receives: a tensor must be in CPU memory, got device meta",
+        ),
+        (
+            [(4, torch.zeros((4,) * 9)[(slice(0, 4, 2),) * 9], 0)],
+            "task 4 of the receives: a tensor has 9 dimensions that cannot be merged, "
+            "at most 8 can be copied; make it contiguous",
+        ),
+        (
+            [(4, torch.zeros(8, dtype=torch.complex64).conj(), 0)],
+            "task 4 of the receives: a tensor's conjugate or negative is not in its memory; "
+            "resolve it first",
+        ),
+    ],
+    ids=["rank", "negative-rank", "twice", "expanded", "meta", "dimensions", "conjugate"],
+)
+def test_items_that_are_wrong(items: list[CopyItem], message: str) -> None:
+    recvs = {1: items}
+    if items[0][1].device.type == "cpu":
+        assert errors_of({}, recvs) == f"rank 1: {message}"
+        return
+
+    def body(comm: moe_comm.Communicator) -> None:
+        engine = BatchedCopy(comm)
+        prepared = engine.prepare([], recvs.get(comm.rank_idx, []))
+        with pytest.raises(ValueError, match=f"rank 1: {message}"):
+            engine.run(prepared)
+
+    on_ranks(3, body)
+
+
+def test_destinations_that_share_bytes() -> None:
+    memory = torch.zeros(20)
+    message = errors_of({}, {0: [(4, memory[:12], 1), (5, memory[10:], 2)]})
+    assert message == (
+        "rank 0: the destinations of task 4 from rank 1 and task 5 from rank 2 share 8 bytes"
+    )
+
+
+def test_items_that_are_no_items() -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        engine = BatchedCopy(comm)
+        with pytest.raises(
+            TypeError, match=r"must be \(task_id, tensor, peer_rank\), got \(1, 2\)"
+        ):
+            engine.prepare([(1, 2)], [])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"must be \(task_id, tensor, peer_rank\)"):
+            engine.prepare([("one", torch.zeros(1), 0)], [])  # type: ignore[list-item]
+
+    on_ranks(1, body)
+
+
+def test_reject_is_heard_by_all() -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        engine, other = BatchedCopy(comm), BatchedCopy(comm)
+        data, target = torch.ones(10), torch.zeros(10)
+        peer = 1 - comm.rank_idx
+        prepared = engine.prepare([(0, data, peer)], [(0, target, peer)])
+        for _ in range(3):
+            with pytest.raises(ValueError, match=r"^rank 1: the plan is torn$"):
+                if comm.rank_idx == 1:
+                    engine.reject("the plan is torn")
+                engine.run(prepared)
+            assert not target.any()
+        with pytest.raises(ValueError, match=r"^rank 0: this is; rank 1: that is$"):
+            engine.reject("this is" if comm.rank_idx == 0 else "that is")
+        with pytest.raises(ValueError, match=r"^rank 0: .*prepared by another BatchedCopy$"):
+            engine.run(other.prepare([], []) if comm.rank_idx == 0 else prepared)
+        engine.run(prepared)
+        assert bool(target.all())
+
+    on_ranks(2, body)
+
+
+def test_slots_that_do_not_fit() -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        engine = BatchedCopy(comm, slot_bytes=1 << 20, num_slots=8)
+        data, target = torch.ones(10), torch.zeros(10)
+        peer = 1 - comm.rank_idx
+        through_slots = engine.prepare([(0, data, peer)], [(0, target, peer)])
+        with pytest.raises(moe_comm.CapacityError, match=r"rank 0: .*; rank 1: ") as caught:
+            engine.run(through_slots)
+        assert caught.value.ranks == (0, 1)
+        assert not target.any()
+        in_heap = comm.empty(10, dtype=torch.float32)
+        engine.run(engine.prepare([(0, data, peer)], [(0, in_heap, peer)]))
+        assert bool(in_heap.all())
+
+    on_ranks(2, body, max_heap_bytes=4 << 20)
+
+
+def test_arguments() -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        for slot_bytes in (0, -64, 63):
+            with pytest.raises(ValueError, match="slot_bytes must be a positive multiple of 64"):
+                BatchedCopy(comm, slot_bytes=slot_bytes)
+        with pytest.raises(ValueError, match="num_slots must be >= 1"):
+            BatchedCopy(comm, num_slots=0)
+        with pytest.raises(ValueError, match="num_slots is 2 on rank 0 and 3 on rank 1"):
+            BatchedCopy(comm, num_slots=2 + comm.rank_idx)
+
+    on_ranks(2, body)
+
+
+def test_destroyed() -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        engine = BatchedCopy(comm)
+        prepared = engine.prepare([], [])
+        engine.run(prepared)
+        if comm.rank_idx == 0:
+            engine.destroy()
+            engine.destroy()
+        with pytest.raises(ValueError, match="destroyed"):
+            engine.run(prepared)
+
+    on_ranks(2, body)
+
+
+# ---------------------------------------------------------------------------------------------
+# Checksums.
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (63,), (17, 9), (5000, 3), (3, 5, 7, 2)], ids=str
+)
+def test_checksum_is_of_the_logical_bytes(shape: tuple[int, ...], form: str) -> None:
+    values = values_of(Piece(0, 0, shape, torch.float32), 1)
+    assert checksum(lay_out(values, form)) == checksum(values)
+    if values.numel():
+        assert checksum(values.reshape(-1).view(torch.uint8)) == checksum(values)
+
+
+def test_checksum_depends_on_every_byte_and_its_place() -> None:
+    data = torch.randint(0, 256, (700,), dtype=torch.uint8)
+    sums = {checksum(data)}
+    for position in range(700):
+        changed = data.clone()
+        changed[position] ^= 1 << position % 8
+        sums.add(checksum(changed))
+    assert len(sums) == 701
+    for count in range(700):
+        sums.add(checksum(data[:count]))
+    assert len(sums) == 1401
+    zeros = {checksum(torch.zeros(count, dtype=torch.uint8)) for count in range(200)}
+    assert len(zeros) == 200
+    blocks = torch.randint(0, 256, (6, 64), dtype=torch.uint8)
+    orders = {checksum(blocks[torch.randperm(6)]) for _ in range(50)}
+    assert len(orders) > 40
+
+
+def test_checksum_is_as_documented() -> None:
+    def absorb(lane: int, word: int) -> int:
+        lane = ((lane ^ word) * odd) % (1 << 64)
+        return lane ^ lane >> 29
+
+    odd = 0x9E3779B97F4A7C15
+    tensor = torch.arange(1001, dtype=torch.int16)
+    data = bytes(tensor.view(torch.uint8).tolist())
+    data += bytes(-len(data) % 64)
+    lanes = [absorb(odd, idx) for idx in range(8)]
+    for idx in range(len(data) // 8):
+        word = int.from_bytes(data[8 * idx : 8 * idx + 8], "little")
+        lanes[idx % 8] = absorb(lanes[idx % 8], word)
+    total = 2002
+    for lane in lanes:
+        total = absorb(total, lane)
+    assert checksum(tensor) == absorb(total, 0)
+
+
+def test_checksum_of_what_cannot_be_read() -> None:
+    with pytest.raises(ValueError, match="must be in CPU memory, got device meta"):
+        checksum(torch.zeros(3, device="meta"))
