@@ -1,0 +1,184 @@
+"""From chunks to buckets, and the loop that moves them."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.resharding.ir.transfer import TransferType
+from moe_comm.resharding.ir.units import ENTRY_ALIGNMENT, Bucket, BucketEntry, Chunk, logger
+
+__all__ = ["bucket_comm", "check_buckets", "chunk_to_bucket_ops"]
+
+_POLL_S = 20e-6
+
+
+def chunk_to_bucket_ops(chunks: Iterable[Chunk], bucket_size: int) -> list[Bucket]:
+    """Pack chunks that go one way into buckets of about `bucket_size` bytes.
+
+    Chunks of equal `bucket_key` accumulate until they reach `bucket_size`; one that reaches it alone
+    gets its own bucket. So does a chunk of a `Partial` source, on both ends: the ranks of a reduction
+    ship its cells to different places, and must all the same reduce them in one order.
+
+    Buckets come in the order of their first chunks. Chunks of one key are the same, in the same
+    order, on all ranks that have it; hence these form the same buckets, and all ranks meet theirs in
+    the order of one list: which is what keeps `bucket_comm` from waiting in circles.
+
+    Args:
+        chunks: Of any number of tensors, which all ranks take in one order.
+        bucket_size: In bytes; equal on all ranks.
+
+    Raises:
+        ValueError: `bucket_size` is not positive, or chunks of one way lie on different devices.
+    """
+    if bucket_size < 1:
+        raise ValueError(f"bucket_size must be >= 1, got {bucket_size}")
+    packed: list[list[BucketEntry]] = []
+    is_open: dict[tuple[object, ...], list[BucketEntry]] = {}
+    for chunk in chunks:
+        nbytes = chunk.nbytes
+        key = (id(chunk.group), chunk.transfer_type, chunk.is_source, *chunk.bucket_key)
+        is_alone = chunk.no_coalesce or bool(chunk.source_partial_groups) or nbytes >= bucket_size
+        entries = [] if is_alone else is_open.setdefault(key, [])
+        if not entries:
+            packed.append(entries)
+        offset = _end(entries)
+        entries.append(BucketEntry(offset=offset, nbytes=nbytes, chunk=chunk))
+        if not is_alone and offset + nbytes >= bucket_size:
+            del is_open[key]
+    return [_bucket(entries) for entries in packed]
+
+
+def bucket_comm(buckets: Sequence[Bucket], max_in_flight: int = 2) -> None:
+    """Move buckets, in their order, and return when all of this rank's have arrived.
+
+    All ranks that have a part in a bucket call it. Of `buckets` of any kind, no more than
+    `max_in_flight` hold memory at a time: the next is prepared when the oldest has ended. A rank
+    whose oldest bucket has ended can begin its next one, and all ranks have their buckets in one
+    order, so that the first bucket that has not ended can always proceed.
+
+    Args:
+        buckets: From `chunk_to_bucket_ops`.
+        max_in_flight: At least 1; may differ between ranks.
+
+    Raises:
+        PeerFailedError, PeerTimeoutError: A transfer failed or did not end within the timeout of
+            its process group; the message names its source and destinations. Buckets that ended
+            before have been written.
+        ValueError: `max_in_flight` is not positive.
+    """
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight must be >= 1, got {max_in_flight}")
+    waiting = collections.deque(buckets)
+    in_flight: collections.deque[Bucket] = collections.deque()
+    while waiting or in_flight:
+        while waiting and len(in_flight) < max_in_flight:
+            bucket = waiting.popleft()
+            logger.debug("launching %r", bucket)
+            bucket.prepare()
+            while not bucket.launch():
+                time.sleep(_POLL_S)
+            in_flight.append(bucket)
+        oldest = in_flight.popleft()
+        while not oldest.is_complete():
+            time.sleep(_POLL_S)
+        oldest.finalize()
+    for device in {bucket.device for bucket in buckets}:
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def check_buckets(
+    buckets: Sequence[Bucket],
+    group: dist.ProcessGroup | None = None,
+    error: BaseException | str | None = None,
+) -> None:
+    """Find out, before anything is moved, whether all ranks agree on the buckets. Collective.
+
+    Every rank of the group calls it, those without buckets too. It is worth a call when buckets were
+    made, not before every move of the same ones.
+
+    Args:
+        buckets: This rank's.
+        group: The group of the maps that they come from.
+        error: Why this rank has none: what `get_m2m_map`, `m2m_to_chunks` or `chunk_to_bucket_ops`
+            raised. Every rank then raises.
+
+    Raises:
+        ValueError: On every rank: some rank gave an `error`, or two ranks that share buckets have
+            other ones; the message names both and what each has.
+    """
+    mine: dict[tuple[int, tuple[int, ...]], list[Bucket]] = {}
+    for bucket in buckets:
+        if bucket.transfer_type in (TransferType.P2P, TransferType.BROADCAST):
+            mine.setdefault((bucket.src_rank, bucket.dst_ranks), []).append(bucket)
+    rank = dist.get_rank(group)
+    summary = {way: _summary(of_way) for way, of_way in mine.items()}
+    gathered: list[tuple[str | None, dict[tuple[int, tuple[int, ...]], tuple[int, int, str]]]]
+    gathered = [(None, {})] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (None if error is None else str(error), summary), group=group)
+    for other, (text, _) in enumerate(gathered):
+        if text is not None:
+            whose = "this rank" if other == rank else f"rank {other}"
+            raise ValueError(f"{whose} has no buckets: {text}")
+    for way in sorted(set().union(*(theirs for _, theirs in gathered))):
+        src, dsts = way
+        want = gathered[src][1].get(way)
+        for dst in dsts:
+            got = gathered[dst][1].get(way)
+            if got != want:
+                raise ValueError(
+                    f"buckets from rank {src} to ranks {dsts}: rank {src} sends {_text(want)}, "
+                    f"rank {dst} receives {_text(got)}"
+                )
+
+
+def _summary(buckets: list[Bucket]) -> tuple[int, int, str]:
+    """(number, bytes, digest of sizes, dtypes and shapes)."""
+    parts = [
+        [(e.offset, str(e.chunk.transfer_dtype), tuple(e.chunk.chunk_shape)) for e in b.entries]
+        for b in buckets
+    ]
+    total_bytes = sum(bucket.total_bytes for bucket in buckets)
+    return len(buckets), total_bytes, hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _text(summary: tuple[int, int, str] | None) -> str:
+    if summary is None:
+        return "none"
+    return f"{summary[0]} buckets of {summary[1]} bytes (dtypes and shapes {summary[2]})"
+
+
+def _bucket(entries: list[BucketEntry]) -> Bucket:
+    first = entries[0].chunk
+    devices = {entry.chunk.tensor.device for entry in entries if entry.chunk.tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(
+            f"chunks that travel from rank {first.src_rank} to ranks {first.dst_ranks} lie on "
+            f"different devices: {sorted(map(str, devices))}"
+        )
+    last = entries[-1]
+    return Bucket(
+        transfer_type=first.transfer_type,
+        is_source=first.is_source,
+        src_rank=first.src_rank,
+        dst_ranks=first.dst_ranks,
+        group=first.group,
+        total_bytes=last.offset + last.nbytes,
+        key=first.bucket_key,
+        entries=entries,
+        device=next(iter(devices), None),
+    )
+
+
+def _end(entries: list[BucketEntry]) -> int:
+    """Where the next entry begins."""
+    if not entries:
+        return 0
+    end = entries[-1].offset + entries[-1].nbytes
+    return -(-end // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT

@@ -1,0 +1,427 @@
+"""Who sends which cell of a tensor to whom, between two device meshes.
+
+Every rank computes the same routes from the two meshes, their placements and the shape: nothing is
+communicated, and all arithmetic is in integers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from moe_comm.resharding.intervals import Intervals
+from moe_comm.resharding.ir import groups
+from moe_comm.resharding.ir.transfer import REDUCE_OPS, TransferType
+from moe_comm.resharding.layouts import mesh_intervals
+from moe_comm.resharding.metadata import MeshLayout, MeshPlacement
+
+__all__ = ["Endpoint", "M2MMap", "Mesh", "Route", "Side", "get_m2m_map"]
+
+Slices = tuple[slice, ...]
+
+
+class Mesh(Protocol):
+    """What is read of a `DeviceMesh`: its global ranks, as a tensor with the mesh's shape."""
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """Global ranks."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """A cell on a rank.
+
+    Args:
+        rank: In the map's group.
+        cell: Its number along each dimension among the cells that the rank holds.
+    """
+
+    rank: int
+    cell: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """What one source rank does with one cell.
+
+    Args:
+        src: Who holds the cell.
+        dsts: Who receives it, by rank; `src.rank` may be among them and then copies.
+        kind: SHADOW without `dsts`, P2P with one, BROADCAST with several.
+    """
+
+    src: Endpoint
+    dsts: tuple[Endpoint, ...]
+    kind: TransferType
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A tensor over one of the two meshes.
+
+    Args:
+        layout: Mesh, placements and whole shape; of an even map, in cells instead of elements.
+        cells: By rank, along each dimension, its cells in its local tensor. Those of an even map
+            are of one element each.
+        shapes: By rank, of its local tensor.
+    """
+
+    layout: MeshLayout
+    cells: dict[int, tuple[tuple[slice, ...], ...]]
+    shapes: dict[int, tuple[int, ...]]
+
+    def slices(self, endpoint: Endpoint) -> Slices:
+        """The cell in the rank's local tensor."""
+        cells = self.cells[endpoint.rank]
+        return tuple(cells[dim][number] for dim, number in enumerate(endpoint.cell))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class M2MMap:
+    """The way of a tensor from one mesh to another, equal on all ranks.
+
+    Unpacks to its first four fields.
+
+    Args:
+        routes: Cell by cell, by source rank within a cell: one order for all ranks.
+        source_num_slicers: Along each dimension, into how many cells a source rank cuts its local
+            tensor; the most of any rank where they differ.
+        target_num_slicers: The same of target ranks.
+        source_partial_reductions: (mesh dimension, operation) per `Partial` source placement.
+        global_shape: Of the tensors that the map is for; None: an even map, for tensors of any
+            shape that the cells divide.
+        source: The source side.
+        target: The target side.
+        group: The group that ranks are numbered in; None for the default group.
+    """
+
+    routes: list[Route]
+    source_num_slicers: list[int]
+    target_num_slicers: list[int]
+    source_partial_reductions: list[tuple[int, str]]
+    global_shape: tuple[int, ...] | None
+    source: Side
+    target: Side
+    group: dist.ProcessGroup | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(
+            (
+                self.routes,
+                self.source_num_slicers,
+                self.target_num_slicers,
+                self.source_partial_reductions,
+            )
+        )
+
+    def partial_ranks(self, rank: int) -> list[tuple[tuple[int, ...], str]]:
+        """(ranks, operation) of every reduction that a source rank takes part in, in order."""
+        layout = self.source.layout
+        position = layout.mesh_ranks.index(rank)
+        return [
+            (_ranks_along(layout, position, mesh_dim), op)
+            for mesh_dim, op in self.source_partial_reductions
+        ]
+
+
+def get_m2m_map(
+    source_mesh: Mesh,
+    source_placements: Sequence[Placement],
+    target_mesh: Mesh,
+    target_placements: Sequence[Placement],
+    group: dist.ProcessGroup | None = None,
+    device: str | torch.device = "cpu",
+    global_shape: Sequence[int] | None = None,
+) -> M2MMap:
+    """Find out who sends what to whom. Local: every rank gets the same result.
+
+    A target rank that holds a cell itself copies it; of several other holders, target `i` of the
+    target mesh receives from holder `i % num_holders`. Of a `Partial` source, every rank that shares
+    a reduction with a sender gets a route without destinations: it only reduces.
+
+    Args:
+        source_mesh: A `DeviceMesh`, or anything with a `mesh` tensor of global ranks.
+        source_placements: One per dimension of `source_mesh`.
+        target_mesh: May share ranks with `source_mesh`, or be it.
+        target_placements: One per dimension of `target_mesh`; none may be `Partial`.
+        group: Has all ranks of both meshes; routes number ranks in it. None for the default group.
+        device: Of the tensors. Planning needs none, so that it changes nothing; it must be a device.
+        global_shape: Of the tensors. None: a map that serves every tensor which its cells divide.
+
+    Raises:
+        NotImplementedError: A target placement is `Partial`, or a placement is of an unknown kind.
+        ValueError: Placements do not fit the mesh or the shape, a mesh names a rank twice or one
+            outside `group`.
+
+    Example:
+        From `Shard(0)` to `Shard(1)` over ranks 0 and 1, global shape (4, 6): rank 0 copies rows 0..1
+        of columns 0..2, and sends rows 0..1 of columns 3..5 to rank 1, which sends it rows 2..3 of
+        columns 0..2.
+    """
+    torch.device(device)
+    group = groups.resolve_group(group)
+    for placement in target_placements:
+        if isinstance(placement, Partial):
+            raise NotImplementedError(
+                f"target_placements must not be Partial, got {tuple(target_placements)}: how a "
+                "value splits into summands is not defined"
+            )
+    shape = None if global_shape is None else tuple(int(size) for size in global_shape)
+    sides = []
+    for name, mesh, placements in (
+        ("source", source_mesh, source_placements),
+        ("target", target_mesh, target_placements),
+    ):
+        ranks = _group_ranks(name, mesh, group)
+        mesh_shape = tuple(torch.as_tensor(mesh.mesh).shape)
+        plain = _plain_placements(name, placements, mesh_shape, shape)
+        sides.append(MeshLayout(mesh_shape, ranks, plain, shape or ()))
+    if shape is None:
+        even_shape = _even_shape(sides)
+        sides = [dataclasses.replace(side, global_shape=even_shape) for side in sides]
+    source, target = (
+        _Holding(side, [mesh_intervals(side, rank) or () for rank in side.mesh_ranks])
+        for side in sides
+    )
+    cuts = _cuts(source, target, is_even=shape is None)
+    source.cut(cuts)
+    target.cut(cuts)
+    reductions = [
+        (mesh_dim, placement.op)
+        for mesh_dim, placement in enumerate(source.layout.placements)
+        if placement.kind == "partial"
+    ]
+    return M2MMap(
+        routes=_routes(source, target, cuts, [mesh_dim for mesh_dim, _ in reductions]),
+        source_num_slicers=source.num_slicers(),
+        target_num_slicers=target.num_slicers(),
+        source_partial_reductions=reductions,
+        global_shape=shape,
+        source=source.side(),
+        target=target.side(),
+        group=group,
+    )
+
+
+class _Holding:
+    """What every position of a mesh holds, first in intervals, then in cells."""
+
+    def __init__(self, layout: MeshLayout, intervals: list[tuple[Intervals, ...]]) -> None:
+        self.layout = layout
+        self.intervals = intervals
+        # By dimension, by global cell: the positions that hold it, as bits.
+        self.holders: list[list[int]] = []
+        # By position, by dimension: global cell -> its number here; and its slice here.
+        self.numbers: list[list[dict[int, int]]] = [[] for _ in intervals]
+        self.slices: list[list[tuple[slice, ...]]] = [[] for _ in intervals]
+
+    def cut(self, cuts: list[list[int]]) -> None:
+        """Cut what is held at global indices `cuts`, per dimension ascending from 0 to the size."""
+        for dim, dim_cuts in enumerate(cuts):
+            cell_at = {start: cell for cell, start in enumerate(dim_cuts[:-1])}
+            holders = [0] * len(cell_at)
+            for position, intervals in enumerate(self.intervals):
+                numbers: dict[int, int] = {}
+                slices: list[slice] = []
+                for interval in intervals[dim]:
+                    shift = interval.local_start - interval.global_start
+                    start = interval.global_start
+                    while start < interval.global_start + interval.length:
+                        cell = cell_at[start]
+                        stop = dim_cuts[cell + 1]
+                        numbers[cell] = len(slices)
+                        slices.append(slice(start + shift, stop + shift))
+                        holders[cell] |= 1 << position
+                        start = stop
+                self.numbers[position].append(numbers)
+                self.slices[position].append(tuple(slices))
+            self.holders.append(holders)
+
+    def positions(self, cell: tuple[int, ...]) -> list[int]:
+        """Who holds a cell, by its global number along each dimension."""
+        bits = (1 << len(self.intervals)) - 1
+        for dim, number in enumerate(cell):
+            bits &= self.holders[dim][number]
+        return [position for position in range(len(self.intervals)) if bits >> position & 1]
+
+    def endpoint(self, position: int, cell: tuple[int, ...]) -> Endpoint:
+        numbers = self.numbers[position]
+        return Endpoint(
+            self.layout.mesh_ranks[position],
+            tuple(numbers[dim][number] for dim, number in enumerate(cell)),
+        )
+
+    def num_slicers(self) -> list[int]:
+        num_dims = len(self.layout.global_shape)
+        return [max(len(slices[dim]) for slices in self.slices) for dim in range(num_dims)]
+
+    def side(self) -> Side:
+        ranks = self.layout.mesh_ranks
+        shapes = [tuple(sum(s.stop - s.start for s in dim) for dim in dims) for dims in self.slices]
+        cells = (tuple(dims) for dims in self.slices)
+        return Side(
+            self.layout,
+            dict(zip(ranks, cells, strict=True)),
+            dict(zip(ranks, shapes, strict=True)),
+        )
+
+
+def _routes(
+    source: _Holding, target: _Holding, cuts: list[list[int]], partial_dims: list[int]
+) -> list[Route]:
+    """Cell by cell: senders and reducers of a cell are neighbours, on every rank in one order."""
+    routes: list[Route] = []
+    position_of = {rank: position for position, rank in enumerate(source.layout.mesh_ranks)}
+    for cell in itertools.product(*(range(len(dim_cuts) - 1) for dim_cuts in cuts)):
+        holders = source.positions(cell)
+        dsts: dict[int, list[int]] = {}
+        for position in target.positions(cell):
+            own = position_of.get(target.layout.mesh_ranks[position], -1)
+            holder = own if own in holders else holders[position % len(holders)]
+            dsts.setdefault(holder, []).append(position)
+        if partial_dims:
+            components = {_component(source.layout, holder, partial_dims) for holder in dsts}
+            for holder in holders:
+                if _component(source.layout, holder, partial_dims) in components:
+                    dsts.setdefault(holder, [])
+        of_cell = []
+        for holder, positions in dsts.items():
+            ends = sorted(
+                (target.endpoint(position, cell) for position in positions),
+                key=lambda end: end.rank,
+            )
+            kind = (TransferType.SHADOW, TransferType.P2P, TransferType.BROADCAST)[
+                min(len(ends), 2)
+            ]
+            of_cell.append(Route(source.endpoint(holder, cell), tuple(ends), kind))
+        routes.extend(sorted(of_cell, key=lambda route: route.src.rank))
+    return routes
+
+
+def _cuts(source: _Holding, target: _Holding, *, is_even: bool) -> list[list[int]]:
+    """Per dimension, where cells begin, and its size: as few as leave every cell whole."""
+    cuts = []
+    for dim, size in enumerate(source.layout.global_shape):
+        starts = set(range(size)) if is_even else {0}
+        for intervals in (*source.intervals, *target.intervals):
+            starts.update(interval.global_start for interval in intervals[dim])
+            starts.update(i.global_start + i.length for i in intervals[dim])
+        cuts.append([*sorted(start for start in starts if start < size), size] if size else [0])
+    return cuts
+
+
+def _component(layout: MeshLayout, position: int, partial_dims: list[int]) -> tuple[int, ...]:
+    """Equal for positions that take part in each other's reductions, directly or not."""
+    return tuple(
+        -1 if mesh_dim in partial_dims else coordinate
+        for mesh_dim, coordinate in enumerate(_coordinates(layout.mesh_shape, position))
+    )
+
+
+def _ranks_along(layout: MeshLayout, position: int, mesh_dim: int) -> tuple[int, ...]:
+    """Ranks that differ from a position along one mesh dimension only, in its order."""
+    step = math.prod(layout.mesh_shape[mesh_dim + 1 :])
+    size = layout.mesh_shape[mesh_dim]
+    first = position - position // step % size * step
+    return tuple(layout.mesh_ranks[first + i * step] for i in range(size))
+
+
+def _coordinates(mesh_shape: tuple[int, ...], position: int) -> tuple[int, ...]:
+    coordinates = []
+    for size in reversed(mesh_shape):
+        coordinates.append(position % size)
+        position //= size
+    return tuple(reversed(coordinates))
+
+
+def _even_shape(sides: list[MeshLayout]) -> tuple[int, ...]:
+    """The smallest shape, one dimension past the last sharded one, that both sides cut evenly."""
+    dims = [p.dim for side in sides for p in side.placements if "shard" in p.kind]
+    shape = [1] * (max(dims, default=0) + 1)
+    for side in sides:
+        num_parts = [1] * len(shape)
+        for size, placement in zip(side.mesh_shape, side.placements, strict=True):
+            if "shard" in placement.kind:
+                # A strided placement cuts every part in `split_factor` before it cuts in `size`.
+                parts = num_parts[placement.dim] * size
+                shape[placement.dim] = math.lcm(
+                    shape[placement.dim], parts * placement.split_factor
+                )
+                num_parts[placement.dim] = parts
+    return tuple(shape)
+
+
+def _group_ranks(name: str, mesh: Mesh, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Ranks of a mesh, row-major, numbered in `group`."""
+    global_ranks = [int(rank) for rank in torch.as_tensor(mesh.mesh).flatten().tolist()]
+    if len(set(global_ranks)) != len(global_ranks):
+        raise ValueError(f"{name}_mesh names a rank twice: {global_ranks}")
+    if not global_ranks:
+        raise ValueError(f"{name}_mesh has no ranks")
+    if group is None or not isinstance(group, dist.ProcessGroup):
+        return tuple(global_ranks)
+    number_of = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
+    missing = [rank for rank in global_ranks if rank not in number_of]
+    if missing:
+        raise ValueError(
+            f"{name}_mesh has global ranks {missing}, which group {sorted(number_of)} does not have"
+        )
+    return tuple(number_of[rank] for rank in global_ranks)
+
+
+def _plain_placements(
+    name: str,
+    placements: Sequence[Placement],
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...] | None,
+) -> tuple[MeshPlacement, ...]:
+    if len(placements) != len(mesh_shape):
+        raise ValueError(
+            f"{name}_placements must have one entry per dimension of a mesh of shape {mesh_shape}, "
+            f"got {tuple(placements)}"
+        )
+    plain = []
+    for placement in placements:
+        # Subclasses reduce in other ways (norms, masks), so that the type must be exact.
+        make = _PLAIN.get(type(placement))
+        if make is None:
+            raise NotImplementedError(
+                f"{name}_placements has {placement!r}, which is none of "
+                f"{sorted(kind.__name__ for kind in _PLAIN)}"
+            )
+        made = make(placement)
+        if "shard" in made.kind:
+            dim = made.dim + (len(shape) if shape is not None and made.dim < 0 else 0)
+            if dim < 0 or (shape is not None and dim >= len(shape)):
+                raise ValueError(
+                    f"{name}_placements has {placement!r}, and global_shape is {shape}"
+                )
+            made = dataclasses.replace(made, dim=dim)
+        elif made.kind == "partial" and made.op not in REDUCE_OPS:
+            raise NotImplementedError(
+                f"{name}_placements has {placement!r}; reductions are {sorted(REDUCE_OPS)}"
+            )
+        plain.append(made)
+    return tuple(plain)
+
+
+_PLAIN: dict[type, Callable[[Placement], MeshPlacement]] = {
+    Shard: lambda p: MeshPlacement("shard", dim=p.dim),  # type: ignore[attr-defined]
+    _StridedShard: lambda p: MeshPlacement(
+        "strided_shard",
+        dim=p.dim,  # type: ignore[attr-defined]
+        split_factor=int(p.split_factor),  # type: ignore[attr-defined]
+    ),
+    Replicate: lambda p: MeshPlacement("replicate"),
+    Partial: lambda p: MeshPlacement("partial", op=p.reduce_op),  # type: ignore[attr-defined]
+}

@@ -1,0 +1,140 @@
+"""One transfer between ranks: what kind it is, and how it is started and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.errors import PeerFailedError, PeerTimeoutError
+from moe_comm.resharding.ir import groups
+
+__all__ = ["REDUCE_OPS", "TransferType", "Transferable", "reduce_in_place"]
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+_TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+class TransferType(enum.Enum):
+    """Who takes part in a transfer."""
+
+    SELF_COPY = "self_copy"
+    """Source and target are one rank."""
+    P2P = "p2p"
+    """One other rank receives."""
+    BROADCAST = "broadcast"
+    """Several other ranks receive."""
+    SHADOW = "shadow"
+    """Nobody receives: this rank only takes part in the reduction of a cell that another ships."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Transferable:
+    """What chunks and buckets have in common. Ranks are those of `group`.
+
+    Args:
+        transfer_type: Who takes part.
+        is_source: Whether this rank sends, reduces or copies to itself; False: it receives.
+        src_rank: Who holds the data.
+        dst_ranks: Who receives it, ascending; empty for SHADOW.
+        buffer: Contiguous; what is sent, or received into.
+        work: The transfer under way.
+        group: None for the default group.
+    """
+
+    transfer_type: TransferType
+    is_source: bool
+    src_rank: int
+    dst_ranks: tuple[int, ...]
+    buffer: torch.Tensor | None = None
+    work: dist.Work | None = None
+    group: dist.ProcessGroup | None = None
+
+    def execute(self) -> dist.Work | None:
+        """Start the transfer of `buffer`.
+
+        Returns:
+            What to wait for; None where nothing travels: SELF_COPY, SHADOW, an empty buffer.
+
+        Raises:
+            PeerFailedError, PeerTimeoutError: It could not be started; the message names the ranks.
+            RuntimeError: There is no buffer: `prepare` was not called.
+        """
+        if self.transfer_type in (TransferType.SELF_COPY, TransferType.SHADOW):
+            return None
+        if self.buffer is None:
+            raise RuntimeError(f"{self.describe()} was executed before it was prepared")
+        if self.buffer.numel() == 0:
+            return None
+        # Bytes, since backends do not know every dtype.
+        payload = self.buffer.reshape(-1).view(torch.uint8)
+        with self.naming("start"):
+            if self.transfer_type is TransferType.BROADCAST:
+                ranks = tuple(sorted((self.src_rank, *self.dst_ranks)))
+                work: dist.Work | None = dist.broadcast(
+                    payload,
+                    group=groups.subgroup(self.group, ranks),
+                    group_src=ranks.index(self.src_rank),
+                    async_op=True,
+                )
+                return work
+            if self.is_source:
+                return dist.isend(payload, group=self.group, group_dst=self.dst_ranks[0])
+            return dist.irecv(payload, group=self.group, group_src=self.src_rank)
+
+    def wait(self) -> None:
+        """Wait for the transfer under way, if there is one.
+
+        Raises:
+            PeerFailedError, PeerTimeoutError: It failed; the message names the ranks.
+        """
+        if self.work is not None:
+            with self.naming("end"):
+                self.work.wait()
+            self.work = None
+
+    def describe(self) -> str:
+        """Who sends what to whom, in a few words."""
+        if self.transfer_type is TransferType.SHADOW:
+            return f"the reduction of a cell on rank {self.src_rank}"
+        to = "itself" if self.transfer_type is TransferType.SELF_COPY else f"ranks {self.dst_ranks}"
+        return f"the transfer from rank {self.src_rank} to {to}"
+
+    @contextlib.contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Turn an error of the communication library into one that names this transfer.
+
+        Args:
+            what: What could not be done: "start", "end", "reduce".
+        """
+        try:
+            yield
+        except (PeerFailedError, PeerTimeoutError):
+            raise
+        except RuntimeError as error:
+            kind = PeerTimeoutError if _TIMEOUT_TEXT.search(str(error)) else PeerFailedError
+            peers = self.dst_ranks if self.is_source else (self.src_rank,)
+            raise kind(
+                f"{self.describe()} did not {what}: {error}",
+                ranks=peers,
+                operation="reshard",
+                phase="data",
+            ) from error
+
+
+def reduce_in_place(buffer: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:
+    """Reduce a contiguous tensor over all ranks of `group`, in its own dtype. Collective."""
+    if buffer.numel() and group.size() > 1:
+        dist.all_reduce(buffer, op=REDUCE_OPS[op], group=group)
