@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm import Communicator
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.testing import RankContext
 
 POISON = 0xA5
@@ -63,7 +66,26 @@ class ServiceCase:
     takes_local_order: bool = False
 
 
+def _symmetric(context: RankContext) -> CopyService:
+    return SymmetricCopyService(context.group)
+
+
+class _InHeap(SymmetricCopyService):
+    """Destinations of its tests lie in the heap."""
+
+
+def _symmetric_in_heap(context: RankContext) -> CopyService:
+    return _InHeap(context.group)
+
+
+def _symmetric_small_slots(context: RankContext) -> CopyService:
+    return SymmetricCopyService(context.group, slot_bytes=1024, num_slots=2)
+
+
 SERVICES = {
+    "symmetric": ServiceCase("threads", _symmetric, takes_local_order=True),
+    "symmetric_in_heap": ServiceCase("threads", _symmetric_in_heap, takes_local_order=True),
+    "symmetric_small_slots": ServiceCase("threads", _symmetric_small_slots, takes_local_order=True),
     "gloo": ServiceCase("processes", lambda context: GlooCopyService()),
     "nccl_over_gloo": ServiceCase("processes", lambda context: NcclOverGloo()),
 }
@@ -97,17 +119,29 @@ class Task:
     dst_layout: str = "plain"
     dst_shape: tuple[int, ...] | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-def placed(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[torch.Tensor, ...]:
-    """Poisoned memory, and a tensor of this shape in it."""
+
+def placed(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: str,
+    communicator: Communicator | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Poisoned memory, of the heap of `communicator` if given, and a tensor of this shape in it."""
 
     def memory(num_elements: int) -> torch.Tensor:
         size = num_elements * dtype.itemsize
-        return torch.full((size,), POISON % 2 if dtype is torch.bool else POISON, dtype=torch.uint8)
+        base = (
+            torch.empty(size, dtype=torch.uint8)
+            if communicator is None
+            else communicator.empty(size, dtype=torch.uint8)
+        )
+        return base.fill_(POISON % 2 if dtype is torch.bool else POISON)
 
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     if layout == "plain" or not shape:
         base = memory(numel)
         return base, base.view(dtype).view(shape)
@@ -120,10 +154,7 @@ def placed(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[tor
         return base, base.view(dtype).view(*shape[:-1], 2 * shape[-1])[..., ::2]
     if layout == "inside":
         outer = tuple(size + 2 for size in shape)
-        num_outer = 1
-        for size in outer:
-            num_outer *= size
-        base = memory(num_outer)
+        base = memory(math.prod(outer))
         return base, base.view(dtype).view(outer)[tuple(slice(1, 1 + size) for size in shape)]
     raise ValueError(layout)
 
@@ -131,11 +162,8 @@ def placed(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[tor
 def payload_of(task: Task, round_idx: int) -> torch.Tensor:
     """What is sent: any bytes, NaNs among them."""
     generator = torch.Generator().manual_seed(1000 * round_idx + task.task_id % 997)
-    numel = 1
-    for size in task.shape:
-        numel *= size
     top = 2 if task.dtype is torch.bool else 256
-    data = torch.randint(top, (numel * task.dtype.itemsize,), generator=generator)
+    data = torch.randint(top, (task.num_bytes,), generator=generator)
     return data.to(torch.uint8).view(task.dtype).view(task.shape)
 
 
@@ -146,14 +174,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class Endpoints:
     """This rank's ends of tasks, at fixed addresses."""
 
-    def __init__(self, rank_idx: int, tasks: Sequence[Task]) -> None:
+    def __init__(self, service: CopyService, tasks: Sequence[Task]) -> None:
+        rank_idx = service.rank
+        heap = service.communicator if isinstance(service, _InHeap) else None
         self.sends = [
             (task, *placed(task.shape, task.dtype, task.src_layout))
             for task in tasks
             if task.src == rank_idx
         ]
         self.recvs = [
-            (task, *placed(task.dst_shape or task.shape, task.dtype, task.dst_layout))
+            (task, *placed(task.dst_shape or task.shape, task.dtype, task.dst_layout, heap))
             for task in tasks
             if task.dst == rank_idx
         ]
@@ -203,7 +233,7 @@ def move(
     has_ids: bool = True,
 ) -> None:
     """Run tasks and compare every byte."""
-    ends = Endpoints(service.rank, tasks)
+    ends = Endpoints(service, tasks)
     for round_idx in range(num_rounds):
         ends.fill(round_idx)
         order = random.Random(f"{seed} {round_idx} {service.rank}") if has_ids else None
@@ -349,6 +379,36 @@ def run_two_services(context: RankContext, name: str) -> None:
                 move(one, random_tasks(context.num_ranks, 12, seed), num_rounds=1)
                 move(other, random_tasks(context.num_ranks, 12, 50 + seed), num_rounds=1)
         move(one, pattern("all_to_all", context.num_ranks))
+
+
+def run_prepared(context: RankContext, name: str) -> None:
+    """One batch many times, at the same addresses; rank 1 prepares it anew before the last."""
+    with service_of(name, context) as service:
+        assert isinstance(service, SymmetricCopyService)
+        tasks = random_tasks(context.num_ranks, 50, 3)
+        ends = Endpoints(service, tasks)
+        for round_idx in range(4):
+            if round_idx == 0 or (round_idx == 3 and service.rank == 1):
+                ends.submit(service, random.Random(service.rank))
+                prepared = service.prepare()
+            if round_idx == 2:
+                move(service, pattern("ring", context.num_ranks), num_rounds=1)
+            ends.fill(round_idx)
+            service.run_prepared(prepared)
+            ends.check(round_idx)
+            stats = service.last_stats
+            assert stats is not None
+            by_rank = {
+                peer: sum(
+                    task.num_bytes for task in tasks if (task.src, task.dst) == (service.rank, peer)
+                )
+                for peer in range(context.num_ranks)
+            }
+            local_bytes = by_rank.pop(service.rank)
+            assert stats.local_bytes == local_bytes
+            sent = (stats.direct_bytes, stats.slot_bytes)
+            total = sum(by_rank.values())
+            assert sent == ((total, 0) if isinstance(service, _InHeap) else (0, total))
 
 
 def errors_of(calls: Sequence[Callable[[], Any]]) -> list[tuple[str, str]]:

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_comm import CommunicationError, Communicator, RankThreads
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import copy_services as scripts
 from tests.helpers.copy_services import PATTERNS, SERVICES
-from tests.helpers.failing_ranks import HANG_S, die, error_of
+from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of
 
 TIMEOUT_S = HANG_S
 
@@ -58,8 +60,8 @@ def test_two_services(name: str) -> None:
 SAID_BY_RUN = {
     "no receiver": ("rank 0", "task 5", "rank 1"),
     "no sender": ("rank 1", "task 6", "rank 0"),
-    "sizes": ("task 9", "16 bytes", "12 bytes"),
-    "dtypes": ("task 9", "torch.float32", "torch.int32"),
+    "sizes": ("task 9", "16 bytes", " 12"),
+    "dtypes": ("task 9", "float32", "int32"),
     "duplicate": ("task_id 4", "twice"),
     "some ids": ("task_id", "none"),
     "ids on one side": ("rank 0", "rank 1"),
@@ -100,12 +102,24 @@ def test_a_rank_that_gives_up_tells_the_others(name: str) -> None:
         assert "out of luck" in text
 
 
+@pytest.mark.parametrize("name", ["symmetric", "symmetric_in_heap", "symmetric_small_slots"])
+def test_a_prepared_batch_runs_again(name: str) -> None:
+    run(scripts.run_prepared, 3, name)
+
+
 # ---------------------------------------------------------------------------------------------
 # Groups whose ranks are not those of the default group.
 
 
+MAKERS = {
+    "gloo": GlooCopyService,
+    "nccl_over_gloo": scripts.NcclOverGloo,
+    "symmetric": SymmetricCopyService,
+}
+
+
 def _in_groups(context: RankContext, name: str, folder: str) -> None:
-    make = {"gloo": GlooCopyService, "nccl_over_gloo": scripts.NcclOverGloo}[name]
+    make = MAKERS[name]
     halves = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 2], [1, 3])]
     mine = halves[context.rank_idx % 2]
     service = make(mine)
@@ -125,13 +139,67 @@ def _in_groups(context: RankContext, name: str, folder: str) -> None:
     dist.destroy_process_group(mine)
 
 
-@pytest.mark.parametrize("name", ["gloo", "nccl_over_gloo"])
+@pytest.mark.parametrize("name", MAKERS)
 def test_ranks_are_those_of_the_group(name: str, tmp_path: Path) -> None:
     run_ranks(_in_groups, 4, name, str(tmp_path), timeout_s=TIMEOUT_S)
 
 
+def _out_of_order(context: RankContext, ranks: RankThreads) -> None:
+    rank_idx = (2 * context.rank_idx + 1) % 3
+    with Communicator(ranks[rank_idx]) as communicator:
+        service = SymmetricCopyService(communicator=communicator)
+        assert (service.rank, service.world_size) == (rank_idx, 3)
+        scripts.move(service, scripts.random_tasks(3, 60, 9))
+        service.close()
+        service.close()
+        # The communicator is its owner's.
+        other = SymmetricCopyService(communicator=communicator)
+        scripts.move(other, scripts.pattern("ring", 3))
+        with pytest.raises(ValueError, match="both say who the ranks are"):
+            SymmetricCopyService(ranks[rank_idx], communicator)
+
+
+def test_a_communicator_that_exists() -> None:
+    run_ranks(_out_of_order, 3, RankThreads(3), mode="threads", timeout_s=TIMEOUT_S)
+
+
 # ---------------------------------------------------------------------------------------------
 # A rank that dies.
+
+
+def _symmetric_peer_dies(context: RankContext, is_in_time: bool) -> list[object]:
+    communicator = Communicator(None, stall_timeout_s=20.0, arrival_timeout_s=40.0)
+    service = SymmetricCopyService(communicator=communicator)
+    scripts.move(service, scripts.pattern("ring", context.num_ranks))
+    if context.rank_idx == 1:
+        if is_in_time:
+            die_after(0.2)
+            while True:
+                scripts.move(service, scripts.pattern("large", context.num_ranks))
+        die()
+    try:
+        while True:
+            scripts.move(service, scripts.pattern("large", context.num_ranks))
+    except CommunicationError as error:
+        told = [type(error).__name__, error.ranks, str(error)]
+    assert communicator.recover().failed_ranks == (1,)
+    tasks = [
+        task
+        for task in scripts.random_tasks(context.num_ranks, 50, 2)
+        if 1 not in (task.src, task.dst)
+    ]
+    scripts.move(service, tasks)
+    return told
+
+
+@pytest.mark.parametrize("is_in_time", [False, True], ids=["before", "during"])
+def test_symmetric_names_the_dead_and_goes_on_among_the_living(is_in_time: bool) -> None:
+    results = run_ranks(
+        _symmetric_peer_dies, 3, is_in_time, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S
+    )
+    for rank_idx in (0, 2):
+        kind, ranks, text = results[rank_idx]
+        assert (kind, ranks) == ("PeerFailedError", (1,)), text
 
 
 def _gloo_peer_dies(context: RankContext) -> list[str]:

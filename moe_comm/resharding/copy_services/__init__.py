@@ -8,6 +8,7 @@ from moe_comm.resharding.copy_services.base import (
 )
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 
 __all__ = [
     "CopyService",
@@ -15,5 +16,6 @@ __all__ = [
     "NCCLCopyService",
     "RecvOp",
     "SendOp",
+    "SymmetricCopyService",
     "match_local_ops_by_task_id",
 ]

@@ -1,0 +1,138 @@
+"""Copies through the symmetric heap that dispatch uses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.communicator import Communicator
+from moe_comm.errors import CommunicationError
+from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, CopyStats, PreparedCopies
+from moe_comm.resharding.copy_services.base import RecvOp, SendOp
+from moe_comm.resharding.copy_services.queued_copy_service import QueuedCopyService
+
+__all__ = ["PreparedBatch", "SymmetricCopyService"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedBatch:
+    """What `SymmetricCopyService.prepare` returns: one batch, to be run any number of times.
+
+    Args:
+        copies: What moves; None if it did not come so far.
+        problem: What is wrong with the batch, which every rank's run raises; None if nothing is.
+    """
+
+    copies: PreparedCopies | None
+    problem: str | None
+
+
+class SymmetricCopyService(QueuedCopyService):
+    """Ranks of one machine copy straight between their tensors, or through slots of the heap.
+
+    A destination in the heap (`Communicator.empty`) is written in place by its sender. Others
+    receive through slots, whatever their size. `run()` returns when this rank's destinations are
+    written and its sources have been read; it needs no barrier. Tensors may have any strides.
+    Transfers without task ids are matched by their order per pair.
+
+    Collective, like `close()`.
+
+    Args:
+        group: The ranks: a process group, a `Bootstrap` such as `RankThreads(n)[i]`, or None for the
+            default group. The service makes a `Communicator` of it and destroys it in `close()`.
+        communicator: One that exists, instead; its backend must be "host".
+        slot_bytes: Of one slot; None to choose.
+        num_slots: Per pair of ranks; None to choose.
+
+    Attributes:
+        communicator: Whose heap is used.
+        last_stats: Of the last `run()`, None before it.
+
+    Raises:
+        ValueError: Both `group` and `communicator` are given, or there is no heap.
+    """
+
+    requires_process_group_barrier = False
+    takes_strided_tensors = True
+    device_types = ("cpu",)
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Bootstrap | None = None,
+        communicator: Communicator | None = None,
+        *,
+        slot_bytes: int | None = None,
+        num_slots: int | None = None,
+    ) -> None:
+        if group is not None and communicator is not None:
+            raise ValueError(
+                f"group and communicator both say who the ranks are, got {group} and {communicator}"
+            )
+        self._own_communicator = Communicator(group) if communicator is None else None
+        self.communicator = communicator or self._own_communicator
+        assert self.communicator is not None
+        super().__init__(communicator=self.communicator)
+        self.last_stats: CopyStats | None = None
+        self._copies = BatchedCopy(self.communicator, slot_bytes=slot_bytes, num_slots=num_slots)
+
+    def run(self) -> None:
+        """Execute everything submitted since the last `run()` or `prepare()`. Collective.
+
+        Raises:
+            ValueError: A rank's input is bad or two ends disagree; on every rank, before any data
+                moves. The service stays usable.
+            CapacityError: The heap of some rank cannot hold its slots; likewise.
+            PeerFailedError: A peer died or left. `communicator.recover()` makes the service usable
+                among the living.
+            PeerTimeoutError: A peer did not arrive or stopped; likewise.
+        """
+        self.run_prepared(self.prepare())
+
+    def prepare(self) -> PreparedBatch:
+        """Take what was submitted, without running it. Local.
+
+        What is wrong with it is raised by `run_prepared`, on every rank.
+        """
+        batch = self._take()
+        if batch.problem is not None:
+            return PreparedBatch(None, batch.problem)
+        copies = self._copies.prepare(_items(batch.sends), _items(batch.recvs))
+        return PreparedBatch(copies, copies.problem)
+
+    def run_prepared(self, prepared: PreparedBatch) -> None:
+        """Run a batch, for the first time or again. Collective; raises what `run()` does.
+
+        The tensors are read and written where they were when they were submitted.
+        """
+        if prepared.copies is None:
+            self._copies.reject(prepared.problem or "")
+        else:
+            self.last_stats = self._copies.run(prepared.copies)
+
+    def abandon(self, reason: str) -> None:
+        """Make the next `run()` of every other rank raise with `reason`."""
+        self._take()
+        with contextlib.suppress(ValueError, CommunicationError):
+            self._copies.reject(reason)
+
+    def close(self) -> None:
+        """Free the slots, and destroy the communicator if the service made it. Idempotent."""
+        self._copies.destroy()
+        if self._own_communicator is not None:
+            self._own_communicator.destroy()
+
+
+def _items(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[CopyItem]:
+    """(task id, tensor, peer) of every transfer; where there is no id, one that tells the order.
+
+    Negative, so that it can never be the id of a transfer that has one.
+    """
+    return [
+        (op.task_id if op.task_id is not None else -1 - position, op.tensor, peer_rank)
+        for peer_rank, ops in enumerate(by_peer)
+        for position, op in enumerate(ops)
+    ]
