@@ -1,4 +1,4 @@
-"""The `moe-comm` command: bench, doctor, budget, trace."""
+"""The `moe-comm` command: bench, doctor, budget, trace, reshard."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 
 from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
 
@@ -11,6 +12,7 @@ __all__ = [
     "LayoutName",
     "QuantizationName",
     "ScaleFormatName",
+    "parse_bytes",
     "quantization_of",
 ]
 
@@ -75,3 +77,27 @@ def quantization_of(
         scale_format=None if scale_format is None else ScaleFormat[scale_format.name],
         is_column_major=is_column_major,
     )
+
+
+BYTE_UNITS: dict[str, int] = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**i for i, letter in enumerate("kMGT", start=1)},
+    **{f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", start=1)},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a text such as "4096", "4KiB", "1.5GB".
+
+    Raises:
+        ValueError: It is no positive number with a unit of bytes.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
+    if match is None or match[2] not in BYTE_UNITS:
+        units = ", ".join(unit for unit in BYTE_UNITS if unit)
+        raise ValueError(f"a size is a number and one of {units}, got {text!r}")
+    num_bytes = round(float(match[1]) * BYTE_UNITS[match[2]])
+    if num_bytes < 1:
+        raise ValueError(f"a size must be >= 1 byte, got {text!r}")
+    return num_bytes

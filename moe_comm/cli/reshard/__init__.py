@@ -1,0 +1,1 @@
+"""What `moe-comm reshard` computes and prints."""

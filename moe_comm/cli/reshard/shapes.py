@@ -1,0 +1,36 @@
+"""Models as the command line describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from moe_comm.resharding.model_shapes import MoEShape
+from moe_comm.resharding.published_shapes import PUBLISHED_SHAPES
+
+__all__ = ["ModelName", "shape_from_options"]
+
+
+class ModelName(str, enum.Enum):
+    """Names of `PUBLISHED_SHAPES` on the command line."""
+
+    MIXTRAL_8X7B = "mixtral-8x7b"
+    QWEN3_30B = "qwen3-30b-a3b"
+    QWEN3_235B = "qwen3-235b-a22b"
+    DEEPSEEK_V3 = "deepseek-v3"
+    KIMI_K2 = "kimi-k2"
+
+
+def shape_from_options(model: ModelName, **sizes: int | bool | None) -> MoEShape:
+    """A published model with some sizes replaced.
+
+    Args:
+        model: Sizes to start from.
+        sizes: Fields of `MoEShape`; None for the model's own.
+
+    Raises:
+        ValueError: The sizes contradict each other.
+    """
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    return dataclasses.replace(PUBLISHED_SHAPES[model.value], **given)

@@ -1,0 +1,100 @@
+"""Two layouts of a described model, and the plans between them, without a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from moe_comm.resharding.metadata import ParameterMetadata
+from moe_comm.resharding.model_shapes import MoEShape, roster
+from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.plan import ReshardPlan
+from moe_comm.resharding.planner import build_plan_from_encoded_rosters
+from moe_comm.resharding.rosters import decode_roster, encode_roster
+
+__all__ = ["Planner", "PlanningCase"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanningCase:
+    """A model and where its weights are to go.
+
+    Args:
+        shape: The model.
+        source: Layout of the ranks 0, 1, ... that hold it.
+        destination: Layout of the ranks that take it.
+        is_disjoint: The destination's ranks come after the source's; otherwise they begin at 0 too.
+        source_dtype: Of the source's parameters.
+        destination_dtype: Of the destination's.
+    """
+
+    shape: MoEShape
+    source: Parallelism
+    destination: Parallelism
+    is_disjoint: bool = False
+    source_dtype: torch.dtype = torch.bfloat16
+    destination_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        self.shape.check(self.source)
+        self.shape.check(self.destination)
+
+    @property
+    def destination_offset(self) -> int:
+        """The first rank of the destination."""
+        return self.source.num_ranks if self.is_disjoint else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group that plans are made over."""
+        return max(self.source.num_ranks, self.destination_offset + self.destination.num_ranks)
+
+    @property
+    def destination_ranks(self) -> range:
+        """The ranks that receive."""
+        return range(self.destination_offset, self.destination_offset + self.destination.num_ranks)
+
+    def gathered(self) -> Iterator[tuple[list[ParameterMetadata], list[ParameterMetadata]]]:
+        """What every rank says about its part of the source and of the destination, in rank order."""
+        for rank in range(self.num_ranks):
+            source: list[ParameterMetadata] = []
+            destination: list[ParameterMetadata] = []
+            if rank < self.source.num_ranks:
+                source = roster(self.shape, self.source, rank, dtype=self.source_dtype)
+            if rank in self.destination_ranks:
+                destination = roster(
+                    self.shape,
+                    self.destination,
+                    rank - self.destination_offset,
+                    self.destination_offset,
+                    self.destination_dtype,
+                )
+            yield source, destination
+
+
+class Planner:
+    """Plans of any rank; metadata is gathered once.
+
+    Args:
+        case: Model and layouts.
+    """
+
+    def __init__(self, case: PlanningCase) -> None:
+        self.case = case
+        # As ranks send them to each other: a whole world of metadata objects would take gigabytes.
+        self._rosters = [
+            (decode_roster(encode_roster(source)), decode_roster(encode_roster(destination)))
+            for source, destination in case.gathered()
+        ]
+
+    def plan(self, rank: int) -> ReshardPlan:
+        """The plan of one rank, verified by itself.
+
+        Raises:
+            ValueError: The rank is not in the group, or the layouts do not fit each other.
+        """
+        if not 0 <= rank < self.case.num_ranks:
+            raise ValueError(f"rank must be in [0, {self.case.num_ranks}), got {rank}")
+        return build_plan_from_encoded_rosters(self._rosters, rank)
