@@ -135,6 +135,7 @@ class Communicator:
         self.native: _host.Group | None = None
         self._destroyed = False
         self._dependants: weakref.WeakSet[_Destroyable] = weakref.WeakSet()
+        self._retained: list[object] = []
 
         try:
             self.device = torch.device(device)
@@ -251,6 +252,10 @@ class Communicator:
     def adopt(self, dependant: _Destroyable) -> None:
         """Destroy `dependant`, a buffer or a child, before this communicator, if it still lives."""
         self._dependants.add(dependant)
+
+    def retain(self, resource: object) -> None:
+        """Keep `resource` as long as this object: memory that peers of a failed call may still write."""
+        self._retained.append(resource)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's small `payload` (<= 1 MiB), in rank order. Collective.
