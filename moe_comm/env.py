@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["compat_names", "force_isa", "launcher_world_size", "poison_windows", "trace_path"]
+__all__ = [
+    "compat_names",
+    "force_isa",
+    "launcher_world_size",
+    "nvshmem_allow_unsupported_version",
+    "nvshmem_max_ctas",
+    "poison_windows",
+    "trace_path",
+]
 
 
 def poison_windows() -> bool:
@@ -35,3 +43,13 @@ def compat_names() -> tuple[str, ...]:
 def launcher_world_size() -> int:
     """`WORLD_SIZE` as torchrun sets it, 1 when absent; guards against a forgotten process group."""
     return int(os.environ.get("WORLD_SIZE", "1") or "1")
+
+
+def nvshmem_max_ctas() -> str | None:
+    """`NVSHMEM_MAX_CTAS`, which NVSHMEM reads; checked before it is initialised."""
+    return os.environ.get("NVSHMEM_MAX_CTAS")
+
+
+def nvshmem_allow_unsupported_version() -> bool:
+    """`MEGATRON_NVSHMEM_ALLOW_UNSUPPORTED_VERSION=1`: take an NVSHMEM older than is known to work."""
+    return os.environ.get("MEGATRON_NVSHMEM_ALLOW_UNSUPPORTED_VERSION", "0") == "1"
