@@ -451,7 +451,10 @@ def resolve_layouts(
         layout if frame is None else chosen[frame]
         for frame, layout in zip(frames, mesh_layouts, strict=True)
     ]
-    shape = _common_shape(layout.global_shape for layout in layouts if layout is not None)
+    held_shapes = {layout.global_shape for layout in layouts if layout is not None}
+    if not held_shapes:
+        return [None] * len(sources), [None] * len(destinations)
+    shape = _common_shape(held_shapes)
     assert shape is not None
     cache: dict[Layout, Layout] = {}
     result: list[Layout | None] = []
@@ -506,7 +509,8 @@ def _choose(
             return agreed[0]
         if not any(frame.is_expert and frame.is_tp for frame in distinct_frames):
             break
-    raise PlanError(_disagreement(name, holders, frames, first, meshes))
+    is_open = len(expert_dims) != 1
+    raise PlanError(_disagreement(name, holders, frames, None if is_open else first))
 
 
 def _disagreement(
@@ -514,28 +518,25 @@ def _disagreement(
     holders: Sequence[Holder],
     frames: Sequence[_Frame | None],
     layouts: Mapping[_Frame, Layout] | None,
-    meshes: Sequence[Layout],
 ) -> str:
     """Names two ranks whose shapes contradict each other."""
     if layouts is None:
         shapes = sorted({holder.meta.shape for holder in holders})
         return f"{name}: shapes {shapes} fit no way in which experts could lie in them"
-    first: tuple[Holder, Shape] | None = None
-    for holder, frame in zip(holders, frames, strict=True):
-        shape = meshes[0].global_shape if frame is None else layouts[frame].global_shape
-        if frame is None and holder.meta.mesh is not None:
-            shape = holder.meta.mesh.global_shape
-        if first is None:
-            first = holder, shape
-        elif _common_shape([first[1], shape]) is None:
-            other = first[0]
-            return (
-                f"{name}: shapes do not add up: rank {other.rank} holds {other.meta.shape} "
-                f"({_describe(other.meta)}) of {first[1]}, rank {holder.rank} holds "
-                f"{holder.meta.shape} ({_describe(holder.meta)}) of {shape}"
-            )
-    shapes = sorted({layout.global_shape for layout in (*layouts.values(), *meshes)})
-    return f"{name}: shapes do not add up: the whole tensor would have shapes {shapes}"
+    wholes = [
+        cast("MeshLayout", holder.meta.mesh).global_shape
+        if frame is None
+        else layouts[frame].global_shape
+        for holder, frame in zip(holders, frames, strict=True)
+    ]
+    pairs = itertools.combinations(zip(holders, wholes, strict=True), 2)
+    return next(
+        f"{name}: shapes do not add up: rank {one.rank} holds {one.meta.shape} "
+        f"({_describe(one.meta)}) of {one_whole}, rank {other.rank} holds {other.meta.shape} "
+        f"({_describe(other.meta)}) of {other_whole}"
+        for (one, one_whole), (other, other_whole) in pairs
+        if _common_shape([one_whole, other_whole]) is None
+    )
 
 
 def _describe(meta: ParameterMetadata) -> str:

@@ -134,11 +134,11 @@ def verify_plan(plan: ReshardPlan) -> None:
     sound: set[tuple[tuple[int, ...], tuple[Box, ...]]] = set()
     for name, spec in plan.destinations.items():
         ops = received[name]
+        boxes = tuple(_checked_box(op, spec, "destination") for op in ops)
         views = {spec.shape if op.my_view is None else op.my_view for op in ops} or {spec.shape}
         if len(views) > 1:
             raise PlanError(f"{name}: pieces are of different views {sorted(views)} of one tensor")
         view = views.pop()
-        boxes = tuple(_checked_box(op, spec, "destination") for op in ops)
         if (view, boxes) in sound:
             continue
         defect = intervals.find_defect(view, boxes)
@@ -184,7 +184,7 @@ def verify_plans(plans: Mapping[int, ReshardPlan]) -> None:
             ):
                 if sent != expected:
                     raise PlanError(
-                        f"{where}: the sender's {what} is {sent}, the receiver's {expected}"
+                        f"{where}: the sender states {what} {sent}, the receiver {expected}"
                     )
     for (rank, task_id), op in recvs.items():
         raise PlanError(

@@ -1,0 +1,524 @@
+"""Plans of any layouts, executed with plain tensors and held against the whole tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_comm.bootstrap import Bootstrap, RankThreads
+from moe_comm.resharding import plan_check
+from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
+from moe_comm.resharding.model_shapes import MoEShape, build_module, roster
+from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.plan import PartialReduction, ReshardPlan, pack_task_id
+from moe_comm.resharding.plan_check import PlanError
+from moe_comm.resharding.planner import (
+    _iter_global_transfer_ops,
+    build_centralized_reshard_plan,
+    build_local_reshard_plan,
+    build_plan_from_rosters,
+    index_metadata_rosters,
+)
+from moe_comm.resharding.rosters import decode_roster, encode_roster
+from tests.helpers.cut_tensors import Part, Side, cut, execute, numbered, part, plans_of
+
+SLOW_DATA = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def by_rank(*held: dict[int, Part]) -> Side:
+    side: Side = {}
+    for parts in held:
+        for rank, one in parts.items():
+            side.setdefault(rank, {})[one.meta.resolved_name or ""] = one
+    return side
+
+
+def check(num_ranks: int, sources: Side, destinations: Side) -> dict[int, ReshardPlan]:
+    """Plan, verify, execute; every destination element must be the right one."""
+    plans = plans_of(num_ranks, sources, destinations)
+    plan_check.verify_plans(plans)
+    result = execute(plans, sources, destinations)
+    for rank, parts in destinations.items():
+        for one in parts.values():
+            assert torch.equal(result[rank, one.meta.name], one.tensor), (rank, one.meta)
+    return plans
+
+
+shapes = st.tuples(st.integers(2, 9), st.integers(1, 8), st.integers(2, 6))
+
+
+@SLOW_DATA
+@given(st.data())
+def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
+    num_src = data.draw(st.sampled_from([1, 2, 4, 6]))
+    num_dst = data.draw(st.sampled_from([1, 2, 4, 6]))
+    first_dst = data.draw(st.sampled_from([0, num_src]))
+    held = []
+    for number in range(data.draw(st.integers(1, 2))):
+        whole = numbered(data.draw(shapes))
+        kinds = data.draw(st.sampled_from([["tp", "mesh"], ["experts", "mesh"]]))
+        src = cut(data, whole, f"w{number}", range(num_src), kinds)
+        dst_ranks = range(first_dst, first_dst + num_dst)
+        held.append((src, cut(data, whole, f"w{number}", dst_ranks, kinds)))
+    sources = by_rank(*(src for src, _ in held))
+    destinations = by_rank(*(dst for _, dst in held))
+    plans = check(max(num_src, first_dst + num_dst), sources, destinations)
+    # The same from metadata that was not encoded.
+    pairs = [
+        (
+            [one.meta for one in sources.get(rank, {}).values()],
+            [one.meta for one in destinations.get(rank, {}).values()],
+        )
+        for rank in plans
+    ]
+    for rank, plan in plans.items():
+        assert build_plan_from_rosters(*index_metadata_rosters(pairs), rank) == plan
+
+
+def tp_side(whole: torch.Tensor, name: str, ranks: list[int], dim: int = 0) -> dict[int, Part]:
+    """One tensor parallel group."""
+    return {
+        rank: part(
+            some,
+            name,
+            rank,
+            is_tp=len(ranks) > 1,
+            partition_dim=dim,
+            tensor_parallel_group_ranks=ranks,
+        )
+        for rank, some in zip(ranks, whole.chunk(len(ranks), dim), strict=True)
+    }
+
+
+def replicas(whole: torch.Tensor, name: str, ranks: list[int]) -> dict[int, Part]:
+    return {rank: part(whole, name, rank, tensor_parallel_group_ranks=[rank]) for rank in ranks}
+
+
+# ---------------------------------------------------------------------------------------------
+# Who serves whom.
+
+
+def test_a_rank_copies_from_itself_what_it_holds() -> None:
+    whole = numbered((8, 3))
+    plans = check(
+        4, by_rank(replicas(whole, "w", [0, 2])), by_rank(replicas(whole, "w", [0, 1, 2, 3]))
+    )
+    assert [op.peer_rank for rank in (0, 2) for op in plans[rank].recv_ops] == [0, 2]
+    # The other two take one replica each.
+    assert {op.peer_rank for rank in (1, 3) for op in plans[rank].recv_ops} == {0, 2}
+
+
+@pytest.mark.parametrize("num_parameters", [1, 64])
+def test_replicas_take_their_turns(num_parameters: int) -> None:
+    whole = numbered((4, 2))
+    names = [f"w{i}" for i in range(num_parameters)]
+    sources = by_rank(*(replicas(whole, name, [0, 1, 2]) for name in names))
+    destinations = by_rank(*(replicas(whole, name, list(range(3, 9))) for name in names))
+    plans = check(9, sources, destinations)
+    assert [len(plans[rank].send_ops) for rank in range(3)] == [2 * num_parameters] * 3
+
+
+def test_one_destination_reads_from_all_replicas() -> None:
+    whole = numbered((4, 2))
+    names = [f"w{i}" for i in range(60)]
+    sources = by_rank(*(replicas(whole, name, [0, 1, 2]) for name in names))
+    plans = check(4, sources, by_rank(*(replicas(whole, name, [3]) for name in names)))
+    counts = [len(plans[rank].send_ops) for rank in range(3)]
+    assert min(counts) >= 10, counts
+
+
+def test_overlapping_sources_write_every_element_once() -> None:
+    """A DTensor over two ranks, and a third rank that holds all of it: nobody's replica."""
+    whole = numbered((7, 3))
+    mesh = MeshLayout((2,), (0, 1), (MeshPlacement("shard", 0),), (7, 3))
+    sources = by_rank(
+        {rank: part(some, "w", rank, mesh=mesh) for rank, some in enumerate(whole.chunk(2))},
+        replicas(whole, "w", [2]),
+    )
+    plans = check(4, sources, by_rank(replicas(whole, "w", [0, 2, 3])))
+    # What a rank holds comes first: rank 0 its half, rank 2 everything.
+    assert {op.peer_rank for op in plans[0].recv_ops} == {0, 1}
+    assert {op.peer_rank for op in plans[2].recv_ops} == {2}
+
+
+def test_neighbouring_pieces_are_one() -> None:
+    """Three ways to two: five sixths are cut where either side is, not into sixths."""
+    whole = numbered((12, 5))
+    plans = check(5, by_rank(tp_side(whole, "w", [0, 1, 2])), by_rank(tp_side(whole, "w", [3, 4])))
+    assert [len(plan.send_ops) for plan in plans.values()] == [1, 2, 1, 0, 0]
+
+
+def test_layers_of_other_stages_and_experts_of_other_ranks_are_found_by_name() -> None:
+    shape = MoEShape(
+        num_layers=3,
+        hidden=8,
+        num_heads=4,
+        num_query_groups=4,
+        num_experts=4,
+        expert_ffn=4,
+        ffn=8,
+        num_dense_layers=1,
+        vocab=16,
+    )
+    layouts = Parallelism.parse("tp2.pp3.ep2.etp1", 6), Parallelism.parse("tp2.pp1.ep2.etp2", 4)
+    pairs: list[tuple[list[ParameterMetadata], list[ParameterMetadata]]] = [
+        (roster(shape, layouts[0], rank) if rank < 6 else [], []) for rank in range(10)
+    ]
+    for rank in range(4):
+        pairs[6 + rank] = ([], roster(shape, layouts[1], rank, 6))
+    rosters = index_metadata_rosters(pairs)
+    plans = {rank: build_plan_from_rosters(*rosters, rank) for rank in range(10)}
+    plan_check.verify_plans(plans)
+    received = [op for rank in range(6, 10) for op in plans[rank].recv_ops]
+    assert {op.peer_rank for op in received} == set(range(6))
+    numbers = [task_id for task_id, *_ in _iter_global_transfer_ops(*rosters)]
+    assert numbers == [op.task_id for op in received]
+
+
+def test_an_output_layer_reads_the_embedding_that_it_is_tied_to() -> None:
+    whole = numbered((12, 4))
+    sources = by_rank(tp_side(whole, "embedding.word_embeddings.weight", [0, 1]))
+    destinations = by_rank(
+        tp_side(whole, "embedding.word_embeddings.weight", [0, 1]),
+        tp_side(whole, "output_layer.weight", [2, 3]),
+    )
+    check(4, sources, destinations)
+    # A source that has both is read as it is.
+    other = tp_side(whole + 1000, "output_layer.weight", [0, 1])
+    destinations = by_rank(tp_side(whole + 1000, "output_layer.weight", [2, 3]))
+    check(4, by_rank(tp_side(whole, "word_embeddings.weight", [2, 3]), other), destinations)
+
+
+def test_tensors_without_dimensions_or_elements() -> None:
+    scalar, nothing = torch.tensor(7), torch.empty(0, 4, dtype=torch.int64)
+    sources = by_rank(replicas(scalar, "s", [0]), replicas(nothing, "n", [0]))
+    plans = check(2, sources, by_rank(replicas(scalar, "s", [1]), replicas(nothing, "n", [1])))
+    assert [op.my_slice for op in plans[1].recv_ops] == [()]
+    assert set(plans[1].destinations) == {"module.s", "module.n"}
+
+
+# ---------------------------------------------------------------------------------------------
+# Task ids, dtypes, reductions.
+
+
+def test_task_ids_are_of_the_destination_alone() -> None:
+    whole = numbered((8, 3))
+    sources = by_rank(tp_side(whole, "a", [0, 1]), tp_side(whole, "b", [0, 1]))
+
+    def destinations(ranks: list[int]) -> Side:
+        return by_rank(replicas(whole, "b", ranks), replicas(whole, "a", ranks))
+
+    before = plans_of(4, sources, destinations([2, 3]))
+    after = plans_of(6, sources, destinations([2, 3, 4, 5]))
+    assert [op.task_id for op in before[2].recv_ops] == [
+        pack_task_id(2, parameter_idx, piece) for parameter_idx in (0, 1) for piece in (0, 1)
+    ]
+    for rank in (2, 3):
+        assert [(op.task_id, op.my_slice) for op in before[rank].recv_ops] == [
+            (op.task_id, op.my_slice) for op in after[rank].recv_ops
+        ]
+    for plan in after.values():
+        ids = [op.task_id for op in plan.send_ops]
+        assert ids == sorted(ids)  # type: ignore[type-var]
+
+
+def test_plans_are_equal_however_they_travelled() -> None:
+    whole = numbered((8, 3))
+    sources = by_rank(tp_side(whole, "w", [0, 1]))
+    first = plans_of(3, sources, by_rank(replicas(whole, "w", [2])))
+    second = plans_of(3, sources, by_rank(replicas(whole, "w", [2])))
+    assert pickle.loads(pickle.dumps(first)) == second
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "wire"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ],
+)
+def test_the_smaller_dtype_travels(
+    source: torch.dtype, destination: torch.dtype, wire: torch.dtype
+) -> None:
+    sources = by_rank(replicas(torch.zeros(4, 2, dtype=source), "w", [0]))
+    destinations = by_rank(replicas(torch.zeros(4, 2, dtype=destination), "w", [1]))
+    plans = plans_of(2, sources, destinations)
+    plan_check.verify_plans(plans)
+    op = plans[1].recv_ops[0]
+    assert (op.my_dtype, op.peer_dtype, op.wire_dtype) == (destination, source, wire)
+
+
+def test_a_buffer_takes_over_the_dtype_of_its_source() -> None:
+    sources = by_rank(replicas(torch.zeros(4), "bias", [0]))
+    destinations = by_rank(replicas(torch.zeros(4, dtype=torch.bfloat16), "bias", [1]))
+    for side in (sources, destinations):
+        for parts in side.values():
+            parts["bias"].meta.is_buffer = True
+    plans = plans_of(2, sources, destinations)
+    plan_check.verify_plans(plans)
+    assert plans[1].buffer_dtypes == {"module.bias": torch.float32}
+    assert plans[0].buffer_dtypes == {}
+    assert plans[1].recv_ops[0].wire_dtype == torch.float32
+
+
+def test_dtypes_that_do_not_become_each_other() -> None:
+    sources = by_rank(replicas(torch.zeros(4, dtype=torch.uint8), "w", [0]))
+    with pytest.raises(PlanError, match=r"w: rank 0 holds torch.uint8.*torch.float32 of rank 1"):
+        plans_of(2, sources, by_rank(replicas(torch.zeros(4), "w", [1])))
+
+
+def partial_meta(rank: int, *ops: str) -> ParameterMetadata:
+    placements = tuple(MeshPlacement("partial", op=op) for op in ops)
+    mesh = MeshLayout((2,) * len(ops), tuple(range(2 ** len(ops))), placements, (4,))
+    return dataclasses.replace(part(torch.zeros(4), "w", rank).meta, mesh=mesh)
+
+
+def plans_of_metas(pairs: list[Any]) -> dict[int, ReshardPlan]:
+    rosters = index_metadata_rosters(pairs)
+    return {rank: build_plan_from_rosters(*rosters, rank) for rank in range(len(pairs))}
+
+
+def test_pending_sums_are_reduced_before_they_are_read() -> None:
+    destination = part(torch.zeros(4), "w", 4).meta
+    pairs: list[Any] = [([partial_meta(rank, "sum", "avg")], []) for rank in range(4)]
+    plans = plans_of_metas([*pairs, ([], [destination])])
+    plan_check.verify_plans(plans)
+    for rank in range(4):
+        # Also by ranks from which nobody reads: the others wait for them.
+        assert plans[rank].reductions == [
+            PartialReduction("module.w", (1,), "avg"),
+            PartialReduction("module.w", (0,), "sum"),
+        ]
+        assert "module.w" in plans[rank].sources
+    assert sum(len(plan.send_ops) for plan in plans.values()) == 1
+    with pytest.raises(PlanError, match=r"w: pending reductions \['max', 'sum'\]"):
+        plans_of_metas(
+            [([partial_meta(r, "sum", "max")], []) for r in range(4)] + [([], [destination])]
+        )
+
+
+def test_nobody_reduces_what_nobody_reads() -> None:
+    pairs: list[Any] = [([partial_meta(rank, "sum")], []) for rank in range(2)]
+    assert plans_of_metas(pairs)[0].reductions == []
+
+
+# ---------------------------------------------------------------------------------------------
+# What cannot be planned.
+
+
+def test_a_hole_is_named_with_its_first_elements() -> None:
+    whole = numbered((9, 4))
+    sources = tp_side(whole, "w", [0, 1, 2])
+    del sources[1]
+    with pytest.raises(
+        PlanError,
+        match=r"^w: no source rank holds elements \[\[3, 6\], \[0, 4\]\] of the whole tensor of "
+        r"shape \(9, 4\), which rank 3 needs",
+    ):
+        plans_of(4, by_rank(sources), by_rank(replicas(whole, "w", [3])))
+
+
+def test_a_destination_without_a_source() -> None:
+    whole = numbered((4,))
+    with pytest.raises(PlanError, match=r"Destination parameter 'b' on rank 1 not found in source"):
+        plans_of(2, by_rank(replicas(whole, "a", [0])), by_rank(replicas(whole, "b", [1])))
+    with pytest.raises(RuntimeError, match="not found in source model"):
+        plans_of_metas([([], []), ([], [part(whole, "output_layer.weight", 1).meta])])
+
+
+def test_two_parameters_of_one_name() -> None:
+    metas = [part(numbered((4,)), "w", 0).meta for _ in range(2)]
+    metas[1].name = "other.w"
+    with pytest.raises(PlanError, match=r"rank 0 has two destination .* w: module\.w and other\.w"):
+        index_metadata_rosters([([], metas)])
+    with pytest.raises(PlanError, match="rank 0 has two source parameters of the name w"):
+        index_metadata_rosters([(metas, [])])
+
+
+# ---------------------------------------------------------------------------------------------
+# Encoded rosters.
+
+
+def test_a_roster_is_what_it_was_made_of() -> None:
+    shape = MoEShape(
+        num_layers=2,
+        hidden=8,
+        num_heads=4,
+        num_query_groups=4,
+        num_experts=4,
+        expert_ffn=4,
+        vocab=16,
+    )
+    metas = roster(shape, Parallelism.parse("tp2.ep2", 4), 1)
+    metas.append(dataclasses.replace(partial_meta(1, "sum"), resolved_name=None))
+    decoded = decode_roster(encode_roster(metas))
+    assert decoded.metadata() == metas
+    assert len(decoded.kinds) < len(decoded) == len(metas)
+    assert decode_roster(encode_roster([])).metadata() == []
+
+
+# ---------------------------------------------------------------------------------------------
+# From modules, by ranks as threads.
+
+TINY = MoEShape(
+    num_layers=2,
+    hidden=8,
+    num_heads=4,
+    num_query_groups=4,
+    num_experts=4,
+    expert_ffn=4,
+    ffn=8,
+    num_dense_layers=1,
+    vocab=16,
+)
+
+
+T = TypeVar("T")
+
+
+def on_ranks(num_ranks: int, body: Callable[[Bootstrap, int], T]) -> list[T]:
+    """What `body` gives on each rank."""
+    ranks = RankThreads(num_ranks)
+
+    def be_rank(rank: int) -> T:
+        try:
+            return body(ranks[rank], rank)
+        except BaseException:
+            ranks.abort()
+            raise
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(be_rank, range(num_ranks)))
+
+
+def errors_of_all(num_ranks: int, body: Callable[[Bootstrap, int], object]) -> list[str]:
+    """The message of every rank's PlanError."""
+
+    def caught(group: Bootstrap, rank: int) -> str:
+        with pytest.raises(PlanError) as info:
+            body(group, rank)
+        return str(info.value)
+
+    return on_ranks(num_ranks, caught)
+
+
+def module_of(text: str, num_ranks: int, rank: int, offset: int = 0) -> torch.nn.Module:
+    layout = Parallelism.parse(text, num_ranks)
+    return build_module(TINY, layout, rank, dtype=torch.bfloat16, rank_offset=offset)
+
+
+def test_modules_on_other_ranks_than_their_copies() -> None:
+    def plan(group: Bootstrap, rank: int) -> ReshardPlan:
+        source = module_of("tp2.ep2", 4, rank) if rank < 4 else None
+        destination = module_of("ep2.etp1", 2, rank - 4, 4) if rank >= 4 else None
+        return build_local_reshard_plan(source, destination, num_experts=4, group=group)
+
+    plans = dict(enumerate(on_ranks(6, plan)))
+    plan_check.verify_plans(plans)
+    assert all(plans[rank].send_ops for rank in range(4))
+    pairs: list[Any] = [
+        (roster(TINY, Parallelism.parse("tp2.ep2", 4), rank), []) for rank in range(4)
+    ]
+    for rank in range(2):
+        pairs.append(([], roster(TINY, Parallelism.parse("ep2.etp1", 2), rank, 4)))
+    rosters = index_metadata_rosters(pairs)
+    for rank, made in plans.items():
+        assert made == build_plan_from_rosters(*rosters, rank)
+
+
+def test_a_bad_module_on_one_rank_is_an_error_on_all() -> None:
+    def body(group: Bootstrap, rank: int) -> None:
+        module = module_of("tp2", 2, rank)
+        if rank == 1:
+            del module.pg_collection
+        build_local_reshard_plan(module, module, group=group)
+
+    messages = errors_of_all(2, body)
+    assert messages[0] == messages[1]
+    assert "Module must have pg_collection" in messages[0]
+    assert "rank 1" in messages[0]
+
+
+def test_a_problem_that_one_rank_finds_is_an_error_on_all() -> None:
+    """Rank 2 holds no part of the tensor whose shapes contradict each other."""
+
+    def body(group: Bootstrap, rank: int) -> None:
+        module = torch.nn.Module()
+        module.pg_collection = Parallelism(3).groups(rank)  # type: ignore[assignment]
+        name, size = ("a", 4 + rank) if rank < 2 else ("b", 3)
+        module.register_parameter(name, torch.nn.Parameter(torch.zeros(size)))
+        source = None if rank == 1 else module
+        destination = None if rank == 0 else module
+        build_local_reshard_plan(source, destination, group=group)
+
+    messages = errors_of_all(3, body)
+    assert len(set(messages)) == 1
+    assert "a: shapes do not add up: rank 0 holds (4,)" in messages[0]
+    assert "(on ranks 0, 1)" in messages[0]
+
+
+def test_strict_plans_refuse_extra_sources() -> None:
+    def body(group: Bootstrap, rank: int) -> None:
+        module = module_of("tp2", 2, rank)
+        smaller = torch.nn.Module()
+        smaller.pg_collection = module.pg_collection
+        smaller.register_parameter("other", None)
+        assert build_local_reshard_plan(module, smaller, 4, group).recv_ops == []
+        # One rank that asks for it is enough.
+        build_local_reshard_plan(module, smaller, 4, group, strict=rank == 0)
+
+    messages = errors_of_all(2, body)
+    assert messages[0] == messages[1]
+    assert "source parameter 'decoder.final_layernorm.weight' on rank 0 has no" in messages[0]
+
+
+def test_groups_outside_of_the_plan() -> None:
+    def body(group: Bootstrap, rank: int) -> None:
+        module = module_of("tp4", 4, rank)
+        build_local_reshard_plan(module, module, num_experts=4, group=group)
+
+    messages = errors_of_all(2, body)
+    assert messages[0] == messages[1]
+    assert (
+        "tensor parallel group [0, 1, 2, 3] must be different ranks of a group of 2" in messages[0]
+    )
+
+
+def test_destinations_that_overlap_in_memory() -> None:
+    def body(group: Bootstrap, rank: int) -> None:
+        memory = torch.zeros(10)
+        module = torch.nn.Module()
+        module.pg_collection = Parallelism(2).groups(rank)  # type: ignore[assignment]
+        module.a = torch.nn.Parameter(memory[:6])
+        module.b = torch.nn.Parameter(memory[5:] if rank else memory[6:])
+        module.register_buffer("c", module.a.data)
+        build_local_reshard_plan(module, module, group=group)
+
+    messages = errors_of_all(2, body)
+    assert "destination parameters a and b overlap in memory" in messages[0]
+    assert "(on rank 1)" in messages[1]
+
+
+def test_the_deprecated_name() -> None:
+    module = module_of("single", 1, 0)
+    with pytest.warns(DeprecationWarning, match="build_local_reshard_plan"):
+        plan = build_centralized_reshard_plan(
+            module, module, num_experts=4, group=RankThreads(1)[0]
+        )
+    assert plan == build_local_reshard_plan(module, module, num_experts=4, group=RankThreads(1)[0])
+    assert all(op.peer_rank == 0 for op in itertools.chain(plan.send_ops, plan.recv_ops))
