@@ -13,6 +13,7 @@ __all__ = [
     "CommunicationError",
     "PeerFailedError",
     "PeerTimeoutError",
+    "RefitError",
 ]
 
 
@@ -74,3 +75,15 @@ class CapacityError(RuntimeError):
         self.available_bytes = available_bytes
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.needed_rows: tuple[int, ...] = tuple(needed_rows)
+
+
+class RefitError(RuntimeError):
+    """A target model does not hold what its source holds, or was left half-written by a failed refit.
+
+    Attributes:
+        ranks: Ranks whose target is concerned.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(ranks)

@@ -16,14 +16,13 @@ from moe_comm.bootstrap import Bootstrap
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.number_formats import is_mxfp8_tensor
-from moe_comm.resharding.partial_sources import reduce_partial_sources
 from moe_comm.resharding.plan import ReshardPlan, Slices, TensorSpec, TransferOp
 from moe_comm.resharding.repeated_refits import RepeatedRefits
+from moe_comm.resharding.sources import Sources, in_view, reduce_partial_sources
 from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
-from moe_comm.resharding.transforms import _ensure_sendable
 from moe_comm.resharding.utils import get_refit_tensor_dict, local_tensor
 
-__all__ = ["execute_reshard_plan", "piece_of"]
+__all__ = ["execute_reshard_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -125,24 +124,6 @@ def _task_ids(task_id: int | None, num_tensors: int) -> list[int | None]:
     return [task_id | i << _TENSOR_SHIFT for i in range(num_tensors)]
 
 
-def _in_view(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:
-    """`tensor` in the shape that `op.my_slice` cuts, sharing its memory."""
-    if op.my_view is None:
-        return tensor
-    try:
-        return tensor.view(op.my_view)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{op.param_name}: a tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()} cannot be viewed as {op.my_view}"
-        ) from error
-
-
-def piece_of(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:
-    """The part of this rank's tensor that an op moves, sharing its memory."""
-    return _in_view(local_tensor(tensor), op)[op.my_slice]
-
-
 def _problem_with(
     ops: list[TransferOp],
     specs: Mapping[str, TensorSpec],
@@ -168,68 +149,6 @@ def _problem_with(
                     f"{name} of the {side} module was planned as {spec.dtype}, it is {tensor.dtype}"
                 )
     return None
-
-
-class _Sources:
-    """This rank's sources as they can be sent: reduced, dequantised, without gradients.
-
-    Args:
-        plan: Names the MXFP8 sources to dequantise ahead.
-        tensors: By name.
-        reduced: By name, instead of what `tensors` has.
-        is_transformed: Whether a parameter is left to the transform.
-    """
-
-    def __init__(
-        self,
-        plan: ReshardPlan,
-        tensors: Mapping[str, torch.Tensor],
-        reduced: Mapping[str, torch.Tensor],
-        is_transformed: Callable[[str], bool],
-    ) -> None:
-        self._tensors = tensors
-        self._ready: dict[str, torch.Tensor] = dict(reduced)
-        self._events: dict[str, torch.cuda.Event] = {}
-        names = dict.fromkeys(op.param_name for op in plan.send_ops)
-        quantized = {
-            name: tensors[name]
-            for name in names
-            if name in tensors and is_mxfp8_tensor(tensors[name]) and not is_transformed(name)
-        }
-        on_cuda = {name: tensor for name, tensor in quantized.items() if tensor.is_cuda}
-        if on_cuda:
-            self._prefetch(on_cuda)
-        for name, tensor in quantized.items():
-            if name not in on_cuda:
-                self._ready[name] = _ensure_sendable(tensor)
-
-    def _prefetch(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Dequantise on a stream of its own, so that the first pieces leave before the last is done."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for name, tensor in tensors.items():
-                self._ready[name] = _ensure_sendable(tensor)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(stream)
-                self._events[name] = event
-
-    def is_fresh(self, name: str) -> bool:
-        """Whether what is sent is a copy that this refit made."""
-        return name in self._ready
-
-    def get(self, name: str) -> torch.Tensor:
-        """The tensor to send from, ready on the current stream."""
-        tensor = self._ready.get(name)
-        if tensor is None:
-            return local_tensor(self._tensors[name])
-        event = self._events.pop(name, None)
-        if event is not None:
-            current = torch.cuda.current_stream()
-            current.wait_event(event)
-            # The allocator of the side stream must not give it away while others read it.
-            tensor.record_stream(current)
-        return tensor
 
 
 class _Refit:
@@ -267,7 +186,7 @@ class _Refit:
         return self.transform is not None and self.transform.should_transform(name)
 
     def submit_sends(self, reduced: Mapping[str, torch.Tensor]) -> None:
-        sources = _Sources(self.plan, self.src_tensors, reduced, self.is_transformed)
+        sources = Sources(self.plan, self.src_tensors, reduced, self.is_transformed)
         for op in self.plan.send_ops:
             source = self.src_tensors.get(op.param_name)
             if source is None:
@@ -278,7 +197,7 @@ class _Refit:
                 whole = reduced.get(op.param_name, source)
                 tensors = self.transform.prepare_send_of(op, whole)
             else:
-                piece = _in_view(sources.get(op.param_name), op)[op.my_slice]
+                piece = in_view(sources.get(op.param_name), op)[op.my_slice]
                 if op.wire_dtype is not None and piece.dtype != op.wire_dtype:
                     piece = piece.to(op.wire_dtype)
                     self.is_repeatable = False
@@ -332,7 +251,7 @@ class _Refit:
             whole, _ = _get_mxfp8_accumulator(self._pending_quantized, destination)
         else:
             whole = local_tensor(destination)
-        whole = _in_view(whole, op)
+        whole = in_view(whole, op)
         piece = whole[op.my_slice]
         wire_dtype = op.wire_dtype or piece.dtype
         if piece.dtype == wire_dtype and (self._takes_strided or piece.is_contiguous()):

@@ -97,8 +97,8 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.resharding.refit"},
     {
         "moe_comm.resharding.execution",
-        "moe_comm.resharding.partial_sources",
         "moe_comm.resharding.repeated_refits",
+        "moe_comm.resharding.sources",
         "moe_comm.resharding.verification",
     },
     {
