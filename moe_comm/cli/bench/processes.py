@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import multiprocessing.connection
 import tempfile
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase
-from moe_comm.cli.bench.worker import Launch, worker_main
+from moe_comm.cli.bench.serve import serve_worker
+from moe_comm.cli.bench.worker import Launch, Worker
 
-__all__ = ["RankProcesses", "WorkerError"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RankProcesses", "WorkerError", "WorkerProcesses"]
 
 JOIN_TIMEOUT_S = 20.0
 
@@ -24,50 +29,33 @@ class WorkerError(RuntimeError):
     """A rank of the benchmark failed; the message holds its traceback."""
 
 
-class RankProcesses:
-    """One process per rank; a context manager that leaves none behind.
+class WorkerProcesses:
+    """One process per rank, each with a worker; a context manager that leaves none behind.
 
     Args:
-        case: The case.
-        backend: Of the communicator.
-        num_threads: Of the communicator; None for its own choice.
-        with_huge_pages: Of the communicator.
-        is_pinned: Every rank is bound to one core.
+        num_ranks: Processes.
+        make_worker: Called in each with a folder for rendezvous, which has a file `barrier` for
+            `SpinBarrier`, and with the rank; at the top of a module, or a partial of such. What it
+            returns has a method `close`.
 
     Raises:
         WorkerError: A rank could not start.
     """
 
-    def __init__(
-        self,
-        case: BenchCase,
-        *,
-        backend: str,
-        num_threads: int | None = None,
-        with_huge_pages: bool = True,
-        is_pinned: bool = False,
-    ) -> None:
+    def __init__(self, num_ranks: int, make_worker: Callable[[Path, int], Any]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moe-comm-bench-")
         self.folder = Path(self._folder.name)
-        (self.folder / "barrier").write_bytes(bytes(SpinBarrier.file_bytes(case.num_ranks)))
-        launch = Launch(
-            case=case,
-            backend=backend,
-            folder=self.folder,
-            num_threads=num_threads,
-            with_huge_pages=with_huge_pages,
-            is_pinned=is_pinned,
-        )
+        (self.folder / "barrier").write_bytes(bytes(SpinBarrier.file_bytes(num_ranks)))
         # A forked child would inherit torch's threads and locks in any state.
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         try:
-            for rank_idx in range(case.num_ranks):
+            for rank_idx in range(num_ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=worker_main,
-                    args=(launch, rank_idx, theirs),
+                    target=serve_worker,
+                    args=(functools.partial(make_worker, self.folder, rank_idx), theirs),
                     name=f"rank {rank_idx}",
                     daemon=True,
                 )
@@ -102,7 +90,7 @@ class RankProcesses:
                 pass
         self._kill()
 
-    def __enter__(self) -> RankProcesses:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -144,3 +132,36 @@ class RankProcesses:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+
+class RankProcesses(WorkerProcesses):
+    """Processes for a case of dispatch and combine.
+
+    Args:
+        case: The case.
+        backend: Of the communicator.
+        num_threads: Of the communicator; None for its own choice.
+        with_huge_pages: Of the communicator.
+        is_pinned: Every rank is bound to one core.
+
+    Raises:
+        WorkerError: A rank could not start.
+    """
+
+    def __init__(
+        self,
+        case: BenchCase,
+        *,
+        backend: str,
+        num_threads: int | None = None,
+        with_huge_pages: bool = True,
+        is_pinned: bool = False,
+    ) -> None:
+        launch = Launch(
+            case=case,
+            backend=backend,
+            num_threads=num_threads,
+            with_huge_pages=with_huge_pages,
+            is_pinned=is_pinned,
+        )
+        super().__init__(case.num_ranks, functools.partial(Worker, launch))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import time
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from moe_comm.communicator import Communicator
 from moe_comm.group_buffers import group_buffers
 from moe_comm.tracing import PhaseRecord
 
-__all__ = ["Launch", "Sample", "Worker", "worker_main"]
+__all__ = ["Launch", "Sample", "Worker"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,6 @@ class Launch:
     Args:
         case: The case.
         backend: Of the communicator.
-        folder: Files for rendezvous and barrier.
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.
         is_pinned: Every rank is bound to one core.
@@ -45,7 +42,6 @@ class Launch:
 
     case: BenchCase
     backend: str
-    folder: Path
     num_threads: int | None = None
     with_huge_pages: bool = True
     is_pinned: bool = False
@@ -65,10 +61,11 @@ class Worker:
 
     Args:
         launch: The run.
+        folder: Files for rendezvous and barrier.
         rank_idx: This rank.
     """
 
-    def __init__(self, launch: Launch, rank_idx: int) -> None:
+    def __init__(self, launch: Launch, folder: Path, rank_idx: int) -> None:
         # Rows are moved by the communicator's threads; torch's own would compete for the cores.
         torch.set_num_threads(1)
         if launch.is_pinned:
@@ -78,11 +75,11 @@ class Worker:
         self.rank_idx = rank_idx
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{launch.folder / 'rendezvous'}",
+            init_method=f"file://{folder / 'rendezvous'}",
             rank=rank_idx,
             world_size=case.num_ranks,
         )
-        self.barrier = SpinBarrier(launch.folder / "barrier", rank_idx, case.num_ranks)
+        self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
         groups = None
         if case.api == "hybrid_ep":
             # What these functions find for the group, so that both sides use one heap.
@@ -273,20 +270,3 @@ def _huge_page_rows(case: BenchCase) -> torch.Tensor:
     memory.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(memory, dtype=case.torch_dtype, count=case.num_tokens * case.hidden)
     return flat.view(case.num_tokens, case.hidden)
-
-
-def worker_main(launch: Launch, rank_idx: int, pipe: Connection) -> None:
-    """Serve (method, arguments) from `pipe` until "close"; answers are ("ok", value) or ("error", text)."""
-    try:
-        worker = Worker(launch, rank_idx)
-        pipe.send(("ok", None))
-        method = ""
-        while method != "close":
-            method, arguments = pipe.recv()
-            pipe.send(("ok", getattr(worker, method)(*arguments)))
-    except EOFError:
-        # The parent is gone, nobody waits for an answer.
-        return
-    except BaseException:
-        pipe.send(("error", traceback.format_exc()))
-        raise
