@@ -121,7 +121,7 @@ class _RankPlanner:
         name = resolved_name(meta)
         assignment = self.families.assignment(name)
         dtype = _taken_dtype(assignment, meta)
-        if meta.is_buffer and dtype != meta.dtype:
+        if meta.is_buffer:
             assert self.plan.buffer_dtypes is not None
             self.plan.buffer_dtypes[meta.name] = dtype
         self.plan.destinations[meta.name] = TensorSpec(meta.shape, dtype)
@@ -373,14 +373,19 @@ def _check_memory(module: torch.nn.Module, metas: Sequence[ParameterMetadata]) -
 
 
 def build_plan_from_encoded_rosters(
-    rosters: Sequence[tuple[Roster, Roster]], rank: int, *, strict: bool = False
+    rosters: Sequence[tuple[Roster, Roster]],
+    rank: int,
+    *,
+    strict: bool = False,
+    verify: bool = True,
 ) -> ReshardPlan:
-    """One rank's verified plan, from the rosters of all. No communication.
+    """One rank's plan, from the rosters of all. No communication.
 
     Args:
         rosters: `(source, destination)` of each rank, see `rosters.decode_roster`.
         rank: The rank that the plan is for.
         strict: Refuse source parameters that no destination has.
+        verify: Check it by `plan_check.verify_plan`.
 
     Raises:
         PlanError: No plan can be made; names the parameter.
@@ -388,7 +393,8 @@ def build_plan_from_encoded_rosters(
     families = families_of_rosters(rosters, rank, strict=strict)
     source, destination = rosters[rank]
     plan = _plan_rank(families, rank, source.metadata(), destination.metadata())
-    verify_plan(plan)
+    if verify:
+        verify_plan(plan)
     return plan
 
 
@@ -426,9 +432,10 @@ def build_local_reshard_plan(
     dst_rank_offset: int = 0,
     *,
     strict: bool = False,
+    verify: bool = True,
     adjust_destination: Adjust | None = None,
 ) -> ReshardPlan:
-    """This rank's plan, verified.
+    """This rank's plan.
 
     Collective over `group`. Ranks gather what each holds, plan by themselves, and tell each other
     whether they could: all have a plan, or all raise.
@@ -441,6 +448,7 @@ def build_local_reshard_plan(
         src_rank_offset: Added to the ranks of the source module's groups.
         dst_rank_offset: Added to the ranks of the destination module's groups.
         strict: Refuse source parameters that no destination has.
+        verify: Check each rank's plan by `plan_check.verify_plan`.
         adjust_destination: Called with what the destination module holds; returns what is to be
             planned, where a transform writes parameters that the module does not list.
 
@@ -475,7 +483,7 @@ def build_local_reshard_plan(
     try:
         rosters = [(decode_roster(src), decode_roster(dst)) for (src, dst), _, _ in gathered]
         is_strict = any(wish for _, wish, _ in gathered)
-        plan = build_plan_from_encoded_rosters(rosters, rank, strict=is_strict)
+        plan = build_plan_from_encoded_rosters(rosters, rank, strict=is_strict, verify=verify)
     except Exception as error:  # noqa: BLE001 # raised below, on every rank
         problem = error
     _raise_problems(bootstrap.all_gather(_text(problem)), problem)
