@@ -18,6 +18,7 @@ from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.testing import RankContext
 
@@ -82,7 +83,12 @@ def _symmetric_small_slots(context: RankContext) -> CopyService:
     return SymmetricCopyService(context.group, slot_bytes=1024, num_slots=2)
 
 
+def _nvshmem(context: RankContext) -> CopyService:
+    return NVSHMEMCopyService(context.group, slot_bytes=4096)
+
+
 SERVICES = {
+    "nvshmem": ServiceCase("threads", _nvshmem, takes_no_task_ids=False),
     "symmetric": ServiceCase("threads", _symmetric, takes_local_order=True),
     "symmetric_in_heap": ServiceCase("threads", _symmetric_in_heap, takes_local_order=True),
     "symmetric_small_slots": ServiceCase("threads", _symmetric_small_slots, takes_local_order=True),
@@ -369,6 +375,37 @@ def run_without_ids(context: RankContext, name: str) -> None:
         ]
         move(service, tasks, has_ids=False)
         move(service, random_tasks(context.num_ranks, 10, 6))
+
+
+def run_same_requests(context: RankContext, name: str) -> list[int]:
+    """How often the pipeline was scheduled after each of some runs."""
+    with service_of(name, context) as service:
+        assert isinstance(service, NVSHMEMCopyService)
+        ends = Endpoints(service, random_tasks(context.num_ranks, 40, 8))
+        counts = []
+
+        def run_again(round_idx: int, submitted: Endpoints = ends) -> None:
+            submitted.fill(round_idx)
+            submitted.submit(service, random.Random(round_idx + service.rank))
+            service.run()
+            submitted.check(round_idx)
+            assert service._remote is not None
+            counts.append(service._remote._num_schedules)
+
+        for round_idx in range(3):
+            run_again(round_idx)
+        # One rank comes with other addresses.
+        moved = Endpoints(service, random_tasks(context.num_ranks, 40, 8))
+        run_again(3, moved if service.rank == 1 else ends)
+        run_again(4, moved if service.rank == 1 else ends)
+        # One rank gives up in between.
+        ends.submit(service, random.Random(9))
+        if service.rank == 0:
+            service.abandon("not now")
+        else:
+            assert error_of(service.run) == ("ValueError", "rank 0: not now")
+        run_again(5, moved if service.rank == 1 else ends)
+        return counts
 
 
 def run_two_services(context: RankContext, name: str) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moe_comm import CommunicationError, Communicator, RankThreads
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import copy_services as scripts
@@ -79,8 +80,18 @@ RAISED_BY_SUBMIT = {
 }
 
 
-@pytest.mark.parametrize("name", SERVICES)
-@pytest.mark.parametrize("mistake", SAID_BY_RUN)
+NEEDS_IDS = [name for name in SERVICES if not SERVICES[name].takes_no_task_ids]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name"),
+    [
+        (mistake, name)
+        for mistake in SAID_BY_RUN
+        for name in SERVICES
+        if not (mistake in ("some ids", "ids on one side") and name in NEEDS_IDS)
+    ],
+)
 def test_bad_input_is_told_to_every_rank(mistake: str, name: str) -> None:
     results = run(scripts.run_bad, 3, name, mistake)
     said = SAID_BY_RUN[mistake]
@@ -102,6 +113,22 @@ def test_a_rank_that_gives_up_tells_the_others(name: str) -> None:
         assert "out of luck" in text
 
 
+@pytest.mark.parametrize("name", NEEDS_IDS)
+@pytest.mark.parametrize("mistake", ["some ids", "ids on one side"])
+def test_ids_are_required(mistake: str, name: str) -> None:
+    results = run(scripts.run_bad, 3, name, mistake)
+    for rank_idx, (submitted, (kind, text)) in enumerate(results):  # type: ignore[misc]
+        if rank_idx == 1 or (mistake == "some ids" and rank_idx == 0):
+            assert submitted[0] == "RuntimeError"
+            assert "requires a task_id" in submitted[1]
+        assert (kind, "requires a task_id" in text) == ("ValueError", True)
+
+
+def test_the_same_requests_are_not_scheduled_again() -> None:
+    results = run(scripts.run_same_requests, 3, "nvshmem")
+    assert results == [[1, 1, 1, 2, 2, 3]] * 3
+
+
 @pytest.mark.parametrize("name", ["symmetric", "symmetric_in_heap", "symmetric_small_slots"])
 def test_a_prepared_batch_runs_again(name: str) -> None:
     run(scripts.run_prepared, 3, name)
@@ -114,6 +141,7 @@ def test_a_prepared_batch_runs_again(name: str) -> None:
 MAKERS = {
     "gloo": GlooCopyService,
     "nccl_over_gloo": scripts.NcclOverGloo,
+    "nvshmem": NVSHMEMCopyService,
     "symmetric": SymmetricCopyService,
 }
 
@@ -144,23 +172,25 @@ def test_ranks_are_those_of_the_group(name: str, tmp_path: Path) -> None:
     run_ranks(_in_groups, 4, name, str(tmp_path), timeout_s=TIMEOUT_S)
 
 
-def _out_of_order(context: RankContext, ranks: RankThreads) -> None:
+def _out_of_order(context: RankContext, ranks: RankThreads, name: str) -> None:
     rank_idx = (2 * context.rank_idx + 1) % 3
+    make = SymmetricCopyService if name == "symmetric" else NVSHMEMCopyService
     with Communicator(ranks[rank_idx]) as communicator:
-        service = SymmetricCopyService(communicator=communicator)
+        service = make(communicator=communicator)
         assert (service.rank, service.world_size) == (rank_idx, 3)
         scripts.move(service, scripts.random_tasks(3, 60, 9))
         service.close()
         service.close()
         # The communicator is its owner's.
-        other = SymmetricCopyService(communicator=communicator)
+        other = make(communicator=communicator)
         scripts.move(other, scripts.pattern("ring", 3))
         with pytest.raises(ValueError, match="both say who the ranks are"):
-            SymmetricCopyService(ranks[rank_idx], communicator)
+            make(ranks[rank_idx], communicator=communicator)
 
 
-def test_a_communicator_that_exists() -> None:
-    run_ranks(_out_of_order, 3, RankThreads(3), mode="threads", timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("name", ["symmetric", "nvshmem"])
+def test_a_communicator_that_exists(name: str) -> None:
+    run_ranks(_out_of_order, 3, RankThreads(3), name, mode="threads", timeout_s=TIMEOUT_S)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -197,6 +227,26 @@ def test_symmetric_names_the_dead_and_goes_on_among_the_living(is_in_time: bool)
     results = run_ranks(
         _symmetric_peer_dies, 3, is_in_time, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S
     )
+    for rank_idx in (0, 2):
+        kind, ranks, text = results[rank_idx]
+        assert (kind, ranks) == ("PeerFailedError", (1,)), text
+
+
+def _nvshmem_peer_dies(context: RankContext) -> list[object]:
+    communicator = Communicator(None, stall_timeout_s=20.0, arrival_timeout_s=40.0)
+    service = NVSHMEMCopyService(communicator=communicator)
+    scripts.move(service, scripts.pattern("ring", context.num_ranks))
+    if context.rank_idx == 1:
+        die_after(0.2)
+    try:
+        while True:
+            scripts.move(service, scripts.pattern("large", context.num_ranks))
+    except CommunicationError as error:
+        return [type(error).__name__, error.ranks, str(error)]
+
+
+def test_nvshmem_names_the_dead() -> None:
+    results = run_ranks(_nvshmem_peer_dies, 3, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S)
     for rank_idx in (0, 2):
         kind, ranks, text = results[rank_idx]
         assert (kind, ranks) == ("PeerFailedError", (1,)), text

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from moe_comm import RankThreads
 from moe_comm.resharding.copy_services import (
     CopyService,
     NCCLCopyService,
+    NVSHMEMCopyService,
     RecvOp,
     SendOp,
+    distributed_copy_service,
     match_local_ops_by_task_id,
 )
 from moe_comm.resharding.copy_services.agreement import Transfer, agree
+from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
 from moe_comm.resharding.copy_services.queued_copy_service import (
     Batch,
     QueuedCopyService,
@@ -285,10 +289,91 @@ def test_what_is_wrong_with_a_batch() -> None:
     assert queue.take().problem is None
 
 
+# ---------------------------------------------------------------------------------------------
+# Streams, without a device: who waits for whom.
+
+
+class FakeStream:
+    device = torch.device("cpu")
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class OneRank(DistributedCopyService):
+    """Copies within one rank, on a stream."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        class Group:
+            def rank(self) -> int:
+                return 0
+
+            def size(self) -> int:
+                return 1
+
+        group = Group()
+        super().__init__(
+            group,  # type: ignore[arg-type]
+            group,  # type: ignore[arg-type]
+            stream,  # type: ignore[arg-type]
+            max_messages=1,
+            max_message_bytes=1,
+        )
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def _start(self, sends: object, recvs: object) -> list[torch.distributed.Work]:
+        raise NotImplementedError
+
+    def _is_on_wire_device(self, tensor: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+    def _empty_on_wire_device(self, num_bytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_copies_wait_for_producers(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    side, producer, current = (FakeStream(name, log) for name in ("side", "producer", "current"))
+
+    @contextlib.contextmanager
+    def on_stream(stream: FakeStream) -> Iterator[None]:
+        log.append(f"enter {stream.name}")
+        yield
+        log.append(f"leave {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(
+        distributed_copy_service,
+        "copy_pair",
+        lambda src, dst: (log.append("copy"), copy_pair(src, dst)),
+    )
+    service = OneRank(side)
+    target = torch.zeros(3)
+    service.submit_send(torch.ones(3), 0, 1)
+    service.submit_recv(target, 0, 1)
+    service._streams = {producer}  # type: ignore[arg-type]
+    service.run()
+    assert torch.equal(target, torch.ones(3))
+    assert sorted(log[:2]) == ["side waits for current", "side waits for producer"]
+    assert log[2:] == ["enter side", "copy", "leave side", "current waits for side"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_nccl_needs_cuda() -> None:
     with pytest.raises(RuntimeError, match="needs a CUDA device"):
         NCCLCopyService()
+
+
+def test_nvshmem_needs_ranks() -> None:
+    with pytest.raises(RuntimeError, match="must be initialized"):
+        NVSHMEMCopyService()
 
 
 def test_the_base_class_asks_for_little() -> None:

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from moe_comm.bootstrap import Bootstrap
 from moe_comm.communicator import Communicator
 from moe_comm.resharding.copy_services.agreement import Transfer
 from moe_comm.resharding.copy_services.base import (
@@ -48,22 +49,24 @@ class QueuedCopyService(CopyService):
     the same message, whether this rank calls `run()` or `abandon()`.
 
     Args:
-        group: A process group; None for the default group. Not used with `communicator`.
-        communicator: Who the ranks are instead.
+        group: A process group; None for the default group. Not used with `ranks`.
+        ranks: Who the ranks are instead.
     """
 
     device_types: tuple[str, ...] = ("cpu", "cuda")
     """Where tensors may lie."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, communicator: Communicator | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        ranks: Communicator | Bootstrap | None = None,
     ) -> None:
-        if communicator is None:
+        if ranks is None:
             super().__init__(group)
         else:
-            self.group = communicator.group
-            self.rank = communicator.rank_idx
-            self.world_size = communicator.num_ranks
+            self.group = ranks.group if isinstance(ranks, Communicator) else None
+            self.rank = ranks.rank_idx
+            self.world_size = ranks.num_ranks
         self._sends: list[SendOp] = []
         self._recvs: list[RecvOp] = []
         self._streams: set[torch.cuda.Stream] = set()

@@ -75,7 +75,7 @@ class SymmetricCopyService(QueuedCopyService):
         self._own_communicator = Communicator(group) if communicator is None else None
         self.communicator = communicator or self._own_communicator
         assert self.communicator is not None
-        super().__init__(communicator=self.communicator)
+        super().__init__(ranks=self.communicator)
         self.last_stats: CopyStats | None = None
         self._copies = BatchedCopy(self.communicator, slot_bytes=slot_bytes, num_slots=num_slots)
 
