@@ -45,7 +45,9 @@ class _ProcessGroup:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.rank_idx = dist.get_rank(group)
+        # The group's own number: a group may join worlds that were initialised apart, whose ranks
+        # all count from 0.
+        self.rank_idx = dist.get_rank() if group is None else group.rank()
         self.num_ranks = dist.get_world_size(group)
         if self.rank_idx < 0:
             raise ValueError(
@@ -75,11 +77,13 @@ class RankThreads:
         self.num_ranks = num_ranks
         self._barrier = threading.Barrier(num_ranks)
         self._slots: list[Any] = [None] * num_ranks
+        # One object per rank, so that it can be told from the same rank of other threads.
+        self._members = [_ThreadRank(self, rank_idx) for rank_idx in range(num_ranks)]
 
     def __getitem__(self, rank_idx: int) -> Bootstrap:
         if not 0 <= rank_idx < self.num_ranks:
             raise IndexError(f"rank {rank_idx} is not in [0, {self.num_ranks})")
-        return _ThreadRank(self, rank_idx)
+        return self._members[rank_idx]
 
     def exchange(self, rank_idx: int, item: Any) -> list[Any]:
         """Every thread's `item`, in rank order. Called by every rank's thread."""

@@ -157,6 +157,14 @@ class ScaledBufferTransform(ReshardTransform):
         if missing:
             raise RuntimeError(f"elements of quantised parameters did not arrive: {missing[:8]}")
 
+    def tensors_written(self) -> list[torch.Tensor]:
+        """Data and scale factors of every buffer."""
+        return [
+            tensor
+            for buffer in self.persistent_buffers.values()
+            for tensor in (buffer.data, buffer.scale)
+        ]
+
     def _key(self, param_name: str) -> str:
         key = param_name.removeprefix(self.buffer_key_prefix)
         if key not in self.persistent_buffers:

@@ -53,6 +53,10 @@ class ReshardTransform:
         """Called after the last piece of a refit; raises where a destination is incomplete."""
         return
 
+    def tensors_written(self) -> list[torch.Tensor]:
+        """What `finalize_recv` writes. A plan moves none of these under names of their own."""
+        return []
+
     def prepare_send_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor]:
         """`prepare_send` for one transfer; `src_param` is the whole tensor in its own shape."""
         viewed = src_param if op.my_view is None else src_param.view(op.my_view)

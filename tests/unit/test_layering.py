@@ -94,7 +94,12 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.buffer"},
     {"moe_comm.backends"},
     {"moe_comm.resharding"},
-    {"moe_comm.resharding.refit"},
+    {
+        "moe_comm.resharding.mxfp8_weights",
+        "moe_comm.resharding.plan_cache",
+        "moe_comm.resharding.refit",
+        "moe_comm.resharding.refit_models",
+    },
     {
         "moe_comm.resharding.execution",
         "moe_comm.resharding.repeated_refits",
@@ -126,6 +131,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.resharding.number_formats",
         "moe_comm.resharding.parallelism",
         "moe_comm.resharding.plan",
+        "moe_comm.resharding.refit_group",
         "moe_comm.resharding.stale",
         "moe_comm.resharding.scaled_buffers",
         "moe_comm.resharding.transform_protocol",

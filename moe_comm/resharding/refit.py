@@ -1,0 +1,494 @@
+"""Weights of one model into another, as often as the source is trained: plans and services are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap
+from moe_comm.resharding import stale
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.execution import execute_reshard_plan
+from moe_comm.resharding.metadata import ParameterMetadata
+from moe_comm.resharding.mxfp8_weights import mxfp8_backend_of
+from moe_comm.resharding.plan import ReshardPlan
+from moe_comm.resharding.plan_cache import (
+    CachedPlan,
+    Contents,
+    PlanCache,
+    PlanCacheKey,
+    build_plan_cache_key,
+)
+from moe_comm.resharding.planner import build_local_reshard_plan
+from moe_comm.resharding.refit_group import Agreement, RefitGroup, agree, identity_of
+from moe_comm.resharding.refit_models import (
+    Model,
+    Models,
+    _harmonize_buffer_dtypes,
+    _needs_mxfp8_conversion,
+    _setup_mxfp8_transform_on_plan,
+    config_of,
+    planned_destinations,
+    unwrap_models,
+)
+from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
+from moe_comm.resharding.verification import verify_refit
+
+__all__ = [
+    "RefitBackendName",
+    "Verify",
+    "_PlanCacheKey",
+    "_harmonize_buffer_dtypes",
+    "_needs_mxfp8_conversion",
+    "_setup_mxfp8_transform_on_plan",
+    "clear_all_caches",
+    "clear_plan_cache",
+    "clear_service_cache",
+    "get_or_create_service",
+    "prepare_swap_model_weights",
+    "reshard_model_weights",
+    "swap_model_weights",
+]
+
+RefitBackendName = Literal["gloo", "nccl", "nvshmem", "symmetric"]
+
+Verify = Literal["plan", "checksum"] | None
+"""None; "plan": a plan is verified when it is made; "checksum": and every refit after it ran."""
+
+Group = dist.ProcessGroup | Bootstrap | None
+
+_PlanCacheKey = PlanCacheKey
+
+_SERVICES: dict[str, Callable[[Any], CopyService]] = {
+    "gloo": GlooCopyService,
+    "nccl": NCCLCopyService,
+    "nvshmem": NVSHMEMCopyService,
+    "symmetric": SymmetricCopyService,
+}
+_VERIFY = (None, "plan", "checksum")
+
+_service_cache: dict[tuple[str, int], CopyService] = {}
+_plan_cache = PlanCache()
+_lock = threading.Lock()
+
+
+# ------------------------------------------------------------------------------------------------
+# Services.
+
+
+def get_or_create_service(backend: RefitBackendName, group: Group = None) -> CopyService:
+    """The copy service of a backend for a group; one per process for each.
+
+    Collective over the group where it makes one.
+
+    Args:
+        backend: "symmetric" (the shared heap of one machine), "gloo", "nccl" or "nvshmem".
+        group: A process group; None for the default group; for "symmetric" also a `Bootstrap`.
+
+    Raises:
+        ValueError: There is no such backend, or it cannot serve this group.
+    """
+    return _get_or_create(backend, RefitGroup(group), is_new=False)
+
+
+def clear_service_cache() -> None:
+    """Close and forget all services of this process."""
+    with _lock:
+        services = list(_service_cache.values())
+        _service_cache.clear()
+    for service in services:
+        service.close()
+
+
+def clear_plan_cache() -> None:
+    """Forget all plans of this process."""
+    _plan_cache.clear()
+
+
+def clear_all_caches() -> None:
+    """Forget all services and plans of this process."""
+    clear_service_cache()
+    clear_plan_cache()
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in _SERVICES:
+        unknown = "needs a library that this package does not drive" if backend == "nixl" else ""
+        what = f"backend 'nixl' {unknown}" if unknown else f"Unknown backend {backend!r}"
+        raise ValueError(f"{what}; there are {', '.join(sorted(_SERVICES))}")
+
+
+def _get_or_create(backend: str, group: RefitGroup, *, is_new: bool) -> CopyService:
+    _check_backend(backend)
+    if backend in ("gloo", "nccl") and not isinstance(group.handle, dist.ProcessGroup | None):
+        raise ValueError(
+            f"{backend} needs a torch.distributed process group, got {type(group.handle).__name__}"
+        )
+    key = backend, identity_of(group.key)
+    service = _service_cache.get(key)
+    if service is not None and is_new:
+        # Another rank has forgotten its part.
+        _service_cache.pop(key, None)
+        service.close()
+        service = None
+    if service is None:
+        service = _SERVICES[backend](group.handle)
+        _service_cache[key] = service
+    return service
+
+
+# ------------------------------------------------------------------------------------------------
+# A refit.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What all ranks must ask for alike."""
+
+    call: str
+    service: str
+    verify: Verify
+    is_strict: bool
+    num_dst_pools: int
+    pool_index: int
+
+
+class _Pass:
+    """One collective pass of a refit on this rank: from one source to one pool of targets."""
+
+    def __init__(
+        self,
+        src_model: Model,
+        target_model: Model,
+        group: Group,
+        rank_offsets: tuple[int, int],
+        transform: Any,
+        options: _Options,
+        service: CopyService | str | None,
+        problem: Exception | None,
+    ) -> None:
+        self.options = options
+        self.rank_offsets = rank_offsets
+        self.service = service
+        self.problem = problem
+        self.models = Models(None, None, None)
+        self.transform: ReshardTransform | None = None
+        self.target_model = target_model
+        self.group = RefitGroup(group, None if isinstance(service, str) else service)
+        try:
+            self._read(src_model, target_model, transform)
+        except Exception as error:  # noqa: BLE001 # raised on every rank, by `agree`
+            self.problem = self.problem or error
+        self.key = build_plan_cache_key(
+            self.models.source,
+            self.models.target,
+            self.models.num_experts,
+            self.group,
+            *rank_offsets,
+            options.pool_index,
+        )
+
+    def _read(self, src_model: Model, target_model: Model, transform: Any) -> None:
+        if self.options.verify not in _VERIFY:
+            raise ValueError(f"verify must be one of {_VERIFY}, got {self.options.verify!r}")
+        self.models = unwrap_models(src_model, target_model)
+        self.transform = None if transform is None else as_reshard_transform(transform)
+        if not isinstance(self.service, str):
+            self.group.check(self.service)
+        if self.options.call == "prepare" and _needs_mxfp8_conversion(target_model):
+            mxfp8_backend_of(config_of(target_model))
+        source = self.models.source
+        if source is not None and (reason := stale.stale_reason(source)) is not None:
+            raise ValueError(f"the source model is stale and must not be read: {reason}")
+
+    def agree(self) -> Agreement:
+        """Tell the other ranks, hear from them; find the plan if there is one."""
+        is_named = isinstance(self.service, str)
+        known = (self.service, identity_of(self.group.key))
+        return agree(
+            self.group,
+            problem=self.problem,
+            options=str(self.options),
+            has_service=not is_named or known in _service_cache,
+            plan_ids=() if self.problem is not None else self._fitting_plans(),
+            nonce=secrets.randbits(64),
+        )
+
+    def _fitting_plans(self) -> list[int]:
+        """Plans that were made for what the models hold now."""
+        found = _plan_cache.get(self.key)
+        if not found:
+            return []
+        source, target = Contents(self.models.source), Contents(self.models.target)
+        return [
+            cached.plan_id
+            for cached in found
+            if cached.source.is_same(source, None)
+            and cached.target.is_same(target, self.transform or cached.plan.transform)
+        ]
+
+    def plan(self, agreement: Agreement) -> ReshardPlan:
+        """The plan, made by all ranks together unless all have it."""
+        found = _plan_cache.get(self.key)
+        for cached in found:
+            if cached.plan_id == agreement.plan_id:
+                _plan_cache.put(self.key, cached)
+                return cached.plan
+        # What a transform has taken out of the target is planned as it was the last time.
+        old = next(iter(found), None)
+        known = {} if old is None else old.destinations
+        transform = self.transform or (None if old is None else old.plan.transform)
+        planned: dict[str, ParameterMetadata] = {}
+
+        def adjust(metas: list[ParameterMetadata]) -> list[ParameterMetadata]:
+            chosen = planned_destinations(self.models.target, metas, known, transform)
+            planned.update((meta.name, meta) for meta in chosen)
+            return chosen
+
+        plan = build_local_reshard_plan(
+            self.models.source,
+            self.models.target,
+            num_experts=self.models.num_experts,
+            group=self.group.handle,
+            src_rank_offset=self.rank_offsets[0],
+            dst_rank_offset=self.rank_offsets[1],
+            strict=self.options.is_strict,
+            verify=self.options.verify is not None,
+            adjust_destination=adjust,
+        )
+        if old is not None:
+            plan.transform = old.plan.transform
+        self.keep(plan, agreement.new_plan_id, planned)
+        return plan
+
+    def keep(self, plan: ReshardPlan, plan_id: int, planned: dict[str, ParameterMetadata]) -> None:
+        """Remember a plan, for what the models hold now."""
+        _harmonize_buffer_dtypes(plan, self.models.source, self.models.target, self.group.handle)
+        contents = Contents(self.models.source), Contents(self.models.target)
+        owners = (self.models.source, self.models.target, self.group.key)
+        _plan_cache.put(self.key, CachedPlan(plan, plan_id, *contents, planned), owners)
+
+    def prepare(self) -> None:
+        """Make the plan, and convert a target that asks for it."""
+        agreement = self.agree()
+        plan = self.plan(agreement)
+        if self.transform is None:
+            _setup_mxfp8_transform_on_plan(plan, self.target_model)
+        # The target may have been converted just now.
+        _plan_cache.get(self.key)[0].target = Contents(self.models.target)
+
+    def run(self) -> None:
+        """Move the weights."""
+        agreement = self.agree()
+        service = self.service
+        if isinstance(service, str):
+            service = _get_or_create(service, self.group, is_new=not agreement.has_service)
+        assert isinstance(service, CopyService)
+        plan = self.plan(agreement)
+        source, target = self.models.source, self.models.target
+        transform = self.transform or plan.transform
+        execute_reshard_plan(
+            plan,
+            source,
+            target,
+            service,
+            group=self.group.handle,
+            transform=transform,
+            strict=self.options.is_strict,
+        )
+        if self.options.verify == "checksum":
+            verify_refit(plan, source, target, self.group.handle, transform=transform)
+
+
+def prepare_swap_model_weights(
+    src_model: Model,
+    target_model: Model,
+    group: Group = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    *,
+    transform: Any = None,
+    num_dst_pools: int = 1,
+    dst_pool_index: int = 0,
+    verify: Verify = "plan",
+    strict: bool = True,
+) -> None:
+    """Make the plans of later `swap_model_weights` calls. Collective.
+
+    Called while both models hold ordinary weights. A target whose config asks for MXFP8 inference
+    (`transformer_impl` "inference_optimized", `fp8_recipe` "mxfp8") is converted; later refits
+    quantise into the same memory. A caller that converts its target by itself does so after this.
+
+    Args:
+        src_model: See `swap_model_weights`, like the others.
+        target_model: See there.
+        group: See there.
+        src_rank_offset: See there.
+        dst_rank_offset: See there.
+        transform: See there.
+        num_dst_pools: See there.
+        dst_pool_index: See there.
+        verify: See there.
+        strict: See there.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: As `swap_model_weights`.
+    """
+    for pool_index in range(max(num_dst_pools, 1)):
+        _Pass(
+            src_model,
+            target_model if pool_index == dst_pool_index else None,
+            group,
+            (src_rank_offset, dst_rank_offset),
+            transform,
+            _Options("prepare", "", verify, strict, num_dst_pools, pool_index),
+            None,
+            _problem_with_pools(num_dst_pools, dst_pool_index),
+        ).prepare()
+
+
+def swap_model_weights(
+    src_model: Model,
+    target_model: Model,
+    refit_method: RefitBackendName | CopyService,
+    group: Group = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    transform: Any = None,
+    num_dst_pools: int = 1,
+    dst_pool_index: int = 0,
+    *,
+    verify: Verify = "plan",
+    strict: bool = True,
+) -> None:
+    """Copy the weights of `src_model` into `target_model`, however each is cut. Collective.
+
+    Plans and services are kept: the next call with the same models moves data and little else. Ranks
+    agree on whether they have them, so that all plan anew when a parameter of one changed.
+
+    Models are `torch.nn.Module`s with `pg_collection` (see `parallelism.ProcessGroups`) or of
+    DTensors, alone or in a list of one. A rank may have both, one, or none: then it takes part and
+    moves nothing.
+
+    Args:
+        src_model: What this rank holds of the source, or None.
+        target_model: What this rank holds of the target, or None. Written in place.
+        refit_method: "symmetric", "gloo", "nccl", "nvshmem", or a `CopyService`.
+        group: The ranks; a process group, a `Bootstrap`, or None for those of the service, and
+            without one for the default group.
+        src_rank_offset: Added to the ranks of the source's groups, where sources and targets are
+            worlds of their own joined by `group`.
+        dst_rank_offset: Added to the ranks of the target's groups.
+        transform: A `ReshardTransform`, or an object with its methods; None for that of
+            `prepare_swap_model_weights`, if any.
+        num_dst_pools: Groups of ranks that each hold a whole target. They are written one after the
+            other.
+        dst_pool_index: Of these, the one that this rank's target belongs to.
+        verify: "plan": a plan is verified when it is made. "checksum": and what each refit moved is
+            compared at both ends. None: neither.
+        strict: A source parameter without a destination is an error. (A destination without a source
+            always is.)
+
+    Raises:
+        TypeError: `refit_method` is neither a name nor a service, or a model is no module.
+        ValueError: An argument is wrong on some rank, ranks ask for different things, the source is
+            stale, or no plan can be made; on every rank, before anything moves.
+        RuntimeError: A model has no `pg_collection`, on every rank; or an error of the service.
+        CommunicationError: A peer is gone or did not come.
+    """
+    problem = _problem_with_pools(num_dst_pools, dst_pool_index)
+    service: Any = refit_method
+    if isinstance(service, str):
+        try:
+            _check_backend(service)
+        except ValueError as error:
+            problem = error
+    elif not isinstance(service, CopyService):
+        problem = TypeError(
+            "refit_method must be a backend name or a CopyService instance, got "
+            f"{type(refit_method).__name__}"
+        )
+        service = None
+    for pool_index in range(max(num_dst_pools, 1)):
+        _Pass(
+            src_model,
+            target_model if pool_index == dst_pool_index else None,
+            group,
+            (src_rank_offset, dst_rank_offset),
+            transform,
+            _Options("swap", _kind_of(service), verify, strict, num_dst_pools, pool_index),
+            service,
+            problem,
+        ).run()
+
+
+def reshard_model_weights(
+    src_model: Model,
+    target_model: Model,
+    service: CopyService,
+    group: Group = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    transform: Any = None,
+    pool_index: int = 0,
+    *,
+    verify: Verify = "plan",
+    strict: bool = True,
+) -> None:
+    """One pass of `swap_model_weights`, over a service that is there. Collective.
+
+    Args:
+        src_model: See `swap_model_weights`, like the others.
+        target_model: None on ranks whose target is of another pool.
+        service: The transport.
+        group: See there.
+        src_rank_offset: See there.
+        dst_rank_offset: See there.
+        transform: See there.
+        pool_index: Which pool this pass writes.
+        verify: See there.
+        strict: See there.
+
+    Raises:
+        ValueError, RuntimeError, TypeError, CommunicationError: As `swap_model_weights`.
+    """
+    given: Any = service
+    problem: Exception | None = None
+    if not isinstance(given, CopyService):
+        problem = TypeError(f"service must be a CopyService, got {type(given).__name__}")
+        given = None
+    _Pass(
+        src_model,
+        target_model,
+        group,
+        (src_rank_offset, dst_rank_offset),
+        transform,
+        _Options("reshard", _kind_of(given), verify, strict, 1, pool_index),
+        given,
+        problem,
+    ).run()
+
+
+def _kind_of(service: CopyService | str | None) -> str:
+    """The same word for a service and for its name: both ends must move by the same means."""
+    for name, kind in _SERVICES.items():
+        if service == name or (isinstance(kind, type) and isinstance(service, kind)):
+            return name
+    return "" if service is None else "other"
+
+
+def _problem_with_pools(num_dst_pools: int, dst_pool_index: int) -> Exception | None:
+    if num_dst_pools < 1:
+        return ValueError(f"num_dst_pools must be >= 1, got {num_dst_pools}")
+    if not 0 <= dst_pool_index < num_dst_pools:
+        return ValueError(f"dst_pool_index must be in [0, {num_dst_pools}), got {dst_pool_index}")
+    return None

@@ -1,0 +1,227 @@
+"""The ranks of a refit, and the few bytes that they exchange before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.communicator import Communicator
+from moe_comm.errors import CommunicationError
+
+__all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "agree", "identity_of"]
+
+# What a rank says about what is wrong with it is cut here.
+_TEXT_BYTES = 4096
+MAX_PLANS = 4
+"""Plans between the same models and ranks, as one rank sees them, that can be told apart."""
+
+_ROW = struct.Struct(f"<?Q?Q{MAX_PLANS}Q")
+
+_identities: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next_identity = itertools.count(1)
+_lock = threading.Lock()
+
+
+def identity_of(thing: Any) -> int:
+    """A number that no other object of this process has or will have; 0 for None."""
+    if thing is None:
+        return 0
+    with _lock:
+        found = _identities.get(thing)
+        if found is None:
+            found = _identities[thing] = next(_next_identity)
+        return found
+
+
+class RefitGroup:
+    """The ranks that take part in a refit.
+
+    Args:
+        group: A process group, a `Bootstrap`, or None for the ranks of `service`, and without one
+            for the default group.
+        service: A copy service, or None.
+
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | Bootstrap | None, service: object | None = None
+    ) -> None:
+        if group is None and service is not None:
+            # Who the ranks of a service are, if they are no process group.
+            ranks = getattr(service, "communicator", None) or getattr(service, "ranks", None)
+            group = getattr(service, "group", None) if ranks is None else ranks
+        if group is None and dist.is_available() and dist.is_initialized():
+            # The object, by which the group is told from a default group that is made later.
+            self.key: Any = dist.group.WORLD
+        else:
+            self.key = group
+        self.handle: dist.ProcessGroup | Bootstrap | None
+        """What planning and barriers take as their group."""
+        if isinstance(group, Communicator):
+            self.rank_idx, self.num_ranks = group.rank_idx, group.num_ranks
+            self.handle = group.group or group.bootstrap
+            self._exchange: Callable[[bytes], list[bytes]] = group.all_gather
+        elif isinstance(self.key, dist.ProcessGroup):
+            self.rank_idx, self.num_ranks = self.key.rank(), self.key.size()
+            self.handle = group
+            self._exchange = _exchange_of(self.key)
+        else:
+            bootstrap = bootstrap_for(group)
+            self.rank_idx, self.num_ranks = bootstrap.rank_idx, bootstrap.num_ranks
+            self.handle = group
+            self._exchange = bootstrap.all_gather
+
+    def check(self, service: object) -> None:
+        """Raise ValueError where a copy service has other ranks."""
+        rank, size = getattr(service, "rank", None), getattr(service, "world_size", None)
+        if isinstance(rank, int) and isinstance(size, int) and (rank, size) != self.place:
+            raise ValueError(
+                f"the copy service is of rank {rank} of {size}, the group of rank "
+                f"{self.rank_idx} of {self.num_ranks}"
+            )
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        return self.rank_idx, self.num_ranks
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, all of one length, in rank order. Collective.
+
+        Raises:
+            CommunicationError: A peer is gone.
+        """
+        try:
+            return self._exchange(payload)
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            text = str(error).split("\n", 1)[0]
+            raise CommunicationError(
+                f"the ranks of a refit could not agree to begin: {text}",
+                operation="refit",
+                phase="rows",
+            ) from error
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, cut where it is long, in rank order. Collective."""
+        encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        return [item.rstrip(b"\0").decode(errors="ignore") for item in self.all_gather(encoded)]
+
+
+def _exchange_of(group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
+    """An all-gather of bytes by the methods of a group, which the default group need not know."""
+    device = torch.device("cpu")
+    if device not in group._device_types:
+        device = torch.device("cuda", torch.cuda.current_device())
+
+    def exchange(payload: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        gathered = torch.empty(group.size(), len(payload), dtype=torch.uint8, device=device)
+        group.allgather([list(gathered)], [mine]).wait()
+        return [row.numpy().tobytes() for row in gathered.cpu()]
+
+    return exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What all ranks know of each other before a refit.
+
+    Args:
+        has_service: Whether every rank has the copy service already.
+        plan_id: Of the plan that every rank has already, 0 if there is none.
+        new_plan_id: Of the plan that they build where they have none; equal on all ranks.
+    """
+
+    has_service: bool
+    plan_id: int
+    new_plan_id: int
+
+
+def agree(
+    group: RefitGroup,
+    *,
+    problem: Exception | None,
+    options: str,
+    has_service: bool,
+    plan_ids: Sequence[int],
+    nonce: int,
+) -> Agreement:
+    """Tell each other what every rank has and wants. Collective.
+
+    Args:
+        group: The ranks.
+        problem: What is wrong with this rank's input, or None.
+        options: What all ranks must have asked for alike.
+        has_service: Whether this rank has the copy service.
+        plan_ids: Of the plans that this rank has, at most `MAX_PLANS`, none of them 0.
+        nonce: Random, below 2^64.
+
+    Raises:
+        ValueError: Ranks asked for different things; on all of them.
+        Exception: `problem` where it is; on other ranks one of the same type, or a ValueError, that
+            names the rank.
+    """
+    wish = _hash_of(options)
+    offered = (*plan_ids, *([0] * MAX_PLANS))[:MAX_PLANS]
+    row = _ROW.pack(problem is not None, wish, has_service, nonce, *offered)
+    gathered = group.all_gather(row)
+    failed = [rank_idx for rank_idx, item in enumerate(gathered) if not item]
+    if failed:
+        raise CommunicationError(
+            f"ranks {failed} of the refit have failed", ranks=failed, operation="refit"
+        )
+    rows = [_ROW.unpack(item) for item in gathered]
+    if any(is_bad for is_bad, *_ in rows):
+        text = "" if problem is None else f"{type(problem).__name__}\n{problem}"
+        _raise_problems(group.all_gather_text(text), problem)
+    if len({wish for _, wish, *_ in rows}) > 1:
+        texts = group.all_gather_text(options)
+        wishes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise ValueError(f"ranks ask for different refits: {wishes}")
+    shared = set.intersection(*(set(ids) for _, _, _, _, *ids in rows)) - {0}
+    new_plan_id = 0
+    for _, _, _, other_nonce, *_ in rows:
+        new_plan_id ^= other_nonce
+    return Agreement(
+        has_service=all(has for _, _, has, *_ in rows),
+        # Any of them fits, the choice must only be the same everywhere.
+        plan_id=min(shared, default=0),
+        # 0 means that there is none.
+        new_plan_id=new_plan_id or 1,
+    )
+
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (KeyError, RuntimeError, TypeError, ValueError)
+}
+
+
+def _raise_problems(texts: Sequence[str], own: Exception | None) -> None:
+    """Raise this rank's problem, or say whose it is."""
+    if own is not None:
+        raise own
+    lines = []
+    kinds = []
+    for rank_idx, text in enumerate(texts):
+        kind, _, message = text.partition("\n")
+        if text:
+            kinds.append(_KINDS.get(kind, ValueError))
+            lines.append(f"rank {rank_idx}: {message}")
+    raise kinds[0]("; ".join(lines))
+
+
+def _hash_of(text: str) -> int:
+    """Equal on all ranks, unlike `hash`."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
