@@ -17,6 +17,7 @@ from moe_comm.cli.bench.environment import collect_environment
 from moe_comm.cli.bench.report import header_line, result_table, wide_console, write_plot
 from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
+from moe_comm.cli.bench_reshard_command import bench_reshard
 from moe_comm.cli.options import (
     DtypeName,
     LayoutName,
@@ -51,6 +52,9 @@ class ApiName(str, enum.Enum):
 @bench_app.callback()
 def bench() -> None:
     """Check an operation, then time it against what the machine can do."""
+
+
+bench_app.command("reshard")(bench_reshard)
 
 
 @bench_app.command("dispatch-combine")

@@ -1,12 +1,15 @@
-"""Resident memory of windows, as the kernel counts it."""
+"""Resident memory, as the kernel counts it."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from pathlib import Path
 
-__all__ = ["WindowMemory", "parse_smaps", "total_bytes", "window_memory"]
+from moe_comm.communicator import Communicator
+
+__all__ = ["PeakMemory", "WindowMemory", "parse_smaps", "total_bytes", "window_memory"]
 
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ \S+ (?P<inode>\d+)\s*(?P<name>.*)$")
 
@@ -66,3 +69,61 @@ def total_bytes(per_rank: list[WindowMemory]) -> int:
         for inode, num_bytes in memory.resident_bytes.items():
             segments[inode] = max(segments.get(inode, 0), num_bytes)
     return sum(segments.values())
+
+
+class PeakMemory:
+    """Bytes that a block of code took besides what was there, at its peak; a context manager.
+
+    Args:
+        communicator: Whose heap is looked at.
+
+    Attributes:
+        heap_bytes: Of this rank's heap.
+        private_bytes: Of this process, without shared memory: pages of a heap that were touched for
+            the first time, this rank's or a peer's, do not count.
+    """
+
+    heap_bytes = 0
+    private_bytes = 0
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> PeakMemory:
+        # From here on the kernel keeps a new highest mark.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self._before = _status_bytes()
+        self._heap_before = self._heap()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        after, heap = _status_bytes(), self._heap()
+        shared = max(0, after["RssShmem"] - self._before["RssShmem"])
+        self.private_bytes = max(0, after["VmHWM"] - self._before["VmRSS"] - shared)
+        live, peak = self._heap_before
+        # The heap's own mark is of its whole life: where it has not moved, this took no more.
+        highest = heap[1] if heap[1] > peak else max(live, heap[0])
+        self.heap_bytes = max(0, highest - live)
+
+    def _heap(self) -> tuple[int, int]:
+        if self._communicator.native is None:
+            return 0, 0
+        stats = self._communicator.heap_stats()
+        return stats.live_bytes, stats.peak_live_bytes
+
+
+def _status_bytes() -> dict[str, int]:
+    """Memory lines of `/proc/self/status`."""
+    found = {}
+    for line in (
+        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    ):
+        key, _, value = line.partition(":")
+        if value.endswith("kB"):
+            found[key] = int(value.split()[0]) * 1024
+    return found

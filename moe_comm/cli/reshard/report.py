@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from moe_comm.cli.reshard.shapes import describe
 from moe_comm.cli.reshard.traffic import GB, Links, Traffic, predict, schedule_steps
 from moe_comm.cli.reshard.world import PlanningCase
 
@@ -20,13 +21,9 @@ NUM_LARGEST_PAIRS = 8
 
 def shape_title(case: PlanningCase) -> str:
     """Model and layouts on one line."""
-    shape = case.shape
     sides = [f"{layout} on {layout.num_ranks} ranks" for layout in (case.source, case.destination)]
     where = "disjoint" if case.is_disjoint else "collocated"
-    return (
-        f"{shape.num_layers} layers, hidden {shape.hidden}, {shape.num_experts} experts of "
-        f"{shape.expert_ffn}: {sides[0]} to {sides[1]}, {where}"
-    )
+    return f"{describe(case.shape)}: {sides[0]} to {sides[1]}, {where}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import dataclasses
 import enum
 from typing import Any
 
-from moe_comm.resharding.model_shapes import MoEShape
+from moe_comm.resharding.model_shapes import MoEShape, TensorList
 from moe_comm.resharding.published_shapes import PUBLISHED_SHAPES
 
-__all__ = ["ModelName", "shape_from_options"]
+__all__ = ["ModelName", "describe", "shape_from_options"]
 
 
 class ModelName(str, enum.Enum):
@@ -34,3 +34,13 @@ def shape_from_options(model: ModelName, **sizes: int | bool | None) -> MoEShape
     """
     given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     return dataclasses.replace(PUBLISHED_SHAPES[model.value], **given)
+
+
+def describe(shape: MoEShape | TensorList) -> str:
+    """Sizes in a few words."""
+    if isinstance(shape, TensorList):
+        return f"{shape.num_tensors} tensors of {shape.size} elements"
+    return (
+        f"{shape.num_layers} layers, hidden {shape.hidden}, {shape.num_experts} experts of "
+        f"{shape.expert_ffn}"
+    )

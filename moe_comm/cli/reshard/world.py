@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.model_shapes import MoEShape, roster
+from moe_comm.resharding.model_shapes import MoEShape, TensorList, roster
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.planner import build_plan_from_encoded_rosters
@@ -22,7 +22,7 @@ class PlanningCase:
     """A model and where its weights are to go.
 
     Args:
-        shape: The model.
+        shape: The model, or a list of tensors.
         source: Layout of the ranks 0, 1, ... that hold it.
         destination: Layout of the ranks that take it.
         is_disjoint: The destination's ranks come after the source's; otherwise they begin at 0 too.
@@ -30,7 +30,7 @@ class PlanningCase:
         destination_dtype: Of the destination's.
     """
 
-    shape: MoEShape
+    shape: MoEShape | TensorList
     source: Parallelism
     destination: Parallelism
     is_disjoint: bool = False

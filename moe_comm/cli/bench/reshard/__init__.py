@@ -1,0 +1,1 @@
+"""The benchmark of weights that move between two layouts."""

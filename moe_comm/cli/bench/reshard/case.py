@@ -1,0 +1,117 @@
+"""What is moved: a model or a list of tensors, between two layouts, and where it is to land."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from moe_comm.cli.reshard.world import PlanningCase
+from moe_comm.resharding.model_shapes import MoEShape
+
+__all__ = ["MEMORIES", "TRANSPORTS", "ReshardCase", "dtype_name", "shape_of_bytes"]
+
+MEMORIES = ("heap", "outside")
+TRANSPORTS = ("symmetric", "gloo", "nvshmem")
+
+NUM_LAYERS = 4
+NUM_EXPERTS = 16
+EXPERT_FFN_STEP = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReshardCase:
+    """One configuration; every process holds an equal copy.
+
+    Args:
+        layouts: Model, source and destination.
+        memory: Of `MEMORIES`: destinations lie in the symmetric heap, or where torch puts them.
+        transport: Of `TRANSPORTS`: what is measured.
+        seed: Of the weights.
+    """
+
+    layouts: PlanningCase
+    memory: str = "heap"
+    transport: str = "symmetric"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("memory", MEMORIES), ("transport", TRANSPORTS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return self.layouts.num_ranks
+
+    def num_elements(self) -> int:
+        """Elements written, over all destination ranks."""
+        return sum(
+            math.prod(meta.shape)
+            for _, destination in self.layouts.gathered()
+            for meta in destination
+        )
+
+    def num_bytes(self) -> int:
+        """Read and written: every destination element once on each side, in the sides' dtypes.
+
+        Persistent buffers, a few float32 numbers, are counted like parameters.
+        """
+        sizes = (self.layouts.source_dtype.itemsize, self.layouts.destination_dtype.itemsize)
+        return self.num_elements() * sum(sizes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON writes it."""
+        layouts = self.layouts
+        return {
+            "transport": self.transport,
+            "destination": self.memory,
+            "ranks": self.num_ranks,
+            "from": str(layouts.source),
+            "to": str(layouts.destination),
+            "source_ranks": layouts.source.num_ranks,
+            "destination_ranks": layouts.destination.num_ranks,
+            "disjoint": layouts.is_disjoint,
+            "dtype": dtype_name(layouts.source_dtype),
+            "destination_dtype": dtype_name(layouts.destination_dtype),
+            "shape": dataclasses.asdict(layouts.shape),
+            "model_bytes": layouts.shape.num_bytes(layouts.source_dtype),
+            "seed": self.seed,
+        }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shape_of_bytes(num_bytes: int, dtype: torch.dtype) -> MoEShape:
+    """A model of 4 layers with 16 experts and about so many bytes, never more.
+
+    Raises:
+        ValueError: No such model is that small.
+    """
+    for hidden in (2048, 1024, 512, 256, 128):
+
+        def make(expert_ffn: int, hidden: int = hidden) -> MoEShape:
+            return MoEShape(
+                num_layers=NUM_LAYERS,
+                hidden=hidden,
+                num_heads=16,
+                num_query_groups=8,
+                num_experts=NUM_EXPERTS,
+                expert_ffn=expert_ffn,
+                vocab=4 * hidden,
+            )
+
+        smallest = make(EXPERT_FFN_STEP).num_bytes(dtype)
+        if smallest > num_bytes:
+            continue
+        step_bytes = make(2 * EXPERT_FFN_STEP).num_bytes(dtype) - smallest
+        return make(EXPERT_FFN_STEP * (1 + (num_bytes - smallest) // step_bytes))
+    raise ValueError(f"a model of these kinds has at least {smallest} bytes, got {num_bytes}")

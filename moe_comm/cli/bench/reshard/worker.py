@@ -1,0 +1,259 @@
+"""One rank of the benchmark: builds its parts of both models, checks, times and measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
+from moe_comm.cli.bench.memory import PeakMemory
+from moe_comm.cli.bench.reshard.case import ReshardCase
+from moe_comm.cli.bench.statistics import Interval
+from moe_comm.cli.bench.worker import Sample
+from moe_comm.communicator import Communicator
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.heap_parameters import place_in_heap
+from moe_comm.resharding.model_shapes import ShapedModel, build_module, fill, find_differences
+from moe_comm.resharding.module_tensors import named_refit_tensors
+from moe_comm.resharding.refit import clear_all_caches, swap_model_weights
+
+__all__ = ["RefitSample", "ReshardLaunch", "ReshardWorker"]
+
+LINE_BYTES = 64
+# Larger than any cache: what lies there is not there any more when it is read again.
+MAX_SCRATCH_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReshardLaunch:
+    """What the ranks of one run share.
+
+    Args:
+        case: The case.
+        num_threads: Of the communicator; None for its own choice.
+        with_huge_pages: Of the communicator.
+        is_pinned: Every rank is bound to one core.
+    """
+
+    case: ReshardCase
+    num_threads: int | None = None
+    with_huge_pages: bool = True
+    is_pinned: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RefitSample(Sample):
+    """One refit on one rank.
+
+    Args:
+        copy_ns: Time that the transport spent copying; None where it does not say.
+    """
+
+    copy_ns: int | None = None
+
+
+class ReshardWorker:
+    """One rank; every method is called on all ranks in the same order.
+
+    Args:
+        launch: The run.
+        folder: Files for rendezvous and barrier.
+        rank_idx: This rank.
+    """
+
+    def __init__(self, launch: ReshardLaunch, folder: Path, rank_idx: int) -> None:
+        torch.set_num_threads(1)
+        if launch.is_pinned:
+            bind_to_core(rank_idx)
+        case = self.case = launch.case
+        self.rank_idx = rank_idx
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'rendezvous'}",
+            rank=rank_idx,
+            world_size=case.num_ranks,
+        )
+        self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
+        self.communicator = Communicator(
+            num_threads=launch.num_threads, with_huge_pages=launch.with_huge_pages
+        )
+        self.services: dict[str, CopyService] = {}
+        self.roof: tuple[Any, Any] | None = None
+        self.source = self._build_source()
+        self.target = self._build_target()
+
+    def check(self, transport: str) -> tuple[str | None, dict[str, int]]:
+        """Refit into poisoned weights, twice, and compare every element with what it must be.
+
+        Returns:
+            None or what is wrong; and the bytes each refit took besides both models at its peak:
+            `heap` in this rank's heap, `private` in its other memory; of the second refit with
+            prefix `second_`.
+        """
+        problems: list[str] = []
+        memory: dict[str, int] = {}
+        # The second refit runs what the first one prepared.
+        for prefix in ("", "second_"):
+            if self.target is not None:
+                _poison(self.target)
+            gc.collect()
+            self.barrier.wait()
+            with PeakMemory(self.communicator) as peak:
+                self._refit(transport)
+            memory[f"{prefix}heap"] = peak.heap_bytes
+            memory[f"{prefix}private"] = peak.private_bytes
+            if self.target is not None:
+                found = find_differences(self.target, self.case.seed)
+                problems += [f"rank {self.rank_idx}: {text}" for text in found]
+        return (problems[0] if problems else None), memory
+
+    def prepare_roof(self) -> bool:
+        """Make what the roof copies between; returns whether there is a roof here."""
+        try:
+            from moe_comm import _host  # noqa: F401 - without it there is no roof
+        except ImportError:
+            return False
+        num_bytes = min(self._share_bytes(), MAX_SCRATCH_BYTES) // LINE_BYTES * LINE_BYTES
+        if num_bytes == 0:
+            return False
+        # Memory of the operation's own kinds, with data as random as weights are.
+        src = torch.empty(num_bytes, dtype=torch.uint8)
+        words = src.view(torch.int16)
+        draw = torch.Generator().manual_seed(self.rank_idx)
+        for first in range(0, words.numel(), 1 << 22):
+            block = words[first : first + (1 << 22)]
+            block.copy_(torch.randint(-(1 << 15), 1 << 15, block.shape, generator=draw))
+        if self.case.memory == "heap":
+            dst = self.communicator.empty(num_bytes, dtype=torch.uint8)
+        else:
+            dst = torch.empty(num_bytes, dtype=torch.uint8)
+        dst.fill_(1)
+        self.roof = (src.numpy(), dst.numpy())
+        return True
+
+    def release_roof(self) -> None:
+        """Give the memory of the roof back."""
+        self.roof = None
+
+    def roof_bytes(self) -> int:
+        """Bytes that the roof reads and writes on this rank."""
+        return 0 if self.roof is None else 2 * (self._share_bytes() // LINE_BYTES * LINE_BYTES)
+
+    def sample(self, transport: str) -> RefitSample:
+        """Time a refit once, between two roofs."""
+        before = self._timed(self._run_roof) if self.roof is not None else None
+        op = self._timed(lambda: self._refit(transport))
+        after = self._timed(self._run_roof) if self.roof is not None else None
+        stats = getattr(self.services[transport], "last_stats", None)
+        return RefitSample(
+            op=op,
+            roof_before=before,
+            roof_after=after,
+            copy_ns=None if stats is None else stats.copy_ns,
+        )
+
+    def time_peer(self, transport: str) -> Interval:
+        """Time a refit over another transport once."""
+        return self._timed(lambda: self._refit(transport))
+
+    def describe(self) -> dict[str, Any]:
+        """What this rank holds."""
+        return {
+            "source_bytes": _num_bytes(self.source),
+            "target_bytes": _num_bytes(self.target),
+            "num_target_tensors": 0
+            if self.target is None
+            else sum(1 for _ in named_refit_tensors(self.target)),
+        }
+
+    def close(self) -> None:
+        """Leave in good order."""
+        self.release_roof()
+        for service in self.services.values():
+            service.close()
+        clear_all_caches()
+        self.source = self.target = None
+        self.communicator.destroy()
+        dist.destroy_process_group()
+
+    def _build_source(self) -> ShapedModel | None:
+        layouts = self.case.layouts
+        if self.rank_idx >= layouts.source.num_ranks:
+            return None
+        module = build_module(
+            layouts.shape, layouts.source, self.rank_idx, dtype=layouts.source_dtype
+        )
+        fill(module, self.case.seed)
+        return module
+
+    def _build_target(self) -> ShapedModel | None:
+        layouts = self.case.layouts
+        if self.rank_idx not in layouts.destination_ranks:
+            return None
+        offset = layouts.destination_offset
+        module = build_module(
+            layouts.shape,
+            layouts.destination,
+            self.rank_idx - offset,
+            dtype=layouts.destination_dtype,
+            rank_offset=offset,
+        )
+        _poison(module)
+        if self.case.memory == "heap":
+            place_in_heap(module, self.communicator)
+        return module
+
+    def _refit(self, transport: str) -> None:
+        """What is measured: a refit as a user calls it."""
+        if transport not in self.services:
+            self.services[transport] = self._make_service(transport)
+        swap_model_weights(self.source, self.target, self.services[transport])
+
+    def _make_service(self, transport: str) -> CopyService:
+        if transport == "symmetric":
+            return SymmetricCopyService(communicator=self.communicator)
+        if transport == "nvshmem":
+            return NVSHMEMCopyService()
+        return GlooCopyService()
+
+    def _share_bytes(self) -> int:
+        """This rank's part of the bytes that are written, as if all ranks wrote equally many."""
+        layouts = self.case.layouts
+        return self.case.num_elements() * layouts.destination_dtype.itemsize // self.case.num_ranks
+
+    def _run_roof(self) -> None:
+        from moe_comm import _host
+
+        assert self.roof is not None
+        src, dst = self.roof
+        left = self._share_bytes() // LINE_BYTES * LINE_BYTES
+        while left:
+            num_bytes = min(left, src.size)
+            _host.kernels.roof_copy(src[:num_bytes], dst[:num_bytes])
+            left -= num_bytes
+
+    def _timed(self, call: Callable[[], None]) -> Interval:
+        self.barrier.wait()
+        start = time.perf_counter_ns()
+        call()
+        return start, time.perf_counter_ns()
+
+
+def _poison(module: ShapedModel) -> None:
+    """Fill with bytes that are NaN in every format."""
+    for _, tensor in named_refit_tensors(module):
+        tensor.detach().view(torch.uint8).fill_(0xFF)
+
+
+def _num_bytes(module: ShapedModel | None) -> int:
+    return 0 if module is None else sum(t.nbytes for _, t in named_refit_tensors(module))

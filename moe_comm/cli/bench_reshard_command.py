@@ -1,0 +1,193 @@
+"""`moe-comm bench reshard`."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from moe_comm.cli.bench.case import DTYPES
+from moe_comm.cli.bench.environment import collect_environment
+from moe_comm.cli.bench.report import header_line, wide_console
+from moe_comm.cli.bench.reshard.case import MEMORIES, ReshardCase, shape_of_bytes
+from moe_comm.cli.bench.reshard.report import reshard_document, reshard_table, write_reshard_plot
+from moe_comm.cli.bench.reshard.run import RESHARD_PEERS, ReshardOptions, run_case
+from moe_comm.cli.options import DtypeName, parse_bytes
+from moe_comm.cli.reshard.world import PlanningCase
+from moe_comm.resharding.model_shapes import MoEShape, TensorList
+from moe_comm.resharding.parallelism import Parallelism
+
+__all__ = ["bench_reshard"]
+
+
+class MemoryName(str, enum.Enum):
+    """Where destinations lie."""
+
+    HEAP = "heap"
+    OUTSIDE = "outside"
+    BOTH = "both"
+
+
+class TransportName(str, enum.Enum):
+    """Names of `TRANSPORTS` on the command line."""
+
+    SYMMETRIC = "symmetric"
+    GLOO = "gloo"
+    NVSHMEM = "nvshmem"
+
+
+def bench_reshard(
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes, each with a part of both models.")
+    ] = 4,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Layout of the source [default: tp2.ep2, with --tensors ep of all ranks].",
+        ),
+    ] = None,
+    destination: Annotated[
+        str | None,
+        typer.Option(
+            "--to", help="Layout of the destination [default: tp4, with --tensors single]."
+        ),
+    ] = None,
+    source_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes of the source alone, in place of --ranks."),
+    ] = None,
+    destination_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes of the destination alone, in place of --ranks."),
+    ] = None,
+    size: Annotated[str, typer.Option("--bytes", help="Of one whole model; see --dtype.")] = "2GiB",
+    tensors: Annotated[
+        int | None, typer.Option(min=1, help="Move so many equal tensors instead of a model.")
+    ] = None,
+    tensor_bytes: Annotated[str, typer.Option(help="Of one of these tensors.")] = "4KiB",
+    dtype: Annotated[DtypeName, typer.Option(help="Of the source's weights.")] = DtypeName.BF16,
+    destination_dtype: Annotated[
+        DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
+    ] = None,
+    memory: Annotated[
+        MemoryName, typer.Option("--destination", help="Where destinations lie.")
+    ] = MemoryName.BOTH,
+    transport: Annotated[
+        TransportName, typer.Option(help="Copy service to measure.")
+    ] = TransportName.SYMMETRIC,
+    peers: Annotated[
+        str,
+        typer.Option(help=f"To compare with, of {','.join(RESHARD_PEERS)}; empty for none."),
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
+    ] = None,
+    huge_pages: Annotated[bool, typer.Option(help="Ask for 2 MiB pages in the heap.")] = True,
+    pin: Annotated[
+        bool, typer.Option(help="Bind rank r to core r modulo the number of cores.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here (needs matplotlib).")] = None,
+) -> None:
+    """Move weights from one layout to another between processes of this machine.
+
+    What is timed is a refit after the first one of the same models, as `swap_model_weights` does it.
+    """
+    console = wide_console()
+    try:
+        layouts = _layouts(
+            (ranks, source_ranks, destination_ranks),
+            source,
+            destination,
+            _shape(size, tensors, tensor_bytes, DTYPES[dtype.value]),
+            (DTYPES[dtype.value], DTYPES[(destination_dtype or dtype).value]),
+        )
+        memories = MEMORIES if memory is MemoryName.BOTH else (memory.value,)
+        cases = [
+            ReshardCase(layouts=layouts, memory=each, transport=transport.value, seed=seed)
+            for each in memories
+        ]
+        options = ReshardOptions(
+            peers=tuple(part.strip() for part in peers.split(",") if part.strip()),
+            num_repeats=repeats,
+            num_threads=threads,
+            with_huge_pages=huge_pages,
+            is_pinned=pin,
+        )
+        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+            # Found out before minutes of measuring, not after.
+            raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        environment = collect_environment()
+        console.print(header_line(environment), soft_wrap=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("start")
+            rows = [
+                run_case(case, options, lambda text: progress.update(task, description=text))
+                for case in cases
+            ]
+    except (ValueError, RuntimeError) as error:
+        typer.echo(f"moe-comm bench: {error}", err=True)
+        raise typer.Exit(1) from error
+    console.print(reshard_table(rows))
+    environment["pinned"] = pin
+    if json_path is not None:
+        document = reshard_document(environment, rows)
+        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        write_reshard_plot(plot, rows, environment)
+
+
+def _shape(
+    size: str, tensors: int | None, tensor_bytes: str, dtype: torch.dtype
+) -> MoEShape | TensorList:
+    """A model of about so many bytes, or a list of tensors."""
+    if tensors is None:
+        return shape_of_bytes(parse_bytes(size), dtype)
+    num_bytes = parse_bytes(tensor_bytes)
+    if num_bytes % dtype.itemsize:
+        raise ValueError(
+            f"--tensor-bytes must be whole elements of {dtype.itemsize} bytes, got {num_bytes}"
+        )
+    return TensorList(num_tensors=tensors, size=num_bytes // dtype.itemsize)
+
+
+def _layouts(
+    ranks: tuple[int, int | None, int | None],
+    source: str | None,
+    destination: str | None,
+    shape: MoEShape | TensorList,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> PlanningCase:
+    """Both layouts; on the same ranks unless each side is given its own."""
+    num_ranks, num_source_ranks, num_destination_ranks = ranks
+    if (num_source_ranks is None) != (num_destination_ranks is None):
+        raise ValueError(
+            "--source-ranks and --destination-ranks belong together, got "
+            f"{num_source_ranks} and {num_destination_ranks}"
+        )
+    is_list = isinstance(shape, TensorList)
+    num_source = num_source_ranks or num_ranks
+    return PlanningCase(
+        shape=shape,
+        source=Parallelism.parse(
+            source or (f"ep{num_source}" if is_list else "tp2.ep2"), num_source
+        ),
+        destination=Parallelism.parse(
+            destination or ("single" if is_list else "tp4"), num_destination_ranks or num_ranks
+        ),
+        is_disjoint=num_source_ranks is not None,
+        source_dtype=dtypes[0],
+        destination_dtype=dtypes[1],
+    )
