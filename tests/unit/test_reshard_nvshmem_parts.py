@@ -1,0 +1,487 @@
+"""The executor of the copy pipeline by itself, and what it stands on."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import Communicator
+from moe_comm.resharding.nvshmem_copy_service import (
+    DoubleBufferManager,
+    GPUResourceManager,
+    KernelLauncher,
+    PipelineExecutor,
+    RemoteCopyService,
+    compat,
+    validation,
+)
+from moe_comm.resharding.nvshmem_copy_service.core.gpu_resource_manager import check_nvshmem
+from moe_comm.resharding.nvshmem_copy_service.core.host_stream import HostEvent, HostStream
+from moe_comm.resharding.nvshmem_copy_service.logger import PELogger
+from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
+    IterationSchedule,
+    ReceiveRequest,
+    ScheduledBatch,
+    SendRequest,
+)
+from moe_comm.resharding.plan import pack_task_id
+from tests.helpers.rank_threads import on_ranks
+
+SLOT = 4096
+
+
+class Recorder:
+    """Stands for anything; notes the calls of its methods, and the names of what they are given."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name = name
+        self._calls = calls
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            shown = [str(arg) for arg in (*args, *kwargs.values())]
+            self._calls.append(f"{self._name}.{method}({', '.join(shown)})")
+
+        return call
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+class Slots:
+    """A buffer manager without memory."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.signals = types.SimpleNamespace(take_epochs=lambda num: 100)
+        recorder = Recorder("signals", calls)
+        for name in ("post_ready", "post_arrived", "await_ready", "await_arrived"):
+            setattr(self.signals, name, getattr(recorder, name))
+        self.put = Recorder("slots", calls).put
+
+
+ROLES = ("pack", "unpack", "send", "copy")
+
+
+def recording_executor(
+    calls: list[str], *, num_streams: int = 8, num_events: int = 3
+) -> PipelineExecutor:
+    launcher: Any = types.SimpleNamespace(
+        launch_pack=lambda plan, *rest: calls.append(f"pack {plan[0]} on {rest[1]}"),
+        launch_unpack=lambda plan, *rest: calls.append(f"unpack {plan[0]} on {rest[1]}"),
+        copy=lambda plan, is_streaming: calls.append("copy"),
+    )
+    executor = PipelineExecutor(
+        launcher,
+        Slots(calls),
+        0,
+        producer_stream=lambda: Recorder("producer", calls),  # type: ignore[arg-type]
+    )
+    roles = ROLES if num_streams == 8 else ("pack", "unpack", "copy")
+    executor.set_streams(
+        *(Recorder(f"raw_{role}", calls) for role in ROLES),
+        *(Recorder(role, calls) for role in roles),
+    )
+    events = [
+        [Recorder(f"{kind}_event{i}", calls) for i in range(2)]
+        for kind in ("pack", "unpack", "arrival")[:num_events]
+    ]
+    executor.set_events(*events)
+    return executor
+
+
+def batch(src_pe: int, dest_pe: int, label: str) -> ScheduledBatch:
+    plan: Any = (label, None, None, 1)
+    return ScheduledBatch(src_pe, dest_pe, 0, 0, gpu_plan=plan, total_size=9)
+
+
+def schedule_of(*iterations: tuple[ScheduledBatch | None, ScheduledBatch | None]) -> Any:
+    return [IterationSchedule(send=sent, recv=received) for sent, received in iterations]
+
+
+def test_packing_waits_for_whoever_made_the_tensors() -> None:
+    calls: list[str] = []
+    executor = recording_executor(calls)
+    executor.execute_pipeline(schedule_of((batch(0, 1, "a"), batch(1, 0, "b"))), 1)
+    assert calls.index("pack.wait_stream(producer)") < calls.index("pack a on pack")
+    assert calls.index("unpack.wait_stream(producer)") < calls.index("unpack b on unpack")
+    assert calls.index("send.wait_event(pack_event0)") < calls.index("slots.put(0, 1, 9)")
+    assert calls.index("unpack.wait_event(arrival_event0)") < calls.index("unpack b on unpack")
+    # What the caller does next sees the result, and may overwrite its tensors.
+    assert calls[-2:] == ["producer.wait_stream(pack)", "producer.wait_stream(unpack)"]
+    calls.clear()
+    executor.process_self_moves([SendRequest(1, 0, 0, 4, 0)], [ReceiveRequest(1, 0, 0, 4, 0)])
+    assert calls == ["copy.wait_stream(producer)", "copy", "copy.synchronize()"]
+
+
+def test_order_of_slots_and_signals() -> None:
+    """The slot of iteration 0 is offered again, for iteration 4, when it has been unpacked."""
+    calls: list[str] = []
+    recording_executor(calls).execute_pipeline(
+        schedule_of(
+            (None, batch(1, 0, "r0")),
+            (None, batch(2, 0, "r1")),
+            (batch(0, 1, "s2"), None),
+            (None, None),
+            (None, batch(2, 0, "r4")),
+        ),
+        5,
+    )
+    steps = [call for call in calls if call.startswith(("signals", "slots", "pack ", "unpack r"))]
+    assert steps == [
+        "signals.post_ready(1, 0, 100)",
+        "signals.post_ready(2, 1, 101)",
+        "pack s2 on pack",
+        "signals.await_arrived(1, 0, 100)",
+        "unpack r0 on unpack",
+        "signals.post_ready(2, 0, 104)",
+        "signals.await_arrived(2, 1, 101)",
+        "unpack r1 on unpack",
+        "signals.await_ready(1, 0, 102)",
+        "slots.put(2, 1, 9)",
+        "signals.post_arrived(1, 0, 102)",
+        "signals.await_arrived(2, 0, 104)",
+        "unpack r4 on unpack",
+    ]
+
+
+def test_the_older_form_waits_on_the_host() -> None:
+    calls: list[str] = []
+    executor = recording_executor(calls, num_streams=7, num_events=2)
+    assert executor.torch_send_stream_wrapper is None
+    assert str(executor.torch_copy_stream_wrapper) == "copy"
+    executor.execute_pipeline(schedule_of((batch(0, 1, "a"), batch(1, 0, "b"))), 1)
+    assert calls.index("pack_event0.synchronize()") < calls.index("slots.put(0, 1, 9)")
+    assert calls.index("signals.await_arrived(1, 0, 100)") < calls.index("unpack b on unpack")
+
+
+def blank_executor() -> PipelineExecutor:
+    return PipelineExecutor(KernelLauncher(), DoubleBufferManager(SLOT), 0)
+
+
+RAW = dict(zip(("pack_stream", "unpack_stream", "send_stream", "copy_stream"), "abcd", strict=True))
+
+
+@pytest.mark.parametrize("suffix", ["", "_wrapper"])
+@pytest.mark.parametrize("roles", [ROLES, ("pack", "unpack", "copy")])
+def test_streams_by_name(suffix: str, roles: tuple[str, ...]) -> None:
+    executor = blank_executor()
+    executor.set_streams(**RAW, **{f"torch_{role}_stream{suffix}": role for role in roles})
+    assert [getattr(executor, name) for name in RAW] == list("abcd")
+    for role in ROLES:
+        expected = role if role in roles else None
+        assert getattr(executor, f"torch_{role}_stream_wrapper") == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ("abcdef", {}, "missing streams"),
+        ("abcdefghi", {}, "takes 7 or 8 streams, got 9"),
+        ("abcdefgh", {"torch_copy_stream": 1}, "takes 7 or 8 streams, got 9"),
+        ("abcdef", {"torch_pack_stream": 1, "torch_copy_stream": 1}, "twice"),
+        ("abcd", {"torch_pack_stream": 1, "torch_pack_stream_wrapper": 2}, "twice"),
+        ("abcdef", {"torch_copy_stream": 1, "torch_put_stream": 1}, "unknown streams"),
+    ],
+)
+def test_bad_streams(args: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        blank_executor().set_streams(*args, **kwargs)
+
+
+def test_too_few_events() -> None:
+    with pytest.raises(ValueError, match="unpack_events must have at least 2, got 1"):
+        blank_executor().set_events([1, 2], [1])
+    with pytest.raises(ValueError, match="barrier_events must have at least 2, got 1"):
+        blank_executor().set_events([1, 2], [1, 2], [1])
+    with pytest.raises(RuntimeError, match=r"set_streams\(\) and set_events\(\)"):
+        blank_executor().execute_pipeline([], 0)
+
+
+def test_self_moves_need_partners() -> None:
+    executor = recording_executor([])
+    with pytest.raises(ValueError, match=r"without a partner: \[5, 6\]"):
+        executor.process_self_moves([SendRequest(5, 0, 0, 4, 0)], [ReceiveRequest(6, 0, 0, 4, 0)])
+    with pytest.raises(ValueError, match="task 5: PE 0 sends itself 4 bytes and receives 3"):
+        executor.process_self_moves([SendRequest(5, 0, 0, 4, 0)], [ReceiveRequest(5, 0, 0, 3, 0)])
+    # Those of other PEs are none of its business.
+    executor.process_self_moves([SendRequest(5, 0, 0, 4, 1)], [ReceiveRequest(6, 0, 0, 4, 1)])
+
+
+# ---------------------------------------------------------------------------------------------
+# Parts.
+
+
+def test_host_streams_and_events() -> None:
+    stream, event = HostStream("pack"), HostEvent()
+    assert event.query()
+    assert not event.is_recorded
+    assert stream.record_event(event) is event
+    assert event.is_recorded
+    stream.wait_event(event)
+    stream.wait_stream(HostStream("other"))
+    stream.synchronize()
+    stream.sync()
+    event.synchronize()
+
+
+def test_a_launch_records_its_event_and_an_empty_one_does_not() -> None:
+    with Communicator(backend="host") as communicator:
+        launcher = KernelLauncher(communicator)
+        src, dst = torch.arange(50, dtype=torch.uint8), torch.zeros(50, dtype=torch.uint8)
+        plan = (
+            torch.tensor([src.data_ptr(), src.data_ptr() + 30]),
+            torch.tensor([dst.data_ptr(), dst.data_ptr() + 30]),
+            torch.tensor([20, 20]),
+            2,
+        )
+        event = HostEvent()
+        with pytest.raises(RuntimeError, match=r"call load_kernels\(\) first"):
+            launcher.launch_pack(plan, None, None, event)
+        launcher.load_kernels()
+        launcher.launch_unpack(None, None, None, event)
+        launcher.launch_pack((*plan[:3], 0), None, None, event)
+        assert not event.is_recorded
+        for launch in (launcher.launch_pack, launcher.launch_unpack):
+            dst.zero_()
+            launch(plan, None, None, event)
+            assert event.is_recorded
+            expected = torch.where((src < 20) | (src >= 30), src, 0)
+            assert torch.equal(dst, expected)
+        with pytest.raises(ValueError, match="chunk 1 has -1 bytes"):
+            launcher.copy((*plan[:2], torch.tensor([1, -1]), 2), is_streaming=False)
+
+
+def test_what_needs_a_device_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"no CUDA kernels: it moves CPU tensors, got .* cuda"):
+        KernelLauncher(device="cuda").load_kernels()
+    with pytest.raises(RuntimeError, match="needs a communicator to copy"):
+        KernelLauncher().load_kernels()
+    with pytest.raises(RuntimeError, match="needs a communicator to allocate"):
+        DoubleBufferManager().allocate()
+    with pytest.raises(RuntimeError, match=r"call allocate\(\) first"):
+        DoubleBufferManager().get_send_slot(0)
+    with pytest.raises(RuntimeError):
+        GPUResourceManager("cuda").init()
+    assert DoubleBufferManager().slot_size == 256 * 1024 * 1024
+
+
+def test_slots_by_iteration() -> None:
+    with Communicator(backend="host") as communicator:
+        manager = DoubleBufferManager(1000, communicator)
+        manager.allocate()
+        slots = [manager.get_send_slot(i) for i in range(2)]
+        slots += [manager.get_recv_slot(i) for i in range(2)]
+        assert [slot.numel() for slot in slots] == [1000] * 4
+        for value, slot in enumerate(slots):
+            slot.fill_(value)
+        assert [int(slot.max()) for slot in slots] == [0, 1, 2, 3]
+        assert manager.get_recv_slot(7).data_ptr() == slots[3].data_ptr()
+        manager.put(1, 0, 999)
+        assert slots[3].tolist() == [1] * 999 + [3]
+        with pytest.raises(ValueError, match="a slot has 1000 bytes, got a batch of 1001"):
+            manager.put(0, 0, 1001)
+        with pytest.raises(ValueError, match="PE 5 has no slots"):
+            manager.put(0, 5, 1)
+        manager.free()
+        manager.free()
+
+
+def test_resources() -> None:
+    with Communicator(backend="host") as communicator:
+        resources = GPUResourceManager(communicator=communicator)
+        assert resources.get_stream("pack") is None
+        resources.init()
+        resources.init()
+        assert (resources.my_pe, resources.n_pes) == (0, 1)
+        for name in ROLES:
+            stream = resources.get_stream(name)
+            assert isinstance(stream, HostStream)
+            assert stream is resources.get_torch_stream(name)
+            assert stream is getattr(resources, f"{name}_stream")
+        assert resources.get_stream("other") is None
+        assert [len(events) for events in resources.create_events(3)] == [3, 3, 3]
+        resources.finalize()
+        assert (resources.my_pe, resources.initialized) == (-1, False)
+        communicator.require_native()  # was given, so it lives
+
+
+@pytest.mark.parametrize(
+    ("version", "max_ctas", "options", "message"),
+    [
+        ("3.6.5", "2", {}, None),
+        ("3.10.0", "2", {}, None),
+        (None, "2", {}, None),
+        ("3.4.5", "2", {}, r"NVSHMEM 3\.4\.5 is installed, at least 3\.6\.5"),
+        ("3.4.5", "2", {"min_version": None}, None),
+        ("3.6.5", "4", {}, "NVSHMEM_MAX_CTAS must be '2', got '4'"),
+        ("3.6.5", None, {}, "NVSHMEM_MAX_CTAS must be '2', got None"),
+        ("3.6.5", None, {"required_max_ctas": None}, None),
+    ],
+)
+def test_what_nvshmem_is_checked_for(
+    version: str | None, max_ctas: str | None, options: dict[str, Any], message: str | None
+) -> None:
+    if message is None:
+        check_nvshmem(version, max_ctas, **options)
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            check_nvshmem(version, max_ctas, **options)
+
+
+def test_moved_modules_of_cuda_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    core = tmp_path / "cuda" / "core"
+    (core / "experimental").mkdir(parents=True)
+    (core / "__init__.py").write_text("class Device: pass\n")
+    (core / "_memory.py").write_text("name = 'new memory'\n")
+    (core / "_stream.py").write_text("name = 'new stream'\n")
+    (core / "experimental" / "__init__.py").write_text("")
+    (core / "experimental" / "_stream.py").write_text("name = 'old stream'\n")
+    for name in list(sys.modules):
+        if name.split(".")[0] == "cuda":
+            monkeypatch.delitem(sys.modules, name)
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    try:
+        compat.ensure_nvshmem_compat()
+        compat.ensure_nvshmem_compat()
+        assert sys.modules["cuda.core.experimental._memory"].name == "new memory"  # type: ignore[attr-defined]
+        assert "cuda.core.experimental._stream" not in sys.modules
+        assert compat.get_cuda_core_device_class().__module__ == "cuda.core"
+    finally:
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+
+
+def test_import_brings_in_no_device_library() -> None:
+    code = (
+        "import sys, moe_comm.resharding.nvshmem_copy_service as s; "
+        "bad = {'nvshmem', 'cupy', 'megatron'} & {name.split('.')[0] for name in sys.modules}; "
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_documented_pattern() -> None:
+    data = validation.generate_deterministic_data(9, 300, "cpu")
+    assert data.tolist() == [(9 * 31 + p) % 256 for p in range(300)]
+    assert validation.validate_received_data(9, data, 300).passed
+    data[257] += 1
+    data[299] += 3
+    result = validation.validate_received_data(9, data, 300, src_pe=4)
+    assert result == validation.ValidationResult(
+        9,
+        300,
+        passed=False,
+        src_pe=4,
+        mismatches=2,
+        first_mismatch_idx=257,
+        first_mismatch_expected=(9 * 31 + 257) % 256,
+        first_mismatch_actual=(9 * 31 + 257) % 256 + 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("linear_passes", "displace"),
+    [
+        (True, lambda data, make: torch.cat([data[256:], data[:256]])),
+        (True, lambda data, make: make(7 + 256, 4096, "cpu")),
+        (False, lambda data, make: torch.cat([data[8:], data[:8]])),
+        (False, lambda data, make: torch.cat([data[:4088], data[:8]])),
+    ],
+)
+def test_the_mixed_pattern_sees_displaced_bytes(
+    linear_passes: bool, displace: Callable[..., torch.Tensor]
+) -> None:
+    for pattern, make, passes in (
+        ("linear", validation.generate_deterministic_data, linear_passes),
+        ("mixed", validation.generate_mixed_data, False),
+    ):
+        data = make(7, 4096, "cpu")
+        assert validation.validate_received_data(7, data, 4096, pattern=pattern).passed
+        displaced = displace(data, make)
+        assert displaced.shape == data.shape
+        result = validation.validate_received_data(7, displaced, 4096, pattern=pattern)
+        assert result.passed == passes
+
+
+def test_mixed_pattern_is_even_and_stable() -> None:
+    data = validation.generate_mixed_data(pack_task_id(5, 6, 7), 1 << 18, "cpu")
+    counts = torch.bincount(data.long(), minlength=256)
+    assert 900 < int(counts.min()) <= int(counts.max()) < 1150
+    assert torch.equal(validation.generate_mixed_data(pack_task_id(5, 6, 7), 77, "cpu"), data[:77])
+    with pytest.raises(ValueError, match="task 1: 5 bytes to compare, got 4"):
+        validation.validate_received_data(1, data[:4], 5)
+    with pytest.raises(ValueError, match="pattern must be one of"):
+        validation.validate_received_data(1, data, 5, pattern="other")
+
+
+def test_summaries_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    good = validation.ValidationResult(1, 10, passed=True, src_pe=0)
+    bad = validation.ValidationResult(
+        2, 10, passed=False, src_pe=3, mismatches=1, first_mismatch_idx=4, first_mismatch_actual=9
+    )
+    PELogger.init(0, "INFO", logs_dir=None)
+    with caplog.at_level(logging.INFO):
+        validation.log_validation_summary(validation.ValidationSummary(1, 1, 0, 10, [good]))
+        summary = validation.ValidationSummary(2, 1, 1, 20, [good, bad])
+        validation.log_validation_summary(summary)
+    PELogger.shutdown()
+    assert not summary.all_passed
+    assert "all 1 tasks are right, 10 bytes" in caplog.text
+    assert "1 of 2 tasks are wrong" in caplog.text
+    assert "from PE 3, 1 tasks: 2 (byte 4: expected 0, got 9)" in caplog.text
+
+
+def test_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    PELogger.info("to nobody")
+    PELogger.init(3, "WARN")
+    PELogger.info("unheard")
+    PELogger.warn("heard %d", 7)
+    assert PELogger.is_enabled_for(logging.ERROR)
+    assert not PELogger.is_enabled_for(logging.INFO)
+    PELogger.set_level("TRACE")
+    PELogger.trace("low")
+    PELogger.summary("all in all")
+    PELogger.shutdown()
+    PELogger.critical("to nobody")
+    text = (tmp_path / "logs" / "pe_3.log").read_text()
+    assert "[PE 3]" in text
+    assert "[WARNING] heard 7" in text
+    assert "low" in text
+    assert "[SUMMARY] all in all" in text
+    assert "unheard" not in text
+    assert "nobody" not in text
+    with pytest.raises(ValueError, match=r"level must be one of .*, got 'LOUD'"):
+        PELogger.init(3, "loud".upper())
+
+
+def test_a_service_writes_no_files_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def body(communicator: Communicator) -> None:
+        service = RemoteCopyService(communicator=communicator, slot_bytes=SLOT)
+        service.init()
+        service.finalize()
+        communicator.bootstrap.all_gather(None)
+        assert list(tmp_path.iterdir()) == []
+        communicator.bootstrap.all_gather(None)
+        service = RemoteCopyService(
+            communicator=communicator, slot_bytes=SLOT, logs_dir=tmp_path / "here"
+        )
+        service.init()
+        service.finalize()
+
+    on_ranks(2, body)
+    for pe in range(2):
+        assert f"PE {pe} of 2" in (tmp_path / "here" / f"pe_{pe}.log").read_text()

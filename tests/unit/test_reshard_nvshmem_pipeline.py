@@ -1,0 +1,452 @@
+"""The copy pipeline end to end on ranks that are threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import Communicator, PeerFailedError, PeerTimeoutError
+from moe_comm.resharding.nvshmem_copy_service import (
+    RemoteCopyService,
+    validation,
+)
+from moe_comm.resharding.plan import pack_task_id
+from tests.helpers.failing_ranks import error_of
+from tests.helpers.rank_threads import on_ranks
+
+SLOT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    task_id: int
+    src_pe: int
+    dest_pe: int
+    size: int
+
+
+def service_on(communicator: Communicator, **options: Any) -> RemoteCopyService:
+    service = RemoteCopyService(communicator=communicator, **{"slot_bytes": SLOT, **options})
+    service.init()
+    return service
+
+
+def random_tasks(seed: int, num_pes: int, num_tasks: int) -> list[Task]:
+    generator = random.Random(seed)
+    sizes = [0, 1, 15, 16, 17, SLOT, SLOT + 1, 3 * SLOT - 1, 20 * SLOT]
+    return [
+        Task(
+            generator.choice([i, 10**9 + i, pack_task_id(3, 5, i)]),
+            generator.randrange(num_pes),
+            generator.randrange(num_pes),
+            generator.choice([*sizes, generator.randrange(2 * SLOT), generator.randrange(200)]),
+        )
+        for i in range(num_tasks)
+    ]
+
+
+def register(
+    service: RemoteCopyService, tasks: list[Task]
+) -> tuple[dict[Task, torch.Tensor], dict[Task, torch.Tensor]]:
+    """Sources and destinations of this PE; a destination begins at byte 3 of its tensor."""
+    sources = {
+        t: torch.zeros(t.size, dtype=torch.uint8) for t in tasks if t.src_pe == service.my_pe
+    }
+    targets = {
+        t: torch.zeros(t.size + 7, dtype=torch.uint8) for t in tasks if t.dest_pe == service.my_pe
+    }
+    for task, tensor in sources.items():
+        service.register_send(task.task_id, tensor, 0, task.size, task.dest_pe)
+    # Receivers need not name tasks in the order of their senders.
+    for task, tensor in reversed(targets.items()):
+        service.register_receive(task.task_id, tensor, 3, task.size, task.src_pe)
+    return sources, targets
+
+
+def check_run(
+    service: RemoteCopyService,
+    sources: dict[Task, torch.Tensor],
+    targets: dict[Task, torch.Tensor],
+    salt: int,
+) -> None:
+    for task, tensor in sources.items():
+        tensor.copy_(validation.generate_mixed_data(task.task_id + salt, task.size, "cpu"))
+    for tensor in targets.values():
+        tensor.fill_(0xEE)
+    service.run()
+    for tensor in sources.values():
+        tensor.fill_(0xDD)  # the caller may overwrite what it sent
+    for task, tensor in targets.items():
+        result = validation.validate_received_data(
+            task.task_id + salt, tensor[3:], task.size, task.src_pe, pattern="mixed"
+        )
+        assert result.passed, (task, result)
+        assert set(tensor[:3].tolist()) | set(tensor[3 + task.size :].tolist()) == {0xEE}
+
+
+@pytest.mark.parametrize("num_pes", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"full_duplex": False, "packing": "next_fit", "alignment": 1},
+        {"slot_bytes": 1000, "alignment": 64},
+    ],
+    ids=["default", "as upstream", "odd slots"],
+)
+def test_random_tasks(num_pes: int, options: dict[str, Any]) -> None:
+    tasks = random_tasks(num_pes, num_pes, 12 * num_pes)
+
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator, **options)
+        sources, targets = register(service, tasks)
+        service.schedule()
+        for salt in range(3):
+            check_run(service, sources, targets, salt)
+
+    on_ranks(num_pes, body)
+
+
+def test_another_schedule_on_the_same_slots() -> None:
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        for seed in range(4):
+            sources, targets = register(service, random_tasks(seed, 3, 20))
+            service.schedule()
+            service.schedule()  # nothing is lost by planning once more
+            check_run(service, sources, targets, seed)
+            service.clear_requests()
+        service.schedule()
+        service.run()
+        assert service.num_iterations == 0
+
+    on_ranks(3, body)
+
+
+def test_any_dtype_and_shape() -> None:
+    """Sizes and positions count bytes, whatever the tensors are made of."""
+
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        scalar = torch.tensor(3.5, dtype=torch.float64)
+        matrix = torch.randn(
+            33, 65, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1)
+        )
+        to_scalar, to_matrix = torch.zeros((), dtype=torch.float64), torch.zeros_like(matrix)
+        if service.my_pe == 0:
+            service.register_send(1, scalar, 0, 8, 1)
+            service.register_send(2, matrix, 65 * 2, 32 * 65 * 2, 1)
+            service.register_send(3, torch.empty(0), 0, 0, 1)
+        else:
+            service.register_receive(1, to_scalar, 0, 8, 0)
+            service.register_receive(2, to_matrix.data_ptr(), 0, 32 * 65 * 2, 0)
+            service.register_receive(3, torch.empty(0), 0, 0, 0)
+        service.schedule()
+        service.run()
+        if service.my_pe == 1:
+            assert to_scalar.item() == 3.5
+            assert torch.equal(to_matrix[:32], matrix[1:])
+            assert not to_matrix[32].any()
+
+    on_ranks(2, body)
+
+
+def test_memory_is_bounded_by_the_slots() -> None:
+    def body(communicator: Communicator) -> None:
+        before = communicator.heap_stats().live_bytes
+        service = service_on(communicator)
+        data = torch.zeros(500 * SLOT, dtype=torch.uint8)
+        peer = 1 - service.my_pe
+        service.register_send(service.my_pe, data, 0, data.numel(), peer)
+        service.register_receive(peer, torch.zeros_like(data), 0, data.numel(), peer)
+        service.schedule()
+        service.run()
+        after = communicator.heap_stats()
+        assert after.live_bytes - before <= 4 * SLOT + 4096
+        assert after.peak_live_bytes - before <= 20 * SLOT
+        service.finalize()
+        service.finalize()
+        assert not service.initialized
+        communicator.bootstrap.all_gather(None)
+        assert communicator.heap_stats().live_bytes == before
+        service.init()
+        service.schedule()
+        service.run()
+
+    on_ranks(2, body)
+
+
+def test_its_own_communicator() -> None:
+    """Without one it makes its own and destroys it."""
+
+    def body(communicator: Communicator) -> None:
+        service = RemoteCopyService(communicator.bootstrap, slot_bytes=SLOT)
+        assert (service.my_pe, service.n_pes, service.initialized) == (-1, -1, False)
+        service.init("WARNING")
+        assert (service.my_pe, service.n_pes) == (communicator.rank_idx, 2)
+        assert service.device == torch.device("cpu")
+        own = service.gpu_resources.communicator
+        assert own is not None
+        assert own is not communicator
+        service.schedule()
+        service.run()
+        service.finalize()
+        with pytest.raises(ValueError, match="has been destroyed"):
+            own.require_native()
+
+    on_ranks(2, body)
+
+
+# ---------------------------------------------------------------------------------------------
+# Mistakes.
+
+
+def errors_on(num_pes: int, body: Callable[[RemoteCopyService], None], **options: Any) -> list[str]:
+    """What `schedule` raises on each PE after `body` registered; the service works afterwards."""
+
+    def on_rank(communicator: Communicator) -> str:
+        service = service_on(communicator, **options)
+        body(service)
+        error = error_of(service.schedule)
+        assert isinstance(error, ValueError), repr(error)
+        with pytest.raises(RuntimeError, match=r"Must call schedule\(\) before run\(\)"):
+            service.run()
+        service.clear_requests()
+        tasks = random_tasks(7, num_pes, 10)
+        sources, targets = register(service, tasks)
+        service.schedule()
+        check_run(service, sources, targets, 1)
+        return str(error)
+
+    return on_ranks(num_pes, on_rank)
+
+
+BYTES = torch.zeros(10 * SLOT, dtype=torch.uint8)
+
+
+def send_unmatched(service: RemoteCopyService) -> None:
+    if service.my_pe == 0:
+        for task_id in (5, 6, 7):
+            service.register_send(task_id, BYTES, 0, 100, 1)
+    if service.my_pe == 1:
+        for task_id in (5, 7):
+            service.register_receive(task_id, BYTES.clone(), 0, 100, 0)
+
+
+def receive_unmatched(service: RemoteCopyService) -> None:
+    if service.my_pe == 2:
+        service.register_receive(8, BYTES.clone(), 0, 3 * SLOT, 1)
+
+
+def differ_in_size(service: RemoteCopyService) -> None:
+    if service.my_pe == 0:
+        service.register_send(5, BYTES, 0, 3 * SLOT, 1)
+    if service.my_pe == 1:
+        service.register_receive(5, BYTES.clone(), 0, 2 * SLOT, 0)
+
+
+def send_twice(service: RemoteCopyService) -> None:
+    if service.my_pe == 2:
+        service.register_send(5, BYTES, 0, 10, 1)
+        service.register_send(5, BYTES, 0, 20, 1)
+
+
+def move_unmatched(service: RemoteCopyService) -> None:
+    if service.my_pe == 1:
+        service.register_send(5, BYTES, 0, 10, 1)
+
+
+def move_another_size(service: RemoteCopyService) -> None:
+    if service.my_pe == 1:
+        service.register_send(5, BYTES, 0, 10, 1)
+        service.register_receive(5, BYTES.clone(), 0, 11, 1)
+
+
+def collide(service: RemoteCopyService) -> None:
+    """An id that equals the key of another task's segment."""
+    if service.my_pe == 0:
+        service.register_send(42, BYTES, 0, 3 * SLOT, 1)
+        service.register_send(1_000_042_001, BYTES, 0, 10, 1)
+
+
+def send_too_much(service: RemoteCopyService) -> None:
+    if service.my_pe == 0:
+        service.register_send(9, BYTES.data_ptr(), 0, 1001 << 28, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (send_unmatched, "rank 1: PE 0 sends tasks that PE 1 does not receive: 6"),
+        (receive_unmatched, "rank 2: PE 2 receives tasks that PE 1 does not send: 8"),
+        (differ_in_size, "rank 1: task 5: PE 0 sends 12288 bytes, PE 1 receives 8192"),
+        (send_twice, "rank 2: task 5 is registered 2 times to PE 1"),
+        (move_unmatched, "rank 1: PE 1 sends tasks that PE 1 does not receive: 5"),
+        (move_another_size, "rank 1: task 5: PE 1 sends 10 bytes, PE 1 receives 11"),
+        (
+            collide,
+            "rank 0: task 1000042001 (or segment 1 of task 42) is registered 2 times to PE 1",
+        ),
+        (send_too_much, "rank 0: Task 9 validation failed: 268703891456 bytes are"),
+    ],
+)
+def test_every_pe_hears_of_a_mistake(
+    body: Callable[[RemoteCopyService], None], message: str
+) -> None:
+    found = errors_on(3, body)
+    assert len(set(found)) == 1
+    assert found[0].startswith(message)
+
+
+def test_a_bad_request_is_refused_at_once() -> None:
+    def body(communicator: Communicator) -> None:
+        service = RemoteCopyService(communicator=communicator, slot_bytes=SLOT)
+        with pytest.raises(RuntimeError, match="RemoteCopyService not initialized"):
+            service.register_send(1, BYTES, 0, 1, 0)
+        for call in (service.schedule, service.run, lambda: service.abandon("")):
+            with pytest.raises(RuntimeError, match="RemoteCopyService not initialized"):
+                call()
+        service.init()
+        strided = torch.zeros(4, 6).t()
+        for args, message in (
+            ((1, BYTES, 0, 1, 2), r"task 1: destination PE must be in \[0, 2\), got 2"),
+            ((1, BYTES, 0, 1, -1), r"destination PE must be in \[0, 2\), got -1"),
+            ((-1, BYTES, 0, 1, 0), "task_id must be >= 0, got -1"),
+            ((1, BYTES, -2, 1, 0), "position and size must be >= 0, got -2 and 1"),
+            ((1, BYTES, 5, 10 * SLOT, 0), r"bytes \[5, 40965\) of a tensor of 40960"),
+            ((1, strided, 0, 8, 0), r"must be contiguous, got shape \(6, 4\) with strides"),
+            ((1, torch.zeros(3, device="meta"), 0, 1, 0), "tensors are on cpu, got one on meta"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                service.register_send(*args)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"source PE must be in \[0, 2\), got 9"):
+            service.register_receive(1, BYTES, 0, 1, 9)
+        assert service.send_requests == []
+        assert service.receive_requests == []
+
+    on_ranks(2, body)
+
+
+def test_a_pe_that_gives_up_is_named() -> None:
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        for call in (service.schedule, service.run):
+            if service.my_pe == 1:
+                service.abandon("no weights")
+                assert service.iter_schedules is None
+            else:
+                with pytest.raises(ValueError, match="rank 1: gave up: no weights"):
+                    call()
+            # The second round: a schedule that exists is abandoned before it runs.
+            service.schedule()
+
+    on_ranks(3, body)
+
+
+def test_pes_must_ask_for_the_same() -> None:
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator, alignment=16 << communicator.rank_idx)
+        with pytest.raises(ValueError, match=r"rank 0 has .*alignment=16, rank 1 has .*=32"):
+            service.schedule()
+        other = RemoteCopyService(
+            communicator=communicator, slot_bytes=SLOT * (1 + communicator.rank_idx)
+        )
+        with pytest.raises(ValueError, match="asks for slots of"):
+            other.init()
+        assert not other.initialized
+
+    on_ranks(2, body)
+
+
+def test_different_calls_meet() -> None:
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        service.schedule()
+        call = service.run if service.my_pe else service.schedule
+        with pytest.raises(ValueError, match="rank 0 is in schedule, rank 1 is in run 1"):
+            call()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", [{"slot_bytes": 0}, {"packing": "none"}, {"alignment": 0}])
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        RemoteCopyService(**options)
+
+
+# ---------------------------------------------------------------------------------------------
+# Failure.
+
+
+def test_a_pe_that_does_not_call() -> None:
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        service.schedule()
+        if service.my_pe == 0:
+            error = error_of(service.run)
+            assert isinstance(error, PeerTimeoutError), repr(error)
+            assert error.ranks == (1,)
+
+    on_ranks(2, body, arrival_timeout_s=0.3)
+
+
+def test_a_pe_that_fails_in_the_middle() -> None:
+    """The others are told at once; after recovery the same service runs again."""
+
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        sources, targets = register(service, random_tasks(3, 3, 30))
+        service.schedule()
+        launcher = service.kernel_launcher
+        launch, num_launched = launcher.launch_unpack, 0
+
+        def fail_at_the_second(*args: Any) -> None:
+            nonlocal num_launched
+            num_launched += 1
+            if num_launched == 2:
+                raise MemoryError("no room")
+            launch(*args)
+
+        if service.my_pe == 1:
+            launcher.launch_unpack = fail_at_the_second  # type: ignore[method-assign]
+        error = error_of(service.run)
+        if service.my_pe == 1:
+            assert isinstance(error, MemoryError)
+        else:
+            assert isinstance(error, PeerFailedError), repr(error)
+            assert error.ranks == (1,)
+            assert "rank 1 gave up an exchange of slots: MemoryError: no room" in str(error)
+        assert isinstance(error_of(service.run), PeerFailedError)
+        communicator.recover()
+        for salt in range(2):
+            check_run(service, sources, targets, salt)
+
+    on_ranks(3, body)
+
+
+def test_a_pe_that_stops_in_the_middle() -> None:
+    """It has entered the run, and then does nothing until the other has given up."""
+    has_given_up = threading.Event()
+
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        register(service, [Task(i, 1, 0, 3 * SLOT) for i in range(4)])
+        service.schedule()
+        if service.my_pe == 1:
+            service.buffer_manager.put = (  # type: ignore[method-assign]
+                lambda iteration, dest_pe, num_bytes: has_given_up.wait(60) and None
+            )
+        error = error_of(service.run)
+        has_given_up.set()
+        assert isinstance(error, PeerTimeoutError), repr(error)
+        assert error.ranks == (1,)
+        assert str(error) == "rank 1 stopped: rank 0 waited 0.5 s for a batch of tensors"
+
+    on_ranks(2, body, stall_timeout_s=0.5)
