@@ -22,7 +22,9 @@ _Key = tuple[int, int, int]
 
 def _places(tensors: list[torch.Tensor]) -> list[list[Any]]:
     """Where tensors lie and how: equal lists mean that what was submitted of them is still valid."""
-    plain = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    plain = tensors
+    if set(map(type, tensors)) - {torch.Tensor, torch.nn.Parameter}:
+        plain = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     return [
         list(map(torch.Tensor.data_ptr, plain)),
         list(map(torch.Tensor.stride, plain)),
