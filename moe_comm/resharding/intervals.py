@@ -229,7 +229,7 @@ def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
                 for piece in group
             )
         ]
-    return sorted(result, key=lambda piece: piece.dst_box)
+    return result
 
 
 def _length(bounds: tuple[int, int]) -> int:

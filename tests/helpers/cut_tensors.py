@@ -189,32 +189,44 @@ def plans_of(num_ranks: int, sources: Side, destinations: Side) -> dict[int, Res
     return {rank: build_plan_from_encoded_rosters(rosters, rank) for rank in range(num_ranks)}
 
 
+# By rank, then by name in the rank's module.
+Tensors = Mapping[int, Mapping[str, torch.Tensor]]
+
+
+@torch.no_grad()
+def run_plans(plans: Mapping[int, ReshardPlan], sources: Tensors, destinations: Tensors) -> None:
+    """Copy every piece of all ranks' plans; each is sent once and received once."""
+    wire = {}
+    for rank, plan in plans.items():
+        for op in plan.send_ops:
+            tensor = sources[rank][op.param_name]
+            viewed = tensor if op.my_view is None else tensor.view(op.my_view)
+            assert (op.peer_rank, op.task_id) not in wire
+            wire[op.peer_rank, op.task_id] = viewed[op.my_slice].clone()
+    for rank, plan in plans.items():
+        for op in plan.recv_ops:
+            tensor = destinations[rank][op.param_name]
+            viewed = tensor if op.my_view is None else tensor.view(op.my_view)
+            target, payload = viewed[op.my_slice], wire.pop((rank, op.task_id))
+            assert payload.shape == target.shape
+            target.copy_(payload)
+    assert wire == {}
+
+
 def execute(
     plans: Mapping[int, ReshardPlan], sources: Side, destinations: Side
 ) -> dict[tuple[int, str], torch.Tensor]:
     """What destinations hold after all plans ran; -1 where nothing was written."""
-    by_own_name = {
-        rank: {p.meta.name: p.tensor for p in side.values()} for rank, side in sources.items()
+
+    def tensors(side: Side) -> dict[int, dict[str, torch.Tensor]]:
+        return {
+            rank: {one.meta.name: one.tensor for one in parts.values()}
+            for rank, parts in side.items()
+        }
+
+    written = {
+        rank: {name: torch.full_like(tensor, -1) for name, tensor in parts.items()}
+        for rank, parts in tensors(destinations).items()
     }
-    wire = {}
-    for rank, plan in plans.items():
-        for op in plan.send_ops:
-            tensor = by_own_name[rank][op.param_name]
-            viewed = tensor if op.my_view is None else tensor.view(op.my_view)
-            assert (op.peer_rank, op.task_id) not in wire
-            wire[op.peer_rank, op.task_id] = viewed[op.my_slice].clone()
-    result = {}
-    for rank, plan in plans.items():
-        for p in destinations.get(rank, {}).values():
-            tensor = torch.full_like(p.tensor, -1)
-            for op in plan.recv_ops:
-                if op.param_name == p.meta.name:
-                    viewed = tensor if op.my_view is None else tensor.view(op.my_view)
-                    target = viewed[op.my_slice]
-                    assert bool((target == -1).all())
-                    payload = wire.pop((rank, op.task_id))
-                    assert payload.shape == target.shape
-                    target.copy_(payload)
-            result[rank, p.meta.name] = tensor
-    assert wire == {}
-    return result
+    run_plans(plans, tensors(sources), written)
+    return {(rank, name): t for rank, parts in written.items() for name, t in parts.items()}
