@@ -570,6 +570,22 @@ def _expanded(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> Non
         service.submit_recv(torch.zeros(1).expand(4), 0, 3)
 
 
+def _overlap(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(src[:2], 1, 5)
+    if service.rank == 1:
+        service.submit_recv(dst[2:], 0, 5)
+
+
+def _overlap_with_oneself(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(torch.zeros(2, 3), 1, 5)
+    if service.rank == 1:
+        service.submit_recv(torch.zeros(5).as_strided((2, 3), (2, 1)), 0, 5)
+
+
 MISTAKES: dict[str, Callable[[CopyService, torch.Tensor, torch.Tensor], None]] = {
     "no receiver": _no_receiver,
     "no sender": _no_sender,
@@ -583,6 +599,8 @@ MISTAKES: dict[str, Callable[[CopyService, torch.Tensor, torch.Tensor], None]] =
     "sparse": _sparse,
     "no tensor": _no_tensor,
     "expanded": _expanded,
+    "overlap": _overlap,
+    "overlap with oneself": _overlap_with_oneself,
     "abandon": _good_pair,
 }
 

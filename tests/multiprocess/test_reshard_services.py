@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import CommunicationError, Communicator, RankThreads
+from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import copy_services as scripts
 from tests.helpers.copy_services import PATTERNS, SERVICES
-from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of
+from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of, wait_for
 
 TIMEOUT_S = HANG_S
 
@@ -67,16 +68,19 @@ SAID_BY_RUN = {
     "some ids": ("task_id", "none"),
     "ids on one side": ("rank 0", "rank 1"),
     "local": ("rank 1", "17"),
+    "overlap": ("rank 1", "4", "5"),
+    "overlap with oneself": ("rank 1", "two elements in one place", "(2, 1)"),
     "no such rank": ("rank 1", "dest_rank", "got 3"),
     "sparse": ("rank 0", "sparse"),
     "no tensor": ("rank 0", "list"),
-    "expanded": ("rank 1", "expanded"),
+    "expanded": ("rank 1", "two elements in one place"),
 }
 RAISED_BY_SUBMIT = {
     "no such rank": (1, "ValueError"),
     "sparse": (0, "ValueError"),
     "no tensor": (0, "TypeError"),
     "expanded": (1, "ValueError"),
+    "overlap with oneself": (1, "ValueError"),
 }
 
 
@@ -250,6 +254,36 @@ def test_nvshmem_names_the_dead() -> None:
     for rank_idx in (0, 2):
         kind, ranks, text = results[rank_idx]
         assert (kind, ranks) == ("PeerFailedError", (1,)), text
+
+
+def _does_not_come(context: RankContext, name: str, folder: str) -> list[object]:
+    """Rank 1 does not run until the others have given up."""
+    if name == "gloo":
+        group = dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=4))
+        service: CopyService = GlooCopyService(group)
+    else:
+        communicator = Communicator(None, arrival_timeout_s=4.0)
+        make = SymmetricCopyService if name == "symmetric" else NVSHMEMCopyService
+        service = make(communicator=communicator)
+    scripts.move(service, scripts.pattern("ring", context.num_ranks), num_rounds=1)
+    target = torch.zeros(4)
+    if context.rank_idx == 1:
+        wait_for(lambda: len(list(Path(folder).iterdir())) == 2)
+        return []
+    service.submit_send(torch.ones(4), 2 - context.rank_idx, 1)
+    service.submit_recv(target, 2 - context.rank_idx, 1)
+    error = error_of(service.run)
+    (Path(folder) / str(context.rank_idx)).touch()
+    assert torch.equal(target, torch.zeros(4))
+    return [type(error).__name__, getattr(error, "ranks", None), str(error)]
+
+
+@pytest.mark.parametrize("name", ["gloo", "symmetric", "nvshmem"])
+def test_a_rank_that_does_not_run(name: str, tmp_path: Path) -> None:
+    results = run_ranks(_does_not_come, 3, name, str(tmp_path), fresh=True, timeout_s=TIMEOUT_S)
+    for kind, ranks, text in results[0], results[2]:
+        want = ("CommunicationError", ()) if name == "gloo" else ("PeerTimeoutError", (1,))
+        assert (kind, ranks) == want, text
 
 
 def _gloo_peer_dies(context: RankContext) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 import subprocess
 import sys
 import threading
@@ -176,20 +178,27 @@ def test_excluded_ranks_take_part_in_nothing() -> None:
 # What is submitted.
 
 
+class Group:
+    """All that a service asks of a process group before it moves something."""
+
+    def __init__(self, rank_idx: int, num_ranks: int) -> None:
+        self.rank_idx = rank_idx
+        self.num_ranks = num_ranks
+
+    def rank(self) -> int:
+        return self.rank_idx
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
 class Queue(QueuedCopyService):
     """Runs nothing."""
 
     device_types = ("cpu",)
 
     def __init__(self) -> None:
-        class Group:
-            def rank(self) -> int:
-                return 1
-
-            def size(self) -> int:
-                return 3
-
-        super().__init__(Group())  # type: ignore[arg-type]
+        super().__init__(Group(1, 3))  # type: ignore[arg-type]
 
     def run(self) -> None:
         raise NotImplementedError
@@ -207,7 +216,7 @@ def test_a_batch_is_sorted_by_pair_and_id() -> None:
     tensor = torch.zeros(2)
     for task_id in (5, 2, 9):
         queue.submit_send(tensor, 2, task_id)
-        queue.submit_recv(tensor, 0, 10 - task_id)
+        queue.submit_recv(torch.zeros(2), 0, 10 - task_id)
         queue.submit_recv(torch.zeros(task_id), 1)
     batch = queue.take()
     assert batch.problem is None
@@ -279,14 +288,102 @@ def test_what_is_wrong_with_a_batch() -> None:
     queue.submit_send(tensor, 0, 3)
     queue.submit_send(tensor, 0, 3)
     assert queue.take().problem == "sends to rank 0: task_id 3 comes twice"
-    queue.submit_recv(tensor, 2, 3)
-    queue.submit_recv(tensor, 2)
+    queue.submit_recv(torch.zeros(2), 2, 3)
+    queue.submit_recv(torch.zeros(2), 2)
     text = "receives from rank 2: 1 have a task_id, such as 3, and 1 have none"
     assert queue.take().problem == text
     # The same id from another rank is another transfer.
-    queue.submit_recv(tensor, 2, 3)
-    queue.submit_recv(tensor, 0, 3)
+    queue.submit_recv(torch.zeros(2), 2, 3)
+    queue.submit_recv(torch.zeros(2), 0, 3)
     assert queue.take().problem is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "is_refused"),
+    [
+        ((4,), (0,), True),
+        ((1, 4), (0, 3), False),
+        ((2, 3), (2, 1), True),
+        ((3, 2), (2, 3), False),
+        ((3, 3), (2, 4), True),
+        ((2, 3, 4), (1, 2, 6), False),
+        ((5, 2), (10, 3), False),
+        ((0, 2), (0, 0), False),
+    ],
+)
+def test_destinations_with_an_element_twice(
+    shape: tuple[int, ...], strides: tuple[int, ...], is_refused: bool
+) -> None:
+    tensor = torch.zeros(100).as_strided(shape, strides)
+    places = torch.arange(100).as_strided(shape, strides)
+    assert is_refused == (places.unique().numel() < places.numel())
+    queue = Queue()
+    if is_refused:
+        with pytest.raises(ValueError, match="two elements in one place"):
+            queue.submit_recv(tensor, 0, 1)
+    else:
+        queue.submit_recv(tensor, 0, 1)
+
+
+def test_destinations_that_share_memory() -> None:
+    queue = Queue()
+    base = torch.zeros(100)
+    for task_id, (begin, end) in enumerate([(50, 60), (0, 10), (10, 50), (59, 60), (5, 5)]):
+        queue.submit_recv(base[begin:end], task_id % 2, task_id)
+    queue.submit_recv(base.view(10, 10)[:, 3], 0, 20)
+    problem = queue.take().problem
+    text = "the destinations of tasks 0 (from rank 0) and 3 (from rank 1) share 4 bytes"
+    assert problem == text
+    for task_id, (begin, end) in enumerate([(50, 60), (0, 10), (10, 50), (5, 5)]):
+        queue.submit_recv(base[begin:end], task_id % 2, task_id)
+    assert queue.take().problem is None
+
+
+# ---------------------------------------------------------------------------------------------
+# Rounds of messages.
+
+
+def test_both_ends_cut_their_lists_alike() -> None:
+    """Every round of a pair has the same transfers at both ends, within the limits."""
+    num_ranks = 4
+    chance = random.Random(11)
+    sizes = {
+        (src, dst): [chance.choice([0, 1, 7, 100, 5000]) for _ in range(chance.randrange(60))]
+        for src in range(num_ranks)
+        for dst in range(num_ranks)
+    }
+    rounds = []
+    for rank_idx in range(num_ranks):
+        service = OneRank(None, rank_idx, num_ranks, max_messages=5, max_message_bytes=800)
+        batch = Batch(
+            [
+                [
+                    SendOp(i, torch.empty(size, dtype=torch.int8), dst)
+                    for i, size in enumerate(sizes[rank_idx, dst])
+                ]
+                for dst in range(num_ranks)
+            ],
+            [
+                [
+                    RecvOp(i, torch.empty(size, dtype=torch.int8), src)
+                    for i, size in enumerate(sizes[src, rank_idx])
+                ]
+                for src in range(num_ranks)
+            ],
+            set(),
+            None,
+        )
+        rounds.append(list(service._rounds(batch)))
+    for src, dst in itertools.permutations(range(num_ranks), 2):
+        sent = [[op for op in sends if op.dest_rank == dst] for sends, _ in rounds[src]]
+        received = [[op for op in recvs if op.src_rank == src] for _, recvs in rounds[dst]]
+        for there, here in itertools.zip_longest(sent, received, fillvalue=()):
+            assert ids(there) == ids(here)
+            num_bytes = [op.tensor.numel() for op in there]
+            assert len(num_bytes) <= 5
+            assert len(num_bytes) <= 1 or sum(num_bytes) <= 800
+        moved = [op.task_id for ops in sent for op in ops]
+        assert moved == [i for i, size in enumerate(sizes[src, dst]) if size > 0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -305,24 +402,14 @@ class FakeStream:
 
 
 class OneRank(DistributedCopyService):
-    """Copies within one rank, on a stream."""
+    """Copies within one rank, and how it would cut messages to others."""
 
-    def __init__(self, stream: FakeStream) -> None:
-        class Group:
-            def rank(self) -> int:
-                return 0
-
-            def size(self) -> int:
-                return 1
-
-        group = Group()
-        super().__init__(
-            group,  # type: ignore[arg-type]
-            group,  # type: ignore[arg-type]
-            stream,  # type: ignore[arg-type]
-            max_messages=1,
-            max_message_bytes=1,
-        )
+    def __init__(
+        self, stream: FakeStream | None, rank_idx: int = 0, num_ranks: int = 1, **limits: int
+    ) -> None:
+        group = Group(rank_idx, num_ranks)
+        limits = {"max_messages": 1, "max_message_bytes": 1, **limits}
+        super().__init__(group, group, stream, **limits)  # type: ignore[arg-type]
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
         return [payload]
@@ -404,7 +491,7 @@ def test_not_a_member_of_the_group() -> None:
         def __init__(self) -> None:
             QueuedCopyService.__init__(self, -100)  # type: ignore[arg-type]
 
-    with pytest.raises(ValueError, match="not a member"):
+    with pytest.raises(ValueError, match="got -100"):
         Service()
 
 

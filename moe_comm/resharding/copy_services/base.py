@@ -49,8 +49,10 @@ class CopyService(abc.ABC):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is not None and not hasattr(group, "rank"):
-            # What `dist.new_group` returns elsewhere.
-            raise ValueError("this process is not a member of the group")
+            # `dist.new_group` returns a number to processes that are not members.
+            raise ValueError(
+                f"group must be a process group that has this process as a member, got {group!r}"
+            )
         self.group = group
         self.rank = group.rank() if group is not None else dist.get_rank()
         self.world_size = group.size() if group is not None else dist.get_world_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +61,9 @@ class GlooCopyService(DistributedCopyService):
     def close(self) -> None:
         """Destroy the group that the service made for itself. Idempotent."""
         if self._own_group is not None:
-            dist.destroy_process_group(self._own_group)
+            # Destroying the default group has destroyed this one as well: a ValueError.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(self._own_group)
             self._own_group = None
 
     def _all_gather(self, payload: bytes) -> list[bytes]:

@@ -98,13 +98,10 @@ class QueuedCopyService(CopyService):
             ValueError: It is no tensor that this service moves, or there is no such rank.
         """
         task_id = self._check(dest_tensor, "src_rank", src_rank, task_id)
-        if any(
-            stride == 0 and size > 1
-            for stride, size in zip(dest_tensor.stride(), dest_tensor.shape, strict=True)
-        ):
+        if not dest_tensor.is_contiguous() and _has_element_twice(dest_tensor):
             self._refuse(
                 ValueError(
-                    "a destination must not be an expanded tensor, got shape "
+                    "a destination must not have two elements in one place, got shape "
                     f"{tuple(dest_tensor.shape)} with strides {dest_tensor.stride()}"
                 )
             )
@@ -177,6 +174,7 @@ class QueuedCopyService(CopyService):
             ):
                 if found is not None:
                     problems.append(f"{what}: {found}")
+        problems.extend(_overlaps(self._recvs))
         batch = Batch(sends, recvs, self._streams, problems[0] if problems else None)
         self._sends, self._recvs, self._streams, self._problem = [], [], set(), None
         return batch
@@ -195,6 +193,47 @@ def _sort(ops: list[SendOp] | list[RecvOp]) -> str | None:
         if first_id == second_id:
             return f"task_id {first_id} comes twice"
     return None
+
+
+def _has_element_twice(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a strided tensor share memory."""
+    if tensor.numel() == 0:
+        return False
+    dims = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    )
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    # Dimensions that interleave, such as strides (2, 3), may still keep clear of each other.
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        offsets = (offsets[:, None] + stride * torch.arange(size)).flatten()
+    return len(torch.unique(offsets)) < len(offsets)
+
+
+def _overlaps(recvs: Sequence[RecvOp]) -> list[str]:
+    """Destinations that share memory. Strided ones may interleave and are not looked at."""
+    places = sorted(
+        (op.tensor.data_ptr(), op.tensor.numel() * op.tensor.element_size(), position)
+        for position, op in enumerate(recvs)
+        if op.tensor.numel() > 0 and op.tensor.is_contiguous()
+    )
+    return [
+        f"the destinations of tasks {recvs[first_idx].task_id} (from rank "
+        f"{recvs[first_idx].src_rank}) and {recvs[second_idx].task_id} (from rank "
+        f"{recvs[second_idx].src_rank}) share {first_begin + first_bytes - second_begin} bytes"
+        for (first_begin, first_bytes, first_idx), (second_begin, _, second_idx) in (
+            itertools.pairwise(places)
+        )
+        if first_begin + first_bytes > second_begin
+    ]
 
 
 def transfers_of(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[list[Transfer]]:

@@ -77,7 +77,14 @@ class SymmetricCopyService(QueuedCopyService):
         assert self.communicator is not None
         super().__init__(ranks=self.communicator)
         self.last_stats: CopyStats | None = None
-        self._copies = BatchedCopy(self.communicator, slot_bytes=slot_bytes, num_slots=num_slots)
+        try:
+            self._copies = BatchedCopy(
+                self.communicator, slot_bytes=slot_bytes, num_slots=num_slots
+            )
+        except BaseException:
+            if self._own_communicator is not None:
+                self._own_communicator.destroy()
+            raise
 
     def run(self) -> None:
         """Execute everything submitted since the last `run()` or `prepare()`. Collective.
