@@ -18,7 +18,8 @@ TRANSPORTS = ("symmetric", "gloo", "nvshmem")
 
 NUM_LAYERS = 4
 NUM_EXPERTS = 16
-EXPERT_FFN_STEP = 64
+SMALLEST_EXPERT_FFN = 64
+EXPERT_FFN_STEP = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,9 +110,10 @@ def shape_of_bytes(num_bytes: int, dtype: torch.dtype) -> MoEShape:
                 vocab=4 * hidden,
             )
 
-        smallest = make(EXPERT_FFN_STEP).num_bytes(dtype)
+        smallest = make(SMALLEST_EXPERT_FFN).num_bytes(dtype)
         if smallest > num_bytes:
             continue
-        step_bytes = make(2 * EXPERT_FFN_STEP).num_bytes(dtype) - smallest
-        return make(EXPERT_FFN_STEP * (1 + (num_bytes - smallest) // step_bytes))
+        step_bytes = make(SMALLEST_EXPERT_FFN + EXPERT_FFN_STEP).num_bytes(dtype) - smallest
+        num_steps = (num_bytes - smallest) // step_bytes
+        return make(SMALLEST_EXPERT_FFN + EXPERT_FFN_STEP * num_steps)
     raise ValueError(f"a model of these kinds has at least {smallest} bytes, got {num_bytes}")

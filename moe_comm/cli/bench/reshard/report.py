@@ -93,7 +93,7 @@ def write_reshard_plot(path: Path, rows: Sequence[ReshardRow], environment: dict
     from matplotlib.figure import Figure
 
     names = [rows[0].case.transport, *sorted({peer for row in rows for peer in row.peer_p50_us})]
-    figure = Figure(figsize=(3.0 + 2.2 * len(rows), 4.8), layout="constrained")
+    figure = Figure(figsize=(9.0, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     width = 0.8 / len(names)
@@ -109,7 +109,9 @@ def write_reshard_plot(path: Path, rows: Sequence[ReshardRow], environment: dict
             if name_idx == 0 and row.fraction_of_roof is not None:
                 text += f"\n{row.fraction_of_roof:.0%} of roof"
             axes.annotate(text, (place, value / 1e3), ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(rows)), [f"into {row.case.memory}" for row in rows], fontsize=8)
+    axes.set_xticks(
+        range(len(rows)), [f"destination: {row.case.memory}" for row in rows], fontsize=8
+    )
     axes.set_yscale("log")
     axes.set_ylabel("p50 of wall time [ms]")
     axes.set_title(reshard_title(rows[0].case) + "\n" + header_line(environment), fontsize=6)

@@ -1,0 +1,101 @@
+"""`moe-comm bench reshard` on small sizes: what it checks and what it reports, not how fast it is."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_comm.cli.app import app
+from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
+from moe_comm.cli.bench.reshard import run, worker
+from moe_comm.cli.bench.reshard.case import ReshardCase, shape_of_bytes
+from moe_comm.cli.reshard.world import PlanningCase
+from moe_comm.resharding.parallelism import Parallelism
+
+pytest.importorskip("moe_comm._host")
+
+CASE = ReshardCase(
+    layouts=PlanningCase(
+        shape=shape_of_bytes(4 << 20, torch.bfloat16),
+        source=Parallelism.parse("ep2", 2),
+        destination=Parallelism.parse("tp2", 2),
+    )
+)
+
+
+def bench(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(
+        app, ["bench", "reshard", *arguments, "--json", str(out)], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    document = json.loads(out.read_text())
+    assert document["environment"]["cores"] >= 1
+    assert all(case["check"] == "ok" for case in document["cases"])
+    return list(document["cases"])
+
+
+def test_a_model_is_moved_into_the_heap_and_outside_it(tmp_path: Path) -> None:
+    heap, outside = bench(
+        tmp_path,
+        *("--ranks", "2", "--from", "ep2", "--to", "tp2", "--bytes", "4MiB", "--peers", "gloo"),
+        *("--repeats", "2"),
+    )
+    assert (heap["destination"], outside["destination"]) == ("heap", "outside")
+    for case in (heap, outside):
+        assert (case["from"], case["to"], case["transport"]) == ("ep2", "tp2", "symmetric")
+        assert case["bytes"] == CASE.num_bytes()
+        assert case["roof_bytes"] == pytest.approx(case["bytes"], rel=1e-3)
+        assert len(case["pairs"]) == case["num_pairs"] + case["num_dropped"]
+        assert case["p50_us"] <= case["p95_us"]
+        assert case["speedup"]["gloo"] > 0.0
+        assert case["peer_p50_us"]["gloo"] > 0.0
+        assert 0.0 < case["outside_copies_us"] < case["p95_us"]
+        # The second refit finds all it needs.
+        assert case["memory_bytes"]["second_heap"] == 0
+    # Slots are made where something is received outside the heap.
+    assert outside["memory_bytes"]["heap"] > heap["memory_bytes"]["heap"]
+
+
+def test_a_list_of_tensors_goes_to_ranks_of_its_own(tmp_path: Path) -> None:
+    (case,) = bench(
+        tmp_path,
+        *("--source-ranks", "2", "--destination-ranks", "1", "--tensors", "50"),
+        *("--destination", "heap", "--repeats", "1"),
+    )
+    assert (case["ranks"], case["disjoint"], case["num_tensors"]) == (3, True, 50)
+    assert (case["from"], case["to"]) == ("ep2", "single")
+    assert case["bytes"] == 2 * 50 * 4096
+
+
+def test_another_transport_is_measured(tmp_path: Path) -> None:
+    (case,) = bench(
+        tmp_path,
+        *("--ranks", "2", "--from", "ep2", "--to", "tp2", "--bytes", "4MiB", "--repeats", "1"),
+        *("--transport", "nvshmem", "--destination", "outside"),
+    )
+    assert case["transport"] == "nvshmem"
+    assert case["gbs"] > 0.0
+
+
+def test_a_wrong_element_ends_the_run() -> None:
+    make_worker = functools.partial(_ForgetfulWorker, worker.ReshardLaunch(case=CASE))
+    with WorkerProcesses(2, make_worker) as ranks:
+        with pytest.raises(WorkerError, match=r"rank 1: decoder.layers.0.mlp.router.weight: exp"):
+            run._check(ranks, "symmetric")
+
+
+class _ForgetfulWorker(worker.ReshardWorker):
+    """Rank 1 writes an element after every refit."""
+
+    def _refit(self, transport: str) -> None:
+        super()._refit(transport)
+        if self.rank_idx == 1:
+            assert self.target is not None
+            self.target.get_parameter("decoder.layers.0.mlp.router.weight")[3, 5] = 1.0
