@@ -105,6 +105,24 @@ class ThreadTransport:
 
         return self._meet(("broadcast", group.ranks), group.ranks, tensor, copy)
 
+    def partial_groups(self, mesh: torch.Tensor, reductions: list[tuple[int, str]]) -> Any:
+        """This rank's groups along mesh dimensions, with operations; None outside the mesh."""
+        place = (mesh == self.local.rank).nonzero()
+        if not len(place):
+            return None
+        coordinate = place[0].tolist()
+        return [
+            (
+                Group(
+                    tuple(
+                        mesh.movedim(dim, -1)[(*coordinate[:dim], *coordinate[dim + 1 :])].tolist()
+                    )
+                ),
+                op,
+            )
+            for dim, op in reductions
+        ]
+
     def all_reduce(self, tensor: torch.Tensor, *, op: Any, group: Group) -> None:
         assert tensor.is_contiguous()
 
@@ -143,14 +161,20 @@ class ThreadTransport:
             raise errors[0]
 
 
-def use_thread_transport(monkeypatch: pytest.MonkeyPatch) -> ThreadTransport:
-    """Let everything in `moe_comm.resharding.ir` go through threads."""
-    transport = ThreadTransport()
-    made: dict[tuple[int, ...], Group] = {}
+def use_thread_transport(
+    monkeypatch: pytest.MonkeyPatch, has_subgroups: bool = True
+) -> ThreadTransport:
+    """Let everything in `moe_comm.resharding.ir` go through threads.
 
-    def subgroup(group: object, ranks: tuple[int, ...]) -> Group:
-        return made.setdefault(tuple(sorted(ranks)), Group(tuple(sorted(ranks))))
+    Args:
+        monkeypatch: Undoes it.
+        has_subgroups: Whether broadcasts have groups.
+    """
+    transport = ThreadTransport()
+
+    def find_subgroup(group: object, ranks: tuple[int, ...]) -> Group | None:
+        return Group(ranks) if has_subgroups else None
 
     monkeypatch.setattr(transfer, "dist", transport)
-    monkeypatch.setattr(groups, "subgroup", subgroup)
+    monkeypatch.setattr(groups, "find_subgroup", find_subgroup)
     return transport

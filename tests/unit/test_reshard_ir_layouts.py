@@ -137,7 +137,9 @@ def _reduced(
     }[op]()
 
 
-def _move_all(moves: list[Move], num_ranks: int, bucket_size: int, max_in_flight: int) -> None:
+def _move_all(
+    moves: list[Move], num_ranks: int, bucket_size: int, max_in_flight: int, has_subgroups: bool
+) -> None:
     sources, values = zip(*(summands(move, seed) for seed, move in enumerate(moves)), strict=True)
     before = [{rank: part.clone() for rank, part in local.items()} for local in sources]
     targets: list[dict[int, torch.Tensor]] = []
@@ -159,7 +161,10 @@ def _move_all(moves: list[Move], num_ranks: int, bucket_size: int, max_in_flight
                 None,
                 global_shape=None if move.is_even else move.shape,
             )
-            chunks += ir.m2m_to_chunks(m2m, rank, source.get(rank), target.get(rank), move.wire)
+            groups = transport.partial_groups(move.source.mesh, m2m.source_partial_reductions)
+            chunks += ir.m2m_to_chunks(
+                m2m, rank, source.get(rank), target.get(rank), move.wire, groups
+            )
         buckets = ir.chunk_to_bucket_ops(chunks, bucket_size)
         for bucket in buckets:
             for entry in bucket.entries:
@@ -168,7 +173,8 @@ def _move_all(moves: list[Move], num_ranks: int, bucket_size: int, max_in_flight
         ir.bucket_comm(buckets, max_in_flight)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        use_thread_transport(monkeypatch).run(num_ranks, run)
+        transport = use_thread_transport(monkeypatch, has_subgroups)
+        transport.run(num_ranks, run)
     for move, value, target in zip(moves, values, targets, strict=True):
         for coordinate in move.target.coordinates():
             got = target[move.target.rank(coordinate)]
@@ -177,7 +183,7 @@ def _move_all(moves: list[Move], num_ranks: int, bucket_size: int, max_in_flight
         assert all(torch.equal(local[rank], kept[rank]) for rank in local)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 6))
@@ -187,4 +193,5 @@ def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
         num_ranks,
         data.draw(st.sampled_from([1, 40, 200, 1 << 20])),
         data.draw(st.integers(1, 3)),
+        data.draw(st.booleans()),
     )

@@ -29,8 +29,9 @@ def m2m_to_chunks(
 ) -> list[Chunk]:
     """What a rank does to move one tensor, in the order of the map's routes.
 
-    Makes the process groups that its broadcasts and reductions need, which is collective among
-    their members: ranks call this for the same tensors in the same order.
+    Where `m2m.group` has all processes, makes the process groups that broadcasts of the map need and
+    that were not made before, which is collective: every rank calls this, those of neither mesh too,
+    for the same maps in the same order. In smaller groups broadcasts are sent to one after the other.
 
     Args:
         m2m: From `get_m2m_map`, equal on all ranks.
@@ -40,36 +41,27 @@ def m2m_to_chunks(
         transfer_dtype: What travels, equal on all ranks. None: `choose_transfer_dtype` of the two
             tensors where this rank has both, else the dtype of the one it has; give it where dtypes
             of source and target differ and some rank has only one of them.
-        source_partial_groups: Of a `Partial` source, the groups to reduce over and the operations,
-            in the order of the map; None: made from the map.
+        source_partial_groups: Of a `Partial` source, this rank's groups to reduce over and the
+            operations, in the order of the map; None: those of the map's device mesh.
 
     Returns:
         Empty on ranks of neither mesh.
 
     Raises:
-        ValueError: A tensor is missing, or has another shape than the map says; no group was made.
+        ValueError: A tensor is missing, or has another shape than the map says; or the groups of a
+            `Partial` source do not fit or are not known.
     """
+    # First of all, since a rank that raises must not keep others from making them.
+    broadcasts = {_participants(route) for route in m2m.routes}
+    groups.create_subgroups(m2m.group, [ranks for ranks in broadcasts if len(ranks) > 2])
     source = _local_part(m2m, m2m.source, "source_tensor", source_tensor, rank)
     target = _local_part(m2m, m2m.target, "target_tensor", target_tensor, rank)
     if transfer_dtype is None and source is not None and target is not None:
         transfer_dtype = choose_transfer_dtype(source.dtype, target.dtype)
-    reduces = source is not None and bool(m2m.source_partial_reductions)
-    if source is not None:
-        _check_reductions(m2m, source, source_partial_groups)
-    reductions = m2m.partial_ranks(rank) if reduces and source_partial_groups is None else []
-    # A group of one rank has nothing to reduce.
-    reductions = [(ranks, op) for ranks, op in reductions if len(ranks) > 1]
-    broadcasts = {_participants(route) for route in m2m.routes}
-    if groups.resolve_group(m2m.group) is not None:
-        rank_sets = [ranks for ranks in broadcasts if len(ranks) > 2]
-        groups.create_subgroups(m2m.group, [*rank_sets, *(ranks for ranks, _ in reductions)], rank)
-    if reduces and source_partial_groups is None:
-        source_partial_groups = [
-            (groups.subgroup(m2m.group, ranks), op) for ranks, op in reductions
-        ]
-    part = _Part(
-        m2m, rank, source, target, transfer_dtype, source_partial_groups if reduces else None
-    )
+    partial_groups = None
+    if source is not None and m2m.source_partial_reductions:
+        partial_groups = _partial_groups(m2m, rank, source, source_partial_groups)
+    part = _Part(m2m, rank, source, target, transfer_dtype, partial_groups)
     return [chunk for route in m2m.routes for chunk in part.chunks(route)]
 
 
@@ -201,15 +193,25 @@ def _check_divides(name: str, shape: tuple[int, ...], num_cells: tuple[int, ...]
             )
 
 
-def _check_reductions(m2m: M2MMap, source: torch.Tensor, given: PartialGroups | None) -> None:
-    ops = [op for _, op in m2m.source_partial_reductions]
-    if given is not None and [op for _, op in given] != ops:
+def _partial_groups(
+    m2m: M2MMap, rank: int, source: torch.Tensor, given: PartialGroups | None
+) -> PartialGroups:
+    groups = m2m.source_partial_groups if given is None else given
+    reductions = m2m.source_partial_reductions
+    if groups is None:
+        raise ValueError(
+            f"rank {rank} holds a Partial source to reduce over mesh dimensions {reductions}, and the "
+            "source mesh has no process groups; source_partial_groups must be given, got None"
+        )
+    ops = [op for _, op in reductions]
+    if [op for _, op in groups] != ops:
         raise ValueError(
             f"source_partial_groups must have the operations {ops} of the map, "
-            f"got {[op for _, op in given]}"
+            f"got {[op for _, op in groups]}"
         )
     if "avg" in ops and not (source.is_floating_point() or source.is_complex()):
         raise ValueError(f"source_tensor is an average to be, and its dtype is {source.dtype}")
+    return groups
 
 
 def _slices(

@@ -1,4 +1,4 @@
-"""Process groups of some ranks of a group, made once and found again."""
+"""Process groups for broadcasts: made once by all ranks, and found again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-__all__ = ["create_subgroups", "resolve_group", "subgroup"]
+__all__ = ["create_subgroups", "find_subgroup", "resolve_group"]
 
 # Groups die with the group they were cut from: a process may leave a group and join another.
 _subgroups: weakref.WeakKeyDictionary[
@@ -25,48 +25,43 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group
 
 
-def subgroup(group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of `ranks`, which are ranks of `group`. Collective among them when it is new.
+def create_subgroups(group: dist.ProcessGroup | None, rank_sets: Iterable[tuple[int, ...]]) -> None:
+    """Make the groups of `rank_sets`, in ascending order. Collective, with equal `rank_sets`.
 
-    It has the backend and the timeout of `group`, and numbers `ranks` in ascending order.
+    torch.distributed names a group by how many a process has seen, so that all processes must take
+    part in making each. A `group` that lacks some of them makes none.
+
+    Args:
+        group: What ranks are numbered in; new groups have its backend and timeout.
+        rank_sets: Each ascending.
 
     Raises:
-        RuntimeError: There is no process group, or not all ranks came within the timeout.
+        RuntimeError: Some member did not come within the timeout.
     """
     parent = resolve_group(group)
-    if parent is None:
-        raise RuntimeError(
-            f"ranks {ranks} need a process group, and torch.distributed is not initialised"
-        )
-    key = tuple(sorted(ranks))
-    if key == tuple(range(parent.size())):
-        return parent
+    if parent is None or parent.size() < dist.get_world_size():
+        return
     known = _subgroups.setdefault(parent, {})
-    if key not in known:
+    for ranks in sorted(set(rank_sets) - known.keys()):
+        if len(ranks) == parent.size():
+            known[ranks] = parent
+            continue
         try:
-            made = dist.new_group(
-                [dist.get_global_rank(parent, rank) for rank in key],
-                backend=dist.get_backend(parent),
+            known[ranks] = dist.new_group(
+                [dist.get_global_rank(parent, rank) for rank in ranks],
+                backend=None if parent is dist.group.WORLD else dist.get_backend(parent),
                 timeout=_timeout_of(parent),
-                # Ranks that are not members need not come: nobody else knows of this group.
-                use_local_synchronization=True,
             )
         except RuntimeError as error:
-            raise RuntimeError(f"could not make a process group of ranks {key}: {error}") from error
-        known[key] = made
-    return known[key]
+            raise RuntimeError(f"could not make a group of ranks {ranks}: {error}") from error
 
 
-def create_subgroups(
-    group: dist.ProcessGroup | None, rank_sets: Iterable[tuple[int, ...]], rank: int
-) -> None:
-    """Make the groups that `rank` is a member of.
-
-    In ascending order, so that ranks that share several groups never wait for each other in
-    different ones.
-    """
-    for ranks in sorted({tuple(sorted(ranks)) for ranks in rank_sets if rank in ranks}):
-        subgroup(group, ranks)
+def find_subgroup(
+    group: dist.ProcessGroup | None, ranks: tuple[int, ...]
+) -> dist.ProcessGroup | None:
+    """The group of `ranks`, ascending ranks of `group`; None where there is none, on no rank."""
+    parent = resolve_group(group)
+    return None if parent is None else _subgroups.get(parent, {}).get(ranks)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> dt.timedelta | None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -103,6 +104,8 @@ class M2MMap:
         source: The source side.
         target: The target side.
         group: The group that ranks are numbered in; None for the default group.
+        source_partial_groups: This rank's process groups of the source mesh, with the operations of
+            `source_partial_reductions`; None outside the mesh, and of a mesh that has no groups.
     """
 
     routes: list[Route]
@@ -113,6 +116,9 @@ class M2MMap:
     source: Side
     target: Side
     group: dist.ProcessGroup | None = dataclasses.field(default=None, repr=False, compare=False)
+    source_partial_groups: list[tuple[dist.ProcessGroup, str]] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
 
     def __iter__(self) -> Iterator[object]:
         return iter(
@@ -123,15 +129,6 @@ class M2MMap:
                 self.source_partial_reductions,
             )
         )
-
-    def partial_ranks(self, rank: int) -> list[tuple[tuple[int, ...], str]]:
-        """(ranks, operation) of every reduction that a source rank takes part in, in order."""
-        layout = self.source.layout
-        position = layout.mesh_ranks.index(rank)
-        return [
-            (_ranks_along(layout, position, mesh_dim), op)
-            for mesh_dim, op in self.source_partial_reductions
-        ]
 
 
 def get_m2m_map(
@@ -210,6 +207,7 @@ def get_m2m_map(
         source=source.side(),
         target=target.side(),
         group=group,
+        source_partial_groups=_mesh_groups(source_mesh, reductions),
     )
 
 
@@ -328,14 +326,6 @@ def _component(layout: MeshLayout, position: int, partial_dims: list[int]) -> tu
     )
 
 
-def _ranks_along(layout: MeshLayout, position: int, mesh_dim: int) -> tuple[int, ...]:
-    """Ranks that differ from a position along one mesh dimension only, in its order."""
-    step = math.prod(layout.mesh_shape[mesh_dim + 1 :])
-    size = layout.mesh_shape[mesh_dim]
-    first = position - position // step % size * step
-    return tuple(layout.mesh_ranks[first + i * step] for i in range(size))
-
-
 def _coordinates(mesh_shape: tuple[int, ...], position: int) -> tuple[int, ...]:
     coordinates = []
     for size in reversed(mesh_shape):
@@ -377,6 +367,14 @@ def _group_ranks(name: str, mesh: Mesh, group: dist.ProcessGroup | None) -> tupl
             f"{name}_mesh has global ranks {missing}, which group {sorted(number_of)} does not have"
         )
     return tuple(number_of[rank] for rank in global_ranks)
+
+
+def _mesh_groups(
+    mesh: Mesh, reductions: list[tuple[int, str]]
+) -> list[tuple[dist.ProcessGroup, str]] | None:
+    if not isinstance(mesh, DeviceMesh) or mesh.get_coordinate() is None:
+        return None
+    return [(mesh.get_group(mesh_dim), op) for mesh_dim, op in reductions]
 
 
 def _plain_placements(

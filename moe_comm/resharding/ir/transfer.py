@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import enum
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,8 @@ class Transferable:
     def execute(self) -> dist.Work | None:
         """Start the transfer of `buffer`.
 
+        A broadcast for which `m2m_to_chunks` has made no process group is sent to one after the other.
+
         Returns:
             What to wait for; None where nothing travels: SELF_COPY, SHADOW, an empty buffer.
 
@@ -83,16 +86,19 @@ class Transferable:
         with self.naming("start"):
             if self.transfer_type is TransferType.BROADCAST:
                 ranks = tuple(sorted((self.src_rank, *self.dst_ranks)))
-                work: dist.Work | None = dist.broadcast(
-                    payload,
-                    group=groups.subgroup(self.group, ranks),
-                    group_src=ranks.index(self.src_rank),
-                    async_op=True,
-                )
-                return work
-            if self.is_source:
-                return dist.isend(payload, group=self.group, group_dst=self.dst_ranks[0])
-            return dist.irecv(payload, group=self.group, group_src=self.src_rank)
+                subgroup = groups.find_subgroup(self.group, ranks)
+                if subgroup is not None:
+                    work: dist.Work | None = dist.broadcast(
+                        payload,
+                        group=subgroup,
+                        group_src=ranks.index(self.src_rank),
+                        async_op=True,
+                    )
+                    return work
+            if not self.is_source:
+                return dist.irecv(payload, group=self.group, group_src=self.src_rank)
+            sends = [dist.isend(payload, group=self.group, group_dst=dst) for dst in self.dst_ranks]
+            return sends[0] if len(sends) == 1 else _Sends(sends)
 
     def wait(self) -> None:
         """Wait for the transfer under way, if there is one.
@@ -132,6 +138,27 @@ class Transferable:
                 operation="reshard",
                 phase="data",
             ) from error
+
+
+class _Sends(dist.Work):
+    """Sends of one buffer, as one piece of work."""
+
+    def __init__(self, sends: Sequence[dist.Work | None]) -> None:
+        super().__init__()
+        self._sends = [send for send in sends if send is not None]
+
+    def wait(self, timeout: dt.timedelta | None = None) -> bool:
+        """Wait for all, each for its group's timeout unless told otherwise."""
+        for send in self._sends:
+            if timeout is None:
+                send.wait()
+            else:
+                send.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(send.is_completed() for send in self._sends)
 
 
 def reduce_in_place(buffer: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:
