@@ -1,1 +1,79 @@
-"""Resharding: the weights of a model from one parallel layout to another."""
+"""Resharding: the weights of a model from one parallel layout to another.
+
+`swap_model_weights` is the call that most users need; docs/resharding.md shows it at work.
+"""
+
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.execution import execute_reshard_plan
+from moe_comm.resharding.heap_parameters import place_in_heap
+from moe_comm.resharding.metadata import (
+    MeshLayout,
+    MeshPlacement,
+    ParameterMetadata,
+    ShardingDescriptor,
+)
+from moe_comm.resharding.parallelism import Parallelism, ProcessGroups, RankGroup
+from moe_comm.resharding.plan import ReshardPlan, TransferOp
+from moe_comm.resharding.plan_check import PlanError, format_plan, verify_plan, verify_plans
+from moe_comm.resharding.planner import (
+    build_centralized_reshard_plan,
+    build_local_reshard_plan,
+    build_plan_from_rosters,
+    index_metadata_rosters,
+)
+from moe_comm.resharding.refit import (
+    clear_all_caches,
+    clear_plan_cache,
+    clear_service_cache,
+    get_or_create_service,
+    prepare_swap_model_weights,
+    reshard_model_weights,
+    swap_model_weights,
+)
+from moe_comm.resharding.stale import is_stale, mark_stale, stale_reason
+from moe_comm.resharding.transforms import (
+    FP8BlockReshardTransform,
+    MXFP8ReshardTransform,
+    ReshardTransform,
+)
+from moe_comm.resharding.verification import RefitProof, verify_refit
+
+__all__ = [
+    "CopyService",
+    "FP8BlockReshardTransform",
+    "MXFP8ReshardTransform",
+    "MeshLayout",
+    "MeshPlacement",
+    "Parallelism",
+    "ParameterMetadata",
+    "PlanError",
+    "ProcessGroups",
+    "RankGroup",
+    "RefitProof",
+    "ReshardPlan",
+    "ReshardTransform",
+    "ShardingDescriptor",
+    "SymmetricCopyService",
+    "TransferOp",
+    "build_centralized_reshard_plan",
+    "build_local_reshard_plan",
+    "build_plan_from_rosters",
+    "clear_all_caches",
+    "clear_plan_cache",
+    "clear_service_cache",
+    "execute_reshard_plan",
+    "format_plan",
+    "get_or_create_service",
+    "index_metadata_rosters",
+    "is_stale",
+    "mark_stale",
+    "place_in_heap",
+    "prepare_swap_model_weights",
+    "reshard_model_weights",
+    "stale_reason",
+    "swap_model_weights",
+    "verify_plan",
+    "verify_plans",
+    "verify_refit",
+]
