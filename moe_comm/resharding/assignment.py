@@ -30,6 +30,19 @@ class _Class(NamedTuple):
     ranks: list[int]
 
 
+class _Readers(NamedTuple):
+    """What a class of destinations needs of one source layout.
+
+    Args:
+        pieces: With their numbers in the class.
+        waiting: Ranks of the class that do not hold the source layout themselves.
+    """
+
+    of: _Class
+    pieces: list[tuple[int, Piece]]
+    waiting: list[int]
+
+
 class Assignment:
     """Every piece of one parameter, or of parameters that the same ranks hold alike.
 
@@ -69,10 +82,10 @@ class Assignment:
             self._layout_idx[holder.rank] = known[layout]
             self._replicas[known[layout]].append(holder.rank)
         self._runs: dict[tuple[Intervals, Intervals], tuple[Run, ...]] = {}
-        self._class_of: dict[int, _Class] = {}
+        self._class_of: dict[int, int] = {}
         self._classes: list[_Class] = []
         self._classify(destinations, dst_layouts)
-        self._waiting = self._list_waiting()
+        self._readers = self._list_readers()
         self._runs.clear()
 
     def _classify(self, destinations: Sequence[Holder], layouts: Sequence[Layout | None]) -> None:
@@ -99,9 +112,8 @@ class Assignment:
 
     def _add_class(self, layout: Layout, pieces: list[PieceOfLayout], ranks: list[int]) -> None:
         pieces.sort(key=lambda item: item.piece.dst_box)
-        added = _Class(layout, pieces, ranks)
-        self._classes.append(added)
-        self._class_of.update(dict.fromkeys(ranks, added))
+        self._class_of.update(dict.fromkeys(ranks, len(self._classes)))
+        self._classes.append(_Class(layout, pieces, ranks))
 
     def _intersections(self, destination: Layout) -> list[PieceOfLayout]:
         """What each source layout has of a destination's."""
@@ -121,16 +133,19 @@ class Assignment:
                     pieces.append(PieceOfLayout(layout_idx, Piece(src_box, dst_box)))
         return pieces
 
-    def _list_waiting(self) -> list[list[tuple[_Class, list[int]]]]:
-        """Per source layout, classes of destinations that need it, and their ranks without it."""
-        waiting: list[list[tuple[_Class, list[int]]]] = [[] for _ in self.layouts]
-        for some_class in self._classes:
-            for layout_idx in dict.fromkeys(item.layout_idx for item in some_class.pieces):
-                ranks = [
+    def _list_readers(self) -> list[dict[int, _Readers]]:
+        """Per source layout, by number of the class, who reads it."""
+        readers: list[dict[int, _Readers]] = [{} for _ in self.layouts]
+        for class_idx, some_class in enumerate(self._classes):
+            numbered: dict[int, list[tuple[int, Piece]]] = {}
+            for number, (layout_idx, piece) in enumerate(some_class.pieces):
+                numbered.setdefault(layout_idx, []).append((number, piece))
+            for layout_idx, pieces in numbered.items():
+                waiting = [
                     rank for rank in some_class.ranks if self._layout_idx.get(rank) != layout_idx
                 ]
-                waiting[layout_idx].append((some_class, ranks))
-        return waiting
+                readers[layout_idx][class_idx] = _Readers(some_class, pieces, waiting)
+        return readers
 
     def _hole_message(self, layout: Layout, box: Box, rank: int) -> str:
         region = []
@@ -149,8 +164,8 @@ class Assignment:
 
     def destination_view(self, dst_rank: int) -> tuple[int, ...] | None:
         """Shape that a destination's tensor is viewed as; None for one that holds no element."""
-        found = self._class_of.get(dst_rank)
-        return None if found is None else found.layout.view
+        class_idx = self._class_of.get(dst_rank)
+        return None if class_idx is None else self._classes[class_idx].layout.view
 
     def pieces_to(self, dst_rank: int, salt: int) -> Iterator[tuple[int, PieceOfLayout]]:
         """The source rank of each piece that a destination needs, by destination offset.
@@ -159,18 +174,18 @@ class Assignment:
             dst_rank: One of the destinations.
             salt: Shifts whose turn it is; equal on all ranks.
         """
-        found = self._class_of.get(dst_rank)
-        if found is None:
+        class_idx = self._class_of.get(dst_rank)
+        if class_idx is None:
             return
         local = self._layout_idx.get(dst_rank)
         servers: dict[int, int] = {}
-        for item in found.pieces:
+        for item in self._classes[class_idx].pieces:
             layout_idx = item.layout_idx
             if layout_idx == local:
                 servers[layout_idx] = dst_rank
             elif layout_idx not in servers:
-                ranks = next(r for c, r in self._waiting[layout_idx] if c is found)
-                turn = bisect.bisect_left(ranks, dst_rank) + salt
+                waiting = self._readers[layout_idx][class_idx].waiting
+                turn = bisect.bisect_left(waiting, dst_rank) + salt
                 replicas = self._replicas[layout_idx]
                 servers[layout_idx] = replicas[turn % len(replicas)]
             yield servers[layout_idx], item
@@ -189,18 +204,13 @@ class Assignment:
             return
         replicas = self._replicas[layout_idx]
         first = (bisect.bisect_left(replicas, src_rank) - salt) % len(replicas)
-        for some_class, ranks in self._waiting[layout_idx]:
-            numbered = [
-                (number, item.piece)
-                for number, item in enumerate(some_class.pieces)
-                if item.layout_idx == layout_idx
-            ]
-            served = ranks[first :: len(replicas)]
-            if self._class_of.get(src_rank) is some_class:
+        for class_idx, readers in self._readers[layout_idx].items():
+            served = readers.waiting[first :: len(replicas)]
+            if self._class_of.get(src_rank) == class_idx:
                 served.append(src_rank)
             for dst_rank in served:
-                for number, piece in numbered:
-                    yield dst_rank, some_class.layout.view, number, piece
+                for number, piece in readers.pieces:
+                    yield dst_rank, readers.of.layout.view, number, piece
 
 
 def _check_dtypes(name: str, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:

@@ -229,6 +229,17 @@ def test_task_ids_are_of_the_destination_alone() -> None:
         assert ids == sorted(ids)  # type: ignore[type-var]
 
 
+def test_pieces_are_numbered_by_destination_offset() -> None:
+    whole = numbered((9, 3))
+    sources = by_rank(tp_side(whole, "w", [2, 0, 1]))
+    plans = check(4, sources, by_rank(replicas(whole, "w", [3])))
+    assert [(op.peer_rank, op.my_slice[0].start) for op in plans[3].recv_ops] == [
+        (2, 0),
+        (0, 3),
+        (1, 6),
+    ]
+
+
 def test_plans_are_equal_however_they_travelled() -> None:
     whole = numbered((8, 3))
     sources = by_rank(tp_side(whole, "w", [0, 1]))
