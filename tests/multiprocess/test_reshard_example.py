@@ -77,7 +77,9 @@ def test_a_difference_is_found(
     assert ("identical" in said) == (what == "nothing")
     assert ("DIFFERENT in round 0, model apart" in said) == (what != "nothing")
     if what == "logit":
-        assert "1 of 1024 logits, first in sequence 1, step 1, character 7" in " ".join(said.split())
+        assert "1 of 1024 logits, first in sequence 1, step 1, character 7" in " ".join(
+            said.split()
+        )
 
 
 @pytest.mark.parametrize(
