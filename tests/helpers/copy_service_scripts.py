@@ -1,0 +1,317 @@
+"""What ranks do in the conformance suite of copy services."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.execution import execute_reshard_plan
+from moe_comm.resharding.heap_parameters import place_in_heap
+from moe_comm.resharding.model_shapes import MoEShape, build_module, fill, find_differences
+from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.planner import build_local_reshard_plan
+from moe_comm.testing import RankContext
+from tests.helpers.copy_services import (
+    SERVICES,
+    Endpoints,
+    InHeap,
+    move,
+    pattern,
+    random_tasks,
+    service_of,
+)
+
+SHAPE = MoEShape(
+    num_layers=2,
+    hidden=32,
+    num_heads=4,
+    num_query_groups=4,
+    ffn=64,
+    num_dense_layers=1,
+    num_experts=8,
+    expert_ffn=48,
+    vocab=128,
+)
+
+
+def run_patterns(context: RankContext, name: str, names: Sequence[str]) -> None:
+    """Several patterns with one service."""
+    with service_of(name, context) as service:
+        for pattern_name in names:
+            move(service, pattern(pattern_name, context.num_ranks))
+
+
+def run_random(context: RankContext, name: str, seeds: Sequence[int], num_tasks: int) -> None:
+    with service_of(name, context) as service:
+        for seed in seeds:
+            move(service, random_tasks(context.num_ranks, num_tasks, seed), seed=seed)
+
+
+def run_without_ids(context: RankContext, name: str) -> None:
+    """Matched by order, pair by pair."""
+    case = SERVICES[name]
+    with service_of(name, context) as service:
+        tasks = [
+            task
+            for task in random_tasks(context.num_ranks, 40, 5)
+            if task.src != task.dst or case.takes_local_order
+        ]
+        move(service, tasks, has_ids=False)
+        move(service, random_tasks(context.num_ranks, 10, 6))
+
+
+def run_models(context: RankContext, name: str, layouts: Sequence[str]) -> None:
+    """Weights from every layout to the next, twice each: other values, the same plan."""
+    models = [
+        build_module(
+            SHAPE,
+            Parallelism.parse(layout, context.num_ranks),
+            context.rank_idx,
+            dtype=torch.bfloat16,
+        )
+        for layout in layouts
+    ]
+    with service_of(name, context) as service:
+        for src, dst in itertools.pairwise(models):
+            if isinstance(service, InHeap):
+                place_in_heap(dst, service.communicator)
+            plan = build_local_reshard_plan(src, dst, SHAPE.num_experts, group=context.group)
+            for seed in (1, 2):
+                fill(src, seed)
+                execute_reshard_plan(plan, src, dst, service, group=context.group)
+                assert find_differences(dst, seed) == []
+
+
+def run_same_requests(context: RankContext, name: str) -> list[int]:
+    """How often the pipeline was scheduled after each of some runs."""
+    with service_of(name, context) as service:
+        assert isinstance(service, NVSHMEMCopyService)
+        ends = Endpoints(service, random_tasks(context.num_ranks, 40, 8))
+        counts = []
+
+        def run_again(round_idx: int, submitted: Endpoints = ends) -> None:
+            submitted.fill(round_idx)
+            submitted.submit(service, random.Random(round_idx + service.rank))
+            service.run()
+            submitted.check(round_idx)
+            assert service._remote is not None
+            counts.append(service._remote._num_schedules)
+
+        for round_idx in range(3):
+            run_again(round_idx)
+        # One rank comes with other addresses.
+        moved = Endpoints(service, random_tasks(context.num_ranks, 40, 8))
+        run_again(3, moved if service.rank == 1 else ends)
+        run_again(4, moved if service.rank == 1 else ends)
+        # One rank gives up in between.
+        ends.submit(service, random.Random(9))
+        if service.rank == 0:
+            service.abandon("not now")
+        else:
+            assert error_of(service.run) == ("ValueError", "rank 0: not now")
+        run_again(5, moved if service.rank == 1 else ends)
+        return counts
+
+
+def run_two_services(context: RankContext, name: str) -> None:
+    """Turns of two services, one of which stays when the other is closed."""
+    with service_of(name, context) as one:
+        with service_of(name, context) as other:
+            for seed in range(3):
+                move(one, random_tasks(context.num_ranks, 12, seed), num_rounds=1)
+                move(other, random_tasks(context.num_ranks, 12, 50 + seed), num_rounds=1)
+        move(one, pattern("all_to_all", context.num_ranks))
+
+
+def run_prepared(context: RankContext, name: str) -> None:
+    """One batch many times, at the same addresses; rank 1 prepares it anew before the last."""
+    with service_of(name, context) as service:
+        assert isinstance(service, SymmetricCopyService)
+        tasks = random_tasks(context.num_ranks, 50, 3)
+        ends = Endpoints(service, tasks)
+        for round_idx in range(4):
+            if round_idx == 0 or (round_idx == 3 and service.rank == 1):
+                ends.submit(service, random.Random(service.rank))
+                prepared = service.prepare()
+            if round_idx == 2:
+                move(service, pattern("ring", context.num_ranks), num_rounds=1)
+            ends.fill(round_idx)
+            service.run_prepared(prepared)
+            ends.check(round_idx)
+            stats = service.last_stats
+            assert stats is not None
+            by_rank = {
+                peer: sum(
+                    task.num_bytes for task in tasks if (task.src, task.dst) == (service.rank, peer)
+                )
+                for peer in range(context.num_ranks)
+            }
+            local_bytes = by_rank.pop(service.rank)
+            assert stats.local_bytes == local_bytes
+            sent = (stats.direct_bytes, stats.slot_bytes)
+            total = sum(by_rank.values())
+            assert sent == ((total, 0) if isinstance(service, InHeap) else (0, total))
+
+
+def errors_of(calls: Sequence[Callable[[], Any]]) -> list[tuple[str, str]]:
+    """(type, message) of what the calls raise, "" where they raise nothing."""
+    return [error_of(call) for call in calls]
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def run_bad(context: RankContext, name: str, mistake: str) -> list[tuple[str, str]]:
+    """A batch that cannot run; then one that can, with the same service.
+
+    Returns what submission and `run()` (or `abandon()`) raised.
+    """
+    with service_of(name, context) as service:
+        untouched = torch.full((4,), 7.0)
+        tensor = torch.arange(4.0)
+        errors = errors_of(
+            [
+                lambda: MISTAKES[mistake](service, tensor, untouched),
+                lambda: (
+                    service.abandon("out of luck")
+                    if mistake == "abandon" and service.rank == 0
+                    else service.run()
+                ),
+            ]
+        )
+        assert torch.equal(untouched, torch.full((4,), 7.0))
+        move(service, random_tasks(context.num_ranks, 8, 1), num_rounds=1)
+        return errors
+
+
+def _no_receiver(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(src, 1, 5)
+
+
+def _no_sender(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 1:
+        service.submit_recv(torch.empty(3), 0, 6)
+
+
+def _good_pair(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """What must not arrive although nothing is wrong with it."""
+    if service.rank == 0:
+        service.submit_send(src, 1, 4)
+    if service.rank == 1:
+        service.submit_recv(dst, 0, 4)
+
+
+def _sizes(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(src, 1, 9)
+    if service.rank == 1:
+        service.submit_recv(torch.empty(3), 0, 9)
+
+
+def _dtypes(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(src, 1, 9)
+    if service.rank == 1:
+        service.submit_recv(torch.empty(4, dtype=torch.int32), 0, 9)
+
+
+def _duplicate(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    _good_pair(service, src, dst)
+
+
+def _local(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 1:
+        service.submit_recv(torch.empty(4), 1, 17)
+
+
+def _some_ids(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(src, 1, None)
+    if service.rank == 1:
+        service.submit_recv(torch.empty(4), 0, None)
+
+
+def _ids_on_one_side(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    if service.rank == 0:
+        service.submit_send(src, 1, 0)
+    if service.rank == 1:
+        service.submit_recv(dst, 0, None)
+
+
+def _no_such_rank(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 1:
+        service.submit_send(src, service.world_size, 3)
+
+
+def _sparse(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(torch.eye(3).to_sparse(), 1, 3)
+
+
+def _no_tensor(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send([1.0], 1, 3)  # type: ignore[arg-type]
+
+
+def _expanded(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 1:
+        service.submit_recv(torch.zeros(1).expand(4), 0, 3)
+
+
+def _overlap(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(src[:2], 1, 5)
+    if service.rank == 1:
+        service.submit_recv(dst[2:], 0, 5)
+
+
+def _overlap_with_oneself(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(torch.zeros(2, 3), 1, 5)
+    if service.rank == 1:
+        service.submit_recv(torch.zeros(5).as_strided((2, 3), (2, 1)), 0, 5)
+
+
+MISTAKES: dict[str, Callable[[CopyService, torch.Tensor, torch.Tensor], None]] = {
+    "no receiver": _no_receiver,
+    "no sender": _no_sender,
+    "sizes": _sizes,
+    "dtypes": _dtypes,
+    "duplicate": _duplicate,
+    "local": _local,
+    "some ids": _some_ids,
+    "ids on one side": _ids_on_one_side,
+    "no such rank": _no_such_rank,
+    "sparse": _sparse,
+    "no tensor": _no_tensor,
+    "expanded": _expanded,
+    "overlap": _overlap,
+    "overlap with oneself": _overlap_with_oneself,
+    "abandon": _good_pair,
+}
