@@ -1,0 +1,417 @@
+"""Plans between layouts, executed by several ranks over the copy services."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from moe_comm import Communicator
+from moe_comm.resharding import model_shapes, stale
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.execution import execute_reshard_plan
+from moe_comm.resharding.heap_parameters import place_in_heap
+from moe_comm.resharding.model_shapes import MoEShape, ShapedModel
+from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.plan import ReshardPlan
+from moe_comm.resharding.planner import build_local_reshard_plan
+from moe_comm.resharding.transform_protocol import ReshardTransform
+from moe_comm.resharding.verification import verify_refit
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of
+
+SHAPE = MoEShape(
+    num_layers=3,
+    hidden=16,
+    num_heads=4,
+    num_query_groups=4,
+    num_experts=8,
+    expert_ffn=8,
+    ffn=24,
+    num_dense_layers=1,
+    shared_expert_ffn=8,
+    vocab=32,
+    has_qk_norm=True,
+)
+FUSED = dataclasses.replace(SHAPE, has_fused_experts=True)
+
+NUM_RANKS = 4
+
+
+@dataclasses.dataclass
+class Refit:
+    """Source and target of one rank."""
+
+    context: RankContext
+    service: CopyService
+    source: ShapedModel | None
+    target: ShapedModel | None
+    plan: ReshardPlan
+
+    def run(self, seed: int, **options: object) -> None:
+        if self.source is not None:
+            model_shapes.fill(self.source, seed)
+        execute_reshard_plan(
+            self.plan, self.source, self.target, self.service, self.context.group, **options
+        )
+
+    def check(self, seed: int) -> None:
+        """The target is what its own layout says, element by element; and so say checksums."""
+        if self.target is not None:
+            assert model_shapes.find_differences(self.target, seed) == []
+            assert not stale.is_stale(self.target)
+        proof = verify_refit(self.plan, self.source, self.target, self.context.group)
+        assert proof.unproven == ()
+        assert proof.num_pieces == len(self.plan.recv_ops)
+
+
+def make(
+    context: RankContext,
+    layouts: tuple[str, str],
+    transport: str = "symmetric",
+    shape: MoEShape = SHAPE,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.bfloat16),
+    num_src_ranks: int = 0,
+    communicator: Communicator | None = None,
+) -> Refit:
+    """A refit whose target holds other numbers.
+
+    Args:
+        transport: "gloo", "symmetric" or "heap": the latter with the target in the heap.
+        num_src_ranks: The first ranks hold the source and the others the target; 0: all hold both.
+    """
+    rank, num_ranks = context.rank_idx, context.num_ranks
+    num_dst_ranks = num_ranks - num_src_ranks
+    has_source = num_src_ranks == 0 or rank < num_src_ranks
+    has_target = rank >= num_src_ranks
+    source = target = None
+    if has_source:
+        parallelism = Parallelism.parse(layouts[0], num_src_ranks or num_ranks)
+        source = model_shapes.build_module(shape, parallelism, rank, dtype=dtypes[0])
+    if has_target:
+        target = model_shapes.build_module(
+            shape,
+            Parallelism.parse(layouts[1], num_dst_ranks),
+            rank - num_src_ranks,
+            dtype=dtypes[1],
+            rank_offset=num_src_ranks,
+        )
+        model_shapes.fill(target, 1000)
+    plan = build_local_reshard_plan(source, target, shape.num_experts, context.group)
+    service: CopyService
+    if transport == "gloo":
+        service = GlooCopyService()
+    else:
+        communicator = communicator or Communicator(context.group, backend="host")
+        if transport == "heap" and target is not None:
+            assert place_in_heap(target, communicator) > 0
+        service = SymmetricCopyService(communicator=communicator, slot_bytes=4096, num_slots=2)
+    return Refit(context, service, source, target, plan)
+
+
+def run(script: Callable[..., object], *args: object, mode: str = "threads") -> list[object]:
+    return run_ranks(script, NUM_RANKS, *args, mode=mode, timeout_s=HANG_S)
+
+
+# ---------------------------------------------------------------------------------------------
+# Between layouts.
+
+
+def _between_layouts(context: RankContext, *args: object) -> None:
+    refit = make(context, *args)
+    for seed in range(3):
+        refit.run(seed, strict=True)
+        refit.check(seed)
+    refit.service.close()
+
+
+LAYOUTS = [
+    ("tp2.ep2", "tp4.ep1"),
+    ("ep4", "ep2.etp2.tp2"),
+    ("pp2.tp2.ep2.etp1", "single"),
+    ("single", "pp2.tp2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("transport", "shape"),
+    [("symmetric", SHAPE), ("heap", FUSED)],
+    ids=["experts", "fused_in_heap"],
+)
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_between_layouts(layouts: tuple[str, str], transport: str, shape: MoEShape) -> None:
+    run(_between_layouts, layouts, transport, shape)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS[:2], ids="-".join)
+def test_between_layouts_over_gloo(layouts: tuple[str, str]) -> None:
+    run(_between_layouts, layouts, "gloo", SHAPE, mode="processes")
+
+
+@pytest.mark.parametrize("transport", ["symmetric", "heap"])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_between_dtypes(dtypes: tuple[torch.dtype, torch.dtype], transport: str) -> None:
+    """Values of bfloat16 in float32 go there and back unchanged."""
+
+    def script(context: RankContext) -> None:
+        refit = make(context, ("tp2.ep2", "ep4"), transport, dtypes=dtypes)
+        assert refit.source is not None
+        assert refit.target is not None
+        model_shapes.fill(refit.source, 5)
+        execute_reshard_plan(refit.plan, refit.source, refit.target, refit.service, context.group)
+        expected = model_shapes.build_module(
+            SHAPE, refit.target.parallelism, context.rank_idx, dtype=dtypes[0]
+        )
+        model_shapes.fill(expected, 5)
+        for name, tensor in expected.state_dict().items():
+            found = refit.target.state_dict()[name]
+            assert torch.equal(found, tensor.to(found.dtype)), name
+        verify_refit(refit.plan, refit.source, refit.target, context.group)
+        refit.service.close()
+
+    run(script)
+
+
+@pytest.mark.parametrize("transport", ["symmetric", "heap"])
+def test_between_disjoint_ranks(transport: str) -> None:
+    def script(context: RankContext) -> None:
+        refit = make(context, ("tp3.ep1", "single"), transport, THREE_HEADS, num_src_ranks=3)
+        for seed in range(2):
+            refit.run(seed, strict=True)
+            refit.check(seed)
+        refit.service.close()
+
+    run(script)
+
+
+THREE_HEADS = dataclasses.replace(
+    SHAPE,
+    hidden=12,
+    num_heads=3,
+    num_query_groups=3,
+    vocab=33,
+    expert_ffn=9,
+    shared_expert_ffn=9,
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# Refits that are run again.
+
+
+def test_one_rank_prepares_anew_while_others_repeat() -> None:
+    def script(context: RankContext) -> None:
+        refit = make(context, ("tp2.ep2", "tp4"))
+        for seed in range(6):
+            if seed % 2 and context.rank_idx == seed % 4:
+                assert refit.target is not None
+                for parameter in refit.target.parameters():
+                    parameter.data = torch.zeros_like(parameter)
+            if seed == 4 and context.rank_idx == 2:
+                place_in_heap(refit.target, refit.service.communicator)
+            refit.run(seed)
+            refit.check(seed)
+        refit.service.close()
+
+    run(script)
+
+
+# ---------------------------------------------------------------------------------------------
+# DTensors.
+
+
+def _distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
+    """Cut without torch's own help; of pending sums rank 0 of the dimension holds all."""
+    local = whole
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            local = local.tensor_split(mesh.size(dim), placement.dim)[coordinate[dim]]
+        elif isinstance(placement, Partial):
+            local = local - 3 if coordinate[dim] == 0 else torch.full_like(local, 3.0)
+    return DTensor.from_local(
+        local.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+PLACEMENTS: list[tuple[list[Placement], list[Placement]]] = [
+    ([Partial("sum"), Shard(0)], [Shard(1), Replicate()]),
+    ([Partial("sum"), Partial("sum")], [Shard(0), Shard(1)]),
+    ([Shard(1), Partial("sum")], [Replicate(), Shard(0)]),
+    ([Shard(0), Shard(0)], [Shard(1), Shard(1)]),
+]
+
+
+def _dtensors(context: RankContext) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    whole = torch.arange(60, dtype=torch.float32).view(10, 6)
+    source, target = nn.Module(), nn.Module()
+    expected = {}
+    for i, (src, dst) in enumerate(PLACEMENTS):
+        source.register_parameter(f"w{i}", nn.Parameter(_distribute(whole, mesh, src)))
+        expected[f"w{i}"] = _distribute(whole, mesh, dst)
+        target.register_parameter(f"w{i}", nn.Parameter(torch.zeros_like(expected[f"w{i}"])))
+    before = {name: p.to_local().clone() for name, p in source.named_parameters()}
+    plan = build_local_reshard_plan(source, target)
+    service = GlooCopyService()
+    for _ in range(2):
+        execute_reshard_plan(plan, source, target, service, strict=True)
+        for name, parameter in target.named_parameters():
+            assert torch.equal(parameter.to_local(), expected[name].to_local()), name
+        for name, parameter in source.named_parameters():
+            assert torch.equal(parameter.to_local(), before[name]), f"source {name} was changed"
+    verify_refit(plan, source, target)
+    with torch.no_grad():
+        if context.rank_idx == 3:
+            target.w2.to_local()[0, 0] += 1
+    assert "rank 3: w2" in str(error_of(lambda: verify_refit(plan, source, target)))
+
+    # One rank cannot take part in a reduction: nobody waits for it in vain.
+    if context.rank_idx == 2:
+        del source.w0
+    error = error_of(lambda: execute_reshard_plan(plan, source, target, service, strict=True))
+    assert isinstance(error, ValueError), error
+    if context.rank_idx == 2:
+        assert "the plan moves w0, which the source module does not have" in str(error)
+    service.close()
+
+
+def test_dtensors_and_pending_sums() -> None:
+    run(_dtensors, mode="processes")
+
+
+# ---------------------------------------------------------------------------------------------
+# Failure.
+
+
+class _Broken(ReshardTransform):
+    """Cannot make what is to be sent on one rank."""
+
+    def __init__(self, is_broken: bool) -> None:
+        self.is_broken = is_broken
+
+    def should_transform(self, param_name: str) -> bool:
+        if self.is_broken and param_name == "decoder.layers.1.mlp.router.weight":
+            raise LookupError("no table for the router")
+        return False
+
+
+@pytest.mark.parametrize(("mode", "transport"), [("threads", "heap"), ("processes", "gloo")])
+def test_an_error_before_the_copies_is_told_on_every_rank(mode: str, transport: str) -> None:
+    run(_error_before_the_copies, transport, mode=mode)
+
+
+def _error_before_the_copies(context: RankContext, transport: str) -> None:
+    refit = make(context, ("tp2.ep2", "tp4"), transport)
+    refit.run(1)
+    broken = _Broken(context.rank_idx == 1)
+    error = error_of(lambda: refit.run(2, transform=broken))
+    assert "no table for the router" in str(error)
+    assert isinstance(error, LookupError if context.rank_idx == 1 else ValueError)
+    assert refit.target is not None
+    assert not stale.is_stale(refit.target)
+    assert model_shapes.find_differences(refit.target, 1) == []
+    refit.run(3)
+    refit.check(3)
+    refit.service.close()
+
+
+@pytest.mark.parametrize(("mode", "transport"), [("threads", "heap"), ("processes", "gloo")])
+def test_a_parameter_that_only_one_end_skips(mode: str, transport: str) -> None:
+    run(_one_sided_skip, transport, mode=mode)
+
+
+def _one_sided_skip(context: RankContext, transport: str) -> None:
+    refit = make(context, ("tp2.ep2", "tp4"), transport)
+    refit.run(1)
+    if context.rank_idx == 0:
+        assert refit.source is not None
+        del refit.source.decoder.final_layernorm.weight
+    if refit.source is not None and context.rank_idx != 0:
+        model_shapes.fill(refit.source, 2)
+    error = error_of(
+        lambda: execute_reshard_plan(
+            refit.plan, refit.source, refit.target, refit.service, context.group
+        )
+    )
+    assert isinstance(error, ValueError), error
+    assert refit.target is not None
+    assert not stale.is_stale(refit.target)
+    assert model_shapes.find_differences(refit.target, 1) == []
+    refit.service.close()
+
+
+def _peer_dies(context: RankContext, transport: str, is_staged: bool, is_in_time: bool) -> str:
+    communicator = Communicator(None, stall_timeout_s=20.0, arrival_timeout_s=40.0)
+    dst_dtype = torch.float32 if is_staged else torch.bfloat16
+    shape = dataclasses.replace(SHAPE, vocab=1 << 14, has_expert_bias=False)
+    refit = make(
+        context,
+        ("tp2.ep2", "tp4"),
+        transport,
+        shape,
+        (torch.bfloat16, dst_dtype),
+        communicator=communicator,
+    )
+    source, target = refit.source, refit.target
+    assert source is not None
+    assert target is not None
+    model_shapes.fill(source, 1)
+    execute_reshard_plan(refit.plan, source, target, refit.service)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    if context.rank_idx == 1:
+        if not is_in_time:
+            die()
+        die_after(0.3)
+    try:
+        while True:
+            # The same numbers again: a torn target cannot be told from a whole one, so the mark must.
+            execute_reshard_plan(refit.plan, source, target, refit.service)
+            assert not stale.is_stale(target)
+    except RuntimeError as error:
+        kind = type(error).__name__
+    if is_staged:
+        assert not stale.is_stale(target)
+        for name, tensor in target.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+    else:
+        reason = stale.stale_reason(target)
+        assert reason is not None
+        assert "PeerFailedError" in reason
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("is_staged", "is_in_time"),
+    [(False, False), (False, True), (True, True)],
+    ids=["in_place-before", "in_place-during", "staged-during"],
+)
+def test_a_peer_that_dies_leaves_the_target_stale_or_untouched(
+    is_staged: bool, is_in_time: bool
+) -> None:
+    results = run_ranks(
+        _peer_dies,
+        NUM_RANKS,
+        "heap",
+        is_staged,
+        is_in_time,
+        fresh=True,
+        expect_dead=[1],
+        timeout_s=HANG_S,
+    )
+    assert [kind for rank, kind in enumerate(results) if rank != 1] == ["PeerFailedError"] * 3
