@@ -194,6 +194,18 @@ def test_a_slot_holds_so_many_tasks() -> None:
     assert [len(w.tasks) for w in workloads[1]] == [MAX_TASKS_PER_BATCH, 1]
 
 
+def test_the_first_slot_with_room_is_taken() -> None:
+    requests = [send(i, size) for i, size in enumerate([60, 50, 40, 30, 10])]
+    workloads = WorkloadPacker(100, packing="first_fit").pack_workloads(requests, 2)[1]
+    assert [[task.size for task in w.tasks] for w in workloads] == [[60, 40], [50, 30, 10]]
+
+
+def test_a_slot_with_its_most_tasks_is_full() -> None:
+    requests = [send(i, 1) for i in range(10)]
+    packer = WorkloadPacker(100, packing="first_fit", max_tasks=3)
+    assert [len(w.tasks) for w in packer.pack_workloads(requests, 2)[1]] == [3, 3, 3, 1]
+
+
 @pytest.mark.parametrize(
     "options", [{"packing": "worst_fit"}, {"alignment": 0}, {"max_tasks": 0}, {"slot_bytes": 0}]
 )
@@ -243,6 +255,8 @@ def assert_no_conflict(batches: list[ScheduledBatch], num_iterations: int, duple
         ([(0, i) for i in range(1, 8)], 7, 7),
         ([(i, 7) for i in range(7)], 7, 7),
         ([(0, 1)] * 5 + [(1, 0)] * 5, 10, 5),
+        # In this order the last batch finds no iteration free at both ends.
+        ([(0, 2), (2, 0), (1, 2), (2, 1), (1, 0), (0, 1)], 6, 2),
         ([], 0, 0),
     ],
 )
@@ -273,6 +287,19 @@ def test_any_batches(pairs: Pairs) -> None:
     sent = collections.Counter(src for src, _ in pairs)
     received = collections.Counter(dst for _, dst in pairs)
     assert full_duplex.num_iterations == max([*sent.values(), *received.values()], default=0)
+
+
+def test_long_paths_are_swapped() -> None:
+    """Many batches with random sizes come in an order that first-fit alone cannot do."""
+    generator = random.Random(1)
+    for _ in range(40):
+        pairs = generator.choices(all_to_all(9), k=150)
+        batches = batches_of(pairs, sizes=[generator.randrange(5) for _ in pairs])
+        scheduler = FullDuplexScheduler()
+        scheduler._assign_iterations(batches)
+        assert_no_conflict(batches, scheduler.num_iterations, "full")
+        ends = [(src, "out") for src, _ in pairs] + [(dst, "in") for _, dst in pairs]
+        assert scheduler.num_iterations == max(collections.Counter(ends).values())
 
 
 def test_most_conflicts_come_first() -> None:
