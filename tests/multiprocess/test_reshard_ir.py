@@ -160,7 +160,7 @@ def _move(context: RankContext, cases: list[Case], bucket_size: int, max_in_flig
 
 @pytest.mark.parametrize(("bucket_size", "max_in_flight"), [(1, 1), (100, 2), (1 << 20, 3)])
 def test_dtensors_arrive(bucket_size: int, max_in_flight: int) -> None:
-    run_ranks(_move, NUM_RANKS, CASES, bucket_size, max_in_flight, timeout_s=30)
+    run_ranks(_move, NUM_RANKS, CASES, bucket_size, max_in_flight)
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 4])
@@ -276,7 +276,7 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
 
 def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
     """Rank 1 does not come to the transfer of a cell, or to its reduction."""
-    group = dist.new_group(timeout=dt.timedelta(seconds=3))
+    group = dist.new_group(timeout=dt.timedelta(seconds=5))
     placements = [Partial()] if kind == "reduction" else [Shard(0)]
     target_mesh, target_placement = {
         "pair": ([2], Replicate()),
@@ -287,13 +287,13 @@ def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
         _Mesh([0, 1]), placements, _Mesh(target_mesh), [target_placement], group, global_shape=(4,)
     )
     source = torch.ones(4 if kind == "reduction" else 2)
-    reducers = dist.new_group([0, 1], timeout=dt.timedelta(seconds=3))
+    reducers = dist.new_group([0, 1], timeout=dt.timedelta(seconds=5))
     partial_groups = [(reducers, "sum")] if kind == "reduction" else None
     chunks = ir.m2m_to_chunks(
         m2m, context.rank_idx, source, torch.zeros(4), source_partial_groups=partial_groups
     )
     buckets = ir.chunk_to_bucket_ops(chunks, 100)
-    ir.check_buckets(buckets, group)
+    ir.check_buckets(buckets)
     if context.rank_idx == 1:
         if dies:
             os._exit(0)
@@ -314,7 +314,7 @@ def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
             "broadcast",
             False,
             {
-                0: r"PeerTimeoutError: .*from rank 1 to ranks \(0, 2\).*8 bytes",
+                0: r"Peer\w+Error: .*from rank 1 to ranks \(0, 2\).*8 bytes",
                 2: r"Peer\w+Error: .*from rank 1 to ranks \(0, 2\).*8 bytes",
             },
         ),

@@ -52,8 +52,7 @@ def m2m_to_chunks(
             `Partial` source do not fit or are not known.
     """
     # First of all, since a rank that raises must not keep others from making them.
-    broadcasts = {_participants(route) for route in m2m.routes}
-    groups.create_subgroups(m2m.group, [ranks for ranks in broadcasts if len(ranks) > 2])
+    groups.create_subgroups(m2m.group, m2m.broadcast_ranks)
     source = _local_part(m2m, m2m.source, "source_tensor", source_tensor, rank)
     target = _local_part(m2m, m2m.target, "target_tensor", target_tensor, rank)
     if transfer_dtype is None and source is not None and target is not None:
@@ -62,7 +61,7 @@ def m2m_to_chunks(
     if source is not None and m2m.source_partial_reductions:
         partial_groups = _partial_groups(m2m, rank, source, source_partial_groups)
     part = _Part(m2m, rank, source, target, transfer_dtype, partial_groups)
-    return [chunk for route in m2m.routes for chunk in part.chunks(route)]
+    return [chunk for route in m2m.routes_by_rank.get(rank, []) for chunk in part.chunks(route)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +153,6 @@ class _Part:
 
 def _kind(dst_ranks: tuple[int, ...]) -> TransferType:
     return (TransferType.SHADOW, TransferType.P2P, TransferType.BROADCAST)[min(len(dst_ranks), 2)]
-
-
-def _participants(route: Route) -> tuple[int, ...]:
-    return tuple(sorted({route.src.rank, *(end.rank for end in route.dsts)}))
 
 
 def _local_part(

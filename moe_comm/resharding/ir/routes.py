@@ -7,6 +7,7 @@ communicated, and all arithmetic is in integers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -119,6 +120,24 @@ class M2MMap:
     source_partial_groups: list[tuple[dist.ProcessGroup, str]] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
+
+    @functools.cached_property
+    def routes_by_rank(self) -> dict[int, list[Route]]:
+        """By rank, in order, the routes that it has a part in."""
+        by_rank: dict[int, list[Route]] = {}
+        for route in self.routes:
+            for rank in {route.src.rank, *(end.rank for end in route.dsts)}:
+                by_rank.setdefault(rank, []).append(route)
+        return by_rank
+
+    @functools.cached_property
+    def broadcast_ranks(self) -> set[tuple[int, ...]]:
+        """Source and destinations, ascending, of every route to several other ranks."""
+        rank_sets = {
+            tuple(sorted({route.src.rank, *(end.rank for end in route.dsts)}))
+            for route in self.routes
+        }
+        return {ranks for ranks in rank_sets if len(ranks) > 2}
 
     def __iter__(self) -> Iterator[object]:
         return iter(
@@ -246,11 +265,16 @@ class _Holding:
             self.holders.append(holders)
 
     def positions(self, cell: tuple[int, ...]) -> list[int]:
-        """Who holds a cell, by its global number along each dimension."""
+        """Who holds a cell, by its global number along each dimension; ascending."""
         bits = (1 << len(self.intervals)) - 1
         for dim, number in enumerate(cell):
             bits &= self.holders[dim][number]
-        return [position for position in range(len(self.intervals)) if bits >> position & 1]
+        positions = []
+        while bits:
+            lowest = bits & -bits
+            positions.append(lowest.bit_length() - 1)
+            bits ^= lowest
+        return positions
 
     def endpoint(self, position: int, cell: tuple[int, ...]) -> Endpoint:
         numbers = self.numbers[position]
@@ -282,10 +306,11 @@ def _routes(
     position_of = {rank: position for position, rank in enumerate(source.layout.mesh_ranks)}
     for cell in itertools.product(*(range(len(dim_cuts) - 1) for dim_cuts in cuts)):
         holders = source.positions(cell)
+        is_holder = set(holders)
         dsts: dict[int, list[int]] = {}
         for position in target.positions(cell):
             own = position_of.get(target.layout.mesh_ranks[position], -1)
-            holder = own if own in holders else holders[position % len(holders)]
+            holder = own if own in is_holder else holders[position % len(holders)]
             dsts.setdefault(holder, []).append(position)
         if partial_dims:
             components = {_component(source.layout, holder, partial_dims) for holder in dsts}

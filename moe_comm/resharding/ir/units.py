@@ -179,7 +179,7 @@ class Chunk(Transferable):
 
 def _write(cell: torch.Tensor, buffer: torch.Tensor) -> None:
     if cell.data_ptr() != buffer.data_ptr() or cell.dtype != buffer.dtype:
-        cell.copy_(buffer, non_blocking=True)
+        cell.copy_(buffer, non_blocking=cell.device == buffer.device)
 
 
 @dataclass(slots=True, kw_only=True)
