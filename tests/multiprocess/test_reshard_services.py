@@ -170,10 +170,10 @@ def _in_groups(context: RankContext, name: str, folder: str) -> None:
     service = make(mine)
     assert (service.rank, service.world_size) == (context.rank_idx // 2, 2)
     for seed in range(3):
-        move(service, random_tasks(2, 30, 10 * context.rank_idx % 2 + seed))
+        move(service, random_tasks(2, 30, 10 * (context.rank_idx % 2) + seed))
     service.close()
-    if name == "gloo":
-        # Counted backwards.
+    if name != "nccl_over_gloo":
+        # A group that torch.distributed has no list of, with ranks counted backwards.
         group = unregistered_group(
             context, context.num_ranks - 1 - context.rank_idx, f"{folder}/store"
         )
@@ -181,6 +181,7 @@ def _in_groups(context: RankContext, name: str, folder: str) -> None:
         assert service.rank == 3 - context.rank_idx
         move(service, random_tasks(4, 60, 9))
         move(service, pattern("ring", 4))
+        service.close()
     dist.destroy_process_group(mine)
 
 

@@ -39,7 +39,7 @@ class SymmetricCopyService(QueuedCopyService):
     written and its sources have been read; it needs no barrier. Tensors may have any strides.
     Transfers without task ids are matched by their order per pair.
 
-    Collective, like `close()`.
+    Collective: every rank makes it.
 
     Args:
         group: The ranks: a process group, a `Bootstrap` such as `RankThreads(n)[i]`, or None for the
