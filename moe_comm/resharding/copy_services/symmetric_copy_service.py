@@ -72,9 +72,8 @@ class SymmetricCopyService(QueuedCopyService):
             raise ValueError(
                 f"group and communicator both say who the ranks are, got {group} and {communicator}"
             )
-        self._own_communicator = Communicator(group) if communicator is None else None
-        self.communicator = communicator or self._own_communicator
-        assert self.communicator is not None
+        self._owns_communicator = communicator is None
+        self.communicator = Communicator(group) if communicator is None else communicator
         super().__init__(ranks=self.communicator)
         self.last_stats: CopyStats | None = None
         try:
@@ -82,8 +81,8 @@ class SymmetricCopyService(QueuedCopyService):
                 self.communicator, slot_bytes=slot_bytes, num_slots=num_slots
             )
         except BaseException:
-            if self._own_communicator is not None:
-                self._own_communicator.destroy()
+            if self._owns_communicator:
+                self.communicator.destroy()
             raise
 
     def run(self) -> None:
@@ -129,8 +128,8 @@ class SymmetricCopyService(QueuedCopyService):
     def close(self) -> None:
         """Free the slots, and destroy the communicator if the service made it. Idempotent."""
         self._copies.destroy()
-        if self._own_communicator is not None:
-            self._own_communicator.destroy()
+        if self._owns_communicator:
+            self.communicator.destroy()
 
 
 def _items(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[CopyItem]:
