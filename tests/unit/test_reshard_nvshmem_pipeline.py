@@ -42,7 +42,7 @@ def random_tasks(seed: int, num_pes: int, num_tasks: int) -> list[Task]:
     sizes = [0, 1, 15, 16, 17, SLOT, SLOT + 1, 3 * SLOT - 1, 20 * SLOT]
     return [
         Task(
-            generator.choice([i, 10**9 + i, pack_task_id(3, 5, i)]),
+            generator.choice([i, 3 * 10**9 + i, pack_task_id(3, 5, i)]),
             generator.randrange(num_pes),
             generator.randrange(num_pes),
             generator.choice([*sizes, generator.randrange(2 * SLOT), generator.randrange(200)]),
