@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moe_comm import Communicator
-from moe_comm.resharding import model_shapes, stale
+from moe_comm.resharding import clear_all_caches, model_shapes, stale
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
@@ -415,3 +416,20 @@ def test_a_peer_that_dies_leaves_the_target_stale_or_untouched(
         timeout_s=HANG_S,
     )
     assert [kind for rank, kind in enumerate(results) if rank != 1] == ["PeerFailedError"] * 3
+
+
+# ---------------------------------------------------------------------------------------------
+# The manual.
+
+
+def _run_example(context: RankContext, code: str) -> None:
+    exec(compile(code, "docs/resharding.md", "exec"), {"__name__": "example"})
+    clear_all_caches()
+
+
+def test_the_example_of_the_manual() -> None:
+    page = (Path(__file__).parents[2] / "docs/resharding.md").read_text()
+    code = page.partition("```python\n")[2].partition("```\n")[0]
+    begin = 'dist.init_process_group("gloo")\n'
+    assert begin in code
+    run(_run_example, code.replace(begin, ""), mode="processes")
