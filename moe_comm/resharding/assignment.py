@@ -104,7 +104,7 @@ class Assignment:
             for rank in ranks:
                 by_local.setdefault(self._layout_idx.get(rank), []).append(rank)
             for local, some_ranks in by_local.items():
-                parts = _disjoint(pieces, local)
+                parts = _disjoint(pieces, local, intervals.num_elements(layout.view))
                 defect = intervals.find_defect(layout.view, [item.piece.dst_box for item in parts])
                 if defect is not None:
                     raise PlanError(self._hole_message(layout, defect.box, some_ranks[0]))
@@ -228,15 +228,28 @@ def _check_dtypes(name: str, sources: Sequence[Holder], destinations: Sequence[H
                 )
 
 
-def _disjoint(pieces: Sequence[PieceOfLayout], local: int | None) -> list[PieceOfLayout]:
-    """Pieces that name no destination element twice; those of layout `local` are kept whole."""
+def _disjoint(
+    pieces: Sequence[PieceOfLayout], local: int | None, num_elements: int
+) -> list[PieceOfLayout]:
+    """Pieces that name no destination element twice; those of layout `local` are kept whole.
+
+    Args:
+        pieces: May overlap.
+        local: Number of a layout; None for none.
+        num_elements: Of the destination: nothing is looked for when all are named.
+    """
     kept: list[Box] = []
     by_layout: dict[int, list[Piece]] = {}
     for layout_idx, piece in sorted(pieces, key=lambda item: item.layout_idx != local):
+        if not num_elements:
+            break
         rest = [piece.dst_box]
         for box in kept:
             rest = [part for some in rest for part in intervals.subtract(some, box)]
         kept += rest
+        num_elements -= sum(
+            intervals.num_elements(stop - start for start, stop in box) for box in rest
+        )
         for dst_box in rest:
             offsets = [
                 src - dst for (src, _), (dst, _) in zip(piece.src_box, piece.dst_box, strict=True)

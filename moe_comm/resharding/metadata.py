@@ -54,7 +54,7 @@ class ParameterMetadata:
         dtype: Of the local tensor.
         element_size: Bytes per element.
         is_tp: Sharded over its tensor parallel group.
-        partition_dim: Dimension that is sharded.
+        partition_dim: Dimension that is sharded, of `local_view` where there is one.
         partition_stride: Segments of `partition_dim` per rank; segment `i + k * size` is rank i's.
         partition_sizes: Sizes along `partition_dim`, on one rank, of components that are packed one
             after the other and each sharded by itself.
