@@ -123,6 +123,9 @@ class ThreadTransport:
             for dim, op in reductions
         ]
 
+    def get_world_size(self, group: Group) -> int:
+        return group.size()
+
     def all_reduce(self, tensor: torch.Tensor, *, op: Any, group: Group) -> None:
         assert tensor.is_contiguous()
 

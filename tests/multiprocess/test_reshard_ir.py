@@ -248,6 +248,29 @@ def test_ranks_are_those_of_the_group() -> None:
     run_ranks(_move_in_a_subgroup, NUM_RANKS)
 
 
+def _make_groups(context: RankContext) -> None:
+    parent = dist.new_group(timeout=dt.timedelta(seconds=77))
+    groups.create_subgroups(parent, [(1, 3), (0, 1, 3), (0, 1, 2, 3), (1, 3)])
+    made = groups.find_subgroup(parent, (0, 1, 3))
+    assert groups.find_subgroup(parent, (0, 1, 2, 3)) is parent
+    assert groups.find_subgroup(parent, (0, 2)) is None
+    groups.create_subgroups(parent, [(0, 1, 3)])
+    assert groups.find_subgroup(parent, (0, 1, 3)) is made
+    if context.rank_idx != 2:
+        assert made is not None
+        assert dist.get_process_group_ranks(made) == [0, 1, 3]
+        assert groups._timeout_of(made) == dt.timedelta(seconds=77)
+    # A group that lacks a process makes none, which needs nobody else.
+    fewer = dist.new_group([0, 1, 2])
+    if context.rank_idx != 3:
+        groups.create_subgroups(fewer, [(0, 1)])
+        assert groups.find_subgroup(fewer, (0, 1)) is None
+
+
+def test_groups_for_broadcasts_are_made_once() -> None:
+    run_ranks(_make_groups, NUM_RANKS)
+
+
 def _disagree(context: RankContext, what: str) -> str:
     rank = context.rank_idx
     meshes = _Mesh([0]), _Mesh([1, 2])

@@ -48,6 +48,14 @@ class Move:
     is_even: bool
     dtypes: tuple[torch.dtype, torch.dtype]
     wire: torch.dtype
+    is_transposed: tuple[bool, bool]
+
+
+def in_memory(tensor: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """The same values, with the first dimension the fastest to change where asked for."""
+    if not is_transposed or tensor.dim() < 2:
+        return tensor.contiguous()
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -99,7 +107,8 @@ def moves(draw: st.DrawFn, num_ranks: int) -> Move:
         )
     dtypes = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
     wire = draw(st.sampled_from([ir.choose_transfer_dtype(*dtypes), torch.bfloat16]))
-    return Move(shape, source, target, is_even, dtypes, wire)
+    is_transposed = draw(st.booleans()), draw(st.booleans())
+    return Move(shape, source, target, is_even, dtypes, wire, is_transposed)
 
 
 def summands(move: Move, seed: int) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -116,7 +125,9 @@ def summands(move: Move, seed: int) -> tuple[dict[int, torch.Tensor], torch.Tens
             drawn = torch.randint(low, high, move.shape, generator=generator) * step
             whole[key] = drawn.to(move.dtypes[0])
     local = {
-        move.source.rank(c): move.source.part(whole[tuple(c[d] for d in partial_dims)], c)
+        move.source.rank(c): in_memory(
+            move.source.part(whole[tuple(c[d] for d in partial_dims)], c), move.is_transposed[0]
+        )
         for c in move.source.coordinates()
     }
     value = _reduced(move, whole, partial_dims)
@@ -148,7 +159,8 @@ def _move_all(
             move.target.rank(c): move.target.part(torch.zeros(move.shape), c)
             for c in move.target.coordinates()
         }
-        targets.append({r: torch.full_like(p, -77, dtype=move.dtypes[1]) for r, p in parts.items()})
+        poisoned = {r: torch.full_like(p, -77, dtype=move.dtypes[1]) for r, p in parts.items()}
+        targets.append({r: in_memory(p, move.is_transposed[1]) for r, p in poisoned.items()})
 
     def run(rank: int) -> None:
         chunks = []

@@ -44,7 +44,6 @@ def create_subgroups(group: dist.ProcessGroup | None, rank_sets: Iterable[tuple[
     known = _subgroups.setdefault(parent, {})
     for ranks in sorted(set(rank_sets) - known.keys()):
         if len(ranks) == parent.size():
-            known[ranks] = parent
             continue
         try:
             known[ranks] = dist.new_group(
@@ -61,7 +60,9 @@ def find_subgroup(
 ) -> dist.ProcessGroup | None:
     """The group of `ranks`, ascending ranks of `group`; None where there is none, on no rank."""
     parent = resolve_group(group)
-    return None if parent is None else _subgroups.get(parent, {}).get(ranks)
+    if parent is None or len(ranks) == parent.size():
+        return parent
+    return _subgroups.get(parent, {}).get(ranks)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> dt.timedelta | None:

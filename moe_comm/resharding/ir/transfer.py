@@ -163,10 +163,10 @@ class _Sends(dist.Work):
 
 def reduce_in_place(buffer: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:
     """Reduce a contiguous tensor over all ranks of `group`, in its own dtype. Collective."""
-    if buffer.numel() == 0 or group.size() == 1:
+    if buffer.numel() == 0:
         return
     # Not every release of Gloo knows averages.
     is_summed = op == "avg" and buffer.device.type == "cpu"
     dist.all_reduce(buffer, op=REDUCE_OPS["sum" if is_summed else op], group=group)
     if is_summed:
-        buffer.div_(group.size())
+        buffer.div_(dist.get_world_size(group))
