@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -87,10 +87,10 @@ def _quantize_weights(decoder: torch.nn.Module, backend: MXFP8Backend) -> dict[s
 
 
 def _tensor_class() -> Any:
-    """Megatron's class, which its layers look for, where this release has it."""
+    """Megatron's class, which its layers look for, where its release has one and it is in use."""
+    if "megatron.core" not in sys.modules:
+        return MXFP8Tensor
     try:
-        if importlib.util.find_spec(_MEGATRON_TENSOR) is None:
-            return MXFP8Tensor
         return importlib.import_module(_MEGATRON_TENSOR).MXFP8Tensor
     except ImportError:
         return MXFP8Tensor

@@ -1,0 +1,489 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import moe_comm
+from moe_comm.resharding import refit, stale
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.plan import ReshardPlan
+from moe_comm.resharding.plan_cache import PlanCacheKey
+from moe_comm.resharding.refit_models import unwrap_models
+from moe_comm.testing import RankContext
+from tests.helpers.sharded_nets import SHAPES, ShardedNet
+from tests.helpers.threaded_refits import count_plans, error_of, nets, swap, threads
+
+
+@pytest.fixture(autouse=True)
+def _no_caches() -> Iterator[None]:
+    refit.clear_all_caches()
+    yield
+    refit.clear_all_caches()
+
+
+@pytest.fixture
+def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return count_plans(monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is kept.
+
+
+def test_plan_cache_keys_tell_every_refit_apart() -> None:
+    first = PlanCacheKey(rank=0, src_config=(1, 1, 1, 1, 1), dst_config=None, num_experts=None)
+    assert refit._PlanCacheKey is PlanCacheKey
+    assert first == dataclasses.replace(first)
+    assert hash(first) == hash(dataclasses.replace(first))
+    for changes in (
+        {"rank": 1},
+        {"src_config": None},
+        {"dst_config": (1, 1, 1, 1, 1)},
+        {"num_experts": 8},
+        {"world_size": 2},
+        {"src_rank_offset": 4},
+        {"dst_rank_offset": 4},
+        {"pool_index": 1},
+        {"src_model": 1},
+        {"dst_model": 1},
+        {"group": 1},
+    ):
+        assert dataclasses.replace(first, **changes) != first
+
+
+def test_a_second_refit_changes_nothing_but_values(plans_made: list[int]) -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        addresses = None
+        for seed in range(3):
+            src.fill(seed)
+            swap(context, src, dst)
+            assert dst.wrong(seed) == []
+            assert src.wrong(seed) == []
+            if addresses is not None:
+                assert addresses == [tensor.data_ptr() for tensor in dst.state_dict().values()]
+            addresses = [tensor.data_ptr() for tensor in dst.state_dict().values()]
+
+    threads(rank, 2)
+    assert sorted(plans_made) == [0, 1]
+
+
+def test_a_second_model_of_equal_sizes_has_a_plan_of_its_own(plans_made: list[int]) -> None:
+    """Same parallel sizes, other parameters: nothing may be left as it was."""
+    more = {**SHAPES, "head": ((6, 8), 0)}
+
+    def rank(context: RankContext) -> None:
+        pairs = [nets(context, "tp2", "single"), nets(context, "tp2", "single", shapes=more)]
+        for seed in range(3):
+            for src, dst in pairs:
+                src.fill(seed)
+                swap(context, src, dst)
+                assert dst.wrong(seed) == []
+
+    threads(rank, 2)
+    assert sorted(plans_made) == [0, 0, 1, 1]
+
+
+def test_models_of_equal_shapes_are_told_apart(plans_made: list[int]) -> None:
+    """Shapes do not say how parameters are cut."""
+
+    def rank(context: RankContext) -> None:
+        (a, b), (c, d) = nets(context, "tp2", "single"), nets(context, "tp2", "single")
+        for seed, (src, dst) in enumerate([(a, b), (a, d), (c, b), (a, b), (a, d), (c, b)]):
+            swap(context, src.fill(seed), dst)
+            assert dst.wrong(seed) == []
+
+    threads(rank, 2)
+    assert sorted(plans_made) == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_parameter_that_changed_is_planned_anew_by_all(plans_made: list[int]) -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        for seed, rows in enumerate((16, 32, 32)):
+            for net, tp in ((src, 2), (dst, 1)):
+                net.shapes["up"] = ((rows, 8), 0)
+                if net.up.shape[0] != rows // tp:
+                    # The object stays, what it holds does not.
+                    net.up.data = torch.zeros(rows // tp, 8, dtype=torch.bfloat16)
+            src.fill(seed)
+            swap(context, src, dst)
+            assert dst.wrong(seed) == []
+
+    threads(rank, 2)
+    assert sorted(plans_made) == [0, 0, 1, 1]
+
+
+def test_one_rank_that_forgot_makes_all_plan_anew(plans_made: list[int]) -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        for seed in range(3):
+            if seed == 1 and context.rank_idx == 1:
+                dst = ShardedNet(Parallelism(2), 1)
+            src.fill(seed)
+            swap(context, src, dst)
+            assert dst.wrong(seed) == []
+
+    threads(rank, 2)
+    assert sorted(plans_made) == [0, 0, 1, 1]
+
+
+def test_a_sender_serves_two_targets_in_turn(plans_made: list[int]) -> None:
+    """Rank 0 sees the same refit twice, its peers see two: plans are told apart by all."""
+
+    def rank(context: RankContext) -> None:
+        one = Parallelism(1)
+        src = ShardedNet(one, 0) if context.rank_idx == 0 else None
+        targets = [
+            ShardedNet(Parallelism(1), 0, rank_offset=peer) if context.rank_idx == peer else None
+            for peer in (1, 2)
+        ]
+        for seed in range(6):
+            if src is not None:
+                src.fill(seed)
+            target = targets[seed % 2]
+            swap(context, src, target)
+            assert target is None or target.wrong(seed) == []
+
+    threads(rank, 3)
+    assert sorted(plans_made) == [0, 0, 1, 1, 2, 2]
+
+
+def test_plans_go_with_their_models() -> None:
+    def rank(context: RankContext) -> weakref.ref[Any]:
+        src, dst = nets(context, "tp2", "single")
+        swap(context, src.fill(0), dst)
+        return weakref.ref(dst)
+
+    targets = threads(rank, 2)
+    gc.collect()
+    assert [target() for target in targets] == [None, None]
+    assert len(refit._plan_cache) == 0
+
+
+def test_services_by_backend_and_group() -> None:
+    ranks, others = moe_comm.RankThreads(1), moe_comm.RankThreads(1)
+    first = refit.get_or_create_service("symmetric", ranks[0])
+    assert refit.get_or_create_service("symmetric", ranks[0]) is first
+    assert refit.get_or_create_service("symmetric", others[0]) is not first
+    assert refit.get_or_create_service("nvshmem", ranks[0]) is not first
+    refit.clear_service_cache()
+    again = refit.get_or_create_service("symmetric", ranks[0])
+    assert again is not first
+    with pytest.raises(Exception, match=r"destroyed|closed"):
+        first.run()
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        ("mpi", "Unknown backend 'mpi'; there are gloo, nccl, nvshmem, symmetric"),
+        ("nixl", "'nixl' needs a library that this package does not drive; there are gloo"),
+        ("gloo", "gloo needs a torch.distributed process group"),
+        ("nccl", "nccl needs a torch.distributed process group"),
+    ],
+)
+def test_backends_that_are_not_there(backend: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        refit.get_or_create_service(backend, moe_comm.RankThreads(1)[0])
+
+
+def test_a_rank_that_closed_its_service_gets_a_new_one_with_the_others() -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        for seed in range(3):
+            known = ("symmetric", refit.identity_of(context.group))
+            old = refit._service_cache.get(known)
+            if seed == 1 and context.rank_idx == 0:
+                refit._service_cache.pop(known).close()
+            swap(context, src.fill(seed), dst)
+            assert dst.wrong(seed) == []
+            if seed == 1:
+                assert isinstance(old, SymmetricCopyService)
+                assert old is not refit._service_cache[known]
+                assert "destroyed" in error_of(lambda old=old: old.communicator.all_gather(b""))
+
+    threads(rank, 2)
+
+
+def test_over_a_service_of_the_callers() -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        with moe_comm.Communicator(context.group) as communicator:
+            service = SymmetricCopyService(communicator=communicator)
+            refit.swap_model_weights(src.fill(1), dst, service)
+            assert dst.wrong(1) == []
+            refit.reshard_model_weights(src.fill(2), dst, service, pool_index=3)
+            assert dst.wrong(2) == []
+            service.close()
+        assert not refit._service_cache
+
+    threads(rank, 2)
+
+
+# ---------------------------------------------------------------------------------------------
+# Who takes part.
+
+
+def test_sources_and_targets_on_ranks_of_their_own() -> None:
+    """Ranks 0-1 train, ranks 2-4 serve (one of them idle)."""
+
+    def rank(context: RankContext) -> None:
+        rank_idx = context.rank_idx
+        src = ShardedNet(Parallelism(2, tp=2), rank_idx) if rank_idx < 2 else None
+        dst = (
+            ShardedNet(Parallelism(2, tp=1), rank_idx - 2, rank_offset=2)
+            if rank_idx in (2, 3)
+            else None
+        )
+        for seed in range(2):
+            swap(context, None if src is None else src.fill(seed), dst, verify="checksum")
+            assert dst is None or dst.wrong(seed) == []
+
+    threads(rank, 5)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_pools_are_written_one_after_the_other(
+    is_prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 trains; ranks 1 and 2-3 are pools with a whole target each."""
+
+    def rank(context: RankContext) -> None:
+        rank_idx = context.rank_idx
+        src = ShardedNet(Parallelism(1), 0) if rank_idx == 0 else None
+        dst, pool = None, 0
+        if rank_idx == 1:
+            dst = ShardedNet(Parallelism(1), 0, rank_offset=1)
+        elif rank_idx > 1:
+            dst, pool = ShardedNet(Parallelism(2, tp=2), rank_idx - 2, rank_offset=2), 1
+        pools = {"num_dst_pools": 2, "dst_pool_index": pool}
+        if is_prepared:
+            refit.prepare_swap_model_weights(src, dst, group=context.group, **pools)
+        for seed in range(2):
+            if src is not None:
+                src.fill(seed)
+            swap(context, src, dst, **pools)
+            assert dst is None or dst.wrong(seed) == []
+
+    plans: list[ReshardPlan] = []
+    build = refit.build_local_reshard_plan
+    monkeypatch.setattr(
+        refit,
+        "build_local_reshard_plan",
+        lambda *args, **options: plans.append(build(*args, **options)) or plans[-1],
+    )
+    threads(rank, 4)
+    receivers = sorted(plan.rank for plan in plans if plan.recv_ops)
+    assert len(plans) == 8
+    assert receivers == [1, 2, 3]
+
+
+def test_nobody_has_anything() -> None:
+    threads(lambda context: swap(context, None, None), 2)
+
+
+def test_prepared_before_the_first_refit(plans_made: list[int]) -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        refit.prepare_swap_model_weights(src, dst, group=context.group)
+        before = copy.deepcopy(dst.state_dict())
+        assert all(torch.equal(before[name], value) for name, value in dst.state_dict().items())
+        swap(context, src.fill(3), dst)
+        assert dst.wrong(3) == []
+
+    threads(rank, 2)
+    assert sorted(plans_made) == [0, 1]
+
+
+def test_wrapped_and_listed_models() -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        swap(context, [Wrapper(Wrapper(src.fill(1)))], (dst,))
+        assert dst.wrong(1) == []
+
+    threads(rank, 2)
+
+
+def test_what_is_no_model() -> None:
+    net = ShardedNet(Parallelism(1), 0)
+    with pytest.raises(ValueError, match="got a list of 2"):
+        unwrap_models([net, net], None)
+    with pytest.raises(TypeError, match=r"target model must be a torch\.nn\.Module, got str"):
+        unwrap_models(None, "net")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Source model missing pg_collection required"):
+        unwrap_models(torch.nn.Linear(2, 2), None)
+    with pytest.raises(RuntimeError, match="Target model missing pg_collection required"):
+        unwrap_models(None, torch.nn.Linear(2, 2))
+
+
+# ---------------------------------------------------------------------------------------------
+# Bad input: named on every rank, nothing has moved, and the next refit works.
+
+
+def _without_groups(src: ShardedNet, dst: ShardedNet) -> None:
+    del src.pg_collection
+
+
+def _extra(src: ShardedNet, dst: ShardedNet) -> None:
+    src.extra = torch.nn.Parameter(torch.zeros(3))
+
+
+def _missing(src: ShardedNet, dst: ShardedNet) -> None:
+    dst.extra = torch.nn.Parameter(torch.zeros(3))
+
+
+def _odd_shape(src: ShardedNet, dst: ShardedNet) -> None:
+    dst.norm = torch.nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
+
+
+def _stale(src: ShardedNet, dst: ShardedNet) -> None:
+    stale.mark_stale(src, "a refit failed: cable")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "texts"),
+    [
+        (_without_groups, ["RuntimeError", "Source model missing pg_collection"]),
+        (_extra, ["PlanError", "source parameter 'extra' on rank 1 has no destination"]),
+        (_missing, ["PlanError", "'extra' on rank 1 not found in source"]),
+        (_odd_shape, ["PlanError", "norm"]),
+        (_stale, ["ValueError", "source model is stale", "cable"]),
+    ],
+)
+def test_one_rank_with_a_bad_model(spoil: Any, texts: list[str]) -> None:
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        good = nets(context, "tp2", "single")
+        if context.rank_idx == 1:
+            spoil(src, dst)
+        text = error_of(lambda: swap(context, src, dst))
+        assert all(
+            (param == -1).all()
+            for name, param in dst.named_parameters()
+            if name in SHAPES and name != "norm"
+        )
+        assert not stale.is_stale(dst)
+        swap(context, good[0].fill(1), good[1])
+        assert good[1].wrong(1) == []
+        return text
+
+    for text in threads(rank, 2):
+        for expected in texts:
+            assert expected in text
+
+
+def test_parameters_that_only_the_source_has() -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        src.fill(1)
+        _extra(src, dst)
+        swap(context, src, dst, strict=False)
+        assert dst.wrong(1) == []
+
+    threads(rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"verify": "sha"}, ["ValueError", "verify must be one of", "'sha'"]),
+        ({"verify": None}, ["different refits", "verify=None", "verify='plan'"]),
+        ({"strict": False}, ["different refits", "is_strict=False"]),
+        ({"num_dst_pools": 0}, ["num_dst_pools must be >= 1, got 0"]),
+        ({"dst_pool_index": 1}, [r"dst_pool_index must be in [0, 1), got 1"]),
+        ({"refit_method": 7}, ["TypeError", "got int"]),
+        ({"refit_method": "nixl"}, ["ValueError", "'nixl'"]),
+        ({"refit_method": "nvshmem"}, ["different refits", "nvshmem", "symmetric"]),
+        ({"transform": object()}, ["TypeError", "should_transform"]),
+    ],
+)
+def test_one_rank_with_bad_arguments(options: dict[str, Any], texts: list[str]) -> None:
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        asked = {"refit_method": "symmetric", "group": context.group}
+        if context.rank_idx == 1:
+            asked |= options
+        text = error_of(lambda: refit.swap_model_weights(src, dst, **asked))
+        swap(context, src.fill(1), dst)
+        assert dst.wrong(1) == []
+        return text
+
+    for text in threads(rank, 2):
+        for expected in texts:
+            assert expected in text
+
+
+def test_a_refit_is_no_preparation() -> None:
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        if context.rank_idx == 0:
+            return error_of(lambda: swap(context, src, dst))
+        return error_of(lambda: refit.prepare_swap_model_weights(src, dst, group=context.group))
+
+    for text in threads(rank, 2):
+        assert "different refits" in text
+
+
+def test_a_service_of_other_ranks() -> None:
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        service = SymmetricCopyService(moe_comm.RankThreads(1)[0])
+        text = error_of(lambda: refit.swap_model_weights(src, dst, service, group=context.group))
+        service.close()
+        return text
+
+    for rank_idx, text in enumerate(threads(rank, 2)):
+        assert f"rank 0 of 1, the group of rank {rank_idx} of 2" in text
+
+
+class _Lossy(SymmetricCopyService):
+    """Loses a bit of the first destination of rank 1."""
+
+    def run_prepared(self, prepared: Any) -> None:
+        super().run_prepared(prepared)
+        if self.rank == 1:
+            self.damaged.view(torch.uint8)[5] ^= 4
+
+
+def test_checksums_catch_a_transport_that_loses_a_bit() -> None:
+    def rank(context: RankContext) -> tuple[str, bool]:
+        src, dst = nets(context, "tp2", "single")
+        service = _Lossy(context.group)
+        service.damaged = dst.up.detach().flatten()
+        refit.swap_model_weights(src.fill(1), dst, service)
+        refit.clear_plan_cache()
+        text = error_of(lambda: refit.swap_model_weights(src, dst, service, verify="checksum"))
+        service.close()
+        return text, stale.is_stale(dst)
+
+    (first, first_is_stale), (second, second_is_stale) = threads(rank, 2)
+    for text in (first, second):
+        assert text.startswith("RefitError")
+        assert "up" in text
+        assert "rank 1" in text
+    assert (first_is_stale, second_is_stale) == (False, True)
+
+
+def test_a_stale_target_is_made_whole() -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        stale.mark_stale(dst, "torn")
+        swap(context, src.fill(1), dst)
+        assert not stale.is_stale(dst)
+        assert dst.wrong(1) == []
+
+    threads(rank, 2)
