@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -296,25 +295,30 @@ def test_a_rank_that_does_not_run(name: str, tmp_path: Path) -> None:
         assert (kind, ranks) == want, text
 
 
-def _gloo_peer_dies(context: RankContext) -> list[str]:
+def _gloo_peer_dies(context: RankContext, is_late: bool) -> list[object]:
     group = dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=10))
     service = GlooCopyService(group)
     move(service, pattern("ring", context.num_ranks))
     if context.rank_idx == 1:
-        die()
+        if not is_late:
+            die()
+        # Once all have agreed.
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(service, "_move", lambda *args: die())
     service.submit_send(torch.ones(4), (context.rank_idx + 1) % 3, 1)
     service.submit_recv(torch.ones(4), (context.rank_idx - 1) % 3, 1)
     error = error_of(service.run)
     later = error_of(service.run)
-    return [type(error).__name__, str(error), str(later)]
+    return [type(error).__name__, getattr(error, "ranks", None), str(error), str(later)]
 
 
-def test_gloo_names_what_failed_when_a_peer_dies() -> None:
-    results: Sequence[list[str]] = run_ranks(
-        _gloo_peer_dies, 3, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "during"])
+def test_gloo_names_what_failed_when_a_peer_dies(is_late: bool) -> None:
+    results = run_ranks(
+        _gloo_peer_dies, 3, is_late, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S
     )
     for rank_idx in (0, 2):
-        kind, text, later = results[rank_idx]
-        assert kind == "CommunicationError"
+        kind, ranks, text, later = results[rank_idx]
+        assert (kind, ranks) == ("CommunicationError", (1,) if is_late else ()), text
         assert f"GlooCopyService, rank {rank_idx}: " in text
         assert "failed before" in later
