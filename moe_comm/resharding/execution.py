@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.resharding import stale
@@ -194,7 +195,9 @@ class _Refit:
                 continue
             if self.is_transformed(op.param_name):
                 assert self.transform is not None
-                whole = reduced.get(op.param_name, source)
+                # Transforms may know the class of a parameter, but a DTensor is not theirs to cut.
+                whole = local_tensor(source) if isinstance(source, DTensor) else source
+                whole = reduced.get(op.param_name, whole)
                 tensors = self.transform.prepare_send_of(op, whole)
             else:
                 piece = in_view(sources.get(op.param_name), op)[op.my_slice]

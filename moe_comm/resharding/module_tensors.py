@@ -58,21 +58,25 @@ class _TensorCache:
     def __init__(self, module: torch.nn.Module) -> None:
         self.tensors = dict(named_refit_tensors(module))
         self._descendants = [child for path, child in module.named_modules() if path]
-        self._keys, held = self._contents(module)
-        # Kept alive, so that no other object can have their ids.
-        self._held = held
-        self._ids = list(map(id, held))
+        dicts = self._dicts(module)
+        self._keys = list(chain.from_iterable(dicts))
+        self._held = list(chain.from_iterable(map(dict.values, dicts)))
 
     def is_valid(self, module: torch.nn.Module) -> bool:
         """Whether no parameter, buffer or submodule was added, removed or replaced since."""
-        keys, held = self._contents(module)
-        return keys == self._keys and list(map(id, held)) == self._ids
+        # Written for the interpreter: a refit pays this walk of the whole model several times.
+        dicts = self._dicts(module)
+        keys = chain.from_iterable(dicts)
+        held = chain.from_iterable(map(dict.values, dicts))
+        return (
+            sum(map(len, dicts)) == len(self._held)
+            and all(map(operator.eq, keys, self._keys))
+            and all(map(operator.is_, held, self._held))
+        )
 
-    def _contents(self, module: torch.nn.Module) -> tuple[list[str], list[Any]]:
-        # Written for the interpreter: a refit pays this walk of the whole model every time.
-        dicts = list(chain.from_iterable(map(_CONTENTS, chain((module,), self._descendants))))
-        keys = list(chain.from_iterable(dicts))
-        return keys, list(chain.from_iterable(map(dict.values, dicts)))
+    def _dicts(self, module: torch.nn.Module) -> list[dict[str, Any]]:
+        """Parameters, buffers and submodules of every module."""
+        return list(chain.from_iterable(map(_CONTENTS, chain((module,), self._descendants))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or loaded module lists its own tensors when it is first asked.

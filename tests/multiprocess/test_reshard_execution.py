@@ -44,6 +44,7 @@ SHAPE = MoEShape(
 FUSED = dataclasses.replace(SHAPE, has_fused_experts=True)
 
 NUM_RANKS = 4
+TIMEOUT_S = 2 * HANG_S
 
 
 @dataclasses.dataclass
@@ -118,7 +119,7 @@ def make(
 
 
 def run(script: Callable[..., object], *args: object, mode: str = "threads") -> list[object]:
-    return run_ranks(script, NUM_RANKS, *args, mode=mode, timeout_s=HANG_S)
+    return run_ranks(script, NUM_RANKS, *args, mode=mode, timeout_s=TIMEOUT_S)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -413,7 +414,7 @@ def test_a_peer_that_dies_leaves_the_target_stale_or_untouched(
         is_in_time,
         fresh=True,
         expect_dead=[1],
-        timeout_s=HANG_S,
+        timeout_s=TIMEOUT_S,
     )
     assert [kind for rank, kind in enumerate(results) if rank != 1] == ["PeerFailedError"] * 3
 

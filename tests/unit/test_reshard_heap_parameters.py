@@ -8,7 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moe_comm
 from moe_comm.errors import CapacityError
@@ -98,6 +102,23 @@ def test_views_of_one_memory_stay_views_of_it(communicator: moe_comm.Communicato
     assert net.expanded.tolist() == [4.0] * 5
     assert net.same_bytes.view(torch.float32).tolist() == [40.0, 42.0]
     assert outside == 1
+
+
+def test_local_parts_of_dtensors_are_moved(communicator: moe_comm.Communicator) -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        local = torch.arange(6.0).view(2, 3)
+        tensor = DTensor.from_local(local, DeviceMesh("cpu", [0, 1]), [Shard(0)], run_check=False)
+        net = nn.Module()
+        net.weight = nn.Parameter(tensor)
+        assert place_in_heap(net, communicator) == 64
+        moved = net.weight.to_local()
+        assert in_heap(communicator, moved)
+        assert torch.equal(moved, torch.arange(6.0).view(2, 3))
+        assert net.weight.shape == (4, 3)
+        assert place_in_heap(net, communicator) == 0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_cannot_be_moved_is_named_and_nothing_moves(
