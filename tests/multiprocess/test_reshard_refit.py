@@ -1,0 +1,204 @@
+"""Refits between processes: the same ones and disjoint ones, over every transport that runs here."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm import CommunicationError
+from moe_comm.resharding import refit, stale
+from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.model_shapes import MoEShape, build_module, fill, find_differences
+from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.sharded_nets import SHAPES, ShardedNet
+from tests.helpers.threaded_refits import error_of
+
+METHODS = ("symmetric", "gloo", "nvshmem")
+SHAPE = MoEShape(
+    num_layers=4,
+    hidden=32,
+    num_heads=4,
+    num_query_groups=4,
+    num_experts=4,
+    expert_ffn=16,
+    ffn=48,
+    num_dense_layers=1,
+    vocab=64,
+)
+
+
+def _same_processes(context: RankContext, pairs: list[tuple[str, str]]) -> list[str]:
+    """Every rank has a part of both models, and every transport moves every pair."""
+    wrong: list[str] = []
+    for src_text, dst_text in pairs:
+        src, dst = (
+            build_module(
+                SHAPE,
+                Parallelism.parse(text, context.num_ranks),
+                context.rank_idx,
+                dtype=torch.bfloat16,
+            )
+            for text in (src_text, dst_text)
+        )
+        for seed, method in enumerate((*METHODS, "symmetric")):
+            fill(src, seed)
+            verify: Any = "checksum" if seed == 2 else "plan"
+            refit.swap_model_weights(src, dst, method, verify=verify)
+            wrong += find_differences(dst, seed)
+    plans = len(refit._plan_cache)
+    assert plans == 1, plans  # the others went with their models
+    refit.clear_all_caches()
+    return wrong
+
+
+def test_over_the_same_processes() -> None:
+    pairs = [("tp2.ep2", "tp4.ep1"), ("ep4", "tp2.ep2"), ("pp2.tp2", "ep2.tp2")]
+    assert run_ranks(_same_processes, 4, pairs) == [[], [], [], []]
+
+
+def _disjoint_processes(context: RankContext) -> list[str]:
+    """Ranks 0-1 train, ranks 2-3 serve."""
+    rank_idx = context.rank_idx
+    src = dst = None
+    if rank_idx < 2:
+        src = build_module(SHAPE, Parallelism(2, ep=2), rank_idx, dtype=torch.float32)
+    else:
+        dst = build_module(
+            SHAPE, Parallelism(2, tp=2), rank_idx - 2, dtype=torch.bfloat16, rank_offset=2
+        )
+    wrong: list[str] = []
+    for seed, method in enumerate((*METHODS, "symmetric")):
+        if src is not None:
+            fill(src, seed)
+        refit.swap_model_weights(src, dst, method, verify="checksum")
+        if dst is not None:
+            wrong += find_differences(dst, seed)
+    refit.clear_all_caches()
+    return wrong
+
+
+def test_over_disjoint_processes_to_another_dtype() -> None:
+    assert run_ranks(_disjoint_processes, 4) == [[], [], [], []]
+
+
+def _groups(context: RankContext) -> list[str]:
+    """Two halves refit on their own; ranks of models and plans are those of the half."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = context.rank_idx // 2
+    group = halves[half]
+    wrong: list[str] = []
+    first = refit.get_or_create_service("gloo", group)
+    assert isinstance(first, GlooCopyService)
+    assert first.world_size == 2
+    everybody = refit.get_or_create_service("gloo")
+    assert everybody is not first
+    assert everybody.world_size == 4
+    assert refit.get_or_create_service("gloo", group) is first
+    src = ShardedNet(Parallelism(2, tp=2), context.rank_idx % 2)
+    dst = ShardedNet(Parallelism(2), context.rank_idx % 2)
+    for seed, method in enumerate(("gloo", "symmetric", "gloo")):
+        # The halves hold different values.
+        src.fill(2 * seed + half)
+        refit.swap_model_weights(src, dst, method, group=group)
+        wrong += dst.wrong(2 * seed + half)
+    wide = [ShardedNet(Parallelism(4, tp=tp), context.rank_idx) for tp in (4, 2)]
+    refit.swap_model_weights(wide[0].fill(9), wide[1], "gloo")
+    wrong += wide[1].wrong(9)
+    refit.clear_all_caches()
+    return wrong
+
+
+def test_a_group_has_services_and_plans_of_its_own() -> None:
+    assert run_ranks(_groups, 4) == [[], [], [], []]
+
+
+def _bad_model(context: RankContext) -> list[str]:
+    texts = []
+    for method in METHODS:
+        src = ShardedNet(Parallelism(3), context.rank_idx)
+        dst = ShardedNet(Parallelism(3), context.rank_idx)
+        bad = ShardedNet(Parallelism(3), context.rank_idx)
+        if context.rank_idx == 2:
+            bad.norm = torch.nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
+        texts.append(error_of(functools.partial(refit.swap_model_weights, src, bad, method)))
+        assert not stale.is_stale(bad)
+        assert all((param == -1).all() for name, param in bad.named_parameters() if name != "norm")
+        refit.swap_model_weights(src.fill(1), dst, method)
+        assert dst.wrong(1) == []
+    refit.clear_all_caches()
+    return texts
+
+
+def test_one_rank_with_a_bad_model_is_named_on_every_rank() -> None:
+    for texts in run_ranks(_bad_model, 3):
+        for text in texts:
+            assert text.startswith("PlanError")
+            assert "norm" in text
+            assert "rank 2" in text
+
+
+class _Lossy(GlooCopyService):
+    """A transport that loses a bit on rank 1, after everything has arrived."""
+
+    def run(self) -> None:
+        recvs = [op.tensor for op in self._recvs]
+        super().run()
+        if self.rank == 1:
+            recvs[0].view(torch.uint8).view(-1)[3] ^= 16
+
+
+def _lossy(context: RankContext) -> tuple[str, bool]:
+    src = ShardedNet(Parallelism(2, tp=2), context.rank_idx)
+    dst = ShardedNet(Parallelism(2), context.rank_idx)
+    service = _Lossy()
+    text = error_of(lambda: refit.swap_model_weights(src.fill(1), dst, service, verify="checksum"))
+    service.close()
+    is_stale = stale.is_stale(dst)
+    # A torn model is no source, for nobody.
+    refusal = error_of(lambda: refit.swap_model_weights(dst, src, "gloo"))
+    assert "rank 1" in refusal or "stale" in refusal
+    assert src.wrong(1) == []
+    refit.swap_model_weights(src, dst, "gloo")
+    assert not stale.is_stale(dst)
+    assert dst.wrong(1) == []
+    refit.clear_all_caches()
+    return text, is_stale
+
+
+def test_checksums_catch_a_transport_that_loses_a_bit() -> None:
+    told = run_ranks(_lossy, 2)
+    for text, _ in told:
+        assert text.startswith("RefitError")
+        assert "rank 1" in text
+        assert any(name in text for name in SHAPES)
+    assert [is_stale for _, is_stale in told] == [False, True]
+
+
+def _dies(context: RankContext, method: str, is_first: bool) -> str:
+    src = ShardedNet(Parallelism(3, tp=1), context.rank_idx)
+    dst = ShardedNet(Parallelism(3), context.rank_idx)
+    if not is_first:
+        refit.swap_model_weights(src.fill(0), dst, method)
+    if context.rank_idx == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for seed in range(1000):
+            refit.swap_model_weights(src.fill(seed), dst, method)
+    except CommunicationError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("method", "is_first"), [("symmetric", False), ("gloo", True)])
+def test_a_peer_that_died_ends_the_refit(method: str, is_first: bool) -> None:
+    told = run_ranks(_dies, 3, method, is_first, fresh=True, expect_dead=[1], timeout_s=60)
+    assert told[1] is None
+    for text in (told[0], told[2]):
+        assert text not in ("", "nothing")
