@@ -6,6 +6,7 @@ import dataclasses
 import operator
 import threading
 import weakref
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -107,7 +108,10 @@ class Contents:
     def __init__(self, core: torch.nn.Module | None) -> None:
         tensors = {} if core is None else get_refit_tensor_dict(core)
         self.names = list(tensors)
-        self.sizes = list(map(torch.Tensor.size, tensors.values()))
+        # Sizes of all tensors in one list of numbers: ten thousand `torch.Size` that live on would
+        # set off a full collection of garbage every few refits.
+        self.dims = list(map(torch.Tensor.dim, tensors.values()))
+        self.sizes = list(chain.from_iterable(map(torch.Tensor.size, tensors.values())))
         self.dtypes = list(map(_DTYPE, tensors.values()))
 
     def is_same(self, other: Contents, transform: ReshardTransform | None) -> bool:
@@ -117,8 +121,8 @@ class Contents:
             other: What the model holds now.
             transform: Writes parameters whatever the model calls them; those do not count.
         """
-        mine = self.names, self.sizes, self.dtypes
-        theirs = other.names, other.sizes, other.dtypes
+        mine = self.names, self.dims, self.sizes, self.dtypes
+        theirs = other.names, other.dims, other.sizes, other.dtypes
         if mine == theirs:
             return True
         if transform is None:
@@ -126,9 +130,11 @@ class Contents:
         return self._without(transform) == other._without(transform)
 
     def _without(self, transform: ReshardTransform) -> list[tuple[Any, ...]]:
+        sizes = iter(self.sizes)
+        shapes = [tuple(islice(sizes, dim)) for dim in self.dims]
         return [
             item
-            for item in zip(self.names, self.sizes, self.dtypes, strict=True)
+            for item in zip(self.names, shapes, self.dtypes, strict=True)
             if not transform.should_transform(item[0])
         ]
 

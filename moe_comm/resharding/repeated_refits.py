@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,11 @@ def _places(tensors: list[torch.Tensor]) -> list[list[Any]]:
         plain = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     return [
         list(map(torch.Tensor.data_ptr, plain)),
-        list(map(torch.Tensor.stride, plain)),
-        list(map(torch.Tensor.size, plain)),
+        list(map(torch.Tensor.dim, plain)),
+        # Numbers of all tensors in one list: ten thousand `torch.Size` that live on would set off a
+        # full collection of garbage every few refits.
+        list(chain.from_iterable(map(torch.Tensor.stride, plain))),
+        list(chain.from_iterable(map(torch.Tensor.size, plain))),
         [tensor.dtype for tensor in plain],
     ]
 
