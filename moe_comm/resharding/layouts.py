@@ -181,11 +181,18 @@ def _frames(name: str, holders: Sequence[Holder]) -> list[_Frame | None]:
         tp_metas = [by_rank.get(member, meta) for member in tp_ranks or (rank,)]
         is_fused = meta.is_ep and meta.global_expert_index is None
         ep_ranks = meta.expert_parallel_group_ranks if is_fused else None
+        tp_views = tuple(_view(member) for member in tp_metas)
+        ep_views = tuple(_view(by_rank.get(member, meta)) for member in ep_ranks or (rank,))
+        for other in (*tp_views, *ep_views):
+            if len(other) != len(view):
+                raise PlanError(
+                    f"{name}: rank {rank} holds shape {view}, a rank of the same group {other}"
+                )
         frame = _Frame(
             view=view,
-            tp_views=tuple(_view(member) for member in tp_metas),
+            tp_views=tp_views,
             tp_idx=_place(name, rank, tp_ranks, "tensor"),
-            ep_views=tuple(_view(by_rank.get(member, meta)) for member in ep_ranks or (rank,)),
+            ep_views=ep_views,
             ep_idx=_place(name, rank, ep_ranks, "expert"),
             is_tp=meta.is_tp,
             partition_dim=meta.partition_dim,
@@ -235,7 +242,10 @@ def _expert_choices(
 def _attribute_layout(
     name: str, frame: _Frame, choice: _Choice, tp_dim: int | None, packed: Shape | None
 ) -> Layout | None:
-    """The layout of a frame whose dimensions are chosen; None where the choice does not fit."""
+    """The layout of a frame whose dimensions are chosen; None where the choice does not fit.
+
+    One dimension cannot be sharded over two groups: nobody could say in which order.
+    """
     expert_dim = frame.expert_dim
     if expert_dim is None and (_is_open(frame) or choice.expert_dim == -1):
         expert_dim = choice.expert_dim
@@ -245,10 +255,7 @@ def _attribute_layout(
     if (tp_dim or 0) >= max(1, ndim) or (expert_dim or 0) >= max(1, ndim):
         return None
     if tp_dim is not None and tp_dim == expert_dim:
-        raise PlanError(
-            f"{name}: dimension {tp_dim} of shape {frame.view} is sharded over both tensor and "
-            "expert parallel ranks; a local_view must give experts a dimension of their own"
-        )
+        return None
     dims: list[Intervals] = []
     global_shape: list[int] = []
     for dim, size in enumerate(frame.view):
@@ -488,19 +495,20 @@ def _choose(
     # Expert modules do not always state the dimension that they shard: dimension 0 is only its
     # default. Where sizes contradict what is stated, they may leave one possibility.
     ndim = max((len(frame.view) for frame in distinct_frames), default=0)
-    others = [_Choice(dim, tp_dim, False) for dim in expert_dims for tp_dim in (None, *range(ndim))]
-    first: dict[_Frame, Layout] | None = None
+    others = [_Choice(dim, tp_dim, False) for dim in expert_dims for tp_dim in (*range(ndim), None)]
+    stated: dict[_Frame, Layout] | None = None
     for candidates in (choices, others):
         agreed: list[dict[_Frame, Layout]] = []
         for choice in candidates:
             layouts = _layouts_of_choice(name, distinct_frames, meshes, choice, packed)
             if layouts is None:
                 continue
-            first = first or layouts
+            if choice.has_stated_tp_dim and len(expert_dims) == 1:
+                stated = layouts
             shapes = [layout.global_shape for layout in (*layouts.values(), *meshes)]
             if not shapes or _common_shape(shapes) is not None:
                 agreed.append(layouts)
-        if len(agreed) > 1:
+        if len(agreed) > 1 and not _are_equivalent(distinct_frames, meshes, expert_dims):
             raise PlanError(
                 f"{name}: shapes {sorted({holder.meta.shape for holder in holders})} do not tell "
                 f"which dimension is sharded over which ranks; state expert_dim (and local_view)"
@@ -509,8 +517,18 @@ def _choose(
             return agreed[0]
         if not any(frame.is_expert and frame.is_tp for frame in distinct_frames):
             break
-    is_open = len(expert_dims) != 1
-    raise PlanError(_disagreement(name, holders, frames, None if is_open else first))
+    raise PlanError(_disagreement(name, holders, frames, stated))
+
+
+def _are_equivalent(
+    frames: Sequence[_Frame], meshes: Sequence[Layout], expert_dims: Sequence[int | None]
+) -> bool:
+    """Whether it does not matter along which dimension tensor parallel ranks share a tensor.
+
+    Where groups of one size share it on both sides, each member takes what its like holds.
+    """
+    sizes = {len(frame.tp_views) for frame in frames}
+    return not meshes and len(expert_dims) == 1 and len(sizes) == 1
 
 
 def _disagreement(
@@ -521,6 +539,14 @@ def _disagreement(
 ) -> str:
     """Names two ranks whose shapes contradict each other."""
     if layouts is None:
+        for holder, frame in zip(holders, frames, strict=True):
+            is_divided = frame is not None and len(frame.tp_views) > 1 and len(frame.ep_views) > 1
+            if is_divided and frame is not None and frame.partition_dim == frame.expert_dim:
+                return (
+                    f"{name}: dimension {frame.expert_dim} of shape {frame.view} on rank "
+                    f"{holder.rank} is sharded over both tensor and expert parallel ranks; a "
+                    "local_view must give experts a dimension of their own"
+                )
         shapes = sorted({holder.meta.shape for holder in holders})
         return f"{name}: shapes {shapes} fit no way in which experts could lie in them"
     wholes = [

@@ -330,7 +330,38 @@ def test_experts_that_state_the_default_dimension_only() -> None:
 
 def test_one_dimension_over_both_kinds_of_ranks() -> None:
     with pytest.raises(PlanError, match=r"^w: dimension 0 of shape .* both tensor and expert"):
-        resolve_layouts("w", expert_holders((4, 3), ep=2, tp=2, expert_dim=0), [])
+        resolve_layouts(
+            "w",
+            expert_holders((4,), ep=2, tp=2, expert_dim=0),
+            expert_holders((8,), ep=2, first=4, expert_dim=0),
+        )
+
+
+def test_fused_experts_that_state_the_default_dimension_only() -> None:
+    """`partition_dim` 0 is where the experts lie: the sizes tell what is sharded."""
+    full = torch.arange(4 * 30).reshape(4, 6, 5)
+    sources, _ = resolve_layouts(
+        "w",
+        expert_holders((2, 3, 5), ep=2, tp=2, expert_dim=0),
+        [whole((4, 6, 5), expert_dim=0)],
+    )
+    assert places(sources[3]).equal(full[2:, 3:])
+    # Groups of equal sizes: each member takes what its like holds.
+    sources, destinations = resolve_layouts(
+        "w",
+        expert_holders((2, 3, 5), ep=2, tp=2, expert_dim=0),
+        expert_holders((1, 3, 5), ep=4, tp=2, first=4, expert_dim=0),
+    )
+    assert destinations[0] != destinations[1]
+    for idx, layout in enumerate(destinations):
+        half = places(sources[idx // 4 * 2 + idx % 2])
+        assert places(layout).equal(half[idx // 2 % 2 :][:1])
+
+
+def test_members_of_a_group_with_other_dimensions() -> None:
+    holders = tp_holders([(4, 6), (4,)], dim=1)
+    with pytest.raises(PlanError, match=r"^w: rank 0 holds shape \(4, 6\), a rank .* \(4,\)"):
+        resolve_layouts("w", holders, [])
 
 
 # ---------------------------------------------------------------------------------------------
