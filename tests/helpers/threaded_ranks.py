@@ -9,6 +9,7 @@ import traceback
 import torch
 
 import moe_comm
+from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem
 
 NUM_RANKS = 3
 NUM_ROUNDS = 20
@@ -51,6 +52,30 @@ def exchange(buffer: moe_comm.EpBuffer, round_idx: int, generator: torch.Generat
     assert torch.equal(combined.topk_weights, topk_weights)
 
 
+def copy_batch(engine: BatchedCopy, round_idx: int) -> None:
+    """Tensors of every rank to every rank, through slots and in place, some of them strided."""
+    comm = engine.communicator
+    sends: list[CopyItem] = []
+    recvs: list[CopyItem] = []
+    for task_id in range(12):
+        peer = (comm.rank_idx + task_id) % comm.num_ranks
+        size = 1 + (round_idx * 37 + task_id * 101) % 400
+        sends.append((task_id, torch.full((size,), task_id + comm.rank_idx), peer))
+        sender = (comm.rank_idx - task_id) % comm.num_ranks
+        if task_id % 3 == 0:
+            target = comm.empty(size, dtype=torch.int64)
+        else:
+            target = torch.zeros(2 * size, dtype=torch.int64)[:: 1 + task_id % 2][:size]
+        recvs.append((task_id, target, sender))
+    prepared = engine.prepare(sends, recvs)
+    for _ in range(2):
+        engine.run(prepared)
+        for task_id, target, sender in recvs:
+            assert bool((target == task_id + sender).all())
+            target.zero_()
+        comm.all_gather(b"")  # nobody writes what others still look at
+
+
 def main() -> int:
     torch.set_num_threads(1)
     ranks = moe_comm.RankThreads(NUM_RANKS)
@@ -60,9 +85,13 @@ def main() -> int:
         try:
             generator = torch.Generator().manual_seed(rank_idx)
             with moe_comm.Communicator(ranks[rank_idx], backend="host", num_threads=2) as comm:
-                with moe_comm.EpBuffer(comm, CONFIG) as buffer:
+                with (
+                    moe_comm.EpBuffer(comm, CONFIG) as buffer,
+                    BatchedCopy(comm, slot_bytes=256, num_slots=2) as engine,
+                ):
                     for round_idx in range(NUM_ROUNDS):
                         exchange(buffer, round_idx, generator)
+                        copy_batch(engine, round_idx)
         except BaseException:  # noqa: BLE001 - reported by main; the other ranks must not wait
             failures.append(traceback.format_exc())
             ranks.abort()
