@@ -69,8 +69,8 @@ class Recovery:
 
     Args:
         failed_ranks: Ranks that are dead or have left; they take part in nothing any more.
-        completed_epochs: Last epoch that completed on every living rank, by buffer in the order the
-            buffers were made; -1 for none.
+        completed_epochs: Last epoch that completed on every living rank, by buffer or batched copy
+            in the order they were made; -1 for none.
     """
 
     failed_ranks: tuple[int, ...]
