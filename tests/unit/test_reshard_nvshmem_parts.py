@@ -309,6 +309,10 @@ def test_resources() -> None:
         assert resources.get_stream("other") is None
         assert [len(events) for events in resources.create_events(3)] == [3, 3, 3]
         resources.finalize()
+        with pytest.raises(ValueError, match="group must be None"):
+            resources.init(communicator.bootstrap)
+        with pytest.raises(ValueError, match="both say who the PEs are"):
+            RemoteCopyService(communicator.bootstrap, communicator=communicator)
         assert (resources.my_pe, resources.initialized) == (-1, False)
         communicator.require_native()  # was given, so it lives
 

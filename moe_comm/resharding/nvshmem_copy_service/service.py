@@ -89,6 +89,10 @@ class RemoteCopyService:
         device: str | torch.device = "cpu",
         logs_dir: str | Path | None = None,
     ) -> None:
+        if group is not None and communicator is not None:
+            raise ValueError(
+                f"group and communicator both say who the PEs are, got {group} and {communicator}"
+            )
         slot_bytes = DEFAULT_SLOT_BYTES if slot_bytes is None else slot_bytes
         self.gpu_resources = GPUResourceManager(device, communicator)
         self.buffer_manager = DoubleBufferManager(slot_bytes)

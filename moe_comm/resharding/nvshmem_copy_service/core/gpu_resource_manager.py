@@ -104,15 +104,20 @@ class GPUResourceManager:
         """Connect. Collective over the group; does nothing when connected.
 
         Args:
-            group: Ranks in it are the PEs; None for the default group. Not used with a
-                communicator.
+            group: Ranks in it are the PEs; None for the default group, or where a communicator was
+                given.
 
         Raises:
             RuntimeError: The device cannot be used.
-            ValueError: The communicator has no heap.
+            ValueError: The communicator has no heap, or both it and a group are given.
         """
         if self.initialized:
             return
+        if group is not None and self._given_communicator is not None:
+            raise ValueError(
+                "a communicator was given, so group must be None, got "
+                f"{group} and {self._given_communicator}"
+            )
         if self.device.type != "cpu":
             self._refuse_device()
         self.communicator = self._given_communicator or Communicator(group)

@@ -29,6 +29,8 @@ class KernelLauncher:
         self.communicator = communicator
         self.device = torch.device(device)
         self.is_loaded = False
+        self.pack_stream: Any = None
+        self.unpack_stream: Any = None
 
     def load_kernels(self) -> None:
         """Make ready to launch. Local.
