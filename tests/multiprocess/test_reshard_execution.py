@@ -207,6 +207,82 @@ THREE_HEADS = dataclasses.replace(
 
 
 # ---------------------------------------------------------------------------------------------
+# Experts as Megatron's modules hold them.
+
+
+class GroupedExperts(nn.Module):
+    """8 experts as `GroupedMLP` holds them: 2-D, read as one matrix per expert.
+
+    `first` and `second` are what all ranks hold together, `[experts, hidden, inner]` and
+    `[experts, inner, hidden]`.
+    """
+
+    def __init__(self, layout: str, rank: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        super().__init__()
+        parallelism = Parallelism.parse(layout, NUM_RANKS)
+        self.pg_collection = parallelism.groups(rank)
+        self.num_local_experts = 8 // parallelism.ep
+        ep_idx, tp_idx = self.pg_collection.ep.rank(), self.pg_collection.expt_tp.rank()
+        experts = slice(ep_idx * self.num_local_experts, (ep_idx + 1) * self.num_local_experts)
+        first = first[experts].chunk(parallelism.etp, 2)[tp_idx]
+        second = second[experts].chunk(parallelism.etp, 1)[tp_idx]
+        hidden = first.shape[1]
+        self.weight1 = nn.Parameter(first.clone().view(hidden, -1))
+        self.weight2 = nn.Parameter(second.clone().view(-1, hidden))
+        for weight, dim in ((self.weight1, 1), (self.weight2, 0)):
+            weight.tensor_model_parallel = True
+            weight.partition_dim = dim
+            weight.allreduce = parallelism.ep == 1
+
+
+class SequentialExperts(nn.Module):
+    """The same, one module per expert, numbered from 0 on every rank."""
+
+    def __init__(self, layout: str, rank: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        super().__init__()
+        del second
+        parallelism = Parallelism.parse(layout, NUM_RANKS)
+        self.pg_collection = parallelism.groups(rank)
+        num_local = 8 // parallelism.ep
+        self.local_experts = nn.ModuleList()
+        for i in range(num_local):
+            whole = first[self.pg_collection.ep.rank() * num_local + i]
+            part = whole.chunk(parallelism.etp, 1)[self.pg_collection.expt_tp.rank()]
+            expert = nn.Module()
+            expert.weight = nn.Parameter(part.clone())
+            expert.weight.tensor_model_parallel = True
+            expert.weight.partition_dim = 1
+            expert.weight.allreduce = parallelism.ep == 1
+            self.local_experts.append(expert)
+
+
+@pytest.mark.parametrize("kind", [GroupedExperts, SequentialExperts])
+@pytest.mark.parametrize(
+    "layouts", [("ep4", "ep2.etp2"), ("ep2.etp2", "etp4"), ("single", "ep4")], ids="-".join
+)
+def test_experts_of_megatron(layouts: tuple[str, str], kind: type[nn.Module]) -> None:
+    first = torch.arange(8 * 6 * 4, dtype=torch.float32).view(8, 6, 4)
+    second = -torch.arange(8 * 4 * 6, dtype=torch.float32).view(8, 4, 6)
+
+    def script(context: RankContext) -> None:
+        source = kind(layouts[0], context.rank_idx, first, second)
+        target = kind(layouts[1], context.rank_idx, first * 0, second * 0)
+        expected = kind(layouts[1], context.rank_idx, first, second)
+        model = [nn.Module() for _ in range(3)]
+        for module, experts in zip(model, (source, target, expected), strict=True):
+            module.experts = experts
+            module.pg_collection = experts.pg_collection
+        plan = build_local_reshard_plan(model[0], model[1], 8, context.group)
+        service = SymmetricCopyService(context.group)
+        execute_reshard_plan(plan, model[0], model[1], service, context.group, strict=True)
+        for name, parameter in model[1].named_parameters():
+            assert torch.equal(parameter, model[2].get_parameter(name)), name
+        service.close()
+
+    run(script)
+
+
+# ---------------------------------------------------------------------------------------------
 # Refits that are run again.
 
 
