@@ -10,6 +10,7 @@ import torch
 
 import moe_comm
 from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem
+from moe_comm.resharding.nvshmem_copy_service import RemoteCopyService
 
 NUM_RANKS = 3
 NUM_ROUNDS = 20
@@ -76,6 +77,25 @@ def copy_batch(engine: BatchedCopy, round_idx: int) -> None:
         comm.all_gather(b"")  # nobody writes what others still look at
 
 
+def copy_through_slots(communicator: moe_comm.Communicator) -> None:
+    """Every rank sends every other one more than fits in the slots, a few times."""
+    service = RemoteCopyService(communicator=communicator, slot_bytes=4096)
+    service.init("WARNING")
+    num_bytes = 30_000
+    source = torch.zeros(num_bytes, dtype=torch.uint8)
+    targets = [torch.zeros_like(source) for _ in range(NUM_RANKS)]
+    for peer_idx, target in enumerate(targets):
+        service.register_send(service.my_pe, source, 0, num_bytes, peer_idx)
+        service.register_receive(peer_idx, target, 0, num_bytes, peer_idx)
+    service.schedule()
+    for round_idx in range(NUM_ROUNDS):
+        source.fill_(10 * service.my_pe + round_idx)
+        service.run()
+        for peer_idx, target in enumerate(targets):
+            assert bool((target == 10 * peer_idx + round_idx).all())
+    service.finalize()
+
+
 def main() -> int:
     torch.set_num_threads(1)
     ranks = moe_comm.RankThreads(NUM_RANKS)
@@ -92,6 +112,7 @@ def main() -> int:
                     for round_idx in range(NUM_ROUNDS):
                         exchange(buffer, round_idx, generator)
                         copy_batch(engine, round_idx)
+                copy_through_slots(comm)
         except BaseException:  # noqa: BLE001 - reported by main; the other ranks must not wait
             failures.append(traceback.format_exc())
             ranks.abort()
