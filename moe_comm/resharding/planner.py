@@ -355,9 +355,11 @@ def _check_memory(module: torch.nn.Module, metas: Sequence[ParameterMetadata]) -
         if meta.name not in tensors:
             continue
         tensor = local_tensor(tensors[meta.name])
+        # Other kinds of tensors need not have a memory of their own.
+        if type(tensor) is not torch.Tensor or tensor.device.type == "meta":
+            continue
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        is_plain = tensor.device.type != "meta" and tensor.numel() and tensor.is_contiguous()
-        if not is_plain or tensor.data_ptr() == 0 or identity in seen:
+        if not tensor.numel() or not tensor.is_contiguous() or identity in seen:
             continue
         seen.add(identity)
         start = tensor.data_ptr()

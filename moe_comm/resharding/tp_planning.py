@@ -81,11 +81,11 @@ def _tp_block_layout(
         src_size, dst_size = src_shape[dim], dst_shape[dim]
         if num_src * src_size != num_dst * dst_size:
             raise RuntimeError(
-                f"{param_name}: size mismatch on TP dim {dim}: {num_src} source ranks hold "
+                f"{param_name}: size mismatch on TP dim{dim}: {num_src} source ranks hold "
                 f"{src_size} each, {num_dst} destination ranks {dst_size} each"
             )
         strides = descriptor.src_stride, descriptor.dst_stride
-        return [(0, 0, num_dst * dst_size, *strides, f"dimension {dim}")]
+        return [(0, 0, num_dst * dst_size, *strides, f"TP dim{dim}")]
     if src_sizes is None:
         assert dst_sizes is not None
         src_sizes = [size * num_dst // num_src for size in dst_sizes]
@@ -93,7 +93,7 @@ def _tp_block_layout(
         dst_sizes = [size * num_src // num_dst for size in src_sizes]
     if len(src_sizes) != len(dst_sizes):
         raise RuntimeError(
-            f"{param_name}: size mismatch on TP dim {dim}: components {src_sizes} and {dst_sizes}"
+            f"{param_name}: size mismatch on TP dim{dim}: components {src_sizes} and {dst_sizes}"
         )
     blocks = []
     src_offset = dst_offset = 0
