@@ -44,10 +44,9 @@ def _unwrapped(model: Model, side: str) -> tuple[torch.nn.Module | None, torch.n
         if getattr(core, "pg_collection", None) and not getattr(inner, "pg_collection", None):
             break
         core = inner
-    needs_groups = any(
+    if getattr(core, "pg_collection", None) is None and any(
         not hasattr(tensor, "device_mesh") for tensor in get_refit_tensor_dict(core).values()
-    )
-    if needs_groups and getattr(core, "pg_collection", None) is None:
+    ):
         raise RuntimeError(f"{side.capitalize()} model missing pg_collection required for reshard")
     return model, core
 
