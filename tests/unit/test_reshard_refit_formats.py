@@ -168,6 +168,34 @@ def test_converting_a_target_spoils_no_plan(plans_made: list[int]) -> None:
     assert sorted(plans_made) == [0, 1]
 
 
+def test_an_engine_that_never_held_ordinary_weights() -> None:
+    """Planned by its e4m3 data; ranks that only send have no buffers."""
+
+    def rank(context: RankContext) -> None:
+        names = {"up", "down"}
+        if context.rank_idx == 0:
+            source = ShardedNet(Parallelism(1), 0, WIDE, dtype=torch.float32)
+            transform = FP8BlockReshardTransform(names, {})
+            for seed in range(2):
+                swap(context, source.fill(seed), None, transform=transform)
+            return
+        engine = _Engine(Parallelism(2, tp=2), context.rank_idx - 1, WIDE, rank_offset=1)
+        for name, dim in (("up", 0), ("down", 1)):
+            held = FP8BlockTensor.empty(tuple(engine.get_parameter(name).shape))
+            data = torch.nn.Parameter(held.data, requires_grad=False)
+            data.tensor_model_parallel, data.partition_dim = True, dim
+            setattr(engine, name, data)
+            engine.register_buffer(f"{name}_scale_inv", held.scale)
+            engine.buffers_of[name] = held
+        transform = FP8BlockReshardTransform(names, engine.buffers_of)
+        for seed in range(2):
+            swap(context, None, engine, transform=transform)
+            assert engine.wrong_quantized(seed) == []
+            assert torch.equal(engine.norm, engine.expected("norm", seed).bfloat16())
+
+    threads(rank, 3)
+
+
 class _Quantized(torch.Tensor):
     """As Transformer Engine's parameters: MXFP8 by the name of the class."""
 
