@@ -178,12 +178,9 @@ class PipelineExecutor:
         num_iterations = len(schedules)
         for slot_idx in range(NUM_SLOTS):
             self._offer_slot(schedules, slot_idx, first_epoch)
+        self._pack(schedules, 0)
         for i in range(num_iterations + 1):
-            # Iteration -1 of the pipeline, so to say, packs iteration 0.
-            if i == 0 and num_iterations > 0:
-                self._pack(schedules, 0)
-            if i + 1 < num_iterations:
-                self._pack(schedules, i + 1)
+            self._pack(schedules, i + 1)
             if i > 0 and (received := schedules[i - 1]["recv"]) is not None:
                 self._receive(i - 1, received, first_epoch + i - 1)
                 # The slot is free for whoever fills it next.
@@ -193,7 +190,7 @@ class PipelineExecutor:
         self._let_producer_go_on()
 
     def _pack(self, schedules: Sequence[IterationSchedule], iteration: int) -> None:
-        batch = schedules[iteration]["send"]
+        batch = schedules[iteration]["send"] if iteration < len(schedules) else None
         if batch is not None:
             self._launch_pack(iteration, batch)
 
