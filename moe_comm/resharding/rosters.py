@@ -224,6 +224,23 @@ def _missing(dst_name: str, rank: int) -> PlanError:
     )
 
 
+def _repeated_embeddings(
+    extra: set[str], all_destinations: set[str], rosters: Sequence[tuple[Roster, Roster]]
+) -> set[str]:
+    """Source output layers that hold their embedding's weight again, on another pipeline stage.
+
+    A rank that holds an embedding and an output layer has two weights.
+    """
+    repeated = set()
+    for name in extra:
+        embedding = source_name_of(name, all_destinations)
+        if embedding is not None and not any(
+            {name, embedding} <= set(source.resolved_names) for source, _ in rosters
+        ):
+            repeated.add(name)
+    return repeated
+
+
 def families_of_rosters(
     rosters: Sequence[tuple[Roster, Roster]], rank: int, *, strict: bool = False
 ) -> Families:
@@ -254,6 +271,8 @@ def families_of_rosters(
             raise _missing(dst_name, holder)
         tied[dst_name] = src_name
     extra = all_sources - all_destinations - set(tied.values())
+    if strict:
+        extra -= _repeated_embeddings(extra, all_destinations, rosters)
     if strict and extra:
         name = min(extra)
         holder = next(

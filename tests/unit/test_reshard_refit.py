@@ -397,6 +397,42 @@ def test_parameters_that_only_the_source_has() -> None:
     threads(rank, 2)
 
 
+class _TiedStage(torch.nn.Module):
+    """A pipeline stage: the first holds the embedding, the last holds it again as output layer."""
+
+    def __init__(self, names: list[str], rank: int) -> None:
+        super().__init__()
+        self.pg_collection = Parallelism(2, pp=2).groups(rank)
+        for name in names:
+            path, _, last = name.rpartition(".")
+            owner = self
+            for part in path.split("."):
+                if not hasattr(owner, part):
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, torch.nn.Parameter(torch.full((24, 8), 3.0)))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_output_layer_that_repeats_the_embedding_needs_no_destination(is_tied: bool) -> None:
+    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
+
+    def rank(context: RankContext) -> str:
+        first = [embedding] if is_tied else [embedding, output]
+        src = _TiedStage(first if context.rank_idx == 0 else [output], context.rank_idx)
+        dst = _TiedStage([embedding], context.rank_idx) if context.rank_idx == 0 else None
+        if dst is not None:
+            torch.nn.init.zeros_(dst.get_parameter(embedding))
+        text = error_of(lambda: swap(context, src, dst))
+        if dst is not None and not text:
+            assert (dst.get_parameter(embedding) == 3.0).all()
+        return text
+
+    for text in threads(rank, 2):
+        assert ("" if is_tied else "output_layer.weight") in text
+        assert bool(text) != is_tied
+
+
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
