@@ -479,8 +479,8 @@ def build_local_reshard_plan(
         )
     except Exception as error:  # noqa: BLE001 # raised below, on every rank
         problem = error
-    gathered = bootstrap.all_gather((encoded, strict, _text(problem)))
-    _raise_problems([text for _, _, text in gathered], problem)
+    gathered = bootstrap.all_gather((encoded, _text(problem)))
+    _raise_problems([text for _, text in gathered], problem)
     plan: ReshardPlan | None = None
     try:
         rosters = [(decode_roster(src), decode_roster(dst)) for (src, dst), _, _ in gathered]
