@@ -54,20 +54,17 @@ def bench() -> None:
     """Check an operation, then time it against what the machine can do."""
 
 
-bench_app.command("reshard")(bench_reshard)
-
-
 @bench_app.command("dispatch-combine")
 def dispatch_combine(
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
     topk: Annotated[
-        int | None, typer.Option(min=1, help="Choices per token [default: 8, or the trace's].")
+        int | None, typer.Option(min=1, help="Choices per token \\[default: 8, or the trace's].")
     ] = None,
     experts: Annotated[
         int | None,
-        typer.Option(min=1, help="Experts over all ranks [default: 64, or the trace's]."),
+        typer.Option(min=1, help="Experts over all ranks \\[default: 64, or the trace's]."),
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
     backend: Annotated[BackendName, typer.Option(help="Backend to measure.")] = BackendName.HOST,
@@ -90,7 +87,7 @@ def dispatch_combine(
     ] = QuantizationName.NONE,
     scale_format: Annotated[
         ScaleFormatName | None,
-        typer.Option(help="Of the scale factors [default: the format's first]."),
+        typer.Option(help="Of the scale factors \\[default: the format's first]."),
     ] = None,
     column_major_scales: Annotated[
         bool, typer.Option("--column-major-scales", help="Scale factors in columns.")
@@ -105,10 +102,10 @@ def dispatch_combine(
     repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
     operations: Annotated[
         str,
-        typer.Option(help=f"Of {','.join(OPERATIONS)} [default: what suits the size]."),
+        typer.Option(help=f"Of {','.join(OPERATIONS)} \\[default: what suits the size]."),
     ] = "",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
+        int | None, typer.Option(min=1, help="Threads of every rank \\[default: cores / ranks].")
     ] = None,
     huge_pages: Annotated[bool, typer.Option(help="Ask for 2 MiB pages for windows.")] = True,
     pin: Annotated[
@@ -177,6 +174,9 @@ def dispatch_combine(
         json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if plot is not None:
         write_plot(plot, rows, environment)
+
+
+bench_app.command("reshard")(bench_reshard)
 
 
 def _resolve_routing(

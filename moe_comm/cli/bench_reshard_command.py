@@ -50,13 +50,13 @@ def bench_reshard(
         str | None,
         typer.Option(
             "--from",
-            help="Layout of the source [default: tp2.ep2, with --tensors ep of all ranks].",
+            help="Layout of the source \\[default: tp2.ep2, with --tensors ep of all ranks].",
         ),
     ] = None,
     destination: Annotated[
         str | None,
         typer.Option(
-            "--to", help="Layout of the destination [default: tp4, with --tensors single]."
+            "--to", help="Layout of the destination \\[default: tp4, with --tensors single]."
         ),
     ] = None,
     source_ranks: Annotated[
@@ -74,7 +74,7 @@ def bench_reshard(
     tensor_bytes: Annotated[str, typer.Option(help="Of one of these tensors.")] = "4KiB",
     dtype: Annotated[DtypeName, typer.Option(help="Of the source's weights.")] = DtypeName.BF16,
     destination_dtype: Annotated[
-        DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
+        DtypeName | None, typer.Option(help="Of the destination's \\[default: the source's].")
     ] = None,
     memory: Annotated[
         MemoryName, typer.Option("--destination", help="Where destinations lie.")
@@ -88,7 +88,7 @@ def bench_reshard(
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
+        int | None, typer.Option(min=1, help="Threads of every rank \\[default: cores / ranks].")
     ] = None,
     huge_pages: Annotated[bool, typer.Option(help="Ask for 2 MiB pages in the heap.")] = True,
     pin: Annotated[

@@ -54,7 +54,7 @@ def budget(
     ] = QuantizationName.NONE,
     scale_format: Annotated[
         ScaleFormatName | None,
-        typer.Option(help="Of the scale factors [default: the format's first]."),
+        typer.Option(help="Of the scale factors \\[default: the format's first]."),
     ] = None,
     column_major_scales: Annotated[
         bool, typer.Option("--column-major-scales", help="Scale factors in columns.")

@@ -46,7 +46,7 @@ def plan(
     source_ranks: Annotated[int, typer.Option(min=1, help="Ranks of the source.")] = 8,
     destination_ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks of the destination [default: as many as the source]."),
+        typer.Option(min=1, help="Ranks of the destination \\[default: as many as the source]."),
     ] = None,
     disjoint: Annotated[
         bool, typer.Option(help="The destination has ranks of its own, after the source's.")
@@ -71,7 +71,7 @@ def plan(
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Of the source's parameters.")] = DtypeName.BF16,
     destination_dtype: Annotated[
-        DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
+        DtypeName | None, typer.Option(help="Of the destination's \\[default: the source's].")
     ] = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Plan this rank alone and list its pieces.")
@@ -81,7 +81,7 @@ def plan(
         typer.Option(
             min=0,
             help="Destination ranks to plan, spread evenly; 0 for all "
-            f"[default: all, or {NUM_SAMPLED_RANKS} of more than {NUM_MAX_RANKS}].",
+            f"\\[default: all, or {NUM_SAMPLED_RANKS} of more than {NUM_MAX_RANKS}].",
         ),
     ] = None,
     slot_bytes: Annotated[
