@@ -386,7 +386,7 @@ def build_plan_from_encoded_rosters(
     Args:
         rosters: `(source, destination)` of each rank, see `rosters.decode_roster`.
         rank: The rank that the plan is for.
-        strict: Refuse source parameters that no destination has.
+        strict: Refuse source parameters that no destination has; one rank that does is enough.
         verify: Check it by `plan_check.verify_plan`.
 
     Raises:
@@ -449,7 +449,7 @@ def build_local_reshard_plan(
         group: Ranks that take part; None for the default group. Ranks of the plan are its ranks.
         src_rank_offset: Added to the ranks of the source module's groups.
         dst_rank_offset: Added to the ranks of the destination module's groups.
-        strict: Refuse source parameters that no destination has.
+        strict: Refuse source parameters that no destination has; one rank that does is enough.
         verify: Check each rank's plan by `plan_check.verify_plan`.
         adjust_destination: Called with what the destination module holds; returns what is to be
             planned, where a transform writes parameters that the module does not list.
@@ -483,9 +483,8 @@ def build_local_reshard_plan(
     _raise_problems([text for _, text in gathered], problem)
     plan: ReshardPlan | None = None
     try:
-        rosters = [(decode_roster(src), decode_roster(dst)) for (src, dst), _, _ in gathered]
-        is_strict = any(wish for _, wish, _ in gathered)
-        plan = build_plan_from_encoded_rosters(rosters, rank, strict=is_strict, verify=verify)
+        rosters = [(decode_roster(src), decode_roster(dst)) for (src, dst), _ in gathered]
+        plan = build_plan_from_encoded_rosters(rosters, rank, strict=strict, verify=verify)
     except Exception as error:  # noqa: BLE001 # raised below, on every rank
         problem = error
     _raise_problems(bootstrap.all_gather(_text(problem)), problem)
