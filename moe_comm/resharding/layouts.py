@@ -233,7 +233,8 @@ def _expert_choices(
         dim
         for dim in range(ndims.pop())
         if all(
-            frame.num_experts in (None, sum(view[dim] for view in frame.ep_views))
+            not frame.num_experts
+            or sum(view[dim] for view in frame.ep_views) % frame.num_experts == 0
             for frame in needy
         )
     ]

@@ -386,7 +386,7 @@ def build_plan_from_encoded_rosters(
     Args:
         rosters: `(source, destination)` of each rank, see `rosters.decode_roster`.
         rank: The rank that the plan is for.
-        strict: Refuse source parameters that no destination has; one rank that does is enough.
+        strict: Refuse source parameters that no destination has.
         verify: Check it by `plan_check.verify_plan`.
 
     Raises:

@@ -288,6 +288,22 @@ def test_the_dimension_of_experts_is_found_where_sizes_leave_one() -> None:
     assert places(sources[3]).equal(torch.arange(48).reshape(6, 8)[:, 6:])
 
 
+def test_experts_that_lie_one_after_the_other_in_a_longer_dimension() -> None:
+    sources, _ = resolve_layouts(
+        "w",
+        expert_holders((6, 2), ep=4, num_experts=8),
+        expert_holders((12, 2), ep=2, first=4, num_experts=8),
+    )
+    assert places(sources[1]).equal(torch.arange(48).reshape(24, 2)[6:12])
+    # Three rows on each of four ranks are no eight experts.
+    with pytest.raises(PlanError, match=r"^w: shapes \[\(3, 2\), \(6, 2\)\] fit no way"):
+        resolve_layouts(
+            "w",
+            expert_holders((3, 2), ep=4, num_experts=8),
+            expert_holders((6, 2), ep=2, first=4, num_experts=8),
+        )
+
+
 def test_sizes_that_do_not_tell_where_experts_lie() -> None:
     with pytest.raises(PlanError, match=r"^w: shapes \[\(2, 4\), \(4, 2\)\] fit no way"):
         resolve_layouts(
