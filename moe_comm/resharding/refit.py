@@ -29,7 +29,13 @@ from moe_comm.resharding.plan_cache import (
     build_plan_cache_key,
 )
 from moe_comm.resharding.planner import build_local_reshard_plan
-from moe_comm.resharding.refit_group import Agreement, RefitGroup, agree, identity_of
+from moe_comm.resharding.refit_group import (
+    Agreement,
+    RefitGroup,
+    agree,
+    agree_that_it_ran,
+    identity_of,
+)
 from moe_comm.resharding.refit_models import (
     Model,
     Models,
@@ -296,16 +302,24 @@ class _Pass:
         plan = self.plan(agreement)
         source, target = self.models.source, self.models.target
         transform = self.transform or plan.transform
-        execute_reshard_plan(
-            plan,
-            source,
-            target,
-            service,
-            group=self.group.handle,
-            transform=transform,
-            strict=self.options.is_strict,
-        )
+        problem: Exception | None = None
+        try:
+            execute_reshard_plan(
+                plan,
+                source,
+                target,
+                service,
+                group=self.group.handle,
+                transform=transform,
+                strict=self.options.is_strict,
+            )
+        except Exception as error:
+            if self.options.verify != "checksum":
+                raise
+            problem = error
         if self.options.verify == "checksum":
+            # Others may have come further than this rank, and would wait for its checksums.
+            agree_that_it_ran(self.group, service, problem)
             verify_refit(plan, source, target, self.group.handle, transform=transform)
 
 

@@ -18,7 +18,7 @@ from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError
 
-__all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "agree", "identity_of"]
+__all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "agree", "agree_that_it_ran", "identity_of"]
 
 # What a rank says about what is wrong with it is cut here.
 _TEXT_BYTES = 4096
@@ -184,8 +184,7 @@ def agree(
         )
     rows = [_ROW.unpack(item) for item in gathered]
     if any(is_bad for is_bad, *_ in rows):
-        text = "" if problem is None else f"{type(problem).__name__}\n{problem}"
-        _raise_problems(group.all_gather_text(text), problem)
+        _raise_problems(group.all_gather_text(_text_of(problem)), problem)
     if len({wish for _, wish, *_ in rows}) > 1:
         texts = group.all_gather_text(options)
         wishes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
@@ -201,6 +200,33 @@ def agree(
         # 0 means that there is none.
         new_plan_id=new_plan_id or 1,
     )
+
+
+def agree_that_it_ran(group: RefitGroup, service: object, problem: Exception | None) -> None:
+    """Tell each other that a refit ran on this rank, or that it did not. Collective.
+
+    Args:
+        group: The ranks.
+        service: That moved the weights; where it has a communicator, that hears of dead peers.
+        problem: What the refit raised on this rank, or None.
+
+    Raises:
+        Exception: As `agree` raises a rank's problem.
+        CommunicationError: A peer is gone.
+    """
+    wire = RefitGroup(None, service) if getattr(service, "communicator", None) else group
+    try:
+        texts = wire.all_gather_text(_text_of(problem))
+    except CommunicationError:
+        if problem is not None:
+            raise problem from None
+        raise
+    if any(texts):
+        _raise_problems(texts, problem)
+
+
+def _text_of(problem: Exception | None) -> str:
+    return "" if problem is None else f"{type(problem).__name__}\n{problem}"
 
 
 _KINDS: dict[str, type[Exception]] = {

@@ -514,6 +514,30 @@ def test_checksums_catch_a_transport_that_loses_a_bit() -> None:
     assert (first_is_stale, second_is_stale) == (False, True)
 
 
+class _Failing(torch.nn.Module):
+    """A module whose cache cannot be derived from its weights."""
+
+    def refresh_cache(self) -> None:
+        raise RuntimeError("no room for the cache")
+
+
+@pytest.mark.parametrize("verify", ["plan", "checksum"])
+def test_a_rank_that_fails_when_all_has_arrived(verify: str) -> None:
+    """With checksums to compare, the others wait for nobody who has none."""
+
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        if context.rank_idx == 1:
+            dst.failing = _Failing()
+        text = error_of(lambda: swap(context, src.fill(1), dst, verify=verify))
+        assert stale.is_stale(dst) == (context.rank_idx == 1)
+        return text
+
+    first, second = threads(rank, 2)
+    assert second == "RuntimeError: no room for the cache"
+    assert first == ("" if verify == "plan" else "RuntimeError: rank 1: no room for the cache")
+
+
 def test_a_stale_target_is_made_whole() -> None:
     def rank(context: RankContext) -> None:
         src, dst = nets(context, "tp2", "single")
