@@ -406,6 +406,19 @@ def _error_before_the_copies(context: RankContext, transport: str) -> None:
     assert model_shapes.find_differences(refit.target, 1) == []
     refit.run(3)
     refit.check(3)
+    # The others only repeat what they have prepared.
+    if context.rank_idx == 1:
+        assert refit.source is not None
+        del refit.source.get_submodule("decoder.layers.0").input_layernorm.weight
+    error = error_of(
+        lambda: execute_reshard_plan(
+            refit.plan, refit.source, refit.target, refit.service, context.group, strict=True
+        )
+    )
+    assert isinstance(error, ValueError)
+    assert "the plan moves decoder.layers.0.input_layernorm.weight" in str(error)
+    assert not stale.is_stale(refit.target)
+    assert model_shapes.find_differences(refit.target, 3) == []
     refit.service.close()
 
 
