@@ -286,6 +286,20 @@ def test_contiguous_cells_travel_without_a_copy() -> None:
         assert bucket.buffer.data_ptr() == tensor[4:].data_ptr()
 
 
+@pytest.mark.parametrize("is_source", [True, False])
+def test_a_single_element_of_any_stride_travels(is_source: bool) -> None:
+    tensor = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
+    cell: dict[str, Any] = {"chunk_shape": (1, 1), "slice_tuples": (slice(1, 2), slice(2, 3))}
+    (bucket,) = ir.chunk_to_bucket_ops([chunk_of(tensor.T.T, is_source=is_source, **cell)], 1)
+    strided = chunk_of(tensor.T, **cell, is_source=is_source, transfer_type=TransferType.P2P)
+    strided.slice_tuples = (slice(2, 3), slice(1, 2))
+    (other,) = ir.chunk_to_bucket_ops([strided], 1)
+    for made in (bucket, other):
+        made.prepare()
+        assert made.buffer is not None
+        assert made.buffer.view(torch.bfloat16).item() == 6
+
+
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("is_contiguous", [True, False])
 def test_partial_is_reduced_in_its_own_dtype_on_a_copy(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moe_comm.errors import PeerFailedError, PeerTimeoutError
 from moe_comm.resharding.ir import groups
 
-__all__ = ["REDUCE_OPS", "TransferType", "Transferable", "reduce_in_place"]
+__all__ = ["REDUCE_OPS", "TransferType", "Transferable", "bytes_of", "reduce_in_place"]
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -81,8 +81,8 @@ class Transferable:
             raise RuntimeError(f"{self.describe()} was executed before it was prepared")
         if self.buffer.numel() == 0:
             return None
-        # Bytes, since backends do not know every dtype.
-        payload = self.buffer.reshape(-1).view(torch.uint8)
+        # Backends do not know every dtype.
+        payload = bytes_of(self.buffer.contiguous())
         with self.naming("start"):
             if self.transfer_type is TransferType.BROADCAST:
                 ranks = tuple(sorted((self.src_rank, *self.dst_ranks)))
@@ -159,6 +159,12 @@ class _Sends(dist.Work):
     def is_completed(self) -> bool:
         """Whether all have ended."""
         return all(send.is_completed() for send in self._sends)
+
+
+def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as uint8."""
+    # Contiguous tensors of one element may have any strides, with which they are no bytes.
+    return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
 
 
 def reduce_in_place(buffer: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:

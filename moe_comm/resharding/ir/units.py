@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moe_comm.resharding.ir.transfer import Transferable, TransferType, reduce_in_place
+from moe_comm.resharding.ir.transfer import Transferable, TransferType, bytes_of, reduce_in_place
 
 __all__ = ["ENTRY_ALIGNMENT", "Bucket", "BucketEntry", "Chunk", "choose_transfer_dtype", "logger"]
 
@@ -246,7 +246,8 @@ class Bucket(Transferable):
         if len(self.entries) == 1:
             chunk = self.entries[0].chunk
             chunk.prepare()
-            buffer = _bytes_of(chunk)
+            assert chunk.buffer is not None
+            buffer = bytes_of(chunk.buffer)
         else:
             buffer = self._assemble()
         if self.is_source and buffer.device.type == "cuda":
@@ -310,8 +311,3 @@ class Bucket(Transferable):
             else:
                 chunk.buffer = typed
         return buffer
-
-
-def _bytes_of(chunk: Chunk) -> torch.Tensor:
-    assert chunk.buffer is not None
-    return chunk.buffer.reshape(-1).view(torch.uint8)
