@@ -12,6 +12,7 @@ import torch
 
 import moe_comm
 from moe_comm.resharding import refit, stale
+from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan
@@ -224,6 +225,11 @@ def test_over_a_service_of_the_callers() -> None:
             refit.reshard_model_weights(src.fill(2), dst, service, pool_index=3)
             assert dst.wrong(2) == []
             service.close()
+        # One that says who its ranks are by a bootstrap.
+        pipeline = NVSHMEMCopyService(context.group)
+        refit.swap_model_weights(src.fill(3), dst, pipeline, verify="checksum")
+        assert dst.wrong(3) == []
+        pipeline.close()
         assert not refit._service_cache
 
     threads(rank, 2)

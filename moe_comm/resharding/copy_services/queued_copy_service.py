@@ -61,6 +61,8 @@ class QueuedCopyService(CopyService):
         group: dist.ProcessGroup | None = None,
         ranks: Communicator | Bootstrap | None = None,
     ) -> None:
+        self.ranks = ranks
+        """Who the ranks are where `group` does not say it."""
         if ranks is None:
             super().__init__(group)
         else:
