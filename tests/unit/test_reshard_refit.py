@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.resharding import refit, stale
+from moe_comm.resharding import planner, refit, stale
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.parallelism import Parallelism
@@ -518,6 +518,23 @@ def test_checksums_catch_a_transport_that_loses_a_bit() -> None:
         assert "up" in text
         assert "rank 1" in text
     assert (first_is_stale, second_is_stale) == (False, True)
+
+
+@pytest.mark.parametrize(("verify", "num_checks"), [(None, 0), ("plan", 2), ("checksum", 2)])
+def test_plans_are_verified_once_when_they_are_made(
+    verify: Any, num_checks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[ReshardPlan] = []
+    monkeypatch.setattr(planner, "verify_plan", checked.append)
+
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        for seed in range(2):
+            swap(context, src.fill(seed), dst, verify=verify)
+            assert dst.wrong(seed) == []
+
+    threads(rank, 2)
+    assert len(checked) == num_checks
 
 
 class _Failing(torch.nn.Module):
