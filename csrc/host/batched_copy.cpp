@@ -16,8 +16,9 @@ constexpr int kDefaultNumSlots = 4;
 constexpr int64_t kSlotAlignment = 64;
 constexpr int64_t kLeastDefaultSlotBytes = int64_t{64} << 10;
 constexpr int64_t kMostDefaultSlotBytes = int64_t{512} << 10;
-// Slots share the cache with what is read and written past them.
-constexpr int64_t kCacheShare = 4;
+// Slots share the cache with what is read and written past them. Larger ones outlast a rank that
+// waits for a core, smaller ones leave the cache to others.
+constexpr int64_t kCacheShare = 2;
 
 /// Slots of all pairs together stay in the last-level cache: bytes then go through memory once.
 int64_t default_slot_bytes(int num_ranks, int num_slots) {
