@@ -12,10 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
+from moe_comm.cli.bench.memory import PeakMemory
 from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
 from moe_comm.cli.bench.reshard import run, worker
 from moe_comm.cli.bench.reshard.case import ReshardCase, shape_of_bytes
 from moe_comm.cli.reshard.world import PlanningCase
+from moe_comm.communicator import Communicator
 from moe_comm.resharding.parallelism import Parallelism
 
 pytest.importorskip("moe_comm._host")
@@ -99,3 +101,16 @@ class _ForgetfulWorker(worker.ReshardWorker):
         if self.rank_idx == 1:
             assert self.target is not None
             self.target.get_parameter("decoder.layers.0.mlp.router.weight")[3, 5] = 1.0
+
+
+def test_peak_memory_sees_what_came_and_went() -> None:
+    with Communicator(backend="host") as communicator:
+        with PeakMemory(communicator) as nothing:
+            pass
+        with PeakMemory(communicator) as peak:
+            gone = torch.ones(25_000_000)
+            del gone
+            kept = communicator.empty(1 << 20, dtype=torch.uint8)
+        assert kept.numel() == peak.heap_bytes == 1 << 20
+        assert peak.private_bytes == pytest.approx(100_000_000, rel=0.1)
+        assert (nothing.heap_bytes, nothing.private_bytes < 10_000_000) == (0, True)

@@ -79,7 +79,8 @@ class PeakMemory:
 
     Attributes:
         heap_bytes: Of this rank's heap.
-        private_bytes: Of this process, without shared memory: pages of a heap that were touched for
+        private_bytes: Of this process (what is left at the end, where the kernel does not let it reset
+            its highest mark), without shared memory: pages of a heap that were touched for
             the first time, this rank's or a peer's, do not count.
     """
 
@@ -90,8 +91,12 @@ class PeakMemory:
         self._communicator = communicator
 
     def __enter__(self) -> PeakMemory:
-        # From here on the kernel keeps a new highest mark.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        # From here on the kernel keeps a new highest mark, where it lets this process say so.
+        self._has_mark = True
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            self._has_mark = False
         self._before = _status_bytes()
         self._heap_before = self._heap()
         return self
@@ -104,11 +109,12 @@ class PeakMemory:
     ) -> None:
         after, heap = _status_bytes(), self._heap()
         shared = max(0, after["RssShmem"] - self._before["RssShmem"])
-        self.private_bytes = max(0, after["VmHWM"] - self._before["VmRSS"] - shared)
+        highest = after["VmHWM"] if self._has_mark else after["VmRSS"]
+        self.private_bytes = max(0, highest - self._before["VmRSS"] - shared)
         live, peak = self._heap_before
         # The heap's own mark is of its whole life: where it has not moved, this took no more.
-        highest = heap[1] if heap[1] > peak else max(live, heap[0])
-        self.heap_bytes = max(0, highest - live)
+        heap_highest = heap[1] if heap[1] > peak else heap[0]
+        self.heap_bytes = max(0, heap_highest - live)
 
     def _heap(self) -> tuple[int, int]:
         if self._communicator.native is None:
