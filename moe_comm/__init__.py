@@ -12,7 +12,13 @@ from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import BufferManager, EpBuffer
 from moe_comm.communicator import Communicator, HeapStats, Recovery
 from moe_comm.config import Capacity, EpConfig, Layout
-from moe_comm.errors import CapacityError, CommunicationError, PeerFailedError, PeerTimeoutError
+from moe_comm.errors import (
+    CapacityError,
+    CommunicationError,
+    PeerFailedError,
+    PeerTimeoutError,
+    RefitError,
+)
 from moe_comm.handles import CombineResult, CommEvent, DispatchHandle, DispatchResult
 from moe_comm.quantization import (
     FP8_BLOCK128,
@@ -48,6 +54,7 @@ __all__ = [
     "QuantizedRows",
     "RankThreads",
     "Recovery",
+    "RefitError",
     "ScaleFormat",
     "combine",
     "dequantize",

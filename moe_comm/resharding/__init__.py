@@ -31,7 +31,7 @@ from moe_comm.resharding.refit import (
     reshard_model_weights,
     swap_model_weights,
 )
-from moe_comm.resharding.stale import is_stale, mark_stale, stale_reason
+from moe_comm.resharding.stale import clear_stale, is_stale, mark_stale, stale_reason
 from moe_comm.resharding.transforms import (
     FP8BlockReshardTransform,
     MXFP8ReshardTransform,
@@ -62,6 +62,7 @@ __all__ = [
     "clear_all_caches",
     "clear_plan_cache",
     "clear_service_cache",
+    "clear_stale",
     "execute_reshard_plan",
     "format_plan",
     "get_or_create_service",

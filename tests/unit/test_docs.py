@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import moe_comm
+import moe_comm.resharding
 from moe_comm.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,16 +136,27 @@ def test_public_names_are_in_the_api_page(name: str) -> None:
     assert any(re.search(rf"\b{name}\b", heading) for heading in headings), name
 
 
+def test_names_of_resharding_are_in_the_api_page() -> None:
+    section = (ROOT / "docs/api.md").read_text().split("\n## Resharding\n")[1].split("\n## ")[0]
+    shown = set(re.findall(r"`(?:resharding\.)?(\w+)", section))
+    assert set(moe_comm.resharding.__all__) - shown == set()
+
+
 def test_api_page_shows_the_real_signatures() -> None:
     """Parameters of the calls in docs/api.md exist, in that order, with the defaults shown."""
-    owners = {"moe_comm": moe_comm, "buffer": moe_comm.EpBuffer, "comm": moe_comm.Communicator}
+    owners = {
+        "moe_comm": moe_comm,
+        "buffer": moe_comm.EpBuffer,
+        "comm": moe_comm.Communicator,
+        "resharding": moe_comm.resharding,
+    }
     calls = [
         node
         for block in code_blocks("docs/api.md", "python")
         for node in ast.walk(ast.parse(block))
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in owners
     ]
-    assert len(calls) >= 9
+    assert len(calls) >= 10
     for call in calls:
         owner, name = ast.unparse(call.func).split(".")
         parameters = inspect.signature(getattr(owners[owner], name)).parameters
