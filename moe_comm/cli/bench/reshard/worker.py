@@ -87,6 +87,10 @@ class ReshardWorker:
         self.communicator = Communicator(
             num_threads=launch.num_threads, with_huge_pages=launch.with_huge_pages
         )
+        # This rank's part of the bytes that are written, as if all ranks wrote equally many. Worked
+        # out here: the roof is timed.
+        written_bytes = case.num_elements() * case.layouts.destination_dtype.itemsize
+        self.share_bytes = written_bytes // case.num_ranks // LINE_BYTES * LINE_BYTES
         self.services: dict[str, CopyService] = {}
         self.roof: tuple[Any, Any] | None = None
         self.source = self._build_source()
@@ -123,7 +127,7 @@ class ReshardWorker:
             from moe_comm import _host  # noqa: F401 - without it there is no roof
         except ImportError:
             return False
-        num_bytes = min(self._share_bytes(), MAX_SCRATCH_BYTES) // LINE_BYTES * LINE_BYTES
+        num_bytes = min(self.share_bytes, MAX_SCRATCH_BYTES)
         if num_bytes == 0:
             return False
         # Memory of the operation's own kinds, with data as random as weights are.
@@ -147,7 +151,7 @@ class ReshardWorker:
 
     def roof_bytes(self) -> int:
         """Bytes that the roof reads and writes on this rank."""
-        return 0 if self.roof is None else 2 * (self._share_bytes() // LINE_BYTES * LINE_BYTES)
+        return 0 if self.roof is None else 2 * self.share_bytes
 
     def sample(self, transport: str) -> RefitSample:
         """Time a refit once, between two roofs."""
@@ -226,17 +230,12 @@ class ReshardWorker:
             return NVSHMEMCopyService()
         return GlooCopyService()
 
-    def _share_bytes(self) -> int:
-        """This rank's part of the bytes that are written, as if all ranks wrote equally many."""
-        layouts = self.case.layouts
-        return self.case.num_elements() * layouts.destination_dtype.itemsize // self.case.num_ranks
-
     def _run_roof(self) -> None:
         from moe_comm import _host
 
         assert self.roof is not None
         src, dst = self.roof
-        left = self._share_bytes() // LINE_BYTES * LINE_BYTES
+        left = self.share_bytes
         while left:
             num_bytes = min(left, src.size)
             _host.kernels.roof_copy(src[:num_bytes], dst[:num_bytes])
