@@ -167,14 +167,14 @@ void bind_group(py::module_& module) {
       .def_property_readonly("num_ranks",
                              [](const NativeGroup& self) { return self.group->num_ranks(); })
       .def("all_gather", &all_gather)
-      .def("empty", &empty_bytes, py::arg("bytes"))
-      .def("find", &find_place, py::arg("address"), py::arg("bytes"))
+      .def("empty", &empty_bytes, py::arg("num_bytes"))
+      .def("find", &find_place, py::arg("address"), py::arg("num_bytes"))
       .def("resolve",
            &resolve_bytes,
            py::arg("rank_idx"),
            py::arg("segment_idx"),
            py::arg("offset"),
-           py::arg("bytes"))
+           py::arg("num_bytes"))
       .def(
           "reserve",
           [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); },

@@ -76,7 +76,7 @@ void bind_slots(py::class_<NativeGroup, std::shared_ptr<NativeGroup>>& group) {
            &copy_chunks,
            py::arg("src"),
            py::arg("dst"),
-           py::arg("bytes"),
+           py::arg("num_bytes"),
            py::arg("is_streaming"))
       .def("post_signal", &post_signal, py::arg("word"), py::arg("value"), py::arg("peer_rank"))
       .def("await_signal",

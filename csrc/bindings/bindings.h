@@ -13,6 +13,7 @@ void bind_heap(pybind11::module_& module);
 void bind_group(pybind11::module_& module);
 void bind_buffer(pybind11::module_& module);
 void bind_batched_copy(pybind11::module_& module);
+void bind_tensor_table(pybind11::module_& module);
 
 /// Lets the main thread answer signals while it is blocked; does nothing on other threads.
 const host::InterruptCheck& signal_check();

@@ -32,4 +32,5 @@ PYBIND11_MODULE(_host, module) {
   bind_group(module);
   bind_buffer(module);
   bind_batched_copy(module);
+  bind_tensor_table(module);
 }

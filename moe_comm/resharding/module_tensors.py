@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from moe_comm.resharding.tensor_table import hold_same
+
 __all__ = [
     "get_refit_tensor_dict",
     "invalidate_refit_tensor_cache",
@@ -64,15 +66,7 @@ class _TensorCache:
 
     def is_valid(self, module: torch.nn.Module) -> bool:
         """Whether no parameter, buffer or submodule was added, removed or replaced since."""
-        # Written for the interpreter: a refit pays this walk of the whole model several times.
-        dicts = self._dicts(module)
-        keys = chain.from_iterable(dicts)
-        held = chain.from_iterable(map(dict.values, dicts))
-        return (
-            sum(map(len, dicts)) == len(self._held)
-            and all(map(operator.eq, keys, self._keys))
-            and all(map(operator.is_, held, self._held))
-        )
+        return hold_same(self._dicts(module), self._keys, self._held)
 
     def _dicts(self, module: torch.nn.Module) -> list[dict[str, Any]]:
         """Parameters, buffers and submodules of every module."""

@@ -10,10 +10,12 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.refit_group import MAX_PLANS, RefitGroup, identity_of
+from moe_comm.resharding.tensor_table import TensorTable
 from moe_comm.resharding.transform_protocol import ReshardTransform
 from moe_comm.resharding.utils import get_refit_tensor_dict
 
@@ -113,6 +115,21 @@ class Contents:
         self.dims = list(map(torch.Tensor.dim, tensors.values()))
         self.sizes = list(chain.from_iterable(map(torch.Tensor.size, tensors.values())))
         self.dtypes = list(map(_DTYPE, tensors.values()))
+        # How a DTensor is cut is not in its shape.
+        self.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors.values()]
+
+    @staticmethod
+    def of(core: torch.nn.Module | None) -> Contents:
+        """What a model holds now: the same object as the last time if nothing has changed."""
+        if core is None:
+            return Contents(None)
+        tensors = get_refit_tensor_dict(core)
+        known = _known_contents.get(core)
+        values = list(tensors.values())
+        if known is None or known[0] is not tensors or not known[1].matches(values):
+            known = tensors, TensorTable(values, with_places=False), Contents(core)
+            _known_contents[core] = known
+        return known[2]
 
     def is_same(self, other: Contents, transform: ReshardTransform | None) -> bool:
         """Whether a plan made for one serves the other.
@@ -121,8 +138,10 @@ class Contents:
             other: What the model holds now.
             transform: Writes parameters whatever the model calls them; those do not count.
         """
-        mine = self.names, self.dims, self.sizes, self.dtypes
-        theirs = other.names, other.dims, other.sizes, other.dtypes
+        if self is other:
+            return True
+        mine = self.names, self.dims, self.sizes, self.dtypes, self.specs
+        theirs = other.names, other.dims, other.sizes, other.dtypes, other.specs
         if mine == theirs:
             return True
         if transform is None:
@@ -134,9 +153,14 @@ class Contents:
         shapes = [tuple(islice(sizes, dim)) for dim in self.dims]
         return [
             item
-            for item in zip(self.names, shapes, self.dtypes, strict=True)
+            for item in zip(self.names, shapes, self.dtypes, self.specs, strict=True)
             if not transform.should_transform(item[0])
         ]
+
+
+_known_contents: weakref.WeakKeyDictionary[
+    torch.nn.Module, tuple[dict[str, torch.Tensor], TensorTable, Contents]
+] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass

@@ -234,7 +234,7 @@ class _Pass:
         found = _plan_cache.get(self.key)
         if not found:
             return []
-        source, target = Contents(self.models.source), Contents(self.models.target)
+        source, target = Contents.of(self.models.source), Contents.of(self.models.target)
         return [
             cached.plan_id
             for cached in found
@@ -279,7 +279,7 @@ class _Pass:
     def keep(self, plan: ReshardPlan, plan_id: int, planned: dict[str, ParameterMetadata]) -> None:
         """Remember a plan, for what the models hold now."""
         _harmonize_buffer_dtypes(plan, self.models.source, self.models.target, self.group.handle)
-        contents = Contents(self.models.source), Contents(self.models.target)
+        contents = Contents.of(self.models.source), Contents.of(self.models.target)
         owners = (self.models.source, self.models.target, self.group.key)
         _plan_cache.put(self.key, CachedPlan(plan, plan_id, *contents, planned), owners)
 
@@ -290,7 +290,7 @@ class _Pass:
         if self.transform is None:
             _setup_mxfp8_transform_on_plan(plan, self.target_model)
         # The target may have been converted just now.
-        _plan_cache.get(self.key)[0].target = Contents(self.models.target)
+        _plan_cache.get(self.key)[0].target = Contents.of(self.models.target)
 
     def run(self) -> None:
         """Move the weights."""

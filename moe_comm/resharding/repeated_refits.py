@@ -5,36 +5,19 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.plan import ReshardPlan
+from moe_comm.resharding.tensor_table import TensorTable
 
 __all__ = ["RepeatedRefit", "RepeatedRefits"]
 
 _ATTRIBUTE = "_reshard_repeats"
 
 _Key = tuple[int, int, int]
-
-
-def _places(tensors: list[torch.Tensor]) -> list[list[Any]]:
-    """Where tensors lie and how: equal lists mean that what was submitted of them is still valid."""
-    plain = tensors
-    if set(map(type, tensors)) - {torch.Tensor, torch.nn.Parameter}:
-        plain = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-    return [
-        list(map(torch.Tensor.data_ptr, plain)),
-        list(map(torch.Tensor.dim, plain)),
-        # Numbers of all tensors in one list: ten thousand `torch.Size` that live on would set off a
-        # full collection of garbage every few refits.
-        list(chain.from_iterable(map(torch.Tensor.stride, plain))),
-        list(chain.from_iterable(map(torch.Tensor.size, plain))),
-        [tensor.dtype for tensor in plain],
-    ]
 
 
 @dataclasses.dataclass
@@ -48,7 +31,7 @@ class RepeatedRefit:
         sources: The source's dict of tensors.
         destinations: The destination's.
         tensors: Those that the plan reads or writes.
-        places: Of `tensors`.
+        table: Where `tensors` lay.
     """
 
     prepared: Any
@@ -57,7 +40,7 @@ class RepeatedRefit:
     sources: Mapping[str, torch.Tensor]
     destinations: Mapping[str, torch.Tensor]
     tensors: list[torch.Tensor]
-    places: list[list[Any]]
+    table: TensorTable
 
     def is_valid(
         self,
@@ -72,7 +55,7 @@ class RepeatedRefit:
             and self.ops[1] is plan.recv_ops
             and self.sources is sources
             and self.destinations is destinations
-            and _places(self.tensors) == self.places
+            and self.table.matches(self.tensors)
         )
 
 
@@ -135,7 +118,7 @@ class RepeatedRefits:
             sources,
             destinations,
             tensors,
-            _places(tensors),
+            TensorTable(tensors, with_places=True),
         )
 
     def forget(

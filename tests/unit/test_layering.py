@@ -134,6 +134,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.resharding.refit_group",
         "moe_comm.resharding.stale",
         "moe_comm.resharding.scaled_buffers",
+        "moe_comm.resharding.tensor_table",
         "moe_comm.resharding.transform_protocol",
     },
     {"moe_comm.communicator", "moe_comm.validation"},
@@ -162,6 +163,7 @@ USERS_OF_HOST = (
     "moe_comm.communicator",
     "moe_comm.backends.host",
     "moe_comm.resharding.batched_copy",
+    "moe_comm.resharding.tensor_table",
     "moe_comm.cli",
 )
 

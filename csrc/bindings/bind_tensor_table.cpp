@@ -1,0 +1,158 @@
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "bindings/bindings.h"
+
+// Whether the tensors of a model are still where they were, asked before every repeated refit: in
+// Python the question costs more than copying ten thousand small tensors.
+
+namespace moe::bindings {
+
+namespace py = pybind11;
+
+namespace {
+
+// The binary interface of DLPack's exchange API (capsule "dlpack_exchange_api"), major version 1,
+// as its specification states it. Only what is called has a signature.
+struct Description {
+  void* data;
+  int32_t device_type;
+  int32_t device_id;
+  int32_t num_dims;
+  uint8_t type_code;
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  const int64_t* shape;
+  const int64_t* strides;
+  uint64_t byte_offset;
+};
+static_assert(sizeof(Description) == 48);
+
+struct ExchangeApi {
+  uint32_t major;
+  uint32_t minor;
+  const ExchangeApi* older;
+  void (*allocate)();
+  void (*export_managed)();
+  void (*import_managed)();
+  int (*describe)(void* object, Description* out);
+  void (*current_work_stream)();
+};
+
+constexpr const char* kApiName = "dlpack_exchange_api";
+constexpr uint32_t kApiMajor = 1;
+
+const ExchangeApi* find_api(py::handle capsule) {
+  const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), kApiName));
+  if (api == nullptr)
+    throw py::error_already_set();
+  while (api != nullptr && api->major != kApiMajor)
+    api = api->older;
+  MOE_CHECK(api != nullptr && api->describe != nullptr,
+            "the DLPack exchange API of this torch has no version ",
+            kApiMajor);
+  return api;
+}
+
+/// Places, shapes, strides and dtypes of a list of tensors as they were when this was made.
+class TensorTable {
+ public:
+  TensorTable(py::handle api, const py::list& tensors) : api_(find_api(api)) {
+    places_.reserve(tensors.size());
+    layouts_.reserve(tensors.size());
+    for (const py::handle tensor : tensors) {
+      const Description now = describe(tensor);
+      places_.push_back(place_of(now));
+      layouts_.push_back(layout_of(now));
+      shapes_.insert(shapes_.end(), now.shape, now.shape + now.num_dims);
+      strides_.insert(strides_.end(), now.strides, now.strides + now.num_dims);
+    }
+  }
+
+  /// Whether @p tensors have these shapes and dtypes and, if asked, lie at the same places.
+  bool matches(const py::list& tensors, bool with_places) const {
+    if (tensors.size() != layouts_.size())
+      return false;
+    const int64_t* shape = shapes_.data();
+    const int64_t* stride = strides_.data();
+    for (size_t i = 0; i < layouts_.size(); ++i) {
+      const Description now = describe(tensors[i]);
+      if (layout_of(now) != layouts_[i])
+        return false;
+      if (with_places && place_of(now) != places_[i])
+        return false;
+      for (int32_t dim = 0; dim < now.num_dims; ++dim)
+        if (now.shape[dim] != shape[dim] || (with_places && now.strides[dim] != stride[dim]))
+          return false;
+      shape += now.num_dims;
+      stride += now.num_dims;
+    }
+    return true;
+  }
+
+ private:
+  Description describe(py::handle tensor) const {
+    Description description{};
+    if (api_->describe(tensor.ptr(), &description) != 0)
+      throw py::error_already_set();
+    return description;
+  }
+
+  static uintptr_t place_of(const Description& now) {
+    return reinterpret_cast<uintptr_t>(now.data) + now.byte_offset;
+  }
+
+  /// Dtype, device and number of dimensions in one number.
+  static uint64_t layout_of(const Description& now) {
+    return static_cast<uint64_t>(now.type_code) << 56 | static_cast<uint64_t>(now.type_bits) << 48 |
+           static_cast<uint64_t>(now.type_lanes) << 32 |
+           (static_cast<uint64_t>(now.device_type) & 0xFF) << 24 |
+           (static_cast<uint64_t>(now.device_id) & 0xFFFF) << 8 |
+           (static_cast<uint64_t>(now.num_dims) & 0xFF);
+  }
+
+  const ExchangeApi* api_;
+  std::vector<uintptr_t> places_;
+  std::vector<uint64_t> layouts_;
+  std::vector<int64_t> shapes_;
+  std::vector<int64_t> strides_;
+};
+
+/// Whether @p dicts hold, in this order, exactly @p keys and the very objects @p values.
+bool hold_same(const py::list& dicts, const py::list& keys, const py::list& values) {
+  Py_ssize_t count = 0;
+  const auto total = static_cast<Py_ssize_t>(keys.size());
+  for (const py::handle dict : dicts) {
+    MOE_CHECK(
+        PyDict_Check(dict.ptr()), "hold_same takes dicts, got ", Py_TYPE(dict.ptr())->tp_name);
+    if (count + PyDict_GET_SIZE(dict.ptr()) > total)
+      return false;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &key, &value); ++count) {
+      if (value != PyList_GET_ITEM(values.ptr(), count))
+        return false;
+      PyObject* const known = PyList_GET_ITEM(keys.ptr(), count);
+      if (key == known)
+        continue;
+      const int is_equal = PyObject_RichCompareBool(key, known, Py_EQ);
+      if (is_equal < 0)
+        throw py::error_already_set();
+      if (is_equal == 0)
+        return false;
+    }
+  }
+  return count == total;
+}
+
+}  // namespace
+
+void bind_tensor_table(py::module_& module) {
+  py::class_<TensorTable>(module, "TensorTable")
+      .def(py::init<py::handle, const py::list&>(), py::arg("api"), py::arg("tensors"))
+      .def("matches", &TensorTable::matches, py::arg("tensors"), py::arg("with_places"));
+  module.def("hold_same", &hold_same, py::arg("dicts"), py::arg("keys"), py::arg("values"));
+}
+
+}  // namespace moe::bindings

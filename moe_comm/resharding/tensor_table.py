@@ -1,0 +1,73 @@
+"""Whether tensors are what and where they were: asked before a refit repeats what was prepared."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from moe_comm import _host
+
+__all__ = ["TensorTable", "hold_same"]
+
+hold_same = _host.hold_same
+
+_DTYPE = operator.attrgetter("dtype")
+# DLPack's table of C functions, which torch has from 2.10 on: it describes a tensor in some ten
+# nanoseconds, where attributes of the object take most of a microsecond.
+_EXCHANGE_API = vars(torch.Tensor).get("__dlpack_c_exchange_api__")
+
+
+def _plain(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts of DTensors."""
+    if set(map(type, tensors)) - {torch.Tensor, torch.nn.Parameter}:
+        return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    return tensors
+
+
+class TensorTable:
+    """Shapes and dtypes of tensors, and where they lie, when this was made. Keeps no tensor alive.
+
+    Args:
+        tensors: Of DTensors, this rank's part counts.
+        with_places: Addresses and strides count too.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], *, with_places: bool) -> None:
+        self._with_places = with_places
+        self._native: _host.TensorTable | None = None
+        self._described: list[list[Any]] | None = None
+        plain = _plain(tensors)
+        if _EXCHANGE_API is not None:
+            # What DLPack cannot describe (a dtype, a subclass; another version) is described in Python.
+            with contextlib.suppress(BufferError, RuntimeError, ValueError):
+                self._native = _host.TensorTable(_EXCHANGE_API, plain)
+        if self._native is None:
+            self._described = self._describe(plain)
+
+    def matches(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether `tensors`, in the order of those that this was made of, are what those were."""
+        plain = _plain(tensors)
+        if self._native is None:
+            return self._describe(plain) == self._described
+        try:
+            return self._native.matches(plain, self._with_places)
+        except (BufferError, RuntimeError):
+            return False  # one cannot be described, and all could
+
+    def _describe(self, plain: list[torch.Tensor]) -> list[list[Any]]:
+        found = [
+            list(map(torch.Tensor.dim, plain)),
+            # Numbers of all tensors in one list: ten thousand `torch.Size` that live on would set
+            # off a full collection of garbage every few refits.
+            list(chain.from_iterable(map(torch.Tensor.size, plain))),
+            list(map(_DTYPE, plain)),
+        ]
+        if self._with_places:
+            found.append(list(map(torch.Tensor.data_ptr, plain)))
+            found.append(list(chain.from_iterable(map(torch.Tensor.stride, plain))))
+        return found

@@ -1,0 +1,116 @@
+"""What tables of tensors notice, natively and in Python alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moe_comm.resharding import tensor_table
+from moe_comm.resharding.tensor_table import TensorTable, hold_same
+
+Tensors = list[torch.Tensor]
+
+
+def some_tensors() -> Tensors:
+    return [
+        torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16)),
+        torch.zeros(6, 6).t(),
+        torch.zeros(()),
+        torch.zeros(0, 3, dtype=torch.int64),
+        torch.zeros(16, dtype=torch.float8_e4m3fn),
+    ]
+
+
+@pytest.fixture(params=["native", "python"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "python":
+        monkeypatch.setattr(tensor_table, "_EXCHANGE_API", None)
+    elif tensor_table._EXCHANGE_API is None:
+        pytest.skip("this torch has no DLPack exchange API")
+    return str(request.param)
+
+
+def replace_data(tensors: Tensors) -> None:
+    tensors[0].data = tensors[0].data.clone()
+
+
+def transpose(tensors: Tensors) -> None:
+    tensors[1].t_()
+
+
+def move_one_element(tensors: Tensors) -> None:
+    tensors[4] = torch.zeros(17, dtype=torch.float8_e4m3fn)[1:]
+
+
+@pytest.mark.parametrize("change", [replace_data, transpose, move_one_element])
+def test_a_change_of_place_counts_where_places_do(
+    kind: str, change: Callable[[Tensors], None]
+) -> None:
+    tensors = some_tensors()
+    placed = TensorTable(tensors, with_places=True)
+    shaped = TensorTable(tensors, with_places=False)
+    assert (placed._native is not None) == (kind == "native")
+    assert placed.matches(tensors)
+    assert shaped.matches(tensors)
+    change(tensors)
+    assert not placed.matches(tensors)
+    assert shaped.matches(tensors)
+
+
+def reshape(tensors: Tensors) -> None:
+    tensors[1].resize_(4, 9)
+
+
+def retype(tensors: Tensors) -> None:
+    tensors[0] = tensors[0].data.view(torch.float16)
+
+
+def flatten(tensors: Tensors) -> None:
+    tensors[2] = tensors[2].view(1)
+
+
+def drop(tensors: Tensors) -> None:
+    tensors.pop()
+
+
+def append(tensors: Tensors) -> None:
+    tensors.append(torch.zeros(1))
+
+
+@pytest.mark.parametrize("with_places", [False, True])
+@pytest.mark.parametrize("change", [reshape, retype, flatten, drop, append])
+def test_a_change_of_shape_or_dtype_always_counts(
+    kind: str, change: Callable[[Tensors], None], with_places: bool
+) -> None:
+    del kind
+    tensors = some_tensors()
+    table = TensorTable(tensors, with_places=with_places)
+    change(tensors)
+    assert not table.matches(tensors)
+
+
+def test_what_dlpack_cannot_describe_is_described_in_python() -> None:
+    tensors = [torch.zeros(3), torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8)]
+    table = TensorTable(tensors, with_places=True)
+    assert table._native is None
+    assert table.matches(tensors)
+    assert not table.matches([tensors[0], torch.zeros(4)])
+    assert not TensorTable([torch.zeros(3), torch.zeros(4)], with_places=True).matches(tensors)
+
+
+def test_the_very_objects_count() -> None:
+    one, other = torch.zeros(2), torch.zeros(2)
+    dicts = [{"a": one, "b": None}, {}, {"c": other}]
+    keys, values = ["a", "b", "c"], [one, None, other]
+    assert hold_same(dicts, keys, values)
+    assert not hold_same([*dicts, {"d": one}], keys, values)
+    assert not hold_same(dicts[:2], keys, values)
+    assert not hold_same([{"a": other, "b": None}, {}, {"c": other}], keys, values)
+    assert not hold_same([{"a": one, "e": None}, {}, {"c": other}], keys, values)
+    equal_key = str(b"a key", "ascii")
+    assert equal_key is not (key := str(b"a key", "ascii"))
+    assert hold_same([{equal_key: one}], [key], [one])
+    with pytest.raises(ValueError, match="takes dicts, got list"):
+        hold_same([[]], keys, values)  # type: ignore[list-item]
