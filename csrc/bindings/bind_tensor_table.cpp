@@ -1,4 +1,5 @@
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -70,20 +71,19 @@ class TensorTable {
     }
   }
 
-  /// Whether @p tensors have these shapes and dtypes and, if asked, lie at the same places.
-  bool matches(const py::list& tensors, bool with_places) const {
+  /// Whether @p tensors have these shapes and dtypes and lie at the same places.
+  bool matches(const py::list& tensors) const {
     if (tensors.size() != layouts_.size())
       return false;
     const int64_t* shape = shapes_.data();
     const int64_t* stride = strides_.data();
     for (size_t i = 0; i < layouts_.size(); ++i) {
+      prefetch(tensors, i);
       const Description now = describe(tensors[i]);
-      if (layout_of(now) != layouts_[i])
-        return false;
-      if (with_places && place_of(now) != places_[i])
+      if (layout_of(now) != layouts_[i] || place_of(now) != places_[i])
         return false;
       for (int32_t dim = 0; dim < now.num_dims; ++dim)
-        if (now.shape[dim] != shape[dim] || (with_places && now.strides[dim] != stride[dim]))
+        if (now.shape[dim] != shape[dim] || now.strides[dim] != stride[dim])
           return false;
       shape += now.num_dims;
       stride += now.num_dims;
@@ -97,6 +97,27 @@ class TensorTable {
     if (api_->describe(tensor.ptr(), &description) != 0)
       throw py::error_already_set();
     return description;
+  }
+
+  /// Brings tensors that come soon into the cache, which the last refit has emptied of them: the
+  /// Python object first, later what its first word behind the header points to, torch's tensor.
+  /// Only a hint: on another torch it fetches in vain.
+  static void prefetch(const py::list& tensors, size_t i) {
+    constexpr size_t kObjectAhead = 32;
+    constexpr size_t kTensorAhead = 16;
+    constexpr int kTensorBytes = 192;
+    const size_t count = tensors.size();
+    if (i + kObjectAhead < count)
+      __builtin_prefetch(PyList_GET_ITEM(tensors.ptr(), i + kObjectAhead));
+    if (i + kTensorAhead >= count)
+      return;
+    PyObject* const object = PyList_GET_ITEM(tensors.ptr(), i + kTensorAhead);
+    if (Py_TYPE(object)->tp_basicsize < static_cast<Py_ssize_t>(sizeof(PyObject) + sizeof(void*)))
+      return;
+    const char* tensor;
+    std::memcpy(&tensor, object + 1, sizeof tensor);
+    for (int line = 0; line < kTensorBytes; line += 64)
+      __builtin_prefetch(tensor + line);
   }
 
   static uintptr_t place_of(const Description& now) {
@@ -151,7 +172,7 @@ bool hold_same(const py::list& dicts, const py::list& keys, const py::list& valu
 void bind_tensor_table(py::module_& module) {
   py::class_<TensorTable>(module, "TensorTable")
       .def(py::init<py::handle, const py::list&>(), py::arg("api"), py::arg("tensors"))
-      .def("matches", &TensorTable::matches, py::arg("tensors"), py::arg("with_places"));
+      .def("matches", &TensorTable::matches, py::arg("tensors"));
   module.def("hold_same", &hold_same, py::arg("dicts"), py::arg("keys"), py::arg("values"));
 }
 

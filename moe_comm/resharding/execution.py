@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,18 +15,18 @@ from torch.distributed.tensor import DTensor
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.module_tensors import ModuleState, module_state
 from moe_comm.resharding.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.plan import ReshardPlan, Slices, TensorSpec, TransferOp
 from moe_comm.resharding.repeated_refits import RepeatedRefits
 from moe_comm.resharding.sources import Sources, in_view, reduce_partial_sources
 from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
-from moe_comm.resharding.utils import get_refit_tensor_dict, local_tensor
+from moe_comm.resharding.utils import local_tensor
 
-__all__ = ["execute_reshard_plan"]
+__all__ = ["execute", "execute_reshard_plan"]
 
 logger = logging.getLogger(__name__)
 
-_NO_TENSORS: Mapping[str, torch.Tensor] = types.MappingProxyType({})
 
 # Tensors of one piece, after the first, take ids that no piece has: see `_task_ids`.
 _TENSOR_SHIFT = 58
@@ -334,13 +333,37 @@ def execute_reshard_plan(
             the others. Nothing has moved.
         Exception: What the service raises.
     """
+    states = module_state(src_module), module_state(dst_module)
     chosen = plan.transform if transform is None else transform
-    hooks = None if chosen is None else as_reshard_transform(chosen)
-    src_tensors = _NO_TENSORS if src_module is None else get_refit_tensor_dict(src_module)
-    dst_tensors = _NO_TENSORS if dst_module is None else get_refit_tensor_dict(dst_module)
-    modules = (src_module, dst_module)
+    execute(plan, (src_module, dst_module), states, service, group, chosen, strict=strict)
+
+
+def execute(
+    plan: ReshardPlan,
+    modules: tuple[torch.nn.Module | None, torch.nn.Module | None],
+    states: tuple[ModuleState, ModuleState],
+    service: CopyService,
+    group: dist.ProcessGroup | Bootstrap | None,
+    transform: ReshardTransform | None,
+    *,
+    strict: bool,
+) -> None:
+    """`execute_reshard_plan` for a caller that has just looked at the modules.
+
+    Args:
+        plan: This rank's.
+        modules: Source and destination.
+        states: Of `modules`, as `module_state` gave them.
+        service: The transport.
+        group: The plan's group.
+        transform: Handles the parameters that it names; None for none.
+        strict: As there.
+    """
+    dst_module = modules[1]
+    hooks = None if transform is None else as_reshard_transform(transform)
+    src_tensors, dst_tensors = states[0].tensors, states[1].tensors
     repeats = RepeatedRefits.of(service) if hooks is None else None
-    repeat = None if repeats is None else repeats.find(plan, modules, src_tensors, dst_tensors)
+    repeat = None if repeats is None else repeats.find(plan, modules, states)
     refit = _Refit(plan, service, hooks, src_tensors, dst_tensors)
     run: Callable[[], None] = service.run
     if repeat is not None:
@@ -363,7 +386,7 @@ def execute_reshard_plan(
             refit.submit_recvs()
             if repeats is not None and refit.is_repeatable and not refit.skipped:
                 prepared = getattr(service, "prepare")()  # noqa: B009 - not of every service
-                repeats.keep(prepared, plan, modules, src_tensors, dst_tensors)
+                repeats.keep(prepared, plan, modules, states)
                 run = _prepared_run(service, prepared)
 
     if refit.skipped:

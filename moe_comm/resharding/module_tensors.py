@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from moe_comm.resharding.tensor_table import hold_same
+from moe_comm.resharding.tensor_table import TensorTable, hold_same
 
 __all__ = [
+    "ModuleState",
     "get_refit_tensor_dict",
     "invalidate_refit_tensor_cache",
     "local_tensor",
+    "module_state",
     "named_persistent_buffers",
     "named_refit_tensors",
 ]
@@ -47,6 +49,24 @@ def named_refit_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
         yield name, buffer
 
 
+class ModuleState:
+    """The tensors of a module while none of them is replaced, moved or reshaped.
+
+    Args:
+        tensors: By name.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._table = TensorTable(list(tensors.values()))
+
+    def is_current(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether `tensors` are these, each at its place."""
+        return tensors is self.tensors and self._table.matches(list(tensors.values()))
+
+
+_NO_TENSORS = ModuleState({})
+
 _CONTENTS = operator.attrgetter("_parameters", "_buffers", "_modules")
 
 
@@ -59,6 +79,7 @@ class _TensorCache:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.tensors = dict(named_refit_tensors(module))
+        self.state: ModuleState | None = None
         self._descendants = [child for path, child in module.named_modules() if path]
         dicts = self._dicts(module)
         self._keys = list(chain.from_iterable(dicts))
@@ -83,11 +104,25 @@ def _no_cache() -> None:
 
 def get_refit_tensor_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """`named_refit_tensors` as a dict, kept on the module and listed again when it has changed."""
+    return _cache_of(module).tensors
+
+
+def module_state(module: torch.nn.Module | None) -> ModuleState:
+    """The tensors of a module and their places: the same object until one of these changes."""
+    if module is None:
+        return _NO_TENSORS
+    cache = _cache_of(module)
+    if cache.state is None or not cache.state.is_current(cache.tensors):
+        cache.state = ModuleState(cache.tensors)
+    return cache.state
+
+
+def _cache_of(module: torch.nn.Module) -> _TensorCache:
     cache = module.__dict__.get(_CACHE_ATTRIBUTE)
     if not isinstance(cache, _TensorCache) or not cache.is_valid(module):
         cache = _TensorCache(module)
         module.__dict__[_CACHE_ATTRIBUTE] = cache
-    return cache.tensors
+    return cache
 
 
 def invalidate_refit_tensor_cache(module: torch.nn.Module) -> None:

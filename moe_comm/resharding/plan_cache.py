@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from moe_comm.resharding.metadata import ParameterMetadata
+from moe_comm.resharding.module_tensors import ModuleState
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.refit_group import MAX_PLANS, RefitGroup, identity_of
-from moe_comm.resharding.tensor_table import TensorTable
 from moe_comm.resharding.transform_protocol import ReshardTransform
 from moe_comm.resharding.utils import get_refit_tensor_dict
 
@@ -119,17 +119,14 @@ class Contents:
         self.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors.values()]
 
     @staticmethod
-    def of(core: torch.nn.Module | None) -> Contents:
-        """What a model holds now: the same object as the last time if nothing has changed."""
+    def of(core: torch.nn.Module | None, state: ModuleState) -> Contents:
+        """What a model in this state holds: the same object as the last time if it is the same state."""
         if core is None:
             return Contents(None)
-        tensors = get_refit_tensor_dict(core)
         known = _known_contents.get(core)
-        values = list(tensors.values())
-        if known is None or known[0] is not tensors or not known[1].matches(values):
-            known = tensors, TensorTable(values, with_places=False), Contents(core)
-            _known_contents[core] = known
-        return known[2]
+        if known is None or known[0] is not state:
+            known = _known_contents[core] = state, Contents(core)
+        return known[1]
 
     def is_same(self, other: Contents, transform: ReshardTransform | None) -> bool:
         """Whether a plan made for one serves the other.
@@ -158,9 +155,9 @@ class Contents:
         ]
 
 
-_known_contents: weakref.WeakKeyDictionary[
-    torch.nn.Module, tuple[dict[str, torch.Tensor], TensorTable, Contents]
-] = weakref.WeakKeyDictionary()
+_known_contents: weakref.WeakKeyDictionary[torch.nn.Module, tuple[ModuleState, Contents]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclasses.dataclass

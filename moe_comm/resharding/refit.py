@@ -17,8 +17,9 @@ from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.execution import execute_reshard_plan
+from moe_comm.resharding.execution import execute
 from moe_comm.resharding.metadata import ParameterMetadata
+from moe_comm.resharding.module_tensors import ModuleState, module_state
 from moe_comm.resharding.mxfp8_weights import mxfp8_backend_of
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.plan_cache import (
@@ -188,6 +189,8 @@ class _Pass:
         self.problem = problem
         self.models = Models(None, None, None)
         self.transform: ReshardTransform | None = None
+        # A look at ten thousand tensors takes long enough to take one of each model.
+        self.states: tuple[ModuleState, ModuleState] | None = None
         self.target_model = target_model
         self.group = RefitGroup(group, None if isinstance(service, str) else service)
         try:
@@ -234,13 +237,21 @@ class _Pass:
         found = _plan_cache.get(self.key)
         if not found:
             return []
-        source, target = Contents.of(self.models.source), Contents.of(self.models.target)
+        self.states = self._look()
+        source, target = self._contents(self.states)
         return [
             cached.plan_id
             for cached in found
             if cached.source.is_same(source, None)
             and cached.target.is_same(target, self.transform or cached.plan.transform)
         ]
+
+    def _look(self) -> tuple[ModuleState, ModuleState]:
+        return module_state(self.models.source), module_state(self.models.target)
+
+    def _contents(self, states: tuple[ModuleState, ModuleState]) -> tuple[Contents, Contents]:
+        models = self.models.source, self.models.target
+        return Contents.of(models[0], states[0]), Contents.of(models[1], states[1])
 
     def plan(self, agreement: Agreement) -> ReshardPlan:
         """The plan, made by all ranks together unless all have it."""
@@ -249,6 +260,7 @@ class _Pass:
             if cached.plan_id == agreement.plan_id:
                 _plan_cache.put(self.key, cached)
                 return cached.plan
+        self.states = None  # planning may change the dtype of buffers
         # What a transform has taken out of the target is planned as it was the last time.
         old = next(iter(found), None)
         known = {} if old is None else old.destinations
@@ -279,7 +291,7 @@ class _Pass:
     def keep(self, plan: ReshardPlan, plan_id: int, planned: dict[str, ParameterMetadata]) -> None:
         """Remember a plan, for what the models hold now."""
         _harmonize_buffer_dtypes(plan, self.models.source, self.models.target, self.group.handle)
-        contents = Contents.of(self.models.source), Contents.of(self.models.target)
+        contents = self._contents(self._look())
         owners = (self.models.source, self.models.target, self.group.key)
         _plan_cache.put(self.key, CachedPlan(plan, plan_id, *contents, planned), owners)
 
@@ -290,7 +302,7 @@ class _Pass:
         if self.transform is None:
             _setup_mxfp8_transform_on_plan(plan, self.target_model)
         # The target may have been converted just now.
-        _plan_cache.get(self.key)[0].target = Contents.of(self.models.target)
+        _plan_cache.get(self.key)[0].target = self._contents(self._look())[1]
 
     def run(self) -> None:
         """Move the weights."""
@@ -304,13 +316,13 @@ class _Pass:
         transform = self.transform or plan.transform
         problem: Exception | None = None
         try:
-            execute_reshard_plan(
+            execute(
                 plan,
-                source,
-                target,
+                (source, target),
+                self.states or self._look(),
                 service,
-                group=self.group.handle,
-                transform=transform,
+                self.group.handle,
+                transform,
                 strict=self.options.is_strict,
             )
         except Exception as error:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.module_tensors import ModuleState
 from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.tensor_table import TensorTable
 
 __all__ = ["RepeatedRefit", "RepeatedRefits"]
 
 _ATTRIBUTE = "_reshard_repeats"
 
 _Key = tuple[int, int, int]
+States = tuple[ModuleState, ModuleState]
 
 
 @dataclasses.dataclass
@@ -28,34 +28,22 @@ class RepeatedRefit:
         prepared: What the service's `prepare()` returned. It may hold views of the tensors.
         owners: The plan, then the modules; `RepeatedRefits` forgets this when one of them goes.
         ops: Lists of the plan, to notice that they were replaced.
-        sources: The source's dict of tensors.
-        destinations: The destination's.
-        tensors: Those that the plan reads or writes.
-        table: Where `tensors` lay.
+        states: Of the source and the destination.
     """
 
     prepared: Any
     owners: list[weakref.ref[Any]]
     ops: tuple[list[Any], list[Any]]
-    sources: Mapping[str, torch.Tensor]
-    destinations: Mapping[str, torch.Tensor]
-    tensors: list[torch.Tensor]
-    table: TensorTable
+    states: States
 
-    def is_valid(
-        self,
-        plan: ReshardPlan,
-        sources: Mapping[str, torch.Tensor],
-        destinations: Mapping[str, torch.Tensor],
-    ) -> bool:
+    def is_valid(self, plan: ReshardPlan, states: States) -> bool:
         """Whether a refit of these would submit the same memory again."""
         return (
             self.owners[0]() is plan
             and self.ops[0] is plan.send_ops
             and self.ops[1] is plan.recv_ops
-            and self.sources is sources
-            and self.destinations is destinations
-            and self.table.matches(self.tensors)
+            and self.states[0] is states[0]
+            and self.states[1] is states[1]
         )
 
 
@@ -79,13 +67,12 @@ class RepeatedRefits:
         self,
         plan: ReshardPlan,
         modules: tuple[torch.nn.Module | None, torch.nn.Module | None],
-        sources: Mapping[str, torch.Tensor],
-        destinations: Mapping[str, torch.Tensor],
+        states: States,
     ) -> RepeatedRefit | None:
         """The refit of this plan between these modules if it is still valid; else it is forgotten."""
         key = _key(plan, modules)
         refit = self._refits.get(key)
-        if refit is not None and not refit.is_valid(plan, sources, destinations):
+        if refit is not None and not refit.is_valid(plan, states):
             del self._refits[key]
             refit = None
         return refit
@@ -95,15 +82,10 @@ class RepeatedRefits:
         prepared: Any,
         plan: ReshardPlan,
         modules: tuple[torch.nn.Module | None, torch.nn.Module | None],
-        sources: Mapping[str, torch.Tensor],
-        destinations: Mapping[str, torch.Tensor],
+        states: States,
     ) -> None:
         """Remember a refit until its plan, its source or its destination is gone."""
         key = _key(plan, modules)
-        names = dict.fromkeys(op.param_name for op in plan.send_ops)
-        tensors = [sources[name] for name in names]
-        names = dict.fromkeys(op.param_name for op in plan.recv_ops)
-        tensors += [destinations[name] for name in names]
         this = weakref.ref(self)
 
         def forget(_: weakref.ref[Any]) -> None:
@@ -115,10 +97,7 @@ class RepeatedRefits:
             prepared,
             [weakref.ref(owner, forget) for owner in (plan, *modules) if owner is not None],
             (plan.send_ops, plan.recv_ops),
-            sources,
-            destinations,
-            tensors,
-            TensorTable(tensors, with_places=True),
+            states,
         )
 
     def forget(

@@ -30,15 +30,13 @@ def _plain(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class TensorTable:
-    """Shapes and dtypes of tensors, and where they lie, when this was made. Keeps no tensor alive.
+    """Shapes, dtypes, addresses and strides of tensors when this was made. Keeps no tensor alive.
 
     Args:
         tensors: Of DTensors, this rank's part counts.
-        with_places: Addresses and strides count too.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], *, with_places: bool) -> None:
-        self._with_places = with_places
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._native: _host.TensorTable | None = None
         self._described: list[list[Any]] | None = None
         plain = _plain(tensors)
@@ -47,27 +45,26 @@ class TensorTable:
             with contextlib.suppress(BufferError, RuntimeError, ValueError):
                 self._native = _host.TensorTable(_EXCHANGE_API, plain)
         if self._native is None:
-            self._described = self._describe(plain)
+            self._described = _describe(plain)
 
     def matches(self, tensors: list[torch.Tensor]) -> bool:
         """Whether `tensors`, in the order of those that this was made of, are what those were."""
         plain = _plain(tensors)
         if self._native is None:
-            return self._describe(plain) == self._described
+            return _describe(plain) == self._described
         try:
-            return self._native.matches(plain, self._with_places)
+            return self._native.matches(plain)
         except (BufferError, RuntimeError):
             return False  # one cannot be described, and all could
 
-    def _describe(self, plain: list[torch.Tensor]) -> list[list[Any]]:
-        found = [
-            list(map(torch.Tensor.dim, plain)),
-            # Numbers of all tensors in one list: ten thousand `torch.Size` that live on would set
-            # off a full collection of garbage every few refits.
-            list(chain.from_iterable(map(torch.Tensor.size, plain))),
-            list(map(_DTYPE, plain)),
-        ]
-        if self._with_places:
-            found.append(list(map(torch.Tensor.data_ptr, plain)))
-            found.append(list(chain.from_iterable(map(torch.Tensor.stride, plain))))
-        return found
+
+def _describe(plain: list[torch.Tensor]) -> list[list[Any]]:
+    return [
+        list(map(torch.Tensor.data_ptr, plain)),
+        list(map(torch.Tensor.dim, plain)),
+        # Numbers of all tensors in one list: ten thousand `torch.Size` that live on would set off a
+        # full collection of garbage every few refits.
+        list(chain.from_iterable(map(torch.Tensor.size, plain))),
+        list(chain.from_iterable(map(torch.Tensor.stride, plain))),
+        list(map(_DTYPE, plain)),
+    ]
