@@ -172,6 +172,7 @@ class _Refit:
         self._takes_strided = getattr(type(service), "takes_strided_tensors", False) is True
         self._writebacks: list[_Writeback] = []
         self._pending_quantized: dict[int, tuple[Any, ...]] = {}
+        self._name_at: dict[tuple[Any, ...], str] = {}
         self.skipped: dict[str, str] = {}
         """Sides, by name, of parameters that a module does not have."""
         self.is_direct = False
@@ -254,10 +255,12 @@ class _Refit:
             whole, _ = _get_mxfp8_accumulator(self._pending_quantized, destination)
         else:
             whole = local_tensor(destination)
+        is_tied = self._is_tied(op.param_name, whole)
         whole = in_view(whole, op)
         piece = whole[op.my_slice]
         wire_dtype = op.wire_dtype or piece.dtype
-        if piece.dtype == wire_dtype and (self._takes_strided or piece.is_contiguous()):
+        takes_piece = self._takes_strided or piece.is_contiguous()
+        if piece.dtype == wire_dtype and takes_piece and not is_tied:
             self.is_direct |= not is_quantized
             self._writebacks.append(_Writeback("direct"))
             self.service.submit_recv(piece, op.peer_rank, task_id=op.task_id)
@@ -266,6 +269,11 @@ class _Refit:
         room = torch.empty(piece.shape, dtype=wire_dtype, device=piece.device)
         self._writebacks.append(_Writeback("copy", room, whole, op.my_slice, op=op))
         self.service.submit_recv(room, op.peer_rank, task_id=op.task_id)
+
+    def _is_tied(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is received under another name: not twice into one place at once."""
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        return tensor.numel() > 0 and self._name_at.setdefault(place, name) != name
 
     def write_back(self) -> None:
         """Write what was staged. Each buffer is dropped as soon as it is written."""
@@ -276,7 +284,9 @@ class _Refit:
                 assert writeback.dst_param is not None
                 assert writeback.dst_slice is not None
                 assert writeback.recv_buffer is not None
-                writeback.dst_param[writeback.dst_slice].copy_(writeback.recv_buffer)
+                # What was made in inference mode is written in it alone.
+                with torch.inference_mode(writeback.dst_param.is_inference()):
+                    writeback.dst_param[writeback.dst_slice].copy_(writeback.recv_buffer)
             elif writeback.kind == "transform":
                 assert self.transform is not None
                 assert writeback.op is not None
@@ -310,10 +320,10 @@ def execute_reshard_plan(
     its sources may change. Work that was queued on the current CUDA stream happens before.
 
     What does not fit where it belongs (another dtype, strides that the service does not take, MXFP8,
-    a transform) is received into fresh memory and written when all has arrived; the rest is received
-    in place. So when the refit fails on its way, a destination that would have been written by such
-    copies alone is untouched, and any other is marked stale (`moe_comm.resharding.is_stale`). A refit
-    that wrote everything takes the mark away.
+    a transform, memory that is received under another name too) is received into fresh memory and
+    written when all has arrived; the rest is received in place. So when the refit fails on its way, a
+    destination that would have been written by such copies alone is untouched, and any other is
+    marked stale (`moe_comm.resharding.is_stale`). A refit that wrote everything takes the mark away.
 
     A service with `prepare()` and `run_prepared()` is not given anything anew when the same plan runs
     between the same modules, all in place, and no tensor has moved.
@@ -333,8 +343,9 @@ def execute_reshard_plan(
             the others. Nothing has moved.
         Exception: What the service raises.
     """
-    states = module_state(src_module), module_state(dst_module)
-    chosen = plan.transform if transform is None else transform
+    with _telling_peers(service):
+        states = module_state(src_module), module_state(dst_module)
+        chosen = plan.transform if transform is None else transform
     execute(plan, (src_module, dst_module), states, service, group, chosen, strict=strict)
 
 
@@ -360,17 +371,17 @@ def execute(
         strict: As there.
     """
     dst_module = modules[1]
-    hooks = None if transform is None else as_reshard_transform(transform)
     src_tensors, dst_tensors = states[0].tensors, states[1].tensors
-    repeats = RepeatedRefits.of(service) if hooks is None else None
-    repeat = None if repeats is None else repeats.find(plan, modules, states)
-    refit = _Refit(plan, service, hooks, src_tensors, dst_tensors)
     run: Callable[[], None] = service.run
-    if repeat is not None:
-        run = _prepared_run(service, repeat.prepared)
-        refit.is_direct = bool(plan.recv_ops)
-    else:
-        with _telling_peers(service), torch.no_grad():
+    with _telling_peers(service), torch.no_grad():
+        hooks = None if transform is None else as_reshard_transform(transform)
+        repeats = RepeatedRefits.of(service) if hooks is None else None
+        repeat = None if repeats is None else repeats.find(plan, modules, states)
+        refit = _Refit(plan, service, hooks, src_tensors, dst_tensors)
+        if repeat is not None:
+            run = _prepared_run(service, repeat.prepared)
+            refit.is_direct = bool(plan.recv_ops)
+        else:
             if hooks is not None:
                 hooks.begin()
             problem = _problem_with(plan.send_ops, plan.sources, src_tensors, "source", strict)

@@ -193,18 +193,19 @@ class _Pass:
         self.states: tuple[ModuleState, ModuleState] | None = None
         self.target_model = target_model
         self.group = RefitGroup(group, None if isinstance(service, str) else service)
+        self.key = build_plan_cache_key(None, None, None, self.group)
         try:
             self._read(src_model, target_model, transform)
+            self.key = build_plan_cache_key(
+                self.models.source,
+                self.models.target,
+                self.models.num_experts,
+                self.group,
+                *rank_offsets,
+                options.pool_index,
+            )
         except Exception as error:  # noqa: BLE001 # raised on every rank, by `agree`
             self.problem = self.problem or error
-        self.key = build_plan_cache_key(
-            self.models.source,
-            self.models.target,
-            self.models.num_experts,
-            self.group,
-            *rank_offsets,
-            options.pool_index,
-        )
 
     def _read(self, src_model: Model, target_model: Model, transform: Any) -> None:
         if self.options.verify not in _VERIFY:
@@ -223,12 +224,18 @@ class _Pass:
         """Tell the other ranks, hear from them; find the plan if there is one."""
         is_named = isinstance(self.service, str)
         known = (self.service, identity_of(self.group.key))
+        plan_ids: list[int] = []
+        if self.problem is None:
+            try:
+                plan_ids = self._fitting_plans()
+            except Exception as error:  # noqa: BLE001 # raised on every rank
+                self.problem = error
         return agree(
             self.group,
             problem=self.problem,
             options=str(self.options),
             has_service=not is_named or known in _service_cache,
-            plan_ids=() if self.problem is not None else self._fitting_plans(),
+            plan_ids=plan_ids,
             nonce=secrets.randbits(64),
         )
 
@@ -369,7 +376,9 @@ def prepare_swap_model_weights(
     Raises:
         ValueError, RuntimeError, TypeError: As `swap_model_weights`.
     """
-    for pool_index in range(max(num_dst_pools, 1)):
+    problem = _problem_with_pools(num_dst_pools, dst_pool_index)
+    # The first pass raises it, on every rank.
+    for pool_index in range(1 if problem is not None else num_dst_pools):
         _Pass(
             src_model,
             target_model if pool_index == dst_pool_index else None,
@@ -378,7 +387,7 @@ def prepare_swap_model_weights(
             transform,
             _Options("prepare", "", verify, strict, num_dst_pools, pool_index),
             None,
-            _problem_with_pools(num_dst_pools, dst_pool_index),
+            problem,
         ).prepare()
 
 
@@ -444,7 +453,8 @@ def swap_model_weights(
             f"{type(refit_method).__name__}"
         )
         service = None
-    for pool_index in range(max(num_dst_pools, 1)):
+    # The first pass raises what is wrong, on every rank.
+    for pool_index in range(1 if problem is not None else num_dst_pools):
         _Pass(
             src_model,
             target_model if pool_index == dst_pool_index else None,
@@ -512,7 +522,10 @@ def _kind_of(service: CopyService | str | None) -> str:
     return "" if service is None else "other"
 
 
-def _problem_with_pools(num_dst_pools: int, dst_pool_index: int) -> Exception | None:
+def _problem_with_pools(num_dst_pools: Any, dst_pool_index: Any) -> Exception | None:
+    for name, number in (("num_dst_pools", num_dst_pools), ("dst_pool_index", dst_pool_index)):
+        if not isinstance(number, int):
+            return TypeError(f"{name} must be an int, got {number!r}")
     if num_dst_pools < 1:
         return ValueError(f"num_dst_pools must be >= 1, got {num_dst_pools}")
     if not 0 <= dst_pool_index < num_dst_pools:

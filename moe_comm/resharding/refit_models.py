@@ -130,13 +130,16 @@ def _harmonize_buffer_dtypes(
                     plan.buffer_dtypes[name] = dtypes[resolved]
     if tgt_core is None or not plan.buffer_dtypes:
         return
-    is_changed = False
-    for name, owner, buffer_name, buffer in named_persistent_buffers(tgt_core):
+    # A buffer that modules share stays one.
+    converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    for name, owner, buffer_name, buffer in list(named_persistent_buffers(tgt_core)):
         dtype = plan.buffer_dtypes.get(name)
         if dtype is not None and buffer.dtype != dtype:
-            owner._buffers[buffer_name] = buffer.to(dtype)
-            is_changed = True
-    if is_changed:
+            key = id(buffer), dtype
+            if key not in converted:
+                converted[key] = buffer.to(dtype)
+            owner._buffers[buffer_name] = converted[key]
+    if converted:
         invalidate_refit_tensor_cache(tgt_core)
 
 
