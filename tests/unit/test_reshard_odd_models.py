@@ -1,0 +1,172 @@
+"""Refits of models and with arguments that are legal but rare, or wrong on one rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moe_comm.resharding import planner, refit, stale
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.execution import execute_reshard_plan
+from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.sharded_nets import ShardedNet
+from tests.helpers.threaded_refits import error_of, nets, swap
+
+
+@pytest.fixture(autouse=True)
+def _no_caches() -> Iterator[None]:
+    refit.clear_all_caches()
+    yield
+    refit.clear_all_caches()
+
+
+def _threads(fn: Any) -> list[Any]:
+    return run_ranks(fn, 2, mode="threads", timeout_s=20)
+
+
+def _module(context: RankContext, **tensors: torch.Tensor) -> nn.Module:
+    """Replicated parameters and buffers."""
+    module = nn.Module()
+    module.pg_collection = Parallelism(context.num_ranks).groups(context.rank_idx)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(name, tensor)
+        else:
+            module.register_buffer(name, tensor)
+    return module
+
+
+# ---------------------------------------------------------------------------------------------
+# One rank that could not even begin: nobody waits for it.
+
+
+class _DestroyedGroup:
+    def size(self) -> int:
+        raise RuntimeError("the group was destroyed")
+
+
+def _groups_of_numbers(dst: ShardedNet) -> dict[str, Any]:
+    dst.pg_collection = SimpleNamespace(tp=2)
+    return {}
+
+
+def _destroyed_groups(dst: ShardedNet) -> dict[str, Any]:
+    dst.pg_collection = SimpleNamespace(tp=_DestroyedGroup())
+    return {}
+
+
+def _uninitialized(dst: ShardedNet) -> dict[str, Any]:
+    dst.norm = nn.UninitializedParameter()
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (_groups_of_numbers, "'int' object has no attribute 'size'"),
+        (_destroyed_groups, "the group was destroyed"),
+        (_uninitialized, "uninitialized parameter"),
+        (lambda dst: {"num_dst_pools": "2"}, "num_dst_pools must be an int, got '2'"),
+        (lambda dst: {"dst_pool_index": None}, "dst_pool_index must be an int, got None"),
+        (lambda dst: {"src_rank_offset": [0]}, "unhashable type: 'list'"),
+    ],
+)
+@pytest.mark.parametrize("call", ["swap", "prepare"])
+def test_a_rank_that_cannot_begin_is_named_by_all(spoil: Any, text: str, call: str) -> None:
+    def run(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        # The second time there is a plan, which the models are compared with.
+        swap(context, src.fill(0), dst)
+        dst.__dict__.pop("_refit_config_tuple")
+        options = spoil(dst) if context.rank_idx == 1 else {}
+        if call == "prepare":
+            prepare = refit.prepare_swap_model_weights
+            return error_of(lambda: prepare(src, dst, group=context.group, **options))
+        return error_of(lambda: swap(context, src, dst, **options))
+
+    others, own = _threads(run)
+    assert text in own
+    assert text in others
+    assert "rank 1" in others
+
+
+@pytest.mark.parametrize("options", [{"transform": 3}, {"dst_module": 3}])
+def test_a_rank_that_cannot_execute_tells_the_others(options: dict[str, Any]) -> None:
+    def run(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        plan = planner.build_local_reshard_plan(src.fill(1), dst, group=context.group)
+        service = SymmetricCopyService(context.group)
+        given: dict[str, Any] = {"dst_module": dst} | (options if context.rank_idx else {})
+        text = error_of(
+            lambda: execute_reshard_plan(plan, src_module=src, service=service, **given)
+        )
+        execute_reshard_plan(plan, src, dst, service)
+        assert dst.wrong(1) == []
+        service.close()
+        return text
+
+    others, own = _threads(run)
+    assert own.startswith(("TypeError", "AttributeError"))
+    assert others == f"ValueError: rank 1: {own.partition(': ')[2]}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors that share memory.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_that_are_one_stay_one(dtype: torch.dtype) -> None:
+    def run(context: RankContext) -> bool:
+        shared = torch.zeros(3, dtype=dtype)
+        dst = _module(context, one=shared, two=shared)
+        for value in (1.0, 2.0):
+            values = torch.full((3,), value)
+            swap(context, _module(context, one=values, two=values), dst, verify="checksum")
+            assert dst.one is dst.two
+            assert torch.equal(dst.one, values)
+        return True
+
+    assert all(_threads(run))
+
+
+def test_parameters_over_one_memory() -> None:
+    def run(context: RankContext) -> str:
+        memory, shared = torch.arange(6.0), torch.zeros(6)
+        src = _module(context, one=nn.Parameter(memory), two=nn.Parameter(memory))
+        dst = _module(context, one=nn.Parameter(shared), two=nn.Parameter(shared))
+        for _ in range(2):
+            memory += 1
+            swap(context, src, dst, verify="checksum")
+            assert torch.equal(shared, memory)
+        # What differs cannot be held.
+        src.two = nn.Parameter(memory + 1)
+        text = error_of(lambda: swap(context, src, dst, verify="checksum"))
+        assert stale.is_stale(dst)
+        return text
+
+    for text in _threads(run):
+        assert text.startswith("RefitError: rank 0: one")
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors of inference mode.
+
+
+def test_a_target_made_in_inference_mode_takes_another_dtype() -> None:
+    def run(context: RankContext) -> bool:
+        src = _module(context, weight=nn.Parameter(torch.arange(4.0, dtype=torch.bfloat16)))
+        with torch.inference_mode():
+            dst = _module(context, weight=nn.Parameter(torch.zeros(4)))
+        for _ in range(2):
+            src.weight.data += 1
+            swap(context, src, dst, verify="checksum")
+            assert torch.equal(dst.weight, src.weight.float())
+        return dst.weight.is_inference() and not stale.is_stale(dst)
+
+    assert all(_threads(run))
