@@ -26,6 +26,15 @@ Sizes = tuple[int, int, int, int, int]
 
 _MEMO = "_refit_config_tuple"
 _DTYPE = operator.attrgetter("dtype")
+_CUT_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "partition_sizes",
+    "allreduce",
+    "expert_dim",
+    "expert_view",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +109,16 @@ def build_plan_cache_key(
     )
 
 
+def _cut_of(tensor: torch.Tensor) -> Any:
+    """What a tensor says of how it is cut; None where it says nothing."""
+    if isinstance(tensor, DTensor):
+        return tensor._spec
+    attributes = vars(tensor)
+    return tuple(map(str, map(attributes.get, _CUT_ATTRIBUTES))) if attributes else None
+
+
 class Contents:
-    """Names, shapes and dtypes of what a model held when a plan was made. Keeps no tensor alive.
+    """What a model held when a plan was made, and how it was cut. Keeps no tensor alive.
 
     Args:
         core: The model; None for none.
@@ -115,8 +132,9 @@ class Contents:
         self.dims = list(map(torch.Tensor.dim, tensors.values()))
         self.sizes = list(chain.from_iterable(map(torch.Tensor.size, tensors.values())))
         self.dtypes = list(map(_DTYPE, tensors.values()))
-        # How a DTensor is cut is not in its shape.
-        self.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors.values()]
+        # How a tensor is cut is not in its shape.
+        self.specs = list(map(_cut_of, tensors.values()))
+        self.groups: object = getattr(core, "pg_collection", None)
 
     @staticmethod
     def of(core: torch.nn.Module | None, state: ModuleState) -> Contents:
@@ -124,7 +142,8 @@ class Contents:
         if core is None:
             return Contents(None)
         known = _known_contents.get(core)
-        if known is None or known[0] is not state:
+        groups: object = getattr(core, "pg_collection", None)
+        if known is None or known[0] is not state or known[1].groups != groups:
             known = _known_contents[core] = state, Contents(core)
         return known[1]
 
@@ -137,6 +156,8 @@ class Contents:
         """
         if self is other:
             return True
+        if self.groups != other.groups:
+            return False
         mine = self.names, self.dims, self.sizes, self.dtypes, self.specs
         theirs = other.names, other.dims, other.sizes, other.dtypes, other.specs
         if mine == theirs:
@@ -189,6 +210,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plans: dict[PlanCacheKey, list[CachedPlan]] = {}
+        self._ends: dict[PlanCacheKey, list[weakref.finalize[..., Any]]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -206,10 +228,18 @@ class PlanCache:
             self._plans[key] = [plan, *others][:MAX_PLANS]
         if not is_new:
             return
-        for owner in owners:
-            if owner is not None:
-                weakref.finalize(owner, self._plans.pop, key, None).atexit = False
+        ends = [weakref.finalize(owner, self._drop, key) for owner in owners if owner is not None]
+        for end in ends:
+            end.atexit = False
+        self._ends[key] = ends
+
+    def _drop(self, key: PlanCacheKey) -> None:
+        self._plans.pop(key, None)
+        # A group outlives models: it must not remember all that there were.
+        for end in self._ends.pop(key, ()):
+            end.detach()
 
     def clear(self) -> None:
         """Forget all plans."""
-        self._plans.clear()
+        for key in list(self._plans):
+            self._drop(key)

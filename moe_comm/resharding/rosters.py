@@ -278,10 +278,8 @@ def families_of_rosters(
         holder = next(
             number for number, (src, _) in enumerate(rosters) if name in src.resolved_names
         )
-        raise PlanError(
-            f"source parameter '{name}' on rank {holder} has no destination, nor have "
-            f"{len(extra) - 1} others"
-        )
+        more = f", nor have {len(extra) - 1} others" if len(extra) > 1 else ""
+        raise PlanError(f"source parameter '{name}' on rank {holder} has no destination{more}")
     mine = set(rosters[rank][0].resolved_names) & all_destinations
     mine.update(name for name, source in tied.items() if source in rosters[rank][0].resolved_names)
     mine.update(rosters[rank][1].resolved_names)

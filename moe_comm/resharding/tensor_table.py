@@ -59,12 +59,16 @@ class TensorTable:
 
 
 def _describe(plain: list[torch.Tensor]) -> list[list[Any]]:
-    return [
-        list(map(torch.Tensor.data_ptr, plain)),
-        list(map(torch.Tensor.dim, plain)),
-        # Numbers of all tensors in one list: ten thousand `torch.Size` that live on would set off a
-        # full collection of garbage every few refits.
-        list(chain.from_iterable(map(torch.Tensor.size, plain))),
-        list(chain.from_iterable(map(torch.Tensor.stride, plain))),
-        list(map(_DTYPE, plain)),
-    ]
+    try:
+        return [
+            list(map(torch.Tensor.data_ptr, plain)),
+            list(map(torch.Tensor.dim, plain)),
+            # Numbers of all tensors in one list: ten thousand `torch.Size` that live on would set
+            # off a full collection of garbage every few refits.
+            list(chain.from_iterable(map(torch.Tensor.size, plain))),
+            list(chain.from_iterable(map(torch.Tensor.stride, plain))),
+            list(map(_DTYPE, plain)),
+        ]
+    except RuntimeError:
+        # One has no address or strides, such as a sparse tensor. It may have changed.
+        return [[object()]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch import nn
 from moe_comm.resharding import planner, refit, stale
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.execution import execute_reshard_plan
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.parallelism import Parallelism, RankGroup
+from moe_comm.resharding.plan_cache import PlanCache, PlanCacheKey
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.sharded_nets import ShardedNet
 from tests.helpers.threaded_refits import error_of, nets, swap
@@ -96,6 +99,24 @@ def test_a_rank_that_cannot_begin_is_named_by_all(spoil: Any, text: str, call: s
     assert "rank 1" in others
 
 
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(3).to_sparse(), torch.zeros(3, 3, device="meta")], ids=["sparse", "meta"]
+)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_tensor_that_no_transport_takes(tensor: torch.Tensor, side: int) -> None:
+    def run(context: RankContext) -> str:
+        pair = [_module(context, weight=nn.Parameter(torch.ones(3, 3))) for _ in range(2)]
+        if context.rank_idx == 1:
+            pair[side].weight = nn.Parameter(tensor)
+        for _ in range(2):
+            text = error_of(lambda: swap(context, *pair))
+        return text
+
+    others, own = _threads(run)
+    assert own
+    assert "rank 1" in others
+
+
 @pytest.mark.parametrize("options", [{"transform": 3}, {"dst_module": 3}])
 def test_a_rank_that_cannot_execute_tells_the_others(options: dict[str, Any]) -> None:
     def run(context: RankContext) -> str:
@@ -114,6 +135,62 @@ def test_a_rank_that_cannot_execute_tells_the_others(options: dict[str, Any]) ->
     others, own = _threads(run)
     assert own.startswith(("TypeError", "AttributeError"))
     assert others == f"ValueError: rank 1: {own.partition(': ')[2]}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Models that are cut otherwise than before.
+
+
+def _striped(context: RankContext, stride: int, start: float = 0.0) -> nn.Parameter:
+    """Rank r's 4 of 8 elements, in segments."""
+    whole = start + torch.arange(8.0)
+    weight = nn.Parameter(whole.view(stride, 2, -1)[:, context.rank_idx].flatten())
+    weight.tensor_model_parallel, weight.partition_dim = True, 0
+    weight.partition_stride = stride
+    return weight
+
+
+def test_a_parameter_replaced_by_one_that_is_cut_otherwise() -> None:
+    def run(context: RankContext) -> bool:
+        src, dst = (_module(context, weight=nn.Parameter(torch.zeros(8))) for _ in range(2))
+        src.pg_collection = Parallelism(2, tp=2).groups(context.rank_idx)
+        for stride in (1, 2, 1, 4):
+            src.weight = _striped(context, stride, start=stride)
+            swap(context, src, dst, verify="checksum")
+            assert torch.equal(dst.weight, stride + torch.arange(8.0))
+        return True
+
+    assert all(_threads(run))
+
+
+def test_groups_replaced_by_others_of_the_same_sizes() -> None:
+    def run(context: RankContext) -> bool:
+        src, dst = (_module(context, weight=nn.Parameter(torch.zeros(8))) for _ in range(2))
+        for order in ((0, 1), (1, 0), (0, 1)):
+            group = RankGroup(order, context.rank_idx)
+            src.pg_collection = SimpleNamespace(tp=group)
+            values = torch.arange(8.0).chunk(2)[group.rank()].clone()
+            src.weight.data = values
+            src.weight.tensor_model_parallel, src.weight.partition_dim = True, 0
+            swap(context, src, dst, verify="checksum")
+            assert torch.equal(dst.weight, torch.arange(8.0)), order
+        return True
+
+    assert all(_threads(run))
+
+
+def test_a_group_does_not_remember_the_models_that_are_gone() -> None:
+    cache, group = PlanCache(), nn.Identity()
+    num_before = len(weakref.finalize._registry)
+    for number in range(3):
+        key = PlanCacheKey(rank=number, src_config=None, dst_config=None, num_experts=None)
+        model = nn.Identity()
+        cache.put(key, cast("Any", SimpleNamespace()), (model, group))
+        assert len(cache) == 1
+        del model
+        gc.collect()
+        assert len(cache) == 0
+    assert len(weakref.finalize._registry) == num_before
 
 
 # ---------------------------------------------------------------------------------------------
