@@ -422,6 +422,25 @@ def _refined(layout: Layout, shape: Shape) -> Layout | None:
     return Layout(tuple(view), shape, tuple(dims))
 
 
+def _check_pending_sums(name: str, sources: Sequence[Holder]) -> None:
+    """All ranks of a sum take part in it: one that knows of none would let the others wait."""
+    by_rank = dict(sources)
+    checked: set[MeshLayout] = set()
+    for rank, meta in sources:
+        mesh = meta.mesh
+        if mesh is None or mesh in checked:
+            continue
+        checked.add(mesh)
+        if all(placement.kind != "partial" for placement in mesh.placements):
+            continue
+        for member in mesh.mesh_ranks:
+            if member not in by_rank or by_rank[member].mesh != mesh:
+                raise PlanError(
+                    f"{name}: rank {rank} holds a pending sum over ranks {list(mesh.mesh_ranks)}, "
+                    f"of which rank {member} does not hold the same DTensor"
+                )
+
+
 def resolve_layouts(
     name: str, sources: Sequence[Holder], destinations: Sequence[Holder]
 ) -> tuple[list[Layout | None], list[Layout | None]]:
@@ -445,6 +464,7 @@ def resolve_layouts(
                 f"{name}: rank {holder.rank} would receive a DTensor with Partial placement; only "
                 "sources may be pending sums"
             )
+    _check_pending_sums(name, sources)
     holders = [*sources, *destinations]
     # The groups of a side are those of its own model, so members are looked up on that side.
     frames = [*_frames(name, sources), *_frames(name, destinations)]

@@ -76,6 +76,12 @@ class RefitGroup:
             self.handle = group
             self._exchange = _exchange_of(self.key)
         else:
+            if group is not None and not hasattr(group, "rank_idx"):
+                # `dist.new_group` returns a number to processes that are not members.
+                raise ValueError(
+                    "group must be a Bootstrap, or a process group that has this process as a "
+                    f"member, got {group!r}"
+                )
             bootstrap = bootstrap_for(group)
             self.rank_idx, self.num_ranks = bootstrap.rank_idx, bootstrap.num_ranks
             self.handle = group

@@ -136,10 +136,22 @@ def test_a_local_shape_that_is_not_its_part_of_the_dtensor() -> None:
 
 def test_a_destination_cannot_be_a_pending_sum() -> None:
     mesh = MeshLayout((2,), (0, 1), (MeshPlacement("partial", op="sum"),), (4,))
-    holder = Holder(0, meta((4,), mesh=mesh))
-    assert resolve_layouts("w", [holder], [])[0] != [None]
+    holders = [Holder(rank, meta((4,), rank, mesh=mesh)) for rank in range(2)]
+    assert None not in resolve_layouts("w", holders, [])[0]
     with pytest.raises(PlanError, match="w: rank 0 would receive a DTensor with Partial"):
-        resolve_layouts("w", [], [holder])
+        resolve_layouts("w", [], holders)
+
+
+@pytest.mark.parametrize("kind", ["replicate", None])
+def test_all_ranks_of_a_pending_sum_must_know_of_it(kind: Any) -> None:
+    mesh = MeshLayout((2,), (0, 1), (MeshPlacement("partial", op="sum"),), (4,))
+    holders = [Holder(0, meta((4,), mesh=mesh))]
+    if kind is not None:
+        other = dataclasses.replace(mesh, placements=(MeshPlacement(kind),))
+        holders.append(Holder(1, meta((4,), 1, mesh=other)))
+    text = r"w: rank 0 holds a pending sum over ranks \[0, 1\], of which rank 1 does not hold"
+    with pytest.raises(PlanError, match=text):
+        resolve_layouts("w", holders, [])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -117,6 +117,11 @@ def test_a_tensor_that_no_transport_takes(tensor: torch.Tensor, side: int) -> No
     assert "rank 1" in others
 
 
+def test_a_rank_that_is_no_member() -> None:
+    with pytest.raises(ValueError, match="this process as a member, got -100"):
+        refit.swap_model_weights(None, None, "gloo", group=cast("Any", -100))
+
+
 @pytest.mark.parametrize("options", [{"transform": 3}, {"dst_module": 3}])
 def test_a_rank_that_cannot_execute_tells_the_others(options: dict[str, Any]) -> None:
     def run(context: RankContext) -> str:
