@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "core/math.h"
@@ -132,6 +133,11 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
             ", got ",
             config_.slot_bytes);
   MOE_CHECK(config_.num_slots > 0, "num_slots must be >= 1, got ", config_.num_slots);
+  MOE_CHECK(config_.slot_bytes <= std::numeric_limits<int64_t>::max() / config_.num_slots,
+            config_.num_slots,
+            " slots of ",
+            config_.slot_bytes,
+            " bytes are beyond any machine");
   WaitSite site;
   site.interrupt_check = &interrupt_check;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)

@@ -18,10 +18,14 @@ using layout::RowStatus;
 // a megabyte.
 constexpr int64_t kStopNs = 100'000'000;
 
+/// Cuts what is too long, between characters: readers take it for UTF-8.
 template <size_t kBytes>
 void store_text(char (&target)[kBytes], const std::string& text) {
-  std::strncpy(target, text.c_str(), kBytes - 1);
-  target[kBytes - 1] = '\0';
+  size_t length = std::min(text.size(), kBytes - 1);
+  while (length > 0 && length < text.size() && (text[length] & 0xC0) == 0x80)
+    --length;
+  std::memcpy(target, text.data(), length);
+  std::memset(target + length, 0, kBytes - length);
 }
 
 }  // namespace

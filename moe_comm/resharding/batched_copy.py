@@ -226,7 +226,9 @@ class BatchedCopy:
         Raises:
             ValueError: `message`, with the rank, on every rank.
         """
-        self._native.reject(message)
+        # The wire takes UTF-8; names of files may hold what is none.
+        text = message.encode("utf-8", "backslashreplace").decode()
+        self._native.reject(text or "gave up, without a reason")
 
     def destroy(self) -> None:
         """Give the memory back; peers that run afterwards get a ValueError. Local, idempotent."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
@@ -232,6 +233,25 @@ def _dtypes(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
         service.submit_recv(torch.empty(4, dtype=torch.int32), 0, 9)
 
 
+def _fake(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        with FakeTensorMode():
+            fake = torch.ones(4)
+        service.submit_send(fake, 1, 9)
+
+
+def _freed(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Freed after it was submitted."""
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        freed = torch.ones(4)
+        service.submit_send(freed, 1, 9)
+        freed.untyped_storage().resize_(0)
+    if service.rank == 1:
+        service.submit_recv(torch.empty(4), 0, 9)
+
+
 def _duplicate(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
     _good_pair(service, src, dst)
     _good_pair(service, src, dst)
@@ -304,6 +324,8 @@ MISTAKES: dict[str, Callable[[CopyService, torch.Tensor, torch.Tensor], None]] =
     "sizes": _sizes,
     "dtypes": _dtypes,
     "duplicate": _duplicate,
+    "fake": _fake,
+    "freed": _freed,
     "local": _local,
     "some ids": _some_ids,
     "ids on one side": _ids_on_one_side,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import CommunicationError, Communicator, RankThreads
+from moe_comm.resharding.copy_services.agreement import agree
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
@@ -77,6 +79,8 @@ SAID_BY_RUN = {
     "sizes": ("task 9", "16 bytes", " 12"),
     "dtypes": ("task 9", "float32", "int32"),
     "duplicate": ("task_id 4", "twice"),
+    "fake": ("rank 0", "(4,)", "no memory"),
+    "freed": ("rank 0", "task 9", "(4,)", "no memory"),
     "some ids": ("task_id", "none"),
     "ids on one side": ("rank 0", "rank 1"),
     "local": ("rank 1", "17"),
@@ -90,6 +94,7 @@ SAID_BY_RUN = {
 RAISED_BY_SUBMIT = {
     "no such rank": (1, "ValueError"),
     "sparse": (0, "ValueError"),
+    "fake": (0, "ValueError"),
     "no tensor": (0, "TypeError"),
     "expanded": (1, "ValueError"),
     "overlap with oneself": (1, "ValueError"),
@@ -127,6 +132,14 @@ def test_a_rank_that_gives_up_tells_the_others(name: str) -> None:
         assert (submitted, kind) == ("", "ValueError")
         assert "rank 0" in text
         assert "out of luck" in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"), [("", "gave up, without a reason"), ("no \udcff", r"no \udcff")]
+)
+def test_reasons_that_cannot_be_told_as_they_are(reason: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^rank 0: {re.escape(said)}$"):
+        agree(0, [[]], [[]], reason, lambda payload: [payload])
 
 
 @pytest.mark.parametrize("name", NEEDS_IDS)

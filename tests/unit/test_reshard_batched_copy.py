@@ -436,6 +436,16 @@ def test_reject_is_heard_by_all() -> None:
             assert not target.any()
         with pytest.raises(ValueError, match=r"^rank 0: this is; rank 1: that is$"):
             engine.reject("this is" if comm.rank_idx == 0 else "that is")
+        with pytest.raises(
+            ValueError, match=r"^rank 0: gave up, without a reason; rank 1: gave up"
+        ):
+            engine.reject("")
+        with pytest.raises(ValueError, match=r"^rank 0: no \\udcff; rank 1: no"):
+            engine.reject("no \udcff")
+        for length in range(3000, 3004):
+            # Cut, but not within a character.
+            with pytest.raises(ValueError, match=r"^rank 0: x*(\U0001f600)+; rank 1: "):
+                engine.reject("x" * (length - 3000) + "\U0001f600" * length)
         with pytest.raises(ValueError, match=r"^rank 0: .*prepared by another BatchedCopy$"):
             engine.run(other.prepare([], []) if comm.rank_idx == 0 else prepared)
         engine.run(prepared)
@@ -470,6 +480,8 @@ def test_arguments() -> None:
             BatchedCopy(comm, num_slots=0)
         with pytest.raises(ValueError, match="num_slots is 2 on rank 0 and 3 on rank 1"):
             BatchedCopy(comm, num_slots=2 + comm.rank_idx)
+        with pytest.raises(ValueError, match=f"4 slots of {1 << 62} bytes are beyond any machine"):
+            BatchedCopy(comm, slot_bytes=1 << 62)
 
     on_ranks(2, body)
 

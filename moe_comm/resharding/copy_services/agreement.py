@@ -53,7 +53,10 @@ def agree(
         [np.frombuffer(item or excluded, np.int64) for item in all_gather(row.tobytes())]
     )
     if rows[:, 0].any():
-        texts = _gather_long((problem or "").encode(), all_gather)
+        if problem == "":
+            problem = "gave up, without a reason"
+        # Names of files may hold what is no UTF-8.
+        texts = _gather_long((problem or "").encode("utf-8", "backslashreplace"), all_gather)
         raise ValueError(
             "; ".join(f"rank {rank}: {text.decode()}" for rank, text in enumerate(texts) if text)
         )

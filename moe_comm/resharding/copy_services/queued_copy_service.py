@@ -145,6 +145,8 @@ class QueuedCopyService(CopyService):
                     f"got one on {tensor.device}"
                 )
             )
+        if not _has_memory(tensor):
+            self._refuse(_no_memory(tensor))
         if task_id is not None:
             if isinstance(task_id, bool) or not hasattr(task_id, "__index__"):
                 self._refuse(TypeError(f"task_id must be an int or None, got {task_id!r}"))
@@ -176,6 +178,11 @@ class QueuedCopyService(CopyService):
             ):
                 if found is not None:
                     problems.append(f"{what}: {found}")
+        problems.extend(
+            f"task {op.task_id}: {_no_memory(op.tensor)}"
+            for op in (*self._sends, *self._recvs)
+            if not _has_memory(op.tensor)
+        )
         problems.extend(_overlaps(self._recvs))
         batch = Batch(sends, recvs, self._streams, problems[0] if problems else None)
         self._sends, self._recvs, self._streams, self._problem = [], [], set(), None
@@ -195,6 +202,21 @@ def _sort(ops: list[SendOp] | list[RecvOp]) -> str | None:
         if first_id == second_id:
             return f"task_id {first_id} comes twice"
     return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie anywhere: storages can be freed, and some are fake."""
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        return False
+
+
+def _no_memory(tensor: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"the elements of the tensor of shape {tuple(tensor.shape)} have no memory: its storage "
+        "was freed, or is fake"
+    )
 
 
 def _has_element_twice(tensor: torch.Tensor) -> bool:
