@@ -33,7 +33,36 @@ struct Introduction {
   Offer workspace;
   int64_t slot_bytes;
   int64_t num_slots;
+  uint64_t needed_bytes;  ///< that its heap cannot hold; what is wrong follows. 0 where it can
+  uint64_t available_bytes;
 };
+
+/// Throws that heaps are too small, as every rank does, where @p payloads say so.
+void raise_shortage(const std::vector<std::string>& payloads) {
+  std::string message;
+  CapacityError shortage("", 0, 0);
+  for (size_t rank_idx = 0; rank_idx < payloads.size(); ++rank_idx) {
+    Introduction found{};
+    if (payloads[rank_idx].empty())
+      continue;  // excluded
+    std::memcpy(&found, payloads[rank_idx].data(), sizeof(found));
+    if (found.needed_bytes == 0)
+      continue;
+    message += concat(message.empty() ? "" : "; ",
+                      "rank ",
+                      rank_idx,
+                      ": ",
+                      payloads[rank_idx].substr(sizeof(found)));
+    shortage.ranks.push_back(static_cast<int>(rank_idx));
+    shortage.needed_bytes = found.needed_bytes;
+    shortage.available_bytes = found.available_bytes;
+  }
+  if (message.empty())
+    return;
+  CapacityError error(message, shortage.needed_bytes, shortage.available_bytes);
+  error.ranks = shortage.ranks;
+  throw error;
+}
 
 class RunGuard {
  public:
@@ -64,6 +93,8 @@ std::shared_ptr<BatchedCopy> BatchedCopy::create(std::shared_ptr<Group> group,
     engine->connect(interrupt_check);
   } catch (const InvalidArgument&) {
     throw;  // on every rank alike: nobody has an end that could write here
+  } catch (const CapacityError&) {
+    throw;  // likewise
   } catch (...) {
     if (engine->own_window_)
       engine->own_window_->quarantine();
@@ -94,12 +125,21 @@ BatchedCopy::~BatchedCopy() {
 void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
   group_->check_usable(layout::Operation::kNone);
   const int64_t bytes = layout::CopyWorkspace::bytes(num_ranks());
-  own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
-  std::memset(own_window_->data(), 0, static_cast<size_t>(bytes));
+  Introduction own{{}, config_.slot_bytes, config_.num_slots, 0, 0};
+  std::string problem;
+  try {
+    own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
+    std::memset(own_window_->data(), 0, static_cast<size_t>(bytes));
+    own.workspace = own_window_->offer();
+  } catch (const CapacityError& error) {
+    own.needed_bytes = std::max<uint64_t>(1, error.needed_bytes);
+    own.available_bytes = error.available_bytes;
+    problem = error.what();
+  }
   buffer_number_ = group_->next_gather_sequence();
-  const Introduction own{own_window_->offer(), config_.slot_bytes, config_.num_slots};
   const auto payloads = group_->all_gather(
-      std::string(reinterpret_cast<const char*>(&own), sizeof(own)), interrupt_check);
+      std::string(reinterpret_cast<const char*>(&own), sizeof(own)) + problem, interrupt_check);
+  raise_shortage(payloads);
   std::vector<Introduction> introductions(payloads.size());
   int first_rank = -1;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {

@@ -146,6 +146,7 @@ class BatchedCopy:
 
     Raises:
         ValueError: The backend has no heap, or an argument breaks a rule above; on every rank.
+        CapacityError: The heap of some rank is full; on every rank.
         PeerFailedError: A peer died or left.
         PeerTimeoutError: A peer did not arrive.
 

@@ -471,6 +471,24 @@ def test_slots_that_do_not_fit() -> None:
     on_ranks(2, body, max_heap_bytes=4 << 20)
 
 
+def test_a_heap_that_is_full() -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        held: list[torch.Tensor] = []
+        if comm.rank_idx == 1:
+            for num_bytes in (1 << 20, 1 << 12, 64):
+                with pytest.raises(moe_comm.CapacityError):
+                    while True:
+                        held.append(comm.empty(num_bytes, dtype=torch.uint8))
+        with pytest.raises(moe_comm.CapacityError, match=r"^rank 1: the heap of rank 1") as caught:
+            BatchedCopy(comm)
+        assert caught.value.ranks == (1,)
+        held.clear()
+        engine = BatchedCopy(comm)
+        engine.run(engine.prepare([], []))
+
+    on_ranks(3, body, max_heap_bytes=4 << 20)
+
+
 def test_arguments() -> None:
     def body(comm: moe_comm.Communicator) -> None:
         for slot_bytes in (0, -64, 63):

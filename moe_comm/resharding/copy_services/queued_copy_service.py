@@ -178,9 +178,10 @@ class QueuedCopyService(CopyService):
             ):
                 if found is not None:
                     problems.append(f"{what}: {found}")
+        ops: list[SendOp | RecvOp] = [*self._sends, *self._recvs]
         problems.extend(
             f"task {op.task_id}: {_no_memory(op.tensor)}"
-            for op in (*self._sends, *self._recvs)
+            for op in ops
             if not _has_memory(op.tensor)
         )
         problems.extend(_overlaps(self._recvs))
