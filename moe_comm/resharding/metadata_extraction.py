@@ -274,7 +274,8 @@ def extract_module_metadata(
 ) -> list[ParameterMetadata]:
     """What one rank holds of a model: every parameter and persistent buffer.
 
-    Local. `module.pg_collection` is needed unless every parameter and buffer is a DTensor.
+    Local. `module.pg_collection` is needed unless a parameter or buffer is a DTensor: then the
+    others are taken as replicated, every rank that holds one holds the whole.
 
     Args:
         module: This rank's part.
@@ -286,13 +287,16 @@ def extract_module_metadata(
         rank_list_cache: Makes equal lists of several calls one object.
 
     Raises:
-        ValueError: The module has no `pg_collection` and needs one; a rank is not in `group`; or a
-            DTensor has a placement that cannot be moved.
+        ValueError: The module has no `pg_collection` and needs one; a rank is not in `group`; a
+            DTensor has a placement that cannot be moved; or a plain tensor beside DTensors says that
+            it is divided, but nothing says over which ranks.
     """
     layers = _build_layer_module_prefix_map(module)
     hints = _module_hints(module)
     known: dict[Any, Any] = {} if rank_list_cache is None else rank_list_cache
     groups = getattr(module, "pg_collection", None)
+    tensors = list(named_refit_tensors(module))
+    is_beside_dtensors = any(isinstance(tensor, DTensor) for _, tensor in tensors)
     return [
         _extract(
             tensor,
@@ -303,8 +307,9 @@ def extract_module_metadata(
             layers,
             _PlanRanks(group, rank_offset, known),
             hints.get(name, _Hints()),
+            is_beside_dtensors=is_beside_dtensors,
         )
-        for name, tensor in named_refit_tensors(module)
+        for name, tensor in tensors
     ]
 
 
@@ -362,6 +367,8 @@ def _extract(
     layer_module_prefix_map: Mapping[str, str] | None,
     ranks: _PlanRanks,
     hints: _Hints,
+    *,
+    is_beside_dtensors: bool = False,
 ) -> ParameterMetadata:
     local = local_tensor(param)
     meta = ParameterMetadata(
@@ -375,11 +382,20 @@ def _extract(
     )
     if isinstance(param, DTensor):
         meta.mesh = _mesh_layout(param, name, ranks)
-    elif pg_collection is None:
+    elif pg_collection is None and not is_beside_dtensors:
         raise ValueError(
             f"Module must have pg_collection: {name} is no DTensor, and nothing else says which "
             "ranks hold it"
         )
+    elif pg_collection is None:
+        # Wrappers that shard parameters leave buffers, and parameters that they ignore, whole.
+        _read_attributes(meta, param, _Hints())
+        if meta.is_tp or meta.is_ep:
+            attribute = "tensor_model_parallel=True" if meta.is_tp else "allreduce=False"
+            raise ValueError(
+                f"Module must have pg_collection: {name} states {attribute}, and nothing says over "
+                "which ranks it is divided"
+            )
     else:
         _read_attributes(meta, param, hints)
         _read_groups(meta, pg_collection, ranks, hints)

@@ -44,10 +44,15 @@ def _unwrapped(model: Model, side: str) -> tuple[torch.nn.Module | None, torch.n
         if getattr(core, "pg_collection", None) and not getattr(inner, "pg_collection", None):
             break
         core = inner
-    if getattr(core, "pg_collection", None) is None and any(
-        not hasattr(tensor, "device_mesh") for tensor in get_refit_tensor_dict(core).values()
-    ):
-        raise RuntimeError(f"{side.capitalize()} model missing pg_collection required for reshard")
+    if getattr(core, "pg_collection", None) is None:
+        tensors = get_refit_tensor_dict(core)
+        if tensors and not any(hasattr(tensor, "device_mesh") for tensor in tensors.values()):
+            raise RuntimeError(
+                f"{side.capitalize()} model missing pg_collection required for reshard: "
+                f"{next(iter(tensors))} is no DTensor, and nothing else says which ranks hold it. "
+                "Where each of n ranks holds the whole model, set model.pg_collection = "
+                'Parallelism.parse("single", n).groups(rank)'
+            )
     return model, core
 
 
@@ -71,7 +76,7 @@ def unwrap_models(src_model: Model, target_model: Model) -> Models:
     Raises:
         TypeError: A model is no module.
         ValueError: It is a list of several.
-        RuntimeError: It has no `pg_collection` and is not of DTensors.
+        RuntimeError: It has no `pg_collection` and no DTensor.
     """
     outer_source, source = _unwrapped(src_model, "source")
     outer_target, target = _unwrapped(target_model, "target")

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from moe_comm import CommunicationError
 from moe_comm.resharding import refit, stale
@@ -86,6 +89,32 @@ def _disjoint_processes(context: RankContext) -> list[str]:
 
 def test_over_disjoint_processes_to_another_dtype() -> None:
     assert run_ranks(_disjoint_processes, 4) == [[], [], [], []]
+
+
+def _fully_sharded(context: RankContext) -> None:
+    """Buffers and ignored parameters stay plain when a module is sharded."""
+    made = [torch.nn.BatchNorm1d(7) for _ in range(2)]
+    for number, net in enumerate(made):
+        net.extra = torch.nn.Parameter(torch.full((3,), number + 1.0))
+        with torch.no_grad():
+            net.weight += torch.arange(7) * number
+            net.running_mean += number
+    target, source = made
+    mesh = init_device_mesh("cpu", (context.num_ranks,))
+    fully_shard(source, mesh=mesh, ignored_params={source.extra})
+    assert isinstance(source.weight, DTensor)
+    assert not isinstance(source.extra, DTensor)
+    target.pg_collection = Parallelism(context.num_ranks).groups(context.rank_idx)
+    refit.swap_model_weights(source, target, "gloo", verify="checksum")
+    assert torch.equal(target.weight, torch.arange(1.0, 8.0))
+    assert target.extra.eq(2).all()
+    assert target.running_mean.eq(1).all()
+    refit.swap_model_weights(target, source, "gloo", verify="checksum")
+    refit.clear_all_caches()
+
+
+def test_sharded_modules_with_plain_tensors() -> None:
+    run_ranks(_fully_sharded, 3)
 
 
 def _groups(context: RankContext) -> list[str]:

@@ -18,6 +18,7 @@ from moe_comm.resharding import plan_check
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.planner import build_plan_from_rosters, index_metadata_rosters
+from moe_comm.resharding.refit_models import unwrap_models
 from moe_comm.resharding.utils import extract_module_metadata, local_tensor
 from tests.helpers.cut_tensors import numbered, run_plans
 
@@ -137,3 +138,55 @@ def test_a_pending_sum_cannot_be_received() -> None:
         plan_check.PlanError, match="weight: rank 0 would receive a DTensor with Par"
     ):
         check(PLACED[0], Placed((4,), (Partial(),)))
+
+
+def beside_a_dtensor(rank: int, **attributes: object) -> torch.nn.Module:
+    """A module of a DTensor, a plain parameter and a plain buffer, without groups."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(distributed(PLACED[0], rank), requires_grad=False)
+    module.ignored = torch.nn.Parameter(numbered((5,)).float())
+    module.register_buffer("count", torch.arange(3))
+    for name, value in attributes.items():
+        setattr(module.ignored, name, value)
+    return module
+
+
+def test_plain_tensors_beside_dtensors_are_replicated() -> None:
+    """As wrappers that shard parameters leave buffers and the parameters that they ignore."""
+    pairs = []
+    for rank in range(4):
+        with fake_world(rank, 4):
+            module = beside_a_dtensor(rank)
+            assert unwrap_models(module, None).source is module
+            sources = extract_module_metadata(module, rank)
+            tp2 = torch.nn.Module()
+            tp2.ignored = torch.nn.Parameter(torch.zeros(3 - rank % 2))
+            tp2.ignored.tensor_model_parallel = True
+            tp2.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+            tp2.pg_collection = Parallelism(4, tp=2).groups(rank)  # type: ignore[assignment]
+            pairs.append((sources, extract_module_metadata(tp2, rank)))
+    rosters = index_metadata_rosters(pairs)
+    plans = {rank: build_plan_from_rosters(*rosters, rank) for rank in range(4)}
+    plan_check.verify_plans(plans)
+    for rank, plan in plans.items():
+        # Each rank holds the whole, and copies its part from itself.
+        assert {op.peer_rank for op in plan.recv_ops} == {rank}
+        slices = {op.param_name: op.peer_slice for op in plan.recv_ops}
+        assert slices == {
+            "ignored": (slice(3, 5) if rank % 2 else slice(0, 3),),
+            "count": (slice(0, 3),),
+        }
+
+
+@pytest.mark.parametrize(
+    ("attributes", "text"),
+    [
+        ({"tensor_model_parallel": True}, "tensor_model_parallel=True"),
+        ({"allreduce": False}, "allr"),
+    ],
+)
+def test_plain_tensors_beside_dtensors_cannot_be_divided(
+    attributes: dict[str, object], text: str
+) -> None:
+    with fake_world(0, 4), pytest.raises(ValueError, match=f"ignored states {text}.*nothing says"):
+        extract_module_metadata(beside_a_dtensor(0, **attributes), 0)
