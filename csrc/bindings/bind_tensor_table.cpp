@@ -56,6 +56,10 @@ const ExchangeApi* find_api(py::handle capsule) {
   return api;
 }
 
+const char* type_name(PyObject* object) {
+  return Py_TYPE(object)->tp_name;
+}
+
 /// Places, shapes, strides and dtypes of a list of tensors as they were when this was made.
 class TensorTable {
  public:
@@ -140,31 +144,55 @@ class TensorTable {
   std::vector<int64_t> strides_;
 };
 
-/// Whether @p dicts hold, in this order, exactly @p keys and the very objects @p values.
-bool hold_same(const py::list& dicts, const py::list& keys, const py::list& values) {
+/// Whether modules hold, in this order, exactly @p keys and the very objects @p values as
+/// parameters, buffers and submodules.
+///
+/// @param modules  `__dict__` of every module.
+bool hold_same(const py::list& modules, const py::list& keys, const py::list& values) {
+  static PyObject* const kinds[] = {PyUnicode_InternFromString("_parameters"),
+                                    PyUnicode_InternFromString("_buffers"),
+                                    PyUnicode_InternFromString("_modules")};
   Py_ssize_t count = 0;
   const auto total = static_cast<Py_ssize_t>(keys.size());
-  for (const py::handle dict : dicts) {
-    MOE_CHECK(
-        PyDict_Check(dict.ptr()), "hold_same takes dicts, got ", Py_TYPE(dict.ptr())->tp_name);
-    if (count + PyDict_GET_SIZE(dict.ptr()) > total)
-      return false;
-    PyObject* key = nullptr;
-    PyObject* value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &key, &value); ++count) {
-      if (value != PyList_GET_ITEM(values.ptr(), count))
-        return false;
-      PyObject* const known = PyList_GET_ITEM(keys.ptr(), count);
-      if (key == known)
-        continue;
-      const int is_equal = PyObject_RichCompareBool(key, known, Py_EQ);
-      if (is_equal < 0)
+  MOE_CHECK_EQ(static_cast<Py_ssize_t>(values.size()), total, "number of values and of keys");
+  for (const py::handle module : modules) {
+    MOE_CHECK(PyDict_Check(module.ptr()), "hold_same takes dicts, got ", type_name(module.ptr()));
+    for (PyObject* const kind : kinds) {
+      PyObject* const dict = PyDict_GetItemWithError(module.ptr(), kind);
+      if (dict == nullptr && PyErr_Occurred())
         throw py::error_already_set();
-      if (is_equal == 0)
+      if (dict == nullptr || !PyDict_Check(dict) || count + PyDict_GET_SIZE(dict) > total)
         return false;
+      PyObject* key = nullptr;
+      PyObject* value = nullptr;
+      for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); ++count) {
+        if (value != PyList_GET_ITEM(values.ptr(), count))
+          return false;
+        PyObject* const known = PyList_GET_ITEM(keys.ptr(), count);
+        if (key == known)
+          continue;
+        const int is_equal = PyObject_RichCompareBool(key, known, Py_EQ);
+        if (is_equal < 0)
+          throw py::error_already_set();
+        if (is_equal == 0)
+          return false;
+      }
     }
   }
   return count == total;
+}
+
+/// Whether one of @p dicts has @p key.
+bool any_has(const py::list& dicts, py::handle key) {
+  for (const py::handle dict : dicts) {
+    MOE_CHECK(PyDict_Check(dict.ptr()), "any_has takes dicts, got ", type_name(dict.ptr()));
+    const int found = PyDict_Contains(dict.ptr(), key.ptr());
+    if (found < 0)
+      throw py::error_already_set();
+    if (found > 0)
+      return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -173,7 +201,8 @@ void bind_tensor_table(py::module_& module) {
   py::class_<TensorTable>(module, "TensorTable")
       .def(py::init<py::handle, const py::list&>(), py::arg("api"), py::arg("tensors"))
       .def("matches", &TensorTable::matches, py::arg("tensors"));
-  module.def("hold_same", &hold_same, py::arg("dicts"), py::arg("keys"), py::arg("values"));
+  module.def("hold_same", &hold_same, py::arg("modules"), py::arg("keys"), py::arg("values"));
+  module.def("any_has", &any_has, py::arg("dicts"), py::arg("key"));
 }
 
 }  // namespace moe::bindings

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
-from moe_comm.resharding.module_tensors import ModuleState, module_state
+from moe_comm.resharding.module_tensors import ModuleState, module_state, modules_with
 from moe_comm.resharding.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.plan import ReshardPlan, Slices, TensorSpec, TransferOp
 from moe_comm.resharding.repeated_refits import RepeatedRefits
@@ -81,11 +81,9 @@ def _refresh_module_caches(dst_module: torch.nn.Module | None) -> None:
     """Call `refresh_cache()` of every module that has one: it derives things from its parameters."""
     if dst_module is None:
         return
-    for module in dst_module.modules():
-        # Asking the module itself for what it lacks takes much longer.
-        if hasattr(type(module), "refresh_cache") or "refresh_cache" in vars(module):
-            refresh: Any = module.refresh_cache
-            refresh()
+    for module in modules_with(dst_module, "refresh_cache", look_again=False):
+        refresh: Any = module.refresh_cache
+        refresh()
 
 
 def _synchronize() -> None:
@@ -410,7 +408,7 @@ def execute(
             repeats.forget(plan, modules)
         raise
     if dst_module is not None and plan.recv_ops and not refit.skipped:
-        stale.clear_stale(dst_module)
+        stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
 
 

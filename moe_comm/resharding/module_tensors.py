@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from moe_comm.resharding.tensor_table import TensorTable, hold_same
+from moe_comm.resharding.tensor_table import TensorTable, any_has, hold_same
 
 __all__ = [
     "ModuleState",
@@ -18,6 +18,7 @@ __all__ = [
     "invalidate_refit_tensor_cache",
     "local_tensor",
     "module_state",
+    "modules_with",
     "named_persistent_buffers",
     "named_refit_tensors",
 ]
@@ -80,18 +81,16 @@ class _TensorCache:
     def __init__(self, module: torch.nn.Module) -> None:
         self.tensors = dict(named_refit_tensors(module))
         self.state: ModuleState | None = None
-        self._descendants = [child for path, child in module.named_modules() if path]
-        dicts = self._dicts(module)
+        self.descendants = [child for path, child in module.named_modules() if path]
+        self.dicts: list[dict[str, Any]] = [each.__dict__ for each in self.descendants]
+        self.types = {type(each) for each in module.modules()}
+        dicts = list(chain.from_iterable(map(_CONTENTS, module.modules())))
         self._keys = list(chain.from_iterable(dicts))
         self._held = list(chain.from_iterable(map(dict.values, dicts)))
 
     def is_valid(self, module: torch.nn.Module) -> bool:
         """Whether no parameter, buffer or submodule was added, removed or replaced since."""
-        return hold_same(self._dicts(module), self._keys, self._held)
-
-    def _dicts(self, module: torch.nn.Module) -> list[dict[str, Any]]:
-        """Parameters, buffers and submodules of every module."""
-        return list(chain.from_iterable(map(_CONTENTS, chain((module,), self._descendants))))
+        return hold_same([module.__dict__, *self.dicts], self._keys, self._held)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or loaded module lists its own tensors when it is first asked.
@@ -115,6 +114,26 @@ def module_state(module: torch.nn.Module | None) -> ModuleState:
     if cache.state is None or not cache.state.is_current(cache.tensors):
         cache.state = ModuleState(cache.tensors)
     return cache.state
+
+
+def modules_with(
+    module: torch.nn.Module, name: str, *, look_again: bool = True
+) -> list[torch.nn.Module]:
+    """`module` and those in it that have an attribute of their own, or of their class.
+
+    Args:
+        module: The outermost.
+        name: Of the attribute.
+        look_again: See submodules that were replaced since `module` was last looked at.
+    """
+    known = module.__dict__.get(_CACHE_ATTRIBUTE)
+    cache = known if isinstance(known, _TensorCache) and not look_again else _cache_of(module)
+    types = {each for each in cache.types if hasattr(each, name)}
+    if not types and name not in vars(module) and not any_has(cache.dicts, name):
+        return []
+    return [
+        each for each in (module, *cache.descendants) if type(each) in types or name in vars(each)
+    ]
 
 
 def _cache_of(module: torch.nn.Module) -> _TensorCache:

@@ -217,7 +217,8 @@ class _Pass:
         if self.options.call == "prepare" and _needs_mxfp8_conversion(target_model):
             mxfp8_backend_of(config_of(target_model))
         source = self.models.source
-        if source is not None and (reason := stale.stale_reason(source)) is not None:
+        self.states = self._look()
+        if source is not None and (reason := stale.stale_reason(source, look_again=False)):
             raise ValueError(f"the source model is stale and must not be read: {reason}")
 
     def agree(self) -> Agreement:
@@ -244,8 +245,7 @@ class _Pass:
         found = _plan_cache.get(self.key)
         if not found:
             return []
-        self.states = self._look()
-        source, target = self._contents(self.states)
+        source, target = self._contents(self.states or self._look())
         return [
             cached.plan_id
             for cached in found

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm import _host
 
-__all__ = ["TensorTable", "hold_same"]
+__all__ = ["TensorTable", "any_has", "hold_same"]
 
+any_has = _host.any_has
 hold_same = _host.hold_same
 
 _DTYPE = operator.attrgetter("dtype")

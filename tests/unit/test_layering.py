@@ -119,6 +119,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.resharding.heap_parameters",
         "moe_comm.resharding.metadata_extraction",
         "moe_comm.resharding.module_tensors",
+        "moe_comm.resharding.stale",
         "moe_comm.resharding.utils",
     },
     {
@@ -132,7 +133,6 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.resharding.parallelism",
         "moe_comm.resharding.plan",
         "moe_comm.resharding.refit_group",
-        "moe_comm.resharding.stale",
         "moe_comm.resharding.scaled_buffers",
         "moe_comm.resharding.tensor_table",
         "moe_comm.resharding.transform_protocol",

@@ -31,3 +31,13 @@ def test_a_copy_of_a_stale_model_is_stale() -> None:
     assert stale_reason(copy.deepcopy(model)) == "torn"
     assert stale_reason(pickle.loads(pickle.dumps(model))) == "torn"
     assert model.state_dict().keys() == {"weight", "bias"}
+
+
+def test_a_replaced_submodule_is_looked_at() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    assert not is_stale(model)
+    model[0] = nn.Linear(1, 1)
+    mark_stale(model[0], "torn")
+    assert stale_reason(model) == "torn"
+    clear_stale(model)
+    assert not is_stale(model[0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from moe_comm.resharding import tensor_table
-from moe_comm.resharding.tensor_table import TensorTable, hold_same
+from moe_comm.resharding.tensor_table import TensorTable, any_has, hold_same
 
 Tensors = list[torch.Tensor]
 
@@ -99,17 +100,34 @@ def test_what_dlpack_cannot_describe_is_described_in_python() -> None:
     assert not TensorTable([torch.zeros(3), torch.zeros(4)]).matches(tensors)
 
 
+def held(parameters: dict[str, Any], buffers: dict[str, Any], modules: dict[str, Any]) -> Any:
+    return {"_parameters": parameters, "_buffers": buffers, "_modules": modules, "training": True}
+
+
 def test_the_very_objects_count() -> None:
     one, other = torch.zeros(2), torch.zeros(2)
-    dicts = [{"a": one, "b": None}, {}, {"c": other}]
+    first = held({"a": one, "b": None}, {}, {"c": other})
+    modules = [first, held({}, {}, {})]
     keys, values = ["a", "b", "c"], [one, None, other]
-    assert hold_same(dicts, keys, values)
-    assert not hold_same([*dicts, {"d": one}], keys, values)
-    assert not hold_same(dicts[:2], keys, values)
-    assert not hold_same([{"a": other, "b": None}, {}, {"c": other}], keys, values)
-    assert not hold_same([{"a": one, "e": None}, {}, {"c": other}], keys, values)
+    assert hold_same(modules, keys, values)
+    assert not hold_same([*modules, held({"d": one}, {}, {})], keys, values)
+    assert not hold_same([held({"a": one, "b": None}, {}, {})], keys, values)
+    assert not hold_same([held({"a": other, "b": None}, {}, {"c": other})], keys, values)
+    assert not hold_same([held({"a": one, "e": None}, {}, {"c": other})], keys, values)
+    assert not hold_same([{}], [], [])
+    key = str(b"a key", "ascii")
     equal_key = str(b"a key", "ascii")
-    assert equal_key is not (key := str(b"a key", "ascii"))
-    assert hold_same([{equal_key: one}], [key], [one])
+    assert key is not equal_key
+    assert hold_same([held({key: one}, {}, {})], [equal_key], [one])
     with pytest.raises(ValueError, match="takes dicts, got list"):
         hold_same([[]], keys, values)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="number of values and of keys"):
+        hold_same(modules, keys, values[:1])
+
+
+def test_any_has() -> None:
+    assert any_has([{}, {"a": None}], "a")
+    assert not any_has([{}, {"a": None}], "b")
+    assert not any_has([], "a")
+    with pytest.raises(ValueError, match="takes dicts, got int"):
+        any_has([1], "a")  # type: ignore[list-item]
