@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from moe_comm.resharding import intervals
+from moe_comm.resharding.disagreement import Part, describe_disagreement
 from moe_comm.resharding.intervals import Interval, Intervals
 from moe_comm.resharding.metadata import MeshLayout, ParameterMetadata
+from moe_comm.resharding.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan_check import PlanError
 
 __all__ = ["Holder", "Layout", "mesh_intervals", "resolve_layouts"]
@@ -133,7 +135,9 @@ def _place(name: str, rank: int, ranks: Sequence[int] | None, group: str) -> int
     if not ranks:
         return 0
     if rank not in ranks:
-        raise PlanError(f"{name}: rank {rank} is not in its own {group} parallel group {ranks}")
+        raise PlanError(
+            f"{name}: rank {rank} is not in its own {group} parallel group {ranks}; {OFFSET_HINT}"
+        )
     return ranks.index(rank)
 
 
@@ -162,7 +166,7 @@ def _stated_components(name: str, rank: int, meta: ParameterMetadata) -> tuple[i
     return None
 
 
-def _frames(name: str, holders: Sequence[Holder]) -> list[_Frame | None]:
+def _frames(name: str, side: str, holders: Sequence[Holder]) -> list[_Frame | None]:
     """A frame per holder; None for DTensors."""
     by_rank = {holder.rank: holder.meta for holder in holders}
     frames: dict[_Frame, _Frame] = {}
@@ -183,10 +187,13 @@ def _frames(name: str, holders: Sequence[Holder]) -> list[_Frame | None]:
         ep_ranks = meta.expert_parallel_group_ranks if is_fused else None
         tp_views = tuple(_view(member) for member in tp_metas)
         ep_views = tuple(_view(by_rank.get(member, meta)) for member in ep_ranks or (rank,))
-        for other in (*tp_views, *ep_views):
+        for member, other in zip(
+            (*(tp_ranks or (rank,)), *(ep_ranks or (rank,))), (*tp_views, *ep_views), strict=True
+        ):
             if len(other) != len(view):
                 raise PlanError(
-                    f"{name}: rank {rank} holds shape {view}, a rank of the same group {other}"
+                    f"{name}: {side} rank {rank} holds shape {view}, rank {member} of the same "
+                    f"group {other}"
                 )
         frame = _Frame(
             view=view,
@@ -467,14 +474,14 @@ def resolve_layouts(
     _check_pending_sums(name, sources)
     holders = [*sources, *destinations]
     # The groups of a side are those of its own model, so members are looked up on that side.
-    frames = [*_frames(name, sources), *_frames(name, destinations)]
+    frames = [*_frames(name, "source", sources), *_frames(name, "target", destinations)]
     mesh_layouts = [
         None if holder.meta.mesh is None else _mesh_layout(name, holder, holder.meta.mesh)
         for holder in holders
     ]
     distinct_frames = list(dict.fromkeys(frame for frame in frames if frame is not None))
     distinct_meshes = [layout for layout in mesh_layouts if layout is not None]
-    chosen = _choose(name, holders, frames, distinct_frames, distinct_meshes)
+    chosen = _choose(name, holders, frames, distinct_frames, distinct_meshes, len(sources))
     layouts = [
         layout if frame is None else chosen[frame]
         for frame, layout in zip(frames, mesh_layouts, strict=True)
@@ -508,6 +515,7 @@ def _choose(
     frames: Sequence[_Frame | None],
     distinct_frames: Sequence[_Frame],
     meshes: Sequence[Layout],
+    num_sources: int,
 ) -> Mapping[_Frame, Layout]:
     """Layouts under the only choice of open dimensions for which all global shapes agree."""
     packed = _packed_sizes(holders, frames)
@@ -538,7 +546,7 @@ def _choose(
             return agreed[0]
         if not any(frame.is_expert and frame.is_tp for frame in distinct_frames):
             break
-    raise PlanError(_disagreement(name, holders, frames, stated))
+    raise PlanError(_disagreement(name, holders, frames, stated, num_sources))
 
 
 def _are_equivalent(
@@ -557,6 +565,7 @@ def _disagreement(
     holders: Sequence[Holder],
     frames: Sequence[_Frame | None],
     layouts: Mapping[_Frame, Layout] | None,
+    num_sources: int,
 ) -> str:
     """Names two ranks whose shapes contradict each other."""
     if layouts is None:
@@ -570,29 +579,17 @@ def _disagreement(
                 )
         shapes = sorted({holder.meta.shape for holder in holders})
         return f"{name}: shapes {shapes} fit no way in which experts could lie in them"
-    wholes = [
-        cast("MeshLayout", holder.meta.mesh).global_shape
-        if frame is None
-        else layouts[frame].global_shape
-        for holder, frame in zip(holders, frames, strict=True)
+    parts = [
+        Part(
+            "source" if number < num_sources else "target",
+            holder.rank,
+            holder.meta,
+            cast("MeshLayout", holder.meta.mesh).global_shape
+            if frame is None
+            else layouts[frame].global_shape,
+        )
+        for number, (holder, frame) in enumerate(zip(holders, frames, strict=True))
     ]
-    pairs = itertools.combinations(zip(holders, wholes, strict=True), 2)
-    return next(
-        f"{name}: shapes do not add up: rank {one.rank} holds {one.meta.shape} "
-        f"({_describe(one.meta)}) of {one_whole}, rank {other.rank} holds {other.meta.shape} "
-        f"({_describe(other.meta)}) of {other_whole}"
-        for (one, one_whole), (other, other_whole) in pairs
-        if _common_shape([one_whole, other_whole]) is None
+    return describe_disagreement(
+        name, parts, lambda one, other: _common_shape([one, other]) is not None
     )
-
-
-def _describe(meta: ParameterMetadata) -> str:
-    if meta.mesh is not None:
-        return f"a DTensor over mesh {meta.mesh.mesh_shape}"
-    parts = []
-    num_tp_ranks = len(meta.tensor_parallel_group_ranks or ())
-    if meta.is_tp and num_tp_ranks > 1:
-        parts.append(f"sharded {num_tp_ranks} ways along dimension {meta.partition_dim}")
-    if meta.is_ep and meta.global_expert_index is None:
-        parts.append(f"experts over {len(meta.expert_parallel_group_ranks or ())} ranks")
-    return ", ".join(parts) or "not sharded"

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
 from moe_comm.resharding.module_tensors import local_tensor, named_refit_tensors
-from moe_comm.resharding.parallelism import RankGroup, group_ranks
+from moe_comm.resharding.parallelism import OFFSET_HINT, RankGroup, group_ranks
 
 __all__ = [
     "assign_ep_resolved_name_inplace",
@@ -116,7 +116,9 @@ def _get_rank_in_group(global_rank: int, group_ranks: list[int]) -> int:
         ValueError: It is not a member.
     """
     if global_rank not in group_ranks:
-        raise ValueError(f"Rank {global_rank} not found in process group {group_ranks}")
+        raise ValueError(
+            f"Rank {global_rank} not found in process group {group_ranks}; {OFFSET_HINT}"
+        )
     return group_ranks.index(global_rank)
 
 

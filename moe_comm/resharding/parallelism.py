@@ -12,7 +12,20 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Parallelism", "ProcessGroups", "RankGroup", "RanksOfGroup", "group_ranks"]
+__all__ = [
+    "OFFSET_HINT",
+    "Parallelism",
+    "ProcessGroups",
+    "RankGroup",
+    "RanksOfGroup",
+    "group_ranks",
+]
+
+OFFSET_HINT = (
+    "the groups of a model whose ranks do not begin at 0 need Parallelism.groups(rank - first, "
+    "rank_offset=first), or src_rank_offset or dst_rank_offset of the refit, not both"
+)
+"""For messages about ranks that are not those of a model's groups."""
 
 
 class RanksOfGroup(Protocol):
@@ -150,7 +163,7 @@ class Parallelism:
             ValueError: `rank` is not in range.
         """
         if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
+            raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}; {OFFSET_HINT}")
         per_stage = self.num_ranks // self.pp
         stage, local = divmod(rank, per_stage)
 

@@ -20,6 +20,7 @@ from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.assignment import Assignment
 from moe_comm.resharding.intervals import Box
 from moe_comm.resharding.metadata import ParameterMetadata
+from moe_comm.resharding.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan import (
     PartialReduction,
     ReshardPlan,
@@ -339,10 +340,13 @@ def _check_ranks(metas: Sequence[ParameterMetadata], num_ranks: int) -> None:
                 continue
             outside = [rank for rank in ranks if not 0 <= rank < num_ranks]
             if outside or len(set(ranks)) < len(ranks):
-                raise PlanError(
+                text = (
                     f"{meta.name}: {what} {list(ranks)} must be different ranks of a group of "
                     f"{num_ranks}"
                 )
+                if outside:
+                    text += f"; {outside[0]} is not in [0, {num_ranks}): {OFFSET_HINT}"
+                raise PlanError(text)
             checked.add(tuple(ranks))
 
 
@@ -506,7 +510,7 @@ def _raise_problems(texts: Sequence[str | None], own: Exception | None) -> None:
         if text is not None:
             ranks_of.setdefault(text, []).append(rank)
     if ranks_of:
-        lines = [f"{text} (on {_ranks_text(ranks)})" for text, ranks in ranks_of.items()]
+        lines = [f"{text} (seen by {_ranks_text(ranks)})" for text, ranks in ranks_of.items()]
         raise PlanError("\n".join(lines[:_MAX_PROBLEMS])) from own
 
 

@@ -278,7 +278,10 @@ def families_of_rosters(
         holder = next(
             number for number, (src, _) in enumerate(rosters) if name in src.resolved_names
         )
-        more = f", nor have {len(extra) - 1} others" if len(extra) > 1 else ""
+        num_others = len(extra) - 1
+        more = "" if not num_others else f", nor have {num_others} others"
+        if num_others == 1:
+            more = f", nor has '{max(extra)}'"
         raise PlanError(f"source parameter '{name}' on rank {holder} has no destination{more}")
     mine = set(rosters[rank][0].resolved_names) & all_destinations
     mine.update(name for name, source in tied.items() if source in rosters[rank][0].resolved_names)

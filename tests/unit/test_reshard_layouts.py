@@ -388,7 +388,7 @@ def test_fused_experts_that_state_the_default_dimension_only() -> None:
 
 def test_members_of_a_group_with_other_dimensions() -> None:
     holders = tp_holders([(4, 6), (4,)], dim=1)
-    with pytest.raises(PlanError, match=r"^w: rank 0 holds shape \(4, 6\), a rank .* \(4,\)"):
+    with pytest.raises(PlanError, match=r"^w: source rank 0 holds .*\(4, 6\), rank 1 .* \(4,\)"):
         resolve_layouts("w", holders, [])
 
 
@@ -435,3 +435,51 @@ def test_equal_numbers_of_elements_are_not_equal_shapes() -> None:
         resolve_layouts("w", [whole((4, 6))], [whole((6, 4), rank=3)])
     with pytest.raises(PlanError, match=r"do not add up.*\(8, 3\).*\(4, 6\)"):
         resolve_layouts("w", tp_holders([(4, 3), (4, 3)]), [whole((4, 6))])
+
+
+def _sharded(shapes: list[tuple[int, ...]], first_rank: int = 0) -> list[Holder]:
+    return [
+        Holder(
+            first_rank + holder.rank,
+            dataclasses.replace(
+                holder.meta, tensor_parallel_group_ranks=[first_rank, first_rank + 1]
+            ),
+        )
+        for holder in tp_holders(shapes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "message"),
+    [
+        # Both ends of one rank.
+        (
+            [whole((4, 3), 0), whole((4, 3), 1)],
+            [whole((5, 3), 0), whole((5, 3), 1)],
+            "source rank 0 holds (4, 3) (not sharded) of (4, 3); target rank 0 holds (5, 3)",
+        ),
+        # One replica is not like the others.
+        (
+            [whole((4, 3), 0), whole((4, 3), 1)],
+            [whole((4, 3), 0), whole((5, 3), 1)],
+            "target rank 0 holds (4, 3) (not sharded) of (4, 3); target rank 1 holds (5, 3)",
+        ),
+        (
+            [whole((5, 3), 0), whole((4, 3), 1)],
+            [whole((4, 3), 0)],
+            "source rank 1 holds (4, 3) (not sharded) of (4, 3); source rank 0 holds (5, 3)",
+        ),
+        # One of two shards is too small.
+        (
+            _sharded([(4, 3), (3, 3)]),
+            [whole((8, 3), 0)] * 3,
+            "of (7, 3), of its tensor parallel group rank 1 (3, 3); target rank 0 holds (8, 3)",
+        ),
+    ],
+)
+def test_the_ranks_that_disagree_are_named(
+    sources: list[Holder], destinations: list[Holder], message: str
+) -> None:
+    with pytest.raises(PlanError) as info:
+        resolve_layouts("w", sources, destinations)
+    assert message in str(info.value)

@@ -230,8 +230,9 @@ def test_a_problem_that_one_rank_finds_is_an_error_on_all() -> None:
 
     messages = errors_of_all(3, body)
     assert len(set(messages)) == 1
-    assert "a: shapes do not add up: rank 0 holds (4,)" in messages[0]
-    assert "(on ranks 0, 1)" in messages[0]
+    assert "a: shapes do not add up: source rank 0 holds (4,)" in messages[0]
+    assert "; target rank 1 holds (5,)" in messages[0]
+    assert "(seen by ranks 0, 1)" in messages[0]
 
 
 def test_strict_plans_refuse_extra_sources() -> None:
@@ -246,7 +247,23 @@ def test_strict_plans_refuse_extra_sources() -> None:
 
     messages = errors_of_all(2, body)
     assert messages[0] == messages[1]
+    assert " others (seen by" in messages[0]
     assert "source parameter 'decoder.final_layernorm.weight' on rank 0 has no" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [("a", "'a' on rank 0 has no destination (seen"), ("ab", "destination, nor has 'b' (seen")],
+)
+def test_few_extra_sources(names: str, text: str) -> None:
+    def body(group: Bootstrap, rank: int) -> None:
+        module = torch.nn.Module()
+        module.pg_collection = Parallelism(1).groups(rank)  # type: ignore[assignment]
+        for name in names:
+            module.register_parameter(name, torch.nn.Parameter(torch.zeros(3)))
+        build_local_reshard_plan(module, None, group=group, strict=True)
+
+    assert text in errors_of_all(1, body)[0]
 
 
 def test_groups_outside_of_the_plan() -> None:
@@ -257,8 +274,34 @@ def test_groups_outside_of_the_plan() -> None:
     messages = errors_of_all(2, body)
     assert messages[0] == messages[1]
     assert (
-        "tensor parallel group [0, 1, 2, 3] must be different ranks of a group of 2" in messages[0]
-    )
+        "tensor parallel group [0, 1, 2, 3] must be different ranks of a group of 2; 2 is not in "
+        "[0, 2): the groups of a model"
+    ) in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("has_experts", "text"),
+    [
+        (False, "rank 2 is not in its own tensor parallel group [0, 1]; the groups of a model"),
+        (True, "Rank 2 not found in process group [0]; the groups of a model"),
+    ],
+)
+def test_groups_of_another_rank(has_experts: bool, text: str) -> None:
+    """A model that begins at rank 2, whose groups were not told so."""
+
+    def body(group: Bootstrap, rank: int) -> None:
+        module = module_of("tp2", 2, rank % 2)
+        if not has_experts:
+            whole, module = module, torch.nn.Module()
+            module.pg_collection = whole.pg_collection
+            module.a = torch.nn.Parameter(torch.zeros(3))
+        ends = (module, None) if rank < 2 else (None, module)
+        build_local_reshard_plan(*ends, num_experts=4, group=group)
+
+    messages = errors_of_all(4, body)
+    assert len(set(messages)) == 1
+    assert text in messages[0]
+    assert "dst_rank_offset of the refit" in messages[0]
 
 
 def test_destinations_that_overlap_in_memory() -> None:
@@ -273,7 +316,7 @@ def test_destinations_that_overlap_in_memory() -> None:
 
     messages = errors_of_all(2, body)
     assert "destination parameters a and b overlap in memory" in messages[0]
-    assert "(on rank 1)" in messages[1]
+    assert "(seen by rank 1)" in messages[1]
 
 
 def test_the_deprecated_name() -> None:
