@@ -10,6 +10,7 @@ from typing import NamedTuple
 from moe_comm.resharding import intervals
 from moe_comm.resharding.intervals import Box, Intervals, Piece, Run
 from moe_comm.resharding.layouts import Holder, Layout, resolve_layouts
+from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.plan_check import PlanError
 
 __all__ = ["Assignment", "PieceOfLayout"]
@@ -54,6 +55,7 @@ class Assignment:
         name: In the whole model, for messages.
         sources: Ranks to read from, each once, in ascending order.
         destinations: Ranks to be written, each once, in ascending order.
+        strict: All members of a destination's groups must hold the parameter, with one dtype.
 
     Raises:
         PlanError: What ranks say is not enough, or contradicts itself; nobody holds some elements;
@@ -61,13 +63,21 @@ class Assignment:
     """
 
     def __init__(
-        self, name: str, sources: Sequence[Holder], destinations: Sequence[Holder]
+        self,
+        name: str,
+        sources: Sequence[Holder],
+        destinations: Sequence[Holder],
+        *,
+        strict: bool = False,
     ) -> None:
         _check_dtypes(name, sources, destinations)
+        if strict:
+            _check_groups(name, destinations)
         src_layouts, dst_layouts = resolve_layouts(name, sources, destinations)
         self._name = name
         self.sources = dict(sources)
         self.destinations = dict(destinations)
+        self._absent_source = next(_absent_members(sources), None)
         self._layout_idx: dict[int, int] = {}
         self.layouts: list[Layout] = []
         self._replicas: list[list[int]] = []
@@ -152,10 +162,13 @@ class Assignment:
         for (start, stop), held in zip(box, layout.dims, strict=True):
             first = intervals.take(held, start, stop)[0]
             region.append([first.global_start, first.global_start + first.length])
-        return (
+        text = (
             f"{self._name}: no source rank holds elements {region} of the whole tensor of shape "
             f"{layout.global_shape}, which rank {rank} needs"
         )
+        if self._absent_source is not None:
+            text += f"; {self._absent_source.describe()}"
+        return text
 
     def source_view(self, src_rank: int) -> tuple[int, ...] | None:
         """Shape that a source's tensor is viewed as; None for one that holds no element."""
@@ -225,6 +238,76 @@ def _check_dtypes(name: str, sources: Sequence[Holder], destinations: Sequence[H
                 raise PlanError(
                     f"{name}: rank {src_rank} holds {src_dtype}, which does not become the "
                     f"{dst_dtype} of rank {dst_rank}"
+                )
+
+
+class _Absent(NamedTuple):
+    """A member of a group that does not hold what the others hold."""
+
+    group: str
+    ranks: Sequence[int]
+    rank: int
+    holder: int
+
+    def describe(self) -> str:
+        return (
+            f"rank {self.rank} of the {self.group} {list(self.ranks)} does not hold it, rank "
+            f"{self.holder} does"
+        )
+
+
+def _groups_of(
+    holders: Sequence[Holder], *, with_replicas: bool = False
+) -> Iterator[tuple[str, Sequence[int], int]]:
+    """The different groups that ranks share a parameter over, each with one of its holders.
+
+    Args:
+        holders: Of the parameter.
+        with_replicas: Also the groups of ranks that hold the same.
+    """
+    seen: set[tuple[int, ...]] = set()
+    last: ParameterMetadata | None = None
+    for rank, meta in holders:
+        if meta is last:
+            continue
+        last = meta
+        is_fused = meta.is_ep and meta.global_expert_index is None
+        for group, ranks in (
+            ("tensor parallel group", meta.tensor_parallel_group_ranks),
+            ("expert parallel group", meta.expert_parallel_group_ranks if is_fused else None),
+            ("data parallel group", meta.data_parallel_group_ranks if with_replicas else None),
+            ("device mesh", None if meta.mesh is None else meta.mesh.mesh_ranks),
+        ):
+            if ranks is not None and len(ranks) > 1 and tuple(ranks) not in seen:
+                seen.add(tuple(ranks))
+                yield group, ranks, rank
+
+
+def _absent_members(holders: Sequence[Holder]) -> Iterator[_Absent]:
+    present = {holder.rank for holder in holders}
+    for group, ranks, holder in _groups_of(holders):
+        for rank in ranks:
+            if rank not in present:
+                yield _Absent(group, ranks, rank, holder)
+
+
+def _check_groups(name: str, destinations: Sequence[Holder]) -> None:
+    """Ranks that share a parameter all hold it, with one dtype, as replicas have one."""
+    absent = next(_absent_members(destinations), None)
+    if absent is not None:
+        raise PlanError(
+            f"{name}: {absent.describe()}; strict=False takes a target that is not whole"
+        )
+    by_rank = dict(destinations)
+    for group, ranks, holder in _groups_of(destinations, with_replicas=True):
+        expected = by_rank[holder]
+        for rank in ranks:
+            meta = by_rank.get(rank, expected)
+            # A buffer takes over the dtype of its source.
+            if meta.dtype != expected.dtype and not meta.is_buffer:
+                raise PlanError(
+                    f"{name}: target rank {holder} holds {expected.dtype}, rank {rank} of the same "
+                    f"{group} {list(ranks)} holds {meta.dtype}"
                 )
 
 

@@ -390,7 +390,7 @@ def build_plan_from_encoded_rosters(
     Args:
         rosters: `(source, destination)` of each rank, see `rosters.decode_roster`.
         rank: The rank that the plan is for.
-        strict: Refuse source parameters that no destination has.
+        strict: See `build_local_reshard_plan`.
         verify: Check it by `plan_check.verify_plan`.
 
     Raises:
@@ -453,7 +453,8 @@ def build_local_reshard_plan(
         group: Ranks that take part; None for the default group. Ranks of the plan are its ranks.
         src_rank_offset: Added to the ranks of the source module's groups.
         dst_rank_offset: Added to the ranks of the destination module's groups.
-        strict: Refuse source parameters that no destination has; one rank that does is enough.
+        strict: Refuse source parameters that no destination has, and destination parameters that a
+            member of their group lacks or has with another dtype; one rank that does is enough.
         verify: Check each rank's plan by `plan_check.verify_plan`.
         adjust_destination: Called with what the destination module holds; returns what is to be
             planned, where a transform writes parameters that the module does not list.

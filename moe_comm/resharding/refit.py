@@ -430,8 +430,10 @@ def swap_model_weights(
         dst_pool_index: Of these, the one that this rank's target belongs to.
         verify: "plan": a plan is verified when it is made. "checksum": and what each refit moved is
             compared at both ends. None: neither.
-        strict: A source parameter without a destination is an error. (A destination without a source
-            always is.)
+        strict: A source parameter without a destination is an error (a destination without a source
+            always is), and so is a target parameter that a member of its tensor parallel or expert
+            parallel group or device mesh lacks, or that one of these or a replica has with another
+            dtype.
 
     Raises:
         TypeError: `refit_method` is neither a name nor a service, or a model is no module.

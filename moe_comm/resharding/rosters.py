@@ -153,10 +153,12 @@ class Families:
 
     Args:
         num_ranks: Ranks of the group.
+        strict: See `Assignment`.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, strict: bool = False) -> None:
         self.num_ranks = num_ranks
+        self._strict = strict
         self.kinds: list[ParameterMetadata] = []
         self._kind_of: dict[tuple[Any, ...], int] = {}
         self.sources: dict[str, list[tuple[int, int]]] = {}
@@ -195,7 +197,10 @@ class Families:
         key = tuple(sources), tuple(destinations)
         if key not in self._assignments:
             self._assignments[key] = Assignment(
-                dst_name, self._holders(sources), self._holders(destinations)
+                dst_name,
+                self._holders(sources),
+                self._holders(destinations),
+                strict=self._strict,
             )
         return self._assignments[key]
 
@@ -249,13 +254,14 @@ def families_of_rosters(
     Args:
         rosters: `(source, destination)` of each rank.
         rank: The rank that plans.
-        strict: Refuse source parameters that no destination has.
+        strict: Refuse source parameters that no destination has, and destinations that not all
+            members of their groups have, or have with different dtypes.
 
     Raises:
         PlanError: Some destination parameter has no source; on every rank alike. With `strict`,
             also the opposite.
     """
-    families = Families(len(rosters))
+    families = Families(len(rosters), strict=strict)
     all_sources: set[str] = set()
     all_destinations: set[str] = set()
     for source, destination in rosters:

@@ -266,6 +266,59 @@ def test_few_extra_sources(names: str, text: str) -> None:
     assert text in errors_of_all(1, body)[0]
 
 
+def _tp2(rank: int, names: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.pg_collection = Parallelism(4, tp=2).groups(rank)  # type: ignore[assignment]
+    for name in names:
+        param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+        param.tensor_model_parallel = name != "n"  # type: ignore[attr-defined]
+        module.register_parameter(name, param)
+    return module
+
+
+@pytest.mark.parametrize("name", ["w", "n"])
+def test_strict_targets_are_whole(name: str) -> None:
+    def body(group: Bootstrap, rank: int) -> None:
+        target = _tp2(rank, "a" if rank == 3 else "a" + name)
+        build_local_reshard_plan(_tp2(rank, "a" + name), target, group=group)
+        build_local_reshard_plan(_tp2(rank, "a" + name), target, group=group, strict=True)
+
+    messages = errors_of_all(4, body)
+    assert len(set(messages)) == 1
+    text = f"{name}: rank 3 of the tensor parallel group [2, 3] does not hold it, rank 2 does"
+    assert text in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("odd", "group_text"),
+    [((1,), "tensor parallel group [0, 1]"), ((2, 3), "data parallel group [0, 2]")],
+)
+def test_strict_targets_have_one_dtype(odd: tuple[int, ...], group_text: str) -> None:
+    def body(group: Bootstrap, rank: int) -> None:
+        target = _tp2(rank, "w", torch.bfloat16 if rank in odd else torch.float32)
+        build_local_reshard_plan(_tp2(rank, "w"), target, group=group)
+        build_local_reshard_plan(_tp2(rank, "w"), target, group=group, strict=True)
+
+    messages = errors_of_all(4, body)
+    assert len(set(messages)) == 1
+    text = f"w: target rank 0 holds torch.float32, rank {odd[0]} of the same {group_text}"
+    assert f"{text} holds torch.bfloat16" in messages[0]
+
+
+def test_a_source_that_not_all_members_hold() -> None:
+    """A replica supplies what one rank lacks; without one, the error says who lacks it."""
+
+    def plan(group: Bootstrap, rank: int, lacking: tuple[int, ...]) -> None:
+        source = _tp2(rank, "a" if rank in lacking else "aw")
+        build_local_reshard_plan(source, _tp2(rank, "aw"), group=group, strict=True)
+
+    on_ranks(4, lambda group, rank: plan(group, rank, (1,)))
+    messages = errors_of_all(4, lambda group, rank: plan(group, rank, (1, 3)))
+    assert len(set(messages)) == 1
+    assert "w: no source rank holds elements [[4, 8]]" in messages[0]
+    assert "; rank 1 of the tensor parallel group [0, 1] does not hold it" in messages[0]
+
+
 def test_groups_outside_of_the_plan() -> None:
     def body(group: Bootstrap, rank: int) -> None:
         module = module_of("tp4", 4, rank)
