@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from moe_comm.bootstrap import Bootstrap
+from moe_comm.errors import CommunicationError
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.group_failures import failure_of
 from moe_comm.resharding.module_tensors import ModuleState, module_state, modules_with
 from moe_comm.resharding.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.plan import ReshardPlan, Slices, TensorSpec, TransferOp
@@ -99,10 +101,22 @@ def _synchronize() -> None:
 
 
 def _barrier(group: dist.ProcessGroup | Bootstrap | None) -> None:
+    """Wait for all ranks.
+
+    Raises:
+        CommunicationError: A peer is gone or did not come.
+    """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         group.all_gather(None)
     elif dist.is_available() and dist.is_initialized():
-        dist.barrier(group=group)
+        try:
+            dist.barrier(group=group)
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise failure_of(
+                group or dist.group.WORLD, "the barrier after the copies failed", error
+            ) from error
 
 
 def _task_ids(task_id: int | None, num_tensors: int) -> list[int | None]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
@@ -313,6 +314,12 @@ class _Pass:
 
     def run(self) -> None:
         """Move the weights."""
+        known = self.service
+        if isinstance(known, str):
+            known = _service_cache.get((known, identity_of(self.group.key)))
+        if isinstance(known, DistributedCopyService):
+            # Ranks that lost each other have lost the group: they could not agree any more.
+            known.check_usable()
         agreement = self.agree()
         service = self.service
         if isinstance(service, str):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError
+from moe_comm.resharding.group_failures import failure_of
 
 __all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "agree", "agree_that_it_ran", "identity_of"]
 
@@ -112,9 +113,11 @@ class RefitGroup:
         except CommunicationError:
             raise
         except RuntimeError as error:
-            text = str(error).split("\n", 1)[0]
-            raise CommunicationError(
-                f"the ranks of a refit could not agree to begin: {text}",
+            group = self.key if isinstance(self.key, dist.ProcessGroup) else None
+            raise failure_of(
+                group,
+                "the ranks of a refit could not agree to begin",
+                error,
                 operation="refit",
                 phase="rows",
             ) from error

@@ -210,7 +210,7 @@ def test_checksums_catch_a_transport_that_loses_a_bit() -> None:
     assert [is_stale for _, is_stale in told] == [False, True]
 
 
-def _dies(context: RankContext, method: str, is_first: bool) -> str:
+def _dies(context: RankContext, method: str, is_first: bool) -> object:
     src = ShardedNet(Parallelism(3, tp=1), context.rank_idx)
     dst = ShardedNet(Parallelism(3), context.rank_idx)
     if not is_first:
@@ -221,13 +221,39 @@ def _dies(context: RankContext, method: str, is_first: bool) -> str:
         for seed in range(1000):
             refit.swap_model_weights(src.fill(seed), dst, method)
     except CommunicationError as error:
-        return str(error)
+        return type(error).__name__, error.ranks, str(error)
     return "nothing"
 
 
-@pytest.mark.parametrize(("method", "is_first"), [("symmetric", False), ("gloo", True)])
+@pytest.mark.parametrize(
+    ("method", "is_first"), [("symmetric", False), ("gloo", True), ("gloo", False)]
+)
 def test_a_peer_that_died_ends_the_refit(method: str, is_first: bool) -> None:
     told = run_ranks(_dies, 3, method, is_first, fresh=True, expect_dead=[1], timeout_s=60)
     assert told[1] is None
-    for text in (told[0], told[2]):
-        assert text not in ("", "nothing")
+    for result in (told[0], told[2]):
+        assert result[:2] == ("PeerFailedError", (1,)), result
+
+
+def _ends_in_the_barrier(context: RankContext) -> list[object]:
+    src = ShardedNet(Parallelism(3, tp=1), context.rank_idx).fill(0)
+    dst = ShardedNet(Parallelism(3), context.rank_idx)
+    service = GlooCopyService()
+    run = service.run
+    patch = pytest.MonkeyPatch()
+    service.requires_process_group_barrier = True
+    if context.rank_idx == 1:
+        patch.setattr(service, "run", lambda: (run(), os.kill(os.getpid(), signal.SIGKILL)))
+    try:
+        refit.swap_model_weights(src, dst, service)
+    except CommunicationError as error:
+        told: list[object] = [type(error).__name__, error.ranks, stale.is_stale(dst)]
+    service._failure = RuntimeError("lost")
+    with pytest.raises(CommunicationError, match=r"must be made anew.*lost"):
+        refit.swap_model_weights(src, dst, service)
+    return told
+
+
+def test_a_peer_that_died_before_the_barrier_is_named() -> None:
+    told = run_ranks(_ends_in_the_barrier, 3, fresh=True, expect_dead=[1], timeout_s=60)
+    assert told[0] == told[2] == ["PeerFailedError", (1,), True]

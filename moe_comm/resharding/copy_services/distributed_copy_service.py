@@ -21,13 +21,25 @@ from moe_comm.resharding.copy_services.queued_copy_service import (
     match_pairs,
     transfers_of,
 )
+from moe_comm.resharding.group_failures import failure_of
 
-__all__ = ["DistributedCopyService", "Message"]
+__all__ = ["DistributedCopyService", "Message", "peer_of", "what_moves"]
 
 Message: TypeAlias = tuple[torch.Tensor, int]
 """Bytes (uint8, contiguous) and the rank of the group at the other end."""
 
 Round: TypeAlias = tuple[list[SendOp], list[RecvOp]]
+
+
+def peer_of(op: SendOp | RecvOp) -> int:
+    """The other end of a transfer."""
+    return op.dest_rank if isinstance(op, SendOp) else op.src_rank
+
+
+def what_moves(op: SendOp | RecvOp) -> str:
+    """A transfer, for error messages."""
+    verb = "to" if isinstance(op, SendOp) else "from"
+    return f"task {op.task_id} {verb} rank {peer_of(op)}"
 
 
 class DistributedCopyService(QueuedCopyService):
@@ -61,6 +73,7 @@ class DistributedCopyService(QueuedCopyService):
         self._max_messages = max_messages
         self._max_message_bytes = max_message_bytes
         self._failure: BaseException | None = None
+        self._in_flight: object = None
 
     @abc.abstractmethod
     def _all_gather(self, payload: bytes) -> list[bytes]:
@@ -95,18 +108,28 @@ class DistributedCopyService(QueuedCopyService):
             )
         return task_id
 
+    def check_usable(self) -> None:
+        """Raise CommunicationError where an operation failed before. Local."""
+        if self._failure is not None:
+            raise CommunicationError(
+                f"{type(self).__name__} failed before and must be made anew, with a new process "
+                f"group: {self._failure}",
+                ranks=getattr(self._failure, "ranks", ()),
+                operation="reshard",
+            )
+
     def run(self) -> None:
         """Execute everything submitted since the last `run()`. Collective over the group.
 
         Raises:
             ValueError: A rank's input is bad or two ends disagree; on every rank, before any data
                 moves. The service stays usable.
-            CommunicationError: A message failed. The service is not usable any more.
+            PeerFailedError: A peer closed its connection: it died, or gave up. The service is not
+                usable any more, like after every error below.
+            PeerTimeoutError: A round of messages took longer than the group's timeout.
+            CommunicationError: Another error of a message, or the service failed before.
         """
-        if self._failure is not None:
-            raise RuntimeError(
-                f"{type(self).__name__} failed before and cannot be used: {self._failure}"
-            )
+        self.check_usable()
         batch = self._take()
         name = type(self).__name__
         problem, pairs = batch.problem, []
@@ -184,22 +207,26 @@ class DistributedCopyService(QueuedCopyService):
         peers = tuple(sorted({peer for _, peer in (*outgoing, *incoming)}))
         with self._failing(f"messages of round {round_idx}", peers):
             works = self._start(outgoing, incoming)
-        ends: list[SendOp | RecvOp] = [*sends, *recvs]
-        for position, work in enumerate(works):
-            # A backend that groups messages gives one work for all of them.
-            if len(works) == len(ends):
-                op = ends[position]
-                peer = op.dest_rank if isinstance(op, SendOp) else op.src_rank
-                verb = "to" if isinstance(op, SendOp) else "from"
-                what = f"task {op.task_id} {verb} rank {peer}"
-                with self._failing(what, (peer,)):
-                    work.wait()
-            else:
-                with self._failing(f"messages of round {round_idx}", peers):
-                    work.wait()
+        # Works may write into their buffers until all have ended, or the connections have.
+        self._in_flight = (works, outgoing, incoming)
+        self._wait(round_idx, works, [*sends, *recvs])
+        self._in_flight = None
         for (buffer, _), op in zip(incoming, recvs, strict=True):
             if buffer.data_ptr() != op.tensor.data_ptr():
                 copy_pair(buffer.view(op.tensor.dtype), op.tensor)
+
+    def _wait(
+        self, round_idx: int, works: Sequence[dist.Work], ops: Sequence[SendOp | RecvOp]
+    ) -> None:
+        """Wait for the works of a round; a backend may give one for all of its messages."""
+        for position, work in enumerate(works):
+            if len(works) == len(ops):
+                with self._failing(what_moves(ops[position]), (peer_of(ops[position]),)):
+                    work.wait()
+            else:
+                peers = tuple(sorted({peer_of(op) for op in ops}))
+                with self._failing(f"messages of round {round_idx}", peers):
+                    work.wait()
 
     def _message(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of `tensor` in order, as uint8 where the wire takes them."""
@@ -221,16 +248,14 @@ class DistributedCopyService(QueuedCopyService):
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            text = str(error).split("\n", 1)[0]
-            who = f" (with ranks {list(peers)})" if len(peers) > 1 else ""
-            failure = CommunicationError(
-                f"{type(self).__name__}, rank {self.rank}: {what} failed{who}: {text}",
-                ranks=peers,
-                operation="reshard",
-                phase="data",
-            )
-            self._failure = failure
-            raise failure from error
+            raise self._fail(what, error, peers) from error
+
+    def _fail(self, what: str, error: BaseException, peers: tuple[int, ...]) -> CommunicationError:
+        """The exception that an error of torch.distributed becomes; the service ends with it."""
+        what = f"{type(self).__name__}, rank {self.rank}: {what} failed"
+        failure = failure_of(self._wire_group, what, error, peers)
+        self._failure = failure
+        return failure
 
     @contextlib.contextmanager
     def _on_stream(self, batch: Batch) -> Iterator[None]:

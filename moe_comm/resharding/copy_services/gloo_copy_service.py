@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import queue
+import threading
+import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.distributed_copy_service import (
     DistributedCopyService,
     Message,
+    peer_of,
+    what_moves,
 )
+from moe_comm.resharding.group_failures import has_timed_out, timeout_of
 
 __all__ = ["GlooCopyService"]
+
+Ended: TypeAlias = "tuple[int, str, BaseException | None]"
+"""A peer; of the work that failed, what it moved, and its error, None if all have ended."""
 
 MAX_MESSAGES = 64
 MAX_MESSAGE_BYTES = 64 << 20
@@ -28,7 +40,7 @@ class GlooCopyService(DistributedCopyService):
     Args:
         group: A process group with a CPU backend, of which this process is a member; it may be one
             that is not derived from the default group. None makes a Gloo group of the default
-            group's ranks (collective), which `close()` destroys.
+            group's ranks and timeout (collective), which `close()` destroys.
 
     Raises:
         ValueError: The group moves no CPU tensors.
@@ -37,7 +49,9 @@ class GlooCopyService(DistributedCopyService):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._own_group: dist.ProcessGroup | None = None
         if group is None:
-            self._own_group = dist.new_group(backend="gloo")
+            # `new_group` would take the backend's default timeout, not that of the default group.
+            timeout = timeout_of(dist.group.WORLD) if dist.group.WORLD is not None else None
+            self._own_group = dist.new_group(backend="gloo", timeout=timeout)
         wire_group = group if group is not None else self._own_group
         assert wire_group is not None
         if torch.device("cpu") not in wire_group._device_types:
@@ -91,3 +105,60 @@ class GlooCopyService(DistributedCopyService):
             *(group.send([buffer], peer, 0) for buffer, peer in sends),
             *(group.recv([buffer], peer, 0) for buffer, peer in recvs),
         ]
+
+    def _wait(
+        self, round_idx: int, works: Sequence[dist.Work], ops: Sequence[SendOp | RecvOp]
+    ) -> None:
+        """Wait for all peers at once: the first that fails ends the round.
+
+        A limit that runs out closes all connections of the group, so works cannot be asked one
+        after the other for a moment each. Threads keep what they wait for alive.
+        """
+        timeout = timeout_of(self._wire_group)
+        deadline = time.monotonic() + timeout.total_seconds()
+        by_peer: dict[int, list[tuple[dist.Work, SendOp | RecvOp]]] = {}
+        for work, op in zip(works, ops, strict=True):
+            by_peer.setdefault(peer_of(op), []).append((work, op))
+        ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        for peer, pending in by_peer.items():
+            threading.Thread(
+                target=_wait_for_peer,
+                args=(peer, pending, deadline, ended, self._in_flight),
+                daemon=True,
+            ).start()
+        waiting = set(by_peer)
+        while waiting:
+            peer, what, error = ended.get()
+            if error is None:
+                waiting.discard(peer)
+                continue
+            # A limit that runs out is that of all who have not finished.
+            peers = tuple(sorted(waiting)) if has_timed_out(error) else (peer,)
+            raise self._fail(what, error, peers) from error
+
+
+def _wait_for_peer(
+    peer: int,
+    pending: Sequence[tuple[dist.Work, SendOp | RecvOp]],
+    deadline: float,
+    ended: queue.SimpleQueue[Ended],
+    in_flight: object,
+) -> None:
+    """Wait for the works of one peer until they have ended or one fails.
+
+    Args:
+        peer: Its rank.
+        pending: The works and what they move.
+        deadline: Of `time.monotonic`.
+        ended: Hears how it ended.
+        in_flight: Memory that messages may still write: kept until then.
+    """
+    for work, op in pending:
+        # Not 0, which means no limit.
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            work.wait(dt.timedelta(seconds=left))
+        except BaseException as error:  # noqa: BLE001 # raised by the thread that runs the batch
+            ended.put((peer, what_moves(op), error))
+            return
+    ended.put((peer, "", None))
