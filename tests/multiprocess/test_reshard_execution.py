@@ -519,7 +519,10 @@ def _run_example(context: RankContext, code: str) -> None:
 
 def test_the_example_of_the_manual() -> None:
     page = (Path(__file__).parents[2] / "docs/resharding.md").read_text()
-    code = page.partition("```python\n")[2].partition("```\n")[0]
-    begin = 'dist.init_process_group("gloo")\n'
-    assert begin in code
-    run(_run_example, code.replace(begin, ""), mode="processes")
+    # The second block goes on where the first ends.
+    blocks = [part.partition("```\n")[0] for part in page.split("```python\n")[1:3]]
+    for edge in ('dist.init_process_group("gloo")\n', "dist.destroy_process_group()\n"):
+        assert edge in blocks[0]
+        blocks[0] = blocks[0].replace(edge, "")
+    assert "rank - 2, num_ranks=2, first=2" in blocks[1]
+    run(_run_example, "\n".join(blocks), mode="processes")

@@ -363,7 +363,9 @@ def _run_the_documented_example(context: RankContext) -> int:
     example = re.search(r"```python\n(import torch\n.*?)```", DOCS.read_text(), re.DOTALL)
     assert example is not None
     names: dict[str, Any] = {"__name__": "example"}
-    exec(example[1], names)
+    end = "dist.destroy_process_group()\n"
+    assert end in example[1]
+    exec(example[1].replace(end, ""), names)
     return len(names["buckets"])
 
 
