@@ -1,6 +1,7 @@
 #include "host/batched_copy.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -66,16 +67,17 @@ void raise_shortage(const std::vector<std::string>& payloads) {
 
 class RunGuard {
  public:
-  explicit RunGuard(std::atomic<bool>& is_running) : is_running_(is_running) {
-    if (is_running_.exchange(true))
+  explicit RunGuard(std::atomic<std::thread::id>& runner) : runner_(runner) {
+    std::thread::id nobody;
+    if (!runner_.compare_exchange_strong(nobody, std::this_thread::get_id()))
       throw ConcurrentUse("one batched copy is run from two threads at once");
   }
-  ~RunGuard() { is_running_.store(false); }
+  ~RunGuard() { runner_.store(std::thread::id()); }
   RunGuard(const RunGuard&) = delete;
   RunGuard& operator=(const RunGuard&) = delete;
 
  private:
-  std::atomic<bool>& is_running_;
+  std::atomic<std::thread::id>& runner_;
 };
 
 }  // namespace
@@ -189,7 +191,7 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
 
 CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,
                            const InterruptCheck& interrupt_check) {
-  const RunGuard guard(is_running_);
+  const RunGuard guard(runner_);
   const Group::OperationScope scope(*group_);
   CopyRun run(*this, interrupt_check);
   try {
@@ -204,7 +206,7 @@ CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,
 }
 
 void BatchedCopy::reject(const std::string& message, const InterruptCheck& interrupt_check) {
-  const RunGuard guard(is_running_);
+  const RunGuard guard(runner_);
   const Group::OperationScope scope(*group_);
   CopyRun run(*this, interrupt_check);
   try {
@@ -227,10 +229,36 @@ void BatchedCopy::quarantine_slots() {
     group_->quarantine(std::exchange(window, nullptr));
 }
 
+void BatchedCopy::end_run() {
+  const auto give_up = [this] {
+    group_->abort(layout::AbortCause::kPeerFailed,
+                  WaitSite{layout::Operation::kBatchedCopy},
+                  {rank_idx()},
+                  concat("rank ",
+                         rank_idx(),
+                         " destroyed batched copy of buffer ",
+                         buffer_number_,
+                         " while it ran"));
+  };
+  const int64_t limit_ns = sync::now_ns() + group_->stall_timeout_ns();
+  for (std::thread::id runner; (runner = runner_.load()) != std::thread::id();) {
+    const bool is_own = runner == std::this_thread::get_id();  // from a handler of a signal
+    if (is_own || sync::now_ns() > limit_ns)
+      give_up();
+    if (is_own) {
+      quarantine_slots();
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 void BatchedCopy::destroy() {
-  if (is_destroyed_ || group_->is_forked_child())
+  if (is_destroyed_.load() || group_->is_forked_child())
     return;
-  is_destroyed_ = true;
+  end_run();
+  if (is_destroyed_.exchange(true))
+    return;
   slots_.assign(slots_.size(), nullptr);
   if (!own_window_ || own_workspace().base() == nullptr)
     return;

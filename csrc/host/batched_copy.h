@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "host/group.h"
@@ -57,10 +58,11 @@ class BatchedCopy : public Recoverable {
   Epochs epochs() const override {
     return {next_epoch_, last_completed_.load(std::memory_order_relaxed)};
   }
-  bool is_idle() const override { return !is_running_.load(); }
+  bool is_idle() const override { return runner_.load() == std::thread::id(); }
   void restart(uint64_t next_epoch) override { next_epoch_ = next_epoch; }
 
   /// Tells peers, and gives memory back once they need it no more. Local, idempotent.
+  /// Waits for a run of another thread to end; aborts the communicator if peers keep it too long.
   void destroy();
   bool is_destroyed() const { return is_destroyed_; }
 
@@ -89,6 +91,7 @@ class BatchedCopy : public Recoverable {
  private:
   BatchedCopy(std::shared_ptr<Group> group, BatchedCopyConfig config);
   void connect(const InterruptCheck& interrupt_check);
+  void end_run();
 
   std::shared_ptr<Group> group_;
   BatchedCopyConfig config_;
@@ -101,8 +104,8 @@ class BatchedCopy : public Recoverable {
   uint64_t next_epoch_ = 1;                     // 0 is the flag of memory that was never written
   uint64_t last_table_number_ = 0;
   std::atomic<uint64_t> last_completed_{0};
-  std::atomic<bool> is_running_{false};
-  bool is_destroyed_ = false;
+  std::atomic<std::thread::id> runner_{};  ///< who is in a run; nobody when default
+  std::atomic<bool> is_destroyed_{false};
   ThreadPool threads_;
 };
 

@@ -359,6 +359,7 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
         [&] {
           if (interrupt_check)
             interrupt_check();
+          check_process("a collective call");
           check_abort();
           check_peers(site, is_missing);
           const int64_t now_ns = sync::now_ns();
