@@ -124,6 +124,7 @@ PYTHON_LAYERS: list[set[str]] = [
     },
     {
         "moe_comm.resharding.assignment",
+        "moe_comm.resharding.disagreement",
         "moe_comm.resharding.group_failures",
         "moe_comm.resharding.intervals",
         "moe_comm.resharding.layouts",
