@@ -1,4 +1,4 @@
-"""What to say of ranks whose shapes of one parameter contradict each other."""
+"""What to say of ranks that contradict each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from moe_comm.resharding.metadata import ParameterMetadata
 
-__all__ = ["Part", "describe_disagreement"]
+__all__ = ["Part", "describe_disagreement", "name_ranks"]
+
+# Ranks that a message lists.
+_MAX_RANKS = 8
 
 Shape = tuple[int, ...]
 
@@ -27,6 +30,14 @@ class Part(NamedTuple):
     rank: int
     meta: ParameterMetadata
     whole: Shape
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 1"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    return f"ranks {shown}" + (" and more" if len(ranks) > _MAX_RANKS else "")
 
 
 def describe_disagreement(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.assignment import Assignment
+from moe_comm.resharding.disagreement import name_ranks
 from moe_comm.resharding.intervals import Box
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.parallelism import OFFSET_HINT
@@ -69,7 +70,7 @@ __all__ = [
 ]
 
 _COMMUTING = {"sum", "avg"}
-# Different problems, and ranks of each, that a message lists.
+# Different problems that a message lists.
 _MAX_PROBLEMS = 8
 
 # (source rosters, destination rosters), as upstream's planner passes them around.
@@ -511,15 +512,8 @@ def _raise_problems(texts: Sequence[str | None], own: Exception | None) -> None:
         if text is not None:
             ranks_of.setdefault(text, []).append(rank)
     if ranks_of:
-        lines = [f"{text} (seen by {_ranks_text(ranks)})" for text, ranks in ranks_of.items()]
+        lines = [f"{text} (seen by {name_ranks(ranks)})" for text, ranks in ranks_of.items()]
         raise PlanError("\n".join(lines[:_MAX_PROBLEMS])) from own
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:_MAX_PROBLEMS]))
-    return f"ranks {shown}" + (" and more" if len(ranks) > _MAX_PROBLEMS else "")
 
 
 def build_centralized_reshard_plan(

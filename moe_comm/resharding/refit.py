@@ -160,14 +160,18 @@ def _get_or_create(backend: str, group: RefitGroup, *, is_new: bool) -> CopyServ
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What all ranks must ask for alike."""
+    """What all ranks must ask for alike, by the names that callers know."""
 
-    call: str
-    service: str
+    function: str
+    refit_method: str
     verify: Verify
-    is_strict: bool
+    strict: bool
     num_dst_pools: int
     pool_index: int
+
+    def __str__(self) -> str:
+        values = dataclasses.asdict(self).items()
+        return "\n".join(f"{name}={value!r}" for name, value in values)
 
 
 class _Pass:
@@ -215,7 +219,9 @@ class _Pass:
         self.transform = None if transform is None else as_reshard_transform(transform)
         if not isinstance(self.service, str):
             self.group.check(self.service)
-        if self.options.call == "prepare" and _needs_mxfp8_conversion(target_model):
+        if self.options.function == "prepare_swap_model_weights" and _needs_mxfp8_conversion(
+            target_model
+        ):
             mxfp8_backend_of(config_of(target_model))
         source = self.models.source
         self.states = self._look()
@@ -287,7 +293,7 @@ class _Pass:
             group=self.group.handle,
             src_rank_offset=self.rank_offsets[0],
             dst_rank_offset=self.rank_offsets[1],
-            strict=self.options.is_strict,
+            strict=self.options.strict,
             verify=self.options.verify is not None,
             adjust_destination=adjust,
         )
@@ -337,7 +343,7 @@ class _Pass:
                 service,
                 self.group.handle,
                 transform,
-                strict=self.options.is_strict,
+                strict=self.options.strict,
             )
         except Exception as error:
             if self.options.verify != "checksum":
@@ -392,7 +398,7 @@ def prepare_swap_model_weights(
             group,
             (src_rank_offset, dst_rank_offset),
             transform,
-            _Options("prepare", "", verify, strict, num_dst_pools, pool_index),
+            _Options("prepare_swap_model_weights", "", verify, strict, num_dst_pools, pool_index),
             None,
             problem,
         ).prepare()
@@ -470,7 +476,9 @@ def swap_model_weights(
             group,
             (src_rank_offset, dst_rank_offset),
             transform,
-            _Options("swap", _kind_of(service), verify, strict, num_dst_pools, pool_index),
+            _Options(
+                "swap_model_weights", _kind_of(service), verify, strict, num_dst_pools, pool_index
+            ),
             service,
             problem,
         ).run()
@@ -517,7 +525,7 @@ def reshard_model_weights(
         group,
         (src_rank_offset, dst_rank_offset),
         transform,
-        _Options("reshard", _kind_of(given), verify, strict, 1, pool_index),
+        _Options("reshard_model_weights", _kind_of(given), verify, strict, 1, pool_index),
         given,
         problem,
     ).run()

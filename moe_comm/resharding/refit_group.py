@@ -17,6 +17,7 @@ import torch.distributed as dist
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError
+from moe_comm.resharding.disagreement import name_ranks
 from moe_comm.resharding.group_failures import failure_of
 
 __all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "agree", "agree_that_it_ran", "identity_of"]
@@ -172,7 +173,7 @@ def agree(
     Args:
         group: The ranks.
         problem: What is wrong with this rank's input, or None.
-        options: What all ranks must have asked for alike.
+        options: What all ranks must have asked for alike: lines of `argument=value`.
         has_service: Whether this rank has the copy service.
         plan_ids: Of the plans that this rank has, at most `MAX_PLANS`, none of them 0.
         nonce: Random, below 2^64.
@@ -196,8 +197,7 @@ def agree(
         _raise_problems(group.all_gather_text(_text_of(problem)), problem)
     if len({wish for _, wish, *_ in rows}) > 1:
         texts = group.all_gather_text(options)
-        wishes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise ValueError(f"ranks ask for different refits: {wishes}")
+        raise ValueError(f"ranks ask for different refits: {_differences(texts)}")
     shared = set.intersection(*(set(ids) for _, _, _, _, *ids in rows)) - {0}
     new_plan_id = 0
     for _, _, _, other_nonce, *_ in rows:
@@ -232,6 +232,19 @@ def agree_that_it_ran(group: RefitGroup, service: object, problem: Exception | N
         raise
     if any(texts):
         _raise_problems(texts, problem)
+
+
+def _differences(options: Sequence[str]) -> str:
+    """The arguments that ranks do not give alike, and which ranks give which value."""
+    texts = []
+    for lines in zip(*(text.split("\n") for text in options), strict=True):
+        ranks_of: dict[str, list[int]] = {}
+        for rank_idx, line in enumerate(lines):
+            ranks_of.setdefault(line, []).append(rank_idx)
+        if len(ranks_of) > 1:
+            given = (f"{line} on {name_ranks(ranks)}" for line, ranks in ranks_of.items())
+            texts.append(", ".join(given))
+    return "; ".join(texts)
 
 
 def _text_of(problem: Exception | None) -> str:

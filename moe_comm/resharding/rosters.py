@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ _SEPARATOR = "\n"
 # Names of the embedding that an output layer may share its weight with.
 _OUTPUT = "output_layer.weight"
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "word_embeddings.weight")
+# Other names of weights that many models tie to their embedding.
+_OUTPUT_LIKE = re.compile(r"(^|[._])(output|output_layer|head)[.]weight$")
 
 
 def resolved_name(meta: ParameterMetadata) -> str:
@@ -224,9 +227,13 @@ def source_name_of(dst_name: str, source_names: Mapping[str, Any] | set[str]) ->
 
 
 def _missing(dst_name: str, rank: int) -> PlanError:
-    return PlanError(
-        f"Destination parameter '{dst_name}' on rank {rank} not found in source model."
-    )
+    text = f"Destination parameter '{dst_name}' on rank {rank} not found in source model."
+    if _OUTPUT_LIKE.search(dst_name):
+        text += (
+            f" Where the source ties it to its embedding: only a parameter named {_OUTPUT} is read "
+            f"from there, and only from {' or '.join(_EMBEDDINGS)}."
+        )
+    return PlanError(text)
 
 
 def _repeated_embeddings(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import moe_comm
 import moe_comm.resharding
 from moe_comm.cli.app import app
+from moe_comm.resharding import Parallelism
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -172,3 +173,22 @@ def test_version_is_in_the_changelog() -> None:
     from moe_comm._version import __version__
 
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_table_of_groups_is_what_groups_gives() -> None:
+    page = (ROOT / "docs/resharding_plan.md").read_text()
+    _, header, rest = page.partition(
+        "| rank | `tp` | `dp` | `expt_tp` | `ep` | `expt_dp` | `pp` |\n"
+    )
+    assert header
+    rows = [line.split("|")[1:-1] for line in rest.split("\n\n")[0].splitlines()[1:]]
+    parallelism = Parallelism.parse("tp2.pp2.ep2.etp1", 8)
+    for rank, row in enumerate(rows):
+        groups = parallelism.groups(rank)
+        ranks = [
+            getattr(groups, name).ranks for name in ("tp", "dp", "expt_tp", "ep", "expt_dp", "pp")
+        ]
+        assert [cell.strip() for cell in row] == [str(rank)] + [
+            ", ".join(map(str, r)) for r in ranks
+        ]
+    assert len(rows) == 8

@@ -344,6 +344,10 @@ def test_a_destination_without_a_source() -> None:
         plans_of(2, by_rank(replicas(whole, "a", [0])), by_rank(replicas(whole, "b", [1])))
     with pytest.raises(RuntimeError, match="not found in source model"):
         plans_of_metas([([], []), ([], [part(whole, "output_layer.weight", 1).meta])])
+    tied = [part(whole, "embed.weight", 0).meta]
+    rule = r"only a parameter named output_layer\.weight is read .* from embedding\.word_embeddings"
+    with pytest.raises(PlanError, match=rf"'lm_head\.weight' on rank 1 not found.*{rule}"):
+        plans_of_metas([(tied, []), ([], [part(whole, "lm_head.weight", 1).meta])])
 
 
 def test_two_parameters_of_one_name() -> None:

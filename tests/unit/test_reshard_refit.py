@@ -444,8 +444,8 @@ def test_an_output_layer_that_repeats_the_embedding_needs_no_destination(is_tied
     ("options", "texts"),
     [
         ({"verify": "sha"}, ["ValueError", "verify must be one of", "'sha'"]),
-        ({"verify": None}, ["different refits", "verify=None", "verify='plan'"]),
-        ({"strict": False}, ["different refits", "is_strict=False"]),
+        ({"verify": None}, ["different refits: verify='plan' on rank 0, verify=None on rank 1"]),
+        ({"strict": False}, ["different refits", "strict=False"]),
         ({"num_dst_pools": 0}, ["num_dst_pools must be >= 1, got 0"]),
         ({"dst_pool_index": 1}, [r"dst_pool_index must be in [0, 1), got 1"]),
         ({"refit_method": 7}, ["TypeError", "got int"]),
@@ -478,7 +478,8 @@ def test_a_refit_is_no_preparation() -> None:
         return error_of(lambda: refit.prepare_swap_model_weights(src, dst, group=context.group))
 
     for text in threads(rank, 2):
-        assert "different refits" in text
+        assert "different refits: function='swap_model_weights' on rank 0, function='prep" in text
+        assert "verify" not in text
 
 
 def test_a_service_of_other_ranks() -> None:
