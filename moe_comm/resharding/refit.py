@@ -331,6 +331,13 @@ class _Pass:
         if isinstance(service, str):
             service = _get_or_create(service, self.group, is_new=not agreement.has_service)
         assert isinstance(service, CopyService)
+        try:
+            self._run_over(service, agreement)
+        finally:
+            # Connected by now, also where the refit failed.
+            self.group.remember(service)
+
+    def _run_over(self, service: CopyService, agreement: Agreement) -> None:
         plan = self.plan(agreement)
         source, target = self.models.source, self.models.target
         transform = self.transform or plan.transform

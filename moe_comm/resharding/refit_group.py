@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.communicator import Communicator
-from moe_comm.errors import CommunicationError
+from moe_comm.errors import CommunicationError, PeerFailedError
 from moe_comm.resharding.disagreement import name_ranks
 from moe_comm.resharding.group_failures import failure_of
 
@@ -32,6 +32,10 @@ _ROW = struct.Struct(f"<?Q?Q{MAX_PLANS}Q")
 _identities: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _next_identity = itertools.count(1)
 _lock = threading.Lock()
+
+# By the group: a communicator of its ranks, which hears of a dead peer at once. All ranks remember it
+# at the same point of the same refit, so it is there for all whatever one of them asks for next.
+_wires: weakref.WeakKeyDictionary[Any, weakref.ref[Communicator]] = weakref.WeakKeyDictionary()
 
 
 def identity_of(thing: Any) -> int:
@@ -58,6 +62,7 @@ class RefitGroup:
     def __init__(
         self, group: dist.ProcessGroup | Bootstrap | None, service: object | None = None
     ) -> None:
+        self._communicator = _communicator_of(service)
         if group is None and service is not None:
             # Who the ranks of a service are, if they are no process group.
             ranks = getattr(service, "communicator", None) or getattr(service, "ranks", None)
@@ -109,6 +114,22 @@ class RefitGroup:
         Raises:
             CommunicationError: A peer is gone.
         """
+        wire = self._wire()
+        if wire is not None:
+            try:
+                return wire.all_gather(payload)
+            except ValueError:
+                # Destroyed here, of which the others hear.
+                _wires.pop(self.key, None)
+            except CommunicationError as error:
+                text = str(error)
+                # Not one that went to `recover()`, and waits there.
+                has_left = " left" in text and not (" died" in text or "to recover" in text)
+                is_replaced = self._communicator not in (None, wire)
+                if not (has_left or is_replaced):
+                    raise
+                # A rank closed its service and asks over the group, or all bring another service.
+                _wires.pop(self.key, None)
         try:
             return self._exchange(payload)
         except CommunicationError:
@@ -123,10 +144,27 @@ class RefitGroup:
                 phase="rows",
             ) from error
 
+    def remember(self, service: object) -> None:
+        """Ask over the communicator of `service` from the next refit of this group on."""
+        communicator = _communicator_of(service)
+        if communicator is None or self.key is None or communicator is self.key:
+            return
+        _wires[self.key] = weakref.ref(communicator)
+
+    def _wire(self) -> Communicator | None:
+        reference = None if self.key is None else _wires.get(self.key)
+        return None if reference is None else reference()
+
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, cut where it is long, in rank order. Collective."""
         encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         return [item.rstrip(b"\0").decode(errors="ignore") for item in self.all_gather(encoded)]
+
+
+def _communicator_of(service: object) -> Communicator | None:
+    """Of a service whose ranks have connected."""
+    communicator = getattr(service, "communicator", None) or getattr(service, "wire", None)
+    return communicator if isinstance(communicator, Communicator) else None
 
 
 def _exchange_of(group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
@@ -189,8 +227,10 @@ def agree(
     gathered = group.all_gather(row)
     failed = [rank_idx for rank_idx, item in enumerate(gathered) if not item]
     if failed:
-        raise CommunicationError(
-            f"ranks {failed} of the refit have failed", ranks=failed, operation="refit"
+        raise PeerFailedError(
+            f"ranks {failed} of the refit have failed: the others go on in a group of their own",
+            ranks=failed,
+            operation="refit",
         )
     rows = [_ROW.unpack(item) for item in gathered]
     if any(is_bad for is_bad, *_ in rows):

@@ -14,14 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from moe_comm import CommunicationError
+from moe_comm import CommunicationError, Communicator, PeerFailedError
 from moe_comm.resharding import refit, stale
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.model_shapes import MoEShape, build_module, fill, find_differences
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
-from tests.helpers.threaded_refits import error_of
+from tests.helpers.threaded_refits import error_of, nets, swap, threads
 
 METHODS = ("symmetric", "gloo", "nvshmem")
 SHAPE = MoEShape(
@@ -233,6 +234,81 @@ def test_a_peer_that_died_ends_the_refit(method: str, is_first: bool) -> None:
     assert told[1] is None
     for result in (told[0], told[2]):
         assert result[:2] == ("PeerFailedError", (1,)), result
+
+
+def _asks_at_once(context: RankContext, method: str, dies: bool) -> object:
+    """Rank 2 dies, or does not come, between two refits; the group would wait for ten minutes."""
+    src = ShardedNet(Parallelism(4, tp=1), context.rank_idx).fill(0)
+    dst = ShardedNet(Parallelism(4), context.rank_idx)
+    service: Any = method
+    if method == "service":
+        communicator = Communicator(None, arrival_timeout_s=3.0)
+        service = SymmetricCopyService(communicator=communicator)
+    told: list[object] = []
+    refit.swap_model_weights(src, dst, service, group=dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    if context.rank_idx == 2:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+        service.communicator.recover()
+        refit.swap_model_weights(src.fill(1), dst, service, group=group)
+        return dst.wrong(1)
+    try:
+        refit.swap_model_weights(src, dst, service, group=group)
+    except CommunicationError as error:
+        told = [type(error).__name__, error.ranks, stale.is_stale(dst)]
+    if not dies:
+        dist.barrier()
+        service.communicator.recover()
+        refit.swap_model_weights(src.fill(1), dst, service, group=group)
+        assert dst.wrong(1) == []
+    elif method == "service":
+        service.communicator.recover()
+        with pytest.raises(PeerFailedError, match="a group of their own"):
+            refit.swap_model_weights(src, dst, service, group=group)
+    else:
+        living = dist.new_group([0, 1, 3], backend="gloo", use_local_synchronization=True)
+        src = ShardedNet(Parallelism(3, tp=1), dist.get_rank(living)).fill(2)
+        dst = ShardedNet(Parallelism(3), dist.get_rank(living))
+        refit.clear_all_caches()
+        refit.swap_model_weights(src, dst, "symmetric", group=living)
+        assert dst.wrong(2) == []
+    return told
+
+
+@pytest.mark.parametrize(
+    ("method", "dies"),
+    [("service", True), ("service", False), ("symmetric", True), ("nvshmem", True)],
+)
+def test_the_dead_and_the_late_are_named_at_once(method: str, dies: bool) -> None:
+    told = run_ranks(
+        _asks_at_once, 4, method, dies, fresh=True, expect_dead=[2] if dies else [], timeout_s=60
+    )
+    kind = "PeerFailedError" if dies else "PeerTimeoutError"
+    for rank_idx in (0, 1, 3):
+        assert told[rank_idx] == [kind, (2,), False]
+
+
+def _forgets(context: RankContext) -> list[str]:
+    """Ranks lose their services in turn, or ask for what does not exist, and nobody waits."""
+    src, dst = nets(context, "tp1", "tp4")
+    wrong = []
+    for seed in range(4):
+        if seed and context.rank_idx == seed - 1:
+            key = "symmetric", refit.identity_of(context.group)
+            refit._service_cache.pop(key).close()
+        swap(context, src.fill(seed), dst)
+        wrong += dst.wrong(seed)
+        method: Any = "no such" if context.rank_idx == seed else "symmetric"
+        with pytest.raises(ValueError, match="no such"):
+            refit.swap_model_weights(src, dst, method, group=context.group)
+    return wrong
+
+
+def test_a_rank_that_lost_its_service_makes_all_make_one_anew() -> None:
+    assert threads(_forgets, 4) == [[]] * 4
 
 
 def _ends_in_the_barrier(context: RankContext) -> list[object]:

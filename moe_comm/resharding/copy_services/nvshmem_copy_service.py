@@ -186,6 +186,11 @@ class NVSHMEMCopyService(QueuedCopyService):
             self._remote = remote
         return self._remote
 
+    @property
+    def wire(self) -> Communicator | None:
+        """The communicator of the ranks, once they have connected."""
+        return None if self._remote is None else self._communicator
+
     def _gather(self, payload: bytes) -> list[bytes]:
         assert self._communicator is not None
         return self._communicator.all_gather(payload)
