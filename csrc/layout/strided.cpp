@@ -1,7 +1,6 @@
 #include "layout/strided.h"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 #include <vector>
 
@@ -10,13 +9,13 @@
 namespace moe::layout {
 
 bool StridedBytes::may_overlap() const {
-  std::array<std::pair<int64_t, int64_t>, kMaxDims> dims;  // (stride, size)
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
+  dims.reserve(kMaxDims);
   for (int dim = 0; dim < num_dims; ++dim)
-    dims[static_cast<size_t>(dim)] = {strides[dim], sizes[dim]};
-  std::sort(dims.begin(), dims.begin() + num_dims);
+    dims.emplace_back(strides[dim], sizes[dim]);
+  std::sort(dims.begin(), dims.end());
   int64_t inner_span = run_bytes;
-  for (int dim = 0; dim < num_dims; ++dim) {
-    const auto& [stride, size] = dims[static_cast<size_t>(dim)];
+  for (const auto& [stride, size] : dims) {
     if (stride < inner_span)
       return bytes > 0;
     inner_span += (size - 1) * stride;
