@@ -306,9 +306,13 @@ def _does_not_come(context: RankContext, name: str, folder: str) -> list[object]
 def test_a_rank_that_does_not_run(name: str, tmp_path: Path) -> None:
     results = run_ranks(_does_not_come, 3, name, str(tmp_path), fresh=True, timeout_s=TIMEOUT_S)
     for kind, ranks, text in results[0], results[2]:
-        # An all-gather of Gloo does not tell who is late.
-        want = () if name == "gloo" else (1,)
-        assert (kind, ranks) == ("PeerTimeoutError", want), text
+        if name == "gloo":
+            # An all-gather of Gloo does not tell who is late, and a rank whose limit ran out first has
+            # closed its connections.
+            assert kind in ("PeerTimeoutError", "PeerFailedError"), text
+            assert kind == "PeerFailedError" or ranks == (), text
+        else:
+            assert (kind, ranks) == ("PeerTimeoutError", (1,)), text
 
 
 def _gloo_peer_dies(context: RankContext, is_late: bool) -> list[object]:
