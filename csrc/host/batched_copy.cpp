@@ -262,26 +262,14 @@ void BatchedCopy::destroy() {
   slots_.assign(slots_.size(), nullptr);
   if (!own_window_ || own_workspace().base() == nullptr)
     return;
+  std::vector<uint64_t*> peer_words;
+  std::vector<const uint64_t*> own_words;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (workspace(peer_rank).base() == nullptr || group_->is_leaving())
-      continue;
-    sync::store_release(workspace(peer_rank).closed(rank_idx()).value, uint64_t{1});
-    sync::ring(group_->doorbell(peer_rank));
+    const auto& peer = workspace(peer_rank);
+    peer_words.push_back(peer.base() == nullptr ? nullptr : &peer.closed(rank_idx()).value);
+    own_words.push_back(&own_workspace().closed(peer_rank).value);
   }
-  // A peer may be about to write a row here; it learns of the end from its own closed word.
-  const layout::CopyWorkspace workspace = own_workspace();
-  const int count = num_ranks();
-  std::weak_ptr<Group> weak_group = group_;
-  group_->retire(std::move(own_window_), [workspace, count, weak_group] {
-    const auto group = weak_group.lock();
-    for (int peer_rank = 0; peer_rank < count; ++peer_rank) {
-      const bool is_gone =
-          group && (!group->is_active(peer_rank) || group->state(peer_rank) != PeerState::kAlive);
-      if (!is_gone && sync::load_acquire(workspace.closed(peer_rank).value) == 0)
-        return false;
-    }
-    return true;
-  });
+  group_->close_control(std::move(own_window_), peer_words, std::move(own_words));
 }
 
 }  // namespace moe::host

@@ -39,14 +39,7 @@ CopyRun::CopyRun(BatchedCopy& engine, const InterruptCheck& interrupt_check)
   group_.check_usable(layout::Operation::kBatchedCopy);
   check_closed();
   epoch_ = engine_.take_epoch();
-  show_presence(layout::Operation::kBatchedCopy);
-}
-
-void CopyRun::show_presence(layout::Operation operation) {
-  layout::Presence& presence = group_.presence(group_.rank_idx());
-  sync::store_relaxed(presence.buffer_number, engine_.buffer_number());
-  sync::store_relaxed(presence.epoch, epoch_);
-  sync::store_relaxed(presence.operation, static_cast<int32_t>(operation));
+  group_.show_presence(engine_.buffer_number(), epoch_, layout::Operation::kBatchedCopy);
 }
 
 void CopyRun::check_closed() const {
@@ -94,7 +87,7 @@ CopyStats CopyRun::execute(PreparedCopies& prepared) {
   await_done(route);
   has_ended_ = true;
   engine_.complete_epoch(epoch_);
-  show_presence(layout::Operation::kNone);
+  group_.leave_presence();
   const int64_t end_ns = sync::now_ns();
   CopyStats stats;
   stats.direct_bytes = route.direct_bytes;
@@ -240,7 +233,7 @@ void CopyRun::settle() {
   release_done();
   has_ended_ = true;
   engine_.complete_epoch(epoch_);
-  show_presence(layout::Operation::kNone);
+  group_.leave_presence();
 }
 
 void CopyRun::release_done() {
@@ -257,7 +250,7 @@ void CopyRun::fail(const std::string& reason, const std::shared_ptr<PreparedCopi
   if (has_ended_)
     return;
   has_ended_ = true;
-  show_presence(layout::Operation::kNone);
+  group_.leave_presence();
   if (!group_.is_aborted())
     group_.abort(
         layout::AbortCause::kPeerFailed,

@@ -31,7 +31,6 @@ class CopyRun {
 
  private:
   // The protocol (copy_run.cpp).
-  void show_presence(layout::Operation operation);
   void check_closed() const;
   void publish_row(layout::RowStatus status,
                    const std::string& message,
@@ -67,7 +66,6 @@ class CopyRun {
                      const std::function<bool()>& ready,
                      const std::function<bool(int)>& is_awaited);
   [[noreturn]] void give_up_stalled(int peer_rank, layout::Phase phase);
-  std::string whereabouts(int peer_rank) const;
   bool is_missing(int peer_rank) const;
   WaitSite site(layout::Phase phase) const;
   void progress();

@@ -1,6 +1,6 @@
+#include "host/arrival_watch.h"
 #include "host/copy_run.h"
 #include "host/wait.h"
-#include "host/warn.h"
 
 // How a batched copy waits: for rows, which may come late, and for ranks that have entered.
 
@@ -23,27 +23,13 @@ void CopyRun::progress() {
   sync::store_relaxed(activity.progress, sync::load_relaxed(activity.progress) + 1);
 }
 
-std::string CopyRun::whereabouts(int peer_rank) const {
-  const layout::Presence& presence = group_.presence(peer_rank);
-  const auto operation = static_cast<layout::Operation>(sync::load_relaxed(presence.operation));
-  if (operation == layout::Operation::kNone)
-    return "";
-  return concat("; it is in ",
-                layout::operation_name(operation),
-                " of buffer ",
-                sync::load_relaxed(presence.buffer_number),
-                ", epoch ",
-                sync::load_relaxed(presence.epoch));
-}
-
 void CopyRun::await_row(int peer_rank) {
   const auto& row = engine_.own_workspace().row(peer_rank);
   const auto ready = [&] { return sync::load_acquire(row.epoch) >= epoch_; };
   if (ready()) [[likely]]
     return;
-  const int64_t start_ns = sync::now_ns();
-  int64_t warned_ns = start_ns;
   const WaitSite where = site(Phase::kRows);
+  ArrivalWatch arrival(group_, where, engine_.buffer_number(), peer_rank);
   wait_until(group_, ready, [&] {
     progress();
     if (interrupt_check_)
@@ -56,42 +42,11 @@ void CopyRun::await_row(int peer_rank) {
     } catch (const InvalidArgument&) {
       // No rank can get that row, so all end here alike; nothing was written to anybody.
       has_ended_ = true;
-      show_presence(layout::Operation::kNone);
+      group_.leave_presence();
       throw;
     }
     group_.check_peers(where, [&](int gone_rank) { return is_missing(gone_rank); });
-    const int64_t now_ns = sync::now_ns();
-    if (now_ns - warned_ns > warning_interval_ns()) {
-      warned_ns = now_ns;
-      warn(concat("rank ",
-                  group_.rank_idx(),
-                  " has waited ",
-                  (now_ns - start_ns) / 1'000'000'000,
-                  " s for rank ",
-                  peer_rank,
-                  " to enter batched copy of buffer ",
-                  engine_.buffer_number(),
-                  ", epoch ",
-                  epoch_,
-                  whereabouts(peer_rank)));
-    }
-    if (now_ns - start_ns > group_.arrival_timeout_ns()) {
-      group_.abort(layout::AbortCause::kPeerTimeout,
-                   where,
-                   {peer_rank},
-                   concat("rank ",
-                          peer_rank,
-                          " did not enter batched copy of buffer ",
-                          engine_.buffer_number(),
-                          " (epoch ",
-                          epoch_,
-                          ") within ",
-                          static_cast<double>(group_.arrival_timeout_ns()) / 1e9,
-                          " s of rank ",
-                          group_.rank_idx(),
-                          whereabouts(peer_rank)));
-      group_.throw_abort();
-    }
+    arrival.check();
   });
 }
 

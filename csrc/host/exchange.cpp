@@ -84,14 +84,7 @@ Exchange::Exchange(Endpoint& endpoint,
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
   sync::store_relaxed(activity.core, sync::current_core());
   epoch_ = endpoint_.take_epoch();
-  show_presence(operation_);
-}
-
-void Exchange::show_presence(layout::Operation operation) {
-  layout::Presence& presence = group_.presence(group_.rank_idx());
-  sync::store_relaxed(presence.buffer_number, endpoint_.buffer_number());
-  sync::store_relaxed(presence.epoch, epoch_);
-  sync::store_relaxed(presence.operation, static_cast<int32_t>(operation));
+  group_.show_presence(endpoint_.buffer_number(), epoch_, operation_);
 }
 
 void Exchange::check_closed() const {
@@ -288,7 +281,7 @@ const layout::SecondOffer& Exchange::await_second_offer(int peer_rank) {
 void Exchange::settle() {
   release_done();
   endpoint_.complete_epoch(epoch_);
-  show_presence(layout::Operation::kNone);
+  group_.leave_presence();
   state_ = State::kEnded;
 }
 
@@ -317,7 +310,7 @@ void Exchange::complete() {
     return;
   enter(nullptr);
   state_ = State::kEnded;
-  show_presence(layout::Operation::kNone);
+  group_.leave_presence();
   endpoint_.complete_epoch(epoch_);
 }
 
@@ -325,7 +318,7 @@ void Exchange::fail(const std::string& reason) {
   if (state_ != State::kEntered)
     return;
   state_ = State::kEnded;
-  show_presence(layout::Operation::kNone);
+  group_.leave_presence();
   if (!group_.is_aborted())
     group_.abort(layout::AbortCause::kPeerFailed,
                  site(step_),

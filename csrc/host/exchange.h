@@ -105,10 +105,6 @@ class Exchange {
 
   void await_reuse();
   void check_closed() const;
-  /// For peers that wait for this rank on another buffer.
-  void show_presence(layout::Operation operation);
-  /// "; it is in combine of buffer 3, epoch 7" or nothing.
-  std::string whereabouts(int peer_rank) const;
   /// For peers: this rank waits for a flag of @p peer_rank.
   void show_wait(int peer_rank, layout::Phase phase, uint64_t flag_epoch);
   /// Whom @p rank_idx waits for, -1 when what it waits for has arrived or it does not wait.

@@ -1,6 +1,6 @@
+#include "host/arrival_watch.h"
 #include "host/exchange.h"
 #include "host/wait.h"
-#include "host/warn.h"
 
 // How an operation waits: for rows, which may come late, and for flags of peers that have entered.
 
@@ -17,19 +17,6 @@ using layout::Row;
 
 }  // namespace
 
-std::string Exchange::whereabouts(int peer_rank) const {
-  const layout::Presence& presence = group_.presence(peer_rank);
-  const auto operation = static_cast<layout::Operation>(sync::load_relaxed(presence.operation));
-  if (operation == layout::Operation::kNone)
-    return "";
-  return concat("; it is in ",
-                layout::operation_name(operation),
-                " of buffer ",
-                sync::load_relaxed(presence.buffer_number),
-                ", epoch ",
-                sync::load_relaxed(presence.epoch));
-}
-
 WaitLadder Exchange::ladder_for(int peer_rank) const {
   const uint32_t peer_core = sync::load_relaxed(endpoint_.workspace(peer_rank).activity().core);
   return peer_core == sync::current_core() ? wait_ladder_on_core_of_peer(group_.has_spare_cores())
@@ -41,11 +28,10 @@ void Exchange::await_row(int peer_rank) {
   const auto ready = [&] { return sync::load_acquire(row.epoch) >= epoch_; };
   if (ready()) [[likely]]
     return;
-  const int64_t start_ns = sync::now_ns();
-  int64_t warned_ns = start_ns;
   int64_t death_ns = 0;
   auto& activity = endpoint_.own_workspace().activity();
   const WaitSite where = site(Phase::kRows);
+  ArrivalWatch arrival(group_, where, endpoint_.buffer_number(), peer_rank);
   wait_until(group_, ladder_for(peer_rank), ready, [&] {
     show_wait(peer_rank, Phase::kRows, epoch_);
     if (interrupt_check_)
@@ -58,7 +44,7 @@ void Exchange::await_row(int peer_rank) {
     } catch (...) {
       // No rank can get that row, so all end here alike; nothing was written to anybody.
       state_ = State::kEnded;
-      show_presence(layout::Operation::kNone);
+      group_.leave_presence();
       throw;
     }
     const int64_t now_ns = sync::now_ns();
@@ -71,44 +57,10 @@ void Exchange::await_row(int peer_rank) {
         death_ns = now_ns;
       return now_ns - death_ns > kDeathGraceNs;
     });
-    if (now_ns - warned_ns > warning_interval_ns()) {
-      warned_ns = now_ns;
-      warn(concat("rank ",
-                  group_.rank_idx(),
-                  " has waited ",
-                  (now_ns - start_ns) / 1'000'000'000,
-                  " s for rank ",
-                  peer_rank,
-                  " to enter ",
-                  layout::operation_name(operation_),
-                  " of buffer ",
-                  endpoint_.buffer_number(),
-                  ", epoch ",
-                  epoch_,
-                  whereabouts(peer_rank)));
-    }
-    if (now_ns - start_ns > group_.arrival_timeout_ns()) {
-      group_.abort(layout::AbortCause::kPeerTimeout,
-                   where,
-                   {peer_rank},
-                   concat("rank ",
-                          peer_rank,
-                          " did not enter ",
-                          layout::operation_name(operation_),
-                          " of buffer ",
-                          endpoint_.buffer_number(),
-                          " (epoch ",
-                          epoch_,
-                          ") within ",
-                          static_cast<double>(group_.arrival_timeout_ns()) / 1e9,
-                          " s of rank ",
-                          group_.rank_idx(),
-                          whereabouts(peer_rank)));
-      group_.throw_abort();
-    }
+    arrival.check();
   });
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
-  end_wait(start_ns, peer_rank);
+  end_wait(arrival.start_ns(), peer_rank);
 }
 
 void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint64_t& flag) {

@@ -106,9 +106,14 @@ Group::~Group() {
     own_control_->quarantine();
   for (auto& window : quarantined_)
     window->quarantine();
-  for (auto& [window, is_unused] : retired_)
-    if (!is_unused())
+  // The words alone decide now: a peer that has set its own touches the window no more.
+  for (auto& [window, closed_words] : retired_) {
+    const bool is_unused = std::all_of(closed_words.begin(), closed_words.end(), [](auto* word) {
+      return sync::load_acquire(*word) != 0;
+    });
+    if (!is_unused)
       window->quarantine();
+  }
   for (auto& memory : kept_)
     new std::shared_ptr<void>(std::move(memory));  // for good
 }
@@ -314,14 +319,56 @@ void Group::keep(std::shared_ptr<void> memory) {
   kept_.push_back(std::move(memory));
 }
 
-void Group::retire(std::shared_ptr<Window> window, std::function<bool()> is_unused) {
+void Group::show_presence(uint64_t buffer_number, uint64_t epoch, layout::Operation operation) {
+  layout::Presence& own = presence(rank_idx_);
+  sync::store_relaxed(own.buffer_number, buffer_number);
+  sync::store_relaxed(own.epoch, epoch);
+  sync::store_relaxed(own.operation, static_cast<int32_t>(operation));
+}
+
+void Group::leave_presence() {
+  sync::store_relaxed(presence(rank_idx_).operation,
+                      static_cast<int32_t>(layout::Operation::kNone));
+}
+
+std::string Group::whereabouts(int rank_idx) const {
+  const layout::Presence& shown = presence(rank_idx);
+  const auto operation = static_cast<layout::Operation>(sync::load_relaxed(shown.operation));
+  if (operation == layout::Operation::kNone)
+    return "";
+  return concat("; it is in ",
+                layout::operation_name(operation),
+                " of buffer ",
+                sync::load_relaxed(shown.buffer_number),
+                ", epoch ",
+                sync::load_relaxed(shown.epoch));
+}
+
+void Group::close_control(std::shared_ptr<Window> window,
+                          const std::vector<uint64_t*>& peer_words,
+                          std::vector<const uint64_t*> own_words) {
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    uint64_t* const word = peer_words[static_cast<size_t>(peer_rank)];
+    if (word == nullptr || is_leaving())
+      continue;
+    sync::store_release(*word, uint64_t{1});
+    sync::ring(doorbell(peer_rank));
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
-  retired_.emplace_back(std::move(window), std::move(is_unused));
+  retired_.push_back({std::move(window), std::move(own_words)});
 }
 
 void Group::free_retired() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::erase_if(retired_, [](const auto& entry) { return entry.second(); });
+  std::erase_if(retired_, [this](const RetiredControl& retired) {
+    for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+      const bool is_gone = !is_active(peer_rank) || state(peer_rank) != PeerState::kAlive;
+      if (!is_gone &&
+          sync::load_acquire(*retired.closed_words[static_cast<size_t>(peer_rank)]) == 0)
+        return false;
+    }
+    return true;
+  });
 }
 
 void Group::add_recoverable(uint64_t buffer_number, std::weak_ptr<Recoverable> buffer) {

@@ -103,9 +103,12 @@ class Group {
   sync::Doorbell& doorbell(int rank_idx) {
     return controls_[static_cast<size_t>(rank_idx)]->doorbell;
   }
-  layout::Presence& presence(int rank_idx) {
-    return controls_[static_cast<size_t>(rank_idx)]->presence;
-  }
+
+  /// Says which operation this rank has entered, for peers that wait for it on another buffer.
+  void show_presence(uint64_t buffer_number, uint64_t epoch, layout::Operation operation);
+  void leave_presence();
+  /// "; it is in combine of buffer 3, epoch 7" or nothing.
+  std::string whereabouts(int rank_idx) const;
   sync::Doorbell& own_doorbell() { return doorbell(rank_idx_); }
 
   /// Address of a place of @p rank_idx; waits until the peer's announcement has arrived.
@@ -155,8 +158,14 @@ class Group {
   /// recovery; for good if there is none.
   void keep(std::shared_ptr<void> memory);
 
-  /// Keeps a destroyed buffer's control area until every peer has destroyed its own.
-  void retire(std::shared_ptr<Window> window, std::function<bool()> is_unused);
+  /// Tells peers that this rank has destroyed a buffer, and keeps its control area until every peer
+  /// has destroyed its own: one may be about to write there, and learns of the end from its own.
+  /// @param window      The control area.
+  /// @param peer_words  By rank, this rank's word in that peer's area; null where there is none.
+  /// @param own_words   By rank, that peer's word in the control area.
+  void close_control(std::shared_ptr<Window> window,
+                     const std::vector<uint64_t*>& peer_words,
+                     std::vector<const uint64_t*> own_words);
 
   /// Every active rank's payload, in rank order; "" for excluded ranks. Collective.
   std::vector<std::string> all_gather(const std::string& payload,
@@ -203,6 +212,13 @@ class Group {
   uint32_t generation() const { return generation_.load(std::memory_order_relaxed); }
   void store_abort(int rank_idx, const layout::AbortRecord& record);
   std::vector<int> missing_ranks() const;
+  layout::Presence& presence(int rank_idx) const {
+    return controls_[static_cast<size_t>(rank_idx)]->presence;
+  }
+  struct RetiredControl {
+    std::shared_ptr<Window> window;
+    std::vector<const uint64_t*> closed_words;  ///< by rank
+  };
   void free_retired();
   bool has_running_operations();
   void end_operations(const InterruptCheck& interrupt_check);
@@ -246,7 +262,7 @@ class Group {
   std::mutex mutex_;
   std::vector<std::shared_ptr<Window>> quarantined_;
   std::vector<std::shared_ptr<void>> kept_;
-  std::vector<std::pair<std::shared_ptr<Window>, std::function<bool()>>> retired_;
+  std::vector<RetiredControl> retired_;
   std::map<uint64_t, std::weak_ptr<Recoverable>> recoverables_;
 };
 
