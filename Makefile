@@ -14,7 +14,7 @@ EXTRAS := build,test,lint,plot$(if $(shell command -v mpirun),$(comma)mpi)
 # The project's own warnings are errors here, but not in a user's build of the package.
 export MOE_COMM_WERROR ?= 1
 
-CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' | sort)
+CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess)
 
 .DEFAULT_GOAL := help
@@ -72,5 +72,5 @@ wheel: $(READY)  ## Build dist/moe_comm-*.whl
 
 .PHONY: clean
 clean:  ## Remove everything that make has made
-	rm -rf $(VENV) build dist moe_comm.egg-info moe_comm/_host*.so
+	rm -rf $(VENV) build dist moe_comm.egg-info moe_comm/_*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

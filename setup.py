@@ -39,7 +39,7 @@ def replace_if_changed(src: Path, dst: Path) -> None:
 
 
 class CMakeBuild(build_ext):
-    """Builds the extension module with CMake and ninja instead of distutils' compiler."""
+    """Builds the extension modules with CMake and ninja instead of distutils' compiler."""
 
     def run(self) -> None:
         # setuptools clears `inplace` while it builds and copies the result afterwards.
@@ -97,4 +97,9 @@ class CMakeBuild(build_ext):
                 replace_if_changed(Path(built), in_package)
 
 
-setup(ext_modules=[Extension("moe_comm._host", sources=[])], cmdclass={"build_ext": CMakeBuild})
+MODULES = ["_host", "_simt"]
+
+setup(
+    ext_modules=[Extension(f"moe_comm.{name}", sources=[]) for name in MODULES],
+    cmdclass={"build_ext": CMakeBuild},
+)

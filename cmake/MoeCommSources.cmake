@@ -1,14 +1,30 @@
-# Sets MOE_COMM_SOURCES: everything that goes into _host, baseline files first.
+# Sets the sources of every target, baseline files first:
+#   MOE_COMM_COMMON_SOURCES    core, layout, heap, host: linked into every module
+#   MOE_COMM_BINDING_SOURCES   what bindings of every module share
+#   MOE_COMM_HOST_BINDINGS, MOE_COMM_DEVICE_BINDINGS, MOE_COMM_SIMT_BINDINGS
+#   MOE_COMM_RUNTIME_SOURCES   operations on a device, driven from the host
+#   MOE_COMM_KERNEL_SOURCES    *.cu: kernels, for nvcc or (as C++) for the emulator
+#   MOE_COMM_SIMT_SOURCES      the emulator; MOE_COMM_CHECKER_SOURCES its checks and scenarios
 #
 # Files for one instruction set (*_avx2.cpp, *_avx512.cpp) are compiled with its flags and linked
 # last. An inline function that several files instantiate is kept from the first of them, so the
 # copy that survives never holds instructions that a file of the baseline may not execute.
-file(GLOB MOE_COMM_SOURCES CONFIGURE_DEPENDS
-  "${CMAKE_CURRENT_SOURCE_DIR}/csrc/core/*.cpp"
-  "${CMAKE_CURRENT_SOURCE_DIR}/csrc/layout/*.cpp"
-  "${CMAKE_CURRENT_SOURCE_DIR}/csrc/heap/*.cpp"
-  "${CMAKE_CURRENT_SOURCE_DIR}/csrc/host/*.cpp"
-  "${CMAKE_CURRENT_SOURCE_DIR}/csrc/bindings/*.cpp")
+function(moe_comm_glob result)
+  set(patterns ${ARGN})
+  list(TRANSFORM patterns PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/csrc/")
+  file(GLOB files CONFIGURE_DEPENDS ${patterns})
+  set(${result} ${files} PARENT_SCOPE)
+endfunction()
+
+moe_comm_glob(MOE_COMM_COMMON_SOURCES core/*.cpp layout/*.cpp heap/*.cpp host/*.cpp)
+moe_comm_glob(MOE_COMM_BINDING_SOURCES bindings/shared/*.cpp)
+moe_comm_glob(MOE_COMM_HOST_BINDINGS bindings/*.cpp)
+moe_comm_glob(MOE_COMM_DEVICE_BINDINGS bindings/device/*.cpp)
+moe_comm_glob(MOE_COMM_SIMT_BINDINGS bindings/simt/*.cpp)
+moe_comm_glob(MOE_COMM_RUNTIME_SOURCES runtime/*.cpp)
+moe_comm_glob(MOE_COMM_KERNEL_SOURCES kernels/*.cu)
+moe_comm_glob(MOE_COMM_SIMT_SOURCES simt/*.cpp)
+moe_comm_glob(MOE_COMM_CHECKER_SOURCES simt/checker/*.cpp)
 
 set(MOE_COMM_AVX2_FLAGS "-mavx2;-mf16c")
 set(MOE_COMM_AVX512_FLAGS "-mavx2;-mf16c;-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq")
@@ -18,12 +34,12 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
 endif()
 foreach(isa AVX2 AVX512)
   string(TOLOWER ${isa} suffix)
-  set(isa_sources ${MOE_COMM_SOURCES})
+  set(isa_sources ${MOE_COMM_COMMON_SOURCES})
   list(FILTER isa_sources INCLUDE REGEX "_${suffix}\\.cpp$")
-  list(FILTER MOE_COMM_SOURCES EXCLUDE REGEX "_${suffix}\\.cpp$")
+  list(FILTER MOE_COMM_COMMON_SOURCES EXCLUDE REGEX "_${suffix}\\.cpp$")
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     set_source_files_properties(${isa_sources} PROPERTIES COMPILE_OPTIONS
       "${MOE_COMM_${isa}_FLAGS}")
-    list(APPEND MOE_COMM_SOURCES ${isa_sources})
+    list(APPEND MOE_COMM_COMMON_SOURCES ${isa_sources})
   endif()
 endforeach()

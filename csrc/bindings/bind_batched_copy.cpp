@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/native_group.h"
+#include "bindings/shared/native_group.h"
 #include "bindings/submitted.h"
 #include "host/batched_copy.h"
 #include "host/strided_copy.h"

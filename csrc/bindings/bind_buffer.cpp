@@ -6,9 +6,9 @@
 
 #include "bindings/bind_dispatch.h"
 #include "bindings/bindings.h"
-#include "bindings/native_group.h"
+#include "bindings/shared/native_group.h"
+#include "bindings/shared/tensor_view.h"
 #include "bindings/submitted.h"
-#include "bindings/tensor_view.h"
 #include "host/combine.h"
 #include "host/exchange.h"
 #include "layout/workspace.h"

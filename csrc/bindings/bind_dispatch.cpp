@@ -1,8 +1,8 @@
 #include <utility>
 
 #include "bindings/bind_dispatch.h"
+#include "bindings/shared/tensor_view.h"
 #include "bindings/submitted.h"
-#include "bindings/tensor_view.h"
 
 namespace moe::bindings {
 

@@ -3,8 +3,8 @@
 
 #include "bindings/bind_slots.h"
 #include "bindings/bindings.h"
-#include "bindings/dlpack.h"
-#include "bindings/native_group.h"
+#include "bindings/shared/dlpack.h"
+#include "bindings/shared/native_group.h"
 #include "core/dtype.h"
 #include "host/warn.h"
 

@@ -1,7 +1,7 @@
 #include "bindings/bind_slots.h"
 
 #include "bindings/bindings.h"
-#include "bindings/tensor_view.h"
+#include "bindings/shared/tensor_view.h"
 #include "host/slot_signal.h"
 
 namespace moe::bindings {

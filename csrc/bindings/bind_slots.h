@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "bindings/native_group.h"
+#include "bindings/shared/native_group.h"
 
 namespace moe::bindings {
 

@@ -1,32 +1,10 @@
 #include "bindings/bindings.h"
-#include "core/sync.h"
-
-namespace moe::bindings {
-
-namespace py = pybind11;
-
-const host::InterruptCheck& signal_check() {
-  static const host::InterruptCheck check = [] {
-    // Taking the GIL is dear while other threads compute: at most ten times a second.
-    constexpr int64_t kEveryNs = 100'000'000;
-    thread_local int64_t checked_ns = sync::now_ns();
-    const int64_t now_ns = sync::now_ns();
-    if (now_ns - checked_ns < kEveryNs)
-      return;
-    checked_ns = now_ns;
-    const py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0)
-      throw py::error_already_set();
-  };
-  return check;
-}
-
-}  // namespace moe::bindings
+#include "bindings/shared/errors.h"
 
 PYBIND11_MODULE(_host, module) {
   using namespace moe::bindings;
   module.doc() = "CPU backend of moe_comm: heap, rows, dispatch and combine, batched copies.";
-  register_error(module);
+  register_errors();
   bind_kernels(module);
   bind_heap(module);
   bind_group(module);

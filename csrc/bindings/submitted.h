@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/dlpack.h"
+#include "bindings/shared/dlpack.h"
 #include "core/dtype.h"
 #include "host/dispatch.h"
 

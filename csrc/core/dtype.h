@@ -5,12 +5,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/host_device.h"
+
 namespace moe {
 
 /// Element types that can be added; every other type moves as bytes.
 enum class DType : int32_t { kBytes = 0, kBFloat16 = 1, kFloat16 = 2, kFloat32 = 3, kFloat64 = 4 };
 
-constexpr int64_t element_bytes(DType dtype) {
+MOE_HOST_DEVICE constexpr int64_t element_bytes(DType dtype) {
   switch (dtype) {
     case DType::kBytes:
       return 1;

@@ -13,11 +13,13 @@ struct Slot {
   static constexpr int kRowBits = 48;
   static constexpr int64_t kNone = -1;
 
-  static int64_t pack(int rank_idx, int64_t row_idx) {
+  MOE_HOST_DEVICE static int64_t pack(int rank_idx, int64_t row_idx) {
     return (static_cast<int64_t>(rank_idx) << kRowBits) | row_idx;
   }
-  static int rank_idx(int64_t slot) { return static_cast<int>(slot >> kRowBits); }
-  static int64_t row_idx(int64_t slot) { return slot & ((int64_t{1} << kRowBits) - 1); }
+  MOE_HOST_DEVICE static int rank_idx(int64_t slot) { return static_cast<int>(slot >> kRowBits); }
+  MOE_HOST_DEVICE static int64_t row_idx(int64_t slot) {
+    return slot & ((int64_t{1} << kRowBits) - 1);
+  }
 };
 
 /// Which rank owns every expert, and in which local order.
@@ -38,9 +40,9 @@ struct Arrangement {
   int64_t expert_alignment = 1;
   int64_t rows_per_expert = 0;  ///< low-latency: rows that every expert owns, filled or not
 
-  bool is_by_rank() const { return layout == RowLayout::kRankMajor; }
+  MOE_HOST_DEVICE bool is_by_rank() const { return layout == RowLayout::kRankMajor; }
   /// Rows of a window that @p count rows of one expert take.
-  int64_t expert_rows(int64_t count) const {
+  MOE_HOST_DEVICE int64_t expert_rows(int64_t count) const {
     return layout == RowLayout::kLowLatency ? rows_per_expert : round_up(count, expert_alignment);
   }
 };
@@ -142,7 +144,9 @@ void assign_slots(const int64_t* topk_idx,
                   int rank_idx,
                   int64_t* slots);
 
-inline int64_t num_slots_per_token(RowLayout layout, int64_t num_topk, int num_ranks) {
+MOE_HOST_DEVICE inline int64_t num_slots_per_token(RowLayout layout,
+                                                   int64_t num_topk,
+                                                   int num_ranks) {
   if (layout != RowLayout::kRankMajor)
     return num_topk;
   return num_topk < num_ranks ? num_topk : num_ranks;

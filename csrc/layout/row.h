@@ -35,6 +35,7 @@ enum class RowStatus : int32_t {
   kInvalidArgument = 1,
   kInvalidType = 2,
   kNoCapacity = 3,
+  kBadExpert = 4,  ///< found on a device: needed_bytes is the flat index, available_bytes the id
 };
 
 /// What a rank does in one operation; equal on every rank, compared by every rank.
@@ -55,7 +56,7 @@ struct OperationArguments {
   int64_t expert_capacity = -1;  ///< most rows of one expert; -1 for no limit
   uint64_t plan_hash = 0;        ///< of the count matrix a handle holds; 0 without a handle
 
-  bool operator==(const OperationArguments&) const = default;
+  MOE_HOST_DEVICE bool operator==(const OperationArguments&) const = default;
 };
 static_assert(sizeof(OperationArguments) == 64);
 
@@ -76,7 +77,7 @@ struct Row {
   static constexpr int64_t kMessageBytes = 320;
 
   /// int32 numbers in a row of the count matrix, see CountMatrix.
-  static constexpr int num_counts(int num_ranks, int num_experts) {
+  MOE_HOST_DEVICE static constexpr int num_counts(int num_ranks, int num_experts) {
     return num_experts + num_ranks + 2;
   }
 
@@ -89,12 +90,14 @@ struct Row {
   uint64_t needed_bytes;
   uint64_t available_bytes;
 
-  int32_t* counts() { return reinterpret_cast<int32_t*>(this + 1); }
-  const int32_t* counts() const { return reinterpret_cast<const int32_t*>(this + 1); }
-  char* message() { return reinterpret_cast<char*>(this + 1); }
-  const char* message() const { return reinterpret_cast<const char*>(this + 1); }
+  MOE_HOST_DEVICE int32_t* counts() { return reinterpret_cast<int32_t*>(this + 1); }
+  MOE_HOST_DEVICE const int32_t* counts() const {
+    return reinterpret_cast<const int32_t*>(this + 1);
+  }
+  MOE_HOST_DEVICE char* message() { return reinterpret_cast<char*>(this + 1); }
+  MOE_HOST_DEVICE const char* message() const { return reinterpret_cast<const char*>(this + 1); }
 
-  static int64_t stride(int num_ranks, int num_experts) {
+  MOE_HOST_DEVICE static int64_t stride(int num_ranks, int num_experts) {
     const int64_t count_bytes = int64_t{4} * num_counts(num_ranks, num_experts);
     const int64_t tail = count_bytes > kMessageBytes ? count_bytes : kMessageBytes;
     return round_up(static_cast<int64_t>(sizeof(Row)) + tail, 64);

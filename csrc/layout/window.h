@@ -21,12 +21,12 @@ struct ScaleMap {
   int64_t group_rows = 1;
   int64_t group_stride = 1;
 
-  static ScaleMap make(RowLayout layout,
-                       int64_t num_rows,
-                       int64_t rows_per_expert,
-                       int64_t num_scales,
-                       int64_t scale_bytes,
-                       bool is_column_major) {
+  MOE_HOST_DEVICE static ScaleMap make(RowLayout layout,
+                                       int64_t num_rows,
+                                       int64_t rows_per_expert,
+                                       int64_t num_scales,
+                                       int64_t scale_bytes,
+                                       bool is_column_major) {
     ScaleMap map;
     map.num_scales = num_scales;
     map.scale_bytes = scale_bytes;
@@ -45,15 +45,17 @@ struct ScaleMap {
   }
 
   /// Bytes from the start of the region to factor 0 of a row.
-  int64_t place(int64_t row_idx) const {
+  MOE_HOST_DEVICE int64_t place(int64_t row_idx) const {
     if (!is_column_major)
       return row_idx * num_scales * scale_bytes;
     return (row_idx / group_rows * num_scales * group_stride + row_idx % group_rows) * scale_bytes;
   }
   /// Bytes from a factor of a row to the next.
-  int64_t step() const { return is_column_major ? group_stride * scale_bytes : scale_bytes; }
+  MOE_HOST_DEVICE int64_t step() const {
+    return is_column_major ? group_stride * scale_bytes : scale_bytes;
+  }
 
-  int64_t bytes(int64_t num_rows) const {
+  MOE_HOST_DEVICE int64_t bytes(int64_t num_rows) const {
     if (!is_column_major)
       return num_rows * num_scales * scale_bytes;
     return (num_rows + group_rows - 1) / group_rows * num_scales * group_stride * scale_bytes;
@@ -79,13 +81,13 @@ struct ReceiveWindow {
   int64_t bytes = 0;
   ScaleMap scales;
 
-  static ReceiveWindow make(RowLayout layout,
-                            int64_t num_rows,
-                            int64_t row_bytes,
-                            const ScaleMap& scales,
-                            int64_t weight_bytes,
-                            int64_t num_topk,
-                            bool with_topk_idx) {
+  MOE_HOST_DEVICE static ReceiveWindow make(RowLayout layout,
+                                            int64_t num_rows,
+                                            int64_t row_bytes,
+                                            const ScaleMap& scales,
+                                            int64_t weight_bytes,
+                                            int64_t num_topk,
+                                            bool with_topk_idx) {
     const int64_t per_row = layout == RowLayout::kRankMajor ? num_topk : 1;
     ReceiveWindow window;
     window.scales = scales;

@@ -50,42 +50,44 @@ static_assert(sizeof(SecondOffer) == 64);
 class Workspace {
  public:
   Workspace() = default;
-  Workspace(std::byte* base, int num_ranks, int num_experts, int depth)
+  MOE_HOST_DEVICE Workspace(std::byte* base, int num_ranks, int num_experts, int depth)
       : base_(base),
         num_ranks_(num_ranks),
         depth_(depth),
         row_stride_(Row::stride(num_ranks, num_experts)) {}
 
-  static int64_t bytes(int num_ranks, int num_experts, int depth) {
+  MOE_HOST_DEVICE static int64_t bytes(int num_ranks, int num_experts, int depth) {
     return entry_offset(num_ranks, 0, 0) +
            depth * entry_bytes(num_ranks, Row::stride(num_ranks, num_experts));
   }
 
-  std::byte* base() const { return base_; }
-  Activity& activity() const { return *reinterpret_cast<Activity*>(base_); }
-  Flag& closed(int rank_idx) const { return at<Flag>(64 + int64_t{64} * rank_idx); }
-  Row& row(uint64_t epoch, int rank_idx) const {
+  MOE_HOST_DEVICE std::byte* base() const { return base_; }
+  MOE_HOST_DEVICE Activity& activity() const { return *reinterpret_cast<Activity*>(base_); }
+  MOE_HOST_DEVICE Flag& closed(int rank_idx) const { return at<Flag>(64 + int64_t{64} * rank_idx); }
+  MOE_HOST_DEVICE Row& row(uint64_t epoch, int rank_idx) const {
     return at<Row>(entry(epoch) + rank_idx * row_stride_);
   }
-  SecondOffer& second_offer(uint64_t epoch, int rank_idx) const {
+  MOE_HOST_DEVICE SecondOffer& second_offer(uint64_t epoch, int rank_idx) const {
     return at<SecondOffer>(entry(epoch) + num_ranks_ * row_stride_ + int64_t{64} * rank_idx);
   }
-  Flag& done(uint64_t epoch, int rank_idx) const {
+  MOE_HOST_DEVICE Flag& done(uint64_t epoch, int rank_idx) const {
     return at<Flag>(entry(epoch) + num_ranks_ * (row_stride_ + 64) + int64_t{64} * rank_idx);
   }
 
  private:
   template <typename T>
-  T& at(int64_t offset) const {
+  MOE_HOST_DEVICE T& at(int64_t offset) const {
     return *reinterpret_cast<T*>(base_ + offset);
   }
-  static int64_t entry_bytes(int num_ranks, int64_t row_stride) {
+  MOE_HOST_DEVICE static int64_t entry_bytes(int num_ranks, int64_t row_stride) {
     return num_ranks * (row_stride + 64 + 64);
   }
-  static int64_t entry_offset(int num_ranks, int64_t entry_idx, int64_t row_stride) {
+  MOE_HOST_DEVICE static int64_t entry_offset(int num_ranks,
+                                              int64_t entry_idx,
+                                              int64_t row_stride) {
     return 64 + int64_t{64} * num_ranks + entry_idx * entry_bytes(num_ranks, row_stride);
   }
-  int64_t entry(uint64_t epoch) const {
+  MOE_HOST_DEVICE int64_t entry(uint64_t epoch) const {
     return entry_offset(
         num_ranks_, static_cast<int64_t>(epoch % static_cast<uint64_t>(depth_)), row_stride_);
   }

@@ -18,7 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # C++: which folders of csrc a folder may include from, besides itself.
 
 CXX_ARROWS: dict[str, set[str]] = {
-    "bindings": {"host", "heap", "layout", "core"},
+    "bindings": {"cuda", "simt", "runtime", "kernels", "device", "host", "heap", "layout", "core"},
+    "cuda": {"runtime", "device", "heap", "layout", "core"},
+    "simt": {"runtime", "kernels", "device", "host", "layout", "core"},
+    "runtime": {"kernels", "device", "host", "layout", "core"},
+    "kernels": {"device", "layout", "core"},
+    "device": {"layout", "core"},
     "host": {"layout", "core"},
     "heap": {"core"},
     "layout": {"core"},
@@ -45,7 +50,7 @@ def cxx_violations(path: str, text: str) -> Iterator[str]:
 
 CXX_FILES = sorted(
     path.relative_to(ROOT / "csrc").as_posix()
-    for pattern in ("*.h", "*.cpp")
+    for pattern in ("*.h", "*.cpp", "*.cu", "*.cuh")
     for path in (ROOT / "csrc").rglob(pattern)
 )
 

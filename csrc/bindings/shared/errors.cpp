@@ -1,4 +1,8 @@
-#include "bindings/bindings.h"
+#include "bindings/shared/errors.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
 #include "core/error.h"
 
 namespace moe::bindings {
@@ -54,8 +58,7 @@ void translate(std::exception_ptr pointer) {
 
 }  // namespace
 
-void register_error(py::module_& module) {
-  (void)module;
+void register_errors() {
   py::register_local_exception_translator(&translate);
 }
 

@@ -1,4 +1,4 @@
-#include "bindings/dlpack.h"
+#include "bindings/shared/dlpack.h"
 
 #include <algorithm>
 

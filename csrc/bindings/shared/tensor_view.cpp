@@ -1,4 +1,4 @@
-#include "bindings/tensor_view.h"
+#include "bindings/shared/tensor_view.h"
 
 namespace moe::bindings {
 

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "host/group.h"
+
+namespace moe::bindings {
+
+/// Lets the main thread answer signals while it is blocked; does nothing on other threads.
+const host::InterruptCheck& signal_check();
+
+}  // namespace moe::bindings

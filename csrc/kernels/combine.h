@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "device/launch.h"
+#include "kernels/buffer.h"
+#include "layout/routing.h"
+
+namespace moe::kernels {
+
+struct CombineParams {
+  Buffer buffer;
+  Tables tables;
+
+  DType dtype = DType::kBFloat16;
+  int64_t hidden = 0;  ///< elements; 0 when only weights are pulled
+  int64_t num_tokens = 0;
+  int32_t num_topk = 0;
+  int32_t num_slots = 0;
+  int32_t num_recv_topk = 0;
+  layout::Arrangement arrangement;
+  const int64_t* slots = nullptr;     ///< device [num_tokens, num_slots]
+  const int64_t* topk_idx = nullptr;  ///< device [num_tokens, num_topk], to pull weights by rank
+  const std::byte* weights =
+      nullptr;                  ///< device [num_tokens, num_topk] applied while adding, or null
+  int32_t weight_bytes = 0;     ///< 4, or 8 with float64 rows
+  std::byte* sums = nullptr;    ///< device or heap [num_tokens, hidden]
+  std::byte* pulled = nullptr;  ///< device or heap [num_tokens, num_topk] of pulled_bytes
+  int32_t pulled_bytes = 0;     ///< of a weight that is pulled, 0 for none
+  int32_t is_plain = 0;
+};
+
+/// Pulls the rows of every token, adds them in slot order and writes the sum once; pulls weights;
+/// releases done flags and waits for those of every rank that pulls here.
+void launch_combine(const device::Launch& launch, const CombineParams& params);
+size_t combine_shared_bytes(const CombineParams& params, int num_threads);
+
+struct WeightedGradientParams {
+  DType dtype = DType::kBFloat16;
+  int64_t num_rows = 0;
+  int64_t hidden = 0;
+  std::byte* gradient = nullptr;       ///< device or heap [num_rows, hidden], scaled in place
+  const std::byte* values = nullptr;   ///< device or heap [num_rows, hidden]
+  const std::byte* weights = nullptr;  ///< device [num_rows] of weight_bytes
+  std::byte* dots = nullptr;           ///< device [num_rows] of weight_bytes
+  int32_t weight_bytes = 4;
+};
+
+/// Local: weights[:, None] * gradient in place, and the dot products <gradient, values> as they
+/// were.
+void launch_weighted_gradient(const device::Launch& launch, const WeightedGradientParams& params);
+
+}  // namespace moe::kernels

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "device/launch.h"
+#include "kernels/exchange.h"
+
+namespace moe::kernels {
+
+/// How rows become e4m3 while they are written; see docs/quantization.md.
+struct Quantize {
+  int32_t is_on = 0;
+  DType dtype = DType::kBFloat16;  ///< of the source
+  int32_t block = 128;             ///< channels per scale factor
+  int32_t scale_format = 0;        ///< host::ScaleFormat: float32, float32 power of 2, UE8M0 byte
+};
+
+struct DispatchParams {
+  Buffer buffer;
+  Tables tables;
+  Choices choices;  ///< uncached; else only num_tokens, num_topk, num_slots and is_by_rank count
+
+  const std::byte* x = nullptr;  ///< device [num_tokens, source_row_bytes]
+  int64_t source_row_bytes = 0;
+  int64_t row_bytes = 0;               ///< on the wire
+  const std::byte* weights = nullptr;  ///< device [num_tokens, num_topk] of weight_bytes, or null
+  int32_t weight_bytes = 0;
+  int32_t is_cached = 0;
+  int64_t* slots = nullptr;  ///< device [num_tokens, num_slots]: written, or read when cached
+
+  Quantize quantize;
+  int32_t num_scales = 0;             ///< that travel with a row
+  int32_t scale_bytes = 0;            ///< of one
+  const std::byte* scales = nullptr;  ///< device: of rows that come quantised
+  int64_t scale_row_stride = 0;       ///< bytes
+  int64_t scale_step = 0;             ///< bytes
+
+  layout::Arrangement arrangement;
+  int32_t with_topk_idx = 0;
+  int32_t is_plain = 0;  ///< loads and stores instead of bulk copies
+};
+
+/// Moves rows to their final slots, zeroes this rank's padding, releases done flags and waits for
+/// those of every rank that sends here. Returns at once unless Tables::may_move.
+/// @param launch  num_blocks is the number of SMs to use.
+void launch_dispatch(const device::Launch& launch, const DispatchParams& params);
+/// Shared memory of a block of @p num_threads for rows of that size.
+size_t dispatch_shared_bytes(const DispatchParams& params, int num_threads);
+
+}  // namespace moe::kernels

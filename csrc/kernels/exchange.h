@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstdint>
+
+#include "device/launch.h"
+#include "kernels/buffer.h"
+#include "layout/capacity.h"
+#include "layout/routing.h"
+
+namespace moe::kernels {
+
+/// Choices of this rank, counted in chunks of successive tokens so that many blocks can count.
+struct Choices {
+  const int64_t* topk_idx = nullptr;  ///< device [num_tokens, num_topk], ids in [-1, num_experts)
+  int64_t num_tokens = 0;
+  int32_t num_topk = 0;
+  int32_t num_slots = 0;  ///< layout::num_slots_per_token
+  int32_t is_by_rank = 0;
+  int32_t tokens_per_chunk = 0;
+  int32_t num_chunks = 0;
+  /// device [num_chunks, num_experts + num_ranks]: choices of every expert and tokens bound for
+  /// every distinct rank; the exchange turns each column into running sums (what came before the
+  /// chunk).
+  int32_t* chunk_counts = nullptr;
+  /// device [num_tokens, num_slots]: how many of the same expert (by rank: tokens of the same rank)
+  /// came before in the chunk, -1 for none; by rank: entry i belongs to the i-th distinct rank,
+  /// ascending.
+  int32_t* place_in_chunk = nullptr;
+  int64_t* bad_choice =
+      nullptr;  ///< device [num_chunks]: first flat index outside the range, or -1
+};
+
+/// Counts @p choices; grid: num_chunks blocks.
+void launch_count(const device::Launch& launch, const Buffer& buffer, const Choices& choices);
+size_t count_shared_bytes(int num_ranks, int num_experts);
+
+/// Host memory that an exchange fills for a host that waits for sizes.
+///
+/// Layout behind this header: num_ranks rows of Row::stride, as they lay in this rank's workspace.
+struct HostRead {
+  uint64_t ticket;  ///< stored last, with release at system scope
+  uint64_t epoch;
+  int32_t status;  ///< OperationStatus
+  int32_t reserved[11];
+};
+static_assert(sizeof(HostRead) == 64);
+
+struct ExchangeParams {
+  Buffer buffer;
+  Tables tables;
+
+  // The row of this rank.
+  layout::OperationArguments arguments;
+  Offer offer;
+  Offer weights_offer;
+  /// host: ok where null; else the message of a row that is rejected by the host.
+  const char* message = nullptr;
+  int32_t status = 0;  ///< layout::RowStatus
+  int32_t num_tokens = 0;
+  int32_t num_topk = 0;
+  int32_t fixed_rows = -1;
+  uint64_t needed_bytes = 0;
+  uint64_t available_bytes = 0;
+
+  // Uncached dispatch. A bad id makes a row of status kBadExpert, whose needed_bytes is the flat
+  // index and whose available_bytes is the id.
+  int32_t is_dispatch = 0;  ///< dispatch, cached or not: windows are laid out; else a combine
+  int32_t with_counts = 0;
+  Choices choices;
+  const uint8_t* is_masked = nullptr;  ///< device [num_ranks] or null
+  layout::CapacityRule rule;
+
+  layout::Arrangement arrangement;
+  int32_t is_column_major = 0;
+  int32_t with_topk_idx = 0;
+  const int32_t* kept_counts = nullptr;  ///< device: matrix of the handle, without counts
+
+  // A captured operation: windows offered in turn, by epoch. device [num_offers] or null.
+  const Offer* offer_ring = nullptr;
+  int32_t num_offers = 0;
+
+  HostRead* host_read = nullptr;  ///< or null
+  uint64_t ticket = 0;
+};
+
+/// Exchanges rows: waits until the ring entry is free, publishes this rank's row, takes
+/// everybody's, and fills the tables. One block.
+void launch_exchange(const device::Launch& launch, const ExchangeParams& params);
+size_t exchange_shared_bytes(int num_ranks, int num_experts);
+
+struct OffersParams {
+  Buffer buffer;
+  Tables tables;
+  /// host: this rank's second offer; bytes 0 where memory could not be had.
+  layout::SecondOffer own;
+  int32_t is_short = 0;                  ///< this rank publishes one
+  const uint8_t* short_ranks = nullptr;  ///< device [num_ranks]: who publishes one
+  /// host [num_ranks] of layout::SecondOffer behind the header.
+  HostRead* host_read = nullptr;
+  uint64_t ticket = 0;
+};
+
+/// Second offers of ranks that were short: updates Tables::peers and sets may_move. One block.
+void launch_offers(const device::Launch& launch, const OffersParams& params);
+
+}  // namespace moe::kernels

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+
+#include "device/launch.h"
+#include "layout/strided.h"
+
+namespace moe::kernels {
+
+/// One copy of a batch. Both sides hold the same number of bytes; runs may be cut differently.
+struct StridedCopy {
+  const std::byte* source;
+  std::byte* target;
+  layout::StridedBytes source_shape;
+  layout::StridedBytes target_shape;
+};
+
+struct StridedCopiesParams {
+  const StridedCopy* copies = nullptr;   ///< device [num_copies]
+  const int64_t* first_piece = nullptr;  ///< device [num_copies + 1]: pieces before each copy
+  int64_t num_copies = 0;
+  int64_t piece_bytes = 0;  ///< bytes of a copy that one warp moves at a time
+};
+
+/// Moves every copy, pieces shared out over all blocks. Local to the stream: whoever gave the
+/// addresses orders it after what wrote the sources.
+void launch_strided_copies(const device::Launch& launch, const StridedCopiesParams& params);
+
+}  // namespace moe::kernels

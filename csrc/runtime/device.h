@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace moe::runtime {
+
+/// A point in a stream. Copyable; outlives its stream.
+class Event {
+ public:
+  virtual ~Event() = default;
+  /// Whether everything put into the stream before it has ended. Never blocks.
+  virtual bool is_complete() const = 0;
+};
+
+/// Work in order. Streams run beside each other.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+
+  /// What device::Launch::stream wants.
+  virtual void* handle() const = 0;
+  virtual std::shared_ptr<Event> record() = 0;
+  /// Work put in from now on runs after @p event. Does not block the host, except on a stream that
+  /// stands for the host itself.
+  virtual void wait(const Event& event) = 0;
+  /// @p source and @p target are device, heap or page-locked memory. In order, asynchronous.
+  virtual void copy(void* target, const void* source, int64_t bytes) = 0;
+  virtual void fill(void* target, int value, int64_t bytes) = 0;
+  /// Whether work is being recorded into a graph instead of run.
+  virtual bool is_capturing() const = 0;
+};
+
+/// One GPU, or the emulator: what operations need besides kernels and the heap. Thread-safe.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual const std::string& name() const = 0;
+  /// DLPack's device type and number of tensors in its memory.
+  virtual int32_t dlpack_type() const = 0;
+  virtual int32_t device_idx() const = 0;
+
+  virtual int num_sms() const = 0;
+  virtual size_t max_shared_bytes() const = 0;  ///< of a block, dynamic
+  virtual bool has_bulk_copies() const = 0;
+
+  /// Memory private to this rank, zeroed, aligned to 256 bytes; freed once the last owner is gone
+  /// and work put into any stream by then has ended.
+  virtual std::shared_ptr<std::byte> allocate(int64_t bytes) = 0;
+  /// Page-locked host memory, zeroed, that kernels reach at the same address.
+  virtual std::shared_ptr<std::byte> allocate_host(int64_t bytes) = 0;
+  /// The address under which kernels reach host memory that exists already; valid while the result
+  /// lives.
+  virtual std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) = 0;
+
+  virtual std::shared_ptr<Stream> create_stream() = 0;
+  /// The caller's stream, by the number that Python knows it by. The emulator's only one is 0,
+  /// which stands for the host: what waits there blocks, what was recorded there is complete.
+  virtual std::shared_ptr<Stream> caller_stream(uintptr_t handle) = 0;
+
+  /// Makes the device current on the calling thread.
+  virtual void activate() = 0;
+};
+
+}  // namespace moe::runtime

@@ -1,0 +1,1 @@
+"""The GPU backend on the emulator; see docs/emulator.md."""
