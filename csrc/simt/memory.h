@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Every access of emulated threads to shared, device and heap memory, in two builds:
+//   direct    (the module _simt) the access itself, atomics across processes; direct_memory.cpp
+//   checked   (MOE_SIMT_CHECKED) performed by the checker, which delays and reorders stores and
+//             bulk copies, keeps clocks and bounds, and may run other threads first;
+//             checker/checked_memory.cpp
+// Addresses are those that kernels hold. In the checked build nothing is mapped there, so that an
+// access past these functions faults.
+
+namespace moe::simt {
+
+enum class Order : uint8_t { kRelaxed, kAcquire, kRelease, kAcquireRelease };
+enum class Reach : uint8_t { kBlock, kDevice, kSystem };  ///< device::Scope
+enum class Space : uint8_t { kShared, kAll };
+
+namespace memory {
+
+// Plain, 1, 2, 4, 8 or 16 bytes, naturally aligned.
+void load(const void* from, void* value, size_t bytes);
+void load_constant(const void* from, void* value, size_t bytes);
+void store(void* to, const void* value, size_t bytes);
+
+// Words of 4 or 8 bytes.
+uint64_t atomic_load(const void* from, size_t bytes, Order order, Reach reach);
+void atomic_store(void* to, uint64_t value, size_t bytes, Order order, Reach reach);
+uint64_t atomic_add(void* to, uint64_t value, size_t bytes, Order order, Reach reach);
+void fence(Reach reach);        ///< acquire and release
+void fence_proxy(Space space);  ///< between loads and stores, and bulk copies
+
+// Bulk copies of the calling thread.
+void init_mbarrier(uint64_t* barrier, int num_arrivals);
+void fence_mbarrier_init();
+void arrive_expect(uint64_t* barrier, uint32_t bytes);
+bool try_wait(uint64_t* barrier, uint32_t parity);
+void bulk_load(std::byte* shared, const std::byte* global, uint32_t bytes, uint64_t* barrier);
+void bulk_store(std::byte* global, const std::byte* shared, uint32_t bytes);
+void commit_bulk_stores();
+void await_bulk_stores(int num_pending);
+void await_bulk_reads(int num_pending);
+
+// Told by the emulator: threads [0, num_threads) of @p threads have met at a barrier that orders
+// their accesses (block, named or warp).
+void met(const int* threads, int num_threads);
+
+}  // namespace memory
+}  // namespace moe::simt
