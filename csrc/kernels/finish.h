@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/wait.h"
+
+namespace moe::kernels {
+
+/// Raises done flags of @p epoch at every active peer: this rank has written (dispatch) or pulled
+/// (combine) all its rows, or there are none. The threads of one block share the peers.
+MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
+  for (int i = device::thread_idx(); i < buffer.num_ranks; i += device::num_threads()) {
+    // Each rank starts behind itself, so that no peer gets all flags at the end.
+    const int peer_rank = (buffer.rank_idx + 1 + i) % buffer.num_ranks;
+    if (device::load_constant(buffer.is_active + peer_rank) == 0)
+      continue;
+    const layout::Workspace workspace =
+        buffer.workspace(device::load_constant(buffer.workspaces + peer_rank));
+    const uint64_t ring_epoch = MOE_MUTANT(done_in_next_ring_entry) ? epoch + 1 : epoch;
+    uint64_t* const flag = &workspace.done(ring_epoch, buffer.rank_idx).epoch;
+    if (MOE_MUTANT(done_without_release))
+      device::store_relaxed<device::kSystem>(flag, epoch);
+    else if (MOE_MUTANT(done_at_device_scope))
+      device::store_release<device::kDevice>(flag, epoch);
+    else
+      device::store_release<device::kSystem>(flag,
+                                             MOE_MUTANT(done_epoch_too_low) ? epoch - 1 : epoch);
+  }
+}
+
+/// The end of a kernel that moved rows; all threads of all its blocks call it.
+///
+/// Every thread waits for its bulk stores, the blocks count themselves, and the last of them raises
+/// the done flags and waits for those of every rank that has rows here. Rows are then whole
+/// (dispatch), or pulled by everybody (combine), when the kernel has ended.
+/// @param scratch  shared, a word per warp and at least two
+MOE_DEVICE void finish(const Buffer& buffer,
+                       const Tables& tables,
+                       layout::Operation operation,
+                       int32_t* scratch) {
+  if (!MOE_MUTANT(no_wait_for_bulk_stores))
+    device::await_bulk_stores<0>();
+  if (!MOE_MUTANT(no_barrier_before_done))
+    device::sync_block();
+  // Where one thread counts, the others learn of it through shared memory.
+  if (device::thread_idx() == 0) {
+    uint32_t* const num_blocks_done = &buffer.state->num_blocks_done;
+    const uint32_t before =
+        MOE_MUTANT(blocks_counted_without_order)
+            ? device::add_relaxed<device::kDevice>(num_blocks_done, uint32_t{1})
+            : device::add_acq_rel<device::kDevice>(num_blocks_done, uint32_t{1});
+    const auto num_others = static_cast<uint32_t>(device::num_blocks() - 1);
+    const bool is_last = before == (MOE_MUTANT(done_by_first_block) ? 0 : num_others);
+    if (is_last && !MOE_MUTANT(blocks_done_not_reset))
+      device::store_relaxed<device::kDevice>(num_blocks_done, uint32_t{0});
+    device::store(scratch, static_cast<int32_t>(is_last));
+  }
+  device::sync_block();
+  const bool is_last = device::load(scratch) != 0;
+  device::sync_block();
+  if (!is_last)
+    return;
+  const uint64_t epoch = device::load(tables.epoch);
+  release_done(buffer, epoch);
+  if (MOE_MUTANT(no_wait_for_done))
+    return;
+  const layout::Workspace own =
+      buffer.workspace(device::load_constant(buffer.workspaces + buffer.rank_idx));
+  const WaitSite site{layout::Phase::kData, static_cast<int32_t>(operation), epoch};
+  const bool all_done = block_await_flags(
+      buffer,
+      site,
+      epoch,
+      buffer.stall_limit_ns,
+      scratch,
+      [&](int rank_idx) { return device::load(&tables.peers[rank_idx].is_received_from) != 0; },
+      [&](int rank_idx) { return &own.done(epoch, rank_idx).epoch; });
+  if (!all_done && device::thread_idx() == 0)
+    device::store(tables.status, static_cast<int32_t>(OperationStatus::kLeft));
+}
+
+}  // namespace moe::kernels

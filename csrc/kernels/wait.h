@@ -1,0 +1,141 @@
+#pragma once
+
+#include <cstdint>
+
+#include "device/primitives.h"
+#include "device/warp.h"
+#include "kernels/buffer.h"
+#include "layout/control.h"
+#include "layout/row.h"
+
+// How kernels wait for flags of peers. No wait is without an end: it leaves when the communicator
+// is aborted or the peer exceeds its limit, and says for whom it waited.
+
+namespace moe::kernels {
+
+/// What a wait is for, as it is reported when it ends without it.
+struct WaitSite {
+  layout::Phase phase = layout::Phase::kIdle;
+  int32_t operation = 0;  ///< layout::Operation
+  uint64_t epoch = 0;     ///< of the operation that waits
+};
+
+/// Whether an earlier kernel of the buffer left early. All threads of the block call and get the
+/// same answer; no kernel sets the word while another of its blocks may still ask.
+MOE_DEVICE bool has_left(const Buffer& buffer) {
+  const bool left = device::load_relaxed<device::kDevice>(&buffer.state->has_left) != 0;
+  // Nobody waits, and hence leaves, before all have asked.
+  device::sync_block();
+  return left;
+}
+
+MOE_DEVICE bool is_aborted(const Buffer& buffer) {
+  const uint32_t word = device::load_relaxed<device::kSystem>(buffer.abort_word);
+  return layout::AbortRecord::is_set(word) &&
+         layout::AbortRecord::generation(word) >= buffer.abort_generation;
+}
+
+/// Raised by one thread of a rank while rows move: peers that wait see progress.
+MOE_DEVICE void show_progress(const Buffer& buffer) {
+  auto& progress = buffer.workspace(device::load_constant(buffer.workspaces + buffer.rank_idx))
+                       .activity()
+                       .progress;
+  device::store_relaxed<device::kSystem>(&progress,
+                                         device::load_relaxed<device::kSystem>(&progress) + 1);
+}
+
+/// Makes this and all later kernels of the buffer leave. The first thread to do so reports.
+MOE_DEVICE void leave(const Buffer& buffer,
+                      Cause cause,
+                      int peer_rank,
+                      const WaitSite& site,
+                      uint64_t expected,
+                      uint64_t seen) {
+  if (device::add_relaxed<device::kDevice>(&buffer.state->has_left, uint32_t{1}) != 0)
+    return;
+  WaitReport* const report = buffer.report;
+  device::store(&report->peer_rank, static_cast<int32_t>(peer_rank));
+  device::store(&report->phase, static_cast<int32_t>(site.phase));
+  device::store(&report->operation, site.operation);
+  device::store(&report->epoch, site.epoch);
+  device::store(&report->expected, expected);
+  device::store(&report->seen, seen);
+  device::store_release<device::kSystem>(&report->cause, static_cast<uint32_t>(cause));
+}
+
+/// Waits until @p *flag, which @p peer_rank raises, is at least @p expected, and acquires what the
+/// peer wrote before. Progress of the peer extends the limit; so does memory that it obtains.
+/// @return false when the kernel is to leave.
+MOE_DEVICE bool await_flag(const Buffer& buffer,
+                           const WaitSite& site,
+                           int peer_rank,
+                           const uint64_t* flag,
+                           uint64_t expected,
+                           uint64_t limit_ns) {
+  constexpr int kPollsPerCheck = 16;
+  constexpr uint32_t kLongestPauseNs = 512;
+  uint64_t seen = 0;
+  const auto has_come = [&] {
+    seen = MOE_MUTANT(wait_without_acquire)   ? device::load_relaxed<device::kSystem>(flag)
+           : MOE_MUTANT(wait_at_device_scope) ? device::load_acquire<device::kDevice>(flag)
+                                              : device::load_acquire<device::kSystem>(flag);
+    return seen >= expected;
+  };
+  if (has_come())
+    return true;
+  const layout::Activity& activity =
+      buffer.workspace(device::load_constant(buffer.workspaces + peer_rank)).activity();
+  uint64_t moved_ns = device::now_ns();
+  uint64_t seen_progress = device::load_relaxed<device::kSystem>(&activity.progress);
+  uint32_t pause_ns = 16;
+  for (int num_polls = 1;; ++num_polls) {
+    device::pause(pause_ns);
+    if (has_come())
+      return true;
+    if (num_polls % kPollsPerCheck != 0)
+      continue;
+    pause_ns = pause_ns < kLongestPauseNs ? 2 * pause_ns : kLongestPauseNs;
+    if (is_aborted(buffer)) {
+      leave(buffer, Cause::kAborted, peer_rank, site, expected, seen);
+      return false;
+    }
+    const uint64_t now_ns = device::now_ns();
+    if (now_ns - moved_ns <= limit_ns)
+      continue;
+    const uint64_t progress = device::load_relaxed<device::kSystem>(&activity.progress);
+    if (progress != seen_progress) {
+      seen_progress = progress;
+      moved_ns = now_ns;
+      continue;
+    }
+    const bool is_growing = device::load_relaxed<device::kSystem>(&activity.phase) ==
+                            static_cast<int32_t>(layout::Phase::kGrowing);
+    if (is_growing && now_ns - moved_ns <= buffer.arrival_limit_ns)
+      continue;
+    leave(buffer, Cause::kTimedOut, peer_rank, site, expected, seen);
+    return false;
+  }
+}
+
+/// A block waits for a flag of every rank that @p wants(rank_idx) names, one thread per rank.
+/// What each thread acquired, all threads may read afterwards.
+/// @param flag_of  flag_of(rank_idx), the flag's address
+/// @param scratch  shared, a word per warp
+/// @return the same on every thread: false when the kernel is to leave.
+template <typename Wants, typename FlagOf>
+MOE_DEVICE bool block_await_flags(const Buffer& buffer,
+                                  const WaitSite& site,
+                                  uint64_t expected,
+                                  uint64_t limit_ns,
+                                  int32_t* scratch,
+                                  const Wants& wants,
+                                  const FlagOf& flag_of) {
+  bool has_come = true;
+  for (int rank_idx = device::thread_idx(); rank_idx < buffer.num_ranks && has_come;
+       rank_idx += device::num_threads())
+    if (wants(rank_idx))
+      has_come = await_flag(buffer, site, rank_idx, flag_of(rank_idx), expected, limit_ns);
+  return device::block_all(has_come, scratch);
+}
+
+}  // namespace moe::kernels
