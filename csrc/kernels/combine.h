@@ -28,11 +28,15 @@ struct CombineParams {
   std::byte* sums = nullptr;    ///< device or heap [num_tokens, hidden]
   std::byte* pulled = nullptr;  ///< device or heap [num_tokens, num_topk] of pulled_bytes
   int32_t pulled_bytes = 0;     ///< of a weight that is pulled, 0 for none
-  int32_t is_plain = 0;
+  int32_t is_plain = 0;         ///< loads and stores instead of bulk copies
 };
 
+/// Threads of a block, at most; registers do not reach for more.
+constexpr int kMaxCombineThreads = 512;
+
 /// Pulls the rows of every token, adds them in slot order and writes the sum once; pulls weights;
-/// releases done flags and waits for those of every rank that pulls here.
+/// releases done flags and waits for those of every rank that pulls here. Returns at once unless
+/// Tables::may_move.
 void launch_combine(const device::Launch& launch, const CombineParams& params);
 size_t combine_shared_bytes(const CombineParams& params, int num_threads);
 
