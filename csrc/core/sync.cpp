@@ -1,5 +1,8 @@
 #include "core/sync.h"
 
+// A checked build has its own (simt/checker): fibers do not sleep, and time is what it says.
+#if !defined(MOE_SIMT_CHECKED)
+
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -12,6 +15,13 @@ namespace moe::sync {
 
 void yield() {
   sched_yield();
+}
+
+void sleep_ns(int64_t duration_ns) {
+  timespec duration;
+  duration.tv_sec = static_cast<time_t>(duration_ns / 1'000'000'000);
+  duration.tv_nsec = static_cast<long>(duration_ns % 1'000'000'000);
+  nanosleep(&duration, nullptr);
 }
 
 uint32_t current_core() {
@@ -37,3 +47,5 @@ void futex_wake_all(uint32_t& word) {
 }
 
 }  // namespace moe::sync
+
+#endif

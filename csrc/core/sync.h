@@ -1,15 +1,85 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <mutex>
+
+#include "core/mutant.h"
+
+#if defined(MOE_SIMT_CHECKED)
+#include "core/sync_checked.h"
+#endif
 
 namespace moe::sync {
 
 // The vocabulary in which rows, flags and waits are written: load, store, fence, wait, wake. Words
 // live in memory shared between processes, so they are plain integers used through these functions
-// only; 64-bit words are lock-free on every supported machine.
+// only; 64-bit words are lock-free on every supported machine. Bytes beside them, which words
+// guard, are read and written by the functions that end in `_shared`.
+//
+// A checked build (MOE_SIMT_CHECKED) hands every call to a checker, which decides what a load sees,
+// who runs next and what was not ordered; elsewhere these are the operations themselves.
 
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);
+
+/// Gives the core to another runnable thread.
+void yield();
+
+#if defined(MOE_SIMT_CHECKED)
+
+template <typename Word>
+Word load_relaxed(const Word& word) {
+  return static_cast<Word>(checked::load(&word, sizeof(Word), checked::Order::kRelaxed));
+}
+
+template <typename Word>
+Word load_acquire(const Word& word) {
+  return static_cast<Word>(checked::load(&word, sizeof(Word), checked::Order::kAcquire));
+}
+
+template <typename Word>
+void store_relaxed(Word& word, Word value) {
+  checked::store(&word, static_cast<uint64_t>(value), sizeof(Word), checked::Order::kRelaxed);
+}
+
+template <typename Word>
+void store_release(Word& word, Word value) {
+  checked::store(&word, static_cast<uint64_t>(value), sizeof(Word), checked::Order::kRelease);
+}
+
+template <typename Word>
+Word fetch_add(Word& word, Word value) {
+  return static_cast<Word>(checked::add(&word, static_cast<uint64_t>(value), sizeof(Word)));
+}
+
+template <typename Word>
+bool compare_exchange(Word& word, Word expected, Word desired) {
+  return checked::compare_exchange(
+      &word, static_cast<uint64_t>(expected), static_cast<uint64_t>(desired), sizeof(Word));
+}
+
+inline void fence_seq_cst() {
+  checked::fence_seq_cst();
+}
+
+inline void fence_acquire() {
+  checked::fence_acquire();
+}
+
+inline void pause() {
+  yield();
+}
+
+using checked::fill_shared;
+using checked::Mutex;
+using checked::note_read;
+using checked::note_write;
+using checked::read_shared;
+using checked::write_shared;
+
+#else
 
 template <typename Word>
 Word load_relaxed(const Word& word) {
@@ -46,6 +116,11 @@ inline void fence_seq_cst() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
+/// What relaxed loads before it have seen counts as acquired after it.
+inline void fence_acquire() {
+  std::atomic_thread_fence(std::memory_order_acquire);
+}
+
 /// Tells the core that this is a spin loop.
 inline void pause() {
 #if defined(__x86_64__)
@@ -55,8 +130,30 @@ inline void pause() {
 #endif
 }
 
-/// Gives the core to another runnable thread.
-void yield();
+/// Copies bytes of shared memory to private memory.
+inline void read_shared(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+
+/// Copies private bytes to shared memory.
+inline void write_shared(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+
+inline void fill_shared(void* to, int value, size_t bytes) {
+  std::memset(to, value, bytes);
+}
+
+/// Says that shared bytes are read, or written, by other means than these functions.
+inline void note_read(const void*, size_t) {}
+inline void note_write(void*, size_t) {}
+
+using Mutex = std::mutex;
+
+#endif
+
+/// Sleeps; the caller looks again at what it waits for.
+void sleep_ns(int64_t duration_ns);
 
 /// The core this thread runs on now.
 uint32_t current_core();
@@ -84,22 +181,27 @@ static_assert(sizeof(Doorbell) == 64);
 /// Called after the flag was stored. The fence keeps the flag ahead of the look at `waiters`:
 /// either the sleeper sees the flag, or this sees the sleeper.
 inline void ring(Doorbell& doorbell) {
-  fence_seq_cst();
+  if (!MOE_MUTANT(no_fence_before_wake))
+    fence_seq_cst();
   if (load_relaxed(doorbell.waiters) == 0)
     return;
-  fetch_add(doorbell.rings, 1u);
+  if (!MOE_MUTANT(ring_not_counted))
+    fetch_add(doorbell.rings, 1u);
   futex_wake_all(doorbell.rings);
 }
 
 /// Sleeps until @p ready() holds, a ring, or @p timeout_ns; the caller looks again in any case.
 template <typename Ready>
 void sleep_unless(Doorbell& doorbell, int64_t timeout_ns, Ready&& ready) {
-  fetch_add(doorbell.waiters, 1u);
-  fence_seq_cst();
+  if (!MOE_MUTANT(waiter_not_counted))
+    fetch_add(doorbell.waiters, 1u);
+  if (!MOE_MUTANT(no_fence_before_sleep))
+    fence_seq_cst();
   const uint32_t seen = load_acquire(doorbell.rings);
-  if (!ready())
+  if (MOE_MUTANT(sleep_without_second_look) || !ready())
     futex_wait(doorbell.rings, seen, timeout_ns);
-  fetch_add(doorbell.waiters, ~0u);
+  if (!MOE_MUTANT(waiter_not_counted))
+    fetch_add(doorbell.waiters, ~0u);
 }
 
 }  // namespace moe::sync

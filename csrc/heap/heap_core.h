@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/sync.h"
 #include "heap/fork_guard.h"
 #include "heap/memfd_segment.h"
 #include "heap/range_set.h"
@@ -34,9 +35,9 @@ struct HeapCore {
   HeapOptions options;
 
   // Held across system calls (growth, trim, faulting in); taken before `mutex`, never by a window.
-  std::mutex memory_mutex;
+  sync::Mutex memory_mutex;
   // Bookkeeping only.
-  std::mutex mutex;
+  sync::Mutex mutex;
   WindowAllocator allocator;
   std::vector<std::unique_ptr<OwnSegment>> segments;
 
@@ -47,7 +48,7 @@ struct HeapCore {
   std::atomic<uint64_t> cold_bytes{0};  ///< over all segments
 
   /// Locks `mutex` with enough spare nodes for one change, so that none are made under it.
-  std::unique_lock<std::mutex> lock_with_nodes() {
+  std::unique_lock<sync::Mutex> lock_with_nodes() {
     std::unique_lock lock(mutex);
     if (allocator.needs_nodes()) {
       lock.unlock();

@@ -249,7 +249,7 @@ void BatchedCopy::end_run() {
       quarantine_slots();
       return;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    sync::sleep_ns(1'000'000);
   }
 }
 

@@ -99,7 +99,7 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
 bool Group::has_running_operations() {
   if (num_running_.load() != 0)
     return true;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<sync::Mutex> lock(mutex_);
   for (const auto& [number, weak] : recoverables_)
     if (const auto buffer = weak.lock(); buffer && !buffer->is_idle())
       return true;
@@ -114,7 +114,7 @@ void Group::end_operations(const InterruptCheck& interrupt_check) {
       interrupt_check();
     if (sync::now_ns() - start_ns > kPatienceNs)
       abort_to_recover();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    sync::sleep_ns(1'000'000);
   }
 }
 
@@ -183,7 +183,7 @@ void Group::propose() {
   own = kProposal + failed;
   append_value(&own, gather_sequence_);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<sync::Mutex> lock(mutex_);
     for (const auto& [buffer_number, weak] : recoverables_)
       if (const auto buffer = weak.lock()) {
         const Recoverable::Epochs epochs = buffer->epochs();
@@ -243,7 +243,7 @@ RecoveryResult Group::commit(const std::string& decision) {
   size_t position = 1 + static_cast<size_t>(num_ranks());
   gather_sequence_ = read_value<uint64_t>(decision, &position);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<sync::Mutex> lock(mutex_);
     while (position < decision.size()) {
       const auto epochs = read_value<BufferEpochs>(decision, &position);
       result.completed_epochs.push_back(
