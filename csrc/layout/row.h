@@ -36,6 +36,8 @@ enum class RowStatus : int32_t {
   kInvalidType = 2,
   kNoCapacity = 3,
   kBadExpert = 4,  ///< found on a device: needed_bytes is the flat index, available_bytes the id
+  /// found on a device: needed_bytes tokens are routed to rank available_bytes, which has failed
+  kFailedRank = 5,
 };
 
 /// What a rank does in one operation; equal on every rank, compared by every rank.
@@ -56,7 +58,7 @@ struct OperationArguments {
   int64_t expert_capacity = -1;  ///< most rows of one expert; -1 for no limit
   uint64_t plan_hash = 0;        ///< of the count matrix a handle holds; 0 without a handle
 
-  MOE_HOST_DEVICE bool operator==(const OperationArguments&) const = default;
+  bool operator==(const OperationArguments&) const = default;
 };
 static_assert(sizeof(OperationArguments) == 64);
 
