@@ -19,12 +19,12 @@ MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
     const uint64_t ring_epoch = MOE_MUTANT(done_in_next_ring_entry) ? epoch + 1 : epoch;
     uint64_t* const flag = &workspace.done(ring_epoch, buffer.rank_idx).epoch;
     if (MOE_MUTANT(done_without_release))
-      device::store_relaxed<device::kSystem>(flag, epoch);
+      device::store_relaxed<device::Scope::kSystem>(flag, epoch);
     else if (MOE_MUTANT(done_at_device_scope))
-      device::store_release<device::kDevice>(flag, epoch);
+      device::store_release<device::Scope::kDevice>(flag, epoch);
     else
-      device::store_release<device::kSystem>(flag,
-                                             MOE_MUTANT(done_epoch_too_low) ? epoch - 1 : epoch);
+      device::store_release<device::Scope::kSystem>(
+          flag, MOE_MUTANT(done_epoch_too_low) ? epoch - 1 : epoch);
   }
 }
 
@@ -47,12 +47,12 @@ MOE_DEVICE void finish(const Buffer& buffer,
     uint32_t* const num_blocks_done = &buffer.state->num_blocks_done;
     const uint32_t before =
         MOE_MUTANT(blocks_counted_without_order)
-            ? device::add_relaxed<device::kDevice>(num_blocks_done, uint32_t{1})
-            : device::add_acq_rel<device::kDevice>(num_blocks_done, uint32_t{1});
+            ? device::add_relaxed<device::Scope::kDevice>(num_blocks_done, uint32_t{1})
+            : device::add_acq_rel<device::Scope::kDevice>(num_blocks_done, uint32_t{1});
     const auto num_others = static_cast<uint32_t>(device::num_blocks() - 1);
     const bool is_last = before == (MOE_MUTANT(done_by_first_block) ? 0 : num_others);
     if (is_last && !MOE_MUTANT(blocks_done_not_reset))
-      device::store_relaxed<device::kDevice>(num_blocks_done, uint32_t{0});
+      device::store_relaxed<device::Scope::kDevice>(num_blocks_done, uint32_t{0});
     device::store(scratch, static_cast<int32_t>(is_last));
   }
   device::sync_block();

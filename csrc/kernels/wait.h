@@ -23,14 +23,14 @@ struct WaitSite {
 /// Whether an earlier kernel of the buffer left early. All threads of the block call and get the
 /// same answer; no kernel sets the word while another of its blocks may still ask.
 MOE_DEVICE bool has_left(const Buffer& buffer) {
-  const bool left = device::load_relaxed<device::kDevice>(&buffer.state->has_left) != 0;
+  const bool left = device::load_relaxed<device::Scope::kDevice>(&buffer.state->has_left) != 0;
   // Nobody waits, and hence leaves, before all have asked.
   device::sync_block();
   return left;
 }
 
 MOE_DEVICE bool is_aborted(const Buffer& buffer) {
-  const uint32_t word = device::load_relaxed<device::kSystem>(buffer.abort_word);
+  const uint32_t word = device::load_relaxed<device::Scope::kSystem>(buffer.abort_word);
   return layout::AbortRecord::is_set(word) &&
          layout::AbortRecord::generation(word) >= buffer.abort_generation;
 }
@@ -40,8 +40,8 @@ MOE_DEVICE void show_progress(const Buffer& buffer) {
   auto& progress = buffer.workspace(device::load_constant(buffer.workspaces + buffer.rank_idx))
                        .activity()
                        .progress;
-  device::store_relaxed<device::kSystem>(&progress,
-                                         device::load_relaxed<device::kSystem>(&progress) + 1);
+  device::store_relaxed<device::Scope::kSystem>(
+      &progress, device::load_relaxed<device::Scope::kSystem>(&progress) + 1);
 }
 
 /// Makes this and all later kernels of the buffer leave. The first thread to do so reports.
@@ -51,7 +51,7 @@ MOE_DEVICE void leave(const Buffer& buffer,
                       const WaitSite& site,
                       uint64_t expected,
                       uint64_t seen) {
-  if (device::add_relaxed<device::kDevice>(&buffer.state->has_left, uint32_t{1}) != 0)
+  if (device::add_relaxed<device::Scope::kDevice>(&buffer.state->has_left, uint32_t{1}) != 0)
     return;
   WaitReport* const report = buffer.report;
   device::store(&report->peer_rank, static_cast<int32_t>(peer_rank));
@@ -60,7 +60,7 @@ MOE_DEVICE void leave(const Buffer& buffer,
   device::store(&report->epoch, site.epoch);
   device::store(&report->expected, expected);
   device::store(&report->seen, seen);
-  device::store_release<device::kSystem>(&report->cause, static_cast<uint32_t>(cause));
+  device::store_release<device::Scope::kSystem>(&report->cause, static_cast<uint32_t>(cause));
 }
 
 /// Waits until @p *flag, which @p peer_rank raises, is at least @p expected, and acquires what the
@@ -76,9 +76,9 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
   constexpr uint32_t kLongestPauseNs = 512;
   uint64_t seen = 0;
   const auto has_come = [&] {
-    seen = MOE_MUTANT(wait_without_acquire)   ? device::load_relaxed<device::kSystem>(flag)
-           : MOE_MUTANT(wait_at_device_scope) ? device::load_acquire<device::kDevice>(flag)
-                                              : device::load_acquire<device::kSystem>(flag);
+    seen = MOE_MUTANT(wait_without_acquire)   ? device::load_relaxed<device::Scope::kSystem>(flag)
+           : MOE_MUTANT(wait_at_device_scope) ? device::load_acquire<device::Scope::kDevice>(flag)
+                                              : device::load_acquire<device::Scope::kSystem>(flag);
     return seen >= expected;
   };
   if (has_come())
@@ -86,7 +86,7 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
   const layout::Activity& activity =
       buffer.workspace(device::load_constant(buffer.workspaces + peer_rank)).activity();
   uint64_t moved_ns = device::now_ns();
-  uint64_t seen_progress = device::load_relaxed<device::kSystem>(&activity.progress);
+  uint64_t seen_progress = device::load_relaxed<device::Scope::kSystem>(&activity.progress);
   uint32_t pause_ns = 16;
   for (int num_polls = 1;; ++num_polls) {
     device::pause(pause_ns);
@@ -102,13 +102,13 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
     const uint64_t now_ns = device::now_ns();
     if (now_ns - moved_ns <= limit_ns)
       continue;
-    const uint64_t progress = device::load_relaxed<device::kSystem>(&activity.progress);
+    const uint64_t progress = device::load_relaxed<device::Scope::kSystem>(&activity.progress);
     if (progress != seen_progress) {
       seen_progress = progress;
       moved_ns = now_ns;
       continue;
     }
-    const bool is_growing = device::load_relaxed<device::kSystem>(&activity.phase) ==
+    const bool is_growing = device::load_relaxed<device::Scope::kSystem>(&activity.phase) ==
                             static_cast<int32_t>(layout::Phase::kGrowing);
     if (is_growing && now_ns - moved_ns <= buffer.arrival_limit_ns)
       continue;
