@@ -152,6 +152,20 @@ using Mutex = std::mutex;
 
 #endif
 
+/// Copies all of a message but the flag in front of it, in or out of shared memory.
+template <size_t kFlagBytes = sizeof(uint64_t), typename Message>
+void write_body(Message& shared, const Message& message) {
+  write_shared(reinterpret_cast<std::byte*>(&shared) + kFlagBytes,
+               reinterpret_cast<const std::byte*>(&message) + kFlagBytes,
+               sizeof(Message) - kFlagBytes);
+}
+template <size_t kFlagBytes = sizeof(uint64_t), typename Message>
+void read_body(Message& message, const Message& shared) {
+  read_shared(reinterpret_cast<std::byte*>(&message) + kFlagBytes,
+              reinterpret_cast<const std::byte*>(&shared) + kFlagBytes,
+              sizeof(Message) - kFlagBytes);
+}
+
 /// Sleeps; the caller looks again at what it waits for.
 void sleep_ns(int64_t duration_ns);
 

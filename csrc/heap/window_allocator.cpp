@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/sync.h"
 
 namespace moe::heap {
 namespace {
@@ -159,7 +160,7 @@ uint64_t WindowAllocator::largest_free_bytes() const {
 WindowAllocator::Block* WindowAllocator::split(Block* block, uint64_t lower_bytes) {
   Block* upper = take_node();
   upper->segment_idx = block->segment_idx;
-  upper->offset = block->offset + lower_bytes;
+  upper->offset = block->offset + lower_bytes - (MOE_MUTANT(windows_overlap) ? kSmallBytes : 0);
   upper->bytes = block->bytes - lower_bytes;
   upper->state = block->state;
   upper->lower = block;
@@ -172,6 +173,7 @@ WindowAllocator::Block* WindowAllocator::split(Block* block, uint64_t lower_byte
 }
 
 WindowAllocator::Block* WindowAllocator::take(Block* block, uint64_t rounded) {
+  sync::note_write(this, 1);  // one thread at a time
   remove_free(block);
   const uint64_t lead_bytes = round_up(block->offset, alignment_of(rounded)) - block->offset;
   if (lead_bytes > 0) {
@@ -233,7 +235,8 @@ void WindowAllocator::free(Block* block) noexcept {
   assert(block->state == BlockState::kLive);
   counters_.live_bytes -= block->bytes;
   --counters_.num_live;
-  if (block->quarantine_round == quarantine_round_) {
+  sync::note_write(this, 1);
+  if (block->quarantine_round == quarantine_round_ && !MOE_MUTANT(quarantine_forgotten)) {
     counters_.quarantined_bytes += block->bytes;
     block->state = BlockState::kQuarantined;
     block->next = std::exchange(quarantined_, block);
@@ -250,7 +253,7 @@ void WindowAllocator::shrink(Block* block, uint64_t bytes) {
   Block* tail = split(block, kept_bytes);
   // The tail counts as a window for the moment it takes to free it; a tail that peers may still
   // write to stays aside like the rest.
-  tail->quarantine_round = block->quarantine_round;
+  tail->quarantine_round = MOE_MUTANT(tail_leaves_quarantine) ? 0 : block->quarantine_round;
   ++counters_.num_live;
   free(tail);
 }

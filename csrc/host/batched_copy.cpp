@@ -131,7 +131,7 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
   std::string problem;
   try {
     own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
-    std::memset(own_window_->data(), 0, static_cast<size_t>(bytes));
+    sync::fill_shared(own_window_->data(), 0, static_cast<size_t>(bytes));
     own.workspace = own_window_->offer();
   } catch (const CapacityError& error) {
     own.needed_bytes = std::max<uint64_t>(1, error.needed_bytes);

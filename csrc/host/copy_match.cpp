@@ -147,6 +147,7 @@ std::string CopyRun::match(PreparedCopies& prepared) {
     const ReceiveTable table(group_.resolve(peer_rank, row.table, site(layout::Phase::kVerdicts)));
     tables[static_cast<size_t>(peer_rank)] = table;
     const ReceiveEntry* entries = table.entries() + row.first_entry;
+    sync::note_read(entries, sizeof(ReceiveEntry) * static_cast<size_t>(row.num_entries));
     Comparison comparison(group_.rank_idx(), peer_rank);
     int64_t entry_idx = 0;
     while (send_idx < end || entry_idx < row.num_entries) {
@@ -212,7 +213,8 @@ void CopyRun::store_order(const PreparedCopies::Route& route) {
       return;
     const CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
     const ReceiveTable table(group_.resolve(peer_rank, row.table, site(layout::Phase::kVerdicts)));
-    std::copy(order.begin(), order.end(), table.order() + row.first_entry);
+    sync::write_shared(
+        table.order() + row.first_entry, order.data(), sizeof(order[0]) * order.size());
   });
 }
 
@@ -237,7 +239,9 @@ void CopyRun::route_incoming(PreparedCopies& prepared) {
         route.writes_here[static_cast<size_t>(peer_rank)] = 1;
         continue;
       }
-      const CopyItem& receive = prepared.receives()[first + table.order()[first + num_ordered++]];
+      uint32_t place = 0;
+      sync::read_shared(&place, table.order() + first + num_ordered++, sizeof(place));
+      const CopyItem& receive = prepared.receives()[first + place];
       route.incoming[static_cast<size_t>(peer_rank)].add(
           Place{}, receive.place(), receive.shape.bytes);
     }

@@ -127,9 +127,9 @@ void CopyRun::publish_row(RowStatus status,
   for_active_peers([&](int peer_rank) {
     fill_for(peer_rank);
     CopyRow& target = engine_.workspace(peer_rank).row(group_.rank_idx());
-    std::memcpy(reinterpret_cast<char*>(&target) + sizeof(target.epoch),
-                reinterpret_cast<const char*>(&row) + sizeof(row.epoch),
-                sizeof(row) - sizeof(row.epoch));
+    if (MOE_MUTANT(copy_row_flag_before_body))
+      sync::store_release(target.epoch, epoch_);
+    sync::write_body(target, row);
     sync::store_release(target.epoch, epoch_);
     sync::ring(group_.doorbell(peer_rank));
   });
@@ -142,9 +142,7 @@ void CopyRun::collect_rows() {
     await_row(peer_rank);
     const CopyRow& source = engine_.own_workspace().row(peer_rank);
     CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
-    std::memcpy(reinterpret_cast<char*>(&row) + sizeof(row.epoch),
-                reinterpret_cast<const char*>(&source) + sizeof(row.epoch),
-                sizeof(row) - sizeof(row.epoch));
+    sync::read_body(row, source);
   }
 }
 
@@ -194,10 +192,12 @@ void CopyRun::reject_short(const CapacityError& error) {
 }
 
 void CopyRun::publish_verdict(const std::string& problem) {
+  CopyVerdict verdict{};
+  verdict.status =
+      static_cast<int32_t>(problem.empty() ? RowStatus::kOk : RowStatus::kInvalidArgument);
+  store_text(verdict.message, problem);
   const auto store_in = [&](CopyVerdict& target) {
-    target.status =
-        static_cast<int32_t>(problem.empty() ? RowStatus::kOk : RowStatus::kInvalidArgument);
-    store_text(target.message, problem);
+    sync::write_body(target, verdict);
     sync::store_release(target.epoch, epoch_);
   };
   store_in(engine_.own_workspace().verdict(group_.rank_idx()));
@@ -218,8 +218,11 @@ void CopyRun::collect_verdicts() {
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (!group_.is_active(peer_rank))
       continue;
+    if (MOE_MUTANT(no_wait_for_verdicts))
+      continue;
     await_entered(Phase::kVerdicts, [&] { return !is_awaited(peer_rank); }, is_awaited);
-    const CopyVerdict& verdict = workspace.verdict(peer_rank);
+    CopyVerdict verdict;
+    sync::read_body(verdict, workspace.verdict(peer_rank));
     if (verdict.status != static_cast<int32_t>(RowStatus::kOk))
       message += concat(message.empty() ? "" : "; ", "rank ", peer_rank, ": ", verdict.message);
   }
@@ -238,7 +241,7 @@ void CopyRun::settle() {
 
 void CopyRun::release_done() {
   // What was read from a peer counts only if that peer had not given up by then.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  sync::fence_acquire();
   group_.check_abort();
   for_active_peers([&](int peer_rank) {
     sync::store_release(engine_.workspace(peer_rank).done(group_.rank_idx()).value, epoch_);

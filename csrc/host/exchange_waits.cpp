@@ -25,7 +25,11 @@ WaitLadder Exchange::ladder_for(int peer_rank) const {
 
 void Exchange::await_row(int peer_rank) {
   const Row& row = endpoint_.own_workspace().row(epoch_, peer_rank);
-  const auto ready = [&] { return sync::load_acquire(row.epoch) >= epoch_; };
+  const auto ready = [&] {
+    const uint64_t seen = MOE_MUTANT(row_wait_relaxed) ? sync::load_relaxed(row.epoch)
+                                                       : sync::load_acquire(row.epoch);
+    return seen >= epoch_;
+  };
   if (ready()) [[likely]]
     return;
   int64_t death_ns = 0;
@@ -38,7 +42,8 @@ void Exchange::await_row(int peer_rank) {
       interrupt_check_();
     if (ready())
       return;
-    group_.check_abort();
+    if (!MOE_MUTANT(abort_not_polled))
+      group_.check_abort();
     try {
       check_closed();
     } catch (...) {
@@ -64,7 +69,11 @@ void Exchange::await_row(int peer_rank) {
 }
 
 void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint64_t& flag) {
-  const auto ready = [&] { return sync::load_acquire(flag) >= epoch; };
+  const auto ready = [&] {
+    const uint64_t seen =
+        MOE_MUTANT(flag_wait_relaxed) ? sync::load_relaxed(flag) : sync::load_acquire(flag);
+    return seen >= epoch;
+  };
   if (ready()) [[likely]]
     return;
   const int64_t start_ns = sync::now_ns();
@@ -79,7 +88,8 @@ void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint
       interrupt_check_();
     if (ready())
       return;
-    group_.check_abort();
+    if (!MOE_MUTANT(abort_not_polled))
+      group_.check_abort();
     group_.check_peers(where, [&](int gone_rank) {
       return sync::load_acquire(endpoint_.own_workspace().done(epoch, gone_rank).epoch) < epoch;
     });

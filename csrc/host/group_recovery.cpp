@@ -220,7 +220,9 @@ std::string Group::merge_proposals() const {
     while (position < proposal.size()) {
       const auto epochs = read_value<BufferEpochs>(proposal, &position);
       BufferEpochs& merged = buffers.emplace(epochs.buffer_number, epochs).first->second;
-      merged.next_epoch = std::max(merged.next_epoch, epochs.next_epoch);
+      merged.next_epoch = MOE_MUTANT(resume_at_wrong_epoch)
+                              ? std::min(merged.next_epoch, epochs.next_epoch)
+                              : std::max(merged.next_epoch, epochs.next_epoch);
       merged.last_completed = std::min(merged.last_completed, epochs.last_completed);
     }
   }

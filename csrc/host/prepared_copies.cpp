@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "core/error.h"
+#include "core/sync.h"
 
 namespace moe::host {
 
@@ -153,6 +154,7 @@ void PreparedCopies::make_table(SymmetricMemory& memory, uint64_t number) {
       table.dims()[first_dim++] = {item.shape.sizes[dim], item.shape.strides[dim]};
     table.entries()[i] = entry;
   }
+  sync::note_write(window->data(), window->bytes());
   table_window_ = std::move(window);
   number_ = number;
 }

@@ -72,7 +72,8 @@ void RowWriter::write_tokens(int64_t begin, int64_t end, StoreMode mode) {
   if (scratch.stage)
     scratch.stage->flush_all();
   // Each thread fences its own streaming stores before its part counts as done.
-  endpoint_.kernels().store_fence();
+  if (!MOE_MUTANT(no_store_fence_before_done))
+    endpoint_.kernels().store_fence();
 }
 
 void RowWriter::write_row(int64_t token_idx,
@@ -117,7 +118,7 @@ void RowWriter::write_scales(int64_t token_idx, const int64_t* slots, Scratch* s
     std::byte* place =
         base_of(slots[i]) + window.scales_offset + window.scales.place(Slot::row_idx(slots[i]));
     if (!window.scales.is_column_major) {
-      std::memcpy(place, scales, static_cast<size_t>(params_.num_scales) * bytes);
+      sync::write_shared(place, scales, static_cast<size_t>(params_.num_scales) * bytes);
       continue;
     }
     const int64_t step = window.scales.step();
@@ -130,7 +131,7 @@ void RowWriter::write_scales(int64_t token_idx, const int64_t* slots, Scratch* s
       continue;
     }
     for (int64_t block = 0; block < params_.num_scales; ++block, place += step)
-      std::memcpy(place, scales + block * params_.scale_bytes, bytes);
+      sync::write_shared(place, scales + block * params_.scale_bytes, bytes);
   }
 }
 
@@ -140,10 +141,10 @@ void RowWriter::write_weights(int64_t token_idx, const int64_t* slots) const {
       offset_ptr(params_.weights, token_idx * plan_.num_topk, params_.weight_bytes);
   for (int64_t k = 0; k < plan_.num_topk; ++k)
     if (slots[k] != Slot::kNone)
-      std::memcpy(base_of(slots[k]) + window_of(slots[k]).weights_offset +
-                      Slot::row_idx(slots[k]) * params_.weight_bytes,
-                  weights + k * params_.weight_bytes,
-                  bytes);
+      sync::write_shared(base_of(slots[k]) + window_of(slots[k]).weights_offset +
+                             Slot::row_idx(slots[k]) * params_.weight_bytes,
+                         weights + k * params_.weight_bytes,
+                         bytes);
 }
 
 /// Rank-major: all weights and ids of a token that belong to the receiver. A receiver's rows have
@@ -166,15 +167,16 @@ void RowWriter::write_choices(int64_t token_idx, const int64_t* slots) const {
     for (int64_t k = 0; k < plan_.num_recv_topk; ++k) {
       const int64_t expert_idx = k < num_topk ? choices[k] : -1;
       const bool is_there = expert_idx >= 0 && placement.expert_rank[expert_idx] == dst_rank;
+      const int64_t local_idx = is_there ? placement.local_expert_idx[expert_idx] : -1;
       if (with_topk_idx_)
-        ids[k] = is_there ? placement.local_expert_idx[expert_idx] : -1;
+        sync::write_shared(&ids[k], &local_idx, sizeof(local_idx));
       if (weight_bytes == 0)
         continue;
       std::byte* const place = base + window.weights_offset + (first + k) * params_.weight_bytes;
       if (is_there)
-        std::memcpy(place, weights + k * params_.weight_bytes, weight_bytes);
+        sync::write_shared(place, weights + k * params_.weight_bytes, weight_bytes);
       else
-        std::memset(place, 0, weight_bytes);
+        sync::fill_shared(place, 0, weight_bytes);
     }
   }
 }

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <vector>
 
+#include "core/sync.h"
+
 namespace moe::host {
 
 /// Collects the scale factors of successive rows of a stream (an expert's rows of one sender), so
@@ -78,9 +80,9 @@ class ScaleStage {
         std::memcpy(&column[i],
                     first + (i * num_scales_ + block) * static_cast<int64_t>(sizeof(Word)),
                     sizeof(Word));
-      std::memcpy(stream.first + block * stream.step,
-                  column,
-                  static_cast<size_t>(stream.num_rows) * sizeof(Word));
+      sync::write_shared(stream.first + block * stream.step,
+                         column,
+                         static_cast<size_t>(stream.num_rows) * sizeof(Word));
     }
     stream.num_rows = 0;
   }
