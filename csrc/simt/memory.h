@@ -24,6 +24,9 @@ void load(const void* from, void* value, size_t bytes);
 void load_constant(const void* from, void* value, size_t bytes);
 void store(void* to, const void* value, size_t bytes);
 
+/// @throws EmulationError  names the thread, the address and what it is to be a multiple of.
+[[noreturn]] void throw_misaligned(const void* address, size_t bytes);
+
 // Words of 4 or 8 bytes.
 uint64_t atomic_load(const void* from, size_t bytes, Order order, Reach reach);
 void atomic_store(void* to, uint64_t value, size_t bytes, Order order, Reach reach);
@@ -42,9 +45,19 @@ void commit_bulk_stores();
 void await_bulk_stores(int num_pending);
 void await_bulk_reads(int num_pending);
 
-// Told by the emulator: threads [0, num_threads) of @p threads have met at a barrier that orders
-// their accesses (block, named or warp).
+// Told by the emulator. A thread is the number of its fiber in the scheduler that runs it.
+
+/// Threads have met at a barrier that orders their accesses (block, named or warp).
 void met(const int* threads, int num_threads);
+/// The calling thread has come to a named barrier and does not wait there. The result stands for
+/// what it did by then, and is given to met_arrival once.
+uint64_t note_arrival();
+/// That barrier has let @p threads go: they come after what @p arrival stands for. Precedes met.
+void met_arrival(uint64_t arrival, const int* threads, int num_threads);
+
+/// Shared memory of a block that starts, aligned to 128; what it holds is nobody's. Null for none.
+std::byte* allocate_shared(size_t bytes, int rank_idx, int block_idx);
+void free_shared(std::byte* shared, size_t bytes);
 
 }  // namespace memory
 }  // namespace moe::simt

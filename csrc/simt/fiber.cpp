@@ -1,0 +1,140 @@
+// Fortified longjmp() refuses to jump to another stack.
+#undef _FORTIFY_SOURCE
+
+#include "simt/fiber.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+
+#include "core/error.h"
+
+#if defined(MOE_SIMT_BOOST_CONTEXT)
+#include <boost/context/detail/fcontext.hpp>
+#else
+#include <ucontext.h>
+#endif
+
+namespace moe::simt {
+
+#if defined(MOE_SIMT_BOOST_CONTEXT)
+
+// Whoever is switched to notes where the one that left goes on.
+struct Context::Transfer {
+  Context* left;
+  Context* entered;
+
+  static void note(const boost::context::detail::transfer_t& transfer) {
+    static_cast<Transfer*>(transfer.data)->left->handle_ = transfer.fctx;
+  }
+  static void begin(boost::context::detail::transfer_t transfer) {
+    note(transfer);
+    const Context& self = *static_cast<Transfer*>(transfer.data)->entered;
+    self.entry_(self.argument_);
+  }
+};
+
+Context::Context(std::byte* stack, size_t stack_bytes, Entry entry, void* argument)
+    : handle_(boost::context::detail::make_fcontext(
+          stack + stack_bytes, stack_bytes, &Transfer::begin)),
+      entry_(entry),
+      argument_(argument) {}
+
+void Context::switch_to(Context& next) {
+  Transfer transfer{this, &next};
+  Transfer::note(boost::context::detail::jump_fcontext(next.handle_, &transfer));
+}
+
+#else
+
+Context::Context(std::byte* stack, size_t stack_bytes, Entry entry, void* argument)
+    : stack_(stack),
+      stack_bytes_(stack_bytes),
+      is_started_(false),
+      entry_(entry),
+      argument_(argument) {}
+
+void Context::switch_to(Context& next) {
+  if (_setjmp(registers_) == 0)
+    next.enter();
+}
+
+void Context::enter() {
+  if (is_started_)
+    _longjmp(registers_, 1);
+  is_started_ = true;
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = stack_;
+  start.uc_stack.ss_size = stack_bytes_;
+  start.uc_link = nullptr;
+  const auto self = reinterpret_cast<uintptr_t>(this);
+  makecontext(&start,
+              reinterpret_cast<void (*)()>(&Context::trampoline),
+              2,
+              static_cast<unsigned>(self),
+              static_cast<unsigned>(static_cast<uint64_t>(self) >> 32));
+  setcontext(&start);
+  throw SystemError("setcontext failed", errno);
+}
+
+void Context::trampoline(unsigned low, unsigned high) {
+  const auto self =
+      reinterpret_cast<Context*>(static_cast<uintptr_t>(static_cast<uint64_t>(high) << 32 | low));
+  self->entry_(self->argument_);
+}
+
+#endif
+
+namespace {
+
+constexpr int kStacksPerSlab = 64;
+constexpr int kNumColours = 32;
+constexpr size_t kColourBytes = 128;
+
+}  // namespace
+
+StackPool::StackPool(size_t stack_bytes)
+    : stack_bytes_(stack_bytes), page_bytes_(static_cast<size_t>(sysconf(_SC_PAGESIZE))) {
+  MOE_CHECK(stack_bytes % page_bytes_ == 0 && stack_bytes >= 4 * page_bytes_,
+            "a stack of ",
+            stack_bytes,
+            " bytes is not at least 4 whole pages of ",
+            page_bytes_);
+}
+
+StackPool::~StackPool() {
+  for (const Slab& slab : slabs_)
+    munmap(slab.base, slab.bytes);
+}
+
+StackPool::Stack StackPool::take() {
+  const size_t stride = stack_bytes_ + page_bytes_;
+  if (slabs_.empty() || num_taken_ == kStacksPerSlab) {
+    const size_t bytes = stride * kStacksPerSlab;
+    void* const base = mmap(
+        nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+    if (base == MAP_FAILED)
+      throw SystemError(concat("no address space for ",
+                               kStacksPerSlab,
+                               " stacks of emulated ",
+                               "threads, ",
+                               bytes,
+                               " bytes"),
+                        errno);
+    slabs_.push_back({static_cast<std::byte*>(base), bytes});
+    num_taken_ = 0;
+  }
+  // Stacks grow downwards, into the page that stays inaccessible.
+  std::byte* const base =
+      slabs_.back().base + static_cast<size_t>(num_taken_) * stride + page_bytes_;
+  if (mprotect(base, stack_bytes_, PROT_READ | PROT_WRITE) != 0)
+    throw SystemError(concat("cannot make ", stack_bytes_, " bytes of stack accessible"), errno);
+  const size_t colour = static_cast<size_t>(num_taken_ % kNumColours) * kColourBytes;
+  ++num_taken_;
+  return {base, stack_bytes_ - colour};
+}
+
+}  // namespace moe::simt
