@@ -6,7 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/native_group.h"
-#include "bindings/submitted.h"
+#include "bindings/shared/submitted.h"
 #include "host/batched_copy.h"
 #include "host/strided_copy.h"
 #include "layout/strided.h"

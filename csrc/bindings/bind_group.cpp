@@ -6,25 +6,12 @@
 #include "bindings/shared/dlpack.h"
 #include "bindings/shared/native_group.h"
 #include "core/dtype.h"
-#include "host/warn.h"
 
 namespace moe::bindings {
 
 namespace py = pybind11;
 
 namespace {
-
-void warn_in_python(const std::string& message) {
-  // A warning must not take the GIL from an interpreter that is going away.
-  if (!Py_IsInitialized())
-    return;
-  const py::gil_scoped_acquire gil;
-  try {
-    py::module_::import("logging").attr("getLogger")("moe_comm").attr("warning")("%s", message);
-  } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("moe_comm warning");
-  }
-}
 
 std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
                                           std::shared_ptr<heap::ShmHeap> heap,
@@ -154,11 +141,6 @@ py::dict heap_stats(const NativeGroup& native) {
 }  // namespace
 
 void bind_group(py::module_& module) {
-  host::set_warning_sink(&warn_in_python);
-  module.def(
-      "set_warning_interval",
-      [](double seconds) { host::set_warning_interval_ns(static_cast<int64_t>(seconds * 1e9)); },
-      py::arg("seconds"));
   py::class_<NativeGroup, std::shared_ptr<NativeGroup>> group(module, "Group");
   group.def_static("create", &create_group)
       .def_static("create_child", &create_child)

@@ -1,10 +1,12 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/errors.h"
+#include "bindings/shared/warnings.h"
 
 PYBIND11_MODULE(_host, module) {
   using namespace moe::bindings;
   module.doc() = "CPU backend of moe_comm: heap, rows, dispatch and combine, batched copies.";
   register_errors();
+  bind_warnings(module);
   bind_kernels(module);
   bind_heap(module);
   bind_group(module);

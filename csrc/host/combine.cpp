@@ -21,7 +21,7 @@ class CombineOperation {
   CombineOperation(Endpoint& endpoint, const CombineParams& params, Exchange& exchange)
       : endpoint_(endpoint),
         params_(params),
-        plan_(*params.plan),
+        plan_(static_cast<const Plan&>(*params.plan)),
         exchange_(exchange),
         row_bytes_(params.has_rows ? params.hidden * element_bytes(params.dtype) : 0),
         row_bases_(static_cast<size_t>(endpoint.num_ranks())),
@@ -40,13 +40,18 @@ class CombineOperation {
     const Rows rows = exchange_.collect(false);
     exchange_.enter("data");
     resolve_bases(rows);
+    if (MOE_MUTANT(done_before_rows_are_read))
+      exchange_.release_done();
     add_rows();
     pull_weights();
     exchange_.release_done();
+    if (MOE_MUTANT(rows_given_back_early))
+      copied_rows_ = nullptr;
     exchange_.enter("done");
     // Until every peer has pulled its rows they belong to the operation.
     for (int peer_rank = 0; peer_rank < endpoint_.num_ranks(); ++peer_rank)
-      if (layout::sends_rows(plan_.counts, peer_rank, endpoint_.rank_idx()))
+      if (layout::sends_rows(plan_.counts, peer_rank, endpoint_.rank_idx()) &&
+          !MOE_MUTANT(no_wait_for_pullers))
         exchange_.await_done(peer_rank);
     return outcome();
   }
@@ -108,7 +113,8 @@ class CombineOperation {
       const int64_t first = begin * kBlockBytes;
       const int64_t last = end * kBlockBytes < bytes ? end * kBlockBytes : bytes;
       kernels.copy(source + first, target + first, last - first, mode);
-      kernels.store_fence();
+      if (!MOE_MUTANT(no_store_fence_after_copying_in))
+        kernels.store_fence();
     });
     *offer = (*window)->offer();
     return true;
@@ -225,7 +231,8 @@ class CombineOperation {
     if (weight_bytes == 0)
       return;
     std::byte* target = window_->data() + sums_bytes_;
-    std::memset(target, 0, static_cast<size_t>(plan_.num_tokens * plan_.num_topk) * weight_bytes);
+    sync::fill_shared(
+        target, 0, static_cast<size_t>(plan_.num_tokens * plan_.num_topk) * weight_bytes);
     const bool is_rank_major = plan_.arrangement.is_by_rank();
     for (int64_t token_idx = 0; token_idx < plan_.num_tokens; ++token_idx) {
       const int64_t* const slots = plan_.slots.data() + token_idx * plan_.num_slots;
@@ -235,11 +242,13 @@ class CombineOperation {
           continue;
         const int64_t weight_idx =
             is_rank_major ? Slot::row_idx(slot) * plan_.num_recv_topk + k : Slot::row_idx(slot);
-        std::memcpy(target,
-                    offset_ptr(weight_bases_[static_cast<size_t>(Slot::rank_idx(slot))],
-                               weight_idx,
-                               params_.row_weight_bytes),
-                    weight_bytes);
+        std::byte weight[sizeof(double)];
+        sync::read_shared(weight,
+                          offset_ptr(weight_bases_[static_cast<size_t>(Slot::rank_idx(slot))],
+                                     weight_idx,
+                                     params_.row_weight_bytes),
+                          weight_bytes);
+        sync::write_shared(target, weight, weight_bytes);
       }
     }
   }

@@ -21,7 +21,7 @@ struct CombineParams {
   const std::byte* row_weights = nullptr;  ///< [M] or [M, num_recv_topk], pulled
   int32_t row_weight_bytes = 0;            ///< 4, 8, or 0 when none are pulled
   std::byte* out = nullptr;                ///< [num_tokens, row_bytes], or null
-  std::shared_ptr<const Plan> plan;
+  std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
   CopyOut copy_out = CopyOut::kAuto;
 };
 

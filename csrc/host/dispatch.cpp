@@ -6,6 +6,7 @@
 #include <new>
 #include <vector>
 
+#include "host/dispatch_rules.h"
 #include "host/exchange.h"
 #include "host/row_writer.h"
 
@@ -16,26 +17,6 @@ namespace {
 using layout::ReceiveWindow;
 using layout::RowLayout;
 using layout::RowStatus;
-
-ReceiveWindow window_of(const layout::Arrangement& arrangement,
-                        const DispatchParams& params,
-                        int64_t num_rows,
-                        int64_t num_recv_topk,
-                        bool with_topk_idx) {
-  const auto scales = layout::ScaleMap::make(arrangement.layout,
-                                             num_rows,
-                                             arrangement.rows_per_expert,
-                                             params.num_scales,
-                                             params.scale_bytes,
-                                             params.is_column_major());
-  return ReceiveWindow::make(arrangement.layout,
-                             num_rows,
-                             params.row_bytes,
-                             scales,
-                             params.weight_bytes,
-                             num_recv_topk,
-                             with_topk_idx);
-}
 
 /// One dispatch between its rows and its end.
 class DispatchOperation {
@@ -48,9 +29,8 @@ class DispatchOperation {
         arrangement_(params.plan
                          ? params.plan->arrangement
                          : arrangement_of(endpoint, params.layout, params.expert_alignment)),
-        with_topk_idx_(params.plan == nullptr && arrangement_.is_by_rank()),
-        bases_(static_cast<size_t>(num_ranks_)),
-        windows_(static_cast<size_t>(num_ranks_)) {}
+        with_topk_idx_(params.with_topk_idx(arrangement_)),
+        bases_(static_cast<size_t>(num_ranks_)) {}
 
   DispatchOutcome run() {
     if (params_.plan == nullptr)
@@ -59,48 +39,31 @@ class DispatchOperation {
       exchange_cached_rows();
     exchange_.enter("data");
     resolve_bases();
+    if (MOE_MUTANT(done_before_rows))
+      exchange_.release_done();
     write_rows();
     exchange_.release_done();
-    zero_padding();
+    if (!MOE_MUTANT(padding_not_zeroed))
+      zero_padding();
     exchange_.enter("done");
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
-      if (layout::sends_rows(plan_->counts, src_rank, endpoint_.rank_idx()))
+      if (layout::sends_rows(plan_->counts, src_rank, endpoint_.rank_idx()) &&
+          !MOE_MUTANT(no_wait_for_senders))
         exchange_.await_done(src_rank);
+    if (MOE_MUTANT(matrix_read_after_done) && params_.plan == nullptr)
+      exchange_.collect(true);
     return outcome();
   }
 
  private:
-  layout::OperationArguments arguments() const {
-    layout::OperationArguments arguments;
-    arguments.operation = static_cast<int32_t>(params_.plan ? layout::Operation::kCachedDispatch
-                                                            : layout::Operation::kDispatch);
-    arguments.layout = static_cast<int32_t>(arrangement_.layout);
-    arguments.expert_alignment = static_cast<int32_t>(arrangement_.expert_alignment);
-    arguments.dtype = params_.dtype;
-    arguments.row_bytes = params_.row_bytes;
-    arguments.weight_bytes = params_.weight_bytes;
-    arguments.quantization = params_.quantization_code;
-    arguments.num_scales = static_cast<int32_t>(params_.num_scales);
-    arguments.scale_bytes = params_.scale_bytes;
-    arguments.on_overflow = static_cast<int32_t>(params_.capacity.on_overflow);
-    arguments.expert_capacity = params_.capacity.expert_capacity;
-    arguments.plan_hash = params_.plan ? params_.plan->hash : 0;
-    return arguments;
-  }
-
+  layout::OperationArguments arguments() const { return dispatch_arguments(params_, arrangement_); }
   bool is_low_latency() const { return arrangement_.layout == RowLayout::kLowLatency; }
 
-  /// Fills windows_ from the count matrix.
-  void lay_out_windows(const layout::CountMatrix& counts) {
+  void lay_out(const layout::CountMatrix& counts) {
+    windows_ = lay_out_windows(counts, endpoint_.placement(), arrangement_, params_);
     total_rows_ = 0;
-    const int64_t num_recv_topk = counts.num_recv_topk();
-    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx) {
-      const int64_t num_rows =
-          layout::num_window_rows(counts, endpoint_.placement(), arrangement_, rank_idx);
-      total_rows_ += num_rows;
-      windows_[static_cast<size_t>(rank_idx)] =
-          window_of(arrangement_, params_, num_rows, num_recv_topk, with_topk_idx_);
-    }
+    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
+      total_rows_ += layout::num_window_rows(counts, endpoint_.placement(), arrangement_, rank_idx);
   }
 
   uint64_t needed(int rank_idx) const {
@@ -120,9 +83,9 @@ class DispatchOperation {
       reject_expert(bad_idx);
     int32_t* const to_rank = counts.data() + num_experts;
     if (is_low_latency())
-      mask_ranks(to_rank);
+      mask_ranks(params_.masked_ranks, endpoint_.group(), to_rank);
     else
-      reject_failed_ranks(to_rank);
+      reject_failed_ranks(find_failed_ranks(to_rank, endpoint_.group()));
     to_rank[num_ranks_] = static_cast<int32_t>(params_.fixed_rows);
     to_rank[num_ranks_ + 1] = static_cast<int32_t>(params_.num_topk);
     if (is_low_latency())
@@ -143,7 +106,8 @@ class DispatchOperation {
     const int own_rank = endpoint_.rank_idx();
     outcome_.num_required_rows =
         layout::num_required_rows(rows.counts, endpoint_.placement(), arrangement_, own_rank);
-    outcome_.num_dropped_per_expert = choices_of_own_experts(rows.counts);
+    outcome_.num_dropped_per_expert =
+        choices_of_own_experts(rows.counts, endpoint_.placement(), own_rank);
     if (!is_low_latency())
       check_overflows(rows.counts);
     layout::CountMatrix kept = layout::keep_rows(
@@ -151,7 +115,7 @@ class DispatchOperation {
     // What a masked rank asks for takes no place of an expert.
     if (is_low_latency())
       check_overflows(kept);
-    lay_out_windows(kept);
+    lay_out(kept);
     plan_ = std::make_shared<Plan>(Plan::make(arrangement_,
                                               std::move(kept),
                                               endpoint_.placement(),
@@ -169,14 +133,6 @@ class DispatchOperation {
     endpoint_.remember_need(needed(own_rank));
   }
 
-  std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts) const {
-    std::vector<int64_t> choices;
-    for (const int32_t expert_idx :
-         endpoint_.placement().local_experts[static_cast<size_t>(endpoint_.rank_idx())])
-      choices.push_back(counts.to_expert(expert_idx));
-    return choices;
-  }
-
   /// A low-latency window does not depend on counts: it is there before the rows are.
   std::shared_ptr<Window> fixed_window() {
     if (params_.window)
@@ -191,91 +147,32 @@ class DispatchOperation {
 
   /// Every rank finds the same in the same matrix, before any row moves.
   void check_overflows(const layout::CountMatrix& asked) {
-    if (!is_low_latency() && params_.capacity.on_overflow != layout::OnOverflow::kRaise)
-      return;
-    const auto overflows =
-        layout::find_overflows(asked, endpoint_.placement(), arrangement_, params_.capacity);
-    if (overflows.empty())
-      return;
-    exchange_.settle();
-    std::string message;
-    CapacityError error("", 0, 0);
-    for (const auto& overflow : overflows) {
-      message += message.empty() ? "" : "; ";
-      if (overflow.expert_idx >= 0)
-        message += concat("expert ", overflow.expert_idx, " on rank ", overflow.rank_idx);
-      else
-        message += concat("rank ", overflow.rank_idx);
-      message += concat(" would receive ",
-                        overflow.needed_rows,
-                        " rows, it has room for ",
-                        overflow.available_rows);
-      if (error.ranks.empty() || error.ranks.back() != overflow.rank_idx)
-        error.ranks.push_back(overflow.rank_idx);
-      if (error.needed_bytes != 0)
-        continue;
-      error.needed_bytes = static_cast<uint64_t>(overflow.needed_rows * params_.row_bytes);
-      error.available_bytes = static_cast<uint64_t>(overflow.available_rows * params_.row_bytes);
+    if (const std::exception_ptr error =
+            find_overflow(asked, endpoint_.placement(), arrangement_, params_)) {
+      exchange_.settle();
+      std::rethrow_exception(error);
     }
-    if (is_low_latency())
-      throw InvalidArgument(message);
-    CapacityError full(message, error.needed_bytes, error.available_bytes);
-    full.ranks = error.ranks;
-    full.needed_rows =
-        layout::received_rows(asked, endpoint_.placement(), arrangement_, full.ranks.front())
-            .num_tokens_per_expert;
-    throw full;
-  }
-
-  /// Who is masked is agreed on in the count matrix; who has failed is masked by everybody.
-  void mask_ranks(int32_t* to_rank) const {
-    for (const int rank_idx : params_.masked_ranks)
-      to_rank[rank_idx] = layout::CountMatrix::kMasked;
-    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
-      if (!endpoint_.group().is_active(rank_idx))
-        to_rank[rank_idx] = layout::CountMatrix::kMasked;
   }
 
   /// A rank whose offer is too small obtains memory; everybody sees who that is in the same matrix.
   void exchange_second_offers() {
-    const int own_rank = endpoint_.rank_idx();
-    std::vector<int> short_ranks;
-    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
-      if (endpoint_.group().is_active(rank_idx) &&
-          needed(rank_idx) > offers_[static_cast<size_t>(rank_idx)].bytes)
-        short_ranks.push_back(rank_idx);
-    if (!short_ranks.empty() && needed(own_rank) > offers_[static_cast<size_t>(own_rank)].bytes)
-      make_second_offer();
-    if (!short_ranks.empty())
-      exchange_.enter("offers");
-    CapacityError error("", 0, 0);
-    std::string message;
-    for (const int rank_idx : short_ranks) {
-      const layout::SecondOffer& second = exchange_.await_second_offer(rank_idx);
-      offers_[static_cast<size_t>(rank_idx)] = second.offer;
-      if (second.offer.bytes >= needed(rank_idx))
-        continue;
-      error.ranks.push_back(rank_idx);
-      error.needed_bytes = second.needed_bytes;
-      error.available_bytes = second.available_bytes;
-      message += concat(message.empty() ? "" : "; ",
-                        "rank ",
-                        rank_idx,
-                        " needs ",
-                        second.needed_bytes,
-                        " bytes for the rows it would receive, ",
-                        second.available_bytes,
-                        " can be had");
-    }
-    if (error.ranks.empty())
+    const std::vector<int> short_ranks = find_short_ranks(windows_, offers_, endpoint_.group());
+    if (short_ranks.empty())
       return;
-    exchange_.settle();
-    CapacityError full(message, error.needed_bytes, error.available_bytes);
-    full.ranks = error.ranks;
-    full.needed_rows = layout::received_rows(
-                           plan_->counts, endpoint_.placement(), arrangement_, full.ranks.front())
-                           .num_tokens_per_expert;
-    throw full;
+    if (std::find(short_ranks.begin(), short_ranks.end(), endpoint_.rank_idx()) !=
+        short_ranks.end())
+      make_second_offer();
+    exchange_.enter("offers");
+    std::vector<layout::SecondOffer> seconds;
+    for (const int rank_idx : short_ranks) {
+      seconds.push_back(exchange_.await_second_offer(rank_idx));
+      offers_[static_cast<size_t>(rank_idx)] = seconds.back().offer;
+    }
+    if (const std::exception_ptr error = find_shortage(
+            short_ranks, seconds, windows_, plan_->counts, endpoint_.placement(), arrangement_)) {
+      exchange_.settle();
+      std::rethrow_exception(error);
+    }
   }
 
   void make_second_offer() {
@@ -296,17 +193,12 @@ class DispatchOperation {
   }
 
   void exchange_cached_rows() {
-    plan_ = params_.plan;
+    plan_ = std::static_pointer_cast<const Plan>(params_.plan);
     outcome_.num_required_rows = layout::num_required_rows(
         plan_->counts, endpoint_.placement(), arrangement_, endpoint_.rank_idx());
     outcome_.num_dropped_per_expert.resize(plan_->received.num_tokens_per_expert.size());
-    lay_out_windows(plan_->counts);
-    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
-      if (!endpoint_.group().is_active(rank_idx) &&
-          layout::sends_rows(plan_->counts, endpoint_.rank_idx(), rank_idx))
-        exchange_.reject(arguments(),
-                         RowStatus::kInvalidArgument,
-                         concat("the handle sends rows to rank ", rank_idx, ", which has failed"));
+    lay_out(plan_->counts);
+    reject_failed_ranks(find_failed_ranks(*plan_, endpoint_.group()));
     try {
       window_ = params_.window ? params_.window : exchange_.allocate(needed(endpoint_.rank_idx()));
     } catch (const CapacityError& error) {
@@ -325,28 +217,16 @@ class DispatchOperation {
   }
 
   [[noreturn]] void reject_expert(int64_t bad_idx) {
-    exchange_.reject(arguments(),
-                     RowStatus::kInvalidArgument,
-                     concat("topk_idx[",
-                            bad_idx / params_.num_topk,
-                            ", ",
-                            bad_idx % params_.num_topk,
-                            "] = ",
-                            params_.topk_idx[bad_idx],
-                            " is not an expert id in [-1, ",
-                            endpoint_.config().num_experts,
-                            ")"));
+    exchange_.reject(
+        arguments(),
+        RowStatus::kInvalidArgument,
+        describe_bad_expert(
+            bad_idx, params_.num_topk, params_.topk_idx[bad_idx], endpoint_.config().num_experts));
   }
 
-  void reject_failed_ranks(const int32_t* to_rank) {
-    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
-      if (!endpoint_.group().is_active(rank_idx) && to_rank[rank_idx] > 0)
-        exchange_.reject(arguments(),
-                         RowStatus::kInvalidArgument,
-                         concat(to_rank[rank_idx],
-                                " tokens are routed to experts of rank ",
-                                rank_idx,
-                                ", which has failed"));
+  void reject_failed_ranks(const std::string& problem) {
+    if (!problem.empty())
+      exchange_.reject(arguments(), RowStatus::kInvalidArgument, problem);
   }
 
   void resolve_bases() {
@@ -385,7 +265,7 @@ class DispatchOperation {
     const auto& window = windows_[static_cast<size_t>(endpoint_.rank_idx())];
     std::byte* const base = window_->data();
     const auto clear = [&](int64_t offset, int64_t bytes, int value) {
-      std::memset(base + offset, value, static_cast<size_t>(bytes));
+      sync::fill_shared(base + offset, value, static_cast<size_t>(bytes));
     };
     endpoint_.kernels().zero(offset_ptr(base, first, params_.row_bytes),
                              num_rows * params_.row_bytes,
@@ -450,42 +330,12 @@ class DispatchOperation {
 
 }  // namespace
 
-layout::Arrangement arrangement_of(const Endpoint& endpoint,
-                                   layout::RowLayout layout,
-                                   int64_t expert_alignment) {
-  layout::Arrangement arrangement;
-  arrangement.layout = layout;
-  arrangement.expert_alignment = expert_alignment;
-  if (layout == RowLayout::kLowLatency)
-    arrangement.rows_per_expert = endpoint.num_ranks() * endpoint.config().num_max_tokens;
-  return arrangement;
-}
-
-int64_t num_low_latency_rows(const Endpoint& endpoint) {
-  const auto& owned = endpoint.placement().local_experts[static_cast<size_t>(endpoint.rank_idx())];
-  return static_cast<int64_t>(owned.size()) *
-         arrangement_of(endpoint, RowLayout::kLowLatency, 1).rows_per_expert;
-}
-
-ReceiveWindow low_latency_window(const Endpoint& endpoint, const DispatchParams& params) {
-  return window_of(arrangement_of(endpoint, RowLayout::kLowLatency, 1),
-                   params,
-                   num_low_latency_rows(endpoint),
-                   0,
-                   false);
-}
-
 std::shared_ptr<void> copy_out_window(Endpoint& endpoint,
                                       std::shared_ptr<Window> window,
                                       uint64_t bytes,
                                       CopyOut mode,
                                       std::byte** data) {
-  // Routing differs a little from step to step, and so will the further window that is to stay
-  // free.
-  const uint64_t further_bytes = std::max(bytes, endpoint.largest_recent_need());
-  if (mode == CopyOut::kNever || bytes == 0 ||
-      (mode == CopyOut::kAuto &&
-       endpoint.group().memory().largest_available_bytes() >= further_bytes + further_bytes / 8)) {
+  if (!is_copied_out(endpoint, bytes, mode)) {
     *data = window->data();
     return window;
   }

@@ -39,13 +39,17 @@ struct DispatchParams {
   layout::RowLayout layout = layout::RowLayout::kExpertMajor;
   int64_t expert_alignment = 1;
   layout::CapacityRule capacity;
-  int64_t fixed_rows = -1;           ///< rows of this rank's result; -1 for as many as arrive
-  std::vector<int> masked_ranks;     ///< low-latency
-  std::shared_ptr<Window> window;    ///< low-latency: to receive in; null where none was to be had
-  std::shared_ptr<const Plan> plan;  ///< cached dispatch: where the rows go
+  int64_t fixed_rows = -1;         ///< rows of this rank's result; -1 for as many as arrive
+  std::vector<int> masked_ranks;   ///< low-latency
+  std::shared_ptr<Window> window;  ///< low-latency: to receive in; null where none was to be had
+  std::shared_ptr<const PlanHeader> plan;  ///< cached dispatch: of the endpoint's own kind
   CopyOut copy_out = CopyOut::kAuto;
 
   bool is_column_major() const { return (quantization_code & 2) != 0; }
+  /// Whether local expert ids travel with rows.
+  bool with_topk_idx(const layout::Arrangement& arrangement) const {
+    return plan == nullptr && arrangement.is_by_rank();
+  }
 };
 
 /// What arrived; `owner` keeps the memory.
@@ -56,23 +60,27 @@ struct DispatchOutcome {
   std::byte* weights = nullptr;   ///< [M] or [M, num_recv_topk], null without weights
   std::byte* topk_idx = nullptr;  ///< int64 [M, num_recv_topk] where has_topk_idx
   bool has_topk_idx = false;      ///< rank-major and uncached
+  /// int32 [num_local_experts + 1] in the memory of the rows; null where the plan's is to be
+  /// copied.
+  std::shared_ptr<void> expert_offsets;
   layout::ScaleMap scale_map;
   std::vector<int64_t> num_dropped_per_expert;  ///< [num_local_experts]
   int64_t num_required_rows = 0;
-  std::vector<int64_t> waited_ns;  ///< [num_ranks]
-  std::shared_ptr<const Plan> plan;
+  std::vector<int64_t> waited_ns;          ///< [num_ranks]
+  std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
 };
 
 /// How the rows of a call are ordered on @p endpoint.
-layout::Arrangement arrangement_of(const Endpoint& endpoint,
+layout::Arrangement arrangement_of(const EndpointBase& endpoint,
                                    layout::RowLayout layout,
                                    int64_t expert_alignment);
 
 /// Rows of this rank's window in a low-latency dispatch.
-int64_t num_low_latency_rows(const Endpoint& endpoint);
+int64_t num_low_latency_rows(const EndpointBase& endpoint);
 
 /// The window of this rank in a low-latency dispatch, whose size no count decides.
-layout::ReceiveWindow low_latency_window(const Endpoint& endpoint, const DispatchParams& params);
+layout::ReceiveWindow low_latency_window(const EndpointBase& endpoint,
+                                         const DispatchParams& params);
 
 /// Sends every row of @p params.x to the ranks of its experts, and receives this rank's.
 ///
@@ -85,6 +93,9 @@ layout::ReceiveWindow low_latency_window(const Endpoint& endpoint, const Dispatc
 DispatchOutcome dispatch(Endpoint& endpoint,
                          const DispatchParams& params,
                          const InterruptCheck& interrupt_check);
+
+/// Whether @p mode wants a finished window of so many bytes copied out of the heap.
+bool is_copied_out(EndpointBase& endpoint, uint64_t bytes, CopyOut mode);
 
 /// Copies a finished window out of the heap when @p mode says so; @return what owns the result.
 std::shared_ptr<void> copy_out_window(Endpoint& endpoint,

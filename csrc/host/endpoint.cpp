@@ -1,8 +1,5 @@
 #include "host/endpoint.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "host/machine_cache.h"
 
 namespace moe::host {
@@ -10,8 +7,6 @@ namespace moe::host {
 namespace {
 
 constexpr int64_t kBytesWorthAThread = int64_t{1} << 20;
-constexpr size_t kRecentNeeds = 8;
-constexpr uint64_t kMostSlackBytes = uint64_t{1} << 20;
 
 const RowKernels& choose_kernels(const std::string& isa) {
   if (isa.empty())
@@ -26,118 +21,32 @@ const RowKernels& choose_kernels(const std::string& isa) {
   return *kernels;
 }
 
-std::string encode(const std::vector<std::pair<std::string, std::string>>& agreed) {
-  std::string text;
-  for (const auto& [name, value] : agreed)
-    text += name + '\0' + value + '\0';
-  return text;
-}
-
-std::vector<std::string> decode(const std::string& text, size_t from) {
-  std::vector<std::string> parts;
-  while (from < text.size()) {
-    const size_t end = text.find('\0', from);
-    parts.push_back(text.substr(from, end - from));
-    from = end + 1;
-  }
-  return parts;
-}
-
-void check_agreement(const std::vector<std::string>& payloads,
-                     int first_rank,
-                     size_t header_bytes) {
-  const auto expected = decode(payloads[static_cast<size_t>(first_rank)], header_bytes);
-  for (size_t peer_rank = 0; peer_rank < payloads.size(); ++peer_rank) {
-    if (payloads[peer_rank].empty())
-      continue;
-    const auto found = decode(payloads[peer_rank], header_bytes);
-    MOE_CHECK(found.size() == expected.size(),
-              "rank ",
-              first_rank,
-              " configures ",
-              expected.size() / 2,
-              " values, rank ",
-              peer_rank,
-              " ",
-              found.size() / 2);
-    for (size_t i = 0; i + 1 < expected.size(); i += 2)
-      MOE_CHECK(expected[i + 1] == found[i + 1] && expected[i] == found[i],
-                "ranks configure the buffer differently: ",
-                expected[i],
-                " is ",
-                expected[i + 1],
-                " on rank ",
-                first_rank,
-                " and ",
-                found[i + 1],
-                " on rank ",
-                peer_rank);
-  }
-}
-
 }  // namespace
 
 std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Group> group,
                                            EndpointConfig config,
                                            const InterruptCheck& interrupt_check) {
-  // A forked child has neither the threads nor the memory: its copy cannot be taken apart.
-  std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(group), std::move(config)),
-                                     [](Endpoint* made) {
-                                       if (!made->group_->is_forked_child())
-                                         delete made;
-                                     });
+  const auto endpoint = share_endpoint(new Endpoint(std::move(group), std::move(config)));
   try {
-    endpoint->connect(interrupt_check);
+    endpoint->connect(endpoint->config().depth, "", interrupt_check);
   } catch (const InvalidArgument&) {
     throw;  // on every rank alike: nobody has a buffer that could write here
   } catch (...) {
-    if (endpoint->own_window_)
-      endpoint->own_window_->quarantine();
+    endpoint->give_up_connecting();
     throw;
   }
-  endpoint->group_->add_recoverable(endpoint->buffer_number_, endpoint);
+  endpoint->group().add_recoverable(endpoint->buffer_number(), endpoint);
   return endpoint;
 }
 
 Endpoint::Endpoint(std::shared_ptr<Group> group, EndpointConfig config)
-    : group_(std::move(group)),
-      config_(std::move(config)),
-      placement_(config_.expert_rank, group_->num_ranks()),
-      kernels_(&choose_kernels(config_.isa)),
-      workspaces_(static_cast<size_t>(group_->num_ranks())),
+    : EndpointBase(std::move(group), std::move(config)),
+      kernels_(&choose_kernels(this->config().isa)),
       cache_bytes_(last_level_cache_bytes()),
-      recent_needs_(kRecentNeeds),
-      threads_(group_->num_threads()),
-      progress_(static_cast<size_t>(config_.depth)) {}
+      threads_(this->group().num_threads()) {}
 
 Endpoint::~Endpoint() {
   destroy({});
-}
-
-void Endpoint::connect(const InterruptCheck& interrupt_check) {
-  group_->check_usable(layout::Operation::kNone);
-  const int64_t bytes = layout::Workspace::bytes(num_ranks(), config_.num_experts, config_.depth);
-  own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
-  std::memset(own_window_->data(), 0, static_cast<size_t>(bytes));
-  buffer_number_ = group_->next_gather_sequence();
-  const Offer offer = own_window_->offer();
-  std::string payload(reinterpret_cast<const char*>(&offer), sizeof(offer));
-  payload += encode(config_.agreed);
-  const auto payloads = group_->all_gather(payload, interrupt_check);
-  int first_rank = 0;
-  while (payloads[static_cast<size_t>(first_rank)].empty())
-    ++first_rank;
-  check_agreement(payloads, first_rank, sizeof(Offer));
-  WaitSite site;
-  site.interrupt_check = &interrupt_check;
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (!group_->is_active(peer_rank))
-      continue;
-    Offer place;
-    std::memcpy(&place, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(place));
-    workspaces_[static_cast<size_t>(peer_rank)] = layout::Workspace(
-        group_->resolve(peer_rank, place, site), num_ranks(), config_.num_experts, config_.depth);
-  }
 }
 
 StoreMode Endpoint::store_mode(int64_t total_bytes) const {
@@ -151,64 +60,6 @@ void Endpoint::for_tokens(int64_t num_tokens,
     body(0, num_tokens);
   else
     threads_.parallel_for(num_tokens, body);
-}
-
-std::shared_ptr<Window> Endpoint::guess_window() {
-  const uint64_t need = largest_recent_need();
-  if (need == 0)
-    return nullptr;
-  // Room for routing that differs a little from step to step; what is not needed goes back. Few
-  // rows differ by more, of a large window a 64th is plenty.
-  return group_->memory().allocate_free(need + need / 64 + std::min(need / 8, kMostSlackBytes));
-}
-
-void Endpoint::remember_need(uint64_t bytes) {
-  recent_needs_[next_need_] = bytes;
-  next_need_ = (next_need_ + 1) % recent_needs_.size();
-}
-
-void Endpoint::restart(uint64_t next_epoch) {
-  next_epoch_ = next_epoch;
-  first_epoch_ = next_epoch;
-}
-
-void Endpoint::end_operations(const InterruptCheck& interrupt_check) {
-  const auto give_up = [this] {
-    WaitSite site;
-    group_->abort(layout::AbortCause::kPeerFailed,
-                  site,
-                  {rank_idx()},
-                  concat("rank ",
-                         rank_idx(),
-                         " destroyed buffer ",
-                         buffer_number_,
-                         " with operations in flight"));
-  };
-  try {
-    if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
-      give_up();
-  } catch (...) {
-    give_up();
-    throw;
-  }
-}
-
-void Endpoint::destroy(const InterruptCheck& interrupt_check) {
-  if (is_destroyed_ || group_->is_forked_child())
-    return;
-  end_operations(interrupt_check);
-  is_destroyed_ = true;
-  progress_.stop();
-  if (!own_window_ || own_workspace().base() == nullptr)
-    return;
-  std::vector<uint64_t*> peer_words;
-  std::vector<const uint64_t*> own_words;
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    const auto& peer = workspace(peer_rank);
-    peer_words.push_back(peer.base() == nullptr ? nullptr : &peer.closed(rank_idx()).epoch);
-    own_words.push_back(&own_workspace().closed(peer_rank).epoch);
-  }
-  group_->close_control(std::move(own_window_), peer_words, std::move(own_words));
 }
 
 }  // namespace moe::host

@@ -1,70 +1,14 @@
 #include "host/exchange.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "host/wait.h"
 #include "host/warn.h"
 
 namespace moe::host {
 
-namespace {
-
 using layout::Phase;
 using layout::Row;
 using layout::RowStatus;
-
-std::string dtype_text(int32_t dlpack_type) {
-  constexpr const char* kFamilies[] = {
-      "int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-  const int32_t code = dlpack_type >> 8;
-  if (code < 0 || code > 6)
-    return concat("opaque type ", dlpack_type);
-  return kFamilies[code] + std::to_string(dlpack_type & 0xFF);
-}
-
-/// See DispatchParams::quantization_code.
-std::string quantization_text(int32_t code) {
-  constexpr const char* kFormats[] = {"pairs", "FP8_BLOCK128", "MXFP8"};
-  constexpr const char* kScales[] = {"FLOAT32", "FLOAT32_POWER_OF_2", "UE8M0"};
-  const int32_t format = (code >> 4) & 15;
-  const int32_t scale_format = (code >> 8) & 15;
-  if (format > 2 || scale_format > 2)
-    return concat("format ", code);
-  std::string text = kFormats[format];
-  if (format > 0)
-    text += concat("(", kScales[scale_format], ")");
-  return (code & 2) != 0 ? text + " column-major" : text;
-}
-
-}  // namespace
-
-std::string describe(const layout::OperationArguments& arguments) {
-  const auto operation = static_cast<layout::Operation>(arguments.operation);
-  std::string text = layout::operation_name(operation);
-  text += concat("(",
-                 layout::layout_name(static_cast<layout::RowLayout>(arguments.layout)),
-                 ", expert_alignment=",
-                 arguments.expert_alignment);
-  if (arguments.row_bytes > 0)
-    text += concat(", ", dtype_text(arguments.dtype), " rows of ", arguments.row_bytes, " bytes");
-  if (arguments.quantization != 0)
-    text += concat(", quantized as ", quantization_text(arguments.quantization));
-  if (arguments.num_scales > 0)
-    text += concat(", ", arguments.num_scales, " scales of ", arguments.scale_bytes, " bytes");
-  if (arguments.weight_bytes > 0)
-    text += concat(", float", arguments.weight_bytes * 8, " weights");
-  else
-    text += ", no weights";
-  constexpr const char* kOnOverflow[] = {"grow", "drop", "raise"};
-  if (arguments.on_overflow > 0 && arguments.on_overflow < 3)
-    text += concat(", on_overflow=", kOnOverflow[arguments.on_overflow]);
-  if (arguments.expert_capacity >= 0)
-    text += concat(", num_rows_per_expert=", arguments.expert_capacity);
-  if (arguments.plan_hash != 0)
-    text += concat(", handle ", arguments.plan_hash % 1000000);
-  return text + ")";
-}
+using layout::SecondOffer;
 
 Exchange::Exchange(Endpoint& endpoint,
                    layout::Operation operation,
@@ -88,6 +32,8 @@ Exchange::Exchange(Endpoint& endpoint,
 }
 
 void Exchange::check_closed() const {
+  if (MOE_MUTANT(closed_not_looked_at))
+    return;
   const auto& workspace = endpoint_.own_workspace();
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank) ||
@@ -113,7 +59,9 @@ void Exchange::await_reuse() {
   const auto depth = static_cast<uint64_t>(endpoint_.config().depth);
   if (epoch_ < endpoint_.first_epoch() + depth)
     return;
-  const uint64_t former_epoch = epoch_ - depth;
+  if (MOE_MUTANT(no_reuse_wait))
+    return;
+  const uint64_t former_epoch = epoch_ - depth - (MOE_MUTANT(reuse_wait_of_wrong_epoch) ? 1 : 0);
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (!group_.is_active(peer_rank))
       continue;
@@ -124,109 +72,77 @@ void Exchange::await_reuse() {
 
 void Exchange::publish(const RowMessage& message) {
   await_reuse();
+  Row header{};
+  header.status = static_cast<int32_t>(message.status);
+  header.num_tokens = static_cast<int32_t>(message.num_tokens);
+  header.arguments = message.arguments;
+  header.offer = message.offer;
+  header.weights_offer = message.weights_offer;
+  header.needed_bytes = message.needed_bytes;
+  header.available_bytes = message.available_bytes;
+  char text[Row::kMessageBytes] = {};
+  if (message.status != RowStatus::kOk)
+    message.message.copy(text, sizeof(text) - 1);
   for (int offset = 0; offset < group_.num_ranks(); ++offset) {
     // Each rank starts behind itself, so that no reader gets all rows at the end.
     const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
     if (!group_.is_active(peer_rank))
       continue;
     Row& row = endpoint_.workspace(peer_rank).row(epoch_, group_.rank_idx());
-    row.status = static_cast<int32_t>(message.status);
-    row.num_tokens = static_cast<int32_t>(message.num_tokens);
-    row.arguments = message.arguments;
-    row.offer = message.offer;
-    row.weights_offer = message.weights_offer;
-    row.needed_bytes = message.needed_bytes;
-    row.available_bytes = message.available_bytes;
-    if (message.status != RowStatus::kOk) {
-      std::strncpy(row.message(), message.message.c_str(), Row::kMessageBytes - 1);
-      row.message()[Row::kMessageBytes - 1] = '\0';
-    } else if (message.counts != nullptr) {
-      std::copy_n(message.counts,
-                  Row::num_counts(group_.num_ranks(), endpoint_.config().num_experts),
-                  row.counts());
-    }
-    sync::store_release(row.epoch, epoch_);
-    sync::ring(group_.doorbell(peer_rank));
+    if (MOE_MUTANT(row_flag_before_body))
+      sync::store_release(row.epoch, epoch_);
+    sync::write_body(row, header);
+    if (message.status != RowStatus::kOk)
+      sync::write_shared(row.message(), text, sizeof(text));
+    else if (message.counts != nullptr)
+      sync::write_shared(row.counts(), message.counts, count_bytes());
+    if (MOE_MUTANT(row_flag_relaxed))
+      sync::store_relaxed(row.epoch, epoch_);
+    else
+      sync::store_release(row.epoch, epoch_);
+    if (!MOE_MUTANT(no_ring_after_row))
+      sync::ring(group_.doorbell(peer_rank));
   }
+}
+
+size_t Exchange::count_bytes() const {
+  const int num_counts = Row::num_counts(group_.num_ranks(), endpoint_.config().num_experts);
+  return sizeof(int32_t) * static_cast<size_t>(num_counts);
 }
 
 Rows Exchange::collect(bool with_counts) {
   const int num_ranks = group_.num_ranks();
   Rows rows;
   rows.headers.resize(static_cast<size_t>(num_ranks));
+  rows.messages.resize(static_cast<size_t>(num_ranks));
   for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
     if (!group_.is_active(peer_rank))
       continue;
     await_row(peer_rank);
-    rows.headers[static_cast<size_t>(peer_rank)] = endpoint_.own_workspace().row(epoch_, peer_rank);
+    const Row& row = endpoint_.own_workspace().row(epoch_, peer_rank);
+    Row& header = rows.headers[static_cast<size_t>(peer_rank)];
+    header.epoch = epoch_;
+    sync::read_body(header, row);
+    if (header.status != static_cast<int32_t>(RowStatus::kOk)) {
+      char text[Row::kMessageBytes];
+      sync::read_shared(text, row.message(), sizeof(text));
+      rows.messages[static_cast<size_t>(peer_rank)] = text;
+    }
   }
-  check_agreement(rows);
+  if (const std::exception_ptr error = find_disagreement(rows, group_)) {
+    settle();
+    std::rethrow_exception(error);
+  }
   step_ = Phase::kData;
   if (with_counts) {
     rows.counts = layout::CountMatrix(num_ranks, endpoint_.config().num_experts);
     for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank)
       if (group_.is_active(peer_rank))
-        std::copy_n(endpoint_.own_workspace().row(epoch_, peer_rank).counts(),
-                    rows.counts.stride(),
-                    rows.counts.row(peer_rank));
+        sync::read_shared(rows.counts.row(peer_rank),
+                          endpoint_.own_workspace().row(epoch_, peer_rank).counts(),
+                          count_bytes());
   }
   return rows;
-}
-
-void Exchange::check_agreement(const Rows& rows) {
-  std::string message;
-  auto worst = RowStatus::kOk;
-  CapacityError capacity("", 0, 0);
-  int first_rank = -1;
-  int other_rank = -1;
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    if (!group_.is_active(peer_rank))
-      continue;
-    const Row& header = rows.headers[static_cast<size_t>(peer_rank)];
-    const auto status = static_cast<RowStatus>(header.status);
-    if (status != RowStatus::kOk) {
-      // Mistakes come before shortages, the lowest rank's kind decides the exception's type.
-      if (worst == RowStatus::kOk || (worst == RowStatus::kNoCapacity && status != worst))
-        worst = status;
-      message += concat(message.empty() ? "" : "; ",
-                        "rank ",
-                        peer_rank,
-                        ": ",
-                        endpoint_.own_workspace().row(epoch_, peer_rank).message());
-      if (status == RowStatus::kNoCapacity) {
-        capacity.ranks.push_back(peer_rank);
-        capacity.needed_bytes = std::max(capacity.needed_bytes, header.needed_bytes);
-        capacity.available_bytes = header.available_bytes;
-      }
-    }
-    if (first_rank < 0)
-      first_rank = peer_rank;
-    else if (other_rank < 0 &&
-             !(header.arguments == rows.headers[static_cast<size_t>(first_rank)].arguments))
-      other_rank = peer_rank;
-  }
-  if (worst == RowStatus::kOk && other_rank >= 0) {
-    worst = RowStatus::kInvalidArgument;
-    message = concat("ranks disagree: ",
-                     describe(rows.headers[static_cast<size_t>(first_rank)].arguments),
-                     " on rank ",
-                     first_rank,
-                     " met ",
-                     describe(rows.headers[static_cast<size_t>(other_rank)].arguments),
-                     " on rank ",
-                     other_rank);
-  }
-  if (worst == RowStatus::kOk)
-    return;
-  settle();
-  if (worst == RowStatus::kInvalidType)
-    throw InvalidType(message);
-  if (worst == RowStatus::kNoCapacity) {
-    CapacityError error(message, capacity.needed_bytes, capacity.available_bytes);
-    error.ranks = capacity.ranks;
-    throw error;
-  }
-  throw InvalidArgument(message);
 }
 
 void Exchange::reject(const layout::OperationArguments& arguments,
@@ -258,24 +174,31 @@ void Exchange::publish_rejection(const RowMessage& row) {
 void Exchange::publish_second_offer(const Offer& offer,
                                     uint64_t needed_bytes,
                                     uint64_t available_bytes) {
+  const SecondOffer body{epoch_, offer, needed_bytes, available_bytes};
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (!group_.is_active(peer_rank))
       continue;
     auto& second = endpoint_.workspace(peer_rank).second_offer(epoch_, group_.rank_idx());
-    second.offer = offer;
-    second.needed_bytes = needed_bytes;
-    second.available_bytes = available_bytes;
-    sync::store_release(second.epoch, epoch_);
+    if (MOE_MUTANT(second_offer_flag_before_body))
+      sync::store_release(second.epoch, epoch_);
+    sync::write_body(second, body);
+    if (MOE_MUTANT(second_offer_flag_relaxed))
+      sync::store_relaxed(second.epoch, epoch_);
+    else
+      sync::store_release(second.epoch, epoch_);
     sync::ring(group_.doorbell(peer_rank));
   }
 }
 
-const layout::SecondOffer& Exchange::await_second_offer(int peer_rank) {
+SecondOffer Exchange::await_second_offer(int peer_rank) {
   const auto& second = endpoint_.own_workspace().second_offer(epoch_, peer_rank);
   step_ = Phase::kOffers;
-  await_flag(peer_rank, Phase::kOffers, epoch_, second.epoch);
+  if (!MOE_MUTANT(no_wait_for_second_offers))
+    await_flag(peer_rank, Phase::kOffers, epoch_, second.epoch);
   step_ = Phase::kData;
-  return second;
+  SecondOffer body{};
+  sync::read_body(body, second);
+  return body;
 }
 
 void Exchange::settle() {
@@ -288,15 +211,20 @@ void Exchange::settle() {
 void Exchange::release_done() {
   // What was read from a peer counts only if that peer had not given up by then: it may have
   // overwritten its rows since.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  sync::fence_acquire();
   group_.check_abort();
   for (int offset = 0; offset < group_.num_ranks(); ++offset) {
     const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
     if (!group_.is_active(peer_rank))
       continue;
     auto& done = endpoint_.workspace(peer_rank).done(epoch_, group_.rank_idx());
-    sync::store_release(done.epoch, epoch_);
-    sync::ring(group_.doorbell(peer_rank));
+    const uint64_t value = epoch_ - (MOE_MUTANT(done_of_former_epoch) ? 1 : 0);
+    if (MOE_MUTANT(done_flag_relaxed))
+      sync::store_relaxed(done.epoch, value);
+    else
+      sync::store_release(done.epoch, value);
+    if (!MOE_MUTANT(no_ring_after_done))
+      sync::ring(group_.doorbell(peer_rank));
   }
 }
 
@@ -331,6 +259,8 @@ void Exchange::fail(const std::string& reason) {
                         epoch_,
                         ": ",
                         reason));
+  if (MOE_MUTANT(no_quarantine_after_abort))
+    offered_.clear();
   for (auto& window : offered_)
     group_.quarantine(std::move(window));
 }
@@ -365,6 +295,19 @@ std::shared_ptr<Window> Exchange::allocate(uint64_t bytes) {
 
 std::byte* Exchange::resolve(int peer_rank, const Offer& offer) {
   return group_.resolve(peer_rank, offer, site(Phase::kOffers));
+}
+
+void reject_operation(Endpoint& endpoint,
+                      layout::Operation operation,
+                      RowStatus status,
+                      const std::string& message,
+                      const InterruptCheck& interrupt_check) {
+  run_operation(endpoint, operation, interrupt_check, [&](Exchange& exchange) -> int {
+    layout::OperationArguments arguments;
+    arguments.operation = static_cast<int32_t>(operation);
+    exchange.reject(arguments, status, message);
+  });
+  throw std::logic_error("a rejected operation ended well");
 }
 
 }  // namespace moe::host

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "host/agreement.h"
 #include "host/endpoint.h"
 #include "host/wait.h"
 #include "layout/routing.h"
@@ -23,12 +24,6 @@ struct RowMessage {
   std::string message;  ///< status not kOk: what is wrong, with both values
   uint64_t needed_bytes = 0;
   uint64_t available_bytes = 0;
-};
-
-/// A private copy of all rows of one epoch. Entries of excluded ranks are zero.
-struct Rows {
-  std::vector<layout::Row> headers;  ///< [num_ranks]
-  layout::CountMatrix counts;        ///< uncached dispatch
 };
 
 /// One operation of one buffer: its epoch, and the steps every operation is made of.
@@ -65,7 +60,7 @@ class Exchange {
 
   /// Publishes what a rank that was short could get, and waits for the same of @p short_ranks.
   void publish_second_offer(const Offer& offer, uint64_t needed_bytes, uint64_t available_bytes);
-  const layout::SecondOffer& await_second_offer(int peer_rank);
+  layout::SecondOffer await_second_offer(int peer_rank);
 
   /// Every rank knows that this operation ends here: consumes the epoch without data.
   void settle();
@@ -104,13 +99,13 @@ class Exchange {
   enum class State { kEntered, kEnded };
 
   void await_reuse();
+  size_t count_bytes() const;  ///< of a row of the count matrix
   void check_closed() const;
   /// For peers: this rank waits for a flag of @p peer_rank.
   void show_wait(int peer_rank, layout::Phase phase, uint64_t flag_epoch);
   /// Whom @p rank_idx waits for, -1 when what it waits for has arrived or it does not wait.
   int awaited_by(int rank_idx) const;
   WaitSite site(layout::Phase phase) const;
-  void check_agreement(const Rows& rows);
   /// Books the time since @p start_ns as waited for @p peer_rank.
   void end_wait(int64_t start_ns, int peer_rank);
   void record(int64_t start_ns, int64_t end_ns, int peer_rank);
@@ -137,6 +132,14 @@ class Exchange {
   int64_t phase_start_ns_ = 0;
 };
 
+/// Publishes a row that says what is wrong on this rank in place of an operation, then throws it as
+/// every rank does.
+[[noreturn]] void reject_operation(Endpoint& endpoint,
+                                   layout::Operation operation,
+                                   layout::RowStatus status,
+                                   const std::string& message,
+                                   const InterruptCheck& interrupt_check);
+
 /// Runs @p body(exchange) as one operation of @p endpoint.
 template <typename Body>
 auto run_operation(Endpoint& endpoint,
@@ -157,8 +160,5 @@ auto run_operation(Endpoint& endpoint,
     throw;
   }
 }
-
-/// "dispatch(expert-major, ...)": the arguments as a reader would write them.
-std::string describe(const layout::OperationArguments& arguments);
 
 }  // namespace moe::host

@@ -71,7 +71,7 @@ Group::Group(std::shared_ptr<PeerLink> link,
             " is not a rank of a group of ",
             num_ranks());
   own_control_ = memory_->allocate(sizeof(layout::ControlBlock));
-  std::memset(own_control_->data(), 0, sizeof(layout::ControlBlock));
+  sync::fill_shared(own_control_->data(), 0, sizeof(layout::ControlBlock));
   auto* own = reinterpret_cast<layout::ControlBlock*>(own_control_->data());
   own_abort_ = &own->abort;
   // Until peers' blocks are known every wait is for a message, which rings the own doorbell.
@@ -269,11 +269,14 @@ void Group::store_abort(int rank_idx, const layout::AbortRecord& record) {
                       present,
                       layout::AbortRecord::word(generation(), layout::AbortRecord::kBeingWritten)))
     return;
-  std::memcpy(reinterpret_cast<char*>(&target) + sizeof(uint32_t),
-              reinterpret_cast<const char*>(&record) + sizeof(uint32_t),
-              sizeof(record) - sizeof(uint32_t));
-  sync::store_release(target.state,
-                      layout::AbortRecord::word(generation(), layout::AbortRecord::kSet));
+  const uint32_t is_set = layout::AbortRecord::word(generation(), layout::AbortRecord::kSet);
+  if (MOE_MUTANT(abort_set_before_record))
+    sync::store_release(target.state, is_set);
+  sync::write_body<sizeof(record.state)>(target, record);
+  if (MOE_MUTANT(abort_set_relaxed))
+    sync::store_relaxed(target.state, is_set);
+  else
+    sync::store_release(target.state, is_set);
   sync::ring(doorbell(rank_idx));
 }
 
@@ -287,7 +290,8 @@ void Group::throw_abort() const {
     throw PeerFailed("a rank died while it aborted the communicator",
                      FailureSite{missing_ranks(), "", "idle", -1});
   }
-  const layout::AbortRecord& record = *own_abort_;
+  layout::AbortRecord record;
+  sync::read_body<sizeof(record.state)>(record, *own_abort_);
   FailureSite site{std::vector<int>(record.ranks, record.ranks + record.num_ranks),
                    record.operation == 0
                        ? ""
@@ -310,12 +314,12 @@ std::vector<int> Group::missing_ranks() const {
 void Group::quarantine(std::shared_ptr<Window> window) {
   if (!window)
     return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<sync::Mutex> lock(mutex_);
   quarantined_.push_back(std::move(window));
 }
 
 void Group::keep(std::shared_ptr<void> memory) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<sync::Mutex> lock(mutex_);
   kept_.push_back(std::move(memory));
 }
 
@@ -329,6 +333,13 @@ void Group::show_presence(uint64_t buffer_number, uint64_t epoch, layout::Operat
 void Group::leave_presence() {
   sync::store_relaxed(presence(rank_idx_).operation,
                       static_cast<int32_t>(layout::Operation::kNone));
+}
+
+bool Group::is_present(int rank_idx, uint64_t buffer_number, uint64_t epoch) const {
+  const layout::Presence& shown = presence(rank_idx);
+  return sync::load_relaxed(shown.operation) != static_cast<int32_t>(layout::Operation::kNone) &&
+         sync::load_relaxed(shown.buffer_number) == buffer_number &&
+         sync::load_relaxed(shown.epoch) == epoch;
 }
 
 std::string Group::whereabouts(int rank_idx) const {
@@ -346,24 +357,25 @@ std::string Group::whereabouts(int rank_idx) const {
 
 void Group::close_control(std::shared_ptr<Window> window,
                           const std::vector<uint64_t*>& peer_words,
-                          std::vector<const uint64_t*> own_words) {
+                          std::vector<const uint64_t*> own_words,
+                          uint64_t next_epoch) {
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     uint64_t* const word = peer_words[static_cast<size_t>(peer_rank)];
     if (word == nullptr || is_leaving())
       continue;
-    sync::store_release(*word, uint64_t{1});
+    sync::store_release(*word, next_epoch);
     sync::ring(doorbell(peer_rank));
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<sync::Mutex> lock(mutex_);
   retired_.push_back({std::move(window), std::move(own_words)});
 }
 
 void Group::free_retired() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<sync::Mutex> lock(mutex_);
   std::erase_if(retired_, [this](const RetiredControl& retired) {
     for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
       const bool is_gone = !is_active(peer_rank) || state(peer_rank) != PeerState::kAlive;
-      if (!is_gone &&
+      if (!is_gone && !MOE_MUTANT(control_area_freed_early) &&
           sync::load_acquire(*retired.closed_words[static_cast<size_t>(peer_rank)]) == 0)
         return false;
     }
@@ -372,7 +384,7 @@ void Group::free_retired() {
 }
 
 void Group::add_recoverable(uint64_t buffer_number, std::weak_ptr<Recoverable> buffer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<sync::Mutex> lock(mutex_);
   std::erase_if(recoverables_, [](const auto& entry) { return entry.second.expired(); });
   recoverables_.emplace(buffer_number, std::move(buffer));
 }

@@ -5,7 +5,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -107,6 +106,8 @@ class Group {
   /// Says which operation this rank has entered, for peers that wait for it on another buffer.
   void show_presence(uint64_t buffer_number, uint64_t epoch, layout::Operation operation);
   void leave_presence();
+  /// Whether @p rank_idx shows that it is in that operation now.
+  bool is_present(int rank_idx, uint64_t buffer_number, uint64_t epoch) const;
   /// "; it is in combine of buffer 3, epoch 7" or nothing.
   std::string whereabouts(int rank_idx) const;
   sync::Doorbell& own_doorbell() { return doorbell(rank_idx_); }
@@ -151,6 +152,13 @@ class Group {
     return word != 0 && layout::AbortRecord::generation(word) >= generation();
   }
 
+  /// For whoever waits without calling anything here, such as a kernel: layout::AbortRecord::state
+  /// of this rank, which counts once its generation is at least generation(). Lives as long as
+  /// this.
+  const uint32_t* abort_word() const { return &own_abort_->state; }
+  /// Recoveries that have ended.
+  uint32_t generation() const { return generation_.load(std::memory_order_relaxed); }
+
   /// Keeps a window that peers of an aborted operation may still write to, until recovery.
   void quarantine(std::shared_ptr<Window> window);
 
@@ -163,9 +171,12 @@ class Group {
   /// @param window      The control area.
   /// @param peer_words  By rank, this rank's word in that peer's area; null where there is none.
   /// @param own_words   By rank, that peer's word in the control area.
+  /// @param next_epoch  First operation that this rank takes no part in, >= 1: what peers read in
+  ///   their words.
   void close_control(std::shared_ptr<Window> window,
                      const std::vector<uint64_t*>& peer_words,
-                     std::vector<const uint64_t*> own_words);
+                     std::vector<const uint64_t*> own_words,
+                     uint64_t next_epoch = 1);
 
   /// Every active rank's payload, in rank order; "" for excluded ranks. Collective.
   std::vector<std::string> all_gather(const std::string& payload,
@@ -209,7 +220,6 @@ class Group {
     std::string decision;                ///< what this rank has committed to; "" for none yet
   };
 
-  uint32_t generation() const { return generation_.load(std::memory_order_relaxed); }
   void store_abort(int rank_idx, const layout::AbortRecord& record);
   std::vector<int> missing_ranks() const;
   layout::Presence& presence(int rank_idx) const {
@@ -259,7 +269,7 @@ class Group {
   std::atomic<bool> is_leaving_{false};
   std::atomic<bool> is_destroyed_{false};
 
-  std::mutex mutex_;
+  sync::Mutex mutex_;
   std::vector<std::shared_ptr<Window>> quarantined_;
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<RetiredControl> retired_;

@@ -7,18 +7,32 @@
 
 namespace moe::host {
 
-/// Where the rows of one dispatch went, on every rank: what a handle holds. Immutable once made.
-struct Plan {
+/// What the host knows of a plan, wherever its slots lie. Immutable once made.
+struct PlanHeader {
   layout::Arrangement arrangement;
   int64_t num_tokens = 0;
   int64_t num_topk = 0;           ///< choices per token of this rank
   int64_t num_recv_topk = 0;      ///< the most of any rank
   int64_t num_slots = 0;          ///< slots per token, see layout::assign_slots
   layout::CountMatrix counts;     ///< what was kept; equal on every rank
-  std::vector<int64_t> slots;     ///< [num_tokens, num_slots]
-  std::vector<int64_t> topk_idx;  ///< [num_tokens, num_topk], a private copy
   layout::ReceivedRows received;  ///< what this rank receives
   uint64_t hash = 0;              ///< equal on every rank for one dispatch
+
+  static PlanHeader make(const layout::Arrangement& arrangement,
+                         layout::CountMatrix counts,
+                         const layout::Placement& placement,
+                         int rank_idx,
+                         int64_t num_tokens,
+                         int64_t num_topk);
+
+  layout::RowLayout layout() const { return arrangement.layout; }
+  int64_t num_rows() const { return received.num_rows; }
+};
+
+/// Where the rows of one dispatch went, on every rank: what a handle holds. Immutable once made.
+struct Plan : PlanHeader {
+  std::vector<int64_t> slots;     ///< [num_tokens, num_slots]
+  std::vector<int64_t> topk_idx;  ///< [num_tokens, num_topk], a private copy
 
   static Plan make(const layout::Arrangement& arrangement,
                    layout::CountMatrix counts,
@@ -27,9 +41,6 @@ struct Plan {
                    const int64_t* topk_idx,
                    int64_t num_tokens,
                    int64_t num_topk);
-
-  layout::RowLayout layout() const { return arrangement.layout; }
-  int64_t num_rows() const { return received.num_rows; }
 };
 
 }  // namespace moe::host

@@ -31,7 +31,6 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor*);
 };
 
-constexpr int32_t kCpu = 1;
 constexpr const char* kName = "dltensor";
 
 struct Holder {
@@ -57,13 +56,14 @@ alignas(64) std::byte no_elements[64];
 pybind11::capsule make_dlpack(std::shared_ptr<void> owner,
                               void* data,
                               std::initializer_list<int64_t> shape,
-                              int32_t dlpack_type) {
+                              int32_t dlpack_type,
+                              DlpackDevice device) {
   auto* holder = new Holder{};
   std::copy(shape.begin(), shape.end(), holder->shape);
   holder->owner = std::move(owner);
   Tensor& tensor = holder->managed.tensor;
   tensor.data = data != nullptr ? data : no_elements;
-  tensor.device = Device{kCpu, 0};
+  tensor.device = Device{device.type, device.idx};
   tensor.num_dims = static_cast<int32_t>(shape.size());
   tensor.type = Type{static_cast<uint8_t>(dlpack_type >> 8), static_cast<uint8_t>(dlpack_type), 1};
   tensor.shape = holder->shape;

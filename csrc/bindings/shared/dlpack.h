@@ -8,6 +8,12 @@
 
 namespace moe::bindings {
 
+/// DLPack's type and number of the device that memory belongs to.
+struct DlpackDevice {
+  int32_t type = 1;  // kDLCPU
+  int32_t idx = 0;
+};
+
 /// Wraps memory that @p owner keeps alive as a DLPack capsule, which torch takes without a copy.
 ///
 /// The deleter only drops @p owner: it needs no GIL and may run on any thread.
@@ -15,6 +21,7 @@ namespace moe::bindings {
 pybind11::capsule make_dlpack(std::shared_ptr<void> owner,
                               void* data,
                               std::initializer_list<int64_t> shape,
-                              int32_t dlpack_type);
+                              int32_t dlpack_type,
+                              DlpackDevice device = {});
 
 }  // namespace moe::bindings

@@ -1,13 +1,16 @@
 #pragma once
 
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "bindings/bindings.h"
 #include "bindings/shared/dlpack.h"
+#include "bindings/shared/signals.h"
 #include "core/dtype.h"
 #include "host/dispatch.h"
 
@@ -60,20 +63,21 @@ inline std::shared_ptr<void> keep_alive(py::tuple objects) {
 template <typename Outcome>
 class Submitted {
  public:
-  Submitted(std::shared_ptr<host::Endpoint> endpoint,
+  /// @param body  Runs the operation to its end.
+  Submitted(std::shared_ptr<host::EndpointBase> endpoint,
             std::shared_ptr<void> inputs,
-            std::function<Outcome()> body,
+            std::function<Outcome(const host::InterruptCheck&)> body,
             bool is_async)
       : endpoint_(std::move(endpoint)), pending_(std::make_shared<host::Pending<Outcome>>()) {
     const py::gil_scoped_release no_gil;
     if (!is_async && endpoint_->progress().is_idle()) {
-      pending_->run(body);
+      pending_->run([&body] { return body(signal_check()); });
       pending_->wait({});
       return;
     }
     endpoint_->progress().submit(
         [pending = pending_, body = std::move(body), inputs = std::move(inputs)] {
-          pending->run(body);
+          pending->run([&body] { return body({}); });
         },
         signal_check());
     if (!is_async)
@@ -93,13 +97,15 @@ class Submitted {
     return pending_->wait(signal_check());
   }
 
-  const std::shared_ptr<host::Endpoint>& endpoint() const { return endpoint_; }
+  const std::shared_ptr<host::EndpointBase>& endpoint() const { return endpoint_; }
+
+  DlpackDevice device() const { return {endpoint_->dlpack_device_type(), endpoint_->device_idx()}; }
 
  private:
   // The thread that would end it is not in a forked child, and may have held its lock at the fork.
   void check_fork() const { endpoint_->group().check_fork("wait"); }
 
-  std::shared_ptr<host::Endpoint> endpoint_;
+  std::shared_ptr<host::EndpointBase> endpoint_;
   std::shared_ptr<host::Pending<Outcome>> pending_;
 };
 

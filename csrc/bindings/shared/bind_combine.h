@@ -1,0 +1,104 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "bindings/shared/submitted.h"
+#include "bindings/shared/tensor_view.h"
+#include "host/combine.h"
+
+namespace moe::bindings {
+
+/// A combine as Python holds it.
+class SubmittedCombine : public Submitted<host::CombineOutcome> {
+ public:
+  SubmittedCombine(std::shared_ptr<host::EndpointBase> endpoint,
+                   std::shared_ptr<void> inputs,
+                   std::function<host::CombineOutcome(const host::InterruptCheck&)> body,
+                   const host::CombineParams& params,
+                   bool is_async)
+      : Submitted(std::move(endpoint), std::move(inputs), std::move(body), is_async),
+        params_(params) {}
+
+  /// (sums or None, pulled weights or None); sums is None where the caller gave `out`.
+  py::tuple result() {
+    const host::CombineOutcome& outcome = wait();
+    const int64_t num_tokens = params_.plan->num_tokens;
+    py::object sums = py::none();
+    py::object weights = py::none();
+    if (params_.has_rows && params_.out == nullptr)
+      sums = make_dlpack(outcome.owner,
+                         outcome.sums,
+                         {num_tokens, params_.hidden},
+                         dlpack_type(params_.dtype),
+                         device());
+    if (params_.row_weight_bytes > 0)
+      weights = make_dlpack(outcome.owner,
+                            outcome.weights,
+                            {num_tokens, params_.plan->num_topk},
+                            weight_type(params_.row_weight_bytes),
+                            device());
+    return py::make_tuple(sums, weights);
+  }
+
+  bool was_copied_in() { return wait().was_copied_in; }
+
+  py::capsule wait_ns() {
+    const auto& waited_ns = wait().waited_ns;
+    return vector_dlpack(waited_ns, {static_cast<int64_t>(waited_ns.size())}, kInt64);
+  }
+
+ private:
+  host::CombineParams params_;
+};
+
+/// Adds SubmittedCombine to @p module, known to no other.
+void bind_submitted_combine(py::module_& module);
+
+/// Adds SubmittedCombine to @p module and combine() to @p endpoint_class. Operations run by
+/// combine(EndpointT&, const host::CombineParams&, const host::InterruptCheck&).
+template <typename EndpointT, typename PlanT>
+void bind_combine(py::module_& module,
+                  py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
+  bind_submitted_combine(module);
+  endpoint_class.def("combine",
+                     [](std::shared_ptr<EndpointT> endpoint,
+                        py::object x,
+                        std::shared_ptr<PlanT> plan,
+                        py::object topk_weights,
+                        py::object row_weights,
+                        py::object out,
+                        int32_t dtype,
+                        std::optional<bool> copy_out,
+                        bool is_async) {
+                       endpoint->group().check_process("combine");
+                       const TensorView rows = view_tensor(x);
+                       const TensorView weights = view_tensor(topk_weights);
+                       const TensorView pulled = view_tensor(row_weights);
+                       host::CombineParams params;
+                       params.x = rows.data;
+                       params.has_rows = !x.is_none();
+                       params.dtype = static_cast<DType>(dtype);
+                       params.hidden = rows.row_elements;
+                       params.weights = weights.data;
+                       params.weight_bytes = static_cast<int32_t>(weights.element_bytes);
+                       params.row_weights = pulled.data;
+                       params.row_weight_bytes = static_cast<int32_t>(pulled.element_bytes);
+                       params.out = view_tensor(out).data;
+                       params.plan = std::move(plan);
+                       params.copy_out = copy_out_of(copy_out);
+                       std::shared_ptr<void> inputs;
+                       if (is_async || !endpoint->progress().is_idle())
+                         inputs = keep_alive(py::make_tuple(x, topk_weights, row_weights, out));
+                       const auto body = [raw = endpoint.get(),
+                                          params](const host::InterruptCheck& interrupt_check) {
+                         return combine(*raw, params, interrupt_check);
+                       };
+                       return std::make_unique<SubmittedCombine>(
+                           std::move(endpoint), std::move(inputs), body, params, is_async);
+                     });
+}
+
+}  // namespace moe::bindings

@@ -1,0 +1,109 @@
+#include "bindings/shared/bind_dispatch.h"
+
+namespace moe::bindings {
+
+namespace {
+
+/// The scale factors of a call, as Python describes them.
+struct ScaleArguments {
+  int32_t code;  ///< see DispatchParams::quantization_code
+  int32_t block;
+  int32_t scale_format;
+  int32_t source_dtype;
+  int64_t num_scales;
+  int32_t scale_bytes;
+  int64_t row_stride;  ///< bytes, of rows that are quantised already
+  int64_t step;
+};
+
+ScaleArguments scale_arguments_of(const py::tuple& values) {
+  return {values[0].cast<int32_t>(),
+          values[1].cast<int32_t>(),
+          values[2].cast<int32_t>(),
+          values[3].cast<int32_t>(),
+          values[4].cast<int64_t>(),
+          values[5].cast<int32_t>(),
+          values[6].cast<int64_t>(),
+          values[7].cast<int64_t>()};
+}
+
+void describe_scales(const ScaleArguments& scales,
+                     const TensorView& rows,
+                     const TensorView& given,
+                     host::DispatchParams* params) {
+  params->quantization_code = scales.code;
+  params->num_scales = scales.num_scales;
+  params->scale_bytes = scales.scale_bytes;
+  params->is_quantized_here = given.data == nullptr && scales.block > 0;
+  if (params->is_quantized_here) {
+    params->row_bytes = rows.row_elements;
+    params->row_quantization.dtype = static_cast<DType>(scales.source_dtype);
+    params->row_quantization.block = scales.block;
+    params->row_quantization.scale_format = static_cast<host::ScaleFormat>(scales.scale_format);
+    params->row_quantization.hidden = rows.row_elements;
+    return;
+  }
+  params->scales = given.data;
+  params->scale_row_stride = scales.row_stride;
+  params->scale_step = scales.step;
+}
+
+}  // namespace
+
+host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
+                                        DispatchArguments& arguments) {
+  const TensorView rows = view_tensor(arguments.x);
+  const TensorView choices = view_tensor(arguments.topk_idx);
+  const TensorView weights = view_tensor(arguments.topk_weights);
+  host::DispatchParams params;
+  params.x = rows.data;
+  params.topk_idx = reinterpret_cast<const int64_t*>(choices.data);
+  params.weights = weights.data;
+  params.num_tokens = rows.num_rows;
+  params.num_topk = choices.row_elements;
+  params.source_row_bytes = rows.row_bytes();
+  params.row_bytes = rows.row_bytes();
+  params.weight_bytes = static_cast<int32_t>(weights.element_bytes);
+  params.dtype = arguments.dtype;
+  params.layout = static_cast<layout::RowLayout>(arguments.layout);
+  params.expert_alignment = arguments.expert_alignment;
+  if (arguments.scales)
+    describe_scales(
+        scale_arguments_of(*arguments.scales), rows, view_tensor(arguments.x_sf), &params);
+  if (arguments.capacity) {
+    const py::tuple& capacity = *arguments.capacity;
+    params.fixed_rows = capacity[0].cast<int64_t>();
+    params.capacity.expert_capacity = capacity[1].cast<int64_t>();
+    params.capacity.on_overflow = static_cast<layout::OnOverflow>(capacity[2].cast<int>());
+  }
+  params.masked_ranks = std::move(arguments.masked_ranks);
+  params.plan = std::move(arguments.plan);
+  params.copy_out = copy_out_of(arguments.copy_out);
+  const bool is_low_latency =
+      (params.plan ? params.plan->layout() : params.layout) == layout::RowLayout::kLowLatency;
+  if (is_low_latency) {
+    try {
+      params.window = endpoint.memory().allocate(
+          static_cast<uint64_t>(host::low_latency_window(endpoint, params).bytes));
+    } catch (const CapacityError&) {
+      // The operation finds the same, and tells the peers.
+    }
+  }
+  return params;
+}
+
+py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module) {
+  return py::class_<SubmittedDispatch>(module, "SubmittedDispatch", py::module_local())
+      .def("is_complete", &SubmittedDispatch::is_complete)
+      .def("x", &SubmittedDispatch::x)
+      .def("x_sf", &SubmittedDispatch::x_sf)
+      .def("topk_idx", &SubmittedDispatch::topk_idx)
+      .def("topk_weights", &SubmittedDispatch::topk_weights)
+      .def("num_tokens_per_expert", &SubmittedDispatch::num_tokens_per_expert)
+      .def("num_dropped_per_expert", &SubmittedDispatch::num_dropped_per_expert)
+      .def("num_required_rows", &SubmittedDispatch::num_required_rows)
+      .def("wait_ns", &SubmittedDispatch::wait_ns)
+      .def("expert_offsets", &SubmittedDispatch::expert_offsets);
+}
+
+}  // namespace moe::bindings

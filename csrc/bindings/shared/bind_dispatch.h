@@ -1,0 +1,232 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/shared/submitted.h"
+#include "bindings/shared/tensor_view.h"
+#include "host/dispatch.h"
+
+namespace moe::bindings {
+
+/// A dispatch as Python holds it. The window of a low-latency dispatch is known before its rows
+/// are, so its tensors can be had at once.
+class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
+ public:
+  SubmittedDispatch(std::shared_ptr<host::EndpointBase> endpoint,
+                    std::shared_ptr<void> inputs,
+                    std::function<host::DispatchOutcome(const host::InterruptCheck&)> body,
+                    const host::DispatchParams& params,
+                    int64_t hidden,
+                    bool is_async)
+      : Submitted(std::move(endpoint), std::move(inputs), std::move(body), is_async),
+        hidden_(hidden),
+        row_bytes_(params.row_bytes),
+        dtype_(params.dtype),
+        weight_bytes_(params.weight_bytes),
+        num_scales_(params.num_scales),
+        is_bytes_(params.is_quantized_here || params.dtype >= kFirstOpaqueType),
+        window_(params.window) {
+    if (!window_)
+      return;
+    window_layout_ = host::low_latency_window(*this->endpoint(), params);
+    num_window_rows_ = host::num_low_latency_rows(*this->endpoint());
+  }
+
+  /// Of the endpoint's own kind.
+  std::shared_ptr<const host::PlanHeader> plan() { return wait().plan; }
+
+  /// `[M, hidden]`, or bytes `[M, row_bytes]` where DLPack cannot name the dtype.
+  py::object x() {
+    if (window_)
+      return rows_dlpack(window_, window_->data(), num_window_rows_);
+    const host::DispatchOutcome& outcome = wait();
+    return rows_dlpack(outcome.owner, outcome.rows, outcome.plan->num_rows());
+  }
+
+  /// Scale factors as they lie in memory, `[elements]` of an integer type of their size, or None.
+  py::object x_sf() {
+    if (num_scales_ == 0)
+      return py::none();
+    if (window_)
+      return scales_dlpack(window_,
+                           window_->data() + window_layout_.scales_offset,
+                           window_layout_.scales,
+                           num_window_rows_);
+    const host::DispatchOutcome& outcome = wait();
+    return scales_dlpack(
+        outcome.owner, outcome.scales, outcome.scale_map, outcome.plan->num_rows());
+  }
+
+  py::object topk_idx() {
+    const host::DispatchOutcome& outcome = wait();
+    if (!outcome.has_topk_idx)
+      return py::none();
+    return make_dlpack(outcome.owner,
+                       outcome.topk_idx,
+                       {outcome.plan->num_rows(), outcome.plan->num_recv_topk},
+                       kInt64,
+                       device());
+  }
+
+  py::object topk_weights() {
+    if (weight_bytes_ == 0)
+      return py::none();
+    const int32_t type = weight_type(weight_bytes_);
+    if (window_)
+      return make_dlpack(window_,
+                         window_->data() + window_layout_.weights_offset,
+                         {num_window_rows_},
+                         type,
+                         device());
+    const host::DispatchOutcome& outcome = wait();
+    const int64_t num_rows = outcome.plan->num_rows();
+    if (outcome.plan->arrangement.is_by_rank())
+      return make_dlpack(
+          outcome.owner, outcome.weights, {num_rows, outcome.plan->num_recv_topk}, type, device());
+    return make_dlpack(outcome.owner, outcome.weights, {num_rows}, type, device());
+  }
+
+  py::object num_tokens_per_expert() {
+    const auto& counts = wait().plan->received.num_tokens_per_expert;
+    return vector_dlpack(counts, {static_cast<int64_t>(counts.size())}, kInt64);
+  }
+
+  py::object expert_offsets() {
+    const host::DispatchOutcome& outcome = wait();
+    const auto& starts = outcome.plan->received.expert_offsets;
+    if (outcome.expert_offsets)
+      return make_dlpack(outcome.expert_offsets,
+                         outcome.expert_offsets.get(),
+                         {static_cast<int64_t>(starts.size())},
+                         kInt32,
+                         device());
+    return vector_dlpack(std::vector<int32_t>(starts.begin(), starts.end()),
+                         {static_cast<int64_t>(starts.size())},
+                         kInt32);
+  }
+
+  py::object num_dropped_per_expert() {
+    const auto& dropped = wait().num_dropped_per_expert;
+    return vector_dlpack(dropped, {static_cast<int64_t>(dropped.size())}, kInt64);
+  }
+
+  int64_t num_required_rows() { return wait().num_required_rows; }
+
+  py::object wait_ns() {
+    const auto& waited_ns = wait().waited_ns;
+    return vector_dlpack(waited_ns, {static_cast<int64_t>(waited_ns.size())}, kInt64);
+  }
+
+ private:
+  /// Rows of a dtype that DLPack cannot name are handed out as bytes.
+  py::capsule rows_dlpack(std::shared_ptr<void> owner, std::byte* rows, int64_t num_rows) const {
+    if (is_bytes_)
+      return make_dlpack(
+          std::move(owner), rows, {num_rows, row_bytes_}, dlpack_type(DType::kBytes), device());
+    return make_dlpack(std::move(owner), rows, {num_rows, hidden_}, dtype_, device());
+  }
+
+  py::capsule scales_dlpack(std::shared_ptr<void> owner,
+                            std::byte* scales,
+                            const layout::ScaleMap& map,
+                            int64_t num_rows) const {
+    const auto bits = static_cast<int32_t>(map.scale_bytes * 8);
+    const int32_t type = bits == 8 ? dlpack_type(DType::kBytes) : bits;
+    return make_dlpack(
+        std::move(owner), scales, {map.bytes(num_rows) / map.scale_bytes}, type, device());
+  }
+
+  int64_t hidden_;
+  int64_t row_bytes_;
+  int32_t dtype_;
+  int32_t weight_bytes_;
+  int64_t num_scales_;
+  bool is_bytes_;
+  std::shared_ptr<Window> window_;
+  layout::ReceiveWindow window_layout_;
+  int64_t num_window_rows_ = 0;
+};
+
+/// Arguments of the method dispatch() of an endpoint; see moe_comm/_host.pyi.
+struct DispatchArguments {
+  py::object x;
+  py::object x_sf;
+  py::object topk_idx;
+  py::object topk_weights;
+  std::shared_ptr<const host::PlanHeader> plan;
+  int32_t dtype;
+  int layout;
+  int64_t expert_alignment;
+  std::optional<py::tuple> scales;
+  std::optional<py::tuple> capacity;
+  std::vector<int> masked_ranks;
+  std::optional<bool> copy_out;
+  bool is_async;
+};
+
+host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint, DispatchArguments& arguments);
+
+/// Adds SubmittedDispatch to @p module, known to no other.
+py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module);
+
+/// Adds SubmittedDispatch to @p module and dispatch() to @p endpoint_class. Operations run by
+/// dispatch(EndpointT&, const host::DispatchParams&, const host::InterruptCheck&).
+template <typename EndpointT, typename PlanT>
+void bind_dispatch(py::module_& module,
+                   py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
+  bind_submitted_dispatch(module).def("plan", [](SubmittedDispatch& self) {
+    return std::static_pointer_cast<PlanT>(std::const_pointer_cast<host::PlanHeader>(self.plan()));
+  });
+  endpoint_class.def(
+      "dispatch",
+      [](std::shared_ptr<EndpointT> endpoint,
+         py::object x,
+         py::object x_sf,
+         py::object topk_idx,
+         py::object topk_weights,
+         std::shared_ptr<PlanT> plan,
+         int32_t dtype,
+         int layout,
+         int64_t expert_alignment,
+         std::optional<py::tuple> scales,
+         std::optional<py::tuple> capacity,
+         std::vector<int> masked_ranks,
+         std::optional<bool> copy_out,
+         bool is_async) {
+        endpoint->group().check_process("dispatch");
+        DispatchArguments arguments{std::move(x),
+                                    std::move(x_sf),
+                                    std::move(topk_idx),
+                                    std::move(topk_weights),
+                                    std::move(plan),
+                                    dtype,
+                                    layout,
+                                    expert_alignment,
+                                    std::move(scales),
+                                    std::move(capacity),
+                                    std::move(masked_ranks),
+                                    copy_out,
+                                    is_async};
+        host::DispatchParams params = dispatch_params_of(*endpoint, arguments);
+        std::shared_ptr<void> inputs;
+        if (is_async || !endpoint->progress().is_idle())
+          inputs = keep_alive(py::make_tuple(
+              arguments.x, arguments.x_sf, arguments.topk_idx, arguments.topk_weights));
+        const auto body = [raw = endpoint.get(),
+                           params](const host::InterruptCheck& interrupt_check) {
+          return dispatch(*raw, params, interrupt_check);
+        };
+        return std::make_unique<SubmittedDispatch>(std::move(endpoint),
+                                                   std::move(inputs),
+                                                   body,
+                                                   params,
+                                                   view_tensor(arguments.x).row_elements,
+                                                   is_async);
+      });
+}
+
+}  // namespace moe::bindings

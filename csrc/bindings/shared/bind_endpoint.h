@@ -1,0 +1,100 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/shared/bind_combine.h"
+#include "bindings/shared/bind_dispatch.h"
+#include "bindings/shared/native_group.h"
+
+namespace moe::bindings {
+
+host::EndpointConfig endpoint_config_of(int num_experts,
+                                        int64_t num_max_tokens,
+                                        std::vector<int32_t> expert_rank,
+                                        int depth,
+                                        std::string isa,
+                                        std::vector<std::pair<std::string, std::string>> agreed);
+
+py::list take_trace(host::EndpointBase& endpoint);
+
+/// A window for the rows of a plan, as a capsule `[rows, hidden]`.
+py::capsule empty_rows(host::EndpointBase& endpoint,
+                       const host::PlanHeader& plan,
+                       int64_t hidden,
+                       int64_t row_bytes,
+                       int32_t dtype);
+
+/// @p endpoint, whose end, when Python drops it, waits without the GIL: the progress thread may
+/// want that to drop an operation's inputs.
+template <typename EndpointT>
+std::shared_ptr<EndpointT> drop_without_gil(std::shared_ptr<EndpointT> endpoint) {
+  auto* const address = endpoint.get();
+  return std::shared_ptr<EndpointT>(address, [endpoint](EndpointT*) mutable {
+    if (!Py_IsInitialized() || PyGILState_Check() == 0) {
+      endpoint.reset();
+      return;
+    }
+    const py::gil_scoped_release released;
+    endpoint.reset();
+  });
+}
+
+/// Adds Plan to @p module.
+template <typename PlanT>
+py::class_<PlanT, std::shared_ptr<PlanT>> bind_plan(py::module_& module) {
+  return py::class_<PlanT, std::shared_ptr<PlanT>>(module, "Plan", py::module_local())
+      .def_property_readonly("num_tokens", [](const PlanT& self) { return self.num_tokens; })
+      .def_property_readonly("num_topk", [](const PlanT& self) { return self.num_topk; })
+      .def_property_readonly("num_recv_topk", [](const PlanT& self) { return self.num_recv_topk; })
+      .def_property_readonly("expert_alignment",
+                             [](const PlanT& self) { return self.arrangement.expert_alignment; })
+      .def_property_readonly("layout",
+                             [](const PlanT& self) { return static_cast<int>(self.layout()); })
+      .def_property_readonly("num_recv_tokens", [](const PlanT& self) { return self.num_rows(); });
+}
+
+/// Adds to @p endpoint_class what endpoints of every kind do alike.
+///
+/// Rejected calls run by reject_operation(EndpointT&, ...), see host/exchange.h.
+template <typename EndpointT, typename PlanT>
+void bind_endpoint(py::module_& module,
+                   py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
+  bind_dispatch<EndpointT, PlanT>(module, endpoint_class);
+  bind_combine<EndpointT, PlanT>(module, endpoint_class);
+  endpoint_class
+      .def("reject",
+           [](EndpointT& endpoint,
+              const std::string& operation,
+              const std::string& message,
+              bool is_type_error) {
+             endpoint.group().check_process(operation.c_str());
+             const py::gil_scoped_release no_gil;
+             endpoint.progress().wait_idle(signal_check());
+             reject_operation(endpoint,
+                              operation == "combine" ? layout::Operation::kCombine
+                                                     : layout::Operation::kDispatch,
+                              is_type_error ? layout::RowStatus::kInvalidType
+                                            : layout::RowStatus::kInvalidArgument,
+                              message,
+                              signal_check());
+           })
+      .def("empty_rows",
+           [](EndpointT& endpoint,
+              const PlanT& plan,
+              int64_t hidden,
+              int64_t row_bytes,
+              int32_t dtype) { return empty_rows(endpoint, plan, hidden, row_bytes, dtype); })
+      .def_property_readonly("buffer_number",
+                             [](const EndpointT& self) { return self.buffer_number(); })
+      .def("enable_trace", [](EndpointT& self) { self.tracer().enable(); })
+      .def("take_trace", [](EndpointT& self) { return take_trace(self); })
+      .def(
+          "destroy",
+          [](EndpointT& self) { self.destroy(signal_check()); },
+          py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace moe::bindings

@@ -1,0 +1,35 @@
+#include "bindings/shared/warnings.h"
+
+#include <string>
+
+#include "host/warn.h"
+
+namespace moe::bindings {
+
+namespace py = pybind11;
+
+namespace {
+
+void warn_in_python(const std::string& message) {
+  // A warning must not take the GIL from an interpreter that is going away.
+  if (!Py_IsInitialized())
+    return;
+  const py::gil_scoped_acquire gil;
+  try {
+    py::module_::import("logging").attr("getLogger")("moe_comm").attr("warning")("%s", message);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("moe_comm warning");
+  }
+}
+
+}  // namespace
+
+void bind_warnings(py::module_& module) {
+  host::set_warning_sink(&warn_in_python);
+  module.def(
+      "set_warning_interval",
+      [](double seconds) { host::set_warning_interval_ns(static_cast<int64_t>(seconds * 1e9)); },
+      py::arg("seconds"));
+}
+
+}  // namespace moe::bindings

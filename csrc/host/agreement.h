@@ -1,0 +1,28 @@
+#pragma once
+
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "host/group.h"
+#include "layout/routing.h"
+#include "layout/row.h"
+
+// What ranks make of each other's rows: the same on every rank, as all see the same rows.
+
+namespace moe::host {
+
+/// A private copy of all rows of one epoch. Entries of excluded ranks are zero.
+struct Rows {
+  std::vector<layout::Row> headers;   ///< [num_ranks]
+  std::vector<std::string> messages;  ///< [num_ranks], of rows whose status is not kOk
+  layout::CountMatrix counts;         ///< uncached dispatch
+};
+
+/// "dispatch(expert-major, ...)": the arguments as a reader would write them.
+std::string describe(const layout::OperationArguments& arguments);
+
+/// What every rank throws where some rank found something wrong or rows disagree, else null.
+std::exception_ptr find_disagreement(const Rows& rows, const Group& group);
+
+}  // namespace moe::host

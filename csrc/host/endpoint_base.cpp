@@ -1,0 +1,168 @@
+#include "host/endpoint_base.h"
+
+#include <cstring>
+
+namespace moe::host {
+
+namespace {
+
+constexpr size_t kRecentNeeds = 8;
+constexpr uint64_t kMostSlackBytes = uint64_t{1} << 20;
+
+std::string encode(const std::vector<std::pair<std::string, std::string>>& agreed) {
+  std::string text;
+  for (const auto& [name, value] : agreed)
+    text += name + '\0' + value + '\0';
+  return text;
+}
+
+std::vector<std::string> decode(const std::string& text, size_t from) {
+  std::vector<std::string> parts;
+  while (from < text.size()) {
+    const size_t end = text.find('\0', from);
+    parts.push_back(text.substr(from, end - from));
+    from = end + 1;
+  }
+  return parts;
+}
+
+void check_agreement(const std::vector<std::string>& payloads,
+                     int first_rank,
+                     size_t header_bytes) {
+  const auto expected = decode(payloads[static_cast<size_t>(first_rank)], header_bytes);
+  for (size_t peer_rank = 0; peer_rank < payloads.size(); ++peer_rank) {
+    if (payloads[peer_rank].empty())
+      continue;
+    const auto found = decode(payloads[peer_rank], header_bytes);
+    MOE_CHECK(found.size() == expected.size(),
+              "rank ",
+              first_rank,
+              " configures ",
+              expected.size() / 2,
+              " values, rank ",
+              peer_rank,
+              " ",
+              found.size() / 2);
+    for (size_t i = 0; i + 1 < expected.size(); i += 2)
+      MOE_CHECK(expected[i + 1] == found[i + 1] && expected[i] == found[i],
+                "ranks configure the buffer differently: ",
+                expected[i],
+                " is ",
+                expected[i + 1],
+                " on rank ",
+                first_rank,
+                " and ",
+                found[i + 1],
+                " on rank ",
+                peer_rank);
+  }
+}
+
+}  // namespace
+
+EndpointBase::EndpointBase(std::shared_ptr<Group> group, EndpointConfig config)
+    : group_(std::move(group)),
+      config_(std::move(config)),
+      placement_(config_.expert_rank, group_->num_ranks()),
+      workspaces_(static_cast<size_t>(group_->num_ranks())),
+      recent_needs_(kRecentNeeds),
+      progress_(static_cast<size_t>(config_.depth)) {}
+
+std::vector<std::string> EndpointBase::connect(int depth,
+                                               const std::string& extra,
+                                               const InterruptCheck& interrupt_check) {
+  group_->check_usable(layout::Operation::kNone);
+  const int64_t bytes = layout::Workspace::bytes(num_ranks(), config_.num_experts, depth);
+  own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
+  sync::fill_shared(own_window_->data(), 0, static_cast<size_t>(bytes));
+  buffer_number_ = group_->next_gather_sequence();
+  const Offer offer = own_window_->offer();
+  std::string payload(reinterpret_cast<const char*>(&offer), sizeof(offer));
+  payload += extra;
+  payload += encode(config_.agreed);
+  const auto payloads = group_->all_gather(payload, interrupt_check);
+  int first_rank = 0;
+  while (payloads[static_cast<size_t>(first_rank)].empty())
+    ++first_rank;
+  check_agreement(payloads, first_rank, sizeof(Offer) + extra.size());
+  WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  std::vector<std::string> extras(static_cast<size_t>(num_ranks()));
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (!group_->is_active(peer_rank))
+      continue;
+    const std::string& said = payloads[static_cast<size_t>(peer_rank)];
+    Offer place;
+    std::memcpy(&place, said.data(), sizeof(place));
+    workspaces_[static_cast<size_t>(peer_rank)] = layout::Workspace(
+        group_->resolve(peer_rank, place, site), num_ranks(), config_.num_experts, depth);
+    extras[static_cast<size_t>(peer_rank)] = said.substr(sizeof(Offer), extra.size());
+  }
+  return extras;
+}
+
+void EndpointBase::give_up_connecting() {
+  if (own_window_)
+    own_window_->quarantine();
+}
+
+std::shared_ptr<Window> EndpointBase::guess_window() {
+  const uint64_t need = largest_recent_need();
+  if (need == 0)
+    return nullptr;
+  // Room for routing that differs a little from step to step; what is not needed goes back. Few
+  // rows differ by more, of a large window a 64th is plenty.
+  return memory().allocate_free(need + need / 64 + std::min(need / 8, kMostSlackBytes));
+}
+
+void EndpointBase::remember_need(uint64_t bytes) {
+  recent_needs_[next_need_] = bytes;
+  next_need_ = (next_need_ + 1) % recent_needs_.size();
+}
+
+void EndpointBase::restart(uint64_t next_epoch) {
+  next_epoch_ = next_epoch;
+  first_epoch_ = next_epoch;
+}
+
+void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
+  const auto give_up = [this] {
+    WaitSite site;
+    group_->abort(layout::AbortCause::kPeerFailed,
+                  site,
+                  {rank_idx()},
+                  concat("rank ",
+                         rank_idx(),
+                         " destroyed buffer ",
+                         buffer_number_,
+                         " with operations in flight"));
+  };
+  try {
+    if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
+      give_up();
+  } catch (...) {
+    give_up();
+    throw;
+  }
+}
+
+void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
+  if (is_destroyed_ || group_->is_forked_child())
+    return;
+  end_operations(interrupt_check);
+  is_destroyed_ = true;
+  progress_.stop();
+  end_device_operations();
+  if (!own_window_ || own_workspace().base() == nullptr)
+    return;
+  std::vector<uint64_t*> peer_words;
+  std::vector<const uint64_t*> own_words;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const auto& peer = workspace(peer_rank);
+    peer_words.push_back(peer.base() == nullptr ? nullptr : &peer.closed(rank_idx()).epoch);
+    own_words.push_back(&own_workspace().closed(peer_rank).epoch);
+  }
+  group_->close_control(std::move(own_window_), peer_words, std::move(own_words), next_epoch_);
+}
+
+}  // namespace moe::host

@@ -1,0 +1,127 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "host/group.h"
+#include "host/progress.h"
+#include "host/trace.h"
+#include "layout/routing.h"
+#include "layout/workspace.h"
+
+namespace moe::host {
+
+struct EndpointConfig {
+  int num_experts = 0;
+  int64_t num_max_tokens = 0;  ///< of one rank, low-latency; 0 for any
+  std::vector<int32_t> expert_rank;
+  int depth = 4;
+  std::string isa;  ///< of row kernels on the CPU; empty for the best of this machine
+  /// Everything that must be equal on every rank, as (name, value); compared when it is made.
+  std::vector<std::pair<std::string, std::string>> agreed;
+};
+
+/// What one buffer is on one rank, whoever moves its rows: a control area that the host reads,
+/// those of its peers, its epochs and its progress thread.
+///
+/// One thread issues operations; a progress thread may run them.
+class EndpointBase : public Recoverable {
+ public:
+  Group& group() const { return *group_; }
+  const std::shared_ptr<Group>& shared_group() const { return group_; }
+  const EndpointConfig& config() const { return config_; }
+  const layout::Placement& placement() const { return placement_; }
+  int rank_idx() const { return group_->rank_idx(); }
+  int num_ranks() const { return group_->num_ranks(); }
+  uint64_t buffer_number() const { return buffer_number_; }
+  /// Control area that the host reads and writes, in the heap of the group.
+  const layout::Workspace& workspace(int rank_idx) const {
+    return workspaces_[static_cast<size_t>(rank_idx)];
+  }
+  const layout::Workspace& own_workspace() const { return workspace(rank_idx()); }
+  ProgressThread& progress() { return progress_; }
+  bool is_on_progress_thread() const { return progress_.is_current_thread(); }
+  Tracer& tracer() { return tracer_; }
+
+  /// Where rows lie that peers write or read.
+  virtual SymmetricMemory& memory() const = 0;
+  /// DLPack's type and number of the device whose memory that is.
+  virtual int32_t dlpack_device_type() const = 0;
+  virtual int32_t device_idx() const = 0;
+
+  /// A window of about the size of recent needs, without growing the heap; may be empty.
+  std::shared_ptr<Window> guess_window();
+  void remember_need(uint64_t bytes);
+  uint64_t largest_recent_need() const {
+    return *std::max_element(recent_needs_.begin(), recent_needs_.end());
+  }
+
+  uint64_t next_epoch() const { return next_epoch_; }
+  uint64_t take_epoch() { return next_epoch_++; }
+  uint64_t first_epoch() const { return first_epoch_; }
+  void complete_epoch(uint64_t epoch) { last_completed_.store(epoch, std::memory_order_relaxed); }
+
+  Epochs epochs() const override {
+    return {next_epoch_, last_completed_.load(std::memory_order_relaxed)};
+  }
+  bool is_idle() const override { return progress_.is_idle(); }
+  void restart(uint64_t next_epoch) override;
+
+  /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
+  /// peers, and gives the control area back once they all did. Local, idempotent.
+  void destroy(const InterruptCheck& interrupt_check);
+  bool is_destroyed() const { return is_destroyed_; }
+
+ protected:
+  EndpointBase(std::shared_ptr<Group> group, EndpointConfig config);
+
+  /// Makes the control area, a ring of @p depth entries, and finds those of all peers. Collective.
+  /// @param extra  Of one size on every rank.
+  /// @return what every rank gave as @p extra, "" for excluded ranks.
+  /// @throws InvalidArgument  configurations differ; names both values, on every rank.
+  std::vector<std::string> connect(int depth,
+                                   const std::string& extra,
+                                   const InterruptCheck& interrupt_check);
+  /// After connect() threw: peers may write to the control area at any time.
+  void give_up_connecting();
+
+  /// What of operations is still in flight once the progress thread is idle; called by destroy().
+  virtual void end_device_operations() {}
+
+  void set_next_epoch(uint64_t epoch) { next_epoch_ = epoch; }
+
+ private:
+  void end_operations(const InterruptCheck& interrupt_check);
+
+  std::shared_ptr<Group> group_;
+  EndpointConfig config_;
+  layout::Placement placement_;
+  uint64_t buffer_number_ = 0;
+  std::shared_ptr<Window> own_window_;
+  std::vector<layout::Workspace> workspaces_;
+  uint64_t next_epoch_ = 1;  // 0 is the flag of memory that was never written
+  uint64_t first_epoch_ = 1;
+  std::atomic<uint64_t> last_completed_{0};
+  std::vector<uint64_t> recent_needs_;
+  size_t next_need_ = 0;
+  bool is_destroyed_ = false;
+  ProgressThread progress_;
+  Tracer tracer_;
+};
+
+/// A shared endpoint. A forked child has neither the threads nor the memory: its copy cannot be
+/// taken apart.
+template <typename EndpointT>
+std::shared_ptr<EndpointT> share_endpoint(EndpointT* made) {
+  return std::shared_ptr<EndpointT>(made, [](EndpointT* endpoint) {
+    if (!endpoint->group().is_forked_child())
+      delete endpoint;
+  });
+}
+
+}  // namespace moe::host
