@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "cuda/cuda_stream.h"
+#include "cuda/memory_pool.h"
+#include "runtime/device.h"
+
+namespace moe::cuda {
+
+/// What is known of a device without using it.
+struct DeviceInfo {
+  std::string name;
+  int32_t compute_capability = 0;  ///< 10 * major + minor
+  int32_t num_sms = 0;
+  uint64_t memory_bytes = 0;
+  std::string uuid;     ///< 16 bytes: the same in every process that sees the device
+  std::string pci_bus;  ///< "0000:1B:00.0"
+};
+
+/// Number of devices, and why there are none: no driver, one that is too old, none visible.
+int count_devices(std::string* reason);
+/// @throws CudaError
+DeviceInfo describe_device(int device_idx);
+/// Whether kernels on one device reach memory of the other.
+bool can_reach(int device_idx, int peer_device_idx);
+/// Version of the driver, 13000 for 13.0; 0 where there is none.
+int driver_version();
+
+/// One NVIDIA GPU over the CUDA runtime; see `runtime::Device`.
+class CudaDevice final : public runtime::Device {
+ public:
+  /// Makes the device's context and loads every kernel.
+  /// @param max_connections  CUDA_DEVICE_MAX_CONNECTIONS as the process has it, 8 where it is not
+  ///   set: streams beyond it wait for each other.
+  /// @throws CudaError  no driver, no such device, or no kernel was compiled for it.
+  static std::shared_ptr<CudaDevice> create(int device_idx, int max_connections);
+
+  ~CudaDevice() override;
+
+  const std::string& name() const override { return info_.name; }
+  int32_t dlpack_type() const override { return 2; }  // kDLCUDA
+  int32_t device_idx() const override { return device_idx_; }
+  int num_sms() const override { return info_.num_sms; }
+  size_t max_shared_bytes() const override { return max_shared_bytes_; }
+  bool has_bulk_copies() const override { return architecture_ >= 90; }
+
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override;
+  std::shared_ptr<std::byte> allocate_host(int64_t bytes) override;
+  std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override;
+  /// @throws InvalidArgument  this process would use more streams of the device than connections.
+  std::shared_ptr<runtime::Stream> create_stream() override;
+  /// @param handle  torch.cuda.Stream.cuda_stream. The stream outlives this device.
+  std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
+  void activate() override;
+
+  const DeviceInfo& info() const { return info_; }
+
+ private:
+  CudaDevice(int device_idx, int max_connections);
+
+  int device_idx_;
+  int max_connections_;
+  DeviceInfo info_;
+  int architecture_;
+  size_t max_shared_bytes_ = 0;
+  std::shared_ptr<MemoryPool> pool_;
+  std::mutex mutex_;
+  std::map<uintptr_t, std::shared_ptr<CudaStream>> caller_streams_;
+};
+
+}  // namespace moe::cuda

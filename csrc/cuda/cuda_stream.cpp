@@ -1,0 +1,99 @@
+#include "cuda/cuda_stream.h"
+
+#include "core/error.h"
+#include "cuda/driver.h"
+
+namespace moe::cuda {
+namespace {
+
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  device::check_cuda(cudaStreamIsCapturing(stream, &status), "asking whether a stream is captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+CudaEvent::CudaEvent(cudaStream_t stream) : is_captured_(cuda::is_captured(stream)) {
+  device::check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event");
+  const cudaError_t code = cudaEventRecord(event_, stream);
+  if (code != cudaSuccess) {
+    cudaEventDestroy(event_);
+    device::throw_cuda_error(code, "recording an event");
+  }
+}
+
+CudaEvent::~CudaEvent() {
+  // Legal before it completes, and at exit, when the runtime answers with an error.
+  cudaEventDestroy(event_);
+}
+
+bool CudaEvent::is_complete() const {
+  if (is_captured_)
+    return false;
+  const RelaxedCapture relaxed;
+  const cudaError_t code = cudaEventQuery(event_);
+  if (code == cudaErrorNotReady)
+    return false;
+  device::check_cuda(code, "asking whether work has ended");
+  return true;
+}
+
+CudaStream::CudaStream(int device_idx) : device_idx_(device_idx), is_own_(true) {
+  const CurrentDevice current(device_idx);
+  int lowest = 0;
+  int highest = 0;
+  device::check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest),
+                     "asking for the priorities of streams");
+  device::check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest),
+                     "making a stream");
+}
+
+CudaStream::CudaStream(int device_idx, uintptr_t handle)
+    : device_idx_(device_idx), is_own_(false), stream_(reinterpret_cast<cudaStream_t>(handle)) {}
+
+CudaStream::~CudaStream() {
+  if (is_own_)  // what was put into it still runs
+    cudaStreamDestroy(stream_);
+}
+
+std::shared_ptr<runtime::Event> CudaStream::record() {
+  const CurrentDevice current(device_idx_);
+  return std::make_shared<CudaEvent>(stream_);
+}
+
+void CudaStream::wait(const runtime::Event& event) {
+  const auto& own = dynamic_cast<const CudaEvent&>(event);
+  if (own.is_captured() || !is_captured(stream_)) {
+    device::check_cuda(cudaStreamWaitEvent(stream_, own.handle(), cudaEventWaitDefault),
+                       "making a stream wait for an event");
+    return;
+  }
+  // Work that was put in before a capture began is outside the graph: replays look at the event.
+  if (!own.is_complete())
+    device::check_cuda(cudaStreamWaitEvent(stream_, own.handle(), cudaEventWaitExternal),
+                       "making a captured stream wait for an event");
+}
+
+void CudaStream::copy(void* target, const void* source, int64_t bytes) {
+  if (bytes == 0)
+    return;
+  const cudaError_t code =
+      cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_);
+  if (code != cudaSuccess)
+    device::throw_cuda_error(code, concat("copying ", bytes, " bytes"));
+}
+
+void CudaStream::fill(void* target, int value, int64_t bytes) {
+  if (bytes == 0)
+    return;
+  const cudaError_t code = cudaMemsetAsync(target, value, static_cast<size_t>(bytes), stream_);
+  if (code != cudaSuccess)
+    device::throw_cuda_error(code, concat("filling ", bytes, " bytes"));
+}
+
+bool CudaStream::is_capturing() const {
+  return is_captured(stream_);
+}
+
+}  // namespace moe::cuda

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "runtime/device.h"
+
+namespace moe::cuda {
+
+/// A recorded cudaEvent_t. An event recorded while its stream was captured belongs to the graph: it
+/// never completes here.
+class CudaEvent final : public runtime::Event {
+ public:
+  /// Records one in @p stream, of the current device.
+  /// @throws CudaError
+  explicit CudaEvent(cudaStream_t stream);
+  ~CudaEvent() override;
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  /// @throws CudaError  what ran before it failed.
+  bool is_complete() const override;
+  cudaEvent_t handle() const { return event_; }
+  bool is_captured() const { return is_captured_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+  bool is_captured_ = false;
+};
+
+class CudaStream final : public runtime::Stream {
+ public:
+  /// A stream of its own, which does not wait for the default stream and goes before others, or the
+  /// one that @p handle names, whose owner keeps it.
+  explicit CudaStream(int device_idx);
+  CudaStream(int device_idx, uintptr_t handle);
+  ~CudaStream() override;
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  void* handle() const override { return stream_; }
+  std::shared_ptr<runtime::Event> record() override;
+  void wait(const runtime::Event& event) override;
+  void copy(void* target, const void* source, int64_t bytes) override;
+  void fill(void* target, int value, int64_t bytes) override;
+  bool is_capturing() const override;
+
+  bool is_own() const { return is_own_; }
+
+ private:
+  int device_idx_;
+  bool is_own_;
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace moe::cuda

@@ -1,0 +1,74 @@
+#include "cuda/driver.h"
+
+#include "core/error.h"
+
+namespace moe::cuda {
+namespace {
+
+template <typename Function>
+void find(const char* name, Function* function) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  const cudaError_t code =
+      cudaGetDriverEntryPointByVersion(name, &found, CUDART_VERSION, cudaEnableDefault, &result);
+  if (code != cudaSuccess)
+    device::throw_cuda_error(code, concat("looking for ", name, " in the CUDA driver"));
+  if (result != cudaDriverEntryPointSuccess || found == nullptr)
+    throw CudaError(concat("the CUDA driver has no ",
+                           name,
+                           " of version ",
+                           CUDART_VERSION / 1000,
+                           ".",
+                           CUDART_VERSION % 1000 / 10,
+                           ": it is older than this module needs"),
+                    cudaErrorInsufficientDriver);
+  *function = reinterpret_cast<Function>(found);
+}
+
+Driver find_all() {
+  Driver found{};
+  find("cuGetErrorName", &found.get_error_name);
+  find("cuDeviceGetAttribute", &found.device_get_attribute);
+  find("cuFuncGetModule", &found.func_get_module);
+  find("cuFuncLoad", &found.func_load);
+  find("cuFuncGetAttribute", &found.func_get_attribute);
+  find("cuFuncSetAttribute", &found.func_set_attribute);
+  find("cuModuleGetFunctionCount", &found.module_get_function_count);
+  find("cuModuleEnumerateFunctions", &found.module_enumerate_functions);
+  find("cuMemGetAllocationGranularity", &found.mem_get_allocation_granularity);
+  find("cuMemCreate", &found.mem_create);
+  find("cuMemRelease", &found.mem_release);
+  find("cuMemAddressReserve", &found.mem_address_reserve);
+  find("cuMemAddressFree", &found.mem_address_free);
+  find("cuMemMap", &found.mem_map);
+  find("cuMemUnmap", &found.mem_unmap);
+  find("cuMemSetAccess", &found.mem_set_access);
+  find("cuMemExportToShareableHandle", &found.mem_export);
+  find("cuMemImportFromShareableHandle", &found.mem_import);
+  return found;
+}
+
+}  // namespace
+
+const Driver& driver() {
+  static const Driver found = find_all();
+  return found;
+}
+
+void check_driver(CUresult code, const std::string& doing) {
+  if (code == CUDA_SUCCESS) [[likely]]
+    return;
+  const char* name = nullptr;
+  driver().get_error_name(code, &name);
+  throw CudaError(concat(doing, ": ", name == nullptr ? "unknown error" : name), code);
+}
+
+int device_attribute(int device_idx, CUdevice_attribute attribute) {
+  int value = 0;
+  // A CUdevice is the number that the runtime uses.
+  if (driver().device_get_attribute(&value, attribute, device_idx) != CUDA_SUCCESS)
+    return 0;
+  return value;
+}
+
+}  // namespace moe::cuda

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "device/cuda_check.h"
+
+namespace moe::cuda {
+
+/// Functions of the driver, found when they are first needed: nothing links libcuda, so the module
+/// loads on a machine without one.
+struct Driver {
+  decltype(&::cuGetErrorName) get_error_name;
+  decltype(&::cuDeviceGetAttribute) device_get_attribute;
+  decltype(&::cuFuncGetModule) func_get_module;
+  decltype(&::cuFuncLoad) func_load;
+  decltype(&::cuFuncGetAttribute) func_get_attribute;
+  decltype(&::cuFuncSetAttribute) func_set_attribute;
+  decltype(&::cuModuleGetFunctionCount) module_get_function_count;
+  decltype(&::cuModuleEnumerateFunctions) module_enumerate_functions;
+  decltype(&::cuMemGetAllocationGranularity) mem_get_allocation_granularity;
+  decltype(&::cuMemCreate) mem_create;
+  decltype(&::cuMemRelease) mem_release;
+  decltype(&::cuMemAddressReserve) mem_address_reserve;
+  decltype(&::cuMemAddressFree) mem_address_free;
+  decltype(&::cuMemMap) mem_map;
+  decltype(&::cuMemUnmap) mem_unmap;
+  decltype(&::cuMemSetAccess) mem_set_access;
+  decltype(&::cuMemExportToShareableHandle) mem_export;
+  decltype(&::cuMemImportFromShareableHandle) mem_import;
+};
+
+/// @throws CudaError  there is no driver, or it is older than the functions above.
+const Driver& driver();
+
+/// @param doing  What was tried.
+/// @throws CudaError
+void check_driver(CUresult code, const std::string& doing);
+
+/// What an attribute of a device says; 0 where the driver does not know it.
+int device_attribute(int device_idx, CUdevice_attribute attribute);
+
+/// Lets the calling thread make calls that a capture on another thread would forbid: they touch no
+/// stream that is captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+/// Makes a device current on the calling thread while it lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device_idx) {
+    device::check_cuda(cudaGetDevice(&previous_), "asking for the current device");
+    if (previous_ != device_idx)
+      device::check_cuda(cudaSetDevice(device_idx), "making a device current");
+    has_changed_ = previous_ != device_idx;
+  }
+  ~CurrentDevice() {
+    if (has_changed_)
+      cudaSetDevice(previous_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool has_changed_ = false;
+};
+
+}  // namespace moe::cuda

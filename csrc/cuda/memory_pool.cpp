@@ -1,0 +1,129 @@
+#include "cuda/memory_pool.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+#include "cuda/driver.h"
+
+namespace moe::cuda {
+namespace {
+
+constexpr uint64_t kAlignment = 256;
+
+bool is_idle(const std::vector<std::shared_ptr<CudaEvent>>& events) {
+  return std::all_of(
+      events.begin(), events.end(), [](const auto& event) { return event->is_complete(); });
+}
+
+}  // namespace
+
+MemoryPool::MemoryPool(int device_idx) : device_idx_(device_idx), zeroing_stream_(device_idx) {}
+
+void MemoryPool::watch(const std::shared_ptr<CudaStream>& stream) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(streams_, [](const auto& weak) { return weak.expired(); });
+  streams_.push_back(stream);
+}
+
+void MemoryPool::unwatch(CudaStream& stream) noexcept {
+  try {
+    const RelaxedCapture relaxed;
+    const std::lock_guard lock(mutex_);
+    std::erase_if(last_events_, [](const auto& event) { return event->is_complete(); });
+    last_events_.push_back(std::static_pointer_cast<CudaEvent>(stream.record()));
+  } catch (...) {  // as in give_back()
+  }
+}
+
+MemoryPool::Block MemoryPool::make(MemoryKind kind, uint64_t bytes) {
+  void* data = nullptr;
+  const cudaError_t code =
+      kind == MemoryKind::kDevice
+          ? cudaMalloc(&data, bytes)
+          : cudaHostAlloc(&data, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+  if (code == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    cudaMemGetInfo(&free_bytes, &total_bytes);
+    throw CapacityError(
+        concat(kind == MemoryKind::kDevice ? "device " : "page-locked host memory of device ",
+               device_idx_,
+               " has no ",
+               bytes,
+               " bytes more; free on the device: ",
+               free_bytes),
+        bytes,
+        kind == MemoryKind::kDevice ? free_bytes : 0);
+  }
+  device::check_cuda(code, "allocating memory");
+  return Block{static_cast<std::byte*>(data), bytes, {}};
+}
+
+/// The smallest block given back that is large enough, not wastefully so, and idle.
+bool MemoryPool::take(MemoryKind kind, uint64_t bytes, Block* block) {
+  const std::lock_guard lock(mutex_);
+  auto& free = free_[static_cast<size_t>(kind)];
+  for (auto entry = free.lower_bound(bytes); entry != free.end() && entry->first <= 2 * bytes;
+       ++entry) {
+    if (!is_idle(entry->second.events))
+      continue;
+    *block = std::move(entry->second);
+    free.erase(entry);
+    return true;
+  }
+  return false;
+}
+
+void MemoryPool::zero(MemoryKind kind, const Block& block) {
+  if (kind == MemoryKind::kHost) {
+    std::memset(block.data, 0, block.bytes);
+    return;
+  }
+  zeroing_stream_.fill(block.data, 0, static_cast<int64_t>(block.bytes));
+  device::check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(zeroing_stream_.handle())),
+                     "zeroing memory");
+}
+
+std::shared_ptr<std::byte> MemoryPool::allocate(MemoryKind kind, int64_t bytes) {
+  MOE_CHECK(bytes >= 0, "an allocation must have >= 0 bytes, got ", bytes);
+  const CurrentDevice current(device_idx_);
+  const RelaxedCapture relaxed;
+  const uint64_t rounded = (std::max<uint64_t>(static_cast<uint64_t>(bytes), 1) + kAlignment - 1) /
+                           kAlignment * kAlignment;
+  Block block;
+  if (!take(kind, rounded, &block))
+    block = make(kind, rounded);
+  try {
+    zero(kind, block);
+  } catch (...) {
+    give_back(kind, std::move(block));
+    throw;
+  }
+  std::byte* data = block.data;
+  return {data, [pool = shared_from_this(), kind, bytes = block.bytes](std::byte* memory) {
+            pool->give_back(kind, Block{memory, bytes, {}});
+          }};
+}
+
+void MemoryPool::give_back(MemoryKind kind, Block block) noexcept {
+  try {
+    const RelaxedCapture relaxed;
+    const std::lock_guard lock(mutex_);
+    std::erase_if(last_events_, [](const auto& event) { return event->is_complete(); });
+    block.events = last_events_;
+    for (const auto& weak : streams_) {
+      const std::shared_ptr<CudaStream> stream = weak.lock();
+      // What is captured has not been submitted; whoever captured it keeps what the graph uses.
+      if (stream == nullptr || stream->is_capturing())
+        continue;
+      block.events.push_back(std::static_pointer_cast<CudaEvent>(stream->record()));
+    }
+    free_[static_cast<size_t>(kind)].emplace(block.bytes, std::move(block));
+  } catch (...) {  // the process is exiting, or the context has failed: nobody will use it again
+  }
+}
+
+}  // namespace moe::cuda

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda/cuda_stream.h"
+
+namespace moe::cuda {
+
+enum class MemoryKind { kDevice, kHost };
+
+/// Memory of one device that is handed out zeroed and reused, never returned: cudaFree waits for
+/// every stream of the process, and one of them may wait for what this thread does next.
+///
+/// A block is reused once all work has ended that was put, before it was given back, into any
+/// stream this pool knows. Giving back synchronises nothing and is legal while streams are captured
+/// and at exit.
+class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
+ public:
+  explicit MemoryPool(int device_idx);
+
+  /// @throws CapacityError  the device or the machine has no such memory.
+  std::shared_ptr<std::byte> allocate(MemoryKind kind, int64_t bytes);
+
+  /// From now on memory given back also waits for @p stream.
+  void watch(const std::shared_ptr<CudaStream>& stream);
+  /// @p stream is about to end; what it still does counts until it is done.
+  void unwatch(CudaStream& stream) noexcept;
+
+ private:
+  struct Block {
+    std::byte* data = nullptr;
+    uint64_t bytes = 0;
+    std::vector<std::shared_ptr<CudaEvent>> events;  ///< complete once it may be used again
+  };
+
+  Block make(MemoryKind kind, uint64_t bytes);
+  bool take(MemoryKind kind, uint64_t bytes, Block* block);
+  void give_back(MemoryKind kind, Block block) noexcept;
+  void zero(MemoryKind kind, const Block& block);
+
+  int device_idx_;
+  CudaStream zeroing_stream_;
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<CudaStream>> streams_;
+  std::vector<std::shared_ptr<CudaEvent>> last_events_;  ///< of streams that have ended
+  std::multimap<uint64_t, Block> free_[2];  ///< by kind, by bytes
+};
+
+}  // namespace moe::cuda
