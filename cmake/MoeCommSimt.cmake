@@ -4,8 +4,9 @@ set_source_files_properties(${MOE_COMM_KERNEL_SOURCES} PROPERTIES LANGUAGE CXX)
 
 function(moe_comm_use_simt target)
   target_compile_definitions(${target} PRIVATE MOE_DEVICE_PRIMITIVES="simt/primitives.h")
-  # A .cu file is C++ here; g++ knows the suffix no more than a linker script's.
-  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-xc++>")
+  # A .cu file is C++ here; g++ knows the suffix no more than a linker script's. Hints to unroll are
+  # for GPUs.
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-xc++>" -Wno-unknown-pragmas)
 endfunction()
 
 moe_comm_add_module(_simt
