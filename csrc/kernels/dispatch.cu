@@ -1,0 +1,81 @@
+#include "kernels/dispatch.h"
+
+#include "core/error.h"
+#include "device/primitives.h"
+#include "kernels/dispatch_rows.h"
+#include "kernels/finish.h"
+#include "kernels/padding.h"
+
+namespace moe::kernels {
+
+namespace {
+
+// Grid: any number of blocks; warps take tokens in turn, and the rows of the padding.
+// Protocol: the exchange in front of this kernel acquired the rows of every peer, which hand their
+//   windows to this rank. Rows and what travels beside them are written until the blocks have
+//   counted themselves in finish(); its done flags hand the windows back, and it waits for those of
+//   every rank that writes here. Nothing before finish() waits for a peer, so nothing before it
+//   leaves: after an abort the rows still go where memory is kept for them.
+// Example: 1 warp, tokens 0 and 1 with slots [a, b] and [none, c], rows of one piece. Row 0 is
+//   loaded into stage 0; the slots of token 1 are found and row 1 is loaded into stage 1 while row
+//   0 is stored to a and b; row 1 is stored to c.
+template <typename Source, bool kBulk>
+MOE_KERNEL void dispatch(const DispatchParams params) {
+  if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)
+    return;
+  const DispatchShape shape = DispatchShape::make(params, device::num_threads());
+  std::byte* const shared = device::shared_memory();
+  const auto end = [&] {
+    finish(
+        params.buffer,
+        params.tables,
+        params.is_cached != 0 ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch,
+        reinterpret_cast<int32_t*>(shared));
+  };
+  const bool ends_early = MOE_MUTANT(done_before_rows_were_written);
+  if (ends_early)
+    end();
+  const WarpMemory memory{shared + shape.scratch_bytes + device::warp_idx() * shape.warp_bytes,
+                          shape};
+  if constexpr (kBulk && device::kHasBulkCopies)
+    move_by_bulk_copies<Source>(params, memory);
+  else
+    move_by_loads<Source>(params, memory);
+  Padding(params).zero();
+  if (!ends_early)
+    end();
+}
+
+template <typename Source>
+void launch_dispatch_of(const device::Launch& launch, const DispatchParams& params) {
+  if (DispatchShape::make(params, launch.num_threads).is_bulk)
+    device::launch(&dispatch<Source, true>, launch, params);
+  else
+    device::launch(&dispatch<Source, false>, launch, params);
+}
+
+}  // namespace
+
+size_t dispatch_shared_bytes(const DispatchParams& params, int num_threads) {
+  return static_cast<size_t>(DispatchShape::make(params, num_threads).shared_bytes(num_threads));
+}
+
+void launch_dispatch(const device::Launch& launch, const DispatchParams& params) {
+  if (params.quantize.is_on == 0)
+    return launch_dispatch_of<Bytes>(launch, params);
+  switch (params.quantize.dtype) {
+    case DType::kBFloat16:
+      return launch_dispatch_of<device::BFloat16>(launch, params);
+    case DType::kFloat16:
+      return launch_dispatch_of<device::Float16>(launch, params);
+    case DType::kFloat32:
+      return launch_dispatch_of<device::Float32>(launch, params);
+    case DType::kFloat64:
+    case DType::kBytes:
+      break;
+  }
+  throw InvalidArgument(concat("dispatch quantises bfloat16, float16 or float32 rows, got ",
+                               dtype_name(params.quantize.dtype)));
+}
+
+}  // namespace moe::kernels

@@ -1,0 +1,491 @@
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/quantize.h"
+#include "device/row_copy.h"
+#include "kernels/dispatch_shape.h"
+#include "kernels/slots.h"
+#include "kernels/wait.h"
+
+// How a warp moves its tokens' rows to their slots.
+
+namespace moe::kernels {
+
+/// A part of a warp's shared memory; see DispatchShape.
+struct WarpMemory {
+  std::byte* base;
+  const DispatchShape& shape;
+
+  MOE_DEVICE std::byte* codes(int stage) const {
+    return base + shape.codes_offset + stage * shape.code_bytes;
+  }
+  MOE_DEVICE device::MBarrier* barriers() const {
+    return reinterpret_cast<device::MBarrier*>(base + shape.barriers_offset);
+  }
+  /// @param set_idx  which of num_stages tokens
+  MOE_DEVICE int64_t* slots(int set_idx, int num_slots) const {
+    return reinterpret_cast<int64_t*>(base + shape.slots_offset) + set_idx * num_slots;
+  }
+  MOE_DEVICE std::byte* scales() const { return base + shape.scales_offset; }
+};
+
+/// Where rows lie on the ranks they are sent to.
+class Places {
+ public:
+  MOE_DEVICE explicit Places(const DispatchParams& params) : params_(params) {}
+
+  MOE_DEVICE const Peer& peer(int64_t slot) const {
+    return params_.tables.peers[layout::Slot::rank_idx(slot)];
+  }
+  /// Base of the window that a slot lies in.
+  MOE_DEVICE std::byte* window(int64_t slot) const {
+    return device::load_constant(&peer(slot).rows);
+  }
+  /// Null for no slot.
+  MOE_DEVICE std::byte* row(int64_t slot) const {
+    if (slot == layout::Slot::kNone)
+      return nullptr;
+    return offset_ptr(window(slot), layout::Slot::row_idx(slot), params_.row_bytes);
+  }
+
+ private:
+  const DispatchParams& params_;
+};
+
+MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
+  layout::ScaleMap map;
+  map.num_scales = device::load_constant(&from->num_scales);
+  map.scale_bytes = device::load_constant(&from->scale_bytes);
+  map.is_column_major =
+      device::load_constant(reinterpret_cast<const uint8_t*>(&from->is_column_major)) != 0;
+  map.group_rows = device::load_constant(&from->group_rows);
+  map.group_stride = device::load_constant(&from->group_stride);
+  return map;
+}
+
+/// Scale factors, weights and expert ids of tokens, by ordinary stores. All lanes of a warp call.
+class Companions {
+ public:
+  MOE_DEVICE Companions(const DispatchParams& params, std::byte* scales)
+      : params_(params), places_(params), scales_(scales) {}
+
+  /// Shared memory of the scale factors of one row, factors that no block has included.
+  MOE_DEVICE void clear_scales() const {
+    device::fill_bytes(scales_, scale_row_bytes(), 0);
+    device::sync_warp();
+  }
+
+  /// Of rows that come with their scale factors.
+  MOE_DEVICE void gather_scales(int64_t token_idx) const {
+    const std::byte* const source = params_.scales + token_idx * params_.scale_row_stride;
+    device::with_unit(params_.scale_bytes, [&](auto kind) {
+      using Word = decltype(kind);
+      for (int i = device::lane_idx(); i < params_.num_scales; i += device::kWarpSize)
+        device::store(reinterpret_cast<Word*>(scales_) + i,
+                      device::load(reinterpret_cast<const Word*>(source + i * params_.scale_step)));
+    });
+    device::sync_warp();
+  }
+
+  /// What travels beside the row of @p token_idx, to all its slots.
+  MOE_DEVICE void write(int64_t token_idx, const int64_t* slots) const {
+    if (params_.num_scales > 0)
+      write_scales(slots);
+    if (params_.arrangement.is_by_rank())
+      write_choices(token_idx, slots);
+    else if (params_.weight_bytes > 0)
+      write_weights(token_idx, slots);
+  }
+
+ private:
+  MOE_DEVICE int64_t scale_row_bytes() const {
+    return int64_t{params_.num_scales} * params_.scale_bytes;
+  }
+
+  MOE_DEVICE void write_scales(const int64_t* slots) const {
+    for (int i = 0; i < params_.choices.num_slots; ++i) {
+      const int64_t slot = device::load(slots + i);
+      if (slot == layout::Slot::kNone)
+        continue;
+      const layout::ReceiveWindow& window = places_.peer(slot).window;
+      const layout::ScaleMap map = load_scale_map(&window.scales);
+      std::byte* const place = places_.window(slot) + device::load_constant(&window.scales_offset) +
+                               map.place(layout::Slot::row_idx(slot));
+      // The factors of a row lie together: a few wide words do.
+      const int unit = map.is_column_major
+                           ? params_.scale_bytes
+                           : device::widest_unit(static_cast<uint64_t>(scale_row_bytes()));
+      const int64_t step = map.is_column_major ? map.step() : unit;
+      device::with_unit(unit, [&](auto kind) {
+        using Word = decltype(kind);
+        const int64_t num_words = scale_row_bytes() / static_cast<int64_t>(sizeof(Word));
+        for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize)
+          device::store(reinterpret_cast<Word*>(place + word * step),
+                        device::load(reinterpret_cast<const Word*>(scales_) + word));
+      });
+    }
+  }
+
+  /// The weight of choice k goes to slot k.
+  MOE_DEVICE void write_weights(int64_t token_idx, const int64_t* slots) const {
+    device::with_unit(params_.weight_bytes, [&](auto kind) {
+      using Weight = decltype(kind);
+      for (int k = device::lane_idx(); k < params_.choices.num_slots; k += device::kWarpSize) {
+        const int64_t slot = device::load(slots + k);
+        if (slot == layout::Slot::kNone)
+          continue;
+        const auto weight = device::load(weights_of<Weight>(token_idx) + k);
+        std::byte* const weights =
+            places_.window(slot) + device::load_constant(&places_.peer(slot).window.weights_offset);
+        device::store(reinterpret_cast<Weight*>(weights) + layout::Slot::row_idx(slot), weight);
+      }
+    });
+  }
+
+  /// Rank-major: all weights and ids of a token that belong to the receiver. A receiver's rows have
+  /// room for as many choices as any rank makes.
+  MOE_DEVICE void write_choices(int64_t token_idx, const int64_t* slots) const {
+    if (params_.weight_bytes == 0 && params_.with_topk_idx == 0)
+      return;
+    const int num_topk = params_.choices.num_topk;
+    const int64_t num_recv_topk = device::load_constant(params_.tables.num_rows + 1);
+    for (int64_t k = device::lane_idx(); k < num_recv_topk; k += device::kWarpSize) {
+      const int64_t expert_idx =
+          k < num_topk ? device::load(params_.choices.topk_idx + token_idx * num_topk + k) : -1;
+      const int owner =
+          expert_idx < 0 ? -1 : device::load_constant(params_.buffer.expert_rank + expert_idx);
+      const int64_t local_idx = expert_idx < 0 ? -1 : local_expert_idx(expert_idx, owner);
+      device::with_unit(params_.weight_bytes, [&](auto kind) {
+        using Weight = decltype(kind);
+        Weight weight{};
+        if (params_.weight_bytes > 0 && owner >= 0)
+          weight = device::load(weights_of<Weight>(token_idx) + k);
+        for (int i = 0; i < params_.choices.num_slots; ++i) {
+          const int64_t slot = device::load(slots + i);
+          if (slot == layout::Slot::kNone)
+            continue;
+          const bool is_there = owner == layout::Slot::rank_idx(slot);
+          const layout::ReceiveWindow& window = places_.peer(slot).window;
+          std::byte* const base = places_.window(slot);
+          const int64_t place = layout::Slot::row_idx(slot) * num_recv_topk + k;
+          if (params_.with_topk_idx != 0)
+            device::store(
+                reinterpret_cast<int64_t*>(base + device::load_constant(&window.topk_idx_offset)) +
+                    place,
+                is_there ? local_idx : int64_t{-1});
+          if (params_.weight_bytes > 0)
+            device::store(
+                reinterpret_cast<Weight*>(base + device::load_constant(&window.weights_offset)) +
+                    place,
+                is_there ? weight : Weight{});
+        }
+      });
+    }
+  }
+
+  /// Position of an expert among those of its owner, which are in ascending order.
+  MOE_DEVICE int64_t local_expert_idx(int64_t expert_idx, int owner) const {
+    const int32_t first = device::load_constant(params_.buffer.first_of_rank + owner);
+    int32_t low = first;
+    int32_t high = device::load_constant(params_.buffer.first_of_rank + owner + 1);
+    while (high - low > 1) {
+      const int32_t middle = low + (high - low) / 2;
+      if (device::load_constant(params_.buffer.experts_by_rank + middle) <= expert_idx)
+        low = middle;
+      else
+        high = middle;
+    }
+    return low - first;
+  }
+
+  template <typename Weight>
+  MOE_DEVICE const Weight* weights_of(int64_t token_idx) const {
+    return reinterpret_cast<const Weight*>(params_.weights) + token_idx * params_.choices.num_topk;
+  }
+
+  const DispatchParams& params_;
+  Places places_;
+  std::byte* scales_;
+};
+
+/// The pieces of the rows that a warp moves, in order. Tokens without a slot are passed by: nobody
+/// reads their rows. All lanes of the warp call.
+class RowWalk {
+ public:
+  struct Piece {
+    int64_t token_idx = 0;
+    int64_t piece_idx = 0;
+    int64_t* slots = nullptr;  ///< shared
+  };
+
+  MOE_DEVICE RowWalk(const DispatchParams& params, const WarpMemory& memory)
+      : params_(params),
+        finder_(params),
+        memory_(memory),
+        next_token_(static_cast<int64_t>(device::warp_idx()) * device::num_blocks() +
+                    device::block_idx()) {
+    piece_.piece_idx = memory.shape.num_pieces;
+  }
+
+  /// Moves to the next piece. @return false behind the last.
+  MOE_DEVICE bool advance() {
+    if (piece_.piece_idx + 1 < memory_.shape.num_pieces) {
+      ++piece_.piece_idx;
+      return true;
+    }
+    for (; next_token_ < params_.choices.num_tokens;) {
+      const int64_t token_idx = next_token_;
+      next_token_ += static_cast<int64_t>(device::num_blocks()) * device::num_warps();
+      int64_t* const slots = memory_.slots(set_idx_, params_.choices.num_slots);
+      if (!finder_.find(token_idx, slots))
+        continue;
+      set_idx_ = (set_idx_ + 1) % memory_.shape.num_stages;
+      piece_ = {token_idx, 0, slots};
+      return true;
+    }
+    return false;
+  }
+  MOE_DEVICE const Piece& piece() const { return piece_; }
+
+ private:
+  const DispatchParams& params_;
+  SlotFinder finder_;
+  const WarpMemory& memory_;
+  int64_t next_token_;
+  int set_idx_ = 0;
+  Piece piece_;
+};
+
+/// What rows are in memory: bytes that move as they are, or numbers (device::BFloat16 ...) that are
+/// quantised.
+struct Bytes {};
+
+/// Raised now and then by one warp of the rank, for peers that wait.
+class ProgressShower {
+ public:
+  MOE_DEVICE explicit ProgressShower(const Buffer& buffer) : buffer_(buffer) {}
+  /// All lanes call, once per token.
+  MOE_DEVICE void tick() {
+    constexpr int kTokensPerProgress = 16;
+    const bool shows = device::block_idx() == 0 && device::thread_idx() == 0;
+    if (shows && ++num_tokens_ % kTokensPerProgress == 0)
+      show_progress(buffer_);
+  }
+
+ private:
+  const Buffer& buffer_;
+  int num_tokens_ = 0;
+};
+
+/// A lane's elements of a row, widened; +0.0 behind its end.
+/// @param from   the first of them
+/// @param num_elements  that are there, at most kLaneElements
+/// @param unit   bytes that divide the address of every lane's first element
+template <typename Number>
+MOE_DEVICE void load_elements(const std::byte* from,
+                              int64_t num_elements,
+                              int unit,
+                              float (&values)[device::kLaneElements]) {
+  using Bits = typename Number::Bits;
+  constexpr int kPerUnit = device::kElementsPerUnit<Number, device::Bytes16>;
+  constexpr int kNumUnits = device::kLaneElements / kPerUnit;
+  if (unit == 16 && num_elements == device::kLaneElements) {
+    device::Bytes16 units[kNumUnits];
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i)
+      units[i] = device::load(reinterpret_cast<const device::Bytes16*>(from) + i);
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i)
+      device::widen_unit<Number>(units[i], values + i * kPerUnit);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < device::kLaneElements; ++i)
+    values[i] = i < num_elements
+                    ? Number::widen(device::load(reinterpret_cast<const Bits*>(from) + i))
+                    : 0.0f;
+}
+
+/// Stores a lane's codes, of which @p num_codes count. @param unit  bytes that divide the address
+MOE_DEVICE void store_codes(std::byte* to,
+                            const device::Bytes16& codes,
+                            int64_t num_codes,
+                            int unit) {
+  if (unit == 16 && num_codes == device::kLaneElements) {
+    device::store(reinterpret_cast<device::Bytes16*>(to), codes);
+    return;
+  }
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    if (unit >= 4 && num_codes >= 4 * word + 4) {
+      device::store(reinterpret_cast<uint32_t*>(to) + word, codes.words[word]);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (4 * word + i < num_codes)
+        device::store(reinterpret_cast<uint8_t*>(to) + 4 * word + i,
+                      static_cast<uint8_t>(codes.words[word] >> (8 * i)));
+  }
+}
+
+/// Quantises a piece of a row; all lanes of the warp call.
+/// @param first  element of the row that the piece begins with, a multiple of the block
+/// @param put    put(element, codes, num_codes): a lane's codes, where @p element counts from the
+///               piece's first
+template <typename Number, typename Put>
+MOE_DEVICE void quantize_piece(const Quantize& quantize,
+                               const std::byte* piece,
+                               int64_t first,
+                               int64_t num_elements,
+                               int unit,
+                               std::byte* scales,
+                               const Put& put) {
+  const auto format = static_cast<device::ScaleFormat>(quantize.scale_format);
+  for (int64_t group = 0; group < num_elements; group += device::kWarpElements) {
+    const int64_t own = group + device::lane_idx() * device::kLaneElements;
+    int64_t num_own = num_elements - own;
+    num_own = num_own < 0 ? 0 : num_own < device::kLaneElements ? num_own : device::kLaneElements;
+    float values[device::kLaneElements];
+    load_elements<Number>(
+        piece + own * static_cast<int64_t>(sizeof(typename Number::Bits)), num_own, unit, values);
+    device::BlockScale scale;
+    const device::Bytes16 codes = device::quantize_elements(values, quantize.block, format, &scale);
+    if (num_own == 0)
+      continue;
+    if (own % quantize.block == 0)
+      device::store_scale(scales, (first + own) / quantize.block, scale, format);
+    put(own, codes, num_own);
+  }
+}
+
+/// Moves the rows of this warp's tokens by bulk copies: each is read once into the stages and
+/// stored from there to all its slots.
+template <typename Source>
+MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemory& memory) {
+  constexpr bool kQuantizes = !std::is_same_v<Source, Bytes>;
+  const DispatchShape& shape = memory.shape;
+  const Places places(params);
+  const Companions companions(params, memory.scales());
+  RowWalk walk(params, memory);
+  device::StageRing<DispatchShape::kNumStages> ring(
+      memory.base, shape.stage_bytes, memory.barriers());
+  ProgressShower progress(params.buffer);
+  const int num_slots = params.choices.num_slots;
+  const bool is_leader = device::lane_idx() == 0;
+  const auto bytes_of = [&](const RowWalk::Piece& piece) {
+    const int64_t left = params.source_row_bytes - piece.piece_idx * shape.piece_bytes;
+    return left < shape.piece_bytes ? left : shape.piece_bytes;
+  };
+  const auto load = [&](int64_t idx, const RowWalk::Piece& piece) {
+    if (is_leader)
+      ring.load(idx,
+                offset_ptr(params.x, piece.token_idx, params.source_row_bytes) +
+                    piece.piece_idx * shape.piece_bytes,
+                static_cast<uint32_t>(bytes_of(piece)));
+  };
+  // What this rank's stream and its peers wrote so far is what bulk copies read and overwrite.
+  if (!MOE_MUTANT(no_proxy_fence_before_rows))
+    device::fence_proxy_async();
+  companions.clear_scales();
+  bool has_piece = walk.advance();
+  if (has_piece)
+    load(0, walk.piece());
+  for (int64_t idx = 0; has_piece; ++idx) {
+    const RowWalk::Piece piece = walk.piece();
+    has_piece = walk.advance();
+    if (has_piece)
+      load(idx + 1, walk.piece());
+    const bool is_last = piece.piece_idx + 1 == shape.num_pieces;
+    const std::byte* stored = ring.stage(idx);
+    int64_t stored_bytes = bytes_of(piece);
+    int64_t offset = piece.piece_idx * shape.piece_bytes;
+    if constexpr (kQuantizes) {
+      constexpr auto kElementBytes = static_cast<int64_t>(sizeof(typename Source::Bits));
+      std::byte* const codes = memory.codes(ring.stage_of(idx));
+      ring.await(idx);
+      offset /= kElementBytes;
+      stored_bytes /= kElementBytes;
+      quantize_piece<Source>(params.quantize,
+                             stored,
+                             offset,
+                             stored_bytes,
+                             16,
+                             memory.scales(),
+                             [&](int64_t element, const device::Bytes16& own, int64_t num_own) {
+                               store_codes(codes + element, own, num_own, 16);
+                             });
+      stored = codes;
+      if (!MOE_MUTANT(no_proxy_fence_after_quantizing))
+        device::fence_proxy_async_shared();
+      device::sync_warp();
+    } else if (is_last && params.num_scales > 0) {
+      companions.gather_scales(piece.token_idx);
+    }
+    if (is_leader) {
+      if (!kQuantizes && !MOE_MUTANT(row_stored_before_it_came))
+        ring.await(idx);
+      for (int i = 0; i < num_slots; ++i)
+        if (std::byte* const row = places.row(device::load(piece.slots + i)))
+          device::bulk_store(row + offset, stored, static_cast<uint32_t>(stored_bytes));
+      device::commit_bulk_stores();
+    }
+    if (is_last) {
+      companions.write(piece.token_idx, piece.slots);
+      progress.tick();
+    }
+    // Slots, codes and scale factors may be written over.
+    device::sync_warp();
+  }
+}
+
+/// Moves the rows of this warp's tokens by loads and stores.
+template <typename Source>
+MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& memory) {
+  const Places places(params);
+  const Companions companions(params, memory.scales());
+  const int num_slots = params.choices.num_slots;
+  const SlotFinder finder(params);
+  ProgressShower progress(params.buffer);
+  int64_t* const slots = memory.slots(0, num_slots);
+  const int source_unit = device::widest_unit(reinterpret_cast<uint64_t>(params.x) |
+                                              static_cast<uint64_t>(params.source_row_bytes));
+  const int wire_unit = device::widest_unit(static_cast<uint64_t>(params.row_bytes));
+  companions.clear_scales();
+  const int64_t stride = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
+  for (int64_t token_idx =
+           static_cast<int64_t>(device::warp_idx()) * device::num_blocks() + device::block_idx();
+       token_idx < params.choices.num_tokens;
+       token_idx += stride) {
+    if (!finder.find(token_idx, slots))
+      continue;
+    const std::byte* const row = offset_ptr(params.x, token_idx, params.source_row_bytes);
+    const auto place_of = [&](int i) { return places.row(device::load(slots + i)); };
+    if constexpr (std::is_same_v<Source, Bytes>) {
+      const int unit = source_unit < wire_unit ? source_unit : wire_unit;
+      device::copy_row(row, params.row_bytes, unit, num_slots, place_of);
+      if (params.num_scales > 0)
+        companions.gather_scales(token_idx);
+    } else {
+      quantize_piece<Source>(params.quantize,
+                             row,
+                             0,
+                             params.row_bytes,
+                             source_unit,
+                             memory.scales(),
+                             [&](int64_t element, const device::Bytes16& codes, int64_t num_own) {
+                               for (int i = 0; i < num_slots; ++i)
+                                 if (std::byte* const place = place_of(i))
+                                   store_codes(place + element, codes, num_own, wire_unit);
+                             });
+      device::sync_warp();
+    }
+    companions.write(token_idx, slots);
+    progress.tick();
+    device::sync_warp();
+  }
+}
+
+}  // namespace moe::kernels

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/math.h"
+#include "kernels/dispatch.h"
+
+namespace moe::kernels {
+
+/// How a dispatch cuts rows into pieces, and a block's shared memory into what its warps need.
+///
+/// Byte map of a block: [0, scratch_bytes) words of the functions that blocks call; then per warp,
+/// `warp_bytes` each (a multiple of 128), S stages, K slots per token:
+///   [0, S * stage_bytes)   pieces as they come
+///   [codes_offset, ...)    S * code_bytes: what they are quantised to
+///   [barriers_offset, ...) S mbarriers
+///   [slots_offset, ...)    S * K slots, int64
+///   [scales_offset, ...)   scale factors of one row
+/// Without bulk copies there are no stages and no mbarriers, and the slots of one token.
+///
+/// Example: rows of 14336 bytes, 8 warps: 2 pieces of 7168 bytes, 3 stages, 172032 bytes of stages.
+struct DispatchShape {
+  static constexpr int kNumStages = 3;
+  /// Of a piece and its codes: enough loads in flight with 8 warps, and 8 warps of 3 stages fit the
+  /// 227 KiB of a block.
+  static constexpr int64_t kMostStageBytes = 8192;
+  static constexpr int64_t kCopyUnit = 16;
+  /// Elements that pieces are multiples of: whole blocks of scale factors.
+  static constexpr int64_t kPieceElements = 128;
+
+  bool is_bulk = false;
+  int num_stages = 0;
+  int64_t num_pieces = 0;   ///< of a row
+  int64_t piece_bytes = 0;  ///< of the row as it is read; the last piece may be shorter
+  int64_t stage_bytes = 0;
+  int64_t code_bytes = 0;
+  int64_t codes_offset = 0;
+  int64_t barriers_offset = 0;
+  int64_t slots_offset = 0;
+  int64_t scales_offset = 0;
+  int64_t warp_bytes = 0;
+  int64_t scratch_bytes = 0;
+
+  MOE_HOST_DEVICE static DispatchShape make(const DispatchParams& params, int num_threads) {
+    const int64_t element = params.quantize.is_on ? element_bytes(params.quantize.dtype) : 1;
+    DispatchShape shape;
+    // Windows begin at multiples of 64 bytes.
+    const bool is_aligned = (reinterpret_cast<uintptr_t>(params.x) % kCopyUnit |
+                             static_cast<uintptr_t>(params.source_row_bytes % kCopyUnit) |
+                             static_cast<uintptr_t>(params.row_bytes % kCopyUnit)) == 0;
+    shape.is_bulk = is_aligned && params.is_plain == 0;
+    shape.num_stages = shape.is_bulk ? kNumStages : 1;
+    if (shape.is_bulk) {
+      const int64_t row_bytes = params.source_row_bytes;
+      const int64_t most_bytes =
+          params.quantize.is_on ? kMostStageBytes * element / (element + 1) : kMostStageBytes;
+      shape.num_pieces = (row_bytes + most_bytes - 1) / most_bytes;
+      shape.num_pieces = shape.num_pieces > 0 ? shape.num_pieces : 1;
+      shape.piece_bytes = round_up((row_bytes + shape.num_pieces - 1) / shape.num_pieces,
+                                   params.quantize.is_on ? kPieceElements * element : kCopyUnit);
+      shape.stage_bytes = shape.piece_bytes;
+      shape.code_bytes = params.quantize.is_on ? shape.piece_bytes / element : 0;
+    }
+    const int64_t stages = shape.is_bulk ? kNumStages : 0;
+    shape.codes_offset = stages * shape.stage_bytes;
+    shape.barriers_offset = shape.codes_offset + stages * shape.code_bytes;
+    shape.slots_offset = shape.barriers_offset + stages * int64_t{8};
+    shape.scales_offset =
+        round_up(shape.slots_offset + int64_t{8} * shape.num_stages * params.choices.num_slots, 16);
+    shape.warp_bytes =
+        round_up(shape.scales_offset + int64_t{params.num_scales} * params.scale_bytes, 128);
+    shape.scratch_bytes = round_up(num_threads / 32 * int64_t{4} + 4, 128);
+    return shape;
+  }
+
+  MOE_HOST_DEVICE int64_t shared_bytes(int num_threads) const {
+    return scratch_bytes + num_threads / 32 * warp_bytes;
+  }
+};
+
+}  // namespace moe::kernels

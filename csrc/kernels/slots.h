@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cstdint>
+
+#include "device/warp.h"
+#include "kernels/dispatch.h"
+#include "layout/routing.h"
+
+// Where the rows of one token go: what layout::assign_slots says, found by a warp from the counts
+// of its chunk and the tables of the exchange.
+
+namespace moe::kernels {
+
+/// Finds the slots of the tokens of one rank. All lanes of a warp call together.
+class SlotFinder {
+ public:
+  MOE_DEVICE explicit SlotFinder(const DispatchParams& params)
+      : params_(params),
+        num_columns_(params.buffer.num_experts + params.buffer.num_ranks),
+        kept_(params.tables.counts +
+              int64_t{params.buffer.rank_idx} *
+                  layout::Row::num_counts(params.buffer.num_ranks, params.buffer.num_experts)) {}
+
+  /// Writes the slots of a token to @p slots (shared, [num_slots]) and, where no handle has them
+  /// already, to DispatchParams::slots.
+  /// @return whether there are any, the same on every lane; lanes may then read @p slots.
+  MOE_DEVICE bool find(int64_t token_idx, int64_t* slots) const {
+    const bool has_any = params_.choices.is_by_rank != 0 && params_.is_cached == 0
+                             ? find_by_rank(token_idx, slots)
+                             : find_by_choice(token_idx, slots);
+    device::sync_warp();
+    return has_any;
+  }
+
+ private:
+  /// A lane finds the slot of one choice, or reads what the handle says.
+  MOE_DEVICE bool find_by_choice(int64_t token_idx, int64_t* slots) const {
+    const int num_slots = params_.choices.num_slots;
+    bool has_any = false;
+    for (int first = 0; first < num_slots; first += device::kWarpSize) {
+      const int i = first + device::lane_idx();
+      int64_t slot = layout::Slot::kNone;
+      if (i < num_slots) {
+        int64_t* const place = params_.slots + token_idx * num_slots + i;
+        if (params_.is_cached != 0) {
+          slot = device::load(place);
+        } else {
+          slot = slot_of(
+              token_idx,
+              i,
+              device::load(params_.choices.topk_idx + token_idx * params_.choices.num_topk + i));
+          device::store(place, slot);
+        }
+        device::store(slots + i, slot);
+      }
+      has_any = device::any(slot != layout::Slot::kNone) || has_any;
+    }
+    return has_any;
+  }
+
+  MOE_DEVICE int64_t slot_of(int64_t token_idx, int choice_idx, int64_t expert_idx) const {
+    if (expert_idx < 0)
+      return layout::Slot::kNone;
+    const int dst_rank = device::load_constant(params_.buffer.expert_rank + expert_idx);
+    return pack(token_idx, choice_idx, static_cast<int>(expert_idx), dst_rank);
+  }
+
+  /// Entry i is for the i-th distinct rank, ascending: each is the least that is above the last.
+  MOE_DEVICE bool find_by_rank(int64_t token_idx, int64_t* slots) const {
+    const int num_slots = params_.choices.num_slots;
+    const int own = rank_of_choice(token_idx, device::lane_idx());
+    int last = -1;
+    for (int i = 0; i < num_slots; ++i) {
+      int least = own > last ? own : params_.buffer.num_ranks;
+      for (int k = device::kWarpSize + device::lane_idx(); k < params_.choices.num_topk;
+           k += device::kWarpSize) {
+        const int rank_idx = rank_of_choice(token_idx, k);
+        least = rank_idx > last && rank_idx < least ? rank_idx : least;
+      }
+      least = -device::warp_max(-least);
+      int64_t slot = layout::Slot::kNone;
+      if (least < params_.buffer.num_ranks)
+        slot = pack(token_idx, i, params_.buffer.num_experts + least, least);
+      if (device::lane_idx() == 0) {
+        device::store(params_.slots + token_idx * num_slots + i, slot);
+        device::store(slots + i, slot);
+      }
+      last = least;
+    }
+    // A token without ranks has none as its first.
+    device::sync_warp();
+    return device::load(slots) != layout::Slot::kNone;
+  }
+
+  /// -1 for none.
+  MOE_DEVICE int rank_of_choice(int64_t token_idx, int choice_idx) const {
+    const int num_topk = params_.choices.num_topk;
+    if (choice_idx >= num_topk)
+      return -1;
+    const int64_t expert_idx =
+        device::load(params_.choices.topk_idx + token_idx * num_topk + choice_idx);
+    return expert_idx < 0 ? -1 : device::load_constant(params_.buffer.expert_rank + expert_idx);
+  }
+
+  /// @param column  of the count matrix: an expert, or num_experts and a rank.
+  MOE_DEVICE int64_t pack(int64_t token_idx, int entry, int column, int dst_rank) const {
+    const Choices& choices = params_.choices;
+    const int64_t chunk_idx = token_idx / choices.tokens_per_chunk;
+    int32_t place =
+        device::load_constant(choices.place_in_chunk + token_idx * choices.num_slots + entry);
+    if (!MOE_MUTANT(slot_without_chunk_start))
+      place += device::load_constant(choices.chunk_counts + chunk_idx * num_columns_ + column);
+    const int32_t num_kept = device::load_constant(kept_ + column);
+    if (MOE_MUTANT(slot_beyond_kept) ? place > num_kept : place >= num_kept)
+      return layout::Slot::kNone;
+    const int64_t start = device::load_constant(params_.tables.stream_starts + column);
+    return layout::Slot::pack(dst_rank, start + place + (MOE_MUTANT(slot_off_by_one) ? 1 : 0));
+  }
+
+  const DispatchParams& params_;
+  int num_columns_;
+  const int32_t* kept_;
+};
+
+}  // namespace moe::kernels
