@@ -48,7 +48,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   std::mutex mutex_;
   std::vector<std::weak_ptr<CudaStream>> streams_;
   std::vector<std::shared_ptr<CudaEvent>> last_events_;  ///< of streams that have ended
-  std::multimap<uint64_t, Block> free_[2];  ///< by kind, by bytes
+  std::multimap<uint64_t, Block> free_[2];               ///< by kind, by bytes
 };
 
 }  // namespace moe::cuda
