@@ -1,0 +1,357 @@
+#include "kernels/strided_copy.h"
+
+#include "core/host_device.h"
+#include "device/strided.h"
+#include "device/warp.h"
+
+namespace moe::kernels {
+
+namespace {
+
+using device::Bytes16;
+using layout::StridedBytes;
+
+constexpr int64_t kStageBytes = 4096;
+constexpr int kNumStages = 4;
+/// Loads of a warp under way; the other stages are being stored.
+constexpr int kNumLoads = 2;
+
+/// From this many adjacent bytes on, runs are copied one after another. Shorter runs are shared out
+/// over the lanes, so that many of them are under way at once.
+constexpr int64_t kLongRunBytes = 2048;
+/// The same where a unit that fits all runs is narrow, but each run for itself has wider ones.
+constexpr int64_t kLongUnalignedRunBytes = 256;
+/// Units of a lane under way together.
+constexpr int kUnitsAtOnce = 4;
+
+// Shared memory of a block of w warps, with bulk copies: w * kNumStages stages, then as many
+// mbarriers.
+MOE_HOST_DEVICE constexpr int64_t shared_bytes(int num_warps) {
+  return int64_t{num_warps} * kNumStages *
+         (kStageBytes + static_cast<int64_t>(sizeof(device::MBarrier)));
+}
+
+/// Copies through shared memory, one bulk copy in and one out. Lane 0 acts; all lanes call.
+class StagedCopies {
+ public:
+  MOE_DEVICE StagedCopies() {
+    std::byte* const shared = device::shared_memory();
+    const int first = device::warp_idx() * kNumStages;
+    stages_ = shared + first * kStageBytes;
+    mbarriers_ = reinterpret_cast<device::MBarrier*>(shared + int64_t{device::num_warps()} *
+                                                                  kNumStages * kStageBytes) +
+                 first;
+    if (device::lane_idx() == 0) {
+      for (int stage = 0; stage < kNumStages; ++stage)
+        device::init_mbarrier(mbarriers_ + stage, 1);
+      device::fence_mbarrier_init();
+      // Sources were written, or acquired, by the kernels before.
+      if (!MOE_MUTANT(no_fence_before_copies))
+        device::fence_proxy_async();
+    }
+  }
+
+  /// Begins a copy of at most kStageBytes.
+  MOE_DEVICE void push(const std::byte* source, std::byte* target, int64_t bytes) {
+    if (num_loading_ == kNumLoads)
+      store_oldest();
+    if (device::lane_idx() == 0) {
+      // What this stage held before has left it: at most the stores behind that one may be pending.
+      if (!MOE_MUTANT(copy_stage_reused_early))
+        device::await_bulk_reads<kNumStages - kNumLoads>();
+      device::MBarrier* const mbarrier = mbarriers_ + load_stage_;
+      device::arrive_expect(mbarrier, static_cast<uint32_t>(bytes));
+      device::bulk_load(
+          stages_ + load_stage_ * kStageBytes, source, static_cast<uint32_t>(bytes), mbarrier);
+    }
+    // The oldest comes first.
+    if (num_loading_ == 0) {
+      targets_[0] = target;
+      bytes_[0] = bytes;
+    } else {
+      targets_[1] = target;
+      bytes_[1] = bytes;
+    }
+    ++num_loading_;
+    load_stage_ = (load_stage_ + 1) % kNumStages;
+  }
+
+  MOE_DEVICE void store_all() {
+    while (num_loading_ > 0)
+      store_oldest();
+  }
+
+  /// Every target is written. Before the block ends.
+  MOE_DEVICE void finish() {
+    store_all();
+    if (device::lane_idx() == 0 && !MOE_MUTANT(copies_not_awaited))
+      device::await_bulk_stores<0>();
+  }
+
+ private:
+  static_assert(kNumLoads == 2, "the oldest load and one behind it");
+
+  MOE_DEVICE void store_oldest() {
+    if (device::lane_idx() == 0) {
+      while (!device::try_wait(mbarriers_ + store_stage_, parity_)) {
+      }
+      device::bulk_store(
+          targets_[0], stages_ + store_stage_ * kStageBytes, static_cast<uint32_t>(bytes_[0]));
+      device::commit_bulk_stores();
+    }
+    targets_[0] = targets_[1];
+    bytes_[0] = bytes_[1];
+    --num_loading_;
+    store_stage_ = (store_stage_ + 1) % kNumStages;
+    parity_ ^= store_stage_ == 0 ? 1 : 0;
+  }
+
+  std::byte* stages_;
+  device::MBarrier* mbarriers_;
+  int load_stage_ = 0;
+  int store_stage_ = 0;
+  uint32_t parity_ = 0;
+  int num_loading_ = 0;
+  std::byte* targets_[kNumLoads] = {};
+  int64_t bytes_[kNumLoads] = {};
+};
+
+/// What a warp moves at a time.
+struct Piece {
+  const StridedCopy* copy;
+  const std::byte* source;
+  std::byte* target;
+  int64_t begin;  ///< logical bytes
+  int64_t end;
+};
+
+MOE_DEVICE Piece find_piece(const StridedCopiesParams& params, int64_t piece_idx) {
+  // The last copy that begins at or before the piece; those without bytes come before it.
+  int64_t low = 0;
+  int64_t high = params.num_copies;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (device::load_constant(params.first_piece + middle) <= piece_idx)
+      low = middle;
+    else
+      high = middle;
+  }
+  Piece piece{};
+  piece.copy = params.copies + low;
+  piece.source = device::load_constant(&piece.copy->source);
+  piece.target = device::load_constant(&piece.copy->target);
+  piece.begin = (piece_idx - device::load_constant(params.first_piece + low)) * params.piece_bytes;
+  const int64_t bytes = device::load_constant(&piece.copy->source_shape.bytes);
+  piece.end = bytes - piece.begin < params.piece_bytes ? bytes : piece.begin + params.piece_bytes;
+  return piece;
+}
+
+/// All of whose bits that are 0 at the low end are 0 in every address of the place.
+MOE_DEVICE uint64_t alignment_bits(const std::byte* base, const StridedBytes* shape) {
+  uint64_t bits = reinterpret_cast<uint64_t>(base) |
+                  static_cast<uint64_t>(device::load_constant(&shape->run_bytes));
+  const int num_dims = device::load_constant(&shape->num_dims);
+  for (int dim = 0; dim < num_dims; ++dim)
+    bits |= static_cast<uint64_t>(device::load_constant(&shape->strides[dim]));
+  return bits;
+}
+
+/// The largest power of two, at most 16, that divides @p bits.
+MOE_DEVICE int widest_unit(uint64_t bits) {
+  bits |= sizeof(Bytes16);
+  return static_cast<int>(bits & (~bits + 1));
+}
+
+/// Lanes copy adjacent bytes, whose addresses are equally far from a multiple of a Unit.
+template <typename Unit>
+MOE_DEVICE void copy_adjacent(const std::byte* source, std::byte* target, int64_t bytes) {
+  constexpr auto kUnitBytes = static_cast<int64_t>(sizeof(Unit));
+  const auto copy_bytes = [&](int64_t first, int64_t num_bytes) {
+    if (device::lane_idx() < num_bytes)
+      device::store(target + first + device::lane_idx(),
+                    device::load(source + first + device::lane_idx()));
+  };
+  const auto to_unit = static_cast<int64_t>(-reinterpret_cast<uint64_t>(target) & (kUnitBytes - 1));
+  const int64_t head = to_unit < bytes ? to_unit : bytes;
+  const int64_t num_units = (bytes - head) / kUnitBytes;
+  copy_bytes(0, head);
+  const auto* const from = reinterpret_cast<const Unit*>(source + head);
+  auto* const to = reinterpret_cast<Unit*>(target + head);
+  for (int64_t first = device::lane_idx(); first < num_units;
+       first += kUnitsAtOnce * device::kWarpSize) {
+    Unit units[kUnitsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kUnitsAtOnce; ++i)
+      if (first + i * device::kWarpSize < num_units)
+        units[i] = device::load(from + first + i * device::kWarpSize);
+#pragma unroll
+    for (int i = 0; i < kUnitsAtOnce; ++i)
+      if (first + i * device::kWarpSize < num_units)
+        device::store(to + first + i * device::kWarpSize, units[i]);
+  }
+  const int64_t tail = head + num_units * kUnitBytes;
+  if (!MOE_MUTANT(copy_tail_lost))
+    copy_bytes(tail, bytes - tail);
+}
+
+MOE_DEVICE void copy_adjacent(const std::byte* source, std::byte* target, int64_t bytes) {
+  switch (widest_unit(reinterpret_cast<uint64_t>(source) ^ reinterpret_cast<uint64_t>(target))) {
+    case 16:
+      return copy_adjacent<Bytes16>(source, target, bytes);
+    case 8:
+      return copy_adjacent<uint64_t>(source, target, bytes);
+    case 4:
+      return copy_adjacent<uint32_t>(source, target, bytes);
+    case 2:
+      return copy_adjacent<uint16_t>(source, target, bytes);
+    default:
+      return copy_adjacent<uint8_t>(source, target, bytes);
+  }
+}
+
+/// Copies run by run: aligned middles by bulk copy if @p staged is given, the rest by all lanes.
+MOE_DEVICE void copy_runs(const Piece& piece, StagedCopies* staged) {
+  device::StridedPlace from{};
+  device::StridedPlace to{};
+  for (int64_t at = piece.begin; at < piece.end;) {
+    if (from.run_left == 0)
+      from = device::place_at(&piece.copy->source_shape, at);
+    if (to.run_left == 0)
+      to = device::place_at(&piece.copy->target_shape, at);
+    int64_t bytes = from.run_left < to.run_left ? from.run_left : to.run_left;
+    bytes = bytes < piece.end - at ? bytes : piece.end - at;
+    const std::byte* const source = piece.source + from.offset;
+    std::byte* const target = piece.target + to.offset;
+    const auto misaligned = static_cast<int64_t>(reinterpret_cast<uint64_t>(source) % 16);
+    const auto target_misaligned = static_cast<int64_t>(reinterpret_cast<uint64_t>(target) % 16);
+    if (staged == nullptr || misaligned != target_misaligned) {
+      copy_adjacent(source, target, bytes);
+    } else if (misaligned != 0 || bytes < 16) {
+      bytes = bytes < 16 - misaligned ? bytes : 16 - misaligned;
+      copy_adjacent<uint8_t>(source, target, bytes);
+    } else {
+      bytes = bytes < kStageBytes ? bytes / 16 * 16 : kStageBytes;
+      staged->push(source, target, bytes);
+    }
+    at += bytes;
+    from.offset += bytes;
+    from.run_left -= bytes;
+    to.offset += bytes;
+    to.run_left -= bytes;
+  }
+  if (staged != nullptr)
+    staged->store_all();
+}
+
+/// The places of a lane's units, one after another, where a walk has too few dimensions.
+class DividedWalk {
+ public:
+  MOE_DEVICE DividedWalk(const StridedBytes* shape, int64_t at, int64_t step)
+      : shape_(shape), at_(at), step_(step) {}
+  MOE_DEVICE int64_t offset() const { return device::place_at(shape_, at_).offset; }
+  MOE_DEVICE void advance() { at_ += step_; }
+
+ private:
+  const StridedBytes* shape_;
+  int64_t at_;
+  int64_t step_;
+};
+
+/// Copies unit by unit, lanes next to each other; a unit never crosses the end of a run.
+template <typename Unit, typename Walk>
+MOE_DEVICE void copy_units(const Piece& piece) {
+  constexpr auto kUnitBytes = static_cast<int64_t>(sizeof(Unit));
+  constexpr int64_t kStepBytes = kUnitBytes * device::kWarpSize;
+  int64_t at = piece.begin + device::lane_idx() * kUnitBytes;
+  Walk from(&piece.copy->source_shape, at, kStepBytes);
+  Walk to(&piece.copy->target_shape, at, kStepBytes);
+  for (; at < piece.end; at += kUnitsAtOnce * kStepBytes) {
+    Unit units[kUnitsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kUnitsAtOnce; ++i)
+      if (at + i * kStepBytes < piece.end) {
+        units[i] = device::load(reinterpret_cast<const Unit*>(piece.source + from.offset()));
+        from.advance();
+      }
+#pragma unroll
+    for (int i = 0; i < kUnitsAtOnce; ++i)
+      if (at + i * kStepBytes < piece.end) {
+        device::store(reinterpret_cast<Unit*>(piece.target + to.offset()), units[i]);
+        to.advance();
+      }
+  }
+}
+
+template <typename Walk>
+MOE_DEVICE void copy_units(const Piece& piece, int unit_bytes) {
+  switch (unit_bytes) {
+    case 16:
+      return copy_units<Bytes16, Walk>(piece);
+    case 8:
+      return copy_units<uint64_t, Walk>(piece);
+    case 4:
+      return copy_units<uint32_t, Walk>(piece);
+    case 2:
+      return copy_units<uint16_t, Walk>(piece);
+    default:
+      return copy_units<uint8_t, Walk>(piece);
+  }
+}
+
+MOE_DEVICE void copy_piece(const Piece& piece, StagedCopies* staged) {
+  const StridedBytes* const source_shape = &piece.copy->source_shape;
+  const StridedBytes* const target_shape = &piece.copy->target_shape;
+  const int unit_bytes = widest_unit(alignment_bits(piece.source, source_shape) |
+                                     alignment_bits(piece.target, target_shape));
+  const int64_t source_run = device::load_constant(&source_shape->run_bytes);
+  const int64_t target_run = device::load_constant(&target_shape->run_bytes);
+  const int64_t run_bytes = source_run < target_run ? source_run : target_run;
+  if (run_bytes >= kLongRunBytes || (run_bytes >= kLongUnalignedRunBytes && unit_bytes < 16)) {
+    copy_runs(piece, staged);
+    return;
+  }
+  const int source_dims = device::load_constant(&source_shape->num_dims);
+  const int target_dims = device::load_constant(&target_shape->num_dims);
+  if ((source_dims > target_dims ? source_dims : target_dims) <= device::StridedWalk::kMaxDims)
+    copy_units<device::StridedWalk>(piece, unit_bytes);
+  else
+    copy_units<DividedWalk>(piece, unit_bytes);
+}
+
+MOE_DEVICE void copy_pieces(const StridedCopiesParams& params, StagedCopies* staged) {
+  const int64_t num_pieces = device::load_constant(params.first_piece + params.num_copies);
+  const int64_t num_warps = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
+  for (int64_t piece_idx =
+           static_cast<int64_t>(device::block_idx()) * device::num_warps() + device::warp_idx();
+       piece_idx < num_pieces;
+       piece_idx += num_warps)
+    copy_piece(find_piece(params, piece_idx), staged);
+}
+
+// Grid: any number of blocks; a warp takes a piece after another.
+// Example: 2 copies of 100 and 40 bytes in pieces of 64: first_piece is [0, 2, 3]; pieces 0 and 1
+//   are bytes [0, 64) and [64, 100) of the first copy, piece 2 is the second.
+MOE_KERNEL void strided_copies(const StridedCopiesParams params) {
+  if constexpr (device::kHasBulkCopies) {
+    if (params.is_plain == 0) {
+      StagedCopies staged;
+      copy_pieces(params, &staged);
+      staged.finish();
+      return;
+    }
+  }
+  copy_pieces(params, nullptr);
+}
+
+}  // namespace
+
+size_t strided_copies_shared_bytes(const StridedCopiesParams& params, int num_threads) {
+  return params.is_plain != 0 ? 0
+                              : static_cast<size_t>(shared_bytes(num_threads / device::kWarpSize));
+}
+
+void launch_strided_copies(const device::Launch& launch, const StridedCopiesParams& params) {
+  device::launch(&strided_copies, launch, params);
+}
+
+}  // namespace moe::kernels
