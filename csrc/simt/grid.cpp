@@ -179,12 +179,11 @@ const Warp::Value& own_result() {
 
 }  // namespace
 
-Grid::Grid(Scheduler& scheduler, Kernel kernel, std::function<void()> at_end)
-    : scheduler_(scheduler), kernel_(std::move(kernel)), at_end_(std::move(at_end)) {
-  const device::Launch& shape = kernel_.shape;
+void check_shape(const Kernel& kernel) {
+  const device::Launch& shape = kernel.shape;
   MOE_CHECK(shape.num_blocks >= 1 && shape.num_threads >= kWarpSize &&
                 shape.num_threads <= kMaxThreads && shape.num_threads % kWarpSize == 0,
-            kernel_.name,
+            kernel.name,
             ": a grid of ",
             shape.num_blocks,
             " blocks of ",
@@ -193,13 +192,18 @@ Grid::Grid(Scheduler& scheduler, Kernel kernel, std::function<void()> at_end)
             kMaxThreads,
             " threads, a multiple of 32");
   MOE_CHECK(shape.shared_bytes <= kMaxSharedBytes,
-            kernel_.name,
+            kernel.name,
             ": a block wants ",
             shape.shared_bytes,
             " bytes of shared memory and may have ",
             kMaxSharedBytes);
-  const auto num_blocks = static_cast<size_t>(shape.num_blocks);
-  const auto num_threads = static_cast<size_t>(shape.num_threads);
+}
+
+Grid::Grid(Scheduler& scheduler, Kernel kernel, std::function<void()> at_end)
+    : scheduler_(scheduler), kernel_(std::move(kernel)), at_end_(std::move(at_end)) {
+  check_shape(kernel_);
+  const auto num_blocks = static_cast<size_t>(kernel_.shape.num_blocks);
+  const auto num_threads = static_cast<size_t>(kernel_.shape.num_threads);
   blocks_.resize(num_blocks);
   threads_.resize(num_blocks * num_threads);
   for (size_t block_idx = 0; block_idx < num_blocks; ++block_idx) {

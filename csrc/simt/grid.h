@@ -22,6 +22,9 @@ struct Kernel {
   int rank_idx = -1;           ///< for reports and the checker; -1 where there is one rank only
 };
 
+/// @throws InvalidArgument  the shape is not one that a device takes.
+void check_shape(const Kernel& kernel);
+
 /// Where device::launch puts kernels: device::Launch::stream points to one.
 ///
 /// A checker derives from it and calls launch_grid() for the first kernel of its stream, and for

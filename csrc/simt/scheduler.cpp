@@ -322,9 +322,8 @@ std::string Scheduler::describe_waiting() const {
     if (range.name.thread_idx >= 0)
       text += concat(range.last > range.name.thread_idx ? " threads " : " thread ",
                      range.name.thread_idx);
-    if (range.last > range.name.thread_idx)
-      text += concat(" to ", range.last);
-    text += " waits for " + range.where + "\n";
+    text += range.last > range.name.thread_idx ? concat(" to ", range.last, " wait") : " waits";
+    text += " for " + range.where + "\n";
   }
   return text;
 }

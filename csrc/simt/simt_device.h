@@ -1,0 +1,49 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "runtime/device.h"
+#include "simt/stream.h"
+
+namespace moe::simt {
+
+/// Memory that streams may still use after its last owner is gone.
+class DeviceMemory;
+
+/// The emulator as a device: kernels run on fibers, memory is the process's own.
+class SimtDevice final : public runtime::Device {
+ public:
+  static constexpr int kNumSms = 4;
+
+  /// @param rank_idx  for reports of what kernels do wrong; -1 where there is one rank only.
+  explicit SimtDevice(int rank_idx = -1, int num_sms = kNumSms);
+  ~SimtDevice() override;
+
+  const std::string& name() const override { return name_; }
+  int32_t dlpack_type() const override;
+  int32_t device_idx() const override { return 0; }
+
+  int num_sms() const override { return num_sms_; }
+  size_t max_shared_bytes() const override { return kMaxSharedBytes; }
+  bool has_bulk_copies() const override { return true; }
+
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override;
+  std::shared_ptr<std::byte> allocate_host(int64_t bytes) override;
+  std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override;
+
+  std::shared_ptr<runtime::Stream> create_stream() override;
+  /// @throws InvalidArgument  a handle other than 0, the host's.
+  std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
+
+  void activate() override {}
+
+ private:
+  const int rank_idx_;
+  const int num_sms_;
+  const std::string name_;
+  std::shared_ptr<DeviceMemory> memory_;
+  std::shared_ptr<HostStream> host_stream_;
+};
+
+}  // namespace moe::simt

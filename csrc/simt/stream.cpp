@@ -1,0 +1,312 @@
+#include "simt/stream.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+#include "host/row_kernels.h"
+#include "host/thread_pool.h"
+
+namespace moe::simt {
+
+// --- Progress -----------------------------------------------------------------------------------
+
+uint64_t Progress::add(Work work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiting_.push_back(std::move(work));
+  changed_.notify_all();
+  return ++num_added_;
+}
+
+uint64_t Progress::num_added() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_added_;
+}
+
+bool Progress::has_ended(uint64_t number) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_ended_ >= number;
+}
+
+bool Progress::is_complete(uint64_t number) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_until(number);
+  return num_ended_ >= number;
+}
+
+void Progress::await(uint64_t number) const {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return num_ended_ >= number; });
+  check_until(number);
+}
+
+void Progress::check() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_until(num_added_);
+}
+
+void Progress::check_until(uint64_t number) const {
+  if (failed_ != 0 && failed_ <= number)
+    std::rethrow_exception(error_);
+}
+
+void Progress::run(const std::function<void()>& after_each) {
+  const host::FloatingPointScope floating_point;
+  Scheduler scheduler;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return is_stopping_ || !waiting_.empty(); });
+    if (waiting_.empty())
+      return;
+    Work work = std::move(waiting_.front());
+    waiting_.pop_front();
+    const bool is_run = failed_ == 0;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      if (is_run)
+        work(scheduler);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work = nullptr;  // what it kept alive goes before events see its end
+    lock.lock();
+    ++num_ended_;
+    if (error) {
+      failed_ = num_ended_;
+      error_ = error;
+    }
+    changed_.notify_all();
+    lock.unlock();
+    after_each();
+    lock.lock();
+  }
+}
+
+void Progress::stop() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_stopping_ = true;
+  changed_.notify_all();
+}
+
+// --- Capture ------------------------------------------------------------------------------------
+
+/// Work on its way into a graph. Streams that take part hold it; the lock is for streams of several
+/// threads.
+class Capture {
+ public:
+  using Counts = std::map<const DeviceStream*, size_t>;
+
+  explicit Capture(const DeviceStream* origin) : origin_(origin) { known_[origin]; }
+
+  bool is_open() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return is_open_;
+  }
+
+  bool add(const DeviceStream* stream, Work work) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_open_)
+      return false;
+    nodes_.push_back(std::move(work));
+    known_[stream][stream] = ++num_of_stream_[stream];
+    return true;
+  }
+
+  Counts known_to(const DeviceStream* stream) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find(stream);
+    return found == known_.end() ? Counts{} : found->second;
+  }
+
+  void join(const DeviceStream* stream, const Counts& before) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Counts& known = known_[stream];
+    for (const auto& [other, number] : before)
+      known[other] = std::max(known[other], number);
+  }
+
+  std::vector<Work> end(const DeviceStream* stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    MOE_CHECK(stream == origin_, "capture did not begin on the stream that it is to end on");
+    is_open_ = false;
+    Counts& known = known_[origin_];
+    for (const auto& [other, number] : num_of_stream_)
+      MOE_CHECK(known[other] == number,
+                "a stream has put ",
+                number,
+                " operations into the graph, and the stream that began it waits for ",
+                known[other],
+                " of them");
+    return std::move(nodes_);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  const DeviceStream* origin_;
+  bool is_open_ = true;
+  std::vector<Work> nodes_;
+  Counts num_of_stream_;
+  std::map<const DeviceStream*, Counts> known_;  ///< by stream: what it comes after
+};
+
+// --- DeviceStream -------------------------------------------------------------------------------
+
+std::shared_ptr<Capture> DeviceStream::capture() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return capture_ && capture_->is_open() ? capture_ : nullptr;
+}
+
+bool DeviceStream::is_capturing() const {
+  return capture() != nullptr;
+}
+
+void DeviceStream::put(Work work) {
+  if (const auto open = capture(); open && open->add(this, work))
+    return;
+  run(std::move(work));
+}
+
+void DeviceStream::launch(Kernel kernel) {
+  check_shape(kernel);
+  kernel.rank_idx = rank_idx_;
+  put([kernel = std::move(kernel)](Scheduler& scheduler) {
+    launch_grid(scheduler, kernel);
+    scheduler.run();
+  });
+}
+
+void* DeviceStream::handle() const {
+  return static_cast<simt::Stream*>(const_cast<DeviceStream*>(this));
+}
+
+void DeviceStream::copy(void* target, const void* source, int64_t bytes) {
+  MOE_CHECK(bytes >= 0, "a copy of ", bytes, " bytes");
+  if (bytes > 0)
+    put([=](Scheduler&) { std::memmove(target, source, static_cast<size_t>(bytes)); });
+}
+
+void DeviceStream::fill(void* target, int value, int64_t bytes) {
+  MOE_CHECK(bytes >= 0, "a fill of ", bytes, " bytes");
+  if (bytes > 0)
+    put([=](Scheduler&) { std::memset(target, value, static_cast<size_t>(bytes)); });
+}
+
+std::shared_ptr<runtime::Event> DeviceStream::record() {
+  if (const auto open = capture())
+    return std::make_shared<StreamEvent>(open, open->known_to(this));
+  return record_progress();
+}
+
+void DeviceStream::wait(const runtime::Event& event) {
+  const auto* const own = dynamic_cast<const StreamEvent*>(&event);
+  MOE_CHECK(own != nullptr, "the event belongs to another device");
+  const std::shared_ptr<Capture> open = capture();
+  if (own->capture() == nullptr) {
+    MOE_CHECK(open == nullptr, "an event of outside a graph cannot be waited for while capturing");
+    wait_for(*own);
+    return;
+  }
+  MOE_CHECK(own->capture()->is_open(), "the event was recorded into a graph that is complete");
+  MOE_CHECK(open == nullptr || open == own->capture(),
+            "the event was recorded into another graph than the one that is being captured");
+  own->capture()->join(this, own->before());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  capture_ = own->capture();
+}
+
+void DeviceStream::begin_capture() {
+  MOE_CHECK(!is_capturing(), "the stream is capturing already");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  capture_ = std::make_shared<Capture>(this);
+}
+
+std::shared_ptr<Graph> DeviceStream::end_capture() {
+  const std::shared_ptr<Capture> open = capture();
+  MOE_CHECK(open != nullptr, "the stream is not capturing");
+  return std::make_shared<Graph>(open->end(this));
+}
+
+// --- WorkerStream -------------------------------------------------------------------------------
+
+WorkerStream::WorkerStream(int rank_idx, std::function<void()> after_each)
+    : DeviceStream(rank_idx), after_each_(std::move(after_each)), process_(getpid()) {}
+
+WorkerStream::~WorkerStream() {
+  if (getpid() != process_) {
+    // A forked child has no such thread, and may have its locks in any state.
+    new std::thread(std::move(thread_));
+    new std::shared_ptr<Progress>(progress_);
+    return;
+  }
+  progress_->stop();
+  if (thread_.joinable())
+    thread_.join();
+}
+
+void WorkerStream::run(Work work) {
+  MOE_CHECK(getpid() == process_,
+            "the stream was made in process ",
+            process_,
+            ", which forked this one, ",
+            getpid());
+  progress_->check();
+  progress_->add(std::move(work));
+  const std::lock_guard<std::mutex> lock(start_mutex_);
+  if (!thread_.joinable())
+    thread_ = host::start_quiet_thread(
+        [progress = progress_, after_each = after_each_] { progress->run(after_each); });
+}
+
+std::shared_ptr<StreamEvent> WorkerStream::record_progress() {
+  return std::make_shared<StreamEvent>(progress_, progress_->num_added());
+}
+
+void WorkerStream::wait_for(const StreamEvent& event) {
+  if (!event.has_ended() || !event.is_complete())
+    run([event](Scheduler&) { event.await(); });
+}
+
+// --- HostStream ---------------------------------------------------------------------------------
+
+void HostStream::run(Work work) {
+  Scheduler scheduler;
+  work(scheduler);
+}
+
+std::shared_ptr<StreamEvent> HostStream::record_progress() {
+  return std::make_shared<StreamEvent>(nullptr, 0);
+}
+
+void HostStream::wait_for(const StreamEvent& event) {
+  event.await();
+}
+
+// --- StreamEvent, Graph -------------------------------------------------------------------------
+
+bool StreamEvent::is_complete() const {
+  MOE_CHECK(capture_ == nullptr, "an event of a graph has no state");
+  return progress_ == nullptr || progress_->is_complete(number_);
+}
+
+bool StreamEvent::has_ended() const {
+  return progress_ == nullptr || progress_->has_ended(number_);
+}
+
+void StreamEvent::await() const {
+  MOE_CHECK(capture_ == nullptr, "an event of a graph has no state");
+  if (progress_ != nullptr)
+    progress_->await(number_);
+}
+
+void Graph::replay(DeviceStream& stream) const {
+  stream.put([nodes = nodes_](Scheduler& scheduler) {
+    for (const Work& node : *nodes)
+      node(scheduler);
+  });
+}
+
+}  // namespace moe::simt

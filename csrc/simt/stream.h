@@ -1,0 +1,181 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "runtime/device.h"
+#include "simt/grid.h"
+
+namespace moe::simt {
+
+class Capture;
+class Graph;
+class StreamEvent;
+
+/// One piece of a stream's work; grids run on the scheduler it is given.
+using Work = std::function<void(Scheduler& scheduler)>;
+
+/// How far a stream is. Shared with its events, which outlive it.
+class Progress {
+ public:
+  /// The next piece of work. @return its number, from 1 on.
+  uint64_t add(Work work);
+  uint64_t num_added() const;
+  /// Whether the first @p number pieces have ended, well or not.
+  bool has_ended(uint64_t number) const;
+  /// The same. @throws what one of them threw; those behind it were not run.
+  bool is_complete(uint64_t number) const;
+  /// Waits until they have. @throws what one of them threw.
+  void await(uint64_t number) const;
+  /// @throws what a piece of work threw.
+  void check() const;
+
+  /// Runs work until stop() was called and nothing is left.
+  /// @param after_each  called after every piece of work.
+  void run(const std::function<void()>& after_each);
+  void stop();
+
+ private:
+  void check_until(uint64_t number) const;
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::deque<Work> waiting_;
+  uint64_t num_added_ = 0;
+  uint64_t num_ended_ = 0;
+  uint64_t failed_ = 0;  ///< number of the piece of work that threw, 0 for none
+  std::exception_ptr error_;
+  bool is_stopping_ = false;
+};
+
+/// A stream of the emulated device.
+///
+/// What a kernel throws ends the work of its stream: whatever was put in behind it is not run,
+/// events recorded behind it throw the same from is_complete(), and so does every further launch,
+/// copy, fill and wait. record() never throws.
+class DeviceStream : public runtime::Stream, public Stream {
+ public:
+  /// @throws InvalidArgument  the shape is not one that a device takes.
+  void launch(Kernel kernel) override;
+  void* handle() const override;
+  std::shared_ptr<runtime::Event> record() override;
+  void wait(const runtime::Event& event) override;
+  void copy(void* target, const void* source, int64_t bytes) override;
+  void fill(void* target, int value, int64_t bytes) override;
+  bool is_capturing() const override;
+
+  /// From now on work put into this stream, and into streams that wait for what was recorded in it,
+  /// goes into a graph instead of being run. As on a GPU, events of outside cannot be waited for
+  /// meanwhile, and events of inside have no state.
+  /// @throws InvalidArgument  it is capturing already.
+  void begin_capture();
+  /// @throws InvalidArgument  capture did not begin on this stream, or another stream has work in
+  ///   the graph that this one does not wait for; the capture is over in either case.
+  std::shared_ptr<Graph> end_capture();
+
+ protected:
+  explicit DeviceStream(int rank_idx) : rank_idx_(rank_idx) {}
+
+  /// Puts work behind what is in the stream, or runs it at once.
+  virtual void run(Work work) = 0;
+  virtual std::shared_ptr<StreamEvent> record_progress() = 0;
+  virtual void wait_for(const StreamEvent& event) = 0;
+
+ private:
+  friend class Graph;
+
+  void put(Work work);
+  std::shared_ptr<Capture> capture() const;
+
+  const int rank_idx_;
+  mutable std::mutex mutex_;
+  std::shared_ptr<Capture> capture_;  ///< the last one it took part in
+};
+
+/// Runs its work in order on a thread of its own, which starts with the first piece of work.
+class WorkerStream final : public DeviceStream {
+ public:
+  /// @param after_each  called on the stream's thread after every piece of work.
+  WorkerStream(int rank_idx, std::function<void()> after_each);
+  /// Waits until all work has ended.
+  ~WorkerStream() override;
+
+  const std::shared_ptr<Progress>& progress() const { return progress_; }
+
+ private:
+  void run(Work work) override;
+  std::shared_ptr<StreamEvent> record_progress() override;
+  void wait_for(const StreamEvent& event) override;
+
+  std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+  std::function<void()> after_each_;
+  const pid_t process_;
+  std::mutex start_mutex_;
+  std::thread thread_;
+};
+
+/// Stands for the host: work runs on the calling thread before the call returns.
+class HostStream final : public DeviceStream {
+ public:
+  explicit HostStream(int rank_idx) : DeviceStream(rank_idx) {}
+
+ private:
+  void run(Work work) override;
+  std::shared_ptr<StreamEvent> record_progress() override;
+  void wait_for(const StreamEvent& event) override;
+};
+
+/// A point in a stream, or in a graph that is being captured.
+class StreamEvent final : public runtime::Event {
+ public:
+  /// Whatever `progress` has by then; null for a point that is complete.
+  StreamEvent(std::shared_ptr<const Progress> progress, uint64_t number)
+      : progress_(std::move(progress)), number_(number) {}
+  explicit StreamEvent(std::shared_ptr<Capture> capture,
+                       std::map<const DeviceStream*, size_t> before)
+      : capture_(std::move(capture)), before_(std::move(before)) {}
+
+  /// @throws what a kernel before it threw.
+  /// @throws InvalidArgument  it was recorded into a graph.
+  bool is_complete() const override;
+  /// Whether what was before it has ended, well or not. Of no event of a graph.
+  bool has_ended() const;
+  /// Waits. @throws as is_complete().
+  void await() const;
+
+  const std::shared_ptr<Capture>& capture() const { return capture_; }
+  /// By stream: how many nodes of the graph come before.
+  const std::map<const DeviceStream*, size_t>& before() const { return before_; }
+
+ private:
+  std::shared_ptr<const Progress> progress_;
+  uint64_t number_ = 0;
+  std::shared_ptr<Capture> capture_;
+  std::map<const DeviceStream*, size_t> before_;
+};
+
+/// Work that was captured, in an order that its streams allow.
+class Graph {
+ public:
+  explicit Graph(std::vector<Work> nodes)
+      : nodes_(std::make_shared<const std::vector<Work>>(std::move(nodes))) {}
+
+  size_t num_nodes() const { return nodes_->size(); }
+  /// Puts all of it into @p stream. Any number of times; the graph may be gone before it has run.
+  void replay(DeviceStream& stream) const;
+
+ private:
+  std::shared_ptr<const std::vector<Work>> nodes_;
+};
+
+}  // namespace moe::simt
