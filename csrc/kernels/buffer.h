@@ -79,7 +79,9 @@ struct Buffer {
 
 /// One destination or source rank of the operation that runs.
 struct Peer {
-  std::byte* rows;               ///< its window as this rank addresses it; null where no row goes
+  /// Its window as this rank addresses it; null where no row goes. That of this rank itself is
+  /// there whenever it has any bytes.
+  std::byte* rows;
   std::byte* weights;            ///< combine: where weights are pulled from
   layout::ReceiveWindow window;  ///< dispatch: regions of its receive window
   int32_t is_sent_to;            ///< this rank has rows there (dispatch: sends, combine: pulls)

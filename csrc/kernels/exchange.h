@@ -36,7 +36,9 @@ size_t count_shared_bytes(int num_ranks, int num_experts);
 
 /// Host memory that an exchange fills for a host that waits for sizes.
 ///
-/// Layout behind this header: num_ranks rows of Row::stride, as they lay in this rank's workspace.
+/// Layout behind this header: num_ranks rows of Row::stride, as they lay in this rank's workspace;
+/// zero for ranks that are not active. Counts and messages are there where a row is uncached or
+/// some row is not ok.
 struct HostRead {
   uint64_t ticket;  ///< stored last, with release at system scope
   uint64_t epoch;
@@ -53,7 +55,7 @@ struct ExchangeParams {
   layout::OperationArguments arguments;
   Offer offer;
   Offer weights_offer;
-  /// host: ok where null; else the message of a row that is rejected by the host.
+  /// host: what is wrong, zero-terminated, where the host rejects the row (status not kOk).
   const char* message = nullptr;
   int32_t status = 0;  ///< layout::RowStatus
   int32_t num_tokens = 0;
@@ -83,24 +85,36 @@ struct ExchangeParams {
   uint64_t ticket = 0;
 };
 
+constexpr int kMaxExchangeThreads = 512;
+
 /// Exchanges rows: waits until the ring entry is free, publishes this rank's row, takes
-/// everybody's, and fills the tables. One block.
+/// everybody's, and fills the tables. One block of at most kMaxExchangeThreads.
+///
+/// Where the operation ends here (rejected, too many rows; too little room without a host that
+/// could make more), it has ended on all ranks alike, and its ring entry is given back.
 void launch_exchange(const device::Launch& launch, const ExchangeParams& params);
 size_t exchange_shared_bytes(int num_ranks, int num_experts);
+
+/// What layout::SecondOffer says.
+struct OwnOffer {
+  Offer offer;  ///< bytes 0 where memory could not be had
+  uint64_t needed_bytes = 0;
+  uint64_t available_bytes = 0;
+};
 
 struct OffersParams {
   Buffer buffer;
   Tables tables;
-  /// host: this rank's second offer; bytes 0 where memory could not be had.
-  layout::SecondOffer own;
-  int32_t is_short = 0;                  ///< this rank publishes one
+  OwnOffer own;
+  int32_t is_short = 0;                  ///< this rank publishes `own`
   const uint8_t* short_ranks = nullptr;  ///< device [num_ranks]: who publishes one
   /// host [num_ranks] of layout::SecondOffer behind the header.
   HostRead* host_read = nullptr;
   uint64_t ticket = 0;
 };
 
-/// Second offers of ranks that were short: updates Tables::peers and sets may_move. One block.
+/// Second offers of ranks that were short: updates Tables::peers and sets may_move, or with one
+/// failure ends the operation on all ranks (kShort). One block.
 void launch_offers(const device::Launch& launch, const OffersParams& params);
 
 }  // namespace moe::kernels

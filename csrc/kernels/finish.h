@@ -14,10 +14,9 @@ MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
     const int peer_rank = (buffer.rank_idx + 1 + i) % buffer.num_ranks;
     if (device::load_constant(buffer.is_active + peer_rank) == 0)
       continue;
-    const layout::Workspace workspace =
-        buffer.workspace(device::load_constant(buffer.workspaces + peer_rank));
+    const layout::Workspace peer = workspace(buffer, peer_rank);
     const uint64_t ring_epoch = MOE_MUTANT(done_in_next_ring_entry) ? epoch + 1 : epoch;
-    uint64_t* const flag = &workspace.done(ring_epoch, buffer.rank_idx).epoch;
+    uint64_t* const flag = &peer.done(ring_epoch, buffer.rank_idx).epoch;
     if (MOE_MUTANT(done_without_release))
       device::store_relaxed<device::Scope::kSystem>(flag, epoch);
     else if (MOE_MUTANT(done_at_device_scope))
@@ -64,8 +63,7 @@ MOE_DEVICE void finish(const Buffer& buffer,
   release_done(buffer, epoch);
   if (MOE_MUTANT(no_wait_for_done))
     return;
-  const layout::Workspace own =
-      buffer.workspace(device::load_constant(buffer.workspaces + buffer.rank_idx));
+  const layout::Workspace own = workspace(buffer, buffer.rank_idx);
   const WaitSite site{layout::Phase::kData, static_cast<int32_t>(operation), epoch};
   const bool all_done = block_await_flags(
       buffer,

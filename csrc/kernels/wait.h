@@ -35,11 +35,13 @@ MOE_DEVICE bool is_aborted(const Buffer& buffer) {
          layout::AbortRecord::generation(word) >= buffer.abort_generation;
 }
 
+MOE_DEVICE layout::Workspace workspace(const Buffer& buffer, int rank_idx) {
+  return buffer.workspace(device::load_constant(buffer.workspaces + rank_idx));
+}
+
 /// Raised by one thread of a rank while rows move: peers that wait see progress.
 MOE_DEVICE void show_progress(const Buffer& buffer) {
-  auto& progress = buffer.workspace(device::load_constant(buffer.workspaces + buffer.rank_idx))
-                       .activity()
-                       .progress;
+  auto& progress = workspace(buffer, buffer.rank_idx).activity().progress;
   device::store_relaxed<device::Scope::kSystem>(
       &progress, device::load_relaxed<device::Scope::kSystem>(&progress) + 1);
 }
@@ -83,8 +85,7 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
   };
   if (has_come())
     return true;
-  const layout::Activity& activity =
-      buffer.workspace(device::load_constant(buffer.workspaces + peer_rank)).activity();
+  const layout::Activity& activity = workspace(buffer, peer_rank).activity();
   uint64_t moved_ns = device::now_ns();
   uint64_t seen_progress = device::load_relaxed<device::Scope::kSystem>(&activity.progress);
   uint32_t pause_ns = 16;

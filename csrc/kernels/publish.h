@@ -1,0 +1,150 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/symmetric_memory.h"
+#include "device/primitives.h"
+#include "kernels/exchange.h"
+#include "kernels/wait.h"
+
+// What one rank tells others: its row, that it is busy, and the host that its answer is there.
+
+namespace moe::kernels {
+
+/// Stores a struct that is a multiple of 8 bytes.
+template <typename T>
+MOE_DEVICE void store_struct(T* to, const T& value) {
+  static_assert(sizeof(T) % 8 == 0);
+  uint64_t words[sizeof(T) / 8];
+  std::memcpy(words, &value, sizeof(T));
+  for (size_t i = 0; i < sizeof(T) / 8; ++i)
+    device::store(reinterpret_cast<uint64_t*>(to) + i, words[i]);
+}
+
+template <typename T>
+MOE_DEVICE T load_struct(const T* from) {
+  static_assert(sizeof(T) % 8 == 0);
+  uint64_t words[sizeof(T) / 8];
+  for (size_t i = 0; i < sizeof(T) / 8; ++i)
+    words[i] = device::load(reinterpret_cast<const uint64_t*>(from) + i);
+  T value;
+  std::memcpy(&value, words, sizeof(T));
+  return value;
+}
+
+/// Copies words by all threads of a block, several at a time under way.
+/// @param from      from(i), address of word i
+/// @param to        to(i)
+/// @param is_there  is_there(i): where not, the word is 0
+template <typename Word, typename From, typename To, typename IsThere>
+MOE_DEVICE void block_copy(int64_t num_words,
+                           const From& from,
+                           const To& to,
+                           const IsThere& is_there) {
+  constexpr int kBatch = 4;
+  const int64_t stride = device::num_threads();
+  for (int64_t first = device::thread_idx(); first < num_words; first += kBatch * stride) {
+    Word words[kBatch] = {};
+    for (int i = 0; i < kBatch; ++i)
+      if (first + i * stride < num_words && is_there(first + i * stride))
+        words[i] = device::load<Word>(from(first + i * stride));
+    for (int i = 0; i < kBatch; ++i)
+      if (first + i * stride < num_words)
+        device::store<Word>(to(first + i * stride), words[i]);
+  }
+}
+
+/// Raises the flag of something written to a peer.
+MOE_DEVICE void raise_flag(uint64_t* flag, uint64_t epoch) {
+  if (MOE_MUTANT(row_flag_without_release))
+    device::store_relaxed<device::Scope::kSystem>(flag, epoch);
+  else if (MOE_MUTANT(row_flag_at_device_scope))
+    device::store_release<device::Scope::kDevice>(flag, epoch);
+  else
+    device::store_release<device::Scope::kSystem>(flag, epoch);
+}
+
+/// Writes the row of this rank to every active peer; all threads of a block.
+/// @param row         shared, all but its epoch
+/// @param used_bytes  a multiple of 4, the row's header at least
+MOE_DEVICE void publish_row(const Buffer& buffer,
+                            uint64_t epoch,
+                            const std::byte* row,
+                            int64_t used_bytes) {
+  using device::Bytes16;
+  constexpr auto kWordBytes = static_cast<int64_t>(sizeof(Bytes16));
+  // Each rank starts behind itself, so that no reader gets all rows at the end.
+  const auto peer_row = [&](int64_t i) {
+    const int peer_rank = static_cast<int>((buffer.rank_idx + 1 + i) % buffer.num_ranks);
+    const bool is_active = device::load_constant(buffer.is_active + peer_rank) != 0;
+    const uint64_t ring_epoch = MOE_MUTANT(row_in_next_ring_entry) ? epoch + 1 : epoch;
+    return is_active ? &workspace(buffer, peer_rank).row(ring_epoch, buffer.rank_idx) : nullptr;
+  };
+  const auto raise_flags = [&] {
+    for (int i = device::thread_idx(); i < buffer.num_ranks; i += device::num_threads())
+      if (layout::Row* const to = peer_row(i))
+        raise_flag(&to->epoch, epoch);
+  };
+  if (MOE_MUTANT(row_flag_before_body))
+    raise_flags();
+  const auto num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
+  for (int64_t i = device::thread_idx(); i < num_words * buffer.num_ranks;
+       i += device::num_threads()) {
+    auto* const to = reinterpret_cast<std::byte*>(peer_row(i / num_words));
+    const int64_t offset = i % num_words * kWordBytes;
+    if (to == nullptr)
+      continue;
+    if (offset > 0)
+      device::store(reinterpret_cast<Bytes16*>(to + offset),
+                    device::load(reinterpret_cast<const Bytes16*>(row + offset)));
+    else  // the first half is the flag
+      device::store(reinterpret_cast<uint64_t*>(to + 8),
+                    device::load(reinterpret_cast<const uint64_t*>(row + 8)));
+  }
+  device::sync_block();
+  if (!MOE_MUTANT(row_flag_before_body))
+    raise_flags();
+}
+
+/// Says to peers that wait what this rank is doing. One thread.
+MOE_DEVICE void show_phase(const Buffer& buffer, layout::Phase phase) {
+  device::store_relaxed<device::Scope::kSystem>(
+      &workspace(buffer, buffer.rank_idx).activity().phase, static_cast<int32_t>(phase));
+}
+
+/// Address here of a place in a peer's heap; waits until the peer's segment is known here.
+/// @return false when the kernel is to leave.
+MOE_DEVICE bool resolve(const Buffer& buffer,
+                        const WaitSite& site,
+                        int peer_rank,
+                        const Offer& offer,
+                        std::byte** place) {
+  if (offer.segment_idx >= static_cast<uint32_t>(Buffer::kMaxSegments)) {
+    leave(buffer, Cause::kTimedOut, peer_rank, site, Buffer::kMaxSegments, offer.segment_idx);
+    return false;
+  }
+  const uint64_t* const base =
+      buffer.segment_bases + int64_t{peer_rank} * Buffer::kMaxSegments + offer.segment_idx;
+  if (!await_flag(buffer, site, peer_rank, base, 1, buffer.stall_limit_ns))
+    return false;
+  const uint64_t address = device::load_relaxed<device::Scope::kSystem>(base) + offer.offset;
+  *place = reinterpret_cast<std::byte*>(address);
+  return true;
+}
+
+/// Tells a host that polls. What the block stored before a barrier is there when it sees the
+/// ticket.
+MOE_DEVICE void give_ticket(HostRead* host_read,
+                            uint64_t ticket,
+                            uint64_t epoch,
+                            OperationStatus status) {
+  device::store(&host_read->epoch, epoch);
+  device::store(&host_read->status, static_cast<int32_t>(status));
+  if (MOE_MUTANT(ticket_without_release))
+    device::store_relaxed<device::Scope::kSystem>(&host_read->ticket, ticket);
+  else
+    device::store_release<device::Scope::kSystem>(&host_read->ticket, ticket);
+}
+
+}  // namespace moe::kernels
