@@ -74,6 +74,7 @@ inline void pause() {
 
 using checked::fill_shared;
 using checked::Mutex;
+using checked::note_exclusive;
 using checked::note_read;
 using checked::note_write;
 using checked::read_shared;
@@ -147,6 +148,9 @@ inline void fill_shared(void* to, int value, size_t bytes) {
 /// Says that shared bytes are read, or written, by other means than these functions.
 inline void note_read(const void*, size_t) {}
 inline void note_write(void*, size_t) {}
+
+/// Says that the thread changes @p object, which one thread may change at a time.
+inline void note_exclusive(const void*) {}
 
 using Mutex = std::mutex;
 

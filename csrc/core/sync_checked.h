@@ -24,6 +24,10 @@ void write_shared(void* to, const void* from, size_t bytes);
 void fill_shared(void* to, int value, size_t bytes);
 void note_read(const void* from, size_t bytes);
 void note_write(const void* to, size_t bytes);
+void note_exclusive(const void* object);
+
+/// Above how many bytes rows are stored past the caches.
+int64_t cache_bytes(int64_t of_machine);
 
 /// A lock between threads of one rank. Other threads run while it is held.
 class Mutex {

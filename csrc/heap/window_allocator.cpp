@@ -173,7 +173,7 @@ WindowAllocator::Block* WindowAllocator::split(Block* block, uint64_t lower_byte
 }
 
 WindowAllocator::Block* WindowAllocator::take(Block* block, uint64_t rounded) {
-  sync::note_write(this, 1);  // one thread at a time
+  sync::note_exclusive(this);
   remove_free(block);
   const uint64_t lead_bytes = round_up(block->offset, alignment_of(rounded)) - block->offset;
   if (lead_bytes > 0) {
@@ -235,7 +235,7 @@ void WindowAllocator::free(Block* block) noexcept {
   assert(block->state == BlockState::kLive);
   counters_.live_bytes -= block->bytes;
   --counters_.num_live;
-  sync::note_write(this, 1);
+  sync::note_exclusive(this);
   if (block->quarantine_round == quarantine_round_ && !MOE_MUTANT(quarantine_forgotten)) {
     counters_.quarantined_bytes += block->bytes;
     block->state = BlockState::kQuarantined;

@@ -4,6 +4,7 @@
 #include <fstream>
 
 #include "core/error.h"
+#include "core/sync.h"
 
 namespace moe::host {
 
@@ -31,7 +32,11 @@ int64_t read_last_level_cache_bytes() {
 
 int64_t last_level_cache_bytes() {
   static const int64_t bytes = read_last_level_cache_bytes();
+#if defined(MOE_SIMT_CHECKED)
+  return sync::checked::cache_bytes(bytes);
+#else
   return bytes;
+#endif
 }
 
 }  // namespace moe::host

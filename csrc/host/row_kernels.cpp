@@ -81,7 +81,11 @@ const RowKernels* find_row_kernels(std::string_view name) {
 }
 
 const RowKernels& best_row_kernels() {
+#if defined(MOE_SIMT_CHECKED)
+  return kCheckedRowKernels;
+#else
   return *best_tables().row_kernels;
+#endif
 }
 
 const RoofKernels* find_roof_kernels(std::string_view name) {

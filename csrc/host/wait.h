@@ -13,6 +13,18 @@ struct WaitLadder {
   int num_yields;
 };
 
+#if defined(MOE_SIMT_CHECKED)
+
+// Where every step is chosen, a waiter is soon asleep.
+inline WaitLadder wait_ladder(bool) {
+  return {1, 2};
+}
+inline WaitLadder wait_ladder_on_core_of_peer(bool) {
+  return {0, 1};
+}
+
+#else
+
 /// Short spins when ranks outnumber cores: a spinning waiter then holds the core its peer needs.
 inline WaitLadder wait_ladder(bool has_spare_cores) {
   return has_spare_cores ? WaitLadder{600, 500} : WaitLadder{20, 500};
@@ -24,6 +36,8 @@ inline WaitLadder wait_ladder(bool has_spare_cores) {
 inline WaitLadder wait_ladder_on_core_of_peer(bool has_spare_cores) {
   return has_spare_cores ? WaitLadder{0, 4} : WaitLadder{0, 500};
 }
+
+#endif
 
 constexpr int64_t kSleepSliceNs = 40'000'000;  // bounds how late a sleeper looks at its limits
 
