@@ -1,0 +1,214 @@
+"""`moe-comm model`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from moe_comm import budget as formulas
+from moe_comm.cli.bench.report import wide_console
+from moe_comm.cli.model.cluster import CLUSTERS, Cluster
+from moe_comm.cli.model.prediction import OperationPrediction, predict
+from moe_comm.cli.model.published import PUBLISHED, Comparison, compare, spread
+from moe_comm.cli.model.workload import Movement, Workload
+
+__all__ = ["model"]
+
+MAX_RANKS = 2048
+
+
+class ClusterName(str, enum.Enum):
+    """Names of `CLUSTERS` on the command line."""
+
+    H800_CX7 = "h800-cx7"
+    H100_CX7 = "h100-cx7"
+    H200_CX7 = "h200-cx7"
+    B200_CX7 = "b200-cx7"
+    GB200_CX7 = "gb200-cx7"
+
+
+class WireName(str, enum.Enum):
+    """Formats of dispatched rows on the command line."""
+
+    BF16 = "bf16"
+    FP8_BLOCK128 = "fp8_block128"
+    MXFP8 = "mxfp8"
+
+
+# A scale factor of 4 bytes per 128 channels, of 1 byte per 32: the same on average.
+WIRE_BYTES = {WireName.BF16: 2.0, WireName.FP8_BLOCK128: 1.03125, WireName.MXFP8: 1.03125}
+
+
+def model(
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes, NVLink domains.")] = 8,
+    local_ranks: Annotated[int, typer.Option(min=1, help="Ranks per node.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of every rank.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
+    topk: Annotated[int, typer.Option(min=1, help="Choices per token.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 256,
+    wire: Annotated[WireName, typer.Option(help="Dispatched rows.")] = WireName.BF16,
+    cluster: Annotated[
+        ClusterName, typer.Option(help="Speeds of GPU and links, as their makers state them.")
+    ] = ClusterName.H100_CX7,
+    hbm_gbs: Annotated[float | None, typer.Option(help="Device memory, GB/s.")] = None,
+    nvlink_gbs: Annotated[float | None, typer.Option(help="NVLink, GB/s one way.")] = None,
+    nic_gbs: Annotated[float | None, typer.Option(help="NIC of a rank, GB/s one way.")] = None,
+    skew: Annotated[
+        float, typer.Option(min=0.0, help="Popularity of experts: 1 / place ** skew.")
+    ] = 0.0,
+    max_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Most nodes that a token's experts lie on.")
+    ] = None,
+    node_reduction: Annotated[
+        bool, typer.Option(help="Nodes add a token's rows before combine sends them: other bits.")
+    ] = False,
+    chunks: Annotated[int, typer.Option(min=1, help="Pieces of what a rank sends to a node.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the routing that is drawn.")] = 0,
+    published: Annotated[
+        bool,
+        typer.Option("--published", help="Also: published figures against the model's (20 s)."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Predict dispatch and combine on a cluster: time, bytes per link, heap, count rows."""
+    try:
+        machine = CLUSTERS[cluster.value]
+        overrides = {"hbm_gbs": hbm_gbs, "nvlink_gbs": nvlink_gbs, "nic_gbs": nic_gbs}
+        for name, value in overrides.items():
+            if value is not None and not value > 0.0:
+                raise ValueError(f"{name} must be > 0, got {value}")
+        machine = dataclasses.replace(
+            machine, **{name: value for name, value in overrides.items() if value is not None}
+        )
+        stated = Cluster(machine=machine, num_nodes=nodes, num_local_ranks=local_ranks)
+        if stated.num_ranks > MAX_RANKS:
+            raise ValueError(f"at most {MAX_RANKS} ranks are simulated, got {stated.num_ranks}")
+        workload = Workload(
+            num_tokens=tokens,
+            hidden=hidden,
+            num_topk=topk,
+            num_experts=experts,
+            dispatch=Movement(
+                element_bytes=WIRE_BYTES[wire], is_once_per_node=True, is_once_per_rank=False
+            ),
+            combine=Movement(
+                element_bytes=2.0,
+                is_once_per_node=node_reduction,
+                is_once_per_rank=node_reduction,
+            ),
+            max_nodes=max_nodes,
+        )
+        predictions = predict(workload, stated, skew=skew, seed=seed, num_chunks=chunks)
+        heap = _heap_bytes(workload, stated, wire)
+    except ValueError as error:
+        typer.echo(f"moe-comm model: {error}", err=True)
+        raise typer.Exit(1) from error
+    comparisons = [compare(figure, seed=seed) for figure in PUBLISHED] if published else []
+    if as_json:
+        document = {
+            "cluster": dataclasses.asdict(stated),
+            "workload": dataclasses.asdict(workload),
+            "operations": [dataclasses.asdict(prediction) for prediction in predictions],
+            "heap_bytes": heap,
+            "published": [dataclasses.asdict(one) | {"ratio": one.ratio} for one in comparisons],
+        }
+        typer.echo(json.dumps(document, indent=1))
+        return
+    console = wide_console()
+    console.print(_table(predictions, stated))
+    typer.echo(f"heap of one rank, rows of one layer alive: {heap / 1e6:,.1f} MB")
+    if comparisons:
+        console.print(_published_table(comparisons))
+        low, median, high = spread(comparisons)
+        typer.echo(
+            f"published time over predicted: median {median:.2f}, from {low:.2f} to {high:.2f}. The "
+            "model knows links at their stated speed, no protocol overhead and no SM limit: what it "
+            "says is what a library could reach, not what it will."
+        )
+    else:
+        typer.echo("with --published: how far published figures lie from this model")
+
+
+def _heap_bytes(workload: Workload, cluster: Cluster, wire: WireName) -> int:
+    """Windows of one layer that are alive together, by the formulas of `moe-comm budget`."""
+    scales = None
+    if wire is WireName.FP8_BLOCK128:
+        scales = formulas.ScaleSizes(num_scales=-(-workload.hidden // 128), scale_bytes=4)
+    elif wire is WireName.MXFP8:
+        scales = formulas.ScaleSizes(num_scales=-(-workload.hidden // 32), scale_bytes=1)
+    num_rows = formulas.expected_recv_rows(workload.num_tokens, workload.num_topk)
+    row_bytes = workload.hidden * (2 if wire is WireName.BF16 else 1)
+    window = formulas.receive_window_bytes(num_rows, row_bytes, weight_bytes=4, scales=scales)
+    return sum(
+        formulas.round_window_bytes(num_bytes)
+        for num_bytes in (
+            window,
+            num_rows * workload.hidden * 2,
+            workload.num_tokens * workload.hidden * 2,
+            formulas.workspace_bytes(cluster.num_ranks, workload.num_experts, 4),
+        )
+    )
+
+
+def _table(predictions: list[OperationPrediction], cluster: Cluster) -> Table:
+    table = Table(
+        title=f"{cluster.num_nodes} nodes of {cluster.num_local_ranks} ranks, mean bytes of one rank",
+        title_justify="left",
+    )
+    table.add_column("operation")
+    for name in (
+        "memory MB",
+        "NVLink MB",
+        "NIC MB",
+        "count rows kB",
+        "bound us",
+        "bound by",
+        "simulated us",
+        "rows us",
+        "busy NIC/NVLink/memory",
+    ):
+        table.add_column(name, justify="right")
+    for one in predictions:
+        simulated = one.simulated
+        table.add_row(
+            one.operation,
+            *(
+                f"{num_bytes / 1e6:,.1f}"
+                for num_bytes in (one.mean_bytes.memory, one.mean_bytes.nvlink, one.mean_bytes.nic)
+            ),
+            f"{one.mean_bytes.count_rows / 1e3:,.1f}",
+            f"{one.bound_us:,.0f}",
+            one.bound_by,
+            f"{simulated.time_us:,.0f}",
+            f"{simulated.rows_us:,.0f}",
+            f"{simulated.nic_busy:.2f} / {simulated.nvlink_busy:.2f} / {simulated.memory_busy:.2f}",
+        )
+    return table
+
+
+def _published_table(comparisons: list[Comparison]) -> Table:
+    table = Table(title="published figures against this model", title_justify="left")
+    for name in ("who", "operation", "ranks", "source"):
+        table.add_column(name)
+    for name in ("published", "model", "published time / model"):
+        table.add_column(name, justify="right")
+    for one in comparisons:
+        figure = one.published
+        if one.predicted_gbs is None:
+            numbers = (f"{one.published_us:,.0f} us", f"{one.predicted_us:,.0f} us")
+        else:
+            numbers = (f"{figure.gbs:,.0f} GB/s", f"{one.predicted_gbs:,.0f} GB/s")
+        table.add_row(
+            figure.who,
+            f"{figure.operation}, {'fp8' if figure.element_bytes < 2 else 'bf16'}",
+            f"{figure.num_nodes} x {figure.num_local_ranks}, {figure.cluster}",
+            figure.source,
+            *numbers,
+            f"{one.ratio:.2f}",
+        )
+    return table
