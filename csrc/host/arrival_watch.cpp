@@ -4,6 +4,70 @@
 
 namespace moe::host {
 
+std::string describe_absence(const Group& group,
+                             const WaitSite& site,
+                             uint64_t buffer_number,
+                             int peer_rank,
+                             int64_t waited_ns) {
+  return concat("rank ",
+                group.rank_idx(),
+                " has waited ",
+                waited_ns / 1'000'000'000,
+                " s for rank ",
+                peer_rank,
+                " to enter ",
+                layout::operation_name(site.operation),
+                " of buffer ",
+                buffer_number,
+                ", epoch ",
+                site.epoch,
+                group.whereabouts(peer_rank));
+}
+
+void give_up_absent(Group& group, const WaitSite& site, uint64_t buffer_number, int peer_rank) {
+  group.abort(layout::AbortCause::kPeerTimeout,
+              site,
+              {peer_rank},
+              concat("rank ",
+                     peer_rank,
+                     " did not enter ",
+                     layout::operation_name(site.operation),
+                     " of buffer ",
+                     buffer_number,
+                     " (epoch ",
+                     site.epoch,
+                     ") within ",
+                     static_cast<double>(group.arrival_timeout_ns()) / 1e9,
+                     " s of rank ",
+                     group.rank_idx(),
+                     group.whereabouts(peer_rank)));
+  group.throw_abort();
+}
+
+void give_up_stalled(
+    Group& group, const WaitSite& site, uint64_t buffer_number, int culprit, int peer_rank) {
+  group.abort(layout::AbortCause::kPeerTimeout,
+              site,
+              {culprit},
+              concat("rank ",
+                     culprit,
+                     " made no progress for ",
+                     static_cast<double>(group.stall_timeout_ns()) / 1e9,
+                     " s in ",
+                     layout::operation_name(site.operation),
+                     " of buffer ",
+                     buffer_number,
+                     ", epoch ",
+                     site.epoch,
+                     ", phase ",
+                     layout::phase_name(site.phase),
+                     "; rank ",
+                     group.rank_idx(),
+                     " waited for rank ",
+                     peer_rank));
+  group.throw_abort();
+}
+
 ArrivalWatch::ArrivalWatch(Group& group,
                            const WaitSite& site,
                            uint64_t buffer_number,
@@ -17,42 +81,12 @@ ArrivalWatch::ArrivalWatch(Group& group,
 
 void ArrivalWatch::check() {
   const int64_t now_ns = sync::now_ns();
-  const char* const operation = layout::operation_name(site_.operation);
   if (now_ns - warned_ns_ > warning_interval_ns()) {
     warned_ns_ = now_ns;
-    warn(concat("rank ",
-                group_.rank_idx(),
-                " has waited ",
-                (now_ns - start_ns_) / 1'000'000'000,
-                " s for rank ",
-                peer_rank_,
-                " to enter ",
-                operation,
-                " of buffer ",
-                buffer_number_,
-                ", epoch ",
-                site_.epoch,
-                group_.whereabouts(peer_rank_)));
+    warn(describe_absence(group_, site_, buffer_number_, peer_rank_, now_ns - start_ns_));
   }
-  if (now_ns - start_ns_ <= group_.arrival_timeout_ns())
-    return;
-  group_.abort(layout::AbortCause::kPeerTimeout,
-               site_,
-               {peer_rank_},
-               concat("rank ",
-                      peer_rank_,
-                      " did not enter ",
-                      operation,
-                      " of buffer ",
-                      buffer_number_,
-                      " (epoch ",
-                      site_.epoch,
-                      ") within ",
-                      static_cast<double>(group_.arrival_timeout_ns()) / 1e9,
-                      " s of rank ",
-                      group_.rank_idx(),
-                      group_.whereabouts(peer_rank_)));
-  group_.throw_abort();
+  if (now_ns - start_ns_ > group_.arrival_timeout_ns())
+    give_up_absent(group_, site_, buffer_number_, peer_rank_);
 }
 
 }  // namespace moe::host

@@ -1,10 +1,29 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "host/group.h"
 
 namespace moe::host {
+
+/// "rank 0 has waited 60 s for rank 1 to enter dispatch of buffer 3, epoch 7; it is in ..."
+std::string describe_absence(const Group& group,
+                             const WaitSite& site,
+                             uint64_t buffer_number,
+                             int peer_rank,
+                             int64_t waited_ns);
+
+/// Aborts and throws because @p peer_rank did not come within the arrival limit.
+[[noreturn]] void give_up_absent(Group& group,
+                                 const WaitSite& site,
+                                 uint64_t buffer_number,
+                                 int peer_rank);
+
+/// Aborts and throws because @p culprit made no progress within the stall limit, which this rank
+/// noticed as it waited for @p peer_rank.
+[[noreturn]] void give_up_stalled(
+    Group& group, const WaitSite& site, uint64_t buffer_number, int culprit, int peer_rank);
 
 /// How long this rank has waited for a peer to enter an operation.
 class ArrivalWatch {

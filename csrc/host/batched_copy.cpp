@@ -269,7 +269,7 @@ void BatchedCopy::destroy() {
     peer_words.push_back(peer.base() == nullptr ? nullptr : &peer.closed(rank_idx()).value);
     own_words.push_back(&own_workspace().closed(peer_rank).value);
   }
-  group_->close_control(std::move(own_window_), peer_words, std::move(own_words));
+  group_->close_control({std::move(own_window_)}, peer_words, std::move(own_words));
 }
 
 }  // namespace moe::host

@@ -177,13 +177,15 @@ std::string describe_bad_expert(int64_t flat_idx,
                 ")");
 }
 
+std::string describe_failed_rank(int64_t num_tokens, int rank_idx) {
+  return concat(
+      num_tokens, " tokens are routed to experts of rank ", rank_idx, ", which has failed");
+}
+
 std::string find_failed_ranks(const int32_t* to_rank, const Group& group) {
   for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx)
     if (!group.is_active(rank_idx) && to_rank[rank_idx] > 0)
-      return concat(to_rank[rank_idx],
-                    " tokens are routed to experts of rank ",
-                    rank_idx,
-                    ", which has failed");
+      return describe_failed_rank(to_rank[rank_idx], rank_idx);
   return "";
 }
 

@@ -63,6 +63,9 @@ std::string describe_bad_expert(int64_t flat_idx,
                                 int64_t expert_idx,
                                 int num_experts);
 
+/// "3 tokens are routed to experts of rank 1, which has failed"
+std::string describe_failed_rank(int64_t num_tokens, int rank_idx);
+
 /// What is wrong where rows go to ranks that have failed, "" for nothing.
 /// @param to_rank  [num_ranks] tokens bound for every rank.
 std::string find_failed_ranks(const int32_t* to_rank, const Group& group);

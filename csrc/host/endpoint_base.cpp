@@ -73,10 +73,11 @@ std::vector<std::string> EndpointBase::connect(int depth,
                                                const InterruptCheck& interrupt_check) {
   group_->check_usable(layout::Operation::kNone);
   const int64_t bytes = layout::Workspace::bytes(num_ranks(), config_.num_experts, depth);
-  own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
-  sync::fill_shared(own_window_->data(), 0, static_cast<size_t>(bytes));
+  control_windows_.push_back(group_->memory().allocate(static_cast<uint64_t>(bytes)));
+  const Window& own_window = *control_windows_.back();
+  sync::fill_shared(own_window.data(), 0, static_cast<size_t>(bytes));
   buffer_number_ = group_->next_gather_sequence();
-  const Offer offer = own_window_->offer();
+  const Offer offer = own_window.offer();
   std::string payload(reinterpret_cast<const char*>(&offer), sizeof(offer));
   payload += extra;
   payload += encode(config_.agreed);
@@ -102,8 +103,8 @@ std::vector<std::string> EndpointBase::connect(int depth,
 }
 
 void EndpointBase::give_up_connecting() {
-  if (own_window_)
-    own_window_->quarantine();
+  for (auto& window : control_windows_)
+    window->quarantine();
 }
 
 std::shared_ptr<Window> EndpointBase::guess_window() {
@@ -153,7 +154,7 @@ void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
   is_destroyed_ = true;
   progress_.stop();
   end_device_operations();
-  if (!own_window_ || own_workspace().base() == nullptr)
+  if (own_workspace().base() == nullptr)
     return;
   std::vector<uint64_t*> peer_words;
   std::vector<const uint64_t*> own_words;
@@ -162,7 +163,7 @@ void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
     peer_words.push_back(peer.base() == nullptr ? nullptr : &peer.closed(rank_idx()).epoch);
     own_words.push_back(&own_workspace().closed(peer_rank).epoch);
   }
-  group_->close_control(std::move(own_window_), peer_words, std::move(own_words), next_epoch_);
+  group_->close_control(std::move(control_windows_), peer_words, std::move(own_words), next_epoch_);
 }
 
 }  // namespace moe::host

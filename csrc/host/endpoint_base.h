@@ -87,6 +87,10 @@ class EndpointBase : public Recoverable {
   std::vector<std::string> connect(int depth,
                                    const std::string& extra,
                                    const InterruptCheck& interrupt_check);
+  /// A further part of the control area, which goes back with it.
+  void add_control_window(std::shared_ptr<Window> window) {
+    control_windows_.push_back(std::move(window));
+  }
   /// After connect() threw: peers may write to the control area at any time.
   void give_up_connecting();
 
@@ -102,7 +106,7 @@ class EndpointBase : public Recoverable {
   EndpointConfig config_;
   layout::Placement placement_;
   uint64_t buffer_number_ = 0;
-  std::shared_ptr<Window> own_window_;
+  std::vector<std::shared_ptr<Window>> control_windows_;
   std::vector<layout::Workspace> workspaces_;
   uint64_t next_epoch_ = 1;  // 0 is the flag of memory that was never written
   uint64_t first_epoch_ = 1;

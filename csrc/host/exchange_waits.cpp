@@ -146,26 +146,7 @@ void Exchange::give_up_stalled(int peer_rank, const WaitSite& where) {
       break;
     culprit = next;
   }
-  group_.abort(layout::AbortCause::kPeerTimeout,
-               where,
-               {culprit},
-               concat("rank ",
-                      culprit,
-                      " made no progress for ",
-                      static_cast<double>(group_.stall_timeout_ns()) / 1e9,
-                      " s in ",
-                      layout::operation_name(operation_),
-                      " of buffer ",
-                      endpoint_.buffer_number(),
-                      ", epoch ",
-                      epoch_,
-                      ", phase ",
-                      layout::phase_name(where.phase),
-                      "; rank ",
-                      group_.rank_idx(),
-                      " waited for rank ",
-                      peer_rank));
-  group_.throw_abort();
+  host::give_up_stalled(group_, where, endpoint_.buffer_number(), culprit, peer_rank);
 }
 
 void Exchange::end_wait(int64_t start_ns, int peer_rank) {

@@ -107,12 +107,13 @@ Group::~Group() {
   for (auto& window : quarantined_)
     window->quarantine();
   // The words alone decide now: a peer that has set its own touches the window no more.
-  for (auto& [window, closed_words] : retired_) {
+  for (auto& [windows, closed_words] : retired_) {
     const bool is_unused = std::all_of(closed_words.begin(), closed_words.end(), [](auto* word) {
       return sync::load_acquire(*word) != 0;
     });
-    if (!is_unused)
-      window->quarantine();
+    for (auto& window : windows)
+      if (!is_unused)
+        window->quarantine();
   }
   for (auto& memory : kept_)
     new std::shared_ptr<void>(std::move(memory));  // for good
@@ -165,21 +166,24 @@ void Group::post_to_peers(uint64_t channel, uint64_t sequence, const std::string
       link_->post(members_[static_cast<size_t>(peer_rank)], channel, sequence, payload);
 }
 
-std::byte* Group::resolve(int rank_idx, const Offer& offer, const WaitSite& site) {
+std::byte* Group::resolve(SymmetricMemory& memory,
+                          int rank_idx,
+                          const Offer& offer,
+                          const WaitSite& site) {
   const int link_rank = members_[static_cast<size_t>(rank_idx)];
-  std::byte* address = memory_->try_resolve(link_rank, offer);
+  std::byte* address = memory.try_resolve(link_rank, offer);
   if (address != nullptr) [[likely]]
     return address;
   const int64_t start_ns = sync::now_ns();
   wait_until(
       *this,
-      [&] { return (address = memory_->try_resolve(link_rank, offer)) != nullptr; },
+      [&] { return (address = memory.try_resolve(link_rank, offer)) != nullptr; },
       [&] {
         check_abort();
         if (site.interrupt_check != nullptr && *site.interrupt_check)
           (*site.interrupt_check)();
         check_peers(site, [&](int peer_rank) {
-          return peer_rank == rank_idx && memory_->try_resolve(link_rank, offer) == nullptr;
+          return peer_rank == rank_idx && memory.try_resolve(link_rank, offer) == nullptr;
         });
         if (sync::now_ns() - start_ns > stall_timeout_ns_) {
           abort(
@@ -355,7 +359,7 @@ std::string Group::whereabouts(int rank_idx) const {
                 sync::load_relaxed(shown.epoch));
 }
 
-void Group::close_control(std::shared_ptr<Window> window,
+void Group::close_control(std::vector<std::shared_ptr<Window>> windows,
                           const std::vector<uint64_t*>& peer_words,
                           std::vector<const uint64_t*> own_words,
                           uint64_t next_epoch) {
@@ -367,7 +371,7 @@ void Group::close_control(std::shared_ptr<Window> window,
     sync::ring(doorbell(peer_rank));
   }
   const std::lock_guard<sync::Mutex> lock(mutex_);
-  retired_.push_back({std::move(window), std::move(own_words)});
+  retired_.push_back({std::move(windows), std::move(own_words)});
 }
 
 void Group::free_retired() {

@@ -113,7 +113,14 @@ class Group {
   sync::Doorbell& own_doorbell() { return doorbell(rank_idx_); }
 
   /// Address of a place of @p rank_idx; waits until the peer's announcement has arrived.
-  std::byte* resolve(int rank_idx, const Offer& offer, const WaitSite& site);
+  std::byte* resolve(int rank_idx, const Offer& offer, const WaitSite& site) {
+    return resolve(*memory_, rank_idx, offer, site);
+  }
+  /// The same of another heap of this communicator tree.
+  std::byte* resolve(SymmetricMemory& memory,
+                     int rank_idx,
+                     const Offer& offer,
+                     const WaitSite& site);
 
   /// Throws what aborted the communicator, if anything did. One relaxed load otherwise.
   void check_abort() const {
@@ -168,12 +175,12 @@ class Group {
 
   /// Tells peers that this rank has destroyed a buffer, and keeps its control area until every peer
   /// has destroyed its own: one may be about to write there, and learns of the end from its own.
-  /// @param window      The control area.
+  /// @param windows     The control area, all of its parts.
   /// @param peer_words  By rank, this rank's word in that peer's area; null where there is none.
   /// @param own_words   By rank, that peer's word in the control area.
   /// @param next_epoch  First operation that this rank takes no part in, >= 1: what peers read in
   ///   their words.
-  void close_control(std::shared_ptr<Window> window,
+  void close_control(std::vector<std::shared_ptr<Window>> windows,
                      const std::vector<uint64_t*>& peer_words,
                      std::vector<const uint64_t*> own_words,
                      uint64_t next_epoch = 1);
@@ -226,7 +233,7 @@ class Group {
     return controls_[static_cast<size_t>(rank_idx)]->presence;
   }
   struct RetiredControl {
-    std::shared_ptr<Window> window;
+    std::vector<std::shared_ptr<Window>> windows;
     std::vector<const uint64_t*> closed_words;  ///< by rank
   };
   void free_retired();

@@ -1,0 +1,350 @@
+#include "runtime/device_dispatch.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "host/dispatch_rules.h"
+#include "kernels/dispatch.h"
+#include "runtime/device_exchange.h"
+
+namespace moe::runtime {
+
+namespace {
+
+using kernels::ExchangeParams;
+using kernels::OperationStatus;
+using layout::ReceiveWindow;
+using layout::RowLayout;
+using layout::RowStatus;
+
+/// One dispatch between its rows and its end.
+class DeviceDispatch {
+ public:
+  DeviceDispatch(DeviceEndpoint& endpoint,
+                 const host::DispatchParams& params,
+                 DeviceExchange& exchange)
+      : endpoint_(endpoint),
+        params_(params),
+        exchange_(exchange),
+        num_ranks_(endpoint.num_ranks()),
+        arrangement_(params.plan
+                         ? params.plan->arrangement
+                         : host::arrangement_of(endpoint, params.layout, params.expert_alignment)) {
+  }
+
+  host::DispatchOutcome run() {
+    endpoint_.follow_caller();
+    if (params_.plan == nullptr)
+      exchange_rows();
+    else
+      exchange_cached_rows();
+    exchange_.enter("data");
+    move_rows();
+    return outcome();
+  }
+
+ private:
+  bool is_low_latency() const { return arrangement_.layout == RowLayout::kLowLatency; }
+  layout::OperationArguments arguments() const {
+    return host::dispatch_arguments(params_, arrangement_);
+  }
+  uint64_t needed(int rank_idx) const {
+    return static_cast<uint64_t>(windows_[static_cast<size_t>(rank_idx)].bytes);
+  }
+
+  void exchange_rows() {
+    count_choices();
+    window_ = is_low_latency() ? fixed_window() : endpoint_.guess_window();
+    ExchangeParams row = row_params();
+    row.with_counts = 1;
+    row.choices = choices_;
+    row.fixed_rows = static_cast<int32_t>(params_.fixed_rows);
+    row.num_topk = static_cast<int32_t>(params_.num_topk);
+    // What the text about a bad id needs of this rank.
+    row.message = endpoint_.write_message(std::to_string(params_.num_topk));
+    if (is_low_latency() && !params_.masked_ranks.empty()) {
+      std::vector<uint8_t> is_masked(static_cast<size_t>(num_ranks_));
+      for (const int rank_idx : params_.masked_ranks)
+        is_masked[static_cast<size_t>(rank_idx)] = 1;
+      row.is_masked = endpoint_.upload_ranks(is_masked);
+    }
+    exchange_.enter("rows");
+    exchange_.publish(row);
+    judge(exchange_.collect(true));
+  }
+
+  /// Launches the counting of this rank's choices, from a copy that the plan keeps.
+  void count_choices() {
+    made_plan_ =
+        DevicePlan::allocate(endpoint_, arrangement_.layout, params_.num_tokens, params_.num_topk);
+    tables_ = DispatchTables::allocate(endpoint_, made_plan_->device_counts);
+    slots_ = made_plan_->slots;
+    endpoint_.stream().copy(
+        made_plan_->topk_idx, params_.topk_idx, params_.num_tokens * params_.num_topk * int64_t{8});
+    choices_ = shape_choices();
+    choices_.topk_idx = made_plan_->topk_idx;
+    choices_.tokens_per_chunk = static_cast<int32_t>(std::max<int64_t>(
+        endpoint_.tokens_per_chunk(), (params_.num_tokens + kMostChunks - 1) / kMostChunks));
+    choices_.num_chunks = static_cast<int32_t>(
+        (params_.num_tokens + choices_.tokens_per_chunk - 1) / choices_.tokens_per_chunk);
+    const auto lay = [&](Carver carver) {
+      choices_.chunk_counts = carver.take<int32_t>(int64_t{choices_.num_chunks} *
+                                                   (endpoint_.config().num_experts + num_ranks_));
+      choices_.place_in_chunk =
+          carver.take<int32_t>(params_.num_tokens * int64_t{choices_.num_slots});
+      choices_.bad_choice = carver.take<int64_t>(choices_.num_chunks);
+      return carver.bytes();
+    };
+    const int64_t bytes = lay(Carver(nullptr));
+    lay(Carver(endpoint_.scratch(bytes)));
+    if (choices_.num_chunks > 0)
+      kernels::launch_count(endpoint_.launch(choices_.num_chunks), endpoint_.buffer(), choices_);
+  }
+
+  kernels::Choices shape_choices() const {
+    kernels::Choices choices;
+    const int64_t num_topk = params_.plan ? params_.plan->num_topk : params_.num_topk;
+    choices.num_tokens = params_.num_tokens;
+    choices.num_topk = static_cast<int32_t>(num_topk);
+    choices.num_slots = static_cast<int32_t>(
+        layout::num_slots_per_token(arrangement_.layout, num_topk, num_ranks_));
+    choices.is_by_rank = arrangement_.is_by_rank() ? 1 : 0;
+    return choices;
+  }
+
+  ExchangeParams row_params() {
+    ExchangeParams row;
+    row.tables = tables_.tables;
+    row.arguments = arguments();
+    row.num_tokens = static_cast<int32_t>(params_.num_tokens);
+    row.is_dispatch = 1;
+    row.rule = params_.capacity;
+    row.arrangement = arrangement_;
+    row.is_column_major = params_.is_column_major() ? 1 : 0;
+    row.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;
+    if (window_) {
+      exchange_.offer(window_);
+      row.offer = window_->offer();
+    }
+    return row;
+  }
+
+  /// Every rank finds the same in the same rows, before any row moves; so did the kernel.
+  void judge(host::Rows rows) {
+    const int own_rank = endpoint_.rank_idx();
+    const layout::Placement& placement = endpoint_.placement();
+    outcome_.num_required_rows =
+        layout::num_required_rows(rows.counts, placement, arrangement_, own_rank);
+    outcome_.num_dropped_per_expert =
+        host::choices_of_own_experts(rows.counts, placement, own_rank);
+    if (!is_low_latency())
+      check_overflow(rows.counts);
+    layout::CountMatrix kept =
+        layout::keep_rows(std::move(rows.counts), placement, arrangement_, params_.capacity);
+    // What a masked rank asks for takes no place of an expert.
+    if (is_low_latency())
+      check_overflow(kept);
+    windows_ = host::lay_out_windows(kept, placement, arrangement_, params_);
+    static_cast<host::PlanHeader&>(*made_plan_) = host::PlanHeader::make(
+        arrangement_, std::move(kept), placement, own_rank, params_.num_tokens, params_.num_topk);
+    plan_ = made_plan_;
+    const auto& kept_choices = plan_->received.num_tokens_per_expert;
+    for (size_t e = 0; e < kept_choices.size(); ++e)
+      outcome_.num_dropped_per_expert[e] -= kept_choices[e];
+    exchange_second_offers(rows);
+    endpoint_.remember_need(needed(own_rank));
+  }
+
+  void check_overflow(const layout::CountMatrix& asked) {
+    if (const std::exception_ptr error =
+            host::find_overflow(asked, endpoint_.placement(), arrangement_, params_)) {
+      exchange_.settle(OperationStatus::kOverflow);
+      std::rethrow_exception(error);
+    }
+  }
+
+  /// A low-latency window does not depend on counts: it is there before the rows are.
+  std::shared_ptr<Window> fixed_window() {
+    if (params_.window)
+      return params_.window;
+    try {
+      return exchange_.allocate(
+          static_cast<uint64_t>(host::low_latency_window(endpoint_, params_).bytes));
+    } catch (const CapacityError& error) {
+      exchange_.reject(arguments(), error);
+    }
+  }
+
+  /// A rank whose offer is too small obtains memory; everybody sees who that is in the same matrix.
+  void exchange_second_offers(const host::Rows& rows) {
+    std::vector<Offer> offers;
+    for (const auto& header : rows.headers)
+      offers.push_back(header.offer);
+    const std::vector<int> short_ranks =
+        host::find_short_ranks(windows_, offers, endpoint_.group());
+    if (short_ranks.empty())
+      return;
+    kernels::OwnOffer own;
+    if (std::find(short_ranks.begin(), short_ranks.end(), endpoint_.rank_idx()) !=
+        short_ranks.end())
+      own = make_second_offer();
+    exchange_.enter("offers");
+    const auto seconds = exchange_.exchange_offers(tables_.tables, short_ranks, own);
+    if (const std::exception_ptr error = host::find_shortage(
+            short_ranks, seconds, windows_, plan_->counts, endpoint_.placement(), arrangement_)) {
+      exchange_.settle(OperationStatus::kShort);
+      std::rethrow_exception(error);
+    }
+  }
+
+  kernels::OwnOffer make_second_offer() {
+    kernels::OwnOffer own;
+    own.needed_bytes = needed(endpoint_.rank_idx());
+    // Nobody has learned of the first offer's use: with it too small, no rank writes there.
+    window_ = nullptr;
+    exchange_.withdraw_offers();
+    try {
+      window_ = exchange_.allocate(own.needed_bytes);
+      exchange_.offer(window_);
+      own.offer = window_->offer();
+    } catch (const CapacityError& error) {
+      own.available_bytes = error.available_bytes;
+    }
+    return own;
+  }
+
+  void exchange_cached_rows() {
+    plan_ = std::static_pointer_cast<const DevicePlan>(params_.plan);
+    choices_ = shape_choices();
+    slots_ = plan_->slots;
+    outcome_.num_required_rows = layout::num_required_rows(
+        plan_->counts, endpoint_.placement(), arrangement_, endpoint_.rank_idx());
+    outcome_.num_dropped_per_expert.resize(plan_->received.num_tokens_per_expert.size());
+    windows_ = host::lay_out_windows(plan_->counts, endpoint_.placement(), arrangement_, params_);
+    const std::string problem = host::find_failed_ranks(*plan_, endpoint_.group());
+    if (!problem.empty())
+      exchange_.reject(arguments(), RowStatus::kInvalidArgument, problem);
+    try {
+      window_ = params_.window ? params_.window : exchange_.allocate(needed(endpoint_.rank_idx()));
+    } catch (const CapacityError& error) {
+      exchange_.reject(arguments(), error);
+    }
+    tables_ = DispatchTables::allocate(endpoint_, nullptr);
+    ExchangeParams row = row_params();
+    row.kept_counts = plan_->device_counts;
+    exchange_.enter("rows");
+    exchange_.publish(row);
+    exchange_.collect(false);
+  }
+
+  void move_rows() {
+    kernels::DispatchParams params;
+    params.buffer = endpoint_.buffer();
+    params.tables = tables_.tables;
+    params.choices = choices_;
+    params.x = params_.x;
+    params.source_row_bytes = params_.source_row_bytes;
+    params.row_bytes = params_.row_bytes;
+    params.weights = params_.weights;
+    params.weight_bytes = params_.weight_bytes;
+    params.is_cached = params_.plan ? 1 : 0;
+    params.slots = slots_;
+    if (params_.is_quantized_here) {
+      params.quantize.is_on = 1;
+      params.quantize.dtype = params_.row_quantization.dtype;
+      params.quantize.block = static_cast<int32_t>(params_.row_quantization.block);
+      params.quantize.scale_format = static_cast<int32_t>(params_.row_quantization.scale_format);
+    }
+    params.num_scales = static_cast<int32_t>(params_.num_scales);
+    params.scale_bytes = params_.scale_bytes;
+    params.scales = params_.scales;
+    params.scale_row_stride = params_.scale_row_stride;
+    params.scale_step = params_.scale_step;
+    params.arrangement = arrangement_;
+    params.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;
+    params.is_plain = endpoint_.needs_plain_copies(params_.x) ? 1 : 0;
+    device::Launch launch = endpoint_.launch(endpoint_.num_sms());
+    while (launch.num_threads > 32 && kernels::dispatch_shared_bytes(params, launch.num_threads) >
+                                          endpoint_.device().max_shared_bytes())
+      launch.num_threads /= 2;
+    launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
+    if (launch.shared_bytes > endpoint_.device().max_shared_bytes()) {
+      params.is_plain = 1;
+      launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
+    }
+    kernels::launch_dispatch(launch, params);
+  }
+
+  host::DispatchOutcome outcome() {
+    const int own_rank = endpoint_.rank_idx();
+    const ReceiveWindow& window = windows_[static_cast<size_t>(own_rank)];
+    if (!window_)
+      window_ = endpoint_.memory().allocate(0);
+    const auto copy_out = is_low_latency() ? host::CopyOut::kNever : params_.copy_out;
+    auto owner = copy_out_window(endpoint_, window_, needed(own_rank), copy_out, &outcome_.rows);
+    exchange_.enter("done");
+    exchange_.finish();
+    exchange_.withdraw_offers();
+    if (!is_low_latency())
+      window_->shrink(needed(own_rank));
+    outcome_.owner = std::move(owner);
+    outcome_.plan = plan_;
+    outcome_.waited_ns.resize(static_cast<size_t>(num_ranks_));
+    outcome_.scale_map = window.scales;
+    if (params_.num_scales > 0)
+      outcome_.scales = outcome_.rows + window.scales_offset;
+    if (params_.weight_bytes > 0)
+      outcome_.weights = outcome_.rows + window.weights_offset;
+    outcome_.has_topk_idx = params_.with_topk_idx(arrangement_);
+    if (outcome_.has_topk_idx)
+      outcome_.topk_idx = outcome_.rows + window.topk_idx_offset;
+    outcome_.expert_offsets = std::shared_ptr<void>(tables_.memory, tables_.tables.expert_offsets);
+    return std::move(outcome_);
+  }
+
+  static constexpr int64_t kMostChunks = 512;
+
+  DeviceEndpoint& endpoint_;
+  const host::DispatchParams& params_;
+  DeviceExchange& exchange_;
+  int num_ranks_;
+  layout::Arrangement arrangement_;
+  host::DispatchOutcome outcome_;
+  std::shared_ptr<DevicePlan> made_plan_;
+  std::shared_ptr<const DevicePlan> plan_;
+  int64_t* slots_ = nullptr;
+  DispatchTables tables_;
+  kernels::Choices choices_;
+  std::shared_ptr<Window> window_;
+  std::vector<ReceiveWindow> windows_;
+};
+
+}  // namespace
+
+std::shared_ptr<void> copy_out_window(DeviceEndpoint& endpoint,
+                                      std::shared_ptr<Window> window,
+                                      uint64_t bytes,
+                                      host::CopyOut mode,
+                                      std::byte** data) {
+  if (!host::is_copied_out(endpoint, bytes, mode)) {
+    *data = window->data();
+    return window;
+  }
+  auto copy = endpoint.device().allocate(static_cast<int64_t>(bytes));
+  endpoint.stream().copy(copy.get(), window->data(), static_cast<int64_t>(bytes));
+  *data = copy.get();
+  return copy;
+}
+
+host::DispatchOutcome dispatch(DeviceEndpoint& endpoint,
+                               const host::DispatchParams& params,
+                               const host::InterruptCheck& interrupt_check) {
+  const auto operation =
+      params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch;
+  return run_operation(endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) {
+    return DeviceDispatch(endpoint, params, exchange).run();
+  });
+}
+
+}  // namespace moe::runtime

@@ -1,0 +1,322 @@
+#include "runtime/device_endpoint.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "core/error.h"
+
+namespace moe::runtime {
+
+namespace {
+
+using kernels::Buffer;
+using kernels::BufferState;
+using kernels::HostRead;
+using kernels::WaitReport;
+using layout::Row;
+using layout::Workspace;
+
+constexpr int kDefaultThreads = 256;
+constexpr int kDefaultTokensPerChunk = 64;
+constexpr int kSpinsBeforeSleep = 200;
+constexpr auto kSleep = std::chrono::microseconds(50);
+
+/// Waits for work whose own waits have limits.
+void await(const Event& event) {
+  for (int i = 0; !event.is_complete(); ++i) {
+    if (i < kSpinsBeforeSleep)
+      sync::yield();
+    else
+      std::this_thread::sleep_for(kSleep);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceEndpoint> DeviceEndpoint::create(
+    std::shared_ptr<host::Group> group,
+    std::shared_ptr<SymmetricMemory> memory,
+    std::shared_ptr<Device> device,
+    DeviceEndpointConfig config,
+    const host::InterruptCheck& interrupt_check) {
+  const auto endpoint = host::share_endpoint(new DeviceEndpoint(
+      std::move(group), std::move(memory), std::move(device), std::move(config)));
+  try {
+    endpoint->connect_areas(interrupt_check);
+  } catch (const InvalidArgument&) {
+    throw;  // on every rank alike: nobody has a buffer that could write here
+  } catch (...) {
+    endpoint->give_up_connecting();
+    throw;
+  }
+  endpoint->group().add_recoverable(endpoint->buffer_number(), endpoint);
+  return endpoint;
+}
+
+DeviceEndpoint::DeviceEndpoint(std::shared_ptr<host::Group> group,
+                               std::shared_ptr<SymmetricMemory> memory,
+                               std::shared_ptr<Device> device,
+                               DeviceEndpointConfig config)
+    : EndpointBase(std::move(group), std::move(config.common)),
+      memory_(std::move(memory)),
+      device_(std::move(device)),
+      num_sms_(config.shape.num_sms > 0 ? config.shape.num_sms : device_->num_sms()),
+      num_threads_(config.shape.num_threads > 0 ? config.shape.num_threads : kDefaultThreads),
+      tokens_per_chunk_(config.shape.tokens_per_chunk > 0 ? config.shape.tokens_per_chunk
+                                                          : kDefaultTokensPerChunk),
+      areas_(static_cast<size_t>(this->group().num_ranks())) {
+  device_->activate();
+  stream_ = device_->create_stream();
+  caller_stream_ = device_->caller_stream(0);
+}
+
+DeviceEndpoint::~DeviceEndpoint() {
+  destroy({});
+}
+
+void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) {
+  const int64_t bytes = Workspace::bytes(num_ranks(), config().num_experts, config().depth);
+  const auto own_area = memory_->allocate(static_cast<uint64_t>(bytes));
+  add_control_window(own_area);
+  own_area_ = Workspace(own_area->data(), num_ranks(), config().num_experts, config().depth);
+  stream_->fill(own_area->data(), 0, bytes);
+  make_tables();
+  // Peers write to the area as soon as they know of it.
+  drain();
+  const Offer offer = own_area->offer();
+  const auto offers = connect(
+      0, std::string(reinterpret_cast<const char*>(&offer), sizeof(offer)), interrupt_check);
+  host::WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (!group().is_active(peer_rank))
+      continue;
+    Offer place;
+    std::memcpy(&place, offers[static_cast<size_t>(peer_rank)].data(), sizeof(place));
+    areas_[static_cast<size_t>(peer_rank)] = group().resolve(*memory_, peer_rank, place, site);
+  }
+  bases_ = std::make_unique<SegmentBases>(shared_group(), memory_, *device_);
+  bases_->refresh();
+  upload_constants();
+  drain();
+}
+
+void DeviceEndpoint::make_tables() {
+  const int64_t count = num_ranks();
+  const int num_experts = config().num_experts;
+  std::byte** workspaces = nullptr;
+  uint8_t* is_active = nullptr;
+  int32_t* expert_rank = nullptr;
+  int32_t* experts_by_rank = nullptr;
+  int32_t* first_of_rank = nullptr;
+  const auto lay = [&](Carver carver) {
+    workspaces = carver.take<std::byte*>(count);
+    is_active = carver.take<uint8_t>(count);
+    expert_rank = carver.take<int32_t>(num_experts);
+    experts_by_rank = carver.take<int32_t>(num_experts);
+    first_of_rank = carver.take<int32_t>(count + 1);
+    return carver.bytes();
+  };
+  constants_ = device_->allocate(lay(Carver(nullptr)));
+  lay(Carver(constants_.get()));
+  state_ = device_->allocate(sizeof(BufferState));
+  report_ = device_->allocate_host(sizeof(WaitReport));
+  const int64_t stride = Row::stride(num_ranks(), num_experts);
+  host_read_ = device_->allocate_host(static_cast<int64_t>(sizeof(HostRead)) + count * stride);
+  message_ = device_->allocate_host(Row::kMessageBytes);
+  rank_staging_ = device_->allocate_host(count);
+  rank_values_ = device_->allocate(count);
+  side_word_ = device_->allocate_host(8);
+  abort_word_ = device_->map_host(group().abort_word(), sizeof(uint32_t));
+
+  buffer_.rank_idx = rank_idx();
+  buffer_.num_ranks = num_ranks();
+  buffer_.num_experts = num_experts;
+  buffer_.num_local_experts =
+      static_cast<int32_t>(placement().local_experts[static_cast<size_t>(rank_idx())].size());
+  buffer_.depth = config().depth;
+  buffer_.workspaces = workspaces;
+  buffer_.is_active = is_active;
+  buffer_.expert_rank = expert_rank;
+  buffer_.experts_by_rank = experts_by_rank;
+  buffer_.first_of_rank = first_of_rank;
+  buffer_.state = reinterpret_cast<BufferState*>(state_.get());
+  buffer_.report = reinterpret_cast<WaitReport*>(report_.get());
+  buffer_.abort_word = reinterpret_cast<const uint32_t*>(abort_word_.get());
+  buffer_.stall_limit_ns = static_cast<uint64_t>(group().stall_timeout_ns());
+  buffer_.arrival_limit_ns = static_cast<uint64_t>(group().arrival_timeout_ns());
+
+  const auto lay_tables = [&](Carver carver) {
+    tables_.epoch = carver.take<uint64_t>(1);
+    tables_.may_move = carver.take<int32_t>(1);
+    tables_.peers = carver.take<kernels::Peer>(count);
+    tables_.stream_starts = carver.take<int64_t>(num_experts + count);
+    tables_.num_rows = carver.take<int64_t>(2);
+    tables_.status = carver.take<int32_t>(2);
+    return carver.bytes();
+  };
+  tables_memory_ = device_->allocate(lay_tables(Carver(nullptr)));
+  lay_tables(Carver(tables_memory_.get()));
+}
+
+void DeviceEndpoint::upload_constants() {
+  const int64_t count = num_ranks();
+  const int64_t num_experts = config().num_experts;
+  // Page-locked memory that outlives the copies: the caller drains the stream.
+  staging_ = device_->allocate_host(16 * (count + 1) + 8 * num_experts + 64 * 5);
+  Carver carver(staging_.get());
+  auto* const bases = carver.take<std::byte*>(count);
+  auto* const is_active = carver.take<uint8_t>(count);
+  auto* const expert_rank = carver.take<int32_t>(num_experts);
+  auto* const experts_by_rank = carver.take<int32_t>(num_experts);
+  auto* const first_of_rank = carver.take<int32_t>(count + 1);
+  int32_t num_listed = 0;
+  for (int rank_idx = 0; rank_idx < num_ranks(); ++rank_idx) {
+    bases[rank_idx] = areas_[static_cast<size_t>(rank_idx)];
+    is_active[rank_idx] = group().is_active(rank_idx) ? 1 : 0;
+    first_of_rank[rank_idx] = num_listed;
+    for (const int32_t expert_idx : placement().local_experts[static_cast<size_t>(rank_idx)])
+      experts_by_rank[num_listed++] = expert_idx;
+  }
+  first_of_rank[count] = num_listed;
+  std::copy(placement().expert_rank.begin(), placement().expert_rank.end(), expert_rank);
+  const auto upload = [this](const void* target, const void* source, int64_t bytes) {
+    stream_->copy(const_cast<void*>(target), source, bytes);
+  };
+  upload(buffer_.workspaces, bases, 8 * count);
+  upload(buffer_.is_active, is_active, count);
+  upload(buffer_.expert_rank, expert_rank, 4 * num_experts);
+  upload(buffer_.experts_by_rank, experts_by_rank, 4 * num_experts);
+  upload(buffer_.first_of_rank, first_of_rank, 4 * (count + 1));
+}
+
+kernels::Buffer DeviceEndpoint::buffer() const {
+  Buffer buffer = buffer_;
+  buffer.abort_generation = group().generation();
+  buffer.first_epoch = first_epoch();
+  buffer.segment_bases = bases_->table();
+  return buffer;
+}
+
+device::Launch DeviceEndpoint::launch(int num_blocks) const {
+  device::Launch launch;
+  launch.num_blocks = num_blocks;
+  launch.num_threads = num_threads_;
+  launch.stream = stream_->handle();
+  return launch;
+}
+
+void DeviceEndpoint::set_caller_stream(uintptr_t handle) {
+  caller_stream_ = device_->caller_stream(handle);
+}
+
+void DeviceEndpoint::follow_caller() {
+  if (!is_host_caller())
+    stream_->wait(*caller_stream_->record());
+}
+
+void DeviceEndpoint::lead_caller() {
+  if (!is_host_caller())
+    caller_stream_->wait(*stream_->record());
+}
+
+const Row& DeviceEndpoint::read_row(int rank_idx) const {
+  const int64_t stride = Row::stride(num_ranks(), config().num_experts);
+  return *reinterpret_cast<const Row*>(
+      offset_ptr(host_read_.get() + sizeof(HostRead), rank_idx, stride));
+}
+
+const layout::SecondOffer& DeviceEndpoint::read_second_offer(int rank_idx) const {
+  return reinterpret_cast<const layout::SecondOffer*>(host_read_.get() +
+                                                      sizeof(HostRead))[rank_idx];
+}
+
+std::byte* DeviceEndpoint::scratch(int64_t bytes) {
+  if (bytes > scratch_bytes_) {
+    scratch_bytes_ = std::max(bytes, 2 * scratch_bytes_);
+    scratch_ = device_->allocate(scratch_bytes_);
+  }
+  return scratch_.get();
+}
+
+Stream& DeviceEndpoint::side_stream() const {
+  if (!side_stream_) {
+    device_->activate();
+    side_stream_ = is_host_caller() ? device_->caller_stream(0) : device_->create_stream();
+  }
+  return *side_stream_;
+}
+
+template <typename Word>
+Word DeviceEndpoint::read_word(const Word& word) const {
+  const std::lock_guard<std::mutex> lock(side_mutex_);
+  side_stream().copy(side_word_.get(), &word, sizeof(Word));
+  await(*side_stream().record());
+  return *reinterpret_cast<const Word*>(side_word_.get());
+}
+
+template <typename Word>
+void DeviceEndpoint::write_word(Word& word, Word value) {
+  const std::lock_guard<std::mutex> lock(side_mutex_);
+  *reinterpret_cast<Word*>(side_word_.get()) = value;
+  side_stream().copy(&word, side_word_.get(), sizeof(Word));
+  await(*side_stream().record());
+}
+
+bool DeviceEndpoint::has_row(uint64_t epoch, int peer_rank) const {
+  return read_word(own_area_.row(epoch, peer_rank).epoch) >= epoch;
+}
+
+bool DeviceEndpoint::is_done(uint64_t epoch, int peer_rank) const {
+  return read_word(own_area_.done(epoch, peer_rank).epoch) >= epoch;
+}
+
+void DeviceEndpoint::show_phase(layout::Phase phase) {
+  write_word(own_area_.activity().phase, static_cast<int32_t>(phase));
+}
+
+void DeviceEndpoint::write_rejected_row(uint64_t epoch, int peer_rank) {
+  Row& row = own_area_.row(epoch, peer_rank);
+  write_word(row.status, static_cast<int32_t>(layout::RowStatus::kInvalidArgument));
+  write_word(row.epoch, epoch);
+}
+
+const char* DeviceEndpoint::write_message(const std::string& text) {
+  auto* const message = reinterpret_cast<char*>(message_.get());
+  std::strncpy(message, text.c_str(), Row::kMessageBytes - 1);
+  message[Row::kMessageBytes - 1] = '\0';
+  return message;
+}
+
+const uint8_t* DeviceEndpoint::upload_ranks(const std::vector<uint8_t>& values) {
+  std::memcpy(rank_staging_.get(), values.data(), values.size());
+  stream_->copy(rank_values_.get(), rank_staging_.get(), static_cast<int64_t>(values.size()));
+  return reinterpret_cast<const uint8_t*>(rank_values_.get());
+}
+
+void DeviceEndpoint::drain() {
+  await(*stream_->record());
+}
+
+bool DeviceEndpoint::is_idle() const {
+  return EndpointBase::is_idle() && stream_->record()->is_complete();
+}
+
+void DeviceEndpoint::restart(uint64_t next_epoch) {
+  EndpointBase::restart(next_epoch);
+  std::memset(report_.get(), 0, sizeof(WaitReport));
+  upload_constants();
+  state_staging_ = device_->allocate_host(sizeof(BufferState));
+  reinterpret_cast<BufferState*>(state_staging_.get())->epoch = next_epoch - 1;
+  stream_->copy(state_.get(), state_staging_.get(), sizeof(BufferState));
+  await(*stream_->record());
+}
+
+void DeviceEndpoint::end_device_operations() {
+  drain();
+  bases_ = nullptr;
+}
+
+}  // namespace moe::runtime

@@ -1,0 +1,165 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "host/endpoint_base.h"
+#include "kernels/exchange.h"
+#include "runtime/device.h"
+#include "runtime/device_memory.h"
+#include "runtime/segment_bases.h"
+
+namespace moe::runtime {
+
+/// How kernels of one buffer are launched.
+struct LaunchShape {
+  int num_sms = 0;           ///< blocks that move rows; 0 for the device's own choice
+  int num_threads = 0;       ///< of every block; 0 for 256
+  int tokens_per_chunk = 0;  ///< that one block counts at a time, at least; 0 for 64
+};
+
+struct DeviceEndpointConfig {
+  host::EndpointConfig common;
+  LaunchShape shape;
+};
+
+/// One buffer on one rank whose rows kernels move; see EndpointBase.
+///
+/// Its kernels share one stream, so that they run in the order of the operations. Peers write into
+/// two control areas: one in the heap of the group, which the host reads (activity and closed flags
+/// only), and one in the memory of the device, with the ring of rows and flags.
+class DeviceEndpoint : public host::EndpointBase {
+ public:
+  /// Collective.
+  /// @param memory  The heap that kernels address; of the same communicator tree as @p group.
+  /// @throws InvalidArgument  configurations differ; names both values, on every rank.
+  static std::shared_ptr<DeviceEndpoint> create(std::shared_ptr<host::Group> group,
+                                                std::shared_ptr<SymmetricMemory> memory,
+                                                std::shared_ptr<Device> device,
+                                                DeviceEndpointConfig config,
+                                                const host::InterruptCheck& interrupt_check);
+  ~DeviceEndpoint() override;
+
+  SymmetricMemory& memory() const override { return *memory_; }
+  int32_t dlpack_device_type() const override { return device_->dlpack_type(); }
+  int32_t device_idx() const override { return device_->device_idx(); }
+  bool is_idle() const override;
+  void restart(uint64_t next_epoch) override;
+
+  Device& device() const { return *device_; }
+  /// The stream of this buffer's kernels.
+  Stream& stream() const { return *stream_; }
+  /// Whether the caller is the host itself, whose tensors are ready and which waits for results.
+  bool is_host_caller() const { return device_->dlpack_type() == kDlpackCpu; }
+
+  /// The caller's stream for operations issued from now on, by the number Python knows it by.
+  void set_caller_stream(uintptr_t handle);
+  /// Kernels launched from now on run after what the caller's stream holds.
+  void follow_caller();
+  /// What the caller's stream is given from now on runs after the kernels launched so far.
+  void lead_caller();
+
+  /// What kernels of this buffer share, as it is now.
+  kernels::Buffer buffer() const;
+  /// Device memory in which kernels of one operation tell those behind them what they found; its
+  /// counts, offsets and choices per expert belong to the plan.
+  const kernels::Tables& tables() const { return tables_; }
+
+  /// A launch of @p num_blocks in the stream of this buffer.
+  device::Launch launch(int num_blocks) const;
+  int num_sms() const { return num_sms_; }
+  int num_threads() const { return num_threads_; }
+  int tokens_per_chunk() const { return tokens_per_chunk_; }
+  /// Whether rows at @p source cannot move by bulk copies.
+  bool needs_plain_copies(const std::byte* source) const {
+    return !device_->has_bulk_copies() || reinterpret_cast<uintptr_t>(source) % 16 != 0;
+  }
+
+  /// Header and rows that a kernel copies for the host; one operation at a time.
+  kernels::HostRead* host_read() const {
+    return reinterpret_cast<kernels::HostRead*>(host_read_.get());
+  }
+  const layout::Row& read_row(int rank_idx) const;
+  const layout::SecondOffer& read_second_offer(int rank_idx) const;
+  uint64_t take_ticket() { return ++last_ticket_; }
+  /// Page-locked copy of the text of a row that is rejected; one operation at a time.
+  const char* write_message(const std::string& text);
+  /// Device copy of a value per rank, in the order of the stream; valid until the next call.
+  const uint8_t* upload_ranks(const std::vector<uint8_t>& values);
+  const kernels::WaitReport& report() const {
+    return *reinterpret_cast<const kernels::WaitReport*>(report_.get());
+  }
+
+  /// Device memory for counting choices, at least so many bytes; kept between operations.
+  std::byte* scratch(int64_t bytes);
+
+  // Beside running kernels, for the slow path of waits.
+  /// This rank's flags of @p epoch, as peers left them.
+  bool has_row(uint64_t epoch, int peer_rank) const;
+  bool is_done(uint64_t epoch, int peer_rank) const;
+  /// For peers that wait: this rank is obtaining memory, which takes its time.
+  void show_phase(layout::Phase phase);
+  /// In place of a peer that will write none.
+  void write_rejected_row(uint64_t epoch, int peer_rank);
+
+  /// Makes kernels find what was allocated since.
+  void refresh_segments() { bases_->refresh(); }
+
+  /// Waits until the stream is empty: what kernels wait for comes, or they leave.
+  void drain();
+
+ private:
+  static constexpr int32_t kDlpackCpu = 1;
+
+  DeviceEndpoint(std::shared_ptr<host::Group> group,
+                 std::shared_ptr<SymmetricMemory> memory,
+                 std::shared_ptr<Device> device,
+                 DeviceEndpointConfig config);
+  void connect_areas(const host::InterruptCheck& interrupt_check);
+  void make_tables();
+  void upload_constants();
+  Stream& side_stream() const;
+  template <typename Word>
+  Word read_word(const Word& word) const;
+  template <typename Word>
+  void write_word(Word& word, Word value);
+  void end_device_operations() override;
+
+  std::shared_ptr<SymmetricMemory> memory_;
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<Stream> stream_;
+  mutable std::shared_ptr<Stream> side_stream_;  ///< made when it is first needed
+  std::shared_ptr<Stream> caller_stream_;
+  int num_sms_;
+  int num_threads_;
+  int tokens_per_chunk_;
+
+  layout::Workspace own_area_;     ///< in the memory of the device
+  std::vector<std::byte*> areas_;  ///< [num_ranks] control areas in the memory of the device
+  std::unique_ptr<SegmentBases> bases_;
+  std::shared_ptr<const std::byte> abort_word_;
+
+  std::shared_ptr<std::byte> constants_;
+  std::shared_ptr<std::byte> staging_;
+  std::shared_ptr<std::byte> state_staging_;
+  std::shared_ptr<std::byte> state_;
+  kernels::Buffer buffer_;
+  std::shared_ptr<std::byte> tables_memory_;
+  kernels::Tables tables_;
+  std::shared_ptr<std::byte> report_;
+  std::shared_ptr<std::byte> host_read_;
+  std::shared_ptr<std::byte> message_;
+  std::shared_ptr<std::byte> rank_staging_;
+  std::shared_ptr<std::byte> rank_values_;
+  mutable std::mutex side_mutex_;
+  std::shared_ptr<std::byte> side_word_;  ///< page-locked, under side_mutex_
+  uint64_t last_ticket_ = 0;
+  std::shared_ptr<std::byte> scratch_;
+  int64_t scratch_bytes_ = 0;
+};
+
+}  // namespace moe::runtime

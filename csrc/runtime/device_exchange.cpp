@@ -1,0 +1,254 @@
+#include "runtime/device_exchange.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "core/sync.h"
+#include "host/dispatch_rules.h"
+
+namespace moe::runtime {
+
+using kernels::ExchangeParams;
+using kernels::OperationStatus;
+using layout::Phase;
+using layout::Row;
+using layout::RowStatus;
+
+DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
+                               layout::Operation operation,
+                               const host::InterruptCheck& interrupt_check)
+    : endpoint_(endpoint),
+      group_(endpoint.group()),
+      operation_(operation),
+      interrupt_check_(interrupt_check) {
+  MOE_CHECK(!endpoint.is_destroyed(),
+            layout::operation_name(operation),
+            ": this buffer has been destroyed");
+  group_.check_usable(operation);
+  // An operation that the host did not wait for may have left since.
+  check_left();
+  check_closed();
+  endpoint_.device().activate();
+  if (endpoint_.tracer().is_enabled())
+    phase_start_ns_ = sync::now_ns();
+  epoch_ = endpoint_.take_epoch();
+  group_.show_presence(endpoint_.buffer_number(), epoch_, operation_);
+}
+
+host::WaitSite DeviceExchange::site(Phase phase) const {
+  return host::WaitSite{operation_, phase, static_cast<int64_t>(epoch_), &interrupt_check_};
+}
+
+std::shared_ptr<Window> DeviceExchange::allocate(uint64_t bytes) {
+  if (auto window = endpoint_.memory().allocate_free(bytes); window && window->bytes() >= bytes)
+    return window;
+  endpoint_.show_phase(Phase::kGrowing);
+  try {
+    auto window = endpoint_.memory().allocate(bytes);
+    endpoint_.refresh_segments();
+    endpoint_.show_phase(Phase::kIdle);
+    return window;
+  } catch (...) {
+    endpoint_.show_phase(Phase::kIdle);
+    throw;
+  }
+}
+
+void DeviceExchange::publish(ExchangeParams params) {
+  endpoint_.refresh_segments();
+  params.buffer = endpoint_.buffer();
+  params.host_read = endpoint_.host_read();
+  params.ticket = ticket_ = endpoint_.take_ticket();
+  has_launched_ = true;
+  kernels::launch_exchange(endpoint_.launch(1), params);
+}
+
+host::Rows DeviceExchange::collect(bool with_counts) {
+  await_ticket(Phase::kRows, ticket_);
+  const int num_ranks = group_.num_ranks();
+  host::Rows rows;
+  rows.headers.resize(static_cast<size_t>(num_ranks));
+  rows.messages.resize(static_cast<size_t>(num_ranks));
+  for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
+    if (!group_.is_active(peer_rank))
+      continue;
+    const Row& row = endpoint_.read_row(peer_rank);
+    Row& header = rows.headers[static_cast<size_t>(peer_rank)];
+    std::string& message = rows.messages[static_cast<size_t>(peer_rank)];
+    header = row;
+    switch (static_cast<RowStatus>(row.status)) {
+      case RowStatus::kOk:
+        break;
+      case RowStatus::kBadExpert:
+        // The message of a row whose ids a device has yet to check is its number of choices.
+        message = host::describe_bad_expert(static_cast<int64_t>(row.needed_bytes),
+                                            std::strtoll(row.message(), nullptr, 10),
+                                            static_cast<int64_t>(row.available_bytes),
+                                            endpoint_.config().num_experts);
+        header.status = static_cast<int32_t>(RowStatus::kInvalidArgument);
+        break;
+      case RowStatus::kFailedRank:
+        message = host::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),
+                                             static_cast<int>(row.available_bytes));
+        header.status = static_cast<int32_t>(RowStatus::kInvalidArgument);
+        break;
+      default:
+        message = row.message();
+    }
+  }
+  if (const std::exception_ptr error = host::find_disagreement(rows, group_)) {
+    settle(OperationStatus::kRejected);
+    std::rethrow_exception(error);
+  }
+  step_ = Phase::kData;
+  if (with_counts) {
+    rows.counts = layout::CountMatrix(num_ranks, endpoint_.config().num_experts);
+    for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank)
+      if (group_.is_active(peer_rank))
+        std::copy_n(endpoint_.read_row(peer_rank).counts(),
+                    rows.counts.stride(),
+                    rows.counts.row(peer_rank));
+  }
+  return rows;
+}
+
+void DeviceExchange::reject(const layout::OperationArguments& arguments,
+                            RowStatus status,
+                            const std::string& message) {
+  publish_rejection(arguments, status, message, 0, 0);
+}
+
+void DeviceExchange::reject(const layout::OperationArguments& arguments,
+                            const CapacityError& error) {
+  publish_rejection(
+      arguments, RowStatus::kNoCapacity, error.what(), error.needed_bytes, error.available_bytes);
+}
+
+void DeviceExchange::publish_rejection(const layout::OperationArguments& arguments,
+                                       RowStatus status,
+                                       const std::string& message,
+                                       uint64_t needed_bytes,
+                                       uint64_t available_bytes) {
+  ExchangeParams params;
+  params.tables = endpoint_.tables();
+  params.arguments = arguments;
+  params.status = static_cast<int32_t>(status);
+  params.needed_bytes = needed_bytes;
+  params.available_bytes = available_bytes;
+  params.message = endpoint_.write_message(message);
+  publish(params);
+  collect(false);
+  throw std::logic_error("a rejected row was not reported");
+}
+
+std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
+    const kernels::Tables& tables,
+    const std::vector<int>& short_ranks,
+    const kernels::OwnOffer& own) {
+  endpoint_.refresh_segments();
+  kernels::OffersParams params;
+  params.buffer = endpoint_.buffer();
+  params.tables = tables;
+  params.own = own;
+  std::vector<uint8_t> is_short(static_cast<size_t>(group_.num_ranks()));
+  for (const int rank_idx : short_ranks)
+    is_short[static_cast<size_t>(rank_idx)] = 1;
+  params.is_short = is_short[static_cast<size_t>(group_.rank_idx())];
+  params.short_ranks = endpoint_.upload_ranks(is_short);
+  params.host_read = endpoint_.host_read();
+  params.ticket = ticket_ = endpoint_.take_ticket();
+  step_ = Phase::kOffers;
+  kernels::launch_offers(endpoint_.launch(1), params);
+  await_ticket(Phase::kOffers, ticket_);
+  step_ = Phase::kData;
+  std::vector<layout::SecondOffer> seconds;
+  for (const int rank_idx : short_ranks)
+    seconds.push_back(endpoint_.read_second_offer(rank_idx));
+  return seconds;
+}
+
+void DeviceExchange::settle(OperationStatus status) {
+  if (endpoint_.host_read()->status != static_cast<int32_t>(status))
+    throw std::logic_error(concat("the exchange of epoch ",
+                                  epoch_,
+                                  " ended with status ",
+                                  endpoint_.host_read()->status,
+                                  ", the host finds ",
+                                  static_cast<int32_t>(status)));
+  endpoint_.complete_epoch(epoch_);
+  group_.leave_presence();
+  state_ = State::kEnded;
+}
+
+void DeviceExchange::finish() {
+  if (!endpoint_.is_host_caller()) {
+    endpoint_.lead_caller();
+    return;
+  }
+  const auto event = endpoint_.stream().record();
+  await(Phase::kData, [&event] { return event->is_complete(); });
+  check_left();
+  // What was read from a peer counts only if that peer had not given up by then: it may have
+  // overwritten its rows since.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  group_.check_abort();
+}
+
+void DeviceExchange::complete() {
+  if (state_ != State::kEntered)
+    return;
+  enter(nullptr);
+  state_ = State::kEnded;
+  group_.leave_presence();
+  endpoint_.complete_epoch(epoch_);
+}
+
+void DeviceExchange::fail(const std::string& reason) {
+  if (state_ != State::kEntered)
+    return;
+  state_ = State::kEnded;
+  group_.leave_presence();
+  if (!group_.is_aborted())
+    group_.abort(layout::AbortCause::kPeerFailed,
+                 site(step_),
+                 {group_.rank_idx()},
+                 concat("rank ",
+                        group_.rank_idx(),
+                        " gave up ",
+                        layout::operation_name(operation_),
+                        ", epoch ",
+                        epoch_,
+                        ": ",
+                        reason));
+  // Kernels leave by the abort; until then they read what the caller gave.
+  endpoint_.drain();
+  for (auto& window : offered_)
+    group_.quarantine(std::move(window));
+}
+
+void DeviceExchange::enter(const char* phase) {
+  if (!endpoint_.tracer().is_enabled())
+    return;
+  const int64_t now_ns = sync::now_ns();
+  if (phase_ != nullptr && now_ns > phase_start_ns_)
+    endpoint_.tracer().add(
+        {static_cast<int64_t>(epoch_), operation_, phase_, phase_start_ns_, now_ns, -1});
+  phase_ = phase;
+  phase_start_ns_ = now_ns;
+}
+
+void reject_operation(DeviceEndpoint& endpoint,
+                      layout::Operation operation,
+                      RowStatus status,
+                      const std::string& message,
+                      const host::InterruptCheck& interrupt_check) {
+  run_operation(endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) -> int {
+    layout::OperationArguments arguments;
+    arguments.operation = static_cast<int32_t>(operation);
+    exchange.reject(arguments, status, message);
+  });
+  throw std::logic_error("a rejected operation ended well");
+}
+
+}  // namespace moe::runtime

@@ -1,0 +1,90 @@
+#include "runtime/device_plan.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace moe::runtime {
+
+using layout::Row;
+
+std::shared_ptr<DevicePlan> DevicePlan::allocate(DeviceEndpoint& endpoint,
+                                                 layout::RowLayout layout,
+                                                 int64_t num_tokens,
+                                                 int64_t num_topk) {
+  auto plan = std::make_shared<DevicePlan>();
+  const int num_ranks = endpoint.num_ranks();
+  const int64_t num_slots = layout::num_slots_per_token(layout, num_topk, num_ranks);
+  const auto lay = [&](Carver carver) {
+    plan->slots = carver.take<int64_t>(num_tokens * num_slots);
+    plan->topk_idx = carver.take<int64_t>(num_tokens * num_topk);
+    plan->device_counts = carver.take<int32_t>(
+        int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts));
+    return carver.bytes();
+  };
+  plan->memory = endpoint.device().allocate(lay(Carver(nullptr)));
+  lay(Carver(plan->memory.get()));
+  return plan;
+}
+
+DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint, int32_t* counts) {
+  DispatchTables made;
+  made.tables = endpoint.tables();
+  const int num_ranks = endpoint.num_ranks();
+  const int64_t num_local = endpoint.buffer().num_local_experts;
+  const int64_t num_counts =
+      counts != nullptr
+          ? 0
+          : int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts);
+  const auto lay = [&](Carver carver) {
+    made.tables.expert_offsets = carver.take<int32_t>(num_local + 1);
+    made.tables.num_tokens_per_expert = carver.take<int64_t>(num_local);
+    int32_t* const own_counts = carver.take<int32_t>(num_counts);
+    made.tables.counts = counts != nullptr ? counts : own_counts;
+    return carver.bytes();
+  };
+  made.memory = endpoint.device().allocate(lay(Carver(nullptr)));
+  lay(Carver(made.memory.get()));
+  return made;
+}
+
+std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const host::Plan& plan) {
+  auto made = DevicePlan::allocate(endpoint, plan.layout(), plan.num_tokens, plan.num_topk);
+  static_cast<host::PlanHeader&>(*made) = plan;
+  Stream& stream = endpoint.stream();
+  const auto upload = [&](auto* target, const auto& values) {
+    const auto bytes = static_cast<int64_t>(values.size() * sizeof(values[0]));
+    if (bytes == 0)
+      return;
+    const auto staging = endpoint.device().allocate_host(bytes);
+    std::memcpy(staging.get(), values.data(), static_cast<size_t>(bytes));
+    stream.copy(target, staging.get(), bytes);
+    endpoint.drain();
+  };
+  endpoint.device().activate();
+  upload(made->slots, plan.slots);
+  upload(made->topk_idx, plan.topk_idx);
+  upload(made->device_counts, plan.counts.counts);
+  return made;
+}
+
+host::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
+  host::Plan made;
+  static_cast<host::PlanHeader&>(made) = plan;
+  made.slots.resize(static_cast<size_t>(plan.num_tokens * plan.num_slots));
+  made.topk_idx.resize(static_cast<size_t>(plan.num_tokens * plan.num_topk));
+  const auto download = [&](auto& values, const auto* source) {
+    const auto bytes = static_cast<int64_t>(values.size() * sizeof(values[0]));
+    if (bytes == 0)
+      return;
+    const auto staging = endpoint.device().allocate_host(bytes);
+    endpoint.stream().copy(staging.get(), source, bytes);
+    endpoint.drain();
+    std::memcpy(values.data(), staging.get(), static_cast<size_t>(bytes));
+  };
+  endpoint.device().activate();
+  download(made.slots, plan.slots);
+  download(made.topk_idx, plan.topk_idx);
+  return made;
+}
+
+}  // namespace moe::runtime

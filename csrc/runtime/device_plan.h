@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "host/plan.h"
+#include "kernels/buffer.h"
+#include "runtime/device_endpoint.h"
+
+namespace moe::runtime {
+
+/// A plan whose slots lie in device memory. Immutable once the kernels that write it have run.
+struct DevicePlan : host::PlanHeader {
+  std::shared_ptr<std::byte> memory;  ///< owner of the rest
+  int64_t* slots = nullptr;           ///< device [num_tokens, num_slots]
+  int64_t* topk_idx = nullptr;        ///< device [num_tokens, num_topk], a private copy
+  int32_t* device_counts = nullptr;   ///< device, the count matrix
+
+  /// An empty plan with room for so many choices. The header is of the caller's making.
+  static std::shared_ptr<DevicePlan> allocate(DeviceEndpoint& endpoint,
+                                              layout::RowLayout layout,
+                                              int64_t num_tokens,
+                                              int64_t num_topk);
+};
+
+/// What a dispatch finds besides its plan, in device memory.
+struct DispatchTables {
+  std::shared_ptr<std::byte> memory;
+  kernels::Tables tables;  ///< all of them
+
+  /// @param counts  Device memory for the count matrix, or null for some of its own.
+  static DispatchTables allocate(DeviceEndpoint& endpoint, int32_t* counts);
+};
+
+/// The plan of a dispatch from its count matrix and this rank's choices, as host::Plan::make().
+std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const host::Plan& plan);
+
+/// The plan's slots and choices, in host memory.
+host::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan);
+
+}  // namespace moe::runtime

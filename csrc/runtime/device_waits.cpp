@@ -1,0 +1,163 @@
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "core/sync.h"
+#include "host/arrival_watch.h"
+#include "host/warn.h"
+#include "runtime/device_exchange.h"
+
+// How the host waits for kernels: it polls what they write, and sees to it that they do not wait in
+// vain for a peer that has died, left or never comes.
+
+namespace moe::runtime {
+
+namespace {
+
+using kernels::Cause;
+using kernels::OperationStatus;
+using layout::Phase;
+
+constexpr int kSpins = 200;
+constexpr int kYields = 200;
+constexpr auto kSleep = std::chrono::microseconds(50);
+constexpr int64_t kLookEveryNs = 2'000'000;
+// A peer may die or leave after its part of an operation that the others can complete.
+constexpr int64_t kDeathGraceNs = 300'000'000;
+
+}  // namespace
+
+void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
+  int64_t looked_ns = sync::now_ns();
+  start_ns_ = warned_ns_ = looked_ns;
+  death_ns_ = 0;
+  for (int i = 0; !is_ready(); ++i) {
+    if (i < kSpins)
+      sync::pause();
+    else if (i < kSpins + kYields)
+      sync::yield();
+    else
+      std::this_thread::sleep_for(kSleep);
+    const int64_t now_ns = sync::now_ns();
+    if (now_ns - looked_ns < kLookEveryNs)
+      continue;
+    looked_ns = now_ns;
+    if (interrupt_check_)
+      interrupt_check_();
+    if (is_ready())
+      return;
+    look_around(phase, now_ns);
+  }
+}
+
+void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
+  const kernels::HostRead* const read = endpoint_.host_read();
+  // A kernel that fails in itself never gives its ticket.
+  const auto event = endpoint_.stream().record();
+  const auto has_ticket = [&] { return sync::load_acquire(read->ticket) >= ticket; };
+  await(phase, [&] { return has_ticket() || event->is_complete(); });
+  if (!has_ticket())
+    throw std::logic_error(concat("the kernels of epoch ", epoch_, " ended without an answer"));
+  if (read->status != static_cast<int32_t>(OperationStatus::kLeft))
+    return;
+  check_left();
+  group_.check_abort();
+  throw std::logic_error(concat("the kernels of epoch ", epoch_, " left without a cause"));
+}
+
+void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
+  group_.check_abort();
+  check_left();
+  if (phase == Phase::kRows)
+    check_closed();
+  check_peers(phase, now_ns);
+  if (phase == Phase::kRows)
+    check_arrivals(now_ns);
+}
+
+void DeviceExchange::check_closed() {
+  const auto& workspace = endpoint_.own_workspace();
+  const uint64_t epoch = epoch_ == 0 ? endpoint_.next_epoch() : epoch_;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
+      continue;
+    const uint64_t closed_epoch = sync::load_acquire(workspace.closed(peer_rank).epoch);
+    if (closed_epoch == 0 || closed_epoch > epoch)
+      continue;
+    if (has_launched_) {
+      // No rank can get that row, so all end here alike; nothing was written to anybody.
+      stand_in_for(peer_rank);
+      endpoint_.drain();
+      state_ = State::kEnded;
+      group_.leave_presence();
+    }
+    throw InvalidArgument(concat("rank ",
+                                 peer_rank,
+                                 " has destroyed this buffer, rank ",
+                                 group_.rank_idx(),
+                                 " calls ",
+                                 layout::operation_name(operation_),
+                                 " on it"));
+  }
+}
+
+/// The kernel that waits for the row of a peer that closed its buffer is given one that rejects.
+void DeviceExchange::stand_in_for(int closed_rank) {
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank)
+    if (group_.is_active(peer_rank) &&
+        (peer_rank == closed_rank || !endpoint_.has_row(epoch_, peer_rank)))
+      endpoint_.write_rejected_row(epoch_, peer_rank);
+}
+
+void DeviceExchange::check_peers(Phase phase, int64_t now_ns) {
+  const host::WaitSite where = site(phase);
+  group_.check_peers(where, [&](int gone_rank) {
+    if (phase == Phase::kRows && !endpoint_.has_row(epoch_, gone_rank))
+      return true;
+    if (phase != Phase::kRows)
+      return !endpoint_.is_done(epoch_, gone_rank);
+    if (group_.state(gone_rank) != PeerState::kDead)
+      return false;
+    if (death_ns_ == 0)
+      death_ns_ = now_ns;
+    return now_ns - death_ns_ > kDeathGraceNs;
+  });
+}
+
+/// Warns of a peer that does not come. Its limit is the kernel's.
+void DeviceExchange::check_arrivals(int64_t now_ns) {
+  if (now_ns - warned_ns_ <= host::warning_interval_ns())
+    return;
+  warned_ns_ = now_ns;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank) ||
+        endpoint_.has_row(epoch_, peer_rank))
+      continue;
+    host::warn(host::describe_absence(
+        group_, site(Phase::kRows), endpoint_.buffer_number(), peer_rank, now_ns - start_ns_));
+    return;
+  }
+}
+
+void DeviceExchange::check_left() {
+  const kernels::WaitReport& report = endpoint_.report();
+  const auto cause = static_cast<Cause>(sync::load_acquire(report.cause));
+  if (cause == Cause::kNone)
+    return;
+  group_.check_abort();
+  if (cause == Cause::kTimedOut)
+    give_up(report);
+}
+
+void DeviceExchange::give_up(const kernels::WaitReport& report) {
+  host::WaitSite where;
+  where.operation = static_cast<layout::Operation>(report.operation);
+  where.phase = static_cast<Phase>(report.phase);
+  where.epoch = static_cast<int64_t>(report.epoch);
+  if (where.phase == Phase::kRows)
+    host::give_up_absent(group_, where, endpoint_.buffer_number(), report.peer_rank);
+  host::give_up_stalled(
+      group_, where, endpoint_.buffer_number(), report.peer_rank, report.peer_rank);
+}
+
+}  // namespace moe::runtime

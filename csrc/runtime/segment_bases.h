@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/symmetric_memory.h"
+#include "host/group.h"
+#include "runtime/device.h"
+
+namespace moe::runtime {
+
+/// Where every rank's segments lie in the address space of this rank's kernels: a table in
+/// page-locked memory that is filled as segments are announced. A kernel that is offered memory
+/// whose entry is still 0 waits for it.
+class SegmentBases {
+ public:
+  SegmentBases(std::shared_ptr<host::Group> group,
+               std::shared_ptr<SymmetricMemory> memory,
+               Device& device);
+  ~SegmentBases();
+  SegmentBases(const SegmentBases&) = delete;
+  SegmentBases& operator=(const SegmentBases&) = delete;
+
+  /// [num_ranks, kernels::Buffer::kMaxSegments]
+  const uint64_t* table() const { return reinterpret_cast<const uint64_t*>(table_.get()); }
+
+  /// Looks for segments that are new. Never blocks. Called by the link's thread whenever a peer
+  /// announces one, and by whoever has made the own heap grow.
+  /// @throws CapacityError  a rank has more segments than the table has room for.
+  void refresh();
+
+ private:
+  void refresh_from_link() noexcept;
+
+  std::shared_ptr<host::Group> group_;
+  std::shared_ptr<SymmetricMemory> memory_;
+  std::shared_ptr<std::byte> table_;
+  std::mutex mutex_;
+  std::vector<uint32_t> num_known_;  ///< by rank
+  int listener_id_;
+};
+
+}  // namespace moe::runtime
