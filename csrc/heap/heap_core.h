@@ -59,6 +59,21 @@ struct HeapCore {
     return lock;
   }
 
+  /// Whether [address, address + bytes) lies whole in one segment; if so sets @p offer.
+  bool find(const void* address, uint64_t bytes, Offer* offer) const {
+    const auto wanted = reinterpret_cast<uintptr_t>(address);
+    for (uint32_t idx = num_segments.load(std::memory_order_acquire); idx-- > 0;) {
+      const SegmentTable::Entry* entry = table.find(idx);
+      const auto start = reinterpret_cast<uintptr_t>(entry->data.load(std::memory_order_relaxed));
+      if (wanted < start || wanted - start > entry->bytes ||
+          bytes > entry->bytes - (wanted - start))
+        continue;
+      *offer = Offer{idx, 0, wanted - start, bytes};
+      return true;
+    }
+    return false;
+  }
+
   void release(WindowAllocator::Block* block) noexcept {
     if (block == nullptr || origin.is_forked_child())
       return;  // in a child the mutex may be held for ever by a thread that is not there

@@ -124,7 +124,7 @@ bool PeerConnection::parse(const FrameHandler& handle_frame) {
   while (received_.size() - position >= sizeof(FrameHeader)) {
     FrameHeader header;
     std::memcpy(&header, received_.data() + position, sizeof header);
-    if (header.kind < FrameKind::kMessage || header.kind > FrameKind::kBye ||
+    if (header.kind < FrameKind::kMessage || header.kind > FrameKind::kMemory ||
         header.payload_bytes > kMaxPayloadBytes)
       return false;
     if (received_.size() - position - sizeof header < header.payload_bytes)

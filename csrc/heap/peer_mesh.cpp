@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <deque>
 #include <fstream>
 #include <mutex>
 #include <thread>
@@ -53,6 +54,8 @@ MeshAddress make_address() {
 struct Peer {
   std::unique_ptr<PeerConnection> connection;  ///< null for this rank
   std::unique_ptr<PeerSegments> segments;
+  std::mutex memories_mutex;
+  std::deque<AnnouncedMemory> memories;  ///< announced, not taken yet
 };
 
 class SocketMesh final : public PeerMesh,
@@ -95,6 +98,8 @@ class SocketMesh final : public PeerMesh,
   void announce_segment(uint32_t segment_idx,
                         const std::shared_ptr<Segment>& segment,
                         OwnedFd memfd) override;
+  void announce_memory(AnnouncedMemory memory) override;
+  bool take_memory(int rank_idx, AnnouncedMemory* memory) override;
   const SegmentTable::Entry* find_segment(int rank_idx, uint32_t segment_idx) const override {
     return peer_of(rank_idx).segments->find(segment_idx);
   }
@@ -318,6 +323,30 @@ void SocketMesh::announce_segment(uint32_t segment_idx,
   }
 }
 
+void SocketMesh::announce_memory(AnnouncedMemory memory) {
+  origin_.check("PeerMesh");
+  const auto shared_fd = memory.fd ? std::make_shared<OwnedFd>(std::move(memory.fd)) : nullptr;
+  const FrameHeader header{FrameKind::kMemory,
+                           shared_fd == nullptr ? 0u : 1u,
+                           memory.segment_idx,
+                           memory.bytes,
+                           memory.description.size()};
+  for (const auto& peer : peers_)
+    if (peer->connection != nullptr)
+      peer->connection->send(make_frame(header, memory.description), shared_fd);
+}
+
+bool SocketMesh::take_memory(int rank_idx, AnnouncedMemory* memory) {
+  origin_.check("PeerMesh");
+  Peer& peer = peer_of(rank_idx);
+  const std::lock_guard lock(peer.memories_mutex);
+  if (peer.memories.empty())
+    return false;
+  *memory = std::move(peer.memories.front());
+  peer.memories.pop_front();
+  return true;
+}
+
 void SocketMesh::serve() {
   std::vector<epoll_event> events(16);
   Clock::time_point flush_deadline{};
@@ -395,6 +424,14 @@ void SocketMesh::handle_frame(Peer& peer,
     case FrameKind::kBye:
       peer.connection->mark_left();
       break;
+    case FrameKind::kMemory: {
+      const std::lock_guard lock(peer.memories_mutex);
+      peer.memories.push_back({static_cast<uint32_t>(header.channel),
+                               header.sequence,
+                               std::move(payload),
+                               std::move(fd)});
+      break;
+    }
   }
 }
 

@@ -13,6 +13,14 @@
 
 namespace moe::heap {
 
+/// Memory of a peer that is no file, such as a GPU's.
+struct AnnouncedMemory {
+  uint32_t segment_idx = 0;
+  uint64_t bytes = 0;
+  std::string description;  ///< how to open it
+  OwnedFd fd;               ///< empty where the owner passed none
+};
+
 /// Unix sockets between all ranks of a communicator tree on one machine, and the service thread
 /// that reads them: hears of deaths, maps announced segments, keeps small messages for their
 /// readers.
@@ -53,6 +61,14 @@ class PeerMesh : public PeerLink {
   virtual void announce_segment(uint32_t segment_idx,
                                 const std::shared_ptr<Segment>& segment,
                                 OwnedFd memfd) = 0;
+
+  /// Tells every peer of memory of this rank that is no file, in a numbering of its own. Every peer
+  /// takes it with take_memory(); listeners are called when it has arrived.
+  /// @param fd  Passed along unless empty; closed once every peer has been sent it.
+  virtual void announce_memory(AnnouncedMemory memory) = 0;
+
+  /// Takes the oldest announcement of that kind of @p rank_idx, if there is one.
+  virtual bool take_memory(int rank_idx, AnnouncedMemory* memory) = 0;
 
   /// A segment that a peer announced, or null. Takes no lock.
   virtual const SegmentTable::Entry* find_segment(int rank_idx, uint32_t segment_idx) const = 0;

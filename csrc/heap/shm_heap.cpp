@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "heap/heap_core.h"
+#include "heap/heap_window.h"
 #include "heap/machine_memory.h"
 #include "heap/memfd_segment.h"
 #include "heap/segment_table.h"
@@ -31,37 +32,6 @@ uint64_t round_up(uint64_t value, uint64_t multiple) {
 uint64_t round_down(uint64_t value, uint64_t multiple) {
   return value / multiple * multiple;
 }
-
-class ShmWindow final : public Window {
- public:
-  ShmWindow(std::shared_ptr<HeapCore> core, Block* block, std::byte* data, const Offer& offer)
-      : core_(std::move(core)), block_(block) {
-    data_ = data;
-    offer_ = offer;
-  }
-  ~ShmWindow() override { core_->release(block_); }
-
-  void shrink(uint64_t bytes) override {
-    MOE_CHECK(bytes <= offer_.bytes, "shrink() to ", bytes, " bytes of a window of ", offer_.bytes);
-    core_->origin.check("the window");
-    if (block_ == nullptr)
-      return;
-    const auto lock = core_->lock_with_nodes();
-    core_->allocator.shrink(block_, bytes);
-    offer_.bytes = bytes;
-  }
-
-  void quarantine() override {
-    if (block_ == nullptr || core_->origin.is_forked_child())
-      return;
-    const std::lock_guard lock(core_->mutex);
-    core_->allocator.quarantine(block_);
-  }
-
- private:
-  std::shared_ptr<HeapCore> core_;
-  Block* block_;
-};
 
 class MemfdHeap final : public ShmHeap {
  public:
@@ -188,7 +158,7 @@ void MemfdHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
 std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
   core_->origin.check("the heap");
   if (bytes == 0)
-    return std::make_shared<ShmWindow>(core_, nullptr, nullptr, Offer{});
+    return std::make_shared<HeapWindow>(core_, nullptr, nullptr, Offer{});
   if (bytes > kMostBytes)
     throw CapacityError(concat("a window of ", bytes, " bytes is beyond any machine"),
                         bytes,
@@ -232,9 +202,9 @@ std::shared_ptr<Window> MemfdHeap::make_window(Block* block, uint64_t bytes) {
   // From here on the window owns the block: whatever throws gives it back.
   const SegmentTable::Entry* entry = core_->table.find(block->segment_idx);
   std::byte* data = entry->data.load(std::memory_order_relaxed) + block->offset;
-  std::shared_ptr<ShmWindow> window;
+  std::shared_ptr<HeapWindow> window;
   try {
-    window = std::make_shared<ShmWindow>(
+    window = std::make_shared<HeapWindow>(
         core_, block, data, Offer{block->segment_idx, 0, block->offset, bytes});
   } catch (...) {
     core_->release(block);
@@ -290,42 +260,19 @@ void MemfdHeap::warm(const Block& block) {
 
 std::byte* MemfdHeap::try_resolve(int rank_idx, const Offer& offer) {
   core_->origin.check("the heap");
-  // A window without memory has an address like any other, but nobody may touch it.
-  alignas(WindowAllocator::kSmallBytes) static std::byte nothing[WindowAllocator::kSmallBytes];
   if (offer.bytes == 0)
-    return nothing;
+    return place_of_nothing();
   const SegmentTable::Entry* entry = rank_idx == rank_idx_
                                          ? core_->table.find(offer.segment_idx)
                                          : mesh_->find_segment(rank_idx, offer.segment_idx);
   if (entry == nullptr)
     return nullptr;
-  MOE_CHECK(offer.offset <= entry->bytes && offer.bytes <= entry->bytes - offer.offset,
-            "rank ",
-            rank_idx,
-            " offers ",
-            offer.bytes,
-            " bytes at ",
-            offer.offset,
-            " of segment ",
-            offer.segment_idx,
-            ", which has ",
-            entry->bytes,
-            " bytes");
-  return entry->data.load(std::memory_order_relaxed) + offer.offset;
+  return place_in(*entry, rank_idx, offer);
 }
 
 bool MemfdHeap::find(const void* address, uint64_t bytes, Offer* offer) const {
   core_->origin.check("the heap");
-  const auto wanted = reinterpret_cast<uintptr_t>(address);
-  for (uint32_t idx = core_->num_segments.load(std::memory_order_acquire); idx-- > 0;) {
-    const SegmentTable::Entry* entry = core_->table.find(idx);
-    const auto start = reinterpret_cast<uintptr_t>(entry->data.load(std::memory_order_relaxed));
-    if (wanted < start || wanted - start > entry->bytes || bytes > entry->bytes - (wanted - start))
-      continue;
-    *offer = Offer{idx, 0, wanted - start, bytes};
-    return true;
-  }
-  return false;
+  return core_->find(address, bytes, offer);
 }
 
 void MemfdHeap::end_quarantine() {

@@ -67,7 +67,8 @@ enum class FrameKind : uint32_t {
   kMessage = 1,  ///< payload for (channel, sequence)
   kSegment =
       2,  ///< channel is segment_idx, sequence its bytes; with_fd says whether a memfd comes along
-  kBye = 3,  ///< last frame of a rank that leaves in good order
+  kBye = 3,     ///< last frame of a rank that leaves in good order
+  kMemory = 4,  ///< like kSegment, but no file: the payload says how to open it
 };
 
 /// Head of every frame behind the Hello.
