@@ -19,7 +19,9 @@ struct Quantize {
 struct DispatchParams {
   Buffer buffer;
   Tables tables;
-  Choices choices;  ///< uncached; else only num_tokens, num_topk, num_slots and is_by_rank count
+  /// Uncached. Else only num_tokens, num_topk, num_slots and is_by_rank count, and topk_idx where
+  /// weights travel by rank.
+  Choices choices;
 
   const std::byte* x = nullptr;  ///< device [num_tokens, source_row_bytes]
   int64_t source_row_bytes = 0;
@@ -42,8 +44,10 @@ struct DispatchParams {
 };
 
 /// Moves rows to their final slots, zeroes this rank's padding, releases done flags and waits for
-/// those of every rank that sends here. Returns at once unless Tables::may_move.
+/// those of every rank that sends here. Returns at once unless Tables::may_move. Peer::rows of this
+/// rank is its own window, whether it sends itself rows or not.
 /// @param launch  num_blocks is the number of SMs to use.
+/// @throws InvalidArgument  rows of that dtype cannot be quantised.
 void launch_dispatch(const device::Launch& launch, const DispatchParams& params);
 /// Shared memory of a block of @p num_threads for rows of that size.
 size_t dispatch_shared_bytes(const DispatchParams& params, int num_threads);
