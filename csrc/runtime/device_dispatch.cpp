@@ -217,6 +217,7 @@ class DeviceDispatch {
   void exchange_cached_rows() {
     plan_ = std::static_pointer_cast<const DevicePlan>(params_.plan);
     choices_ = shape_choices();
+    choices_.topk_idx = plan_->topk_idx;
     slots_ = plan_->slots;
     outcome_.num_required_rows = layout::num_required_rows(
         plan_->counts, endpoint_.placement(), arrangement_, endpoint_.rank_idx());
