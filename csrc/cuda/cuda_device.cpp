@@ -12,6 +12,7 @@ namespace moe::cuda {
 namespace {
 
 constexpr int kMostDevices = 64;
+constexpr int kOtherStreams = 2;  ///< the caller's, and the one that zeroes memory
 
 /// Streams that this module has made on every device: ranks that are threads share a process.
 std::atomic<int>& num_streams(int device_idx) {
@@ -23,7 +24,7 @@ std::atomic<int>& num_streams(int device_idx) {
 class CountedStream {
  public:
   CountedStream(int device_idx, int max_connections) : device_idx_(device_idx) {
-    const int count = num_streams(device_idx).fetch_add(1) + 1;
+    const int count = num_streams(device_idx).fetch_add(1) + 1 + kOtherStreams;
     if (count <= max_connections)
       return;
     num_streams(device_idx).fetch_sub(1);
@@ -32,7 +33,7 @@ class CountedStream {
                count,
                " streams of device ",
                device_idx,
-               " for communication, and CUDA_DEVICE_MAX_CONNECTIONS allows ",
+               " at least, and CUDA_DEVICE_MAX_CONNECTIONS allows ",
                max_connections,
                " to run side by side: one could wait for ever for another that waits behind it; "
                "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process first uses CUDA"));
@@ -142,7 +143,7 @@ CudaDevice::CudaDevice(int device_idx, int max_connections)
       max_connections_(max_connections),
       info_(describe_device(device_idx)),
       architecture_(load_kernels(device_idx)),
-      pool_(std::make_shared<MemoryPool>(device_idx)) {
+      pool_(MemoryPool::of(device_idx)) {
   max_shared_bytes_ = static_cast<size_t>(
       device_attribute(device_idx, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN));
 }

@@ -21,6 +21,16 @@ bool is_idle(const std::vector<std::shared_ptr<CudaEvent>>& events) {
 
 MemoryPool::MemoryPool(int device_idx) : device_idx_(device_idx), zeroing_stream_(device_idx) {}
 
+std::shared_ptr<MemoryPool> MemoryPool::of(int device_idx) {
+  static std::mutex mutex;
+  static auto* pools = new std::map<int, std::shared_ptr<MemoryPool>>;  // memory outlives exit
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<MemoryPool>& pool = (*pools)[device_idx];
+  if (pool == nullptr)
+    pool.reset(new MemoryPool(device_idx));
+  return pool;
+}
+
 void MemoryPool::watch(const std::shared_ptr<CudaStream>& stream) {
   const std::lock_guard lock(mutex_);
   std::erase_if(streams_, [](const auto& weak) { return weak.expired(); });

@@ -21,7 +21,8 @@ enum class MemoryKind { kDevice, kHost };
 /// and at exit.
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
  public:
-  explicit MemoryPool(int device_idx);
+  /// The pool of a device, one for all ranks of this process. Uses one stream.
+  static std::shared_ptr<MemoryPool> of(int device_idx);
 
   /// @throws CapacityError  the device or the machine has no such memory.
   std::shared_ptr<std::byte> allocate(MemoryKind kind, int64_t bytes);
@@ -38,6 +39,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     std::vector<std::shared_ptr<CudaEvent>> events;  ///< complete once it may be used again
   };
 
+  explicit MemoryPool(int device_idx);
   Block make(MemoryKind kind, uint64_t bytes);
   bool take(MemoryKind kind, uint64_t bytes, Block* block);
   void give_back(MemoryKind kind, Block block) noexcept;

@@ -1,0 +1,389 @@
+#include "cuda/cuda_heap.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "cuda/device_segment.h"
+#include "cuda/driver.h"
+#include "heap/heap_core.h"
+#include "heap/heap_window.h"
+
+namespace moe::cuda {
+namespace {
+
+using Block = heap::WindowAllocator::Block;
+using heap::HeapCore;
+using heap::HeapOptions;
+using heap::HeapStats;
+using heap::HeapWindow;
+using heap::SegmentTable;
+using heap::Token;
+
+// Above it sums of sizes and offsets could overflow.
+constexpr uint64_t kMostBytes = uint64_t{1} << 47;
+
+uint64_t round_up(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+/// Segments that this process has mapped, its own and its peers': ranks that are threads share
+/// them.
+struct ProcessSegments {
+  std::mutex mutex;
+  Token token = heap::random_token();
+  std::map<std::pair<Token, uint32_t>, std::weak_ptr<DeviceSegment>> segments;
+
+  static ProcessSegments& get() {
+    static auto* instance = new ProcessSegments;  // threads may use it during exit
+    return *instance;
+  }
+};
+
+struct CudaCore : HeapCore {
+  std::shared_ptr<CudaDevice> device;
+  std::vector<std::shared_ptr<DeviceSegment>> own;  ///< under memory_mutex
+};
+
+/// What one peer announced and this process has opened.
+struct PeerMemory {
+  SegmentTable table;
+  std::vector<std::shared_ptr<DeviceSegment>> segments;
+  std::string error;  ///< valid once has_error is seen
+  std::atomic<bool> has_error{false};
+};
+
+class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHeap> {
+ public:
+  IpcHeap(std::shared_ptr<heap::PeerMesh> mesh,
+          std::shared_ptr<CudaDevice> device,
+          const HeapOptions& options)
+      : mesh_(std::move(mesh)),
+        rank_idx_(mesh_->rank_idx()),
+        token_(heap::random_token()),
+        core_(std::make_shared<CudaCore>()) {
+    MOE_CHECK(rank_idx_ >= 0, "the mesh of a heap must be connected, its rank is ", rank_idx_);
+    core_->options = options;
+    core_->device = std::move(device);
+    if (options.poison)
+      stream_ = core_->device->create_stream();
+    granularity_ = segment_granularity(core_->device->device_idx());
+    for (int i = 0; i < mesh_->num_ranks(); ++i)
+      peers_.push_back(std::make_unique<PeerMemory>());
+  }
+  ~IpcHeap() override {
+    if (listener_id_ >= 0)
+      mesh_->remove_listener(listener_id_);
+  }
+
+  /// Announcements are opened from now on, by the mesh's service thread.
+  void listen() {
+    listener_id_ = mesh_->add_listener([weak = weak_from_this()] {
+      if (const auto self = weak.lock())
+        self->open_announced();
+    });
+    open_announced();
+  }
+
+  std::shared_ptr<Window> allocate(uint64_t bytes) override;
+  std::shared_ptr<Window> allocate_free(uint64_t most_bytes) override;
+  std::byte* try_resolve(int rank_idx, const Offer& offer) override;
+  bool find(const void* address, uint64_t bytes, Offer* offer) const override {
+    core_->origin.check("the heap");
+    return core_->find(address, bytes, offer);
+  }
+  uint64_t available_bytes() const override;
+  uint64_t largest_available_bytes() const override;
+  void end_quarantine() override {
+    core_->origin.check("the heap");
+    const std::lock_guard lock(core_->mutex);
+    core_->allocator.end_quarantine();
+  }
+  void reserve(uint64_t bytes) override;
+  HeapStats stats() const override;
+  std::string sharing() const override {
+    const std::lock_guard lock(core_->memory_mutex);
+    return core_->own.empty() ? "" : sharing_name(sharing_);
+  }
+
+ private:
+  uint64_t growth_bytes() const;
+  void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
+  NewDeviceSegment make_segment(uint64_t* least_bytes, uint64_t wanted_bytes) const;
+  std::shared_ptr<Window> make_window(Block* block, uint64_t bytes);
+  void poison(std::byte* data, uint64_t bytes);
+  void open_announced();
+  void open(int rank_idx, const heap::AnnouncedMemory& memory);
+  std::shared_ptr<DeviceSegment> open_once(const heap::AnnouncedMemory& memory);
+
+  std::shared_ptr<heap::PeerMesh> mesh_;
+  int rank_idx_;
+  Token token_;
+  uint64_t granularity_ = 0;
+  std::shared_ptr<CudaCore> core_;
+  std::shared_ptr<runtime::Stream> stream_;  ///< that fills new windows; null without poison
+  Sharing sharing_ = Sharing::kFileDescriptor;
+  std::atomic<uint64_t> num_growths_{0};
+
+  std::mutex open_mutex_;
+  std::vector<std::unique_ptr<PeerMemory>> peers_;
+  std::atomic<uint64_t> peer_bytes_{0};
+  int listener_id_ = -1;
+};
+
+uint64_t IpcHeap::growth_bytes() const {
+  if (core_->options.limit_bytes == 0)
+    return std::numeric_limits<uint64_t>::max();
+  const uint64_t used = core_->segment_bytes.load(std::memory_order_relaxed);
+  return core_->options.limit_bytes - std::min(core_->options.limit_bytes, used);
+}
+
+uint64_t IpcHeap::available_bytes() const {
+  core_->origin.check("the heap");
+  const uint64_t growth = growth_bytes();
+  const std::lock_guard lock(core_->mutex);
+  const uint64_t free_bytes = core_->allocator.counters().free_bytes;
+  return growth > std::numeric_limits<uint64_t>::max() - free_bytes ? growth : free_bytes + growth;
+}
+
+uint64_t IpcHeap::largest_available_bytes() const {
+  core_->origin.check("the heap");
+  const uint64_t growth = growth_bytes();
+  const std::lock_guard lock(core_->mutex);
+  return std::max(growth, core_->allocator.largest_free_bytes());
+}
+
+/// Memory of @p wanted_bytes, or of @p least_bytes where the device has no more.
+NewDeviceSegment IpcHeap::make_segment(uint64_t* least_bytes, uint64_t wanted_bytes) const {
+  const int device_idx = core_->device->device_idx();
+  if (wanted_bytes > *least_bytes) {
+    try {
+      NewDeviceSegment made = create_device_segment(device_idx, wanted_bytes);
+      *least_bytes = wanted_bytes;
+      return made;
+    } catch (const CapacityError&) {  // less may do
+    }
+  }
+  return create_device_segment(device_idx, *least_bytes);
+}
+
+/// The caller holds memory_mutex.
+void IpcHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
+  uint64_t bytes = round_up(least_bytes, granularity_);
+  const uint64_t room_bytes = growth_bytes() / granularity_ * granularity_;
+  if (bytes > room_bytes)
+    throw CapacityError(concat("the device heap of rank ",
+                               rank_idx_,
+                               " cannot hold a window of ",
+                               least_bytes,
+                               " bytes: its limit is ",
+                               core_->options.limit_bytes,
+                               " bytes, segments take ",
+                               core_->segment_bytes.load(std::memory_order_relaxed)),
+                        least_bytes,
+                        room_bytes);
+  NewDeviceSegment made =
+      make_segment(&bytes, std::min(round_up(wanted_bytes, granularity_), room_bytes));
+  const uint32_t segment_idx = core_->num_segments.load(std::memory_order_relaxed);
+  ProcessSegments& process = ProcessSegments::get();
+  {
+    const std::lock_guard lock(process.mutex);
+    process.segments[{token_, segment_idx}] = made.segment;
+    made.description.process_token = process.token;
+  }
+  made.description.heap_token = token_;
+  const std::string& uuid = core_->device->info().uuid;
+  std::copy_n(uuid.begin(),
+              std::min(uuid.size(), made.description.device_uuid.size()),
+              made.description.device_uuid.begin());
+  sharing_ = made.description.sharing;
+  core_->own.push_back(made.segment);
+  core_->table.publish(segment_idx, made.segment->data(), bytes);
+  core_->num_segments.store(segment_idx + 1, std::memory_order_release);
+  core_->segment_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  mesh_->announce_memory({segment_idx, bytes, made.description.to_bytes(), std::move(made.fd)});
+  const auto lock = core_->lock_with_nodes();
+  core_->allocator.add_segment(segment_idx, bytes);
+}
+
+std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
+  core_->origin.check("the heap");
+  if (bytes == 0)
+    return std::make_shared<HeapWindow>(core_, nullptr, nullptr, Offer{});
+  if (bytes > kMostBytes)
+    throw CapacityError(concat("a window of ", bytes, " bytes is beyond any device"), bytes, 0);
+  const auto try_allocate = [&] {
+    const auto lock = core_->lock_with_nodes();
+    return core_->allocator.allocate(bytes);
+  };
+  Block* block = try_allocate();
+  if (block == nullptr) {
+    const std::lock_guard memory_lock(core_->memory_mutex);
+    // Another thread may have added memory meanwhile, or take what is added here.
+    while ((block = try_allocate()) == nullptr) {
+      add_segment(heap::WindowAllocator::rounded_bytes(bytes), bytes + bytes / 8);
+      num_growths_.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  return make_window(block, bytes);
+}
+
+std::shared_ptr<Window> IpcHeap::allocate_free(uint64_t most_bytes) {
+  core_->origin.check("the heap");
+  Block* block = nullptr;
+  {
+    const auto lock = core_->lock_with_nodes();
+    block = core_->allocator.allocate_largest(std::min(most_bytes, kMostBytes));
+  }
+  if (block == nullptr)
+    return nullptr;
+  return make_window(block, std::min(most_bytes, block->bytes));
+}
+
+std::shared_ptr<Window> IpcHeap::make_window(Block* block, uint64_t bytes) {
+  const SegmentTable::Entry* entry = core_->table.find(block->segment_idx);
+  std::byte* data = entry->data.load(std::memory_order_relaxed) + block->offset;
+  std::shared_ptr<HeapWindow> window;
+  try {
+    window = std::make_shared<HeapWindow>(
+        core_, block, data, Offer{block->segment_idx, 0, block->offset, bytes});
+  } catch (...) {
+    core_->release(block);
+    throw;
+  }
+  if (core_->options.poison)
+    poison(data, block->bytes);
+  return window;
+}
+
+/// Before anybody else hears of the window.
+void IpcHeap::poison(std::byte* data, uint64_t bytes) {
+  const CurrentDevice current(core_->device->device_idx());
+  const RelaxedCapture relaxed;
+  stream_->fill(data, 0xFF, static_cast<int64_t>(bytes));
+  device::check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_->handle())),
+                     "filling a new window");
+}
+
+std::byte* IpcHeap::try_resolve(int rank_idx, const Offer& offer) {
+  core_->origin.check("the heap");
+  if (offer.bytes == 0)
+    return heap::place_of_nothing();
+  MOE_CHECK(rank_idx >= 0 && rank_idx < mesh_->num_ranks(),
+            "rank ",
+            rank_idx,
+            " is not in [0, ",
+            mesh_->num_ranks(),
+            ")");
+  const PeerMemory& peer = *peers_[static_cast<size_t>(rank_idx)];
+  const SegmentTable::Entry* entry = rank_idx == rank_idx_ ? core_->table.find(offer.segment_idx)
+                                                           : peer.table.find(offer.segment_idx);
+  if (entry != nullptr)
+    return heap::place_in(*entry, rank_idx, offer);
+  if (peer.has_error.load(std::memory_order_acquire)) [[unlikely]]
+    throw CudaError(peer.error, cudaErrorUnknown);
+  return nullptr;
+}
+
+void IpcHeap::reserve(uint64_t bytes) {
+  core_->origin.check("the heap");
+  if (bytes > kMostBytes)
+    throw CapacityError(concat("a segment of ", bytes, " bytes is beyond any device"), bytes, 0);
+  const std::lock_guard memory_lock(core_->memory_mutex);
+  {
+    const std::lock_guard lock(core_->mutex);
+    if (core_->allocator.largest_free_bytes() >= bytes)
+      return;
+  }
+  add_segment(heap::WindowAllocator::rounded_bytes(bytes), bytes);
+}
+
+HeapStats IpcHeap::stats() const {
+  core_->origin.check("the heap");
+  HeapStats stats;
+  stats.num_growths = num_growths_.load(std::memory_order_relaxed);
+  stats.peer_segment_bytes = peer_bytes_.load(std::memory_order_relaxed);
+  stats.num_segments = core_->num_segments.load(std::memory_order_relaxed);
+  stats.segment_bytes = core_->segment_bytes.load(std::memory_order_relaxed);
+  stats.resident_bytes = stats.segment_bytes;
+  const std::lock_guard lock(core_->mutex);
+  const heap::WindowAllocator::Counters& counters = core_->allocator.counters();
+  stats.live_bytes = counters.live_bytes;
+  stats.quarantined_bytes = counters.quarantined_bytes;
+  stats.peak_live_bytes = counters.peak_live_bytes;
+  stats.num_windows = counters.num_live;
+  stats.num_allocations = counters.num_allocations;
+  return stats;
+}
+
+void IpcHeap::open_announced() {
+  const std::lock_guard lock(open_mutex_);
+  for (int rank_idx = 0; rank_idx < mesh_->num_ranks(); ++rank_idx) {
+    heap::AnnouncedMemory memory;
+    while (mesh_->take_memory(rank_idx, &memory))
+      open(rank_idx, memory);
+  }
+}
+
+/// A failure is kept for whoever needs the segment and can say so.
+void IpcHeap::open(int rank_idx, const heap::AnnouncedMemory& memory) {
+  PeerMemory& peer = *peers_[static_cast<size_t>(rank_idx)];
+  try {
+    const std::shared_ptr<DeviceSegment> segment = open_once(memory);
+    if (segment == nullptr)
+      return;  // its heap is gone, and with it everything that was offered there
+    peer.segments.push_back(segment);
+    peer.table.publish(memory.segment_idx, segment->data(), segment->bytes());
+    peer_bytes_.fetch_add(segment->bytes(), std::memory_order_relaxed);
+  } catch (const std::exception& error) {
+    if (peer.has_error.load(std::memory_order_relaxed))
+      return;
+    peer.error = concat("segment ",
+                        memory.segment_idx,
+                        " of rank ",
+                        rank_idx,
+                        " cannot be opened on rank ",
+                        rank_idx_,
+                        ": ",
+                        error.what());
+    peer.has_error.store(true, std::memory_order_release);
+  }
+}
+
+std::shared_ptr<DeviceSegment> IpcHeap::open_once(const heap::AnnouncedMemory& memory) {
+  const SegmentDescription description = SegmentDescription::from_bytes(memory.description);
+  const int device_idx = core_->device->device_idx();
+  ProcessSegments& process = ProcessSegments::get();
+  const std::lock_guard lock(process.mutex);
+  std::erase_if(process.segments, [](const auto& entry) { return entry.second.expired(); });
+  const auto key = std::make_pair(description.heap_token, memory.segment_idx);
+  const auto known = process.segments.find(key);
+  std::shared_ptr<DeviceSegment> segment =
+      known == process.segments.end() ? nullptr : known->second.lock();
+  if (segment == nullptr && description.process_token == process.token)
+    return nullptr;
+  if (segment == nullptr) {
+    segment = open_device_segment(description, memory.fd, memory.bytes, device_idx);
+    process.segments[key] = segment;
+  }
+  segment->allow(device_idx);
+  return segment;
+}
+
+}  // namespace
+
+std::shared_ptr<CudaHeap> CudaHeap::create(std::shared_ptr<heap::PeerMesh> mesh,
+                                           std::shared_ptr<CudaDevice> device,
+                                           const HeapOptions& options) {
+  auto made = std::make_shared<IpcHeap>(std::move(mesh), std::move(device), options);
+  made->listen();
+  return made;
+}
+
+}  // namespace moe::cuda
