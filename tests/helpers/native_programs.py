@@ -1,0 +1,36 @@
+"""Programs of tests/cpp that CMake builds from the objects of the modules."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build_program(name: str) -> Path:
+    """Brings the target `name` up to date in the directory that the in-place build keeps."""
+    build_dir = ROOT / "build" / f"native-inplace-{sys.implementation.cache_tag}"
+    if not (build_dir / "build.ninja").exists():
+        pytest.skip(f"{build_dir} was not configured; `make build` does it")
+    # Tools of the environment first: the directory was configured with them.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake = shutil.which("cmake", path=path)
+    assert cmake is not None, "cmake has configured the build and is gone"
+    # The lock that setup.py takes.
+    with build_dir.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        built = subprocess.run(
+            [cmake, "--build", str(build_dir), "--target", name],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return build_dir / name
