@@ -44,7 +44,9 @@ def cxx_violations(path: str, text: str) -> Iterator[str]:
             yield f"{path} includes {header}: {layer} may include {sorted(allowed)}"
         elif bracket == "<" and folder == "pybind11" and layer != "bindings":
             yield f"{path} includes {header}: pybind11 belongs in bindings"
-        elif bracket == "<" and folder not in SYSTEM_FOLDERS | {"", "pybind11"}:
+        elif bracket == "<" and folder == "boost" and path != "simt/fiber.cpp":
+            yield f"{path} includes {header}: Boost is for switching fibers only"
+        elif bracket == "<" and folder not in SYSTEM_FOLDERS | {"", "pybind11", "boost"}:
             yield f"{path} includes {header}: neither standard library nor operating system"
 
 
@@ -77,6 +79,7 @@ def test_cxx_quoted_includes_exist(path: str) -> None:
         ("host/wait.cpp", '  #  include "../heap/group.h"'),
         ("host/wait.cpp", "#include <pybind11/pybind11.h>"),
         ("core/dtype.h", "#include <c10/util/BFloat16.h>"),
+        ("simt/grid.cpp", "#include <boost/context/fiber.hpp>"),
         ("bindings/host_module.cpp", "#include <torch/extension.h>"),
     ],
 )
