@@ -369,7 +369,8 @@ std::shared_ptr<DeviceSegment> IpcHeap::open_once(const heap::AnnouncedMemory& m
   if (segment == nullptr && description.process_token == process.token)
     return nullptr;
   if (segment == nullptr) {
-    segment = open_device_segment(description, memory.fd, memory.bytes, device_idx);
+    segment = open_device_segment(
+        description, memory.fd == nullptr ? -1 : memory.fd->get(), memory.bytes, device_idx);
     process.segments[key] = segment;
   }
   segment->allow(device_idx);

@@ -153,13 +153,13 @@ NewDeviceSegment create_mapped(int device_idx, uint64_t bytes, Sharing sharing) 
   if (by_fd) {
     int fd = -1;
     CUresult exported = CUDA_SUCCESS;
-    made.fd = heap::OwnedFd::open([&] {
+    made.fd = std::make_shared<heap::OwnedFd>(heap::OwnedFd::open([&] {
       exported = driver().mem_export(&fd, memory, type, 0);
       if (exported != CUDA_SUCCESS)
         return -1;
       ::fcntl(fd, F_SETFD, FD_CLOEXEC);
       return fd;
-    });
+    }));
     check_driver(exported, "exporting device memory as a descriptor");
   } else {
     static_assert(sizeof(CUmemFabricHandle) == sizeof made.description.handle);
@@ -248,7 +248,7 @@ NewDeviceSegment create_device_segment(int device_idx, uint64_t bytes) {
 }
 
 std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& description,
-                                                   const heap::OwnedFd& fd,
+                                                   int fd,
                                                    uint64_t bytes,
                                                    int device_idx) {
   const CurrentDevice current(device_idx);
@@ -263,9 +263,9 @@ std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& des
   }
   CUmemGenericAllocationHandle memory{};
   if (description.sharing == Sharing::kFileDescriptor) {
-    MOE_CHECK(static_cast<bool>(fd), "a segment shared by descriptor came without one");
+    MOE_CHECK(fd >= 0, "a segment shared by descriptor came without one");
     check_driver(driver().mem_import(&memory,
-                                     reinterpret_cast<void*>(static_cast<intptr_t>(fd.get())),
+                                     reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
                                      CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
                  "opening a peer's memory by its descriptor");
   } else {

@@ -68,7 +68,7 @@ class DeviceSegment {
 struct NewDeviceSegment {
   std::shared_ptr<DeviceSegment> segment;
   SegmentDescription description;
-  heap::OwnedFd fd;  ///< for peers; empty unless the sharing is by descriptor
+  std::shared_ptr<heap::OwnedFd> fd;  ///< for peers; null unless the sharing is by descriptor
 };
 
 /// What segment sizes on a device are multiples of.
@@ -81,10 +81,10 @@ uint64_t segment_granularity(int device_idx);
 NewDeviceSegment create_device_segment(int device_idx, uint64_t bytes);
 
 /// Opens memory that another process announced, for kernels of @p device_idx.
-/// @param fd  What came along.
+/// @param fd  What came along; -1 for nothing.
 /// @throws CudaError, InvalidArgument
 std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& description,
-                                                   const heap::OwnedFd& fd,
+                                                   int fd,
                                                    uint64_t bytes,
                                                    int device_idx);
 

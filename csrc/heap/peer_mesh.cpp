@@ -98,7 +98,7 @@ class SocketMesh final : public PeerMesh,
   void announce_segment(uint32_t segment_idx,
                         const std::shared_ptr<Segment>& segment,
                         OwnedFd memfd) override;
-  void announce_memory(AnnouncedMemory memory) override;
+  void announce_memory(const AnnouncedMemory& memory) override;
   bool take_memory(int rank_idx, AnnouncedMemory* memory) override;
   const SegmentTable::Entry* find_segment(int rank_idx, uint32_t segment_idx) const override {
     return peer_of(rank_idx).segments->find(segment_idx);
@@ -323,17 +323,16 @@ void SocketMesh::announce_segment(uint32_t segment_idx,
   }
 }
 
-void SocketMesh::announce_memory(AnnouncedMemory memory) {
+void SocketMesh::announce_memory(const AnnouncedMemory& memory) {
   origin_.check("PeerMesh");
-  const auto shared_fd = memory.fd ? std::make_shared<OwnedFd>(std::move(memory.fd)) : nullptr;
   const FrameHeader header{FrameKind::kMemory,
-                           shared_fd == nullptr ? 0u : 1u,
+                           memory.fd == nullptr ? 0u : 1u,
                            memory.segment_idx,
                            memory.bytes,
                            memory.description.size()};
   for (const auto& peer : peers_)
     if (peer->connection != nullptr)
-      peer->connection->send(make_frame(header, memory.description), shared_fd);
+      peer->connection->send(make_frame(header, memory.description), memory.fd);
 }
 
 bool SocketMesh::take_memory(int rank_idx, AnnouncedMemory* memory) {
@@ -429,7 +428,7 @@ void SocketMesh::handle_frame(Peer& peer,
       peer.memories.push_back({static_cast<uint32_t>(header.channel),
                                header.sequence,
                                std::move(payload),
-                               std::move(fd)});
+                               fd ? std::make_shared<OwnedFd>(std::move(fd)) : nullptr});
       break;
     }
   }

@@ -17,8 +17,8 @@ namespace moe::heap {
 struct AnnouncedMemory {
   uint32_t segment_idx = 0;
   uint64_t bytes = 0;
-  std::string description;  ///< how to open it
-  OwnedFd fd;               ///< empty where the owner passed none
+  std::string description;      ///< how to open it
+  std::shared_ptr<OwnedFd> fd;  ///< null where the owner passed none
 };
 
 /// Unix sockets between all ranks of a communicator tree on one machine, and the service thread
@@ -64,8 +64,7 @@ class PeerMesh : public PeerLink {
 
   /// Tells every peer of memory of this rank that is no file, in a numbering of its own. Every peer
   /// takes it with take_memory(); listeners are called when it has arrived.
-  /// @param fd  Passed along unless empty; closed once every peer has been sent it.
-  virtual void announce_memory(AnnouncedMemory memory) = 0;
+  virtual void announce_memory(const AnnouncedMemory& memory) = 0;
 
   /// Takes the oldest announcement of that kind of @p rank_idx, if there is one.
   virtual bool take_memory(int rank_idx, AnnouncedMemory* memory) = 0;
