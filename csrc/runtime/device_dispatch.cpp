@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "host/dispatch_rules.h"
-#include "kernels/dispatch.h"
 #include "runtime/device_exchange.h"
+#include "runtime/dispatch_launches.h"
 
 namespace moe::runtime {
 
@@ -30,8 +30,8 @@ class DeviceDispatch {
         num_ranks_(endpoint.num_ranks()),
         arrangement_(params.plan
                          ? params.plan->arrangement
-                         : host::arrangement_of(endpoint, params.layout, params.expert_alignment)) {
-  }
+                         : host::arrangement_of(endpoint, params.layout, params.expert_alignment)),
+        launches_(endpoint, params, arrangement_) {}
 
   host::DispatchOutcome run() {
     endpoint_.follow_caller();
@@ -40,7 +40,7 @@ class DeviceDispatch {
     else
       exchange_cached_rows();
     exchange_.enter("data");
-    move_rows();
+    launches_.move_rows();
     return outcome();
   }
 
@@ -54,13 +54,10 @@ class DeviceDispatch {
   }
 
   void exchange_rows() {
-    count_choices();
+    launches_.count_choices([this](int64_t bytes) { return endpoint_.scratch(bytes); });
+    made_plan_ = launches_.made_plan();
     window_ = is_low_latency() ? fixed_window() : endpoint_.guess_window();
     ExchangeParams row = row_params();
-    row.with_counts = 1;
-    row.choices = choices_;
-    row.fixed_rows = static_cast<int32_t>(params_.fixed_rows);
-    row.num_topk = static_cast<int32_t>(params_.num_topk);
     // What the text about a bad id needs of this rank.
     row.message = endpoint_.write_message(std::to_string(params_.num_topk));
     if (is_low_latency() && !params_.masked_ranks.empty()) {
@@ -74,55 +71,8 @@ class DeviceDispatch {
     judge(exchange_.collect(true));
   }
 
-  /// Launches the counting of this rank's choices, from a copy that the plan keeps.
-  void count_choices() {
-    made_plan_ =
-        DevicePlan::allocate(endpoint_, arrangement_.layout, params_.num_tokens, params_.num_topk);
-    tables_ = DispatchTables::allocate(endpoint_, made_plan_->device_counts);
-    slots_ = made_plan_->slots;
-    endpoint_.stream().copy(
-        made_plan_->topk_idx, params_.topk_idx, params_.num_tokens * params_.num_topk * int64_t{8});
-    choices_ = shape_choices();
-    choices_.topk_idx = made_plan_->topk_idx;
-    choices_.tokens_per_chunk = static_cast<int32_t>(std::max<int64_t>(
-        endpoint_.tokens_per_chunk(), (params_.num_tokens + kMostChunks - 1) / kMostChunks));
-    choices_.num_chunks = static_cast<int32_t>(
-        (params_.num_tokens + choices_.tokens_per_chunk - 1) / choices_.tokens_per_chunk);
-    const auto lay = [&](Carver carver) {
-      choices_.chunk_counts = carver.take<int32_t>(int64_t{choices_.num_chunks} *
-                                                   (endpoint_.config().num_experts + num_ranks_));
-      choices_.place_in_chunk =
-          carver.take<int32_t>(params_.num_tokens * int64_t{choices_.num_slots});
-      choices_.bad_choice = carver.take<int64_t>(choices_.num_chunks);
-      return carver.bytes();
-    };
-    const int64_t bytes = lay(Carver(nullptr));
-    lay(Carver(endpoint_.scratch(bytes)));
-    if (choices_.num_chunks > 0)
-      kernels::launch_count(endpoint_.launch(choices_.num_chunks), endpoint_.buffer(), choices_);
-  }
-
-  kernels::Choices shape_choices() const {
-    kernels::Choices choices;
-    const int64_t num_topk = params_.plan ? params_.plan->num_topk : params_.num_topk;
-    choices.num_tokens = params_.num_tokens;
-    choices.num_topk = static_cast<int32_t>(num_topk);
-    choices.num_slots = static_cast<int32_t>(
-        layout::num_slots_per_token(arrangement_.layout, num_topk, num_ranks_));
-    choices.is_by_rank = arrangement_.is_by_rank() ? 1 : 0;
-    return choices;
-  }
-
   ExchangeParams row_params() {
-    ExchangeParams row;
-    row.tables = tables_.tables;
-    row.arguments = arguments();
-    row.num_tokens = static_cast<int32_t>(params_.num_tokens);
-    row.is_dispatch = 1;
-    row.rule = params_.capacity;
-    row.arrangement = arrangement_;
-    row.is_column_major = params_.is_column_major() ? 1 : 0;
-    row.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;
+    ExchangeParams row = launches_.row();
     if (window_) {
       exchange_.offer(window_);
       row.offer = window_->offer();
@@ -190,7 +140,7 @@ class DeviceDispatch {
         short_ranks.end())
       own = make_second_offer();
     exchange_.enter("offers");
-    const auto seconds = exchange_.exchange_offers(tables_.tables, short_ranks, own);
+    const auto seconds = exchange_.exchange_offers(launches_.tables().tables, short_ranks, own);
     if (const std::exception_ptr error = host::find_shortage(
             short_ranks, seconds, windows_, plan_->counts, endpoint_.placement(), arrangement_)) {
       exchange_.settle(OperationStatus::kShort);
@@ -216,9 +166,7 @@ class DeviceDispatch {
 
   void exchange_cached_rows() {
     plan_ = std::static_pointer_cast<const DevicePlan>(params_.plan);
-    choices_ = shape_choices();
-    choices_.topk_idx = plan_->topk_idx;
-    slots_ = plan_->slots;
+    launches_.take_plan(*plan_);
     outcome_.num_required_rows = layout::num_required_rows(
         plan_->counts, endpoint_.placement(), arrangement_, endpoint_.rank_idx());
     outcome_.num_dropped_per_expert.resize(plan_->received.num_tokens_per_expert.size());
@@ -231,50 +179,9 @@ class DeviceDispatch {
     } catch (const CapacityError& error) {
       exchange_.reject(arguments(), error);
     }
-    tables_ = DispatchTables::allocate(endpoint_, nullptr);
-    ExchangeParams row = row_params();
-    row.kept_counts = plan_->device_counts;
     exchange_.enter("rows");
-    exchange_.publish(row);
+    exchange_.publish(row_params());
     exchange_.collect(false);
-  }
-
-  void move_rows() {
-    kernels::DispatchParams params;
-    params.buffer = endpoint_.buffer();
-    params.tables = tables_.tables;
-    params.choices = choices_;
-    params.x = params_.x;
-    params.source_row_bytes = params_.source_row_bytes;
-    params.row_bytes = params_.row_bytes;
-    params.weights = params_.weights;
-    params.weight_bytes = params_.weight_bytes;
-    params.is_cached = params_.plan ? 1 : 0;
-    params.slots = slots_;
-    if (params_.is_quantized_here) {
-      params.quantize.is_on = 1;
-      params.quantize.dtype = params_.row_quantization.dtype;
-      params.quantize.block = static_cast<int32_t>(params_.row_quantization.block);
-      params.quantize.scale_format = static_cast<int32_t>(params_.row_quantization.scale_format);
-    }
-    params.num_scales = static_cast<int32_t>(params_.num_scales);
-    params.scale_bytes = params_.scale_bytes;
-    params.scales = params_.scales;
-    params.scale_row_stride = params_.scale_row_stride;
-    params.scale_step = params_.scale_step;
-    params.arrangement = arrangement_;
-    params.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;
-    params.is_plain = endpoint_.needs_plain_copies(params_.x) ? 1 : 0;
-    device::Launch launch = endpoint_.launch(endpoint_.num_sms());
-    while (launch.num_threads > 32 && kernels::dispatch_shared_bytes(params, launch.num_threads) >
-                                          endpoint_.device().max_shared_bytes())
-      launch.num_threads /= 2;
-    launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
-    if (launch.shared_bytes > endpoint_.device().max_shared_bytes()) {
-      params.is_plain = 1;
-      launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
-    }
-    kernels::launch_dispatch(launch, params);
   }
 
   host::DispatchOutcome outcome() {
@@ -300,23 +207,20 @@ class DeviceDispatch {
     outcome_.has_topk_idx = params_.with_topk_idx(arrangement_);
     if (outcome_.has_topk_idx)
       outcome_.topk_idx = outcome_.rows + window.topk_idx_offset;
-    outcome_.expert_offsets = std::shared_ptr<void>(tables_.memory, tables_.tables.expert_offsets);
+    const DispatchTables& tables = launches_.tables();
+    outcome_.expert_offsets = std::shared_ptr<void>(tables.memory, tables.tables.expert_offsets);
     return std::move(outcome_);
   }
-
-  static constexpr int64_t kMostChunks = 512;
 
   DeviceEndpoint& endpoint_;
   const host::DispatchParams& params_;
   DeviceExchange& exchange_;
   int num_ranks_;
   layout::Arrangement arrangement_;
+  DispatchLaunches launches_;
   host::DispatchOutcome outcome_;
   std::shared_ptr<DevicePlan> made_plan_;
   std::shared_ptr<const DevicePlan> plan_;
-  int64_t* slots_ = nullptr;
-  DispatchTables tables_;
-  kernels::Choices choices_;
   std::shared_ptr<Window> window_;
   std::vector<ReceiveWindow> windows_;
 };

@@ -1,0 +1,117 @@
+#include "runtime/dispatch_launches.h"
+
+#include <algorithm>
+
+#include "host/dispatch_rules.h"
+
+namespace moe::runtime {
+
+using kernels::ExchangeParams;
+
+kernels::Choices DispatchLaunches::shape_choices() const {
+  kernels::Choices choices;
+  const int64_t num_topk = params_.plan ? params_.plan->num_topk : params_.num_topk;
+  choices.num_tokens = params_.num_tokens;
+  choices.num_topk = static_cast<int32_t>(num_topk);
+  choices.num_slots = static_cast<int32_t>(
+      layout::num_slots_per_token(arrangement_.layout, num_topk, endpoint_.num_ranks()));
+  choices.is_by_rank = arrangement_.is_by_rank() ? 1 : 0;
+  return choices;
+}
+
+void DispatchLaunches::begin_counting() {
+  made_plan_ =
+      DevicePlan::allocate(endpoint_, arrangement_.layout, params_.num_tokens, params_.num_topk);
+  tables_ = DispatchTables::allocate(endpoint_, made_plan_->device_counts);
+  slots_ = made_plan_->slots;
+  endpoint_.stream().copy(
+      made_plan_->topk_idx, params_.topk_idx, params_.num_tokens * params_.num_topk * int64_t{8});
+  choices_ = shape_choices();
+  choices_.topk_idx = made_plan_->topk_idx;
+  choices_.tokens_per_chunk = static_cast<int32_t>(std::max<int64_t>(
+      endpoint_.tokens_per_chunk(), (params_.num_tokens + kMostChunks - 1) / kMostChunks));
+  choices_.num_chunks = static_cast<int32_t>((params_.num_tokens + choices_.tokens_per_chunk - 1) /
+                                             choices_.tokens_per_chunk);
+}
+
+int64_t DispatchLaunches::lay_chunks(std::byte* memory) {
+  Carver carver(memory);
+  choices_.chunk_counts = carver.take<int32_t>(
+      int64_t{choices_.num_chunks} * (endpoint_.config().num_experts + endpoint_.num_ranks()));
+  choices_.place_in_chunk = carver.take<int32_t>(params_.num_tokens * int64_t{choices_.num_slots});
+  choices_.bad_choice = carver.take<int64_t>(choices_.num_chunks);
+  return carver.bytes();
+}
+
+void DispatchLaunches::end_counting() {
+  if (choices_.num_chunks > 0)
+    kernels::launch_count(endpoint_.launch(choices_.num_chunks), endpoint_.buffer(), choices_);
+}
+
+void DispatchLaunches::take_plan(const DevicePlan& plan) {
+  tables_ = DispatchTables::allocate(endpoint_, nullptr);
+  choices_ = shape_choices();
+  choices_.topk_idx = plan.topk_idx;
+  slots_ = plan.slots;
+  kept_counts_ = plan.device_counts;
+}
+
+ExchangeParams DispatchLaunches::row() const {
+  ExchangeParams row;
+  row.tables = tables_.tables;
+  row.arguments = host::dispatch_arguments(params_, arrangement_);
+  row.num_tokens = static_cast<int32_t>(params_.num_tokens);
+  row.is_dispatch = 1;
+  row.rule = params_.capacity;
+  row.arrangement = arrangement_;
+  row.is_column_major = params_.is_column_major() ? 1 : 0;
+  row.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;
+  row.kept_counts = kept_counts_;
+  if (params_.plan)
+    return row;
+  row.with_counts = 1;
+  row.choices = choices_;
+  row.fixed_rows = static_cast<int32_t>(params_.fixed_rows);
+  row.num_topk = static_cast<int32_t>(params_.num_topk);
+  return row;
+}
+
+void DispatchLaunches::move_rows() const {
+  kernels::DispatchParams params;
+  params.buffer = endpoint_.buffer();
+  params.tables = tables_.tables;
+  params.choices = choices_;
+  params.x = params_.x;
+  params.source_row_bytes = params_.source_row_bytes;
+  params.row_bytes = params_.row_bytes;
+  params.weights = params_.weights;
+  params.weight_bytes = params_.weight_bytes;
+  params.is_cached = params_.plan ? 1 : 0;
+  params.slots = slots_;
+  if (params_.is_quantized_here) {
+    params.quantize.is_on = 1;
+    params.quantize.dtype = params_.row_quantization.dtype;
+    params.quantize.block = static_cast<int32_t>(params_.row_quantization.block);
+    params.quantize.scale_format = static_cast<int32_t>(params_.row_quantization.scale_format);
+  }
+  params.num_scales = static_cast<int32_t>(params_.num_scales);
+  params.scale_bytes = params_.scale_bytes;
+  params.scales = params_.scales;
+  params.scale_row_stride = params_.scale_row_stride;
+  params.scale_step = params_.scale_step;
+  params.arrangement = arrangement_;
+  params.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;
+  params.is_plain = endpoint_.needs_plain_copies(params_.x) ? 1 : 0;
+  device::Launch launch = endpoint_.launch(endpoint_.num_sms());
+  while (launch.num_threads > 32 && kernels::dispatch_shared_bytes(params, launch.num_threads) >
+                                        endpoint_.device().max_shared_bytes())
+    launch.num_threads /= 2;
+  launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
+  if (launch.shared_bytes > endpoint_.device().max_shared_bytes()) {
+    params.is_plain = 1;
+    launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
+  }
+  kernels::launch_dispatch(launch, params);
+}
+
+}  // namespace moe::runtime
