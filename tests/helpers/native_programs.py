@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +17,8 @@ def build_program(name: str) -> Path:
     build_dir = ROOT / "build" / f"native-inplace-{sys.implementation.cache_tag}"
     if not (build_dir / "build.ninja").exists():
         pytest.skip(f"{build_dir} was not configured; `make build` does it")
-    # Tools of the environment first: the directory was configured with them.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    cmake = shutil.which("cmake", path=path)
-    assert cmake is not None, "cmake has configured the build and is gone"
+    cache = (build_dir / "CMakeCache.txt").read_text()
+    cmake = cache.split("CMAKE_COMMAND:INTERNAL=")[1].splitlines()[0]
     # The lock that setup.py takes.
     with build_dir.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
