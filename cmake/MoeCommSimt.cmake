@@ -40,6 +40,7 @@ function(moe_comm_add_emulated_program name)
     $<TARGET_OBJECTS:moe_comm_simt> $<TARGET_OBJECTS:moe_comm_common> ${ARGN})
   moe_comm_configure(${name})
   moe_comm_use_simt(${name})
+  target_compile_options(${name} PRIVATE -O1)
 endfunction()
 
 moe_comm_add_emulated_program(emulator_kernels)
