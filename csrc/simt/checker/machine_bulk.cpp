@@ -265,6 +265,11 @@ void Machine::await_bulk_reads(int num_pending) {
 }
 
 void Machine::end_block(std::byte* shared, int64_t bytes) {
+  // The place will be another block's.
+  std::erase_if(words_, [&](const auto& entry) {
+    const auto* const place = static_cast<const std::byte*>(entry.first);
+    return place >= shared && place < shared + bytes;
+  });
   for (auto entry = barriers_.begin(); entry != barriers_.end();) {
     const auto* const place = static_cast<const std::byte*>(entry->first);
     if (place < shared || place >= shared + bytes) {
