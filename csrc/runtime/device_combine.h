@@ -1,6 +1,7 @@
 #pragma once
 
 #include "host/combine.h"
+#include "kernels/combine.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {
@@ -9,5 +10,8 @@ namespace moe::runtime {
 host::CombineOutcome combine(DeviceEndpoint& endpoint,
                              const host::CombineParams& params,
                              const host::InterruptCheck& interrupt_check);
+
+/// Launches, in the caller's stream, the local pass behind a combine that applied weights.
+void weighted_gradient(DeviceEndpoint& endpoint, const kernels::WeightedGradientParams& params);
 
 }  // namespace moe::runtime

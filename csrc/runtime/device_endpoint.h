@@ -49,6 +49,7 @@ class DeviceEndpoint : public host::EndpointBase {
   int32_t device_idx() const override { return device_->device_idx(); }
   bool is_idle() const override;
   void restart(uint64_t next_epoch) override;
+  Epochs epochs() const override;
 
   Device& device() const { return *device_; }
   /// The stream of this buffer's kernels.
@@ -58,6 +59,8 @@ class DeviceEndpoint : public host::EndpointBase {
 
   /// The caller's stream for operations issued from now on, by the number Python knows it by.
   void set_caller_stream(uintptr_t handle);
+  /// For local work that is the caller's alone.
+  Stream& caller_stream() const { return *caller_stream_; }
   /// Kernels launched from now on run after what the caller's stream holds.
   void follow_caller();
   /// What the caller's stream is given from now on runs after the kernels launched so far.
@@ -93,6 +96,14 @@ class DeviceEndpoint : public host::EndpointBase {
   const kernels::WaitReport& report() const {
     return *reinterpret_cast<const kernels::WaitReport*>(report_.get());
   }
+
+  /// Whether operations are being recorded into a graph.
+  bool is_capturing() const { return stream_->is_capturing() || caller_stream_->is_capturing(); }
+  /// Keeps what a captured operation needs until the buffer is destroyed.
+  void keep(std::shared_ptr<const void> owned) { kept_.push_back(std::move(owned)); }
+  size_t num_kept() const { return kept_.size(); }
+  /// Graphs that ran have advanced the epoch on the device: waits for them and takes it over.
+  void catch_up();
 
   /// Device memory for counting choices, at least so many bytes; kept between operations.
   std::byte* scratch(int64_t bytes);
@@ -160,6 +171,7 @@ class DeviceEndpoint : public host::EndpointBase {
   uint64_t last_ticket_ = 0;
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;
+  std::vector<std::shared_ptr<const void>> kept_;  ///< by captured operations
 };
 
 }  // namespace moe::runtime

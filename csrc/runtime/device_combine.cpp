@@ -1,0 +1,172 @@
+#include "runtime/device_combine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "host/combine_rules.h"
+#include "runtime/device_dispatch.h"
+#include "runtime/device_exchange.h"
+
+namespace moe::runtime {
+
+namespace {
+
+/// One combine between its rows and its end.
+class DeviceCombine {
+ public:
+  DeviceCombine(DeviceEndpoint& endpoint,
+                const host::CombineParams& params,
+                DeviceExchange& exchange)
+      : endpoint_(endpoint),
+        params_(params),
+        plan_(static_cast<const DevicePlan&>(*params.plan)),
+        exchange_(exchange),
+        row_bytes_(host::combined_row_bytes(params)),
+        sums_window_(host::sums_window(params)) {}
+
+  host::CombineOutcome run() {
+    endpoint_.follow_caller();
+    const layout::OperationArguments arguments = host::combine_arguments(params_);
+    const std::string problem = host::find_failed_sources(plan_, endpoint_.group());
+    if (!problem.empty())
+      exchange_.reject(arguments, layout::RowStatus::kInvalidArgument, problem);
+    kernels::ExchangeParams row;
+    row.tables = endpoint_.tables();
+    row.arguments = arguments;
+    row.num_tokens = static_cast<int32_t>(plan_.num_tokens);
+    row.arrangement = plan_.arrangement;
+    row.kept_counts = plan_.device_counts;
+    try {
+      offer_rows(&row);
+      window_ = sums_window_.bytes == 0
+                    ? endpoint_.memory().allocate(0)
+                    : exchange_.allocate(static_cast<uint64_t>(sums_window_.bytes));
+    } catch (const CapacityError& error) {
+      exchange_.reject(arguments, error);
+    }
+    exchange_.enter("rows");
+    exchange_.publish(row);
+    exchange_.collect(false);
+    exchange_.enter("data");
+    add_rows();
+    return outcome();
+  }
+
+ private:
+  /// In place where the rows lie in this rank's heap already; else copied in, once.
+  void offer_rows(kernels::ExchangeParams* row) {
+    if (row_bytes_ > 0 && plan_.num_rows() > 0)
+      was_copied_in_ = offer_place(params_.x, plan_.num_rows() * row_bytes_, &row->offer);
+    const int64_t num_weights = host::num_row_weights(plan_);
+    if (params_.row_weight_bytes > 0 && num_weights > 0)
+      offer_place(params_.row_weights, num_weights * params_.row_weight_bytes, &row->weights_offer);
+  }
+
+  bool offer_place(const std::byte* source, int64_t bytes, Offer* offer) {
+    if (endpoint_.memory().find(source, static_cast<uint64_t>(bytes), offer))
+      return false;
+    auto window = exchange_.allocate(static_cast<uint64_t>(bytes));
+    endpoint_.stream().copy(window->data(), source, bytes);
+    *offer = window->offer();
+    // Peers may pull from it until the kernel has ended.
+    exchange_.offer(window);
+    pulled_from_.push_back(std::move(window));
+    return true;
+  }
+
+  void add_rows() {
+    kernels::CombineParams params;
+    params.buffer = endpoint_.buffer();
+    params.tables = endpoint_.tables();
+    params.dtype = params_.has_rows ? params_.dtype : DType::kBytes;
+    params.hidden = params_.has_rows ? params_.hidden : 0;
+    params.num_tokens = plan_.num_tokens;
+    params.num_topk = static_cast<int32_t>(plan_.num_topk);
+    params.num_slots = static_cast<int32_t>(plan_.num_slots);
+    params.num_recv_topk = static_cast<int32_t>(plan_.num_recv_topk);
+    params.arrangement = plan_.arrangement;
+    params.slots = plan_.slots;
+    params.topk_idx = plan_.topk_idx;
+    params.weights = params_.weights;
+    params.weight_bytes = params_.weight_bytes;
+    params.sums = params_.out != nullptr ? params_.out : window_->data();
+    params.pulled = window_->data() + sums_window_.weights_offset;
+    params.pulled_bytes = params_.row_weight_bytes;
+    params.is_plain = endpoint_.device().has_bulk_copies() ? 0 : 1;
+    device::Launch launch = endpoint_.launch(endpoint_.num_sms());
+    launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
+    while (launch.num_threads > 32 && kernels::combine_shared_bytes(params, launch.num_threads) >
+                                          endpoint_.device().max_shared_bytes())
+      launch.num_threads = launch.num_threads / 64 * 32;
+    launch.shared_bytes = kernels::combine_shared_bytes(params, launch.num_threads);
+    kernels::launch_combine(launch, params);
+  }
+
+  host::CombineOutcome outcome() {
+    host::CombineOutcome outcome;
+    outcome.was_copied_in = was_copied_in_;
+    outcome.waited_ns.resize(static_cast<size_t>(endpoint_.num_ranks()));
+    std::byte* base = nullptr;
+    auto result = copy_out_window(
+        endpoint_, window_, static_cast<uint64_t>(sums_window_.bytes), params_.copy_out, &base);
+    exchange_.enter("done");
+    exchange_.finish();
+    exchange_.withdraw_offers();
+    // Where the caller is a stream, kernels may still run: what they use is kept with the result.
+    outcome.owner =
+        endpoint_.is_host_caller()
+            ? std::move(result)
+            : std::make_shared<Kept>(Kept{
+                  std::move(result), std::move(window_), std::move(pulled_from_), params_.plan});
+    if (row_bytes_ > 0)
+      outcome.sums = params_.out != nullptr ? params_.out : base;
+    if (params_.row_weight_bytes > 0)
+      outcome.weights = base + sums_window_.weights_offset;
+    return outcome;
+  }
+
+  struct Kept {
+    std::shared_ptr<void> result;
+    std::shared_ptr<Window> window;
+    std::vector<std::shared_ptr<Window>> pulled_from;
+    std::shared_ptr<const host::PlanHeader> plan;
+  };
+
+  DeviceEndpoint& endpoint_;
+  const host::CombineParams& params_;
+  const DevicePlan& plan_;
+  DeviceExchange& exchange_;
+  int64_t row_bytes_;
+  host::SumsWindow sums_window_;
+  std::vector<std::shared_ptr<Window>> pulled_from_;
+  std::shared_ptr<Window> window_;
+  bool was_copied_in_ = false;
+};
+
+}  // namespace
+
+host::CombineOutcome combine(DeviceEndpoint& endpoint,
+                             const host::CombineParams& params,
+                             const host::InterruptCheck& interrupt_check) {
+  return run_operation(
+      endpoint, layout::Operation::kCombine, interrupt_check, [&](DeviceExchange& exchange) {
+        return DeviceCombine(endpoint, params, exchange).run();
+      });
+}
+
+void weighted_gradient(DeviceEndpoint& endpoint, const kernels::WeightedGradientParams& params) {
+  if (params.num_rows == 0)
+    return;
+  constexpr int kWarpsPerBlock = 8;
+  constexpr int64_t kBlocksPerSm = 8;
+  endpoint.device().activate();
+  device::Launch launch;
+  launch.num_threads = kWarpsPerBlock * 32;
+  launch.num_blocks =
+      static_cast<int>(std::min((params.num_rows + kWarpsPerBlock - 1) / kWarpsPerBlock,
+                                kBlocksPerSm * endpoint.device().num_sms()));
+  launch.stream = endpoint.caller_stream().handle();
+  kernels::launch_weighted_gradient(launch, params);
+}
+
+}  // namespace moe::runtime
