@@ -117,6 +117,11 @@ class ExchangeBlock {
     take_rows(is_agreed);
     if (!is_agreed)
       return OperationStatus::kRejected;
+    if (params_.needed_status != nullptr) {
+      const auto needed = static_cast<OperationStatus>(device::load(params_.needed_status));
+      if (needed != OperationStatus::kOk)
+        return needed;
+    }
     if (params_.with_counts != 0) {
       int64_t num_dropped = 0;
       if (counts_.keep_rows(params_.rule, &num_dropped))

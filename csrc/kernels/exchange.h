@@ -81,6 +81,10 @@ struct ExchangeParams {
   const Offer* offer_ring = nullptr;
   int32_t num_offers = 0;
 
+  /// device: status of the captured dispatch that made the handle, or null. Where that is not ok,
+  /// which all ranks know alike, nothing moves here either.
+  const int32_t* needed_status = nullptr;
+
   HostRead* host_read = nullptr;  ///< or null
   uint64_t ticket = 0;
 };
