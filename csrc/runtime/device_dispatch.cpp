@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "host/dispatch_rules.h"
+#include "runtime/captured.h"
 #include "runtime/device_exchange.h"
 #include "runtime/dispatch_launches.h"
 
@@ -245,6 +246,10 @@ std::shared_ptr<void> copy_out_window(DeviceEndpoint& endpoint,
 host::DispatchOutcome dispatch(DeviceEndpoint& endpoint,
                                const host::DispatchParams& params,
                                const host::InterruptCheck& interrupt_check) {
+  if (endpoint.is_capturing())
+    return capture_dispatch(endpoint, params);
+  if (params.plan)
+    check_has_counts(static_cast<const DevicePlan&>(*params.plan));
   const auto operation =
       params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch;
   return run_operation(endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) {

@@ -314,8 +314,28 @@ void DeviceEndpoint::restart(uint64_t next_epoch) {
   await(*stream_->record());
 }
 
+void DeviceEndpoint::catch_up() {
+  if (kept_.empty())
+    return;
+  follow_caller();
+  drain();
+  const Epochs reached = epochs();
+  set_next_epoch(reached.next);
+  complete_epoch(reached.last_completed);
+}
+
+host::Recoverable::Epochs DeviceEndpoint::epochs() const {
+  if (kept_.empty())
+    return EndpointBase::epochs();
+  const auto& state = *reinterpret_cast<const BufferState*>(state_.get());
+  const uint64_t epoch = read_word(state.epoch);
+  // The operation that left last has not completed.
+  return {epoch + 1, read_word(state.has_left) == 0 ? epoch : epoch - 1};
+}
+
 void DeviceEndpoint::end_device_operations() {
   drain();
+  kept_.clear();
   bases_ = nullptr;
 }
 

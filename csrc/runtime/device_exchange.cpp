@@ -32,6 +32,7 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
   endpoint_.device().activate();
   if (endpoint_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();
+  endpoint_.catch_up();
   epoch_ = endpoint_.take_epoch();
   group_.show_presence(endpoint_.buffer_number(), epoch_, operation_);
 }

@@ -15,6 +15,9 @@ struct DevicePlan : host::PlanHeader {
   int64_t* slots = nullptr;           ///< device [num_tokens, num_slots]
   int64_t* topk_idx = nullptr;        ///< device [num_tokens, num_topk], a private copy
   int32_t* device_counts = nullptr;   ///< device, the count matrix
+  /// device [2]: Tables::status of the captured dispatch that made the plan, whose counts the host
+  /// does not know; null for any other.
+  std::shared_ptr<int32_t> status;
 
   /// An empty plan with room for so many choices. The header is of the caller's making.
   static std::shared_ptr<DevicePlan> allocate(DeviceEndpoint& endpoint,

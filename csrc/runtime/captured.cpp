@@ -1,0 +1,262 @@
+#include "runtime/captured.h"
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "host/dispatch_rules.h"
+#include "kernels/combine.h"
+#include "runtime/device_dispatch.h"
+#include "runtime/dispatch_launches.h"
+
+namespace moe::runtime {
+
+namespace {
+
+using layout::RowLayout;
+
+/// What every captured operation checks and has.
+class Capture {
+ public:
+  Capture(DeviceEndpoint& endpoint, layout::Operation operation) : endpoint_(endpoint) {
+    MOE_CHECK(!endpoint.is_destroyed(),
+              layout::operation_name(operation),
+              ": this buffer has been destroyed");
+    MOE_CHECK(!endpoint.is_on_progress_thread(),
+              layout::operation_name(operation),
+              ": async_op has no meaning in a capture, the graph says when it runs");
+    endpoint.group().check_usable(operation);
+    endpoint.device().activate();
+    endpoint.follow_caller();
+    const auto memory = endpoint.device().allocate(2 * static_cast<int64_t>(sizeof(int32_t)));
+    status_ = keep(std::shared_ptr<int32_t>(memory, reinterpret_cast<int32_t*>(memory.get())));
+  }
+
+  /// Device memory of the operation: its status, and rows that it dropped here.
+  const std::shared_ptr<int32_t>& status() const { return status_; }
+
+  /// Owned by the buffer from now on.
+  template <typename T>
+  std::shared_ptr<T> keep(std::shared_ptr<T> owned) {
+    endpoint_.keep(owned);
+    return owned;
+  }
+  std::shared_ptr<Window> allocate(int64_t bytes) {
+    auto window = keep(endpoint_.memory().allocate(static_cast<uint64_t>(bytes)));
+    endpoint_.refresh_segments();
+    return window;
+  }
+
+  void exchange(kernels::ExchangeParams row, const host::PlanHeader* plan) {
+    row.buffer = endpoint_.buffer();
+    row.tables.status = status_.get();
+    if (plan != nullptr)
+      row.needed_status = static_cast<const DevicePlan*>(plan)->status.get();
+    kernels::launch_exchange(endpoint_.launch(1), row);
+  }
+
+ private:
+  DeviceEndpoint& endpoint_;
+  std::shared_ptr<int32_t> status_;
+};
+
+void check_fixed(const host::DispatchParams& params) {
+  if (params.plan || params.layout == RowLayout::kLowLatency)
+    return;
+  MOE_CHECK(params.fixed_rows >= 0 && params.capacity.on_overflow != layout::OnOverflow::kGrow,
+            "a dispatch in a capture has a result of fixed size: it takes Layout.LOW_LATENCY or a "
+            "Capacity with num_rows and on_overflow \"drop\" or \"raise\", got num_rows = ",
+            params.fixed_rows,
+            " (-1 for none) and on_overflow ",
+            params.capacity.on_overflow == layout::OnOverflow::kGrow   ? "\"grow\""
+            : params.capacity.on_overflow == layout::OnOverflow::kDrop ? "\"drop\""
+                                                                       : "\"raise\"");
+}
+
+/// What is known of a plan before any run. Ranks agree on the hash where they capture alike.
+void describe_plan(const DeviceEndpoint& endpoint,
+                   const host::DispatchParams& params,
+                   const layout::Arrangement& arrangement,
+                   DevicePlan* plan) {
+  plan->arrangement = arrangement;
+  plan->num_tokens = params.num_tokens;
+  plan->num_topk = params.num_topk;
+  plan->num_recv_topk = params.num_topk;
+  plan->num_slots =
+      layout::num_slots_per_token(arrangement.layout, params.num_topk, endpoint.num_ranks());
+  plan->received.num_rows = arrangement.layout == RowLayout::kLowLatency
+                                ? host::num_low_latency_rows(endpoint)
+                                : params.fixed_rows;
+  const auto num_local = static_cast<size_t>(endpoint.buffer().num_local_experts);
+  plan->received.num_tokens_per_expert.resize(num_local);
+  plan->received.expert_offsets.resize(num_local + 1);
+  plan->hash = endpoint.num_kept();
+}
+
+}  // namespace
+
+void check_has_counts(const DevicePlan& plan) {
+  MOE_CHECK(plan.status == nullptr,
+            "this handle was made in a capture: the host does not know its counts, and it serves "
+            "captured operations only");
+}
+
+host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
+                                       const host::DispatchParams& params) {
+  check_fixed(params);
+  const layout::Arrangement arrangement =
+      params.plan ? params.plan->arrangement
+                  : host::arrangement_of(endpoint, params.layout, params.expert_alignment);
+  Capture capture(endpoint,
+                  params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch);
+  DispatchLaunches launches(endpoint, params, arrangement);
+  host::DispatchOutcome outcome;
+  if (params.plan) {
+    launches.take_plan(static_cast<const DevicePlan&>(*params.plan));
+    capture.keep(params.plan);
+    outcome.plan = params.plan;
+  } else {
+    launches.count_choices(
+        [&](int64_t bytes) { return capture.keep(endpoint.device().allocate(bytes)).get(); });
+    describe_plan(endpoint, params, arrangement, launches.made_plan().get());
+    launches.made_plan()->status = capture.status();
+    outcome.plan = capture.keep(launches.made_plan());
+  }
+  capture.keep(launches.tables().memory);
+  launches.tables().tables.status = capture.status().get();
+
+  const int64_t num_rows = outcome.plan->num_rows();
+  const layout::ReceiveWindow layout =
+      host::receive_window(arrangement, params, num_rows, outcome.plan->num_recv_topk);
+  const auto window = params.window ? capture.keep(params.window) : capture.allocate(layout.bytes);
+  kernels::ExchangeParams row = launches.row();
+  row.offer = window->offer();
+  std::vector<uint8_t> is_masked(static_cast<size_t>(endpoint.num_ranks()));
+  for (const int rank_idx : params.masked_ranks)
+    is_masked[static_cast<size_t>(rank_idx)] = 1;
+  if (!params.masked_ranks.empty()) {
+    const auto bytes = static_cast<int64_t>(is_masked.size());
+    const auto staging = capture.keep(endpoint.device().allocate_host(bytes));
+    const auto values = capture.keep(endpoint.device().allocate(bytes));
+    std::memcpy(staging.get(), is_masked.data(), is_masked.size());
+    endpoint.stream().copy(values.get(), staging.get(), bytes);
+    row.is_masked = reinterpret_cast<const uint8_t*>(values.get());
+  }
+  capture.exchange(row, params.plan.get());
+  launches.move_rows();
+
+  const auto copy_out =
+      params.copy_out == host::CopyOut::kAlways && arrangement.layout != RowLayout::kLowLatency
+          ? host::CopyOut::kAlways
+          : host::CopyOut::kNever;
+  outcome.owner = capture.keep(copy_out_window(
+      endpoint, window, static_cast<uint64_t>(layout.bytes), copy_out, &outcome.rows));
+  endpoint.lead_caller();
+  outcome.scale_map = layout.scales;
+  if (params.num_scales > 0)
+    outcome.scales = outcome.rows + layout.scales_offset;
+  if (params.weight_bytes > 0)
+    outcome.weights = outcome.rows + layout.weights_offset;
+  outcome.has_topk_idx = params.with_topk_idx(arrangement);
+  if (outcome.has_topk_idx)
+    outcome.topk_idx = outcome.rows + layout.topk_idx_offset;
+  const DispatchTables& tables = launches.tables();
+  outcome.expert_offsets = std::shared_ptr<void>(tables.memory, tables.tables.expert_offsets);
+  outcome.num_tokens_per_expert =
+      std::shared_ptr<void>(tables.memory, tables.tables.num_tokens_per_expert);
+  outcome.status = capture.status();
+  outcome.num_required_rows = num_rows;
+  outcome.num_dropped_per_expert.resize(outcome.plan->received.num_tokens_per_expert.size());
+  outcome.waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
+  return outcome;
+}
+
+namespace {
+
+layout::OperationArguments arguments_of(const host::CombineParams& params, int64_t row_bytes) {
+  layout::OperationArguments arguments;
+  arguments.operation = static_cast<int32_t>(layout::Operation::kCombine);
+  arguments.layout = static_cast<int32_t>(params.plan->layout());
+  arguments.expert_alignment = static_cast<int32_t>(params.plan->arrangement.expert_alignment);
+  arguments.dtype = params.has_rows ? dlpack_type(params.dtype) : 0;
+  arguments.row_bytes = row_bytes;
+  arguments.weight_bytes = params.row_weight_bytes;
+  arguments.plan_hash = params.plan->hash;
+  return arguments;
+}
+
+/// Where peers pull @p bytes from: in place where they lie in the heap, else a copy made in each
+/// run. @return whether they are copied.
+bool offer_place(DeviceEndpoint& endpoint,
+                 Capture& capture,
+                 const std::byte* source,
+                 int64_t bytes,
+                 Offer* offer) {
+  if (bytes == 0 || endpoint.memory().find(source, static_cast<uint64_t>(bytes), offer))
+    return false;
+  const auto window = capture.allocate(bytes);
+  endpoint.stream().copy(window->data(), source, bytes);
+  *offer = window->offer();
+  return true;
+}
+
+}  // namespace
+
+host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::CombineParams& params) {
+  Capture capture(endpoint, layout::Operation::kCombine);
+  const auto plan = std::static_pointer_cast<const DevicePlan>(params.plan);
+  capture.keep(plan);
+  const int64_t row_bytes = params.has_rows ? params.hidden * element_bytes(params.dtype) : 0;
+  const int64_t per_row = plan->arrangement.is_by_rank() ? plan->num_recv_topk : 1;
+  host::CombineOutcome outcome;
+  kernels::ExchangeParams row;
+  row.tables = endpoint.tables();
+  row.arguments = arguments_of(params, row_bytes);
+  row.num_tokens = static_cast<int32_t>(plan->num_tokens);
+  row.arrangement = plan->arrangement;
+  row.kept_counts = plan->device_counts;
+  outcome.was_copied_in =
+      offer_place(endpoint, capture, params.x, plan->num_rows() * row_bytes, &row.offer);
+  offer_place(endpoint,
+              capture,
+              params.row_weights,
+              plan->num_rows() * per_row * params.row_weight_bytes,
+              &row.weights_offer);
+  capture.exchange(row, plan.get());
+
+  const int64_t sums_bytes = params.out == nullptr ? round_up(plan->num_tokens * row_bytes, 64) : 0;
+  const int64_t pulled_bytes = plan->num_tokens * plan->num_topk * params.row_weight_bytes;
+  const auto memory = capture.keep(endpoint.device().allocate(sums_bytes + pulled_bytes));
+  outcome.owner = memory;
+  if (row_bytes > 0)
+    outcome.sums = params.out != nullptr ? params.out : memory.get();
+  if (params.row_weight_bytes > 0)
+    outcome.weights = memory.get() + sums_bytes;
+  kernels::CombineParams kernel;
+  kernel.buffer = endpoint.buffer();
+  kernel.tables = row.tables;
+  kernel.tables.status = capture.status().get();
+  kernel.dtype = params.has_rows ? params.dtype : DType::kBytes;
+  kernel.hidden = params.has_rows ? params.hidden : 0;
+  kernel.num_tokens = plan->num_tokens;
+  kernel.num_topk = static_cast<int32_t>(plan->num_topk);
+  kernel.num_slots = static_cast<int32_t>(plan->num_slots);
+  kernel.num_recv_topk = static_cast<int32_t>(plan->num_recv_topk);
+  kernel.arrangement = plan->arrangement;
+  kernel.slots = plan->slots;
+  kernel.topk_idx = plan->topk_idx;
+  kernel.weights = params.weights;
+  kernel.weight_bytes = params.weight_bytes;
+  kernel.sums = outcome.sums;
+  kernel.pulled = outcome.weights;
+  kernel.pulled_bytes = params.row_weight_bytes;
+  kernel.is_plain = endpoint.needs_plain_copies(outcome.sums) || row_bytes % 16 != 0 ? 1 : 0;
+  device::Launch launch = endpoint.launch(endpoint.num_sms());
+  launch.shared_bytes = kernels::combine_shared_bytes(kernel, launch.num_threads);
+  kernels::launch_combine(launch, kernel);
+  endpoint.lead_caller();
+  outcome.waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
+  return outcome;
+}
+
+}  // namespace moe::runtime
