@@ -19,6 +19,14 @@ def enabled(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
+def cuda_mode() -> str:
+    """MOE_COMM_CUDA: auto (with nvcc), on or off."""
+    mode = os.environ.get("MOE_COMM_CUDA") or "auto"
+    if mode not in ("auto", "on", "off"):
+        raise SystemExit(f"MOE_COMM_CUDA must be auto, on or off, got {mode!r}")
+    return mode
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock file at `path`, so that two builds in one checkout follow each other."""
@@ -45,6 +53,10 @@ class CMakeBuild(build_ext):
         # setuptools clears `inplace` while it builds and copies the result afterwards.
         self._keeps_build_dir = bool(self.inplace or self.editable_mode)
         super().run()
+        if self._keeps_build_dir and cuda_mode() == "off":
+            # Modules share objects, so one that an earlier build left must not meet newer ones.
+            for stale in (ROOT / "moe_comm").glob("_cuda.*.so"):
+                stale.unlink()
 
     def build_extension(self, ext: Extension) -> None:
         # In-place builds keep their directory, for incremental rebuilds; a wheel is often built in
@@ -57,6 +69,9 @@ class CMakeBuild(build_ext):
             self._run_cmake(build_dir, sanitize)
             file_name = ext.name.split(".")[-1] + sysconfig.get_config_var("EXT_SUFFIX")
             built = build_dir / "lib" / file_name
+            if ext.optional and not built.exists():
+                self.warn(f"{ext.name} is not built: no nvcc that works")
+                return
             replace_if_changed(built, Path(self.get_ext_fullpath(ext.name)))
 
     def _run_cmake(self, build_dir: Path, sanitize: str) -> None:
@@ -68,6 +83,8 @@ class CMakeBuild(build_ext):
             raise SystemExit(f"cmake and ninja are needed, found {cmake=} and {ninja=}")
         definitions = {
             "CMAKE_MAKE_PROGRAM": ninja,
+            "MOE_COMM_CUDA": cuda_mode(),
+            "MOE_COMM_CUDA_ARCHS": os.environ.get("MOE_COMM_CUDA_ARCHS") or "80;90a;100",
             "MOE_COMM_SANITIZE": sanitize,
             "MOE_COMM_WERROR": "ON" if enabled("MOE_COMM_WERROR") else "OFF",
             "Python_EXECUTABLE": sys.executable,
@@ -97,9 +114,11 @@ class CMakeBuild(build_ext):
                 replace_if_changed(Path(built), in_package)
 
 
-MODULES = ["_host", "_simt"]
+extensions = [Extension(f"moe_comm.{name}", sources=[]) for name in ("_host", "_simt")]
+if cuda_mode() != "off":
+    extensions.append(Extension("moe_comm._cuda", sources=[], optional=cuda_mode() == "auto"))
 
 setup(
-    ext_modules=[Extension(f"moe_comm.{name}", sources=[]) for name in MODULES],
+    ext_modules=extensions,
     cmdclass={"build_ext": CMakeBuild},
 )

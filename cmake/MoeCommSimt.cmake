@@ -27,11 +27,9 @@ foreach(target moe_comm_simt moe_comm_kernels)
   moe_comm_use_simt(${target})
 endforeach()
 
-moe_comm_add_module(_simt
-  ${MOE_COMM_BINDING_SOURCES} ${MOE_COMM_DEVICE_BINDINGS} ${MOE_COMM_SIMT_BINDINGS}
-  ${MOE_COMM_RUNTIME_SOURCES}
-  $<TARGET_OBJECTS:moe_comm_kernels> $<TARGET_OBJECTS:moe_comm_simt>
-  $<TARGET_OBJECTS:moe_comm_common>)
+moe_comm_add_module(_simt ${MOE_COMM_SIMT_BINDINGS}
+  $<TARGET_OBJECTS:moe_comm_device> $<TARGET_OBJECTS:moe_comm_kernels>
+  $<TARGET_OBJECTS:moe_comm_simt> $<TARGET_OBJECTS:moe_comm_common>)
 moe_comm_use_simt(_simt)
 
 # Programs of tests/cpp that run on the emulator; built by the tests that run them.

@@ -1,0 +1,76 @@
+# The module _cuda: kernels compiled by nvcc, with the CUDA runtime linked statically and the driver
+# found at run time, so that it loads on a machine without one.
+#   MOE_COMM_CUDA        auto (where nvcc is found), on or off
+#   MOE_COMM_CUDA_ARCHS  compute capabilities to compile for: 90a is Hopper, 100 Blackwell
+set(MOE_COMM_CUDA "auto" CACHE STRING "Build the module _cuda: auto, on or off")
+set_property(CACHE MOE_COMM_CUDA PROPERTY STRINGS auto on off)
+set(MOE_COMM_CUDA_ARCHS "80;90a;100" CACHE STRING "Compute capabilities that kernels are compiled for")
+string(REPLACE "," ";" MOE_COMM_CUDA_ARCHS "${MOE_COMM_CUDA_ARCHS}")
+if(NOT MOE_COMM_CUDA MATCHES "^(auto|on|off)$")
+  message(FATAL_ERROR "MOE_COMM_CUDA must be auto, on or off, got ${MOE_COMM_CUDA}")
+endif()
+
+set(MOE_COMM_HAS_CUDA FALSE)
+if(NOT MOE_COMM_CUDA STREQUAL "off")
+  set(CMAKE_CUDA_ARCHITECTURES ${MOE_COMM_CUDA_ARCHS})
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    set(MOE_COMM_HAS_CUDA TRUE)
+  elseif(MOE_COMM_CUDA STREQUAL "on")
+    message(FATAL_ERROR "MOE_COMM_CUDA=on needs nvcc: put it into PATH, or its path into CUDACXX")
+  else()
+    message(STATUS "No nvcc that works: moe_comm._cuda is not built (MOE_COMM_CUDA=auto)")
+  endif()
+endif()
+if(MOE_COMM_HAS_CUDA AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  # Constants in assembly (csrc/device/ptx.cuh) and functions of the driver come with it.
+  if(MOE_COMM_CUDA STREQUAL "on")
+    message(FATAL_ERROR "nvcc 12.8 or later is needed, found ${CMAKE_CUDA_COMPILER_VERSION}")
+  endif()
+  message(STATUS "nvcc ${CMAKE_CUDA_COMPILER_VERSION} is older than 12.8: moe_comm._cuda is not built")
+  set(MOE_COMM_HAS_CUDA FALSE)
+endif()
+
+if(MOE_COMM_HAS_CUDA)
+  # The same files are C++ for the emulator, and a source has one language in a folder: each is
+  # included by a file of its own here.
+  set(cuda_sources "")
+  foreach(source ${MOE_COMM_KERNEL_SOURCES})
+    get_filename_component(name "${source}" NAME)
+    set(wrapper "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}")
+    file(CONFIGURE OUTPUT "${wrapper}" CONTENT "#include \"kernels/${name}\"\n")
+    list(APPEND cuda_sources "${wrapper}")
+  endforeach()
+
+  add_library(moe_comm_cuda_kernels OBJECT ${cuda_sources})
+  target_include_directories(moe_comm_cuda_kernels PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
+  target_compile_definitions(moe_comm_cuda_kernels PRIVATE
+    MOE_DEVICE_PRIMITIVES="device/ptx.cuh")
+  set_target_properties(moe_comm_cuda_kernels PROPERTIES
+    POSITION_INDEPENDENT_CODE ON
+    CUDA_RUNTIME_LIBRARY Static
+    CUDA_VISIBILITY_PRESET hidden)
+  target_compile_options(moe_comm_cuda_kernels PRIVATE
+    # std::bit_cast and constexpr members in kernels. Neither -ftz=true nor --use_fast_math, ever:
+    # subnormals are kept (docs/design.md).
+    -std=c++20 --expt-relaxed-constexpr
+    --threads=0
+    -Xcompiler=-Wall,-Wextra,-ffp-contract=off
+    -Xptxas=--warn-on-spills)
+  if(MOE_COMM_WERROR)
+    target_compile_options(moe_comm_cuda_kernels PRIVATE --Werror=all-warnings)
+  endif()
+
+  moe_comm_glob(MOE_COMM_CUDA_SOURCES cuda/*.cpp bindings/cuda/*.cpp)
+  moe_comm_add_module(_cuda ${MOE_COMM_CUDA_SOURCES}
+    $<TARGET_OBJECTS:moe_comm_device> $<TARGET_OBJECTS:moe_comm_cuda_kernels>
+    $<TARGET_OBJECTS:moe_comm_common>)
+  string(REPLACE ";" ", " archs_text "${MOE_COMM_CUDA_ARCHS}")
+  target_compile_definitions(_cuda PRIVATE MOE_CUDA_ARCHS="${archs_text}")
+  target_include_directories(_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  set_target_properties(_cuda PROPERTIES LINKER_LANGUAGE CXX CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
+  target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
+endif()
