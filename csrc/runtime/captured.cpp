@@ -4,8 +4,9 @@
 #include <utility>
 #include <vector>
 
+#include "host/combine_rules.h"
 #include "host/dispatch_rules.h"
-#include "kernels/combine.h"
+#include "runtime/device_combine.h"
 #include "runtime/device_dispatch.h"
 #include "runtime/dispatch_launches.h"
 
@@ -173,18 +174,6 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
 
 namespace {
 
-layout::OperationArguments arguments_of(const host::CombineParams& params, int64_t row_bytes) {
-  layout::OperationArguments arguments;
-  arguments.operation = static_cast<int32_t>(layout::Operation::kCombine);
-  arguments.layout = static_cast<int32_t>(params.plan->layout());
-  arguments.expert_alignment = static_cast<int32_t>(params.plan->arrangement.expert_alignment);
-  arguments.dtype = params.has_rows ? dlpack_type(params.dtype) : 0;
-  arguments.row_bytes = row_bytes;
-  arguments.weight_bytes = params.row_weight_bytes;
-  arguments.plan_hash = params.plan->hash;
-  return arguments;
-}
-
 /// Where peers pull @p bytes from: in place where they lie in the heap, else a copy made in each
 /// run. @return whether they are copied.
 bool offer_place(DeviceEndpoint& endpoint,
@@ -206,12 +195,11 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
   Capture capture(endpoint, layout::Operation::kCombine);
   const auto plan = std::static_pointer_cast<const DevicePlan>(params.plan);
   capture.keep(plan);
-  const int64_t row_bytes = params.has_rows ? params.hidden * element_bytes(params.dtype) : 0;
-  const int64_t per_row = plan->arrangement.is_by_rank() ? plan->num_recv_topk : 1;
+  const int64_t row_bytes = host::combined_row_bytes(params);
   host::CombineOutcome outcome;
   kernels::ExchangeParams row;
   row.tables = endpoint.tables();
-  row.arguments = arguments_of(params, row_bytes);
+  row.arguments = host::combine_arguments(params);
   row.num_tokens = static_cast<int32_t>(plan->num_tokens);
   row.arrangement = plan->arrangement;
   row.kept_counts = plan->device_counts;
@@ -220,40 +208,21 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
   offer_place(endpoint,
               capture,
               params.row_weights,
-              plan->num_rows() * per_row * params.row_weight_bytes,
+              host::num_row_weights(*plan) * params.row_weight_bytes,
               &row.weights_offer);
   capture.exchange(row, plan.get());
 
-  const int64_t sums_bytes = params.out == nullptr ? round_up(plan->num_tokens * row_bytes, 64) : 0;
-  const int64_t pulled_bytes = plan->num_tokens * plan->num_topk * params.row_weight_bytes;
-  const auto memory = capture.keep(endpoint.device().allocate(sums_bytes + pulled_bytes));
+  const host::SumsWindow sums = host::sums_window(params);
+  const auto memory = capture.keep(endpoint.device().allocate(sums.bytes));
   outcome.owner = memory;
+  std::byte* const pulled = memory.get() + sums.weights_offset;
   if (row_bytes > 0)
     outcome.sums = params.out != nullptr ? params.out : memory.get();
   if (params.row_weight_bytes > 0)
-    outcome.weights = memory.get() + sums_bytes;
-  kernels::CombineParams kernel;
-  kernel.buffer = endpoint.buffer();
-  kernel.tables = row.tables;
-  kernel.tables.status = capture.status().get();
-  kernel.dtype = params.has_rows ? params.dtype : DType::kBytes;
-  kernel.hidden = params.has_rows ? params.hidden : 0;
-  kernel.num_tokens = plan->num_tokens;
-  kernel.num_topk = static_cast<int32_t>(plan->num_topk);
-  kernel.num_slots = static_cast<int32_t>(plan->num_slots);
-  kernel.num_recv_topk = static_cast<int32_t>(plan->num_recv_topk);
-  kernel.arrangement = plan->arrangement;
-  kernel.slots = plan->slots;
-  kernel.topk_idx = plan->topk_idx;
-  kernel.weights = params.weights;
-  kernel.weight_bytes = params.weight_bytes;
-  kernel.sums = outcome.sums;
-  kernel.pulled = outcome.weights;
-  kernel.pulled_bytes = params.row_weight_bytes;
-  kernel.is_plain = endpoint.needs_plain_copies(outcome.sums) || row_bytes % 16 != 0 ? 1 : 0;
-  device::Launch launch = endpoint.launch(endpoint.num_sms());
-  launch.shared_bytes = kernels::combine_shared_bytes(kernel, launch.num_threads);
-  kernels::launch_combine(launch, kernel);
+    outcome.weights = pulled;
+  kernels::Tables tables = row.tables;
+  tables.status = capture.status().get();
+  launch_sums(endpoint, params, tables, outcome.sums, pulled);
   endpoint.lead_caller();
   outcome.waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
   return outcome;

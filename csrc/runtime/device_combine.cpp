@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "host/combine_rules.h"
+#include "runtime/captured.h"
 #include "runtime/device_dispatch.h"
 #include "runtime/device_exchange.h"
 
@@ -48,7 +49,11 @@ class DeviceCombine {
     exchange_.publish(row);
     exchange_.collect(false);
     exchange_.enter("data");
-    add_rows();
+    launch_sums(endpoint_,
+                params_,
+                endpoint_.tables(),
+                params_.out != nullptr ? params_.out : window_->data(),
+                window_->data() + sums_window_.weights_offset);
     return outcome();
   }
 
@@ -72,34 +77,6 @@ class DeviceCombine {
     exchange_.offer(window);
     pulled_from_.push_back(std::move(window));
     return true;
-  }
-
-  void add_rows() {
-    kernels::CombineParams params;
-    params.buffer = endpoint_.buffer();
-    params.tables = endpoint_.tables();
-    params.dtype = params_.has_rows ? params_.dtype : DType::kBytes;
-    params.hidden = params_.has_rows ? params_.hidden : 0;
-    params.num_tokens = plan_.num_tokens;
-    params.num_topk = static_cast<int32_t>(plan_.num_topk);
-    params.num_slots = static_cast<int32_t>(plan_.num_slots);
-    params.num_recv_topk = static_cast<int32_t>(plan_.num_recv_topk);
-    params.arrangement = plan_.arrangement;
-    params.slots = plan_.slots;
-    params.topk_idx = plan_.topk_idx;
-    params.weights = params_.weights;
-    params.weight_bytes = params_.weight_bytes;
-    params.sums = params_.out != nullptr ? params_.out : window_->data();
-    params.pulled = window_->data() + sums_window_.weights_offset;
-    params.pulled_bytes = params_.row_weight_bytes;
-    params.is_plain = endpoint_.device().has_bulk_copies() ? 0 : 1;
-    device::Launch launch = endpoint_.launch(endpoint_.num_sms());
-    launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
-    while (launch.num_threads > 32 && kernels::combine_shared_bytes(params, launch.num_threads) >
-                                          endpoint_.device().max_shared_bytes())
-      launch.num_threads = launch.num_threads / 64 * 32;
-    launch.shared_bytes = kernels::combine_shared_bytes(params, launch.num_threads);
-    kernels::launch_combine(launch, params);
   }
 
   host::CombineOutcome outcome() {
@@ -148,10 +125,46 @@ class DeviceCombine {
 host::CombineOutcome combine(DeviceEndpoint& endpoint,
                              const host::CombineParams& params,
                              const host::InterruptCheck& interrupt_check) {
+  if (endpoint.is_capturing())
+    return capture_combine(endpoint, params);
+  check_has_counts(static_cast<const DevicePlan&>(*params.plan));
   return run_operation(
       endpoint, layout::Operation::kCombine, interrupt_check, [&](DeviceExchange& exchange) {
         return DeviceCombine(endpoint, params, exchange).run();
       });
+}
+
+void launch_sums(DeviceEndpoint& endpoint,
+                 const host::CombineParams& params,
+                 const kernels::Tables& tables,
+                 std::byte* sums,
+                 std::byte* pulled) {
+  const auto& plan = static_cast<const DevicePlan&>(*params.plan);
+  kernels::CombineParams kernel;
+  kernel.buffer = endpoint.buffer();
+  kernel.tables = tables;
+  kernel.dtype = params.has_rows ? params.dtype : DType::kBytes;
+  kernel.hidden = params.has_rows ? params.hidden : 0;
+  kernel.num_tokens = plan.num_tokens;
+  kernel.num_topk = static_cast<int32_t>(plan.num_topk);
+  kernel.num_slots = static_cast<int32_t>(plan.num_slots);
+  kernel.num_recv_topk = static_cast<int32_t>(plan.num_recv_topk);
+  kernel.arrangement = plan.arrangement;
+  kernel.slots = plan.slots;
+  kernel.topk_idx = plan.topk_idx;
+  kernel.weights = params.weights;
+  kernel.weight_bytes = params.weight_bytes;
+  kernel.sums = sums;
+  kernel.pulled = pulled;
+  kernel.pulled_bytes = params.row_weight_bytes;
+  kernel.is_plain = endpoint.device().has_bulk_copies() ? 0 : 1;
+  device::Launch launch = endpoint.launch(endpoint.num_sms());
+  launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
+  while (launch.num_threads > 32 && kernels::combine_shared_bytes(kernel, launch.num_threads) >
+                                        endpoint.device().max_shared_bytes())
+    launch.num_threads = launch.num_threads / 64 * 32;
+  launch.shared_bytes = kernels::combine_shared_bytes(kernel, launch.num_threads);
+  kernels::launch_combine(launch, kernel);
 }
 
 void weighted_gradient(DeviceEndpoint& endpoint, const kernels::WeightedGradientParams& params) {
