@@ -59,6 +59,7 @@ class CudaDevice final : public runtime::Device {
   void activate() override;
 
   const DeviceInfo& info() const { return info_; }
+  MemoryPool& pool() const { return *pool_; }
 
  private:
   CudaDevice(int device_idx, int max_connections);

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <chrono>
 #include <limits>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,8 @@ using heap::Token;
 
 // Above it sums of sizes and offsets could overflow.
 constexpr uint64_t kMostBytes = uint64_t{1} << 47;
+// For streams to come to the end of what used a window.
+constexpr auto kRetiredLimit = std::chrono::seconds(5);
 
 uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -46,10 +49,87 @@ struct ProcessSegments {
   }
 };
 
+/// Memory of heaps that are gone, which kernels may still use. Kept for ever where nobody makes or
+/// ends another heap: the process then ends, or does without it.
+class Graveyard {
+ public:
+  static Graveyard& get() {
+    static auto* instance = new Graveyard;
+    return *instance;
+  }
+
+  void bury(std::vector<std::shared_ptr<DeviceSegment>> segments, Events events) {
+    const std::lock_guard lock(mutex_);
+    graves_.push_back({std::move(segments), std::move(events)});
+    std::erase_if(graves_, [](const Grave& grave) { return are_complete(grave.events); });
+  }
+
+ private:
+  struct Grave {
+    std::vector<std::shared_ptr<DeviceSegment>> segments;
+    Events events;
+  };
+  std::mutex mutex_;
+  std::vector<Grave> graves_;
+};
+
+/// Windows that are given back may still be in use by what streams hold: their blocks are free once
+/// that has ended.
 struct CudaCore : HeapCore {
+  struct Retired {
+    Block* block;
+    Events events;
+  };
+
   std::shared_ptr<CudaDevice> device;
   std::vector<std::shared_ptr<DeviceSegment>> own;  ///< under memory_mutex
+  std::mutex retired_mutex;
+  std::vector<Retired> retired;
+  std::atomic<uint64_t> retired_bytes{0};
+
+  ~CudaCore() {
+    if (origin.is_forked_child() || own.empty())
+      return;
+    try {
+      Graveyard::get().bury(std::move(own), device->pool().record_all());
+    } catch (...) {  // the process is exiting: the driver takes the memory
+      static_cast<void>(new auto(std::move(own)));
+    }
+  }
+
+  void release(Block* block) noexcept {
+    if (block == nullptr || origin.is_forked_child())
+      return;
+    try {
+      Events events = device->pool().record_all();
+      if (!are_complete(events)) {
+        const std::lock_guard lock(retired_mutex);
+        retired_bytes.fetch_add(block->bytes, std::memory_order_relaxed);
+        retired.push_back({block, std::move(events)});
+        return;
+      }
+    } catch (...) {  // the process is exiting, or the context has failed
+      return;
+    }
+    HeapCore::release(block);
+  }
+
+  /// Frees blocks whose work has ended. @return Whether some are left.
+  bool reclaim() {
+    const RelaxedCapture relaxed;
+    const std::lock_guard lock(retired_mutex);
+    std::erase_if(retired, [this](const Retired& entry) {
+      if (!are_complete(entry.events))
+        return false;
+      retired_bytes.fetch_sub(entry.block->bytes, std::memory_order_relaxed);
+      HeapCore::release(entry.block);
+      return true;
+    });
+    return !retired.empty();
+  }
 };
+
+using CudaWindow = HeapWindow<CudaCore>;
 
 /// What one peer announced and this process has opened.
 struct PeerMemory {
@@ -116,6 +196,7 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   uint64_t growth_bytes() const;
   void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
   NewDeviceSegment make_segment(uint64_t* least_bytes, uint64_t wanted_bytes) const;
+  Block* await_retired(uint64_t bytes);
   std::shared_ptr<Window> make_window(Block* block, uint64_t bytes);
   void poison(std::byte* data, uint64_t bytes);
   void open_announced();
@@ -148,12 +229,14 @@ uint64_t IpcHeap::available_bytes() const {
   core_->origin.check("the heap");
   const uint64_t growth = growth_bytes();
   const std::lock_guard lock(core_->mutex);
-  const uint64_t free_bytes = core_->allocator.counters().free_bytes;
+  const uint64_t free_bytes =
+      core_->allocator.counters().free_bytes + core_->retired_bytes.load(std::memory_order_relaxed);
   return growth > std::numeric_limits<uint64_t>::max() - free_bytes ? growth : free_bytes + growth;
 }
 
 uint64_t IpcHeap::largest_available_bytes() const {
   core_->origin.check("the heap");
+  core_->reclaim();
   const uint64_t growth = growth_bytes();
   const std::lock_guard lock(core_->mutex);
   return std::max(growth, core_->allocator.largest_free_bytes());
@@ -215,10 +298,11 @@ void IpcHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
 std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
   core_->origin.check("the heap");
   if (bytes == 0)
-    return std::make_shared<HeapWindow>(core_, nullptr, nullptr, Offer{});
+    return std::make_shared<CudaWindow>(core_, nullptr, nullptr, Offer{});
   if (bytes > kMostBytes)
     throw CapacityError(concat("a window of ", bytes, " bytes is beyond any device"), bytes, 0);
   const auto try_allocate = [&] {
+    core_->reclaim();
     const auto lock = core_->lock_with_nodes();
     return core_->allocator.allocate(bytes);
   };
@@ -227,15 +311,41 @@ std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
     const std::lock_guard memory_lock(core_->memory_mutex);
     // Another thread may have added memory meanwhile, or take what is added here.
     while ((block = try_allocate()) == nullptr) {
-      add_segment(heap::WindowAllocator::rounded_bytes(bytes), bytes + bytes / 8);
-      num_growths_.fetch_add(1, std::memory_order_relaxed);
+      try {
+        add_segment(heap::WindowAllocator::rounded_bytes(bytes), bytes + bytes / 8);
+        num_growths_.fetch_add(1, std::memory_order_relaxed);
+      } catch (const CapacityError&) {
+        // What was given back is free once the streams come to it, and that is no lack of memory.
+        block = await_retired(bytes);
+        if (block == nullptr)
+          throw;
+        break;
+      }
     }
   }
   return make_window(block, bytes);
 }
 
+/// A block among those that streams are about to free; null where none is large enough, or the
+/// streams take too long.
+Block* IpcHeap::await_retired(uint64_t bytes) {
+  const auto deadline = std::chrono::steady_clock::now() + kRetiredLimit;
+  bool is_more_to_come = true;
+  while (is_more_to_come && std::chrono::steady_clock::now() < deadline) {
+    is_more_to_come = core_->reclaim();
+    {
+      const auto lock = core_->lock_with_nodes();
+      if (Block* block = core_->allocator.allocate(bytes))
+        return block;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  return nullptr;
+}
+
 std::shared_ptr<Window> IpcHeap::allocate_free(uint64_t most_bytes) {
   core_->origin.check("the heap");
+  core_->reclaim();
   Block* block = nullptr;
   {
     const auto lock = core_->lock_with_nodes();
@@ -249,9 +359,9 @@ std::shared_ptr<Window> IpcHeap::allocate_free(uint64_t most_bytes) {
 std::shared_ptr<Window> IpcHeap::make_window(Block* block, uint64_t bytes) {
   const SegmentTable::Entry* entry = core_->table.find(block->segment_idx);
   std::byte* data = entry->data.load(std::memory_order_relaxed) + block->offset;
-  std::shared_ptr<HeapWindow> window;
+  std::shared_ptr<CudaWindow> window;
   try {
-    window = std::make_shared<HeapWindow>(
+    window = std::make_shared<CudaWindow>(
         core_, block, data, Offer{block->segment_idx, 0, block->offset, bytes});
   } catch (...) {
     core_->release(block);

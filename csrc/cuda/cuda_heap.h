@@ -14,9 +14,10 @@ namespace moe::cuda {
 /// processes or as threads of one process.
 ///
 /// Segments are announced over the mesh and opened by its service thread, each once per process.
-/// Windows stay valid when the heap is gone; the last of them unmaps this rank's memory. A window
-/// given back is handed out again at once: whoever holds one lets it go after the work that used
-/// it.
+/// Windows stay valid when the heap is gone; after the last of them this rank's memory is unmapped.
+/// A window that is given back is handed out again once all work has ended that was then in any
+/// stream the device knows: those it made, and those that callers named. Giving back synchronises
+/// nothing, needs no GIL and no peer, and is legal while streams are captured and at exit.
 class CudaHeap : public SymmetricMemory {
  public:
   /// @param mesh     Connected; serves one heap of this kind.

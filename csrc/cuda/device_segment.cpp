@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "cuda/driver.h"
+#include "heap/fork_guard.h"
 
 namespace moe::cuda {
 namespace {
@@ -43,7 +44,10 @@ class MappedSegment final : public DeviceSegment {
       throw;
     }
   }
-  ~MappedSegment() override { release(); }
+  ~MappedSegment() override {
+    if (!origin_.is_forked_child())  // where the driver has no context
+      release();
+  }
 
   void allow(int device_idx) override {
     const std::lock_guard lock(mutex_);
@@ -70,6 +74,7 @@ class MappedSegment final : public DeviceSegment {
     driver().mem_release(memory_);
   }
 
+  heap::ForkOrigin origin_;
   CUmemGenericAllocationHandle memory_;
   bool is_mapped_ = false;
   std::mutex mutex_;
@@ -85,6 +90,8 @@ class IpcSegment final : public DeviceSegment {
     bytes_ = bytes;
   }
   ~IpcSegment() override {
+    if (origin_.is_forked_child())
+      return;
     if (is_own_)
       cudaFree(data_);
     else
@@ -103,6 +110,7 @@ class IpcSegment final : public DeviceSegment {
   }
 
  private:
+  heap::ForkOrigin origin_;
   int device_idx_;  ///< that holds the memory, or through which this process opened it
   bool is_own_;
 };

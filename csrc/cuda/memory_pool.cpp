@@ -12,12 +12,12 @@ namespace {
 
 constexpr uint64_t kAlignment = 256;
 
-bool is_idle(const std::vector<std::shared_ptr<CudaEvent>>& events) {
+}  // namespace
+
+bool are_complete(const Events& events) {
   return std::all_of(
       events.begin(), events.end(), [](const auto& event) { return event->is_complete(); });
 }
-
-}  // namespace
 
 MemoryPool::MemoryPool(int device_idx) : device_idx_(device_idx), zeroing_stream_(device_idx) {}
 
@@ -78,7 +78,7 @@ bool MemoryPool::take(MemoryKind kind, uint64_t bytes, Block* block) {
   auto& free = free_[static_cast<size_t>(kind)];
   for (auto entry = free.lower_bound(bytes); entry != free.end() && entry->first <= 2 * bytes;
        ++entry) {
-    if (!is_idle(entry->second.events))
+    if (!are_complete(entry->second.events))
       continue;
     *block = std::move(entry->second);
     free.erase(entry);
@@ -118,19 +118,28 @@ std::shared_ptr<std::byte> MemoryPool::allocate(MemoryKind kind, int64_t bytes) 
           }};
 }
 
+Events MemoryPool::record_all() {
+  const RelaxedCapture relaxed;
+  const std::lock_guard lock(mutex_);
+  return record_all_locked();
+}
+
+Events MemoryPool::record_all_locked() {
+  std::erase_if(last_events_, [](const auto& event) { return event->is_complete(); });
+  Events events = last_events_;
+  for (const auto& weak : streams_) {
+    const std::shared_ptr<CudaStream> stream = weak.lock();
+    if (stream != nullptr && !stream->is_capturing())
+      events.push_back(std::static_pointer_cast<CudaEvent>(stream->record()));
+  }
+  return events;
+}
+
 void MemoryPool::give_back(MemoryKind kind, Block block) noexcept {
   try {
     const RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
-    std::erase_if(last_events_, [](const auto& event) { return event->is_complete(); });
-    block.events = last_events_;
-    for (const auto& weak : streams_) {
-      const std::shared_ptr<CudaStream> stream = weak.lock();
-      // What is captured has not been submitted; whoever captured it keeps what the graph uses.
-      if (stream == nullptr || stream->is_capturing())
-        continue;
-      block.events.push_back(std::static_pointer_cast<CudaEvent>(stream->record()));
-    }
+    block.events = record_all_locked();
     free_[static_cast<size_t>(kind)].emplace(block.bytes, std::move(block));
   } catch (...) {  // the process is exiting, or the context has failed: nobody will use it again
   }

@@ -13,6 +13,11 @@ namespace moe::cuda {
 
 enum class MemoryKind { kDevice, kHost };
 
+using Events = std::vector<std::shared_ptr<CudaEvent>>;
+
+/// Whether all of them are complete.
+bool are_complete(const Events& events);
+
 /// Memory of one device that is handed out zeroed and reused, never returned: cudaFree waits for
 /// every stream of the process, and one of them may wait for what this thread does next.
 ///
@@ -32,11 +37,17 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   /// @p stream is about to end; what it still does counts until it is done.
   void unwatch(CudaStream& stream) noexcept;
 
+  /// Events that are complete once all work has ended that the streams hold now. Synchronises
+  /// nothing; leaves out streams that are captured: what is captured has not been submitted, and
+  /// whoever captured it keeps what the graph uses.
+  /// @throws CudaError  also at exit.
+  Events record_all();
+
  private:
   struct Block {
     std::byte* data = nullptr;
     uint64_t bytes = 0;
-    std::vector<std::shared_ptr<CudaEvent>> events;  ///< complete once it may be used again
+    Events events;  ///< complete once it may be used again
   };
 
   explicit MemoryPool(int device_idx);
@@ -45,12 +56,14 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   void give_back(MemoryKind kind, Block block) noexcept;
   void zero(MemoryKind kind, const Block& block);
 
+  Events record_all_locked();
+
   int device_idx_;
   CudaStream zeroing_stream_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<CudaStream>> streams_;
-  std::vector<std::shared_ptr<CudaEvent>> last_events_;  ///< of streams that have ended
-  std::multimap<uint64_t, Block> free_[2];               ///< by kind, by bytes
+  Events last_events_;                      ///< of streams that have ended
+  std::multimap<uint64_t, Block> free_[2];  ///< by kind, by bytes
 };
 
 }  // namespace moe::cuda

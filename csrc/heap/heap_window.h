@@ -14,10 +14,12 @@
 namespace moe::heap {
 
 /// A block of a heap's allocator, whatever its memory is.
+/// @tparam Core  A HeapCore; its release() takes the block back.
+template <typename Core>
 class HeapWindow final : public Window {
  public:
   /// @param block  Null for a window without memory.
-  HeapWindow(std::shared_ptr<HeapCore> core,
+  HeapWindow(std::shared_ptr<Core> core,
              WindowAllocator::Block* block,
              std::byte* data,
              const Offer& offer)
@@ -45,7 +47,7 @@ class HeapWindow final : public Window {
   }
 
  private:
-  std::shared_ptr<HeapCore> core_;
+  std::shared_ptr<Core> core_;
   WindowAllocator::Block* block_;
 };
 

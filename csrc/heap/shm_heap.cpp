@@ -19,6 +19,7 @@ namespace moe::heap {
 namespace {
 
 using Block = WindowAllocator::Block;
+using ShmWindow = HeapWindow<HeapCore>;
 
 // Above it sums of sizes and offsets could overflow.
 constexpr uint64_t kMostBytes = uint64_t{1} << 47;
@@ -158,7 +159,7 @@ void MemfdHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
 std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
   core_->origin.check("the heap");
   if (bytes == 0)
-    return std::make_shared<HeapWindow>(core_, nullptr, nullptr, Offer{});
+    return std::make_shared<ShmWindow>(core_, nullptr, nullptr, Offer{});
   if (bytes > kMostBytes)
     throw CapacityError(concat("a window of ", bytes, " bytes is beyond any machine"),
                         bytes,
@@ -202,9 +203,9 @@ std::shared_ptr<Window> MemfdHeap::make_window(Block* block, uint64_t bytes) {
   // From here on the window owns the block: whatever throws gives it back.
   const SegmentTable::Entry* entry = core_->table.find(block->segment_idx);
   std::byte* data = entry->data.load(std::memory_order_relaxed) + block->offset;
-  std::shared_ptr<HeapWindow> window;
+  std::shared_ptr<ShmWindow> window;
   try {
-    window = std::make_shared<HeapWindow>(
+    window = std::make_shared<ShmWindow>(
         core_, block, data, Offer{block->segment_idx, 0, block->offset, bytes});
   } catch (...) {
     core_->release(block);

@@ -72,6 +72,22 @@ py::dict describe_device(int device_idx) {
   return values;
 }
 
+/// Bytes of the device heap as a capsule, uint8; they go back once streams are done with them.
+py::capsule empty_bytes(const DeviceHeap& self, uint64_t bytes) {
+  std::shared_ptr<Window> window;
+  {
+    const py::gil_scoped_release no_gil;
+    window = self.heap->allocate(bytes);
+  }
+  std::byte* data = window->data();
+  constexpr int32_t kUint8 = 1 << 8 | 8;
+  return make_dlpack(std::move(window),
+                     data,
+                     {static_cast<int64_t>(bytes)},
+                     kUint8,
+                     {self.device->dlpack_type(), self.device->device_idx()});
+}
+
 py::dict heap_stats(const DeviceHeap& self) {
   const heap::HeapStats stats = self.heap->stats();
   py::dict values;
@@ -107,8 +123,13 @@ void bind_heap(py::module_& module) {
       .def(
           "reserve",
           [](const DeviceHeap& self, uint64_t bytes) { self.heap->reserve(bytes); },
-          py::arg("bytes"),
+          py::arg("num_bytes"),
           NoGil())
+      .def("empty", &empty_bytes, py::arg("num_bytes"))
+      .def(
+          "use_on",
+          [](const DeviceHeap& self, uintptr_t stream) { self.device->caller_stream(stream); },
+          py::arg("stream"))
       .def("stats", &heap_stats);
 }
 
