@@ -179,7 +179,7 @@ MOE_DEVICE void copy_adjacent(const std::byte* source, std::byte* target, int64_
   auto* const to = reinterpret_cast<Unit*>(target + head);
   for (int64_t first = device::lane_idx(); first < num_units;
        first += kUnitsAtOnce * device::kWarpSize) {
-    Unit units[kUnitsAtOnce];
+    Unit units[kUnitsAtOnce] = {};
 #pragma unroll
     for (int i = 0; i < kUnitsAtOnce; ++i)
       if (first + i * device::kWarpSize < num_units)
@@ -266,7 +266,7 @@ MOE_DEVICE void copy_units(const Piece& piece) {
   Walk from(&piece.copy->source_shape, at, kStepBytes);
   Walk to(&piece.copy->target_shape, at, kStepBytes);
   for (; at < piece.end; at += kUnitsAtOnce * kStepBytes) {
-    Unit units[kUnitsAtOnce];
+    Unit units[kUnitsAtOnce] = {};
 #pragma unroll
     for (int i = 0; i < kUnitsAtOnce; ++i)
       if (at + i * kStepBytes < piece.end) {

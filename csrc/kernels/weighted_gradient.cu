@@ -21,8 +21,8 @@ MOE_DEVICE void scale_and_dot(typename Number::Bits* gradient,
                               typename Number::Scalar* dot) {
   using Bits = typename Number::Bits;
   using Scalar = typename Number::Scalar;
-  Bits gradient_bits[kElementsAtOnce];
-  Bits value_bits[kElementsAtOnce];
+  Bits gradient_bits[kElementsAtOnce] = {};
+  Bits value_bits[kElementsAtOnce] = {};
 #pragma unroll
   for (int i = 0; i < kElementsAtOnce; ++i) {
     const int64_t element = first + i * device::kWarpSize + device::lane_idx();
