@@ -72,11 +72,14 @@ inline void pause() {
   yield();
 }
 
+using checked::confirm_pulls;
+using checked::drop_pulls;
 using checked::fill_shared;
 using checked::Mutex;
 using checked::note_exclusive;
 using checked::note_read;
 using checked::note_write;
+using checked::pull_shared;
 using checked::read_shared;
 using checked::write_shared;
 
@@ -135,6 +138,15 @@ inline void pause() {
 inline void read_shared(void* to, const void* from, size_t bytes) {
   std::memcpy(to, from, bytes);
 }
+
+/// read_shared() of bytes whose owner may give up and write meanwhile: what was read counts only
+/// once confirm_pulls() is reached, which the reader calls when it knows after a fence_acquire()
+/// that nobody had given up.
+inline void pull_shared(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+inline void confirm_pulls() {}
+inline void drop_pulls() {}
 
 /// Copies private bytes to shared memory.
 inline void write_shared(void* to, const void* from, size_t bytes) {
@@ -208,18 +220,34 @@ inline void ring(Doorbell& doorbell) {
   futex_wake_all(doorbell.rings);
 }
 
+/// Counts its thread among the sleepers while it lives.
+class Enrolment {
+ public:
+  explicit Enrolment(Doorbell& doorbell) : doorbell_(doorbell) {
+    if (!MOE_MUTANT(waiter_not_counted))
+      fetch_add(doorbell_.waiters, 1u);
+  }
+  ~Enrolment() {
+    if (!MOE_MUTANT(waiter_not_counted))
+      fetch_add(doorbell_.waiters, ~0u);
+  }
+  Enrolment(const Enrolment&) = delete;
+  Enrolment& operator=(const Enrolment&) = delete;
+
+ private:
+  Doorbell& doorbell_;
+};
+
 /// Sleeps until @p ready() holds, a ring, or @p timeout_ns; the caller looks again in any case.
+/// @param ready  Whatever it looks at is not missed where its writer rings; it may throw.
 template <typename Ready>
 void sleep_unless(Doorbell& doorbell, int64_t timeout_ns, Ready&& ready) {
-  if (!MOE_MUTANT(waiter_not_counted))
-    fetch_add(doorbell.waiters, 1u);
+  const Enrolment enrolment(doorbell);
   if (!MOE_MUTANT(no_fence_before_sleep))
     fence_seq_cst();
   const uint32_t seen = load_acquire(doorbell.rings);
   if (MOE_MUTANT(sleep_without_second_look) || !ready())
     futex_wait(doorbell.rings, seen, timeout_ns);
-  if (!MOE_MUTANT(waiter_not_counted))
-    fetch_add(doorbell.waiters, ~0u);
 }
 
 }  // namespace moe::sync

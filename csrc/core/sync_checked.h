@@ -20,6 +20,9 @@ void fence_acquire();
 
 // Plain bytes; the checker looks at the shared side only.
 void read_shared(void* to, const void* from, size_t bytes);
+void pull_shared(void* to, const void* from, size_t bytes);
+void confirm_pulls();
+void drop_pulls();
 void write_shared(void* to, const void* from, size_t bytes);
 void fill_shared(void* to, int value, size_t bytes);
 void note_read(const void* from, size_t bytes);

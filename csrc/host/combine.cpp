@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/math.h"
+#include "host/combine_rules.h"
 #include "host/exchange.h"
 
 namespace moe::host {
@@ -45,8 +46,10 @@ class CombineOperation {
     add_rows();
     pull_weights();
     exchange_.release_done();
-    if (MOE_MUTANT(rows_given_back_early))
+    if (MOE_MUTANT(rows_given_back_early)) {
+      exchange_.withdraw_offers();
       copied_rows_ = nullptr;
+    }
     exchange_.enter("done");
     // Until every peer has pulled its rows they belong to the operation.
     for (int peer_rank = 0; peer_rank < endpoint_.num_ranks(); ++peer_rank)
@@ -61,26 +64,12 @@ class CombineOperation {
     return plan_.num_rows() * (plan_.arrangement.is_by_rank() ? plan_.num_recv_topk : 1);
   }
 
-  layout::OperationArguments arguments() const {
-    layout::OperationArguments arguments;
-    arguments.operation = static_cast<int32_t>(layout::Operation::kCombine);
-    arguments.layout = static_cast<int32_t>(plan_.layout());
-    arguments.expert_alignment = static_cast<int32_t>(plan_.arrangement.expert_alignment);
-    arguments.dtype = params_.has_rows ? dlpack_type(params_.dtype) : 0;
-    arguments.row_bytes = row_bytes_;
-    // Weights applied here concern no peer; weights that peers pull must be there on every rank.
-    arguments.weight_bytes = params_.row_weight_bytes;
-    arguments.plan_hash = plan_.hash;
-    return arguments;
-  }
+  layout::OperationArguments arguments() const { return combine_arguments(params_); }
 
   void reject_failed_ranks() {
-    for (int rank_idx = 0; rank_idx < endpoint_.num_ranks(); ++rank_idx)
-      if (!endpoint_.group().is_active(rank_idx) &&
-          layout::sends_rows(plan_.counts, endpoint_.rank_idx(), rank_idx))
-        exchange_.reject(arguments(),
-                         RowStatus::kInvalidArgument,
-                         concat("the handle has rows on rank ", rank_idx, ", which has failed"));
+    const std::string problem = find_failed_sources(plan_, endpoint_.group());
+    if (!problem.empty())
+      exchange_.reject(arguments(), RowStatus::kInvalidArgument, problem);
   }
 
   /// In place where the rows lie in this rank's heap already; else copied in, once.
@@ -104,6 +93,7 @@ class CombineOperation {
     if (endpoint_.group().memory().find(source, static_cast<uint64_t>(bytes), offer))
       return false;
     *window = exchange_.allocate(static_cast<uint64_t>(bytes));
+    exchange_.offer(*window);
     const auto& kernels = endpoint_.kernels();
     const StoreMode mode = endpoint_.store_mode(bytes * endpoint_.num_ranks());
     constexpr int64_t kBlockBytes = int64_t{1} << 18;
@@ -243,7 +233,7 @@ class CombineOperation {
         const int64_t weight_idx =
             is_rank_major ? Slot::row_idx(slot) * plan_.num_recv_topk + k : Slot::row_idx(slot);
         std::byte weight[sizeof(double)];
-        sync::read_shared(weight,
+        sync::pull_shared(weight,
                           offset_ptr(weight_bases_[static_cast<size_t>(Slot::rank_idx(slot))],
                                      weight_idx,
                                      params_.row_weight_bytes),

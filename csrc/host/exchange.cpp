@@ -213,6 +213,7 @@ void Exchange::release_done() {
   // overwritten its rows since.
   sync::fence_acquire();
   group_.check_abort();
+  sync::confirm_pulls();
   for (int offset = 0; offset < group_.num_ranks(); ++offset) {
     const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
     if (!group_.is_active(peer_rank))
@@ -246,6 +247,7 @@ void Exchange::fail(const std::string& reason) {
   if (state_ != State::kEntered)
     return;
   state_ = State::kEnded;
+  sync::drop_pulls();
   group_.leave_presence();
   if (!group_.is_aborted())
     group_.abort(layout::AbortCause::kPeerFailed,
@@ -259,6 +261,8 @@ void Exchange::fail(const std::string& reason) {
                         epoch_,
                         ": ",
                         reason));
+  else
+    group_.spread_abort();
   if (MOE_MUTANT(no_quarantine_after_abort))
     offered_.clear();
   for (auto& window : offered_)

@@ -39,7 +39,7 @@ class Exchange {
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
   std::shared_ptr<Window> allocate(uint64_t bytes);
 
-  /// Windows that peers may write to in this operation; kept aside if it is aborted.
+  /// Windows that peers may touch in this operation; kept until it is aborted, and then aside.
   void offer(std::shared_ptr<Window> window) { offered_.push_back(std::move(window)); }
 
   /// No peer writes to the offered windows any more.

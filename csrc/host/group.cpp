@@ -259,9 +259,23 @@ void Group::abort(layout::AbortCause cause,
   std::copy_n(ranks.begin(), record.num_ranks, record.ranks);
   std::strncpy(record.message, message.c_str(), sizeof(record.message) - 1);
   store_abort(rank_idx_, record);
+  store_abort_at_peers(record);
+}
+
+void Group::store_abort_at_peers(const layout::AbortRecord& record) {
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
     if (peer_rank != rank_idx_ && is_active(peer_rank) && state(peer_rank) == PeerState::kAlive)
       store_abort(peer_rank, record);
+  // What this rank stores from now on is seen by nobody who does not see the abort as well.
+  sync::fence_seq_cst();
+}
+
+void Group::spread_abort() {
+  if (!is_aborted() || !await_abort_record() || MOE_MUTANT(abort_not_spread))
+    return;
+  layout::AbortRecord record{};
+  sync::read_body<sizeof(record.state)>(record, *own_abort_);
+  store_abort_at_peers(record);
 }
 
 void Group::store_abort(int rank_idx, const layout::AbortRecord& record) {
@@ -284,13 +298,22 @@ void Group::store_abort(int rank_idx, const layout::AbortRecord& record) {
   sync::ring(doorbell(rank_idx));
 }
 
-void Group::throw_abort() const {
+bool Group::await_abort_record() const {
   // The writer may have been killed between its two stores: what it wrote is then unknown.
   const int64_t limit_ns = sync::now_ns() + 100'000'000;
-  while (!layout::AbortRecord::is_set(sync::load_acquire(own_abort_->state)) &&
-         sync::now_ns() < limit_ns)
+  const auto is_there = [this] {
+    return layout::AbortRecord::is_set(sync::load_acquire(own_abort_->state));
+  };
+  while (!is_there()) {
+    if (sync::now_ns() >= limit_ns)
+      return is_there();
     sync::yield();
-  if (!layout::AbortRecord::is_set(sync::load_acquire(own_abort_->state))) {
+  }
+  return true;
+}
+
+void Group::throw_abort() const {
+  if (!await_abort_record()) {
     throw PeerFailed("a rank died while it aborted the communicator",
                      FailureSite{missing_ranks(), "", "idle", -1});
   }

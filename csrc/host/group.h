@@ -153,6 +153,10 @@ class Group {
              const WaitSite& site,
              const std::vector<int>& ranks,
              const std::string& message);
+  /// Aborts every living peer for what aborted this rank. An operation that ends by it calls this
+  /// before its caller may write to what peers read: a peer that read it hears of the abort before
+  /// it takes what it read for good. Does nothing when nobody aborted.
+  void spread_abort();
   [[noreturn]] void throw_abort() const;
   bool is_aborted() const {
     const uint32_t word = sync::load_relaxed(own_abort_->state);
@@ -228,6 +232,9 @@ class Group {
   };
 
   void store_abort(int rank_idx, const layout::AbortRecord& record);
+  void store_abort_at_peers(const layout::AbortRecord& record);
+  /// Whether what aborted this rank is known here in full; waits for its writer a little.
+  bool await_abort_record() const;
   std::vector<int> missing_ranks() const;
   layout::Presence& presence(int rank_idx) const {
     return controls_[static_cast<size_t>(rank_idx)]->presence;
