@@ -132,6 +132,8 @@ void HostMemory::check(int thread_idx, Cell& cell, int64_t idx, bool is_write, b
     const auto at = static_cast<size_t>(other);
     if (!knows(self, thread_idx, slot_of(other), cell.reads[at]))
       return race(slot_of(other), "read");
+    if (!self.has_failed && !knows(self, thread_idx, slot_of(other), cell.pulls[at]))
+      return race(slot_of(other), "pull");
     if (!is_atomic && !knows(self, thread_idx, slot_of(other), cell.atomics[at]))
       return race(slot_of(other), "access to a flag");
   }
@@ -144,6 +146,48 @@ void HostMemory::read(int thread_idx, const void* from, size_t bytes) {
     check(thread_idx, cell, idx, false, false);
     cell.reads[static_cast<size_t>(thread_idx)] = thread(thread_idx).step;
   });
+}
+
+void HostMemory::read_loosely(int thread_idx, const void* from, size_t bytes) {
+  for_cells(from, bytes, [&](Cell& cell, int64_t idx) {
+    if (!findings_->empty() || (cell.is_live && !cell.is_written))
+      return;
+    check(thread_idx, cell, idx, false, false);
+    cell.reads[static_cast<size_t>(thread_idx)] = thread(thread_idx).step;
+  });
+}
+
+void HostMemory::pull(int thread_idx, const void* from, size_t bytes) {
+  auto& pulls = thread(thread_idx).pulls;
+  for_cells(from, bytes, [&](Cell& cell, int64_t idx) {
+    pulls.push_back({idx, cell.write_slot, cell.write_step});
+  });
+}
+
+void HostMemory::confirm_pulls(int thread_idx) {
+  Thread& self = thread(thread_idx);
+  for (const Pull& pull : self.pulls) {
+    Cell& pulled = cell(pull.cell_idx);
+    if (!findings_->empty())
+      return;
+    check(thread_idx, pulled, pull.cell_idx, false, false);
+    if (findings_->empty() &&
+        (pulled.write_slot != pull.write_slot || pulled.write_step != pull.write_step))
+      found(Kind::kRace,
+            thread_idx,
+            concat(describe(pull.cell_idx),
+                   " was pulled, then written by ",
+                   name_of(pulled.write_slot),
+                   ", and counts all the same"));
+    pulled.pulls[static_cast<size_t>(thread_idx)] = self.step;
+  }
+  self.pulls.clear();
+  self.has_failed = false;
+}
+
+void HostMemory::drop_pulls(int thread_idx) {
+  thread(thread_idx).pulls.clear();
+  thread(thread_idx).has_failed = true;
 }
 
 void HostMemory::write(int thread_idx, const void* to, size_t bytes, Manner manner) {
@@ -330,6 +374,14 @@ bool HostMemory::compare_exchange(
 }
 
 void HostMemory::fence_acquire(int thread_idx) {
+  // Whoever saw bytes that were written after a fence knows, from its own fence on, what came
+  // before that one, as if the bytes were words read and written relaxed.
+  for (const Pull& pull : thread(thread_idx).pulls) {
+    const Cell& pulled = cell(pull.cell_idx);
+    if (pulled.write_slot != kNobody &&
+        !knows(thread(thread_idx), thread_idx, pulled.write_slot, pulled.write_step))
+      join(thread_idx, thread(pulled.write_slot / 2).fenced);
+  }
   join(thread_idx, std::exchange(thread(thread_idx).unfenced, Clock()));
 }
 

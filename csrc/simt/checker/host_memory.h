@@ -58,6 +58,14 @@ class HostMemory {
 
   // Plain bytes; the caller moves them.
   void read(int thread, const void* from, size_t bytes);
+  /// A read that counts only once it is confirmed.
+  void pull(int thread, const void* from, size_t bytes);
+  void confirm_pulls(int thread);
+  /// The thread's operation has failed. It may write from now on to what peers pull: they find out
+  /// when they confirm.
+  void drop_pulls(int thread);
+  /// A copy of bytes that need not all have been written.
+  void read_loosely(int thread, const void* from, size_t bytes);
   void write(int thread, const void* to, size_t bytes, Manner manner);
   void store_fence(int thread);
 
@@ -90,6 +98,7 @@ class HostMemory {
     bool is_word = false;  ///< has a history
     bool is_atomic_write = false;
     std::array<uint32_t, kMaxThreads> reads{};    ///< plain ones, by thread: the last step
+    std::array<uint32_t, kMaxThreads> pulls{};    ///< confirmed ones
     std::array<uint32_t, kMaxThreads> atomics{};  ///< accesses as a word, by thread
   };
   using Page = std::array<Cell, kPageCells>;
@@ -110,8 +119,15 @@ class HostMemory {
     std::vector<Store> stores;
     std::vector<Seen> seen;
   };
+  struct Pull {
+    int64_t cell_idx;
+    int16_t write_slot;  ///< when it was read
+    uint32_t write_step;
+  };
   struct Thread {
     std::string name;
+    std::vector<Pull> pulls;
+    bool has_failed = false;
     uint32_t step = 1;
     uint32_t streaming_step = 1;
     Clock known;

@@ -31,6 +31,13 @@ void note_load(const std::byte* src, int64_t bytes) {
   sync::note_read(src, static_cast<size_t>(bytes));
 }
 
+/// Rows of peers, see sync::pull_shared().
+void note_pull(const std::byte* src, int64_t bytes) {
+  HostThreads* const threads = HostThreads::current();
+  if (threads != nullptr && threads->memory().is_shared(src) && threads->step(true))
+    threads->memory().pull(threads->thread(), src, static_cast<size_t>(bytes));
+}
+
 void fan_out(
     const std::byte* src, std::byte* const* dst, int num_dst, int64_t bytes, StoreMode mode) {
   note_load(src, bytes);
@@ -50,7 +57,7 @@ void sum_rows(DType dtype,
               int /*num_prefetch*/) {
   const int64_t bytes = hidden * element_bytes(dtype);
   for (int k = 0; k < num_src; ++k)
-    note_load(src[k], bytes);
+    note_pull(src[k], bytes);
   if (note_store(dst, bytes, mode))
     kPortableRowKernels.sum_rows(dtype, src, weights, num_src, hidden, dst, mode, nullptr, 0);
 }
@@ -66,7 +73,10 @@ double scale_and_dot(
 }
 
 void copy(const std::byte* src, std::byte* dst, int64_t bytes, StoreMode mode) {
-  note_load(src, bytes);
+  // A window is copied whole, with what lies between its regions.
+  HostThreads* const threads = HostThreads::current();
+  if (threads != nullptr && threads->memory().is_shared(src) && threads->step(true))
+    threads->memory().read_loosely(threads->thread(), src, static_cast<size_t>(bytes));
   if (note_store(dst, bytes, mode))
     kPortableRowKernels.copy(src, dst, bytes, mode);
 }

@@ -45,8 +45,9 @@ void store(void* word, uint64_t value, size_t bytes, Order order) {
 }
 
 uint64_t add(void* word, uint64_t value, size_t bytes) {
+  // Sleepers leave in a destructor, so nothing is thrown here.
   HostThreads* const threads = threads_for(word);
-  if (threads != nullptr && threads->step())
+  if (threads != nullptr && threads->step_quietly())
     return threads->memory().add(threads->thread(), word, value, bytes);
   const uint64_t former = raw(word, bytes);
   const uint64_t sum = former + value;
@@ -89,6 +90,22 @@ void note_write(const void* to, size_t bytes) {
 void read_shared(void* to, const void* from, size_t bytes) {
   note_read(from, bytes);
   std::memcpy(to, from, bytes);
+}
+
+void pull_shared(void* to, const void* from, size_t bytes) {
+  if (HostThreads* const threads = threads_for(from); threads != nullptr && threads->step(true))
+    threads->memory().pull(threads->thread(), from, bytes);
+  std::memcpy(to, from, bytes);
+}
+
+void confirm_pulls() {
+  if (HostThreads* const threads = HostThreads::current(); threads && threads->is_touching())
+    threads->memory().confirm_pulls(threads->thread());
+}
+
+void drop_pulls() {
+  if (HostThreads* const threads = HostThreads::current(); threads && threads->is_touching())
+    threads->memory().drop_pulls(threads->thread());
 }
 
 void write_shared(void* to, const void* from, size_t bytes) {

@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kHostStackBytes = 512 * 1024;
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr int64_t kStepNs = 20;
-constexpr int64_t kSpinNs = 20'000;
+constexpr int64_t kSpinNs = 1'000;
 constexpr int64_t kSilentNs = 1'000'000'000;
 constexpr uint32_t kPlainOf = 8;  // plain accesses are steps this much rarer
 constexpr uint32_t kSpuriousOf = 400;

@@ -59,7 +59,9 @@ class HostThreads final : public Scheduler {
   /// A step: others may run first. @return false where the thread is not to touch anything.
   /// @throws Ended  its rank is dead or the schedule is over.
   bool step(bool is_plain = false);
-  /// The same where nothing may be thrown.
+  /// Whether what the thread does counts; no step.
+  bool is_touching() { return !is_silent(); }
+  /// A step where nothing may be thrown.
   bool step_quietly();
   /// A step of a loop that waits: others do run first.
   void spin();

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "host/combine.h"
+#include "host/dispatch.h"
+#include "simt/checker/host_world.h"
+
+namespace moe::simt::checker {
+
+/// One MoE layer of a HostWorld. Tokens and routing of every rank follow from the seed and the
+/// number of the step alone, so that every rank knows what it must receive. Experts pass on what
+/// they get.
+class HostLayer {
+ public:
+  struct Shape {
+    int num_experts = 4;
+    int64_t num_topk = 2;
+    int64_t most_tokens = 3;
+    int64_t hidden = 8;  ///< float32
+    int64_t alignment = 1;
+    layout::RowLayout layout = layout::RowLayout::kExpertMajor;
+    bool with_weights = false;
+    bool is_in_place = true;  ///< experts write into the heap
+    host::CopyOut copy_out = host::CopyOut::kNever;
+  };
+
+  HostLayer(HostRank& rank, std::shared_ptr<host::Endpoint> endpoint, const Shape& shape)
+      : rank_(rank), endpoint_(std::move(endpoint)), shape_(shape) {}
+
+  /// Ranks that have failed send nothing and get nothing.
+  void exclude(int rank_idx) { excluded_ |= uint64_t{1} << rank_idx; }
+  /// Runs now and then while this rank waits.
+  void set_interrupt_check(host::InterruptCheck check) { interrupt_check_ = std::move(check); }
+
+  /// Dispatch, experts, combine; overwrites the experts' rows as soon as combine has returned.
+  void run(int64_t step);
+  /// The same with a second dispatch by the handle, of other rows.
+  void run_twice(int64_t step);
+  /// A dispatch in which @p bad_rank names an expert that does not exist.
+  void run_rejected(int64_t step, int bad_rank);
+
+ private:
+  struct Tokens {
+    int64_t num_tokens = 0;
+    std::vector<float> x;
+    std::vector<int64_t> topk_idx;
+    std::vector<float> weights;
+  };
+
+  /// @param values  Of the rows; another number gives other rows for the same routing.
+  Tokens tokens_of(int rank_idx, int64_t step, int64_t values) const;
+  host::DispatchOutcome dispatch(const Tokens& tokens,
+                                 const std::shared_ptr<const host::PlanHeader>& plan);
+  void check_rows(const host::DispatchOutcome& outcome, int64_t step, int64_t values) const;
+  void check_row(const host::DispatchOutcome& outcome,
+                 int64_t row_idx,
+                 const float* expected,
+                 const char* what) const;
+  void combine(const host::DispatchOutcome& outcome, const Tokens& tokens);
+  int rank_of(int64_t expert_idx) const {
+    return endpoint_->placement().expert_rank[static_cast<size_t>(expert_idx)];
+  }
+  int64_t row_bytes() const { return shape_.hidden * 4; }
+
+  HostRank& rank_;
+  std::shared_ptr<host::Endpoint> endpoint_;
+  Shape shape_;
+  uint64_t excluded_ = 0;
+  host::InterruptCheck interrupt_check_;
+};
+
+}  // namespace moe::simt::checker
