@@ -154,6 +154,13 @@ class EpBuffer:
             try:
                 copy = validation.check_copy_out(copy_out)
                 rows, scales = validation.check_rows(x, quantization)
+                validation.check_devices(
+                    self.communicator.device,
+                    x=rows,
+                    sf=scales,
+                    topk_idx=topk_idx,
+                    topk_weights=topk_weights,
+                )
                 if handle is None:
                     validation.check_dispatch(
                         self.config,
@@ -325,6 +332,13 @@ class EpBuffer:
             try:
                 copy = validation.check_copy_out(copy_out)
                 self._check_handle(handle)
+                validation.check_devices(
+                    self.communicator.device,
+                    expert_out=expert_out,
+                    topk_weights=topk_weights,
+                    row_weights=row_weights,
+                    out=out,
+                )
                 validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
@@ -391,6 +405,9 @@ class EpBuffer:
     ) -> torch.Tensor:
         """Local backward of weights applied in combine; see `Backend.weighted_gradient`."""
         self._check_alive()
+        validation.check_devices(
+            self.communicator.device, gradient=gradient, expert_out=expert_out, weights=weights
+        )
         validation.check_weighted_gradient(gradient, expert_out, weights)
         return self._backend.weighted_gradient(gradient, expert_out, weights)
 
@@ -471,6 +488,11 @@ def _agree_on_backend(communicator: Communicator, config: object, name: str) -> 
         if not isinstance(config, EpConfig):
             raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
         backend_class = load_backend(name)
+        if (name == "cuda") != (communicator.device.type == "cuda"):
+            raise ValueError(
+                f"the {name} backend does not move tensors on {communicator.device}, the device of "
+                "the communicator"
+            )
     except (TypeError, ValueError) as raised:
         error = raised
     problem = "" if error is None else f"{type(error).__name__}:{error}"

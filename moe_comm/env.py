@@ -10,6 +10,7 @@ import os
 
 __all__ = [
     "compat_names",
+    "cuda_max_connections",
     "force_isa",
     "launcher_world_size",
     "nvshmem_allow_unsupported_version",
@@ -38,6 +39,11 @@ def compat_names() -> tuple[str, ...]:
     """`MOE_COMM_COMPAT=deep_ep`: `compat.install` this name (or several, with commas) at import."""
     value = os.environ.get("MOE_COMM_COMPAT", "")
     return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def cuda_max_connections() -> int:
+    """`CUDA_DEVICE_MAX_CONNECTIONS`, which CUDA reads: streams of a device that run side by side, 8."""
+    return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8") or "8")
 
 
 def launcher_world_size() -> int:

@@ -15,6 +15,7 @@ __all__ = [
     "check_capacity",
     "check_combine",
     "check_copy_out",
+    "check_devices",
     "check_dispatch",
     "check_row",
     "check_rows",
@@ -32,6 +33,16 @@ def check_copy_out(copy_out: bool | Literal["auto"]) -> bool | None:
     if copy_out is True or copy_out is False:
         return copy_out
     raise ValueError(f'copy_out must be True, False or "auto", got {copy_out!r}')
+
+
+def check_devices(device: torch.device, **tensors: object) -> None:
+    """Every tensor among `tensors`, by name, lives on `device`."""
+    is_cpu = device.type == "cpu"
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if not (tensor.is_cpu if is_cpu else tensor.device == device):
+            raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
 def check_row(name: str, hidden: int, dtype: torch.dtype) -> None:
@@ -275,8 +286,6 @@ def _check_tensor(
         )
     if tensor.dim() != num_dims:
         raise ValueError(f"{name} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
-    if not tensor.is_cpu:
-        raise ValueError(f"{name} must be on cpu, got {tensor.device}")
     if not is_strided and not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"

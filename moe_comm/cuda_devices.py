@@ -1,0 +1,128 @@
+"""GPUs of this process: whether they can be used, who shares one, and how many SMs each rank takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import Counter
+from collections.abc import Sequence
+from types import ModuleType
+
+__all__ = [
+    "CUDA_MODULE",
+    "DeviceIdentity",
+    "default_num_sms",
+    "identify",
+    "load_cuda_module",
+    "problem_with_devices",
+    "problem_with_sms",
+    "unusable_reason",
+]
+
+CUDA_MODULE = "moe_comm._cuda"
+NUM_SMS_AT_MOST = 24
+"""SMs that keep memory busy by copies; experts have better use for more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceIdentity:
+    """The GPU of one rank.
+
+    Args:
+        uuid: The same in every process that sees the device.
+        name: Model.
+        num_sms: Of the device.
+        device_idx: In the rank's own numbering.
+    """
+
+    uuid: bytes
+    name: str
+    num_sms: int
+    device_idx: int
+
+
+def load_cuda_module() -> ModuleType:
+    """`moe_comm._cuda`.
+
+    Raises:
+        ImportError: It was not built.
+    """
+    return importlib.import_module(CUDA_MODULE)
+
+
+def unusable_reason(device_idx: int) -> str | None:
+    """Why this process cannot use a GPU, or None."""
+    try:
+        native = load_cuda_module()
+    except ImportError as error:
+        return (
+            f"{CUDA_MODULE} cannot be imported ({error}): it is built where nvcc is found, see "
+            "MOE_COMM_CUDA in docs/environment.md"
+        )
+    count, reason = native.count_devices()
+    if count == 0:
+        return f"there is no usable GPU: {reason}"
+    if not 0 <= device_idx < count:
+        return f"device cuda:{device_idx} is not among the {count} that the driver shows"
+    return None
+
+
+def identify(device_idx: int) -> DeviceIdentity:
+    """The device of that number."""
+    found = load_cuda_module().describe_device(device_idx)
+    return DeviceIdentity(
+        uuid=found["uuid"],
+        name=found["name"],
+        num_sms=found["num_sms"],
+        device_idx=device_idx,
+    )
+
+
+def problem_with_devices(rank_idx: int, devices: Sequence[DeviceIdentity]) -> str | None:
+    """What keeps the GPU of `rank_idx` from reaching those of its peers, or None.
+
+    Devices that this process does not see are not asked about: opening their memory tells.
+    """
+    native = load_cuda_module()
+    count, _ = native.count_devices()
+    visible = {native.describe_device(idx)["uuid"]: idx for idx in range(count)}
+    own = devices[rank_idx]
+    for peer_idx, peer in enumerate(devices):
+        peer_device_idx = visible.get(peer.uuid)
+        if peer_device_idx is None or native.can_reach(own.device_idx, peer_device_idx):
+            continue
+        return (
+            f"its GPU ({own.name}, cuda:{own.device_idx}) does not reach that of rank {peer_idx} "
+            f"({peer.name}) by NVLink or PCIe"
+        )
+    return None
+
+
+def default_num_sms(devices: Sequence[DeviceIdentity]) -> int:
+    """SMs for the kernels of one buffer of one rank, the same on every rank.
+
+    As many as keep memory busy, but no more than an equal share of half the device among the ranks
+    on it: the other half is for experts.
+    """
+    return max(1, min(NUM_SMS_AT_MOST, *(_share(devices, device) // 2 for device in devices)))
+
+
+def problem_with_sms(devices: Sequence[DeviceIdentity], num_sms: int, num_claimed: int) -> str:
+    """What is wrong with `num_sms` more on every rank that has claimed `num_claimed`; "" if nothing.
+
+    Kernels of ranks that share a GPU wait for each other, so all of them must fit at once. Every
+    rank comes to the same verdict.
+    """
+    for device in devices:
+        num_sharing = Counter(peer.uuid for peer in devices)[device.uuid]
+        wanted = (num_claimed + num_sms) * num_sharing
+        if wanted > device.num_sms:
+            return (
+                f"{num_sharing} ranks with {num_claimed + num_sms} SMs each, over all their "
+                f"buffers, need {wanted} SMs; {device.name} has {device.num_sms}"
+            )
+    return ""
+
+
+def _share(devices: Sequence[DeviceIdentity], device: DeviceIdentity) -> int:
+    return device.num_sms // Counter(peer.uuid for peer in devices)[device.uuid]
