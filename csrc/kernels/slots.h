@@ -113,7 +113,8 @@ class SlotFinder {
     const int32_t num_kept = device::load_constant(kept_ + column);
     if (MOE_MUTANT(slot_beyond_kept) ? place > num_kept : place >= num_kept)
       return layout::Slot::kNone;
-    const int64_t start = device::load_constant(params_.tables.stream_starts + column);
+    const int64_t start = device::load_constant(params_.tables.stream_starts +
+                                                (choices.is_by_rank != 0 ? dst_rank : column));
     return layout::Slot::pack(dst_rank, start + place + (MOE_MUTANT(slot_off_by_one) ? 1 : 0));
   }
 

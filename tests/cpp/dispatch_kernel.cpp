@@ -319,10 +319,10 @@ class Rig {
       peer.window = windows_[static_cast<size_t>(peer_rank)];
     }
     const auto received = layout::received_rows(kept_, placement_, arrangement_, rank_idx);
-    std::vector<int64_t> starts =
-        layout::expert_stream_starts(kept_, placement_, arrangement_, rank_idx);
-    const auto rank_starts = layout::rank_stream_starts(kept_, rank_idx);
-    starts.insert(starts.end(), rank_starts.begin(), rank_starts.end());
+    const std::vector<int64_t> starts =
+        arrangement_.is_by_rank()
+            ? layout::rank_stream_starts(kept_, rank_idx)
+            : layout::expert_stream_starts(kept_, placement_, arrangement_, rank_idx);
     tables.epoch = table(std::vector<uint64_t>{kEpoch});
     tables.may_move = table(std::vector<int32_t>{1});
     tables.peers = table(peers);
