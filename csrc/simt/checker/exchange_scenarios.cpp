@@ -17,9 +17,11 @@ using kernels::OperationStatus;
 ExchangeWorldShape draw_shape(Random& random) {
   ExchangeWorldShape shape;
   shape.num_ranks = static_cast<int>(random.between(1, 4));
-  shape.depth = static_cast<int>(random.between(2, 3));
+  // With one entry, a row comes to where the last one was.
+  shape.depth = static_cast<int>(random.between(1, 3));
   shape.first_epoch = static_cast<uint64_t>(random.chance(1, 2) ? 1 : random.between(2, 9));
-  const int64_t num_experts = random.between(1, 7);
+  // Now and then more than a block has threads.
+  const int64_t num_experts = random.chance(1, 8) ? random.between(30, 70) : random.between(1, 7);
   const bool is_scattered = random.chance(1, 2);
   for (int64_t expert_idx = 0; expert_idx < num_experts; ++expert_idx)
     shape.expert_rank.push_back(

@@ -26,22 +26,38 @@ struct MoveParams {
   uint64_t letter = 0;  ///< combine: the word that peers pull
 };
 
+constexpr int kScratchBytes = 128;
+
 int32_t* scratch() {
   return reinterpret_cast<int32_t*>(device::shared_memory());
 }
 
-/// A dispatch that writes one word per block instead of rows.
+/// Words of a mail are as long as what a bulk copy moves at least.
+constexpr int kWordsPerMail = 2;
+
+/// A dispatch that writes one word per block instead of rows, by bulk copy.
 void write_words(MoveParams params) {
   if (device::load(params.tables.may_move) == 0)
     return;
   const uint64_t epoch = device::load(params.tables.epoch);
+  auto* const staged = reinterpret_cast<uint64_t*>(device::shared_memory() + kScratchBytes) +
+                       kWordsPerMail * device::thread_idx();
+  for (int i = 0; i < kWordsPerMail; ++i)
+    device::store(staged + i, epoch);
+  device::fence_proxy_async_shared();
   for (int peer_rank = device::thread_idx(); peer_rank < params.buffer.num_ranks;
        peer_rank += device::num_threads())
-    if (device::load(&params.tables.peers[peer_rank].is_sent_to) != 0)
-      device::store(device::load_constant(params.mails + peer_rank) +
-                        params.buffer.rank_idx * device::num_blocks() + device::block_idx(),
-                    epoch);
-  kernels::show_progress(params.buffer);
+    if (device::load(&params.tables.peers[peer_rank].is_sent_to) != 0) {
+      const int mail = params.buffer.rank_idx * device::num_blocks() + device::block_idx();
+      device::bulk_store(
+          reinterpret_cast<std::byte*>(device::load_constant(params.mails + peer_rank) +
+                                       kWordsPerMail * mail),
+          reinterpret_cast<const std::byte*>(staged),
+          8 * kWordsPerMail);
+    }
+  device::commit_bulk_stores();
+  if (device::block_idx() == 0 && device::thread_idx() == 0)
+    kernels::show_progress(params.buffer);
   kernels::finish(params.buffer, params.tables, params.operation, scratch());
 }
 
@@ -54,7 +70,7 @@ void read_words(MoveParams params) {
   for (int i = device::thread_idx(); i < params.buffer.num_ranks * ExchangeWorld::kNumBlocks;
        i += device::num_threads())
     if (device::load(&params.tables.peers[i / ExchangeWorld::kNumBlocks].is_received_from) != 0 &&
-        device::load(own + i) != epoch)
+        device::load(own + kWordsPerMail * i) != epoch)
       device::add_relaxed<device::Scope::kDevice>(params.num_wrong, uint64_t{1});
 }
 
@@ -90,7 +106,8 @@ ExchangeWorld::ExchangeWorld(Run& run, ExchangeWorldShape shape)
                             Ownership::kHeap,
                             rank_idx,
                             "workspace"));
-    mails.push_back(allocate<uint64_t>(num_ranks * kNumBlocks, Ownership::kHeap, rank_idx, "mail"));
+    mails.push_back(allocate<uint64_t>(
+        num_ranks * kNumBlocks * kWordsPerMail, Ownership::kHeap, rank_idx, "mail"));
   }
   std::vector<int32_t> experts_by_rank;
   std::vector<int32_t> first_of_rank{0};
@@ -275,7 +292,7 @@ void ExchangeWorld::launch(const ExchangeCase& expected,
       params.buffer, params.tables, expected.operation, own.mails, memory.num_wrong, memory.epoch};
   device::Launch move_shape = shape;
   move_shape.num_threads = 32;
-  move_shape.shared_bytes = 64;
+  move_shape.shared_bytes = kScratchBytes + 8 * kWordsPerMail * 32;
   if (!expected.is_dispatch())
     device::launch(write_letter, move_shape, move);
   if (expected.is_counted() && params.status == static_cast<int32_t>(RowStatus::kOk)) {
