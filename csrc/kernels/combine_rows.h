@@ -27,25 +27,36 @@ class PieceWalk {
         num_items_(params.num_tokens * num_pieces_),
         item_(static_cast<int64_t>(device::block_idx()) * device::num_warps() + device::warp_idx()),
         row_bytes_(row_bytes),
-        piece_bytes_(piece_bytes) {}
+        piece_bytes_(piece_bytes) {
+    locate();
+  }
 
   MOE_DEVICE bool has_ended() const { return item_ >= num_items_; }
   MOE_DEVICE void advance() {
     item_ += static_cast<int64_t>(device::num_blocks()) * device::num_warps();
+    locate();
   }
-  MOE_DEVICE int64_t token_idx() const { return item_ / num_pieces_; }
-  MOE_DEVICE int64_t offset() const { return item_ % num_pieces_ * piece_bytes_; }
+  MOE_DEVICE int64_t token_idx() const { return token_idx_; }
+  MOE_DEVICE int64_t offset() const { return offset_; }
   MOE_DEVICE int64_t bytes() const {
-    const int64_t left = row_bytes_ - offset();
+    const int64_t left = row_bytes_ - offset_;
     return left < piece_bytes_ ? left : piece_bytes_;
   }
 
  private:
+  /// Once per item: a division takes as long as adding a piece of a row.
+  MOE_DEVICE void locate() {
+    token_idx_ = item_ / num_pieces_;
+    offset_ = (item_ - token_idx_ * num_pieces_) * piece_bytes_;
+  }
+
   int64_t num_pieces_;
   int64_t num_items_;
   int64_t item_;
   int64_t row_bytes_;
   int64_t piece_bytes_;
+  int64_t token_idx_ = 0;
+  int64_t offset_ = 0;
 };
 
 /// The rows of one token in slot order. A lane knows one slot; all lanes of the warp call.
