@@ -2,7 +2,8 @@
 
 #include <cstring>
 #include <exception>
-#include <map>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "core/error.h"
@@ -13,9 +14,12 @@ namespace moe::simt {
 
 namespace {
 const char* active_mutant = nullptr;
+std::set<std::string>* met_mutants = nullptr;
 }  // namespace
 
 bool is_mutant(const char* name) {
+  if (met_mutants != nullptr)
+    met_mutants->insert(name);
   return active_mutant != nullptr && std::strcmp(active_mutant, name) == 0;
 }
 
@@ -25,6 +29,10 @@ namespace moe::simt::checker {
 
 void set_mutant(const char* name) {
   active_mutant = name;
+}
+
+void note_mutants(std::set<std::string>* names) {
+  met_mutants = names;
 }
 
 std::vector<Scenario>& scenarios() {

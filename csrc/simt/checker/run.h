@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -109,6 +110,8 @@ Trace last_trace();
 
 /// Switches the fault of that name on, or all off for null. The name is kept, not copied.
 void set_mutant(const char* name);
+/// From now on the names of faults that code comes across are added to @p names.
+void note_mutants(std::set<std::string>* names);
 
 }  // namespace moe::simt::checker
 

@@ -21,11 +21,12 @@ namespace {
 
 constexpr const char* kUsage =
     "schedules --scenario NAME[,NAME...]|all [--seeds FIRST:END] [--mutant NAME] [--keep-going]\n"
-    "          [--seconds LIMIT] [--json] | --list\n"
+    "          [--seconds LIMIT] [--json] [--list-mutants] | --list\n"
     "Runs every seed of [FIRST, END) of each scenario; exit 0 when all is clean, 1 when something\n"
     "was found, 2 for a wrong argument. The first finding ends a scenario, but for --keep-going.\n"
     "With --mutant a fault is switched on: MOE_MUTANT(NAME) in the sources.\n"
-    "--seconds ends each scenario early, after the schedule that runs then.\n";
+    "--seconds ends each scenario early, after the schedule that runs then.\n"
+    "--list-mutants names the faults that the code which ran could have switched on.\n";
 
 struct Options {
   std::vector<std::string> names;
@@ -35,6 +36,7 @@ struct Options {
   bool is_json = false;
   bool keeps_going = false;
   bool is_list = false;
+  bool lists_mutants = false;
   double most_seconds = 0;
 };
 
@@ -88,6 +90,8 @@ Options read_options(int argc, char** argv) {
       options.is_json = true;
     } else if (option == "--keep-going") {
       options.keeps_going = true;
+    } else if (option == "--list-mutants") {
+      options.lists_mutants = true;
     } else if (option == "--list") {
       options.is_list = true;
     } else {
@@ -196,6 +200,9 @@ int run(const Options& options) {
     return 0;
   }
   set_mutant(options.mutant == "none" ? nullptr : options.mutant.c_str());
+  std::set<std::string> mutants;
+  if (options.lists_mutants)
+    note_mutants(&mutants);
   std::vector<Outcome> outcomes;
   bool is_clean = true;
   for (const Scenario* const scenario : chosen(options)) {
@@ -207,6 +214,8 @@ int run(const Options& options) {
   }
   if (options.is_json)
     print_json(outcomes, options);
+  for (const std::string& name : mutants)
+    std::cout << name << "\n";
   return is_clean ? 0 : 1;
 }
 
