@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CXX_ARROWS: dict[str, set[str]] = {
     "bindings": {"cuda", "simt", "runtime", "kernels", "device", "host", "heap", "layout", "core"},
     "cuda": {"runtime", "device", "heap", "layout", "core"},
-    "simt": {"runtime", "kernels", "device", "host", "layout", "core"},
+    "simt": {"runtime", "kernels", "device", "host", "heap", "layout", "core"},
     "runtime": {"kernels", "device", "host", "layout", "core"},
     "kernels": {"device", "layout", "core"},
     "device": {"layout", "core"},

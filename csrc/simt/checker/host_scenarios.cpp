@@ -195,16 +195,18 @@ MOE_SCENARIO(host_abort,
   const int64_t num_spins = run.random().between(0, 200);
   world.run([&](HostRank& rank) {
     HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
-    if (rank.rank_idx() == quitter)
-      rank.start("second thread", [&rank, num_spins, quitter] {
-        for (int64_t i = 0; i < num_spins; ++i)
-          sync::yield();
-        rank.group()->abort(
-            layout::AbortCause::kPeerFailed, host::WaitSite{}, {quitter}, "gave up");
-      });
     try {
-      for (int64_t step = 0;; ++step)
+      for (int64_t step = 0;; ++step) {
         layer.run(step);
+        // From here on every rank is past its making.
+        if (step == 0 && rank.rank_idx() == quitter)
+          rank.start("second thread", [&rank, num_spins, quitter] {
+            for (int64_t i = 0; i < num_spins; ++i)
+              sync::yield();
+            rank.group()->abort(
+                layout::AbortCause::kPeerFailed, host::WaitSite{}, {quitter}, "gave up");
+          });
+      }
     } catch (const PeerFailed& error) {
       check_names(rank, error.site, quitter);
       if (std::string(error.what()) != "gave up")
@@ -228,13 +230,14 @@ MOE_SCENARIO(host_interrupt, "CPU: a rank is interrupted while it waits, and the
   world.run([&](HostRank& rank) {
     HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
     int64_t looks_left = num_looks;
-    if (rank.rank_idx() == 0)
-      layer.set_interrupt_check([&looks_left] {
-        if (looks_left-- <= 0)
-          throw std::runtime_error("interrupted");
-      });
     try {
-      for (int64_t step = 0; step < 20 || rank.rank_idx() != 0; ++step)
+      layer.run(0);
+      if (rank.rank_idx() == 0)
+        layer.set_interrupt_check([&looks_left] {
+          if (looks_left-- <= 0)
+            throw std::runtime_error("interrupted");
+        });
+      for (int64_t step = 1; step < 20 || rank.rank_idx() != 0; ++step)
         layer.run(step);
       // It never had to wait.
       rank.group()->abort(layout::AbortCause::kPeerFailed, host::WaitSite{}, {0}, "interrupted");
@@ -261,10 +264,11 @@ MOE_SCENARIO(host_death, "CPU: a rank dies at any step; the others name it, reco
   const int64_t num_steps = run.random().between(1, 1500);
   world.run([&](HostRank& rank) {
     HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
-    if (rank.rank_idx() == victim)
-      world.doom(victim, num_steps);
     try {
-      for (int64_t step = 0;; ++step)
+      layer.run(0);
+      if (rank.rank_idx() == victim)
+        world.doom(victim, num_steps);
+      for (int64_t step = 1;; ++step)
         layer.run(step);
     } catch (const PeerFailed& error) {
       if (!error.site.ranks.empty() ||
