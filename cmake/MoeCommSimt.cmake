@@ -2,7 +2,7 @@
 # every access checked and faults that can be switched on, as a program that explores schedules.
 set_source_files_properties(${MOE_COMM_KERNEL_SOURCES} PROPERTIES LANGUAGE CXX)
 
-# Where Boost.Context is installed its switch is used, about a third faster than the one without it.
+# Where Boost.Context is installed it switches fibers; simt/fiber.h says what does elsewhere.
 set(Boost_USE_STATIC_LIBS ON)
 find_package(Boost QUIET CONFIG COMPONENTS context)
 

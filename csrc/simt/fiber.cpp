@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 
@@ -13,8 +14,53 @@
 
 #if defined(MOE_SIMT_BOOST_CONTEXT)
 #include <boost/context/detail/fcontext.hpp>
-#else
+#elif defined(MOE_SIMT_UCONTEXT)
 #include <ucontext.h>
+#endif
+
+#if !defined(MOE_SIMT_BOOST_CONTEXT) && !defined(MOE_SIMT_UCONTEXT)
+// void moe_simt_switch(void** from, void* to): puts the registers that a call preserves (System V
+// ABI, x86-64) onto the stack, leaves its pointer in *from and takes them from the stack `to`.
+// Calls and returns stay in pairs, so that the processor predicts the returns.
+// moe_simt_begin: where a new stack returns to; calls r13(r12).
+asm(R"(
+.pushsection .text
+.p2align 4
+.globl moe_simt_switch
+.hidden moe_simt_switch
+.type moe_simt_switch, @function
+moe_simt_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size moe_simt_switch, . - moe_simt_switch
+.globl moe_simt_begin
+.hidden moe_simt_begin
+.type moe_simt_begin, @function
+moe_simt_begin:
+  movq %r12, %rdi
+  call *%r13
+  ud2
+.size moe_simt_begin, . - moe_simt_begin
+.popsection
+)");
+
+extern "C" {
+void moe_simt_switch(void** from, void* to);
+void moe_simt_begin();
+}
 #endif
 
 namespace moe::simt {
@@ -47,7 +93,7 @@ void Context::switch_to(Context& next) {
   Transfer::note(boost::context::detail::jump_fcontext(next.handle_, &transfer));
 }
 
-#else
+#elif defined(MOE_SIMT_UCONTEXT)
 
 Context::Context(std::byte* stack, size_t stack_bytes, Entry entry, void* argument)
     : stack_(stack),
@@ -84,6 +130,29 @@ void Context::trampoline(unsigned low, unsigned high) {
   const auto self =
       reinterpret_cast<Context*>(static_cast<uintptr_t>(static_cast<uint64_t>(high) << 32 | low));
   self->entry_(self->argument_);
+}
+
+#else
+
+Context::Context(std::byte* stack, size_t stack_bytes, Entry entry, void* argument)
+    : entry_(entry), argument_(argument) {
+  // From the stack pointer upwards: r15, r14, r13, r12, rbx, rbp, where to return to. The pointer
+  // is a multiple of 16 then, as before any call.
+  constexpr int kNumWords = 7;
+  auto** const words = reinterpret_cast<void**>(stack + stack_bytes) - kNumWords;
+  std::fill_n(words, kNumWords, nullptr);
+  words[2] = reinterpret_cast<void*>(&Context::begin);
+  words[3] = this;
+  words[6] = reinterpret_cast<void*>(&moe_simt_begin);
+  stack_pointer_ = words;
+}
+
+void Context::begin(Context* self) {
+  self->entry_(self->argument_);
+}
+
+void Context::switch_to(Context& next) {
+  moe_simt_switch(&stack_pointer_, next.stack_pointer_);
 }
 
 #endif

@@ -3,15 +3,21 @@
 #include <cstddef>
 #include <vector>
 
-#if !defined(MOE_SIMT_BOOST_CONTEXT)
+// How contexts switch: by Boost.Context where CMake finds it (MOE_SIMT_BOOST_CONTEXT); by a few
+// instructions of our own on x86-64; else by ucontext, which every Linux has, for the first entry,
+// and _longjmp afterwards, which needs no system call.
+#if !defined(MOE_SIMT_BOOST_CONTEXT) && !defined(MOE_SIMT_UCONTEXT) && !defined(__x86_64__)
+#define MOE_SIMT_UCONTEXT
+#endif
+
+#if defined(MOE_SIMT_UCONTEXT)
 #include <setjmp.h>
 #endif
 
 namespace moe::simt {
 
 /// A thread of control that one OS thread switches to and from: a stack and the registers that
-/// survive a call. Boost.Context where CMake finds it (MOE_SIMT_BOOST_CONTEXT); else ucontext for
-/// the first entry and _setjmp, _longjmp afterwards, which need no system call.
+/// survive a call.
 ///
 /// A context stays on the OS thread that entered it first.
 class Context {
@@ -32,7 +38,7 @@ class Context {
 #if defined(MOE_SIMT_BOOST_CONTEXT)
   struct Transfer;
   void* handle_ = nullptr;
-#else
+#elif defined(MOE_SIMT_UCONTEXT)
   [[noreturn]] void enter();
   static void trampoline(unsigned low, unsigned high);
 
@@ -40,6 +46,10 @@ class Context {
   std::byte* stack_ = nullptr;
   size_t stack_bytes_ = 0;
   bool is_started_ = true;
+#else
+  static void begin(Context* self);
+
+  void* stack_pointer_ = nullptr;  ///< where the registers are, while it does not run
 #endif
   Entry entry_ = nullptr;
   void* argument_ = nullptr;
