@@ -244,6 +244,12 @@ void reject_operation(DeviceEndpoint& endpoint,
                       RowStatus status,
                       const std::string& message,
                       const host::InterruptCheck& interrupt_check) {
+  // Peers hear of nothing while a graph is recorded.
+  if (endpoint.is_capturing()) {
+    if (status == RowStatus::kInvalidType)
+      throw InvalidType(message);
+    throw InvalidArgument(message);
+  }
   run_operation(endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) -> int {
     layout::OperationArguments arguments;
     arguments.operation = static_cast<int32_t>(operation);
