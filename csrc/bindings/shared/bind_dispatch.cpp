@@ -101,6 +101,7 @@ py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module) {
       .def("topk_weights", &SubmittedDispatch::topk_weights)
       .def("num_tokens_per_expert", &SubmittedDispatch::num_tokens_per_expert)
       .def("num_dropped_per_expert", &SubmittedDispatch::num_dropped_per_expert)
+      .def("status", &SubmittedDispatch::status)
       .def("num_required_rows", &SubmittedDispatch::num_required_rows)
       .def("wait_ns", &SubmittedDispatch::wait_ns)
       .def("expert_offsets", &SubmittedDispatch::expert_offsets);

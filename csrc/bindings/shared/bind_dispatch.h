@@ -8,6 +8,7 @@
 
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
+#include "core/error.h"
 #include "host/dispatch.h"
 
 namespace moe::bindings {
@@ -91,7 +92,14 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
   py::object num_tokens_per_expert() {
-    const auto& counts = wait().plan->received.num_tokens_per_expert;
+    const host::DispatchOutcome& outcome = wait();
+    const auto& counts = outcome.plan->received.num_tokens_per_expert;
+    if (outcome.num_tokens_per_expert)
+      return make_dlpack(outcome.num_tokens_per_expert,
+                         outcome.num_tokens_per_expert.get(),
+                         {static_cast<int64_t>(counts.size())},
+                         kInt64,
+                         device());
     return vector_dlpack(counts, {static_cast<int64_t>(counts.size())}, kInt64);
   }
 
@@ -110,11 +118,23 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
   py::object num_dropped_per_expert() {
+    check_host_knows("num_dropped_per_expert");
     const auto& dropped = wait().num_dropped_per_expert;
     return vector_dlpack(dropped, {static_cast<int64_t>(dropped.size())}, kInt64);
   }
 
-  int64_t num_required_rows() { return wait().num_required_rows; }
+  /// int32 `[2]` of a dispatch that was captured, see kernels::Tables::status; else None.
+  py::object status() {
+    const host::DispatchOutcome& outcome = wait();
+    if (!outcome.status)
+      return py::none();
+    return make_dlpack(outcome.status, outcome.status.get(), {2}, kInt32, device());
+  }
+
+  int64_t num_required_rows() {
+    check_host_knows("num_required_rows");
+    return wait().num_required_rows;
+  }
 
   py::object wait_ns() {
     const auto& waited_ns = wait().waited_ns;
@@ -122,6 +142,13 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
  private:
+  void check_host_knows(const char* what) {
+    MOE_CHECK(!wait().status,
+              "the host does not know ",
+              what,
+              " of a dispatch in a capture: DispatchResult.status says it, on the device");
+  }
+
   /// Rows of a dtype that DLPack cannot name are handed out as bytes.
   py::capsule rows_dlpack(std::shared_ptr<void> owner, std::byte* rows, int64_t num_rows) const {
     if (is_bytes_)
