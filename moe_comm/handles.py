@@ -97,6 +97,12 @@ class DispatchResult:
         wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation.
         expert_offsets: int32 `[num_local_experts + 1]` on x's device: padded starts. RANK_MAJOR: where
             the experts would start after a local permute with the same alignment.
+        status: None, or where the dispatch was captured into a graph int32 `[2]` on the device: how
+            the last replay ended (0 well; nothing moved where an input was bad, 1, where `capacity`
+            says to raise, 2, or where ranks chose capacities that do not fit, 3; 4 where a peer
+            failed), and how many choices of this rank's experts were dropped. Then
+            `num_tokens_per_expert` is on the device too, and the host knows neither
+            `num_dropped_per_expert` nor `num_required_rows` nor `has_overflow`.
         handle: For `combine` and cached `dispatch`.
         event: End of the operation.
     """
@@ -169,6 +175,11 @@ class DispatchResult:
         if most_rows is not None and output.num_required_rows > most_rows:
             return True
         return bool(output.num_dropped_per_expert.any())
+
+    @property
+    def status(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._arrived().status
 
     @property
     def wait_ns(self) -> torch.Tensor:

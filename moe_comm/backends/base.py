@@ -143,6 +143,7 @@ class DispatchOutput:
         wait_ns: int64 `[num_ranks]`, nanoseconds this rank waited for each rank; zeros where the
             backend cannot tell.
         plan: For the handle.
+        status: See `DispatchResult.status`.
     """
 
     x: torch.Tensor
@@ -155,6 +156,7 @@ class DispatchOutput:
     expert_offsets: torch.Tensor
     wait_ns: torch.Tensor
     plan: Plan
+    status: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
