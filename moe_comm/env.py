@@ -11,6 +11,7 @@ import os
 __all__ = [
     "compat_names",
     "cuda_max_connections",
+    "cuda_mps_pipe_directory",
     "force_isa",
     "launcher_world_size",
     "nvshmem_allow_unsupported_version",
@@ -44,6 +45,11 @@ def compat_names() -> tuple[str, ...]:
 def cuda_max_connections() -> int:
     """`CUDA_DEVICE_MAX_CONNECTIONS`, which CUDA reads: streams of a device that run side by side, 8."""
     return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8") or "8")
+
+
+def cuda_mps_pipe_directory() -> str:
+    """`CUDA_MPS_PIPE_DIRECTORY`, which CUDA reads: where the MPS daemon listens."""
+    return os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
 
 
 def launcher_world_size() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import importlib.metadata
 import importlib.util
 import mmap
@@ -24,31 +23,14 @@ from moe_comm.cli.bench.environment import (
 )
 from moe_comm.cli.bench.memory import parse_smaps
 from moe_comm.cli.bench.peers.mpi import missing_mpi
+from moe_comm.cli.doctor_gpu import examine_gpus
+from moe_comm.cli.finding import Finding
 
 __all__ = ["Finding", "collapse_huge_pages", "examine", "self_test"]
 
 HUGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25
 SELF_TEST_TIMEOUT_S = 30.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that is here or not.
-
-    Args:
-        name: What was looked for.
-        is_present: Whether it is here and works.
-        detail: What was found.
-        remedy: What it would be good for and how to get it; empty when present.
-        is_required: Whether the default backend needs it.
-    """
-
-    name: str
-    is_present: bool
-    detail: str
-    remedy: str = ""
-    is_required: bool = False
 
 
 def examine() -> list[Finding]:
@@ -69,7 +51,7 @@ def examine() -> list[Finding]:
         _module("megatron.core", "a client: pip install megatron-core", "megatron-core"),
         _module("torchtitan", "a client: pip install torchtitan"),
         _module("deep_ep", 'GPU kernels for backend="deep_ep": see its own installation guide'),
-        _cuda_driver(),
+        *examine_gpus(),
         _nvshmem(),
         _default_backend(),
     ]
@@ -229,24 +211,6 @@ def _module(name: str, remedy: str, distribution: str | None = None) -> Finding:
     return Finding(name=shown, is_present=True, detail=detail)
 
 
-def _cuda_driver() -> Finding:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return Finding(
-            name="CUDA driver",
-            is_present=False,
-            detail="absent",
-            remedy="this version moves CPU tensors and does not need it",
-        )
-    version = ctypes.c_int()
-    status = driver.cuDriverGetVersion(ctypes.byref(version))
-    detail = (
-        f"version {version.value // 1000}.{version.value % 1000 // 10}; not used by this version"
-    )
-    return Finding(name="CUDA driver", is_present=status == 0, detail=detail)
-
-
 def _nvshmem() -> Finding:
     for name in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
         try:
@@ -259,7 +223,7 @@ def _nvshmem() -> Finding:
         name="NVSHMEM wheel",
         is_present=False,
         detail="not installed",
-        remedy="this version moves CPU tensors and does not need it",
+        remedy="this version does not use it",
     )
 
 

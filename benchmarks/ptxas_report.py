@@ -1,0 +1,179 @@
+"""Registers, shared memory and spills of every kernel, as the compiler reports them.
+
+Compiles csrc/kernels with the flags of the module `_cuda`, once for every architecture, and prints a
+table for docs/gpu.md; needs nvcc and no GPU.
+
+    python benchmarks/ptxas_report.py --write docs/gpu.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCHITECTURES = ("80", "90a", "100")
+FLAGS = (
+    *("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Icsrc"),
+    *('-DMOE_DEVICE_PRIMITIVES="device/ptx.cuh"', "-Xcompiler=-Wall,-Wextra,-ffp-contract=off"),
+    *("-Xptxas=-v,--warn-on-spills", "-cubin"),
+)
+BEGIN = "<!-- ptxas: begin -->"
+END = "<!-- ptxas: end -->"
+ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+NOT_OF_AN_OPERATION = "name_module"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What the compiler says of one kernel on one architecture.
+
+    Args:
+        file: Of its source.
+        name: With template arguments.
+        registers: Of a thread.
+        shared_bytes: Static; the rest is given at launch.
+        stack_bytes: Of a thread.
+        spill_bytes: Stores and loads.
+    """
+
+    file: str
+    name: str
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+def compile_report(source: Path, architecture: str) -> str:
+    """What ptxas prints for a file of kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["nvcc", *FLAGS, f"-arch=sm_{architecture}", "-o", f"{folder}/kernels", str(source)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+    if done.returncode:
+        raise SystemExit(f"{source.name} does not compile for sm_{architecture}:\n{done.stderr}")
+    return done.stderr
+
+
+def parse(report: str, file: str) -> list[Kernel]:
+    """The kernels of a report, in its order."""
+    kernels = []
+    pieces = ENTRY.split(report)
+    for name, text in zip(short_names(pieces[1::2]), pieces[2::2], strict=True):
+        spills, used = SPILLS.search(text), USED.search(text)
+        if spills is None or used is None or NOT_OF_AN_OPERATION in name:
+            continue
+        shared = SHARED.search(text)
+        stack, stores, loads = (int(value) for value in spills.groups())
+        kernels.append(
+            Kernel(
+                file=file,
+                name=name,
+                registers=int(used.group(1)),
+                shared_bytes=int(shared.group(1)) if shared else 0,
+                stack_bytes=stack,
+                spill_bytes=stores + loads,
+            )
+        )
+    return kernels
+
+
+def short_names(mangled: list[str]) -> list[str]:
+    """`dispatch<BFloat16, true>` for `void moe::kernels::...::dispatch<...>(DispatchParams)`."""
+    done = subprocess.run(
+        ["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True
+    )
+    names = []
+    for full in done.stdout.splitlines():
+        name = full.split("(moe::", 1)[0].removeprefix("void ")
+        names.append(re.sub(r"(?:\w+::|\(anonymous namespace\)::)+", "", name))
+    return names
+
+
+def table(reports: dict[str, list[Kernel]]) -> str:
+    """Markdown: one row a kernel, registers on every architecture."""
+    architectures = list(reports)
+    rows: dict[tuple[str, str], dict[str, Kernel]] = {}
+    for architecture, kernels in reports.items():
+        for kernel in kernels:
+            rows.setdefault((kernel.file, kernel.name), {})[architecture] = kernel
+    lines = [
+        "| file | kernel | "
+        + " | ".join(f"sm_{architecture}" for architecture in architectures)
+        + " | static shared | stack | spills |",
+        "|---|---|" + "---:|" * (len(architectures) + 3),
+    ]
+    for (file, name), by_architecture in sorted(rows.items()):
+        found = [by_architecture.get(architecture) for architecture in architectures]
+        registers = [str(kernel.registers) if kernel else "-" for kernel in found]
+        present = [kernel for kernel in found if kernel]
+        lines.append(
+            f"| `{file}` | `{name}` | {' | '.join(registers)} | "
+            f"{max(kernel.shared_bytes for kernel in present)} | "
+            f"{max(kernel.stack_bytes for kernel in present)} | "
+            f"{max(kernel.spill_bytes for kernel in present)} |"
+        )
+    return "\n".join(lines)
+
+
+def write_into(page: Path, text: str) -> None:
+    """Replaces what stands between the two marks of a page."""
+    content = page.read_text(encoding="utf-8")
+    before, _, rest = content.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--architectures", default=",".join(ARCHITECTURES))
+    parser.add_argument("--write", type=Path, help="a page with the marks of the table")
+    parser.add_argument("--check", action="store_true", help="fail where a kernel spills")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    if shutil.which("nvcc") is None:
+        print("nvcc is not installed: nothing to report", file=sys.stderr)
+        return 2
+    sources = sorted((ROOT / "csrc/kernels").glob("*.cu"))
+    reports: dict[str, list[Kernel]] = {}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for architecture in options.architectures.split(","):
+            texts = pool.map(lambda source: compile_report(source, architecture), sources)  # noqa: B023
+            reports[architecture] = [
+                kernel
+                for source, text in zip(sources, texts, strict=True)
+                for kernel in parse(text, source.name)
+            ]
+    text = table(reports)
+    print(text)
+    if options.write:
+        write_into(options.write, text)
+    spilling = [
+        f"{kernel.file}: {kernel.name} on sm_{architecture}: {kernel.spill_bytes} bytes"
+        for architecture, kernels in reports.items()
+        for kernel in kernels
+        if kernel.spill_bytes
+    ]
+    if options.check and (spilling or not all(reports.values())):
+        print("kernels that spill:", *spilling, sep="\n", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

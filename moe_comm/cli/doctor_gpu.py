@@ -1,0 +1,112 @@
+"""What `moe-comm doctor` finds about GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from moe_comm import env
+from moe_comm.cli.finding import Finding
+from moe_comm.cuda_devices import CUDA_MODULE, load_cuda_module
+
+__all__ = ["examine_gpus"]
+
+
+def examine_gpus() -> list[Finding]:
+    """The module for GPUs, the driver, every device and MPS."""
+    try:
+        native = load_cuda_module()
+    except ImportError as error:
+        return [
+            Finding(
+                name="CUDA module",
+                is_present=False,
+                detail=f"{CUDA_MODULE} cannot be imported ({error})",
+                remedy='backend="cuda" needs it: build with nvcc 12.8 or later in PATH '
+                "(MOE_COMM_CUDA=on says why it fails)",
+            )
+        ]
+    version = _version_text(native.CUDA_VERSION)
+    module = Finding(
+        name="CUDA module",
+        is_present=True,
+        detail=f"kernels for {native.ARCHITECTURES}, CUDA runtime {version} inside",
+    )
+    count, reason = native.count_devices()
+    driver = _driver(native, count, reason)
+    if count == 0:
+        return [module, driver]
+    devices = [_device(native, idx, count) for idx in range(count)]
+    return [module, driver, *devices, _mps()]
+
+
+def _version_text(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _driver(native: ModuleType, count: int, reason: str) -> Finding:
+    version = native.driver_version()
+    if count == 0:
+        return Finding(
+            name="CUDA driver",
+            is_present=False,
+            detail=reason,
+            remedy=f'backend="cuda" needs a GPU and a driver for CUDA '
+            f"{native.CUDA_VERSION // 1000}.0 or later",
+        )
+    detail = f"for CUDA {_version_text(version)}, shows {count} device{'s' * (count != 1)}"
+    return Finding(name="CUDA driver", is_present=True, detail=detail)
+
+
+def _device(native: ModuleType, device_idx: int, count: int) -> Finding:
+    found: dict[str, Any] = native.describe_device(device_idx)
+    major, minor = found["compute_capability"]
+    peers = [
+        str(idx) for idx in range(count) if idx != device_idx and native.can_reach(device_idx, idx)
+    ]
+    detail = (
+        f"{found['name']} at {found['pci_bus']}, compute capability {major}.{minor}, "
+        f"{found['num_sms']} SMs, {found['memory_bytes'] / 1e9:.0f} GB; "
+        f"reaches {'cuda:' + ', cuda:'.join(peers) if peers else 'no other device'}"
+    )
+    return Finding(
+        name=f"cuda:{device_idx}",
+        is_present=_runs_on(native.ARCHITECTURES, major, minor),
+        detail=detail,
+        remedy=f"kernels were compiled for {native.ARCHITECTURES}: build with "
+        f"MOE_COMM_CUDA_ARCHS={major}{minor}",
+    )
+
+
+def _runs_on(architectures: str, major: int, minor: int) -> bool:
+    """Whether one of "80 90a 100" runs there: as machine code, or compiled by the driver.
+
+    A letter at the end is for one compute capability only; other architectures run on every later
+    one, because their intermediate code is kept.
+    """
+    capability = 10 * major + minor
+    for architecture in architectures.split():
+        if architecture[-1].isalpha():
+            if int(architecture[:-1]) == capability:
+                return True
+        elif int(architecture) <= capability:
+            return True
+    return False
+
+
+def _mps() -> Finding:
+    control = Path(env.cuda_mps_pipe_directory()) / "control"
+    if control.exists():
+        return Finding(
+            name="MPS",
+            is_present=True,
+            detail=f"a daemon listens in {control.parent}: processes share a GPU side by side",
+        )
+    return Finding(
+        name="MPS",
+        is_present=False,
+        detail=f"no daemon in {control.parent}",
+        remedy="ranks on one GPU as processes take turns; nvidia-cuda-mps-control -d lets them run "
+        "side by side",
+    )
