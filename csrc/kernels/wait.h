@@ -23,7 +23,8 @@ struct WaitSite {
 /// Whether an earlier kernel of the buffer left early. All threads of the block call and get the
 /// same answer; no kernel sets the word while another of its blocks may still ask.
 MOE_DEVICE bool has_left(const Buffer& buffer) {
-  const bool left = device::load_relaxed<device::Scope::kDevice>(&buffer.state->has_left) != 0;
+  const bool left = device::load_relaxed<device::Scope::kDevice>(&buffer.state->has_left) != 0 &&
+                    !MOE_MUTANT(has_left_ignored);
   // Nobody waits, and hence leaves, before all have asked.
   device::sync_block();
   return left;
@@ -32,7 +33,8 @@ MOE_DEVICE bool has_left(const Buffer& buffer) {
 MOE_DEVICE bool is_aborted(const Buffer& buffer) {
   const uint32_t word = device::load_relaxed<device::Scope::kSystem>(buffer.abort_word);
   return layout::AbortRecord::is_set(word) &&
-         layout::AbortRecord::generation(word) >= buffer.abort_generation;
+         (layout::AbortRecord::generation(word) >= buffer.abort_generation ||
+          MOE_MUTANT(abort_of_former_generation));
 }
 
 MOE_DEVICE layout::Workspace workspace(const Buffer& buffer, int rank_idx) {
@@ -56,6 +58,8 @@ MOE_DEVICE void leave(const Buffer& buffer,
   if (device::add_relaxed<device::Scope::kDevice>(&buffer.state->has_left, uint32_t{1}) != 0)
     return;
   WaitReport* const report = buffer.report;
+  if (MOE_MUTANT(report_cause_first))
+    device::store_release<device::Scope::kSystem>(&report->cause, static_cast<uint32_t>(cause));
   device::store(&report->peer_rank, static_cast<int32_t>(peer_rank));
   device::store(&report->phase, static_cast<int32_t>(site.phase));
   device::store(&report->operation, site.operation);
@@ -96,12 +100,12 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
     if (num_polls % kPollsPerCheck != 0)
       continue;
     pause_ns = pause_ns < kLongestPauseNs ? 2 * pause_ns : kLongestPauseNs;
-    if (is_aborted(buffer)) {
+    if (is_aborted(buffer) && !MOE_MUTANT(abort_ignored)) {
       leave(buffer, Cause::kAborted, peer_rank, site, expected, seen);
       return false;
     }
     const uint64_t now_ns = device::now_ns();
-    if (now_ns - moved_ns <= limit_ns)
+    if (now_ns - moved_ns <= limit_ns || MOE_MUTANT(wait_without_limit))
       continue;
     const uint64_t progress = device::load_relaxed<device::Scope::kSystem>(&activity.progress);
     if (progress != seen_progress) {

@@ -69,6 +69,18 @@ MOE_SCENARIO(exchange_reuse, "more exchanges than the ring has entries") {
   run_operations(run, 5);
 }
 
+/// What a rank's kernels say of why they left, as its host reads it.
+kernels::WaitReport await_report(Run& run, const kernels::Buffer& buffer) {
+  while (memory::atomic_load(&buffer.report->cause, 4, Order::kAcquire, Reach::kSystem) == 0)
+    run.scheduler().idle(1000);
+  kernels::WaitReport report{};
+  for (size_t offset = 0; offset < sizeof(report); offset += 8)
+    memory::load(reinterpret_cast<const std::byte*>(buffer.report) + offset,
+                 reinterpret_cast<std::byte*>(&report) + offset,
+                 8);
+  return report;
+}
+
 /// One rank never comes; the others have to say so.
 void run_without(Run& run, int absent_rank, bool is_aborted) {
   Random& random = run.random();
@@ -83,6 +95,7 @@ void run_without(Run& run, int absent_rank, bool is_aborted) {
   while (expected.first_status != OperationStatus::kOk || !expected.is_counted())
     expected = draw_exchange_case(random, world.placement(), shape.is_active);
   expected.first_status = expected.last_status = OperationStatus::kLeft;
+  std::vector<kernels::WaitReport> reports(3);
   std::vector<ExchangeMemory> memories;
   for (int rank_idx = 0; rank_idx < 3; ++rank_idx) {
     memories.push_back(world.prepare(expected, rank_idx, 1));
@@ -96,26 +109,24 @@ void run_without(Run& run, int absent_rank, bool is_aborted) {
       // What comes after it leaves at once.
       world.launch(expected, rank_idx, memories[static_cast<size_t>(2 * rank_idx + 1)], 32);
     });
+    run.start_host(rank_idx, "watch", [&, rank_idx] {
+      reports[static_cast<size_t>(rank_idx)] = await_report(run, world.rank(rank_idx).buffer);
+    });
     if (is_aborted)
       run.start_host(rank_idx, "service", [&, rank_idx] {
-        using layout::AbortRecord;
-        // A word of an earlier generation means nothing.
-        for (const uint32_t generation : {0u, 1u}) {
-          const uint32_t word = AbortRecord::word(generation, AbortRecord::kSet);
-          memory::atomic_store(const_cast<uint32_t*>(world.rank(rank_idx).buffer.abort_word),
-                               word,
-                               4,
-                               Order::kRelease,
-                               Reach::kSystem);
-          run.scheduler().idle(1000);
-        }
+        const uint32_t word = layout::AbortRecord::word(1, layout::AbortRecord::kSet);
+        memory::atomic_store(const_cast<uint32_t*>(world.rank(rank_idx).buffer.abort_word),
+                             word,
+                             4,
+                             Order::kRelease,
+                             Reach::kSystem);
       });
   }
   run.scheduler().run();
   for (int rank_idx = 0; rank_idx < 3; ++rank_idx) {
     if (rank_idx == absent_rank)
       continue;
-    const auto& report = world.real(world.rank(rank_idx).buffer.report);
+    const kernels::WaitReport& report = reports[static_cast<size_t>(rank_idx)];
     const auto cause = is_aborted ? kernels::Cause::kAborted : kernels::Cause::kTimedOut;
     if (report.cause != static_cast<uint32_t>(cause) ||
         (!is_aborted && report.peer_rank != absent_rank) ||
@@ -133,6 +144,8 @@ void run_without(Run& run, int absent_rank, bool is_aborted) {
                         report.phase,
                         ", epoch ",
                         report.epoch));
+    if (world.real(world.rank(rank_idx).buffer.state).epoch != 1)
+      run.report(Kind::kResult, concat("rank ", rank_idx, " took an epoch after it had left"));
     for (int i = 0; i < 2; ++i) {
       const auto& tables = memories[static_cast<size_t>(2 * rank_idx + i)].params.tables;
       if (world.real(tables.status) != static_cast<int32_t>(OperationStatus::kLeft) ||

@@ -6,6 +6,7 @@
 #include "core/error.h"
 #include "device/primitives.h"
 #include "kernels/finish.h"
+#include "layout/control.h"
 #include "simt/memory.h"
 
 namespace moe::simt::checker {
@@ -138,6 +139,9 @@ ExchangeWorld::ExchangeWorld(Run& run, ExchangeWorldShape shape)
     buffer.report = allocate<kernels::WaitReport>(1, Ownership::kHost, rank_idx, "report");
     buffer.abort_word = allocate<uint32_t>(1, Ownership::kHost, rank_idx, "abort_word");
     buffer.abort_generation = 1;
+    // An abort that a recovery has ended means nothing.
+    real(const_cast<uint32_t*>(buffer.abort_word)) =
+        layout::AbortRecord::word(0, layout::AbortRecord::kSet);
     buffer.stall_limit_ns = shape_.stall_limit_ns;
     buffer.arrival_limit_ns = shape_.arrival_limit_ns;
     buffer.first_epoch = shape_.first_epoch;
