@@ -177,6 +177,13 @@ void HostLayer::run_twice(int64_t step) {
   combine(second, others);
 }
 
+void HostLayer::run_combines(int64_t step) {
+  const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
+  const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
+  while (true)
+    combine(outcome, tokens);
+}
+
 void HostLayer::run_rejected(int64_t step, int bad_rank) {
   Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
   if (rank_.rank_idx() == bad_rank) {

@@ -39,6 +39,8 @@ class HostLayer {
   void run(int64_t step);
   /// The same with a second dispatch by the handle, of other rows.
   void run_twice(int64_t step);
+  /// One dispatch and then combines by its handle until one of them throws.
+  void run_combines(int64_t step);
   /// A dispatch in which @p bad_rank names an expert that does not exist.
   void run_rejected(int64_t step, int bad_rank);
 

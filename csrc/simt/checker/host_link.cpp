@@ -13,7 +13,8 @@ WorldLink::WorldLink(HostWorld& world, int rank_idx)
 PeerState WorldLink::state(int rank_idx) const {
   HostThreads& threads = world_.threads();
   const Peer& peer = peers_[static_cast<size_t>(rank_idx)];
-  if (!threads.step_quietly() || peer.state == PeerState::kAlive)
+  if (HostThreads::current() == nullptr || !threads.step_quietly() ||
+      peer.state == PeerState::kAlive)
     return peer.state;
   threads.memory().join(threads.thread(), peer.known);
   return peer.state;
@@ -56,7 +57,7 @@ int WorldLink::add_listener(std::function<void()> on_change) {
 }
 
 void WorldLink::remove_listener(int id) {
-  while (is_calling_ && world_.threads().step_quietly())
+  while (HostThreads::current() != nullptr && is_calling_ && world_.threads().step_quietly())
     world_.threads().yield();
   std::erase_if(listeners_, [id](const Listener& listener) { return listener.id == id; });
 }

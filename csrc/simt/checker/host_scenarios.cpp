@@ -57,18 +57,21 @@ MOE_SCENARIO(host_layer, "CPU: dispatch and combine, ragged, more epochs than th
   }
   if (run.random().chance(1, 4))
     shape.copy_out = host::CopyOut::kAlways;
+  const int depth = static_cast<int>(run.random().between(1, 2));
   world.run([&](HostRank& rank) {
-    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
+    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, depth), shape);
     for (int64_t step = 0; step < 4; ++step)
       layer.run(step);
+    world.meet();  // nothing that follows wakes anybody
   });
 }
 
 MOE_SCENARIO(host_dispatches, "CPU: dispatches one after the other, some by a handle") {
   HostWorld world(run, draw_options(run, 3));
   const HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());
+  const int depth = static_cast<int>(run.random().between(1, 2));
   world.run([&](HostRank& rank) {
-    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
+    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, depth), shape);
     for (int64_t step = 0; step < 3; ++step)
       layer.run_twice(step);
   });
@@ -157,9 +160,9 @@ MOE_SCENARIO(host_closed,
       }
       rank.destroy(first);
     }
-    HostLayer(rank, second, shape).run(2);
     // Collective calls look whether control areas can serve something else.
     HostLayer third(rank, rank.make_endpoint(shape.num_experts, 2), shape);
+    HostLayer(rank, second, shape).run(2);
     third.run(3);
     HostLayer(rank, rank.make_endpoint(shape.num_experts, 2), shape).run(4);
     third.run(5);
@@ -218,6 +221,34 @@ MOE_SCENARIO(host_abort,
       rank.fail(concat("recovery takes rank ", result.failed_ranks[0], " for failed"));
     for (int64_t step = 1000; step < 1003; ++step)
       layer.run(step);
+  });
+}
+
+MOE_SCENARIO(host_abort_combine,
+             "CPU: a rank gives up while peers pull rows that its caller then overwrites") {
+  HostWorld::Options options = draw_options(run, 3);
+  options.num_ranks = std::max(2, options.num_ranks);
+  HostWorld world(run, options);
+  HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());
+  shape.is_in_place = true;
+  const int64_t num_spins = run.random().between(0, 30);
+  world.run([&](HostRank& rank) {
+    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
+    world.meet();
+    if (rank.rank_idx() == 0)
+      rank.start("second thread", [&rank, num_spins] {
+        for (int64_t i = 0; i < num_spins; ++i)
+          sync::yield();
+        rank.group()->abort(layout::AbortCause::kPeerFailed, host::WaitSite{}, {0}, "gave up");
+      });
+    try {
+      layer.run_combines(0);
+    } catch (const PeerFailed& error) {
+      check_names(rank, error.site, 0);
+    }
+    rank.join_all();
+    rank.group()->recover({});
+    layer.run(1);
   });
 }
 

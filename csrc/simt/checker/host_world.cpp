@@ -128,15 +128,27 @@ void HostWorld::run_rank(HostRank& rank, const std::function<void(HostRank&)>& b
     news.event = WorldLink::Event::kLeft;
     news.known = threads_.memory().close(threads_.thread());
     link.tell_peers(std::move(news));
+    threads_.leave();
+    link.close();
+    rank.endpoints_.clear();
+    rank.group_ = nullptr;
+    return;
   } catch (const HostThreads::Ended&) {
   } catch (const std::exception& error) {
     rank.fail(concat("unexpected: ", error.what()));
   }
-  threads_.leave();
+  // Other threads of the rank may still use what it has: it goes with the world.
   link.close();
-  rank.tasks_.clear();
-  rank.endpoints_.clear();
-  rank.group_ = nullptr;
+}
+
+void HostWorld::meet() {
+  const int64_t wanted = (num_met_ / num_ranks() + 1) * num_ranks();
+  known_by_met_.join(threads_.memory().close(threads_.thread()));
+  ++num_met_;
+  threads_.wake_all(&num_met_);
+  while (threads_.step() && num_met_ < wanted)
+    threads_.sleep(&num_met_, std::numeric_limits<int64_t>::max(), false, "all ranks");
+  threads_.memory().join(threads_.thread(), known_by_met_);
 }
 
 void HostWorld::doom(int rank_idx, int64_t num_steps) {

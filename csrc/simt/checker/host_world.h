@@ -75,6 +75,9 @@ class HostWorld {
   /// Runs @p body on every rank, each with its group, and reports what was found.
   void run(const std::function<void(HostRank&)>& body);
 
+  /// Waits until every rank has called it, without a word of the backend.
+  void meet();
+
   /// The main thread of that rank dies @p num_steps steps after it called this.
   void doom(int rank_idx, int64_t num_steps);
   bool is_dead(int rank_idx) const { return (dead_ranks_ >> rank_idx & 1) != 0; }
@@ -98,6 +101,8 @@ class HostWorld {
   std::vector<std::unique_ptr<HostRank>> ranks_;
   std::vector<int> main_threads_;
   uint64_t dead_ranks_ = 0;
+  int64_t num_met_ = 0;
+  Clock known_by_met_;
 };
 
 }  // namespace moe::simt::checker
