@@ -108,14 +108,14 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
     if (now_ns - moved_ns <= limit_ns || MOE_MUTANT(wait_without_limit))
       continue;
     const uint64_t progress = device::load_relaxed<device::Scope::kSystem>(&activity.progress);
-    if (progress != seen_progress) {
+    if (progress != seen_progress && !MOE_MUTANT(progress_ignored)) {
       seen_progress = progress;
       moved_ns = now_ns;
       continue;
     }
     const bool is_growing = device::load_relaxed<device::Scope::kSystem>(&activity.phase) ==
                             static_cast<int32_t>(layout::Phase::kGrowing);
-    if (is_growing && now_ns - moved_ns <= buffer.arrival_limit_ns)
+    if (is_growing && !MOE_MUTANT(growing_ignored) && now_ns - moved_ns <= buffer.arrival_limit_ns)
       continue;
     leave(buffer, Cause::kTimedOut, peer_rank, site, expected, seen);
     return false;

@@ -163,5 +163,62 @@ MOE_SCENARIO(exchange_abort, "kernels that wait leave when the communicator is a
   run_without(run, static_cast<int>(run.random().below(3)), true);
 }
 
+/// Rank 1 takes far longer than the limit for a peer that stands still: it moves rows and says so,
+/// or it obtains memory.
+void run_with_slow_rank(Run& run, bool is_growing) {
+  constexpr uint64_t kStallLimitNs = 100'000;
+  Random& random = run.random();
+  ExchangeWorldShape shape;
+  shape.expert_rank = {1, 0, 1};
+  shape.is_active.assign(2, 1);
+  shape.stall_limit_ns = kStallLimitNs;
+  shape.arrival_limit_ns = uint64_t{1} << 60;
+  ExchangeWorld world(run, shape);
+  world.announce_segments();
+  const auto fits = [&](const ExchangeCase& drawn) {
+    if (!drawn.is_counted() || !drawn.has_host_read || drawn.last_status != OperationStatus::kOk)
+      return false;
+    return is_growing
+               ? drawn.is_short == std::vector<uint8_t>{0, 1}
+               : drawn.first_status == OperationStatus::kOk && layout::sends_rows(drawn.kept, 1, 0);
+  };
+  ExchangeCase expected = draw_exchange_case(random, world.placement(), shape.is_active);
+  while (!fits(expected))
+    expected = draw_exchange_case(random, world.placement(), shape.is_active);
+  world.set_pause([&](int rank_idx, layout::Phase phase) {
+    if (rank_idx != 1 || (phase == layout::Phase::kOffers) != is_growing)
+      return;
+    const kernels::Buffer& buffer = world.rank(1).buffer;
+    uint64_t& progress = buffer.workspace(world.real(buffer.workspaces + 1)).activity().progress;
+    for (uint64_t step = 1; step <= 500; ++step) {
+      // Slowly enough for peers to look at the clock in between.
+      run.scheduler().advance(kStallLimitNs / 100);
+      if (!is_growing)
+        memory::atomic_store(&progress, step, 8, Order::kRelaxed, Reach::kSystem);
+      run.scheduler().idle(100);
+    }
+  });
+  std::vector<ExchangeMemory> memories{world.prepare(expected, 0, 1),
+                                       world.prepare(expected, 1, 1)};
+  for (int rank_idx = 0; rank_idx < 2; ++rank_idx)
+    run.start_host(rank_idx, "caller", [&, rank_idx] {
+      world.launch(expected, rank_idx, memories[static_cast<size_t>(rank_idx)], 32);
+    });
+  run.scheduler().run();
+  for (int rank_idx = 0; rank_idx < 2; ++rank_idx) {
+    world.check(expected, rank_idx, memories[static_cast<size_t>(rank_idx)]);
+    if (world.real(world.rank(rank_idx).buffer.report).cause != 0)
+      run.report(Kind::kResult, concat("rank ", rank_idx, " gave up a peer that was at work"));
+  }
+}
+
+MOE_SCENARIO(exchange_slow_peer, "a rank that moves rows for longer than the limit is waited for") {
+  run_with_slow_rank(run, false);
+}
+
+MOE_SCENARIO(exchange_growing_peer, "a rank that obtains memory is waited for as if it came late") {
+  run_with_slow_rank(run, true);
+}
+
 }  // namespace
 }  // namespace moe::simt::checker

@@ -307,6 +307,7 @@ void ExchangeWorld::launch(const ExchangeCase& expected,
   if (expected.has_host_read) {
     await_host_read(rank_idx, memory.host_read, params.ticket, memory.epoch, expected.first_status);
     if (expected.first_status == OperationStatus::kShort) {
+      pause_(rank_idx, layout::Phase::kOffers);
       kernels::launch_offers(shape, memory.offers);
       await_host_read(rank_idx,
                       memory.second_host_read,
@@ -315,6 +316,7 @@ void ExchangeWorld::launch(const ExchangeCase& expected,
                       expected.last_status);
     }
   }
+  pause_(rank_idx, layout::Phase::kData);
   move_shape.num_blocks = kNumBlocks;
   device::launch(expected.is_dispatch() ? write_words : pull_words, move_shape, move);
   move_shape.num_blocks = 1;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -67,6 +68,11 @@ class ExchangeWorld {
 
   ExchangeMemory prepare(const ExchangeCase& expected, int rank_idx, uint64_t epoch);
 
+  /// What the host of a rank does before it launches kernels for second offers (Phase::kOffers) or
+  /// rows (kData).
+  using Pause = std::function<void(int rank_idx, layout::Phase phase)>;
+  void set_pause(Pause pause) { pause_ = std::move(pause); }
+
   /// The host of one rank: puts an operation into its stream. Called on a fiber.
   /// @param num_threads  of the exchange
   void launch(const ExchangeCase& expected, int rank_idx, ExchangeMemory& memory, int num_threads);
@@ -118,6 +124,7 @@ class ExchangeWorld {
   }
 
   Run& run_;
+  Pause pause_ = [](int, layout::Phase) {};
   ExchangeWorldShape shape_;
   layout::Placement placement_;
   std::deque<ExchangeRank> ranks_;
