@@ -60,7 +60,9 @@ RankInputs draw_inputs(const KernelCase& shape, Random* random) {
   if (shape.with_masks && random->chance(1, 3))
     inputs.is_masked[random->below(static_cast<uint32_t>(shape.num_ranks))] = 1;
   if (shape.has_fixed_rows)
-    inputs.fixed_rows = random->between(0, shape.num_max_tokens * shape.num_topk);
+    inputs.fixed_rows =
+        shape.expert_alignment *
+        random->between(0, shape.num_max_tokens * shape.num_topk / shape.expert_alignment);
   return inputs;
 }
 
@@ -281,9 +283,15 @@ Step draw_step(const KernelCase& shape, const layout::Placement& placement, Rand
   const layout::CountMatrix asked = asked_counts(shape, placement, step.inputs);
   const auto arrangement = shape.arrangement();
   step.kept = layout::keep_rows(asked, placement, arrangement, shape.rule);
-  if (shape.rule.on_overflow == layout::OnOverflow::kRaise &&
-      !layout::find_overflows(asked, placement, arrangement, shape.rule).empty())
+  // Low-latency: what a masked rank asks for takes no place of an expert.
+  const bool is_low_latency = shape.layout == layout::RowLayout::kLowLatency;
+  if ((is_low_latency || shape.rule.on_overflow == layout::OnOverflow::kRaise) &&
+      !layout::find_overflows(
+           is_low_latency ? step.kept : asked, placement, arrangement, shape.rule)
+           .empty()) {
     step.status = kernels::OperationStatus::kOverflow;
+    return step;
+  }
   if (shape.has_bad_choice) {
     auto& inputs = step.inputs[random->below(static_cast<uint32_t>(shape.num_ranks))];
     if (!inputs.topk_idx.empty()) {

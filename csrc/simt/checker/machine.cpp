@@ -58,7 +58,7 @@ Machine::Thread* Machine::make_thread(Place place) {
 
 void Machine::begin_thread(Thread* thread, Place place, const Knowledge& before) {
   races_.rename(thread->actor, std::move(place));
-  races_.order_launch(thread->actor, before);
+  thread->actor.knowledge = before;
   thread->actor.at_launch = thread->actor.knowledge.all;
   thread->actor.fenced = Message();
   thread->actor.unfenced.clear();
@@ -79,7 +79,7 @@ Knowledge Machine::knowledge_of(Thread* thread) {
 }
 
 void Machine::learn(Thread* thread, const Knowledge& knowledge) {
-  races_.order_launch(thread->actor, knowledge);
+  thread->actor.knowledge.join(knowledge);
 }
 
 // --- Stores on their way -----------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Machine {
   void enter(Thread* thread) { running_ = thread; }
   Thread* running() const { return running_; }
 
-  /// A kernel's thread begins, in the place of one of an earlier kernel of its stream.
+  /// A kernel's thread begins, in the place of one of an earlier kernel of its stream, whose end
+  /// @p before comes after.
   void begin_thread(Thread* thread, Place place, const Knowledge& before);
   /// What it leaves for whoever follows. Its stores have arrived.
   void end_thread(Thread* thread, Knowledge* after);

@@ -402,10 +402,17 @@ void RaceChecker::meet(Actor* const* actors, int num_actors) {
     actors[i]->knowledge = joined;
 }
 
-void RaceChecker::order_launch(Actor& later, const Knowledge& earlier) {
-  later.knowledge.all.join(earlier.all);
-  later.knowledge.bulk.join(earlier.all);
-  later.knowledge.bulk_shared.join(earlier.all);
+Knowledge RaceChecker::behind_launch(const Knowledge& earlier, int rank_idx) const {
+  Knowledge behind = earlier;
+  // The boundary orders bulk copies after what this rank did, not after what it acquired.
+  for (uint32_t slot = 0; slot < names_.size(); ++slot) {
+    const int owner = names_[slot].front().place.rank_idx;
+    if (owner >= 0 && owner != rank_idx)
+      continue;
+    behind.bulk.raise(slot, earlier.all.at(slot));
+    behind.bulk_shared.raise(slot, earlier.all.at(slot));
+  }
+  return behind;
 }
 
 }  // namespace moe::simt::checker

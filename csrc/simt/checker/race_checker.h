@@ -85,8 +85,9 @@ class RaceChecker {
 
   /// All of @p actors have met.
   void meet(Actor* const* actors, int num_actors);
-  /// @p later begins after everything that @p earlier has done, kernel boundary between them.
-  void order_launch(Actor& later, const Knowledge& earlier);
+  /// What a kernel's threads know on @p rank_idx that begins after @p earlier, kernel boundary
+  /// between them. Bulk copies of what peers wrote need a proxy fence still.
+  Knowledge behind_launch(const Knowledge& earlier, int rank_idx) const;
   /// Everything an actor knows, its own steps too.
   Knowledge close(Actor& actor);
 

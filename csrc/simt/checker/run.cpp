@@ -154,7 +154,7 @@ void RankStream::start_kernel(Item item) {
   launched->kernel = item.kernel;
   launched->body = std::move(item.kernel.body);
   launched->kernel.body = nullptr;
-  launched->before = reached_;
+  launched->before = run_.machine().races().behind_launch(reached_, rank_idx_);
   const device::Launch& shape = launched->kernel.shape;
   launched->num_left.assign(static_cast<size_t>(shape.num_blocks), shape.num_threads);
   item.kernel.rank_idx = rank_idx_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -54,12 +55,27 @@ std::vector<int64_t> draw_sizes(Random* random) {
   return sizes;
 }
 
+/// By stores of the host, which a peer's bulk copies may read only behind a proxy fence.
+void fill_with_noise(std::byte* to, int64_t bytes, Random* random) {
+  constexpr int64_t kUnit = 16;
+  for (int64_t offset = 0; offset < bytes; offset += kUnit) {
+    const uint64_t noise[] = {random->next(), random->next()};
+    const auto* const from = reinterpret_cast<const std::byte*>(noise);
+    if (offset + kUnit <= bytes)
+      memory::store(to + offset, from, kUnit);
+    else
+      for (int64_t i = offset; i < bytes; ++i)
+        memory::store(to + i, from + (i - offset), 1);
+  }
+}
+
 MOE_SCENARIO(strided_copies, "a batch of copies between tensors of any strides") {
   Random& random = run.random();
   GuestMemory& guest = run.guest();
   const auto num_copies = static_cast<size_t>(random.between(1, 4));
   std::vector<kernels::StridedCopy> copies(num_copies);
   std::vector<int64_t> first_piece = {0};
+  std::vector<std::pair<std::byte*, int64_t>> sources;
   kernels::StridedCopiesParams params;
   params.piece_bytes = random.chance(1, 2) ? 8192 : 32768;
   params.is_plain = random.chance(1, 3);
@@ -71,9 +87,8 @@ MOE_SCENARIO(strided_copies, "a batch of copies between tensors of any strides")
     const int64_t shift = element_bytes * random.between(0, 3);
     const int64_t source_bytes = copy.source_shape.span() + shift;
     std::byte* const source =
-        guest.allocate(source_bytes, Ownership::kHeap, 0, "copy source", true);
-    for (int64_t i = 0; i < source_bytes; ++i)
-      guest.real(source)[i] = static_cast<std::byte>(random.next());
+        guest.allocate(source_bytes, Ownership::kHeap, 1, "copy source", true);
+    sources.push_back({source, source_bytes});
     copy.source = source + shift;
     copy.target =
         guest.allocate(copy.target_shape.span(), Ownership::kHeap, 0, "copy target", false);
@@ -95,8 +110,7 @@ MOE_SCENARIO(strided_copies, "a batch of copies between tensors of any strides")
   launch.num_threads = random.chance(1, 4) ? 64 : 32;
   launch.stream = static_cast<simt::Stream*>(&stream);
   launch.shared_bytes = kernels::strided_copies_shared_bytes(params, launch.num_threads);
-  kernels::launch_strided_copies(launch, params);
-  stream.call("check of copies", [&] {
+  const auto check = [&] {
     for (const kernels::StridedCopy& copy : copies)
       for (int64_t i = 0; i < copy.source_shape.bytes; ++i) {
         const std::byte* const target = copy.target + place_of(copy.target_shape, i);
@@ -110,6 +124,19 @@ MOE_SCENARIO(strided_copies, "a batch of copies between tensors of any strides")
           return;
         }
       }
+  };
+  auto* const flag = guest.allocate(64, Ownership::kHeap, 0, "flag", true);
+  // A peer writes the sources; this rank's host hears of it and launches.
+  run.start_host(1, "writes sources", [&] {
+    for (const auto& [source, bytes] : sources)
+      fill_with_noise(source, bytes, &random);
+    memory::atomic_store(flag, 1, 8, Order::kRelease, Reach::kSystem);
+  });
+  run.start_host(0, "launches", [&] {
+    while (memory::atomic_load(flag, 8, Order::kAcquire, Reach::kSystem) == 0)
+      run.scheduler().idle(1000);
+    kernels::launch_strided_copies(launch, params);
+    stream.call("check of copies", check);
   });
   run.scheduler().run();
 }
