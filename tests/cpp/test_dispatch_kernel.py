@@ -15,17 +15,21 @@ CSRC = ROOT / "csrc"
 
 FLAGS = [
     *("-std=c++20", "-O1", "-ffp-contract=off", "-Wno-unknown-pragmas", "-I", str(CSRC)),
-    '-DMOE_DEVICE_PRIMITIVES="simt/primitives.h"',
+    *('-DMOE_DEVICE_PRIMITIVES="simt/primitives.h"', "-DMOE_WITH_MUTANTS"),
 ]
+# Faults that change bytes and nothing outside windows. The others, schedules find.
+MUTANTS = ["slot_without_chunk_start", "slot_beyond_kept", "amax_of_one_lane", "padding_not_zeroed"]
 INSTRUCTION_SETS = {
     "avx2": ["-mavx2", "-mf16c"],
     "avx512": ["-mavx2", "-mf16c", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))],
 }
 
 
-def test_rows_lie_where_the_layouts_say(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
+    tmp_path = tmp_path_factory.mktemp("dispatch_kernel")
     sources = [
         ROOT / "tests/cpp/dispatch_kernel.cpp",
         CSRC / "kernels/dispatch.cu",
@@ -58,6 +62,19 @@ def test_rows_lie_where_the_layouts_say(tmp_path: Path) -> None:
         check=False,
     )
     assert linked.returncode == 0, linked.stderr
-    ended = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=120)
+    return program
+
+
+def test_rows_lie_where_the_layouts_say(program: Path) -> None:
+    ended = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.startswith("ok ")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_faults_are_seen(program: Path, mutant: str) -> None:
+    ended = subprocess.run(
+        [program, mutant], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 1, f"{mutant} passes"
+    assert "wanted" in ended.stdout or "assign_slots" in ended.stdout, ended.stdout
