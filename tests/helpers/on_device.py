@@ -1,0 +1,178 @@
+"""Holds a backend that moves tensors of a GPU to suites that are written for the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+
+from moe_comm import Communicator, EpConfig
+from moe_comm.backends.base import (
+    Backend,
+    CombineOutput,
+    DispatchOutput,
+    Operation,
+    Plan,
+    PlanTensors,
+)
+from moe_comm.backends.cuda import CudaBackend
+
+__all__ = ["OnDevice", "connect_to_gpu", "make_on_gpu"]
+
+OutputT = TypeVar("OutputT")
+
+
+class _Fetched(Generic[OutputT]):
+    """An operation whose output is copied to the host by whoever waits first."""
+
+    def __init__(self, operation: Operation[Any], fetch: Callable[[Any], OutputT]) -> None:
+        self._operation = operation
+        self._fetch = fetch
+        self._output: OutputT | None = None
+
+    @property
+    def early(self) -> None:
+        return None
+
+    def wait(self) -> OutputT:
+        if self._output is None:
+            self._output = self._fetch(self._operation.wait())
+        return self._output
+
+    def is_complete(self) -> bool:
+        return self._operation.is_complete()
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+class OnDevice(Backend):
+    """Takes and gives CPU tensors; `inner` sees them on `device`."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        config: EpConfig,
+        inner: Callable[[Communicator, EpConfig], Backend],
+    ) -> None:
+        super().__init__(communicator, config)
+        self._device = communicator.device
+        self._inner = inner(communicator, config)
+        self.name = self._inner.name
+        # By address on the host: windows that combine reads in place.
+        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _to_device(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        on_device = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
+        )
+        return on_device.copy_(tensor)
+
+    def _rows_to_device(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+        if rows is None or rows.data_ptr() not in self._windows:
+            return self._to_device(rows)
+        _, window = self._windows[rows.data_ptr()]
+        return window.copy_(rows) if window.shape == rows.shape else self._to_device(rows)
+
+    @staticmethod
+    def _fetch_dispatch(output: DispatchOutput) -> DispatchOutput:
+        names = [field.name for field in dataclasses.fields(DispatchOutput)]
+        return DispatchOutput(**{name: _to_host(getattr(output, name)) for name in names})
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        **options: Any,
+    ) -> Operation[DispatchOutput]:
+        tensors = [self._to_device(tensor) for tensor in (x, x_sf, topk_idx, topk_weights)]
+        return _Fetched(self._inner.dispatch(*tensors, **options), self._fetch_dispatch)
+
+    def dispatch_cached(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        **options: Any,
+    ) -> Operation[DispatchOutput]:
+        operation = self._inner.dispatch_cached(
+            self._to_device(x),
+            self._to_device(x_sf),
+            plan,
+            self._to_device(topk_weights),
+            **options,
+        )
+        return _Fetched(operation, self._fetch_dispatch)
+
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None,
+        **options: Any,
+    ) -> Operation[CombineOutput]:
+        on_device = None if out is None else torch.empty_like(out, device=self._device)
+        operation = self._inner.combine(
+            self._rows_to_device(x),
+            plan,
+            self._to_device(topk_weights),
+            self._to_device(row_weights),
+            out=on_device,
+            **options,
+        )
+
+        def fetch(output: CombineOutput) -> CombineOutput:
+            names = [field.name for field in dataclasses.fields(CombineOutput)]
+            values = {name: _to_host(getattr(output, name)) for name in names}
+            if out is not None:
+                values["x"] = out.copy_(values["x"])
+            return CombineOutput(**values)
+
+        return _Fetched(operation, fetch)
+
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        on_device = self._to_device(gradient)
+        dots = self._inner.weighted_gradient(
+            on_device, self._to_device(expert_out), self._to_device(weights)
+        )
+        gradient.copy_(on_device)
+        return dots.cpu()
+
+    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        window = self._inner.empty_expert_output(plan, hidden, dtype)
+        rows = torch.empty_like(window, device="cpu")
+        self._windows[rows.data_ptr()] = (rows, window)
+        return rows
+
+    def import_plan(self, tensors: PlanTensors) -> Plan:
+        return self._inner.import_plan(tensors)
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        self._inner.reject(operation, error)
+
+    def destroy(self) -> None:
+        self._windows.clear()
+        self._inner.destroy()
+
+
+def connect_to_gpu(group: Any) -> Communicator:
+    """A communicator whose rows live on this process's GPU; ranks may share it."""
+    return Communicator(group, device="cuda")
+
+
+def make_on_gpu(communicator: Communicator, config: EpConfig) -> Backend:
+    """The CUDA backend behind CPU tensors."""
+    return OnDevice(communicator, config, CudaBackend)
