@@ -14,8 +14,11 @@ EXTRAS := build,test,lint,plot$(if $(shell command -v mpirun),$(comma)mpi)
 # The project's own warnings are errors here, but not in a user's build of the package.
 export MOE_COMM_WERROR ?= 1
 
+# One architecture compiles in a third of the time; a wheel for others has the default of setup.py.
+export MOE_COMM_CUDA_ARCHS ?= 90a
+
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
-RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess)
+RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess tests/gpu)
 
 .DEFAULT_GOAL := help
 .PHONY: help
@@ -66,9 +69,13 @@ tsan: build  ## Ranks as threads under ThreadSanitizer
 bench: build  ## Time dispatch and combine at the reference sizes, over 2 ranks
 	$(BIN)/moe-comm bench dispatch-combine $(BENCH_ARGS)
 
+.PHONY: gpu
+gpu: build  ## On a machine with a GPU: build, conformance, benchmarks, compute-sanitizer, in stages
+	$(BIN)/python tests/gpu/run_stages.py $(GPU_ARGS)
+
 .PHONY: wheel
 wheel: $(READY)  ## Build dist/moe_comm-*.whl
-	MOE_COMM_WERROR=0 $(BIN)/python -m pip wheel --no-deps -w dist .
+	MOE_COMM_WERROR=0 MOE_COMM_CUDA_ARCHS= $(BIN)/python -m pip wheel --no-deps -w dist .
 
 .PHONY: clean
 clean:  ## Remove everything that make has made
