@@ -8,7 +8,11 @@ namespace {
 
 bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  device::check_cuda(cudaStreamIsCapturing(stream, &status), "asking whether a stream is captured");
+  const cudaError_t code = cudaStreamIsCapturing(stream, &status);
+  // The default stream, while one that waits for it is captured: it may not be used either.
+  if (code == cudaErrorStreamCaptureImplicit)
+    return true;
+  device::check_cuda(code, "asking whether a stream is captured");
   return status != cudaStreamCaptureStatusNone;
 }
 
