@@ -273,8 +273,10 @@ class ExchangeBlock {
       if (!is_active(rank_idx))
         continue;
       const Row& peer_row = own_.row(epoch_, rank_idx);
-      if (device::load(&peer_row.status) != static_cast<int32_t>(RowStatus::kOk) &&
-          !MOE_MUTANT(row_status_ignored))
+      const int32_t status = MOE_MUTANT(peer_row_read_as_constant)
+                                 ? device::load_constant(&peer_row.status)
+                                 : device::load(&peer_row.status);
+      if (status != static_cast<int32_t>(RowStatus::kOk) && !MOE_MUTANT(row_status_ignored))
         agrees = false;
       if (load_struct(&peer_row.arguments) != params_.arguments &&
           !MOE_MUTANT(agreement_not_checked))

@@ -37,7 +37,9 @@ MOE_DEVICE void finish(const Buffer& buffer,
                        const Tables& tables,
                        layout::Operation operation,
                        int32_t* scratch) {
-  if (!MOE_MUTANT(no_wait_for_bulk_stores))
+  if (MOE_MUTANT(only_sources_of_bulk_stores_awaited))
+    device::await_bulk_reads<0>();
+  else if (!MOE_MUTANT(no_wait_for_bulk_stores))
     device::await_bulk_stores<0>();
   if (!MOE_MUTANT(no_barrier_before_done))
     device::sync_block();

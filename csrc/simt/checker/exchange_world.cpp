@@ -45,7 +45,8 @@ void write_words(MoveParams params) {
                        kWordsPerMail * device::thread_idx();
   for (int i = 0; i < kWordsPerMail; ++i)
     device::store(staged + i, epoch);
-  device::fence_proxy_async_shared();
+  // What is staged, and the letters that peers wrote where the words go.
+  device::fence_proxy_async();
   for (int peer_rank = device::thread_idx(); peer_rank < params.buffer.num_ranks;
        peer_rank += device::num_threads())
     if (device::load(&params.tables.peers[peer_rank].is_sent_to) != 0) {
