@@ -170,14 +170,14 @@ void launch_sums(DeviceEndpoint& endpoint,
 void weighted_gradient(DeviceEndpoint& endpoint, const kernels::WeightedGradientParams& params) {
   if (params.num_rows == 0)
     return;
-  constexpr int kWarpsPerBlock = 8;
-  constexpr int64_t kBlocksPerSm = 8;
+  // Nobody waits for its blocks: it takes all SMs, with as many threads as hide memory's latency.
+  constexpr int64_t kBlocksPerSm = 4;
   endpoint.device().activate();
   device::Launch launch;
-  launch.num_threads = kWarpsPerBlock * 32;
-  launch.num_blocks =
-      static_cast<int>(std::min((params.num_rows + kWarpsPerBlock - 1) / kWarpsPerBlock,
-                                kBlocksPerSm * endpoint.device().num_sms()));
+  launch.num_threads = std::min(endpoint.num_threads(), kernels::kMaxCombineThreads);
+  const int64_t rows_at_once = launch.num_threads / 32;
+  launch.num_blocks = static_cast<int>(std::min((params.num_rows + rows_at_once - 1) / rows_at_once,
+                                                kBlocksPerSm * endpoint.device().num_sms()));
   launch.stream = endpoint.caller_stream().handle();
   kernels::launch_weighted_gradient(launch, params);
 }
