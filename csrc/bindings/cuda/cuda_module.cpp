@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bindings/device/bind_device_endpoint.h"
+#include "bindings/device/bind_strided_copies.h"
 #include "bindings/shared/dlpack.h"
 #include "bindings/shared/errors.h"
 #include "bindings/shared/warnings.h"
@@ -130,6 +131,17 @@ void bind_heap(py::module_& module) {
           "use_on",
           [](const DeviceHeap& self, uintptr_t stream) { self.device->caller_stream(stream); },
           py::arg("stream"))
+      .def(
+          "strided_copies",
+          [](const DeviceHeap& self,
+             const py::list& targets,
+             const py::list& sources,
+             uintptr_t stream,
+             int num_sms) { strided_copies(*self.device, targets, sources, stream, num_sms); },
+          py::arg("targets"),
+          py::arg("sources"),
+          py::arg("stream"),
+          py::arg("num_sms") = 0)
       .def("stats", &heap_stats);
 }
 
