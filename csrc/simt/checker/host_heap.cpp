@@ -84,7 +84,9 @@ WorldHeap::WorldHeap(HostWorld& world, int rank_idx)
       aside_(std::make_shared<SetAside>()) {
   constexpr int64_t kPage = WindowAllocator::kPageBytes;
   part_bytes_ = static_cast<uint64_t>(HostMemory::kArenaBytes / world.num_ranks() / kPage * kPage);
-  part_begin_ = world.threads().memory().arena() + static_cast<int64_t>(part_bytes_) * rank_idx;
+  const uint64_t place = part_bytes_ * static_cast<uint64_t>(rank_idx);
+  part_bytes_ = std::min(part_bytes_, static_cast<uint64_t>(world.options().most_heap_bytes));
+  part_begin_ = world.threads().memory().arena() + place;
 }
 
 bool WorldHeap::grow(uint64_t bytes) {

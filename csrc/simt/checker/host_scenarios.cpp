@@ -96,6 +96,7 @@ MOE_SCENARIO(host_growth, "CPU: offers are too small, and one heap has no room f
   HostWorld::Options options = draw_options(run, 3);
   options.num_ranks = std::max(2, options.num_ranks);
   options.segment_bytes = 8192;
+  options.most_heap_bytes = int64_t{96} << 10;
   HostWorld world(run, options);
   HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());
   shape.with_weights = true;
@@ -104,18 +105,18 @@ MOE_SCENARIO(host_growth, "CPU: offers are too small, and one heap has no room f
     HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
     layer.run(0);
     HostLayer::Shape larger = shape;
-    larger.most_tokens = 40;
+    larger.most_tokens = 12;
     larger.hidden = 32;
     HostLayer grown(rank, rank.make_endpoint(shape.num_experts, 2), larger);
     grown.run(1);
-    larger.most_tokens = 80;
+    larger.most_tokens = 24;
     larger.hidden = 64;
     larger.is_in_place = false;
     HostLayer outgrown(rank, rank.make_endpoint(shape.num_experts, 2), larger);
     // Nothing is left on one rank: all of them hear of it before any row moves.
     std::vector<std::shared_ptr<Window>> taken;
     if (rank.rank_idx() == full_rank)
-      for (uint64_t bytes = uint64_t{1} << 19; bytes >= 64;) {
+      for (uint64_t bytes = uint64_t{1} << 16; bytes >= 64;) {
         try {
           taken.push_back(rank.heap().allocate(bytes));
         } catch (const CapacityError&) {
