@@ -38,6 +38,7 @@ class BackendName(str, enum.Enum):
 
     AUTO = "auto"
     HOST = "host"
+    CUDA = "cuda"
     COLLECTIVE = "collective"
     REFERENCE = "reference"
 

@@ -75,8 +75,10 @@ class NativeExchange:
     ) -> None:
         self.buffer = EpBuffer(communicator, case.config)
         self._x = x
-        self._topk_idx = make_topk_idx(case, rank_idx)
-        self._topk_weights = make_topk_weights(case, rank_idx) if case.sends_weights else None
+        self._topk_idx = make_topk_idx(case, rank_idx).to(x.device)
+        self._topk_weights = None
+        if case.sends_weights:
+            self._topk_weights = make_topk_weights(case, rank_idx).to(x.device)
         self._layout = case.layout
         self._alignment = case.expert_alignment
         self._quantization = case.quantization

@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
-from moe_comm.cli.bench.traffic import RankTraffic
+from moe_comm.cli.bench.traffic import (
+    RankTraffic,
+    combine_bytes,
+    copy_in_bytes,
+    dispatch_bytes,
+)
 
-__all__ = ["Roof", "make_roof"]
+__all__ = ["DeviceRoof", "Roof", "make_roof"]
 
 LINE_BYTES = 64
 
@@ -77,6 +82,46 @@ class Roof:
         self._kernels.roof_copy(self._copy_src, self._copy_dst)
 
 
+class DeviceRoof:
+    """The GPU's own copy moving as many bytes as an operation reads and writes, half of them each way.
+
+    Args:
+        traffic: Of this rank.
+        source: `[M, hidden]` on the GPU, read only.
+        target: `[M, hidden]` in its heap, scratch.
+    """
+
+    def __init__(self, traffic: RankTraffic, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._source = source.view(torch.uint8).view(-1)
+        self._target = target.view(torch.uint8).view(-1)
+        self.dispatch_bytes = _even(dispatch_bytes(traffic))
+        self.combine_bytes = _even(combine_bytes(traffic))
+        self.copy_in_bytes = _even(copy_in_bytes(traffic))
+
+    def dispatch(self) -> None:
+        """As many bytes as a dispatch."""
+        self._copy(self.dispatch_bytes)
+
+    def combine(self) -> None:
+        """As many bytes as a combine in place."""
+        self._copy(self.combine_bytes)
+
+    def copy_in(self) -> None:
+        """As many bytes as copying the rows into the window."""
+        self._copy(self.copy_in_bytes)
+
+    def _copy(self, num_bytes: int) -> None:
+        left = num_bytes // 2
+        while left > 0:
+            part = min(left, self._source.numel(), self._target.numel())
+            self._target[:part].copy_(self._source[:part], non_blocking=True)
+            left -= part
+
+
+def _even(num_bytes: int) -> int:
+    return num_bytes - num_bytes % 2
+
+
 def _fan_outs(src: Any, rows: Any, num_copies: int) -> list[tuple[Any, list[Any]]]:
     """Parts of `src` and the copies of each; a window that is too small for all is written in turns."""
     stream_bytes = _whole_lines(min(rows.size // num_copies, src.size))
@@ -105,10 +150,12 @@ def make_roof(
     rows: torch.Tensor,
     sums: torch.Tensor,
     ordinary: torch.Tensor,
-) -> Roof | None:
+) -> Roof | DeviceRoof | None:
     """The roof, or None where there is nothing to time it with (no native module, no rows)."""
     if rows.shape[0] == 0 or sums.shape[0] == 0 or traffic.num_sent_rows == 0:
         return None
+    if x.device.type == "cuda":
+        return DeviceRoof(traffic, ordinary, rows)
     try:
         from moe_comm import _host
     except ImportError:

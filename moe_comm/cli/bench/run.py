@@ -116,6 +116,11 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
     """
     if options.peers and case.layout != Layout.EXPERT_MAJOR:
         raise ValueError(f"peers give expert-major rows, got layout {case.layout.name}")
+    if options.peers and options.backend == "cuda":
+        raise ValueError(
+            f"peers move CPU tensors and the cuda backend those of a GPU, got peers "
+            f"{', '.join(options.peers)}"
+        )
     if options.peers and case.baseline is not None:
         raise ValueError(
             f"a case is compared with peers or with its baseline ({case.baseline[0]}), got peers "

@@ -11,11 +11,21 @@ from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.exchange import Arrived, Exchange
 from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
-from moe_comm.cli.bench.roof import Roof, make_roof
+from moe_comm.cli.bench.roof import DeviceRoof, Roof, make_roof
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.cli.bench.traffic import rank_traffic
 
-__all__ = ["Side"]
+__all__ = ["Side", "synchronize"]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done everything; CPU operations are done when they return."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.cpu()
 
 
 class Side:
@@ -39,7 +49,7 @@ class Side:
         self.expert_out: torch.Tensor
         self.ordinary_out: torch.Tensor
         self.sums: torch.Tensor
-        self.roof: Roof | None = None
+        self.roof: Roof | DeviceRoof | None = None
 
     def check(self, scratch: Side | None) -> str | None:
         """Compare a dispatch and both combines with the oracle, then prepare the timed calls.
@@ -52,7 +62,8 @@ class Side:
         """
         case = self.case
         result = self.exchange.dispatch()
-        problem = check_dispatch(case, self.rank_idx, result.x, result.x_sf, result.topk_weights)
+        x, x_sf = result.x.cpu(), _on_cpu(result.x_sf)  # the oracle's side; themselves on the CPU
+        problem = check_dispatch(case, self.rank_idx, x, x_sf, _on_cpu(result.topk_weights))
         if problem is not None and result.x.shape[0] != self.traffic.num_window_rows:
             return problem
         self.handle = result.handle
@@ -61,13 +72,16 @@ class Side:
         else:
             self.expert_out = self.exchange.empty_expert_output(self.handle)
             self.ordinary_out = torch.empty_like(self.expert_out)
-        run_experts(case, self.rank_idx, result.x, self.expert_out, result.x_sf)
+        expert_out = self.expert_out.cpu()
+        run_experts(case, self.rank_idx, x, expert_out, x_sf)
+        if expert_out is not self.expert_out:
+            self.expert_out.copy_(expert_out)
         self.ordinary_out.copy_(self.expert_out)
         # The window goes back, as in a model whose experts have read it.
-        del result
+        del result, x, x_sf
         for expert_out in (self.expert_out, self.ordinary_out):
             self.sums = self.exchange.combine(expert_out, self.handle)
-            problem = problem or check_combine(case, self.rank_idx, self.sums)
+            problem = problem or check_combine(case, self.rank_idx, self.sums.cpu())
         return problem
 
     def call(self, operation: str) -> Callable[[], None]:
@@ -101,6 +115,7 @@ class Side:
             start = time.perf_counter_ns()
             result = dispatch()
             combine(result.x if expert_out is None else expert_out, result.handle)
+            synchronize(self.x.device)
             intervals.append((start, time.perf_counter_ns()))
         return intervals
 

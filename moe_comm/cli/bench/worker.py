@@ -19,7 +19,7 @@ from moe_comm.cli.bench.exchange import Exchange, HybridEpExchange, NativeExchan
 from moe_comm.cli.bench.memory import WindowMemory, window_memory
 from moe_comm.cli.bench.peers.gloo import GlooTransport
 from moe_comm.cli.bench.peers.runner import PipelineRunner
-from moe_comm.cli.bench.side import Side
+from moe_comm.cli.bench.side import Side, synchronize
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.communicator import Communicator
 from moe_comm.group_buffers import group_buffers
@@ -88,10 +88,13 @@ class Worker:
         else:
             self.communicator = Communicator(
                 backend=launch.backend,
+                device="cuda" if launch.backend == "cuda" else "cpu",
                 num_threads=launch.num_threads,
                 with_huge_pages=launch.with_huge_pages,
             )
-        self.x = make_x(case, rank_idx, _huge_page_rows(case) if case.with_huge_page_x else None)
+        self.device = self.communicator.device
+        x = make_x(case, rank_idx, _huge_page_rows(case) if case.with_huge_page_x else None)
+        self.x = x.to(self.device)
         self.groups = groups
         self.sides = [self._make_side(case)]
         if case.baseline is not None:
@@ -179,7 +182,8 @@ class Worker:
         """Time `moe_comm.dispatch` (with a gradient) and `EpBuffer.dispatch` in turns."""
         side, exchange = self.sides[0], self.sides[0].exchange
         assert isinstance(exchange, NativeExchange)
-        buffer, topk_idx = exchange.buffer, make_topk_idx(self.case, self.rank_idx)
+        buffer = exchange.buffer
+        topk_idx = make_topk_idx(self.case, self.rank_idx).to(self.device)
         layout, alignment = self.case.layout, self.case.expert_alignment
         # The leaf shares x's memory, so both read the same rows.
         leaf = self.x.detach().requires_grad_(self.x.is_floating_point())
@@ -229,6 +233,9 @@ class Worker:
         stats = self.communicator.heap_stats() if self.communicator.native is not None else None
         return {
             "backend": self.communicator.backend,
+            "device": (
+                torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+            ),
             "heap": dataclasses.asdict(stats) if stats is not None else None,
         }
 
@@ -253,9 +260,11 @@ class Worker:
         return Side(case, self.rank_idx, exchange, self.x)
 
     def _timed(self, call: Callable[[], None]) -> Interval:
+        synchronize(self.device)
         self.barrier.wait()
         start = time.perf_counter_ns()
         call()
+        synchronize(self.device)
         return start, time.perf_counter_ns()
 
     def _trim(self) -> None:
