@@ -385,6 +385,12 @@ void KernelWorld::combine(int rank_idx,
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const int rows_segment = outputs.rows_segment[static_cast<size_t>(rank_idx)];
   const int weights_segment = outputs.weights_segment[static_cast<size_t>(rank_idx)];
+  // Experts write what is pulled, so that peers' bulk copies meet ordinary stores.
+  own.stream->call("experts", [this, rank_idx, rows_segment] {
+    const Segment output = rank(rank_idx).segments[static_cast<size_t>(rows_segment)];
+    for (int64_t offset = 0; offset + 16 <= output.bytes; offset += 16)
+      memory::store(output.base + offset, run_.guest().real(output.base + offset), 16);
+  });
   kernels::ExchangeParams exchange;
   exchange.buffer = own.buffer;
   exchange.tables = own.tables;

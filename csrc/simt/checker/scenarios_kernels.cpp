@@ -34,13 +34,17 @@ KernelCase draw_case(Run& run, KernelCase shape) {
 }
 
 /// Dispatch and combine, then the same again with the handle: several epochs in a ring of two.
-void run_operations(Run& run, const KernelCase& shape, int num_rounds) {
+void run_operations(Run& run,
+                    const KernelCase& shape,
+                    int num_rounds,
+                    bool has_dispatches_only = false) {
   KernelWorld world(run, shape);
   std::vector<std::unique_ptr<Program>> programs;
   for (int i = 0; i < num_rounds; ++i) {
     auto program = std::make_unique<Program>();
     program->step = draw_step(shape, world.placement(), &run.random());
-    const bool is_ok = program->step.status == kernels::OperationStatus::kOk;
+    const bool is_ok =
+        program->step.status == kernels::OperationStatus::kOk && !has_dispatches_only;
     program->has_combine = is_ok;
     program->has_cached = is_ok && !shape.with_masks;
     if (program->has_cached) {
@@ -112,6 +116,13 @@ MOE_SCENARIO(expert_major_epochs, "three rounds, so that windows and ring entrie
   shape.num_threads = 32;
   shape.num_max_tokens = 3;
   run_operations(run, shape, 3);
+}
+
+MOE_SCENARIO(dispatches, "one dispatch behind the other, into windows that were written over") {
+  KernelCase shape = expert_major(run);
+  shape.num_threads = 32;
+  shape.num_max_tokens = 3;
+  run_operations(run, shape, 4, true);
 }
 
 MOE_SCENARIO(expert_major_odd, "rows of bytes that no wide unit divides") {

@@ -49,6 +49,8 @@ StridedBytes draw_shape(const std::vector<int64_t>& sizes, int64_t element_bytes
 std::vector<int64_t> draw_sizes(Random* random) {
   if (random->chance(1, 3))
     return {random->between(1, 6) * 4096 + random->between(0, 2) * 16};
+  if (random->chance(1, 3))
+    return {random->between(200, 600)};
   std::vector<int64_t> sizes;
   for (int64_t i = random->between(1, 3); i > 0; --i)
     sizes.push_back(random->between(1, 7));
@@ -90,8 +92,11 @@ MOE_SCENARIO(strided_copies, "a batch of copies between tensors of any strides")
         guest.allocate(source_bytes, Ownership::kHeap, 1, "copy source", true);
     sources.push_back({source, source_bytes});
     copy.source = source + shift;
+    const int64_t target_shift = random.chance(1, 2) ? shift : 0;
     copy.target =
-        guest.allocate(copy.target_shape.span(), Ownership::kHeap, 0, "copy target", false);
+        guest.allocate(
+            copy.target_shape.span() + target_shift, Ownership::kHeap, 0, "copy target", false) +
+        target_shift;
     first_piece.push_back(first_piece.back() +
                           kernels::num_pieces(copy.source_shape.bytes, params.piece_bytes));
   }
