@@ -80,9 +80,11 @@ void Exchange::publish(const RowMessage& message) {
   header.weights_offer = message.weights_offer;
   header.needed_bytes = message.needed_bytes;
   header.available_bytes = message.available_bytes;
-  char text[Row::kMessageBytes] = {};
-  if (message.status != RowStatus::kOk)
-    message.message.copy(text, sizeof(text) - 1);
+  std::string text;
+  if (message.status != RowStatus::kOk) {
+    text = message.message.substr(0, Row::kMessageBytes - 1);
+    text.resize(Row::kMessageBytes);
+  }
   for (int offset = 0; offset < group_.num_ranks(); ++offset) {
     // Each rank starts behind itself, so that no reader gets all rows at the end.
     const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
@@ -93,7 +95,7 @@ void Exchange::publish(const RowMessage& message) {
       sync::store_release(row.epoch, epoch_);
     sync::write_body(row, header);
     if (message.status != RowStatus::kOk)
-      sync::write_shared(row.message(), text, sizeof(text));
+      sync::write_shared(row.message(), text.data(), text.size());
     else if (message.counts != nullptr)
       sync::write_shared(row.counts(), message.counts, count_bytes());
     if (MOE_MUTANT(row_flag_relaxed))
