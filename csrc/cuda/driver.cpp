@@ -31,8 +31,6 @@ Driver find_all() {
   find("cuDeviceGetAttribute", &found.device_get_attribute);
   find("cuFuncGetModule", &found.func_get_module);
   find("cuFuncLoad", &found.func_load);
-  find("cuFuncGetAttribute", &found.func_get_attribute);
-  find("cuFuncSetAttribute", &found.func_set_attribute);
   find("cuModuleGetFunctionCount", &found.module_get_function_count);
   find("cuModuleEnumerateFunctions", &found.module_enumerate_functions);
   find("cuMemGetAllocationGranularity", &found.mem_get_allocation_granularity);

@@ -16,8 +16,6 @@ struct Driver {
   decltype(&::cuDeviceGetAttribute) device_get_attribute;
   decltype(&::cuFuncGetModule) func_get_module;
   decltype(&::cuFuncLoad) func_load;
-  decltype(&::cuFuncGetAttribute) func_get_attribute;
-  decltype(&::cuFuncSetAttribute) func_set_attribute;
   decltype(&::cuModuleGetFunctionCount) module_get_function_count;
   decltype(&::cuModuleEnumerateFunctions) module_enumerate_functions;
   decltype(&::cuMemGetAllocationGranularity) mem_get_allocation_granularity;

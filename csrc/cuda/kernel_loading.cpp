@@ -11,7 +11,7 @@
 namespace moe::cuda {
 namespace {
 
-void load_module(const void* kernel, int most_shared_bytes) {
+void load_module(const void* kernel) {
   cudaFunction_t function = nullptr;
   device::check_cuda(cudaGetFuncBySymbol(&function, kernel), "looking for a kernel");
   CUmodule module = nullptr;
@@ -21,17 +21,8 @@ void load_module(const void* kernel, int most_shared_bytes) {
   std::vector<CUfunction> functions(num_functions);
   check_driver(driver().module_enumerate_functions(functions.data(), num_functions, module),
                "listing kernels");
-  for (CUfunction one : functions) {
+  for (CUfunction one : functions)
     check_driver(driver().func_load(one), "loading a kernel");
-    int static_bytes = 0;
-    check_driver(
-        driver().func_get_attribute(&static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, one),
-        "asking for a kernel's shared memory");
-    check_driver(
-        driver().func_set_attribute(
-            one, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most_shared_bytes - static_bytes),
-        concat("allowing a kernel ", most_shared_bytes, " bytes of shared memory"));
-  }
 }
 
 int load_all(int device_idx) {
@@ -52,12 +43,8 @@ int load_all(int device_idx) {
                                     ".",
                                     minor));
   }
-  int most_shared_bytes = 0;
-  device::check_cuda(cudaDeviceGetAttribute(
-                         &most_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_idx),
-                     "asking for the shared memory of a device");
   for (const void* kernel : kernels)
-    load_module(kernel, most_shared_bytes);
+    load_module(kernel);
   // What decided in the source (__CUDA_ARCH__), also where a driver compiled it for a newer device.
   return attributes.ptxVersion;
 }

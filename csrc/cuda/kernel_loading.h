@@ -2,8 +2,7 @@
 
 namespace moe::cuda {
 
-/// Loads every kernel of this module on the current device and lets each use as much dynamic shared
-/// memory as the device has. Idempotent.
+/// Loads every kernel of this module on a device. Idempotent.
 ///
 /// Called when a device is made: a kernel that is loaded by its first launch may wait for an idle
 /// device, while another rank's kernel on it waits for that launch.

@@ -530,11 +530,18 @@ MOE_DEVICE void pause(uint32_t nanoseconds) {
 
 // --- Launch -------------------------------------------------------------------------------------
 
-/// Puts a kernel into its stream. Kernels were loaded, and allowed as much dynamic shared memory as
-/// the device has, by load_kernels() (device/kernel_modules.h).
+constexpr size_t kSharedBytesWithoutAsking = 48 * 1024;
+
+/// Puts a kernel into its stream. It was loaded before (device/kernel_modules.cuh).
 /// @throws CudaError
 template <typename Params>
 void launch(void (*kernel)(Params), const Launch& shape, const Params& params) {
+  // Host state only, a fraction of a microsecond.
+  if (shape.shared_bytes > kSharedBytesWithoutAsking)
+    check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shape.shared_bytes)),
+               "allowing a kernel more than 48 KiB of shared memory");
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(shape.num_threads));
