@@ -283,12 +283,12 @@ MOE_WRONG_SCENARIO(litmus_bulk_load_few_bytes, "fewer bytes are expected than ar
   run_on_two_ranks(run, &load_in_bulk<true, Load::kFewBytes>);
 }
 
-template <int kWords, bool kOwn>
+template <int kWords, bool kIsOwn>
 void reach_too_far(LitmusParams params) {
   if (device::thread_idx() != 0 || params.rank_idx != 0)
     return;
-  device::store((kOwn ? params.own : params.data) + kWords, 7);
-  note(params, device::load((kOwn ? params.own : params.data) + kWords));
+  device::store((kIsOwn ? params.own : params.data) + kWords, 7);
+  note(params, device::load((kIsOwn ? params.own : params.data) + kWords));
 }
 
 MOE_SCENARIO(litmus_bounds, "the last word of a region") {

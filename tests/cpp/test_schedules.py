@@ -1,0 +1,192 @@
+"""Kernels and the CPU backend's protocol under thousands of schedules, with every access checked.
+
+docs/emulator.md says what is modelled, and how to replay what a failure prints.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mutant_catalogue import CATALOGUE, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_PROCESSES = 2
+
+# The first test builds the program, where nobody has.
+pytestmark = pytest.mark.timeout(1200)
+
+SITE = re.compile(r"MOE_MUTANT\(([a-z0-9_]+)\)")
+
+# How many schedules of each scenario: small cases are cheap, those of many epochs are not.
+NUM_SCHEDULES = 200
+NUM_SCHEDULES_OF = {
+    "expert_major": 400,
+    "strided_copies": 400,
+    "weighted_gradient": 600,
+}
+NUM_LITMUS_SCHEDULES = 300
+NUM_MOST_UNTIL_FOUND = 1500
+
+
+def build_folder() -> Path:
+    """Where the package was built in place, so that nothing is configured twice; else its own."""
+    in_place = ROOT / "build" / f"native-inplace-{sys.implementation.cache_tag}"
+    return in_place if (in_place / "build.ninja").exists() else ROOT / "build" / "schedules"
+
+
+@pytest.fixture(scope="session")
+def program() -> Path:
+    """The program `schedules`, built when it is not up to date."""
+    pybind11 = pytest.importorskip("pybind11")
+    cmake = shutil.which("cmake")
+    if cmake is None or shutil.which("ninja") is None or shutil.which("g++") is None:
+        pytest.skip("needs cmake, ninja and g++")
+    folder = build_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "build.ninja").exists():
+            run_command(
+                *(cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"),
+                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+                f"-DPython_EXECUTABLE={sys.executable}",
+                f"-DPython_INCLUDE_DIR={sysconfig.get_path('include')}",
+            )
+        run_command(cmake, "--build", str(folder), "--target", "schedules", "--parallel", "2")
+    return folder / "schedules"
+
+
+def run_command(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Explored:
+    """What the program said of one scenario."""
+
+    name: str
+    num_schedules: int
+    num_failed: int
+    num_steps: int
+    findings: tuple[tuple[str, str], ...]
+
+
+def explore(
+    program: Path, scenario: str, num_schedules: int, *, mutant: str = "none", first: int = 0
+) -> Explored:
+    done = subprocess.run(
+        [
+            str(program),
+            *("--scenario", scenario, "--seeds", f"{first}:{first + num_schedules}"),
+            *("--mutant", mutant, "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    where = f"schedules --scenario {scenario} --mutant {mutant}"
+    assert done.returncode in (0, 1), f"{where}: {done.returncode}\n{done.stderr[-2000:]}"
+    (outcome,) = json.loads(done.stdout)["scenarios"]
+    found = tuple((finding["kind"], finding["text"]) for finding in outcome["findings"])
+    assert (done.returncode == 1) == (outcome["failed"] > 0) == bool(found), where
+    return Explored(
+        outcome["name"], outcome["schedules"], outcome["failed"], outcome["steps"], found
+    )
+
+
+@pytest.fixture(scope="session")
+def scenarios(program: Path) -> dict[str, bool]:
+    """Every scenario, and whether it is wrong on purpose."""
+    lines = run_command(str(program), "--list").splitlines()
+    heads = [line.split(":")[0] for line in lines]
+    return {head.split()[0]: head.endswith("(wrong on purpose)") for head in heads}
+
+
+def test_no_schedule_finds_anything(program: Path, scenarios: dict[str, bool]) -> None:
+    """At least 10,000 schedules of small cases."""
+    num_of = {
+        name: NUM_LITMUS_SCHEDULES
+        if name.startswith("litmus_")
+        else NUM_SCHEDULES_OF.get(name, NUM_SCHEDULES)
+        for name, is_wrong in scenarios.items()
+        if not is_wrong
+    }
+    with ThreadPoolExecutor(max_workers=NUM_PROCESSES) as pool:
+        explored = list(pool.map(lambda name: explore(program, name, num_of[name]), num_of))
+    assert {outcome.name: outcome.findings for outcome in explored if outcome.findings} == {}
+    assert sum(outcome.num_schedules for outcome in explored) >= 10_000
+
+
+def test_what_is_wrong_on_purpose_is_found(program: Path, scenarios: dict[str, bool]) -> None:
+    wrong = [name for name, is_wrong in scenarios.items() if is_wrong]
+    assert len(wrong) >= 20
+    for name in wrong:
+        assert explore(program, name, NUM_MOST_UNTIL_FOUND).findings, name
+
+
+def test_a_seed_replays_its_schedule(program: Path) -> None:
+    for scenario in ("expert_major", "host_layer"):
+        assert explore(program, scenario, 3, first=7) == explore(program, scenario, 3, first=7)
+
+
+def test_a_failure_says_how_to_replay_it(program: Path) -> None:
+    command = [str(program), "--scenario", "litmus_message_released_at_device", "--seeds", "5:9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "replay: schedules --scenario litmus_message_released_at_device --seeds 5\n" in (
+        done.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--scenario", "no_such_scenario"),
+        ("--scenario", "expert_major", "--seeds", "9:9"),
+        ("--scenario", "expert_major", "--seeds", "x"),
+        ("--unknown",),
+        (),
+    ],
+)
+def test_wrong_arguments_are_refused(program: Path, arguments: tuple[str, ...]) -> None:
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr
+
+
+def sites() -> Iterator[tuple[str, str]]:
+    """Every fault that can be switched on, with the file of the place."""
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        name = path.relative_to(ROOT / "csrc").as_posix()
+        if path.suffix in {".h", ".cpp", ".cu", ".cuh"} and name != "core/mutant.h":
+            for mutant in SITE.findall(path.read_text()):
+                yield mutant, name
+
+
+def test_the_catalogue_lists_what_the_sources_have() -> None:
+    listed = {(mutant.name, file) for mutant in CATALOGUE for file in mutant.files}
+    assert listed == set(sites())
+    assert len({mutant.name for mutant in CATALOGUE}) == len(CATALOGUE) >= 40
+
+
+@pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.name)
+def test_a_fault_is_found(program: Path, mutant: Mutant) -> None:
+    for scenario in mutant.scenarios:
+        outcome = explore(program, scenario, NUM_MOST_UNTIL_FOUND, mutant=mutant.name)
+        kinds = {kind for kind, _ in outcome.findings}
+        assert kinds & set(mutant.kinds), (mutant.rule, scenario, outcome.findings)
