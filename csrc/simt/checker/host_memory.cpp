@@ -106,7 +106,11 @@ void HostMemory::check(int thread_idx, Cell& cell, int64_t idx, bool is_write, b
   if (!cell.is_live)
     return found(Kind::kBounds,
                  thread_idx,
-                 concat(what, ' ', describe(idx), ", which belongs to no window"));
+                 concat(what,
+                        ' ',
+                        describe(idx),
+                        ", which belongs to no window since ",
+                        name_of(cell.write_slot)));
   if (!is_write && !cell.is_written)
     return found(Kind::kUninitialised,
                  thread_idx,
@@ -164,29 +168,42 @@ void HostMemory::pull(int thread_idx, const void* from, size_t bytes) {
   });
 }
 
-void HostMemory::confirm_pulls(int thread_idx) {
+/// What is wrong with what the thread has pulled so far.
+void HostMemory::examine_pulls(int thread_idx) {
   Thread& self = thread(thread_idx);
+  Findings doubts;
+  Findings* const findings = std::exchange(findings_, &doubts);
   for (const Pull& pull : self.pulls) {
     Cell& pulled = cell(pull.cell_idx);
-    if (!findings_->empty())
-      return;
     check(thread_idx, pulled, pull.cell_idx, false, false);
-    if (findings_->empty() &&
-        (pulled.write_slot != pull.write_slot || pulled.write_step != pull.write_step))
+    if (pulled.write_slot != pull.write_slot || pulled.write_step != pull.write_step)
       found(Kind::kRace,
             thread_idx,
             concat(describe(pull.cell_idx),
                    " was pulled, then written by ",
                    name_of(pulled.write_slot),
                    ", and counts all the same"));
-    pulled.pulls[static_cast<size_t>(thread_idx)] = self.step;
+    if (!doubts.empty())
+      break;
   }
+  findings_ = findings;
+  if (!doubts.empty())
+    self.doubts = doubts.kept();
+}
+
+void HostMemory::confirm_pulls(int thread_idx) {
+  Thread& self = thread(thread_idx);
+  for (const Finding& doubt : std::exchange(self.doubts, {}))
+    findings_->add(doubt.kind, doubt.text);
+  for (const Pull& pull : self.pulls)
+    cell(pull.cell_idx).pulls[static_cast<size_t>(thread_idx)] = self.step;
   self.pulls.clear();
   self.has_failed = false;
 }
 
 void HostMemory::drop_pulls(int thread_idx) {
   thread(thread_idx).pulls.clear();
+  thread(thread_idx).doubts.clear();
   thread(thread_idx).has_failed = true;
 }
 
@@ -374,6 +391,8 @@ bool HostMemory::compare_exchange(
 }
 
 void HostMemory::fence_acquire(int thread_idx) {
+  // What changes after the fence was read before.
+  examine_pulls(thread_idx);
   // Whoever saw bytes that were written after a fence knows, from its own fence on, what came
   // before that one, as if the bytes were words read and written relaxed.
   for (const Pull& pull : thread(thread_idx).pulls) {

@@ -127,6 +127,7 @@ class HostMemory {
   struct Thread {
     std::string name;
     std::vector<Pull> pulls;
+    std::vector<Finding> doubts;  ///< about pulls, at the last fence
     bool has_failed = false;
     uint32_t step = 1;
     uint32_t streaming_step = 1;
@@ -140,6 +141,7 @@ class HostMemory {
   static int streaming_slot_of(int thread) { return 2 * thread + 1; }
   Thread& thread(int idx) { return threads_[static_cast<size_t>(idx)]; }
   bool knows(const Thread& thread, int thread_idx, int slot, uint32_t step) const;
+  void examine_pulls(int thread_idx);
   Cell& cell(int64_t idx);
   template <typename Body>
   void for_cells(const void* begin, size_t bytes, Body&& body);
