@@ -1,5 +1,7 @@
 #include "bindings/shared/bind_endpoint.h"
 
+#include <algorithm>
+
 namespace moe::bindings {
 
 host::EndpointConfig endpoint_config_of(int num_experts,
@@ -46,6 +48,56 @@ py::list take_trace(host::EndpointBase& endpoint) {
                                   record.end_ns,
                                   record.peer_rank));
   return records;
+}
+
+py::tuple plan_tensors(const host::Plan& plan) {
+  const int64_t num_ranks = plan.counts.num_ranks;
+  return py::make_tuple(
+      vector_dlpack(plan.counts.counts, {num_ranks, plan.counts.stride()}, kInt32),
+      vector_dlpack(plan.slots, {plan.num_tokens, plan.num_slots}, kInt64),
+      vector_dlpack(plan.topk_idx, {plan.num_tokens, plan.num_topk}, kInt64));
+}
+
+host::Plan plan_of_tensors(const host::EndpointBase& endpoint,
+                           py::handle counts,
+                           py::handle topk_idx,
+                           int layout,
+                           int64_t expert_alignment) {
+  const TensorView matrix = view_tensor(counts);
+  const TensorView choices = view_tensor(topk_idx);
+  const py::gil_scoped_release no_gil;
+  layout::CountMatrix copied(endpoint.num_ranks(), endpoint.config().num_experts);
+  MOE_CHECK(matrix.num_rows == copied.num_ranks && matrix.row_elements == copied.stride() &&
+                matrix.element_bytes == 4,
+            "counts must be int32 [",
+            copied.num_ranks,
+            ", ",
+            copied.stride(),
+            "], got [",
+            matrix.num_rows,
+            ", ",
+            matrix.row_elements,
+            "]");
+  const auto* source = reinterpret_cast<const int32_t*>(matrix.data);
+  std::copy_n(source, copied.counts.size(), copied.counts.data());
+  const auto* ids = reinterpret_cast<const int64_t*>(choices.data);
+  std::vector<int32_t> asked(static_cast<size_t>(copied.stride()));
+  const int64_t bad_idx = layout::count_choices(
+      ids, choices.num_rows, choices.row_elements, endpoint.placement(), asked.data());
+  const int32_t* const kept = copied.row(endpoint.rank_idx());
+  bool fits = bad_idx < 0 && copied.num_topk(endpoint.rank_idx()) == choices.row_elements;
+  for (int expert_idx = 0; expert_idx < copied.num_experts; ++expert_idx)
+    fits = fits && kept[expert_idx] >= 0 && kept[expert_idx] <= asked[expert_idx];
+  MOE_CHECK(fits, "topk_idx and counts of a handle belong to different dispatches");
+  const auto arrangement =
+      host::arrangement_of(endpoint, static_cast<layout::RowLayout>(layout), expert_alignment);
+  return host::Plan::make(arrangement,
+                          std::move(copied),
+                          endpoint.placement(),
+                          endpoint.rank_idx(),
+                          ids,
+                          choices.num_rows,
+                          choices.row_elements);
 }
 
 }  // namespace moe::bindings

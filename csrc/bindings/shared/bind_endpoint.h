@@ -27,6 +27,17 @@ py::capsule empty_rows(host::EndpointBase& endpoint,
                        int64_t row_bytes,
                        int32_t dtype);
 
+/// (counts, slots, topk_idx) as capsules over copies in host memory.
+py::tuple plan_tensors(const host::Plan& plan);
+
+/// The plan that tensors in host memory were exported from.
+/// @throws InvalidArgument  they do not fit the endpoint or each other.
+host::Plan plan_of_tensors(const host::EndpointBase& endpoint,
+                           py::handle counts,
+                           py::handle topk_idx,
+                           int layout,
+                           int64_t expert_alignment);
+
 /// @p endpoint, whose end, when Python drops it, waits without the GIL: the progress thread may
 /// want that to drop an operation's inputs.
 template <typename EndpointT>

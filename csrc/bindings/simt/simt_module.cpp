@@ -1,8 +1,59 @@
-#include <pybind11/pybind11.h>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "bindings/device/bind_device_endpoint.h"
+#include "bindings/device/bind_strided_copies.h"
 #include "bindings/shared/errors.h"
+#include "bindings/shared/warnings.h"
+#include "bindings/simt/bind_graph.h"
+#include "simt/simt_device.h"
+
+namespace moe::bindings {
+
+namespace {
+
+std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
+    const NativeGroup& native,
+    int num_experts,
+    int64_t num_max_tokens,
+    std::vector<int32_t> expert_rank,
+    int depth,
+    std::vector<std::pair<std::string, std::string>> agreed,
+    int num_sms,
+    int num_threads,
+    int tokens_per_chunk) {
+  runtime::DeviceEndpointConfig config;
+  config.common = endpoint_config_of(
+      num_experts, num_max_tokens, std::move(expert_rank), depth, "", std::move(agreed));
+  config.shape = {num_sms, num_threads, tokens_per_chunk};
+  // Emulated kernels reach whatever this process has mapped: the heap of the CPU backend.
+  return create_device_endpoint(native,
+                                native.group->shared_memory(),
+                                std::make_shared<simt::SimtDevice>(native.group->rank_idx()),
+                                std::move(config));
+}
+
+}  // namespace
+
+}  // namespace moe::bindings
 
 PYBIND11_MODULE(_simt, module) {
+  using namespace moe::bindings;
   module.doc() = "The GPU backend of moe_comm on an emulator: its kernels run on CPU fibers.";
-  moe::bindings::register_errors();
+  register_errors();
+  bind_warnings(module);
+  DeviceEndpointClass endpoint = bind_device_endpoint(module);
+  endpoint.def_static("create", &create_endpoint);
+  bind_graph(module, endpoint);
+  module.def(
+      "strided_copies",
+      [](const pybind11::list& targets, const pybind11::list& sources, int num_sms) {
+        moe::simt::SimtDevice device;
+        strided_copies(device, targets, sources, 0, num_sms);
+      },
+      pybind11::arg("targets"),
+      pybind11::arg("sources"),
+      pybind11::arg("num_sms") = 0);
 }

@@ -1,0 +1,77 @@
+#include "bindings/device/bind_device_endpoint.h"
+
+#include "runtime/device_combine.h"
+#include "runtime/device_dispatch.h"
+#include "runtime/device_exchange.h"
+
+namespace moe::bindings {
+
+using runtime::DeviceEndpoint;
+using runtime::DevicePlan;
+
+namespace {
+
+py::tuple export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
+  host::Plan exported;
+  {
+    const py::gil_scoped_release no_gil;
+    exported = runtime::export_plan(endpoint, plan);
+  }
+  return plan_tensors(exported);
+}
+
+std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint,
+                                        py::handle counts,
+                                        py::handle topk_idx,
+                                        int layout,
+                                        int64_t expert_alignment) {
+  const host::Plan plan = plan_of_tensors(endpoint, counts, topk_idx, layout, expert_alignment);
+  const py::gil_scoped_release no_gil;
+  return runtime::import_plan(endpoint, plan);
+}
+
+void weighted_gradient(DeviceEndpoint& endpoint,
+                       py::handle gradient,
+                       py::handle expert_out,
+                       py::handle weights,
+                       py::handle dots,
+                       int32_t dtype) {
+  const TensorView rows = view_tensor(gradient);
+  const TensorView factors = view_tensor(weights);
+  kernels::WeightedGradientParams params;
+  params.dtype = static_cast<DType>(dtype);
+  params.num_rows = rows.num_rows;
+  params.hidden = rows.row_elements;
+  params.gradient = rows.data;
+  params.values = view_tensor(expert_out).data;
+  params.weights = factors.data;
+  params.dots = view_tensor(dots).data;
+  params.weight_bytes = static_cast<int32_t>(factors.element_bytes);
+  const py::gil_scoped_release no_gil;
+  runtime::weighted_gradient(endpoint, params);
+}
+
+}  // namespace
+
+DeviceEndpointClass bind_device_endpoint(py::module_& module) {
+  bind_plan<DevicePlan>(module);
+  DeviceEndpointClass endpoint(module, "Endpoint", py::module_local());
+  bind_endpoint<DeviceEndpoint, DevicePlan>(module, endpoint);
+  endpoint.def("weighted_gradient", &weighted_gradient)
+      .def("import_plan", &import_plan)
+      .def("export_plan", &export_plan)
+      .def("set_caller_stream", &DeviceEndpoint::set_caller_stream, py::arg("handle"))
+      .def("lead_caller", &DeviceEndpoint::lead_caller, py::call_guard<py::gil_scoped_release>());
+  return endpoint;
+}
+
+std::shared_ptr<DeviceEndpoint> create_device_endpoint(const NativeGroup& native,
+                                                       std::shared_ptr<SymmetricMemory> memory,
+                                                       std::shared_ptr<runtime::Device> device,
+                                                       runtime::DeviceEndpointConfig config) {
+  const py::gil_scoped_release no_gil;
+  return drop_without_gil(DeviceEndpoint::create(
+      native.group, std::move(memory), std::move(device), std::move(config), signal_check()));
+}
+
+}  // namespace moe::bindings

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/shared/bind_endpoint.h"
+#include "runtime/device_plan.h"
+
+namespace moe::bindings {
+
+using DeviceEndpointClass =
+    py::class_<runtime::DeviceEndpoint, std::shared_ptr<runtime::DeviceEndpoint>>;
+
+/// Adds Plan and Endpoint to @p module, known to no other; how an endpoint is created is the
+/// module's own matter.
+DeviceEndpointClass bind_device_endpoint(py::module_& module);
+
+/// Collective; see DeviceEndpoint::create(). Called with the GIL.
+std::shared_ptr<runtime::DeviceEndpoint> create_device_endpoint(
+    const NativeGroup& native,
+    std::shared_ptr<SymmetricMemory> memory,
+    std::shared_ptr<runtime::Device> device,
+    runtime::DeviceEndpointConfig config);
+
+}  // namespace moe::bindings

@@ -1,0 +1,43 @@
+#include "bindings/simt/bind_graph.h"
+
+#include "simt/stream.h"
+
+namespace moe::bindings {
+
+namespace {
+
+using runtime::DeviceEndpoint;
+
+simt::DeviceStream& stream_of(DeviceEndpoint& endpoint) {
+  return dynamic_cast<simt::DeviceStream&>(endpoint.stream());
+}
+
+/// A graph and the stream of the buffer it was captured in.
+class BufferGraph {
+ public:
+  explicit BufferGraph(std::shared_ptr<DeviceEndpoint> endpoint)
+      : endpoint_(std::move(endpoint)), graph_(stream_of(*endpoint_).end_capture()) {}
+
+  size_t num_nodes() const { return graph_->num_nodes(); }
+  void replay() { graph_->replay(stream_of(*endpoint_)); }
+  void synchronize() { endpoint_->drain(); }
+
+ private:
+  std::shared_ptr<DeviceEndpoint> endpoint_;
+  std::shared_ptr<simt::Graph> graph_;
+};
+
+}  // namespace
+
+void bind_graph(py::module_& module, DeviceEndpointClass& endpoint) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<BufferGraph>(module, "Graph", py::module_local())
+      .def_property_readonly("num_nodes", &BufferGraph::num_nodes)
+      .def("replay", &BufferGraph::replay, no_gil)
+      .def("synchronize", &BufferGraph::synchronize, no_gil);
+  endpoint.def("begin_capture", [](DeviceEndpoint& self) { stream_of(self).begin_capture(); })
+      .def("end_capture",
+           [](std::shared_ptr<DeviceEndpoint> self) { return BufferGraph(std::move(self)); });
+}
+
+}  // namespace moe::bindings

@@ -1,0 +1,203 @@
+"""What the extension modules of this package give backends: endpoints and their operations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from moe_comm import _host
+
+__all__ = [
+    "NativeEndpoint",
+    "NativeGroupOwner",
+    "PendingNative",
+    "Settings",
+    "SubmittedCombine",
+    "SubmittedDispatch",
+]
+
+
+class PendingNative(Protocol):
+    """An operation that may still be in flight."""
+
+    def is_complete(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+
+class SubmittedDispatch(PendingNative, Protocol):
+    """A dispatch; its tensors are DLPack capsules."""
+
+    def plan(self) -> Any:
+        """Blocks until the end, raises what ended it."""
+        ...
+
+    def x(self) -> Any:
+        """Rows, as bytes where DLPack cannot name their dtype."""
+        ...
+
+    def x_sf(self) -> Any:
+        """Scale factors as they lie in memory, or None."""
+        ...
+
+    def topk_idx(self) -> Any:
+        """See `DispatchOutput`."""
+        ...
+
+    def topk_weights(self) -> Any:
+        """See `DispatchOutput`."""
+        ...
+
+    def num_tokens_per_expert(self) -> Any:
+        """See `DispatchOutput`."""
+        ...
+
+    def num_dropped_per_expert(self) -> Any:
+        """See `DispatchOutput`."""
+        ...
+
+    def num_required_rows(self) -> int:
+        """See `DispatchOutput`."""
+        ...
+
+    def wait_ns(self) -> Any:
+        """See `DispatchOutput`."""
+        ...
+
+    def expert_offsets(self) -> Any:
+        """See `DispatchOutput`."""
+        ...
+
+    def status(self) -> Any:
+        """int32 `[2]` of a dispatch that was captured, else None."""
+        ...
+
+
+class SubmittedCombine(PendingNative, Protocol):
+    """A combine; its tensors are DLPack capsules."""
+
+    def result(self) -> tuple[Any, Any]:
+        """(sums or None, pulled weights or None); blocks until the end."""
+        ...
+
+    def wait_ns(self) -> Any:
+        """See `DispatchOutput`."""
+        ...
+
+
+class NativeEndpoint(Protocol):
+    """One buffer of one rank, as every extension module has it. Plans are the module's own."""
+
+    @property
+    def buffer_number(self) -> int:
+        """Equal on every rank."""
+        ...
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        plan: Any,
+        dtype: int,
+        layout: int,
+        expert_alignment: int,
+        scales: tuple[int, ...] | None,
+        capacity: tuple[int, int, int] | None,
+        masked_ranks: tuple[int, ...],
+        copy_out: bool | None,
+        is_async: bool,
+    ) -> SubmittedDispatch:
+        """Uncached with `topk_idx`, else to the places of `plan`."""
+        ...
+
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Any,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        dtype: int,
+        copy_out: bool | None,
+        is_async: bool,
+    ) -> SubmittedCombine:
+        """Sums, pulled weights or both."""
+        ...
+
+    def reject(self, operation: str, message: str, is_type_error: bool) -> None:
+        """Raises what every rank raises."""
+        ...
+
+    def empty_rows(self, plan: Any, hidden: int, row_bytes: int, dtype: int) -> Any:
+        """A window for the rows of a plan."""
+        ...
+
+    def weighted_gradient(
+        self,
+        gradient: torch.Tensor,
+        expert_out: torch.Tensor,
+        weights: torch.Tensor,
+        dots: torch.Tensor,
+        dtype: int,
+    ) -> None:
+        """See `Backend.weighted_gradient`."""
+        ...
+
+    def export_plan(self, plan: Any) -> tuple[Any, Any, Any]:
+        """(counts, slots, topk_idx)."""
+        ...
+
+    def import_plan(
+        self, counts: torch.Tensor, topk_idx: torch.Tensor, layout: int, expert_alignment: int
+    ) -> Any:
+        """A plan of its tensors, which lie in host memory."""
+        ...
+
+    def enable_trace(self) -> None:
+        """Record phases from now on."""
+        ...
+
+    def take_trace(self) -> list[tuple[int, str, str, int, int, int]]:
+        """Records since the last call."""
+        ...
+
+    def destroy(self) -> None:
+        """Tell peers, and give back what the endpoint holds."""
+        ...
+
+
+class NativeGroupOwner(Protocol):
+    """What these backends need of a communicator."""
+
+    rank_idx: int
+    num_ranks: int
+
+    def require_native(self) -> _host.Group:
+        """The native group; ValueError without one."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What an endpoint is made from.
+
+    Args:
+        group: The communicator's native part.
+        num_experts: Of the buffer.
+        num_max_tokens: Of one rank; 0 for any.
+        expert_rank: Rank of every expert.
+        depth: Operations in flight.
+        agreed: What must be equal on every rank, as (name, value).
+    """
+
+    group: _host.Group
+    num_experts: int
+    num_max_tokens: int
+    expert_rank: list[int]
+    depth: int
+    agreed: list[tuple[str, str]]
