@@ -16,15 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 
-from moe_comm import env
+from moe_comm import cuda_devices, env
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 
 if TYPE_CHECKING:
-    from moe_comm import _host
+    from moe_comm import _cuda, _host
 
 __all__ = ["Communicator", "HeapStats", "Recovery"]
 
-BACKENDS = ("auto", "host", "collective", "deep_ep", "reference")
+BACKENDS = ("auto", "host", "collective", "deep_ep", "reference", "simt", "cuda")
+# Backends over the shared-memory heap of one machine.
+HEAP_BACKENDS = ("host", "simt", "cuda")
 CONNECT_TIMEOUT_S = 300.0
 
 
@@ -87,7 +89,8 @@ class Communicator:
         group: A `torch.distributed` group of any backend; None for the default group, or for a
             single rank when torch.distributed was never initialised; or a `Bootstrap`, such as
             `RankThreads(n)[i]` for ranks as threads of one process.
-        device: Where rows live. This version moves CPU tensors.
+        device: Where rows live: "cpu", or "cuda" for the current GPU of this process ("cuda:1" for
+            another). Ranks may share a GPU.
         parent: A wider communicator that contains every rank of this one: share its heap, sockets
             and service thread.
         num_local_ranks: Ranks per node; None or the number of ranks (one node).
@@ -96,13 +99,18 @@ class Communicator:
             It is named in a warning once a minute before.
         backend: "host" (shared memory, one machine), "collective" (torch.distributed; any number of
             machines), "deep_ep" (an installed DeepEP), "reference" (plain torch, slow, for
-            comparison) or "auto": host where all ranks share a machine, else collective. An
-            `EpBuffer` may choose another.
+            comparison), "simt" (GPU kernels on an emulator, one machine, slow, for tests), "cuda"
+            (GPUs of one machine that reach each other) or "auto": cuda with a GPU, else host where
+            all ranks share a machine, else collective. An `EpBuffer` may choose another for CPU
+            tensors.
         max_heap_bytes: Most bytes of memory that heap segments of this rank take; None for no
             limit.
         num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available
             divided by the ranks on this machine.
         with_huge_pages: Ask for 2 MiB pages.
+        num_sms: With a GPU: SMs that the kernels of one buffer take on this rank, >= 1, the same on
+            every rank; None for 24, or a rank's share of half its GPU where that is less. Those of
+            all ranks and buffers on one GPU must fit it at once.
 
     Raises:
         ValueError: An argument breaks a rule above, on every rank when it is only one rank's.
@@ -122,6 +130,7 @@ class Communicator:
         max_heap_bytes: int | None = None,
         num_threads: int | None = None,
         with_huge_pages: bool = True,
+        num_sms: int | None = None,
     ) -> None:
         self.bootstrap = bootstrap_for(group)
         self.group: dist.ProcessGroup | None = (
@@ -133,13 +142,21 @@ class Communicator:
         self.stall_timeout_s = float(stall_timeout_s)
         self.arrival_timeout_s = float(arrival_timeout_s)
         self.native: _host.Group | None = None
+        self.device_heap: _cuda.Heap | None = None
+        self.devices: list[cuda_devices.DeviceIdentity] = []
+        self._num_sms = num_sms
+        self._num_claimed_sms = 0
         self._destroyed = False
         self._dependants: weakref.WeakSet[_Destroyable] = weakref.WeakSet()
         self._retained: list[object] = []
 
         try:
             self.device = torch.device(device)
-            problem = self._problem_with(backend, num_local_ranks, max_heap_bytes, num_threads)
+            if self.device.type == "cuda" and backend == "auto":
+                backend = "cuda"
+            problem = self._problem_with(
+                backend, num_local_ranks, max_heap_bytes, num_threads
+            ) or self._problem_with_device(backend)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = str(error).split("\n", 1)[0]
         machine = (_machine_identity(), parent.rank_idx if parent is not None else -1)
@@ -155,17 +172,21 @@ class Communicator:
         self.backend = (
             ("host" if is_one_machine else "collective") if backend == "auto" else backend
         )
-        if self.backend != "host":
+        if self.backend not in HEAP_BACKENDS:
             return
         if not is_one_machine:
             other_idx = next(i for i, machine in enumerate(machines) if machine != machines[0])
             raise ValueError(
-                "the host backend needs all ranks on one machine and in one network namespace; "
+                f"the {self.backend} backend needs all ranks on one machine and in one network namespace; "
                 f"rank 0 is on {machines[0]}, rank {other_idx} on {machines[other_idx]}; use "
                 'backend="collective"'
             )
         parent_ranks = [parent_rank for _, _, (_, parent_rank) in gathered]
+        if self.backend == "cuda":
+            self._agree_on_devices()
         self.native = self._connect(parent_ranks, max_heap_bytes, num_threads, with_huge_pages)
+        if self.backend == "cuda":
+            self.device_heap = self._make_device_heap(max_heap_bytes)
         if parent is not None:
             parent.adopt(self)
         # At exit operations in flight end and peers hear of it while Python still runs; `atexit`
@@ -182,8 +203,6 @@ class Communicator:
         """What is wrong with this rank's arguments, or None."""
         if backend not in BACKENDS:
             return f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
-        if self.device.type != "cpu":
-            return f"this version moves CPU tensors, got device {self.device}"
         if num_local_ranks not in (None, self.num_ranks):
             return (
                 "this version knows one node: num_local_ranks must be None or "
@@ -201,9 +220,113 @@ class Communicator:
                 return "parent has been destroyed"
             if max_heap_bytes is not None:
                 return f"max_heap_bytes belongs to the parent's heap, got {max_heap_bytes}"
-            if backend in ("auto", "host") and self.parent.native is None:
+            if backend in ("auto", *HEAP_BACKENDS) and self.parent.native is None:
                 return f"parent has no heap (its backend is {self.parent.backend!r})"
         return None
+
+    def _problem_with_device(self, backend: str) -> str | None:
+        """What is wrong with this rank's device, or None. Gives "cuda" its number."""
+        if self.device.type not in ("cpu", "cuda"):
+            return f"device must be cpu or cuda, got {self.device}"
+        if (self.device.type == "cuda") != (backend == "cuda"):
+            return f"the {backend} backend does not move tensors on {self.device}"
+        if self.device.type == "cpu":
+            if self._num_sms is not None:
+                return f"num_sms is for a GPU, got {self._num_sms} with device {self.device}"
+            return None
+        if self._num_sms is not None and self._num_sms < 1:
+            return f"num_sms must be >= 1, got {self._num_sms}"
+        reason = cuda_devices.unusable_reason(self.device.index or 0)
+        if reason is not None:
+            return reason
+        if not torch.cuda.is_available():
+            return "this build of torch has no CUDA, and rows are its tensors"
+        if self.device == torch.device("cuda"):  # without a number
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.devices = [cuda_devices.identify(self.device.index)]
+        if self.parent is not None and self.parent.device != self.device:
+            return f"device must be the parent's, {self.parent.device}, got {self.device}"
+        return None
+
+    def _agree_on_devices(self) -> None:
+        """Learn who has which GPU, and whether all reach each other. Collective."""
+        if self.parent is not None:
+            self._num_sms = self._num_sms or self.parent.claimable_sms
+        (own,) = self.devices
+        self.devices = self.bootstrap.all_gather(own)
+        if self._num_sms is None:
+            self._num_sms = cuda_devices.default_num_sms(self.devices)
+        self._raise_together(cuda_devices.problem_with_devices(self.rank_idx, self.devices))
+
+    def _make_device_heap(self, max_heap_bytes: int | None) -> _cuda.Heap:
+        """This rank's memory on its GPU, which peers can open. Collective."""
+        if self.parent is not None and self.parent.device_heap is not None:
+            return self.parent.device_heap
+        assert self.native is not None
+        heap: _cuda.Heap | None = None
+        problem = None
+        try:
+            # torch and this module use one context of the device; torch's is made first.
+            torch.empty(0, device=self.device)
+            heap = cuda_devices.load_cuda_module().Heap.create(
+                self.native,
+                self.device.index,
+                env.cuda_max_connections(),
+                max_heap_bytes or 0,
+                env.poison_windows(),
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            problem = str(error).split("\n", 1)[0]
+        try:
+            self._raise_together(problem)
+        except ValueError:
+            self.native.destroy()
+            raise
+        assert heap is not None
+        return heap
+
+    def _raise_together(self, problem: str | None) -> None:
+        """Raise what any rank found wrong on every rank. Collective."""
+        for rank_idx, peer_problem in enumerate(self.bootstrap.all_gather(problem)):
+            if peer_problem is not None:
+                raise ValueError(f"rank {rank_idx}: {peer_problem}")
+
+    @property
+    def claimable_sms(self) -> int | None:
+        """SMs for the kernels of one buffer on this rank; None without a GPU."""
+        return self._num_sms
+
+    def require_device_heap(self) -> _cuda.Heap:
+        """The memory on the GPU behind the cuda backend.
+
+        Raises:
+            ValueError: The communicator was destroyed or has no GPU.
+        """
+        if self._destroyed:
+            raise ValueError("the communicator has been destroyed")
+        if self.device_heap is None:
+            raise ValueError(f"the {self.backend} backend has no GPU")
+        return self.device_heap
+
+    def claim_sms(self) -> tuple[int, str]:
+        """SMs for one more buffer on this rank, and what is wrong with that ("" if nothing).
+
+        `return_sms` gives them back, also after a problem. Children claim from their parent.
+        """
+        num_sms = self._num_sms or 1
+        owner = self
+        while owner.parent is not None:
+            owner = owner.parent
+        problem = cuda_devices.problem_with_sms(owner.devices, num_sms, owner._num_claimed_sms)
+        owner._num_claimed_sms += num_sms
+        return num_sms, problem
+
+    def return_sms(self, num_sms: int) -> None:
+        """Give back what `claim_sms` gave."""
+        owner = self
+        while owner.parent is not None:
+            owner = owner.parent
+        owner._num_claimed_sms -= num_sms
 
     def _connect(
         self,
@@ -287,8 +410,8 @@ class Communicator:
         """
         if any(size < 0 for size in shape):
             raise ValueError(f"sizes must be >= 0, got {shape}")
-        native = self.require_native()
-        capsule = native.empty(math.prod(shape) * dtype.itemsize)
+        owner = self.require_native() if self.device_heap is None else self.require_device_heap()
+        capsule = owner.empty(math.prod(shape) * dtype.itemsize)
         flat: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
         return flat.view(dtype).view(shape)
 
@@ -300,10 +423,13 @@ class Communicator:
         """
         if num_bytes < 0:
             raise ValueError(f"num_bytes must be >= 0, got {num_bytes}")
-        self.require_native().reserve(num_bytes)
+        owner = self.require_native() if self.device_heap is None else self.require_device_heap()
+        owner.reserve(num_bytes)
 
     def trim(self) -> int:
         """Give the pages of all free heap memory of this rank back to the system. Local.
+
+        Memory of a GPU stays: peers have it mapped.
 
         Returns:
             Bytes given back.
@@ -311,8 +437,18 @@ class Communicator:
         return self.require_native().trim()
 
     def heap_stats(self) -> HeapStats:
-        """Bytes of this rank's heap now. Local."""
+        """Bytes of this rank's heap now, of the one on its GPU where it has one. Local."""
+        if self.device_heap is not None:
+            return HeapStats(**self.require_device_heap().stats())
         return HeapStats(**self.require_native().heap_stats())
+
+    def use_on(self, stream: torch.cuda.Stream) -> None:
+        """Say that `stream` uses windows of this rank's GPU: from now on they wait for it too.
+
+        Streams that were current at a call of a buffer are known already. `Tensor.record_stream` has
+        no effect on this memory. The stream must live as long as the communicator.
+        """
+        self.require_device_heap().use_on(stream.cuda_stream)
 
     def recover(self) -> Recovery:
         """Make the buffers of the living usable again after an abort. Collective over the living.

@@ -11,9 +11,11 @@ __all__ = ["BACKEND_CLASSES", "load_backend"]
 
 BACKEND_CLASSES = {
     "host": "moe_comm.backends.host:HostBackend",
+    "cuda": "moe_comm.backends.cuda:CudaBackend",
     "collective": "moe_comm.backends.collective:CollectiveBackend",
     "deep_ep": "moe_comm.backends.deep_ep:DeepEpBackend",
     "reference": "moe_comm.backends.reference:ReferenceBackend",
+    "simt": "moe_comm.backends.simt:SimtBackend",
 }
 
 

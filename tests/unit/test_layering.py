@@ -148,6 +148,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.resharding.transform_protocol",
     },
     {"moe_comm.communicator", "moe_comm.validation"},
+    {"moe_comm.cuda_devices"},
     {"moe_comm.handles"},
     {"moe_comm.backends.base"},
     {"moe_comm.triton"},
@@ -164,18 +165,23 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.tracing",
     },
     {"moe_comm.budget"},
-    {"moe_comm._host"},
+    {"moe_comm._cuda", "moe_comm._host", "moe_comm._simt"},
 ]
 LAYER_OF_PREFIX = {prefix: idx for idx, layer in enumerate(PYTHON_LAYERS) for prefix in layer}
 
-# The native module is used where its objects are owned, nowhere else.
-USERS_OF_HOST = (
-    "moe_comm.communicator",
-    "moe_comm.backends.host",
-    "moe_comm.resharding.batched_copy",
-    "moe_comm.resharding.tensor_table",
-    "moe_comm.cli",
-)
+# A native module is used where its objects are owned, nowhere else.
+USERS_OF_NATIVE = {
+    "moe_comm._host": (
+        "moe_comm.communicator",
+        "moe_comm.backends.host",
+        "moe_comm.backends.native",
+        "moe_comm.resharding.batched_copy",
+        "moe_comm.resharding.tensor_table",
+        "moe_comm.cli",
+    ),
+    "moe_comm._simt": ("moe_comm.backends.simt",),
+    "moe_comm._cuda": ("moe_comm.backends.cuda", "moe_comm.communicator"),
+}
 
 # Resharding and expert-parallel buffers stand side by side on the communicator.
 RESHARDING = "moe_comm.resharding"
@@ -193,8 +199,11 @@ REFERENCE = "moe_comm.backends.reference"
 REFERENCE_MUST_NOT_REACH = {
     "moe_comm",
     "moe_comm._host",
+    "moe_comm._simt",
     "moe_comm.backends.collective",
     "moe_comm.backends.host",
+    "moe_comm.backends.native",
+    "moe_comm.backends.simt",
     "moe_comm.buffer",
     "moe_comm.communicator",
 }
@@ -241,8 +250,9 @@ def python_violations(module: str, text: str, modules: set[str]) -> Iterator[str
             yield f"{module} imports {imported}, which is in no layer"
         elif imported_layer < layer:
             yield f"{module} imports {imported}, which is above it"
-        if imported == "moe_comm._host" and not module.startswith(USERS_OF_HOST):
-            yield f"{module} imports {imported}: only {USERS_OF_HOST} may"
+        users = USERS_OF_NATIVE.get(imported)
+        if users is not None and not module.startswith(users):
+            yield f"{module} imports {imported}: only {users} may"
 
 
 def package_modules() -> dict[str, Path]:
@@ -255,7 +265,7 @@ def package_modules() -> dict[str, Path]:
 
 
 MODULES = package_modules()
-MODULE_NAMES = set(MODULES) | {"moe_comm._host"}
+MODULE_NAMES = set(MODULES) | set(USERS_OF_NATIVE)
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -328,6 +338,7 @@ def test_a_reference_that_reaches_the_native_module_is_found() -> None:
         ("moe_comm.buffer", "def f():\n    from moe_comm.autograd import dispatch"),
         ("moe_comm.buffer", "from moe_comm import EpConfig"),
         ("moe_comm.buffer", "import moe_comm._host"),
+        ("moe_comm.backends.host", "from moe_comm import _simt"),
         ("moe_comm.autograd.operators", "if TYPE_CHECKING:\n    import moe_comm.cli"),
         ("moe_comm.testing.conformance", "from moe_comm.cli.bench import case"),
         ("moe_comm.handles", "from . import config"),
@@ -345,6 +356,7 @@ def test_a_broken_python_arrow_is_found(module: str, source: str) -> None:
         ("moe_comm.cli.bench.case", "import moe_comm\nfrom moe_comm.testing import cases"),
         ("moe_comm.buffer", "from moe_comm import validation\nfrom moe_comm.backends import base"),
         ("moe_comm.backends.host", "from moe_comm import _host\nimport torch"),
+        ("moe_comm.backends.simt", "from moe_comm import _simt\nimport torch"),
     ],
 )
 def test_an_import_downwards_is_allowed(module: str, source: str) -> None:

@@ -1,0 +1,112 @@
+"""Kernels on NVIDIA GPUs that reach each other: one NVLink or PCIe domain, or ranks on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+
+from moe_comm.backends.base import CombineOutput, DispatchOutput, Operation, Plan
+from moe_comm.backends.native import NativeBackend, Settings
+from moe_comm.config import EpConfig
+
+if TYPE_CHECKING:
+    from moe_comm import _cuda
+    from moe_comm.communicator import Communicator
+
+__all__ = ["CudaBackend"]
+
+NUM_THREADS = 256
+TOKENS_PER_CHUNK = 64
+
+ResultT = TypeVar("ResultT")
+
+
+class CudaBackend(NativeBackend):
+    """Operations by kernels, in the order of the caller's current stream; see `Backend`."""
+
+    name = "cuda"
+
+    def __init__(self, communicator: Communicator, config: EpConfig) -> None:
+        self._communicator = communicator
+        self._device = communicator.device
+        self._cuda_endpoint: _cuda.Endpoint | None = None
+        super().__init__(communicator, config)
+
+    def _create_endpoint(self, settings: Settings) -> _cuda.Endpoint:
+        from moe_comm import _cuda
+
+        heap = self._communicator.require_device_heap()
+        num_sms, problem = self._communicator.claim_sms()
+        try:
+            self._cuda_endpoint = _cuda.Endpoint.create(
+                settings.group,
+                heap,
+                settings.num_experts,
+                settings.num_max_tokens,
+                settings.expert_rank,
+                settings.depth,
+                # Peers are about to compare, and must hear of a problem.
+                [*settings.agreed, ("num_sms", problem or str(num_sms))],
+                num_sms,
+                NUM_THREADS,
+                TOKENS_PER_CHUNK,
+            )
+            if problem:
+                self._cuda_endpoint.destroy()
+                raise ValueError(problem)
+        except BaseException:
+            self._communicator.return_sms(num_sms)
+            raise
+        self._num_sms = num_sms
+        return self._cuda_endpoint
+
+    @property
+    def num_sms(self) -> int:
+        """SMs that this buffer's kernels take on this rank."""
+        return self._num_sms
+
+    def dispatch(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch`."""
+        return self._in_stream(lambda: NativeBackend.dispatch(self, *arguments, **options))
+
+    def dispatch_cached(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch_cached`."""
+        return self._in_stream(lambda: NativeBackend.dispatch_cached(self, *arguments, **options))
+
+    def combine(self, *arguments: Any, **options: Any) -> Operation[CombineOutput]:
+        """See `Backend.combine`."""
+        return self._in_stream(lambda: NativeBackend.combine(self, *arguments, **options))
+
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Backend.weighted_gradient`."""
+        return self._in_stream(
+            lambda: NativeBackend.weighted_gradient(self, gradient, expert_out, weights)
+        )
+
+    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Backend.empty_expert_output`; a window of the device heap."""
+        return self._in_stream(lambda: NativeBackend.empty_expert_output(self, plan, hidden, dtype))
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """See `Backend.reject`."""
+        self._in_stream(lambda: None)
+        super().reject(operation, error)
+
+    def destroy(self) -> None:
+        """See `Backend.destroy`."""
+        super().destroy()
+        if self._cuda_endpoint is not None:
+            self._cuda_endpoint = None
+            self._communicator.return_sms(self._num_sms)
+
+    def _in_stream(self, call: Callable[[], ResultT]) -> ResultT:
+        """Run `call` for the stream that is current now, with this device current."""
+        assert self._cuda_endpoint is not None
+        stream = torch.cuda.current_stream(self._device)
+        self._cuda_endpoint.set_caller_stream(stream.cuda_stream)
+        with torch.cuda.device(self._device):
+            return call()

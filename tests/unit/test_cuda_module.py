@@ -1,0 +1,165 @@
+"""The module for GPUs on a machine that has none, or has one: it loads, and says what is the matter."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from moe_comm import Communicator, cuda_devices
+from moe_comm.bootstrap import RankThreads
+from moe_comm.cli import doctor_gpu
+from moe_comm.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
+from tests.helpers.source_tree import ROOT
+
+IS_BUILT = importlib.util.find_spec(cuda_devices.CUDA_MODULE) is not None
+needs_module = pytest.mark.skipif(not IS_BUILT, reason="moe_comm._cuda was built without nvcc")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def device(uuid: bytes, num_sms: int = 132) -> DeviceIdentity:
+    return DeviceIdentity(uuid=uuid, name="GPU", num_sms=num_sms, device_idx=0)
+
+
+@needs_module
+def test_it_is_imported_without_a_driver() -> None:
+    # A process of its own: nothing but the module, which links neither the driver nor the runtime.
+    code = (
+        "import moe_comm._host, moe_comm._cuda as m;"
+        "count, reason = m.count_devices();"
+        "print(m.ARCHITECTURES != '', m.CUDA_VERSION >= 12080, (count > 0) == (reason == ''))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout.split() == ["True", "True", "True"], done.stderr
+
+
+@needs_module
+@needs_no_gpu
+def test_a_machine_without_gpu_is_explained_on_every_rank() -> None:
+    ranks = RankThreads(2)
+
+    def be_rank(rank_idx: int) -> str:
+        with pytest.raises(ValueError, match="there is no usable GPU") as caught:
+            Communicator(ranks[rank_idx], device="cuda")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        messages = list(pool.map(be_rank, range(2)))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 0: ")
+
+
+def test_a_missing_module_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, cuda_devices.CUDA_MODULE, None)
+    with pytest.raises(ValueError, match=r"moe_comm\._cuda cannot be imported .*MOE_COMM_CUDA"):
+        Communicator(device="cuda")
+    (finding,) = doctor_gpu.examine_gpus()
+    assert not finding.is_present
+    assert "nvcc" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "meta"}, "device must be cpu or cuda, got meta"),
+        ({"device": "cpu", "backend": "cuda"}, "the cuda backend does not move tensors on cpu"),
+        ({"device": "cuda", "backend": "host"}, "the host backend does not move tensors on cuda"),
+        ({"num_sms": 3}, "num_sms is for a GPU, got 3"),
+        ({"device": "cuda", "num_sms": 0}, "num_sms must be >= 1, got 0"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Communicator(**options)
+
+
+@needs_module
+@needs_no_gpu
+def test_doctor_says_that_there_is_no_gpu() -> None:
+    found = {finding.name: finding for finding in doctor_gpu.examine_gpus()}
+    assert found["CUDA module"].is_present
+    assert not found["CUDA driver"].is_present
+    assert "driver" in found["CUDA driver"].remedy
+
+
+class TestDoctorOnGpus:
+    """The findings on a machine with two H100, of which the module pretends."""
+
+    @pytest.fixture
+    def native(self, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+        native = types.SimpleNamespace(
+            ARCHITECTURES="80 90a",
+            CUDA_VERSION=13000,
+            count_devices=lambda: (2, ""),
+            driver_version=lambda: 13010,
+            can_reach=lambda device_idx, peer_idx: device_idx == 0,
+            describe_device=lambda device_idx: {
+                "name": "H100",
+                "compute_capability": (9, 0),
+                "num_sms": 132,
+                "memory_bytes": 80 * 10**9,
+                "uuid": bytes([device_idx]) * 16,
+                "pci_bus": "0000:1B:00.0",
+            },
+        )
+        monkeypatch.setattr(doctor_gpu, "load_cuda_module", lambda: native)
+        return native
+
+    def test_devices_are_described(self, native: types.SimpleNamespace) -> None:
+        found = {finding.name: finding for finding in doctor_gpu.examine_gpus()}
+        assert found["CUDA driver"].detail == "for CUDA 13.1, shows 2 devices"
+        assert "compute capability 9.0, 132 SMs, 80 GB" in found["cuda:0"].detail
+        assert found["cuda:0"].detail.endswith("reaches cuda:1")
+        assert found["cuda:1"].detail.endswith("reaches no other device")
+
+    @pytest.mark.parametrize(
+        ("architectures", "runs"),
+        [("90a", True), ("100a", False), ("80", True), ("100", False), ("80 100", True)],
+    )
+    def test_missing_kernels_are_named(
+        self, native: types.SimpleNamespace, architectures: str, runs: bool
+    ) -> None:
+        native.ARCHITECTURES = architectures
+        found = {finding.name: finding for finding in doctor_gpu.examine_gpus()}
+        assert found["cuda:0"].is_present is runs
+        assert "MOE_COMM_CUDA_ARCHS=90" in found["cuda:0"].remedy
+
+
+def test_ranks_share_the_sms_of_a_gpu() -> None:
+    alone, four = [device(b"a")], [device(b"a")] * 4
+    assert default_num_sms(alone) == 24
+    assert default_num_sms(four) == 16  # a quarter of half of 132
+    assert default_num_sms([device(b"a", num_sms=3)] * 4) == 1
+    # Two on one device and one on another: the fuller device decides for all.
+    assert default_num_sms([device(b"a", num_sms=40)] * 2 + [device(b"b")]) == 10
+
+
+def test_kernels_that_wait_for_each_other_must_fit_at_once() -> None:
+    four = [device(b"a")] * 4
+    assert problem_with_sms(four, 33, 0) == ""
+    problem = problem_with_sms(four, 24, 12)
+    assert "need 144 SMs" in problem
+    assert "has 132" in problem
+    assert problem_with_sms([device(b"a"), device(b"b")], 66, 66) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("architecture", ["80", "90a", "100"])
+def test_kernels_compile_without_spills(architecture: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/ptxas_report.py", "--architectures", architecture, "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
