@@ -179,7 +179,9 @@ void KernelWorld::count_traffic(int rank_idx, const Step& step, bool is_combine,
   }
   if (is_dispatch) {
     traffic_.x_loaded += num_sent_tokens * shape_.source_row_bytes();
-    traffic_.rows_stored += num_rows * shape_.row_bytes();
+    const auto& is_defined = expected.bytes.is_defined;
+    traffic_.window_stored += std::count(is_defined.begin(), is_defined.end(), uint8_t{1}) +
+                              expected.window.bytes / 16 * 16;
   }
   if (is_combine) {
     traffic_.outputs_loaded += num_rows * shape_.source_row_bytes();

@@ -81,7 +81,7 @@ class KernelWorld {
   /// Bytes that operations moved, by formula: see docs/emulator.md.
   struct Traffic {
     int64_t x_loaded = 0;
-    int64_t rows_stored = 0;
+    int64_t window_stored = 0;  ///< every byte that has a value once, then what the host wrote over
     int64_t outputs_loaded = 0;
     int64_t sums_stored = 0;
   };

@@ -85,6 +85,7 @@ void run_operations(Run& run,
                      std::to_string(got));
   };
   expect_bytes("sums stored", run.guest().bytes_stored("sums"), traffic.sums_stored);
+  expect_bytes("windows stored", run.guest().bytes_stored("window "), traffic.window_stored);
   expect_bytes("x loaded", run.guest().bytes_loaded("x"), traffic.x_loaded);
   expect_bytes("rows pulled", run.guest().bytes_loaded("expert output"), traffic.outputs_loaded);
 }
