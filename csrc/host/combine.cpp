@@ -24,7 +24,8 @@ class CombineOperation {
         params_(params),
         plan_(static_cast<const Plan&>(*params.plan)),
         exchange_(exchange),
-        row_bytes_(params.has_rows ? params.hidden * element_bytes(params.dtype) : 0),
+        row_bytes_(combined_row_bytes(params)),
+        sums_window_(sums_window(params)),
         row_bases_(static_cast<size_t>(endpoint.num_ranks())),
         weight_bases_(static_cast<size_t>(endpoint.num_ranks())) {}
 
@@ -60,10 +61,6 @@ class CombineOperation {
   }
 
  private:
-  int64_t num_row_weights() const {
-    return plan_.num_rows() * (plan_.arrangement.is_by_rank() ? plan_.num_recv_topk : 1);
-  }
-
   layout::OperationArguments arguments() const { return combine_arguments(params_); }
 
   void reject_failed_ranks() {
@@ -79,9 +76,10 @@ class CombineOperation {
     if (row_bytes_ > 0 && plan_.num_rows() > 0)
       was_copied_in_ =
           offer_place(params_.x, plan_.num_rows() * row_bytes_, &message_.offer, &copied_rows_);
-    if (params_.row_weight_bytes > 0 && num_row_weights() > 0)
+    const int64_t num_weights = num_row_weights(plan_);
+    if (params_.row_weight_bytes > 0 && num_weights > 0)
       offer_place(params_.row_weights,
-                  num_row_weights() * params_.row_weight_bytes,
+                  num_weights * params_.row_weight_bytes,
                   &message_.weights_offer,
                   &copied_weights_);
   }
@@ -110,12 +108,10 @@ class CombineOperation {
     return true;
   }
 
-  /// Sums and pulled weights share one window: [sums, to a multiple of 64][weights].
   void allocate_sums() {
-    sums_bytes_ = params_.out == nullptr ? round_up(plan_.num_tokens * row_bytes_, 64) : 0;
-    window_bytes_ = sums_bytes_ + plan_.num_tokens * plan_.num_topk * params_.row_weight_bytes;
-    window_ = window_bytes_ == 0 ? endpoint_.group().memory().allocate(0)
-                                 : exchange_.allocate(static_cast<uint64_t>(window_bytes_));
+    window_ = sums_window_.bytes == 0
+                  ? endpoint_.group().memory().allocate(0)
+                  : exchange_.allocate(static_cast<uint64_t>(sums_window_.bytes));
     sums_ = params_.out != nullptr ? params_.out : window_->data();
   }
 
@@ -220,7 +216,7 @@ class CombineOperation {
     const auto weight_bytes = static_cast<size_t>(params_.row_weight_bytes);
     if (weight_bytes == 0)
       return;
-    std::byte* target = window_->data() + sums_bytes_;
+    std::byte* target = window_->data() + sums_window_.weights_offset;
     sync::fill_shared(
         target, 0, static_cast<size_t>(plan_.num_tokens * plan_.num_topk) * weight_bytes);
     const bool is_rank_major = plan_.arrangement.is_by_rank();
@@ -262,13 +258,13 @@ class CombineOperation {
     std::byte* base = nullptr;
     outcome.owner = copy_out_window(endpoint_,
                                     std::move(window_),
-                                    static_cast<uint64_t>(window_bytes_),
+                                    static_cast<uint64_t>(sums_window_.bytes),
                                     params_.copy_out,
                                     &base);
     if (row_bytes_ > 0)
       outcome.sums = params_.out != nullptr ? params_.out : base;
     if (params_.row_weight_bytes > 0)
-      outcome.weights = base + sums_bytes_;
+      outcome.weights = base + sums_window_.weights_offset;
     return outcome;
   }
 
@@ -277,12 +273,11 @@ class CombineOperation {
   const Plan& plan_;
   Exchange& exchange_;
   int64_t row_bytes_;
+  SumsWindow sums_window_;
   RowMessage message_;
   std::shared_ptr<Window> copied_rows_;
   std::shared_ptr<Window> copied_weights_;
   std::shared_ptr<Window> window_;
-  int64_t sums_bytes_ = 0;
-  int64_t window_bytes_ = 0;
   std::byte* sums_ = nullptr;
   bool was_copied_in_ = false;
   std::vector<std::byte*> row_bases_;
