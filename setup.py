@@ -20,8 +20,9 @@ def enabled(name: str) -> bool:
 
 
 def cuda_mode() -> str:
-    """MOE_COMM_CUDA: auto (with nvcc), on or off."""
-    mode = os.environ.get("MOE_COMM_CUDA") or "auto"
+    """MOE_COMM_CUDA: auto (with nvcc, and without a sanitizer), on or off."""
+    default = "off" if os.environ.get("MOE_COMM_SANITIZE") else "auto"
+    mode = os.environ.get("MOE_COMM_CUDA") or default
     if mode not in ("auto", "on", "off"):
         raise SystemExit(f"MOE_COMM_CUDA must be auto, on or off, got {mode!r}")
     return mode
@@ -53,7 +54,7 @@ class CMakeBuild(build_ext):
         # setuptools clears `inplace` while it builds and copies the result afterwards.
         self._keeps_build_dir = bool(self.inplace or self.editable_mode)
         super().run()
-        if self._keeps_build_dir and cuda_mode() == "off":
+        if self._keeps_build_dir and os.environ.get("MOE_COMM_CUDA") == "off":
             # Modules share objects, so one that an earlier build left must not meet newer ones.
             for stale in (ROOT / "moe_comm").glob("_cuda.*.so"):
                 stale.unlink()

@@ -16,7 +16,7 @@ from moe_comm import Communicator, cuda_devices
 from moe_comm.bootstrap import RankThreads
 from moe_comm.cli import doctor_gpu
 from moe_comm.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
-from tests.helpers.source_tree import ROOT
+from tests.helpers.source_tree import ROOT, run
 
 IS_BUILT = importlib.util.find_spec(cuda_devices.CUDA_MODULE) is not None
 needs_module = pytest.mark.skipif(not IS_BUILT, reason="moe_comm._cuda was built without nvcc")
@@ -39,6 +39,19 @@ def test_it_is_imported_without_a_driver() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.stdout.split() == ["True", "True", "True"], done.stderr
+
+
+@needs_module
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
+def test_it_links_neither_the_driver_nor_torch() -> None:
+    spec = importlib.util.find_spec(cuda_devices.CUDA_MODULE)
+    assert spec is not None
+    assert spec.origin is not None
+    dynamic = run("readelf", "-d", spec.origin)
+    needed = {
+        line.split("[")[1].split(".so")[0] for line in dynamic.splitlines() if "NEEDED" in line
+    }
+    assert needed <= {"libc", "libm", "libdl", "librt", "libpthread", "ld-linux-x86-64"}
 
 
 @needs_module
