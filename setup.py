@@ -47,6 +47,12 @@ def replace_if_changed(src: Path, dst: Path) -> None:
     partial.replace(dst)
 
 
+def remove_cuda_module() -> None:
+    """Modules share objects, so one that an earlier build left must not meet newer ones."""
+    for stale in (ROOT / "moe_comm").glob("_cuda.*.so"):
+        stale.unlink()
+
+
 class CMakeBuild(build_ext):
     """Builds the extension modules with CMake and ninja instead of distutils' compiler."""
 
@@ -55,9 +61,7 @@ class CMakeBuild(build_ext):
         self._keeps_build_dir = bool(self.inplace or self.editable_mode)
         super().run()
         if self._keeps_build_dir and os.environ.get("MOE_COMM_CUDA") == "off":
-            # Modules share objects, so one that an earlier build left must not meet newer ones.
-            for stale in (ROOT / "moe_comm").glob("_cuda.*.so"):
-                stale.unlink()
+            remove_cuda_module()
 
     def build_extension(self, ext: Extension) -> None:
         # In-place builds keep their directory, for incremental rebuilds; a wheel is often built in
@@ -72,6 +76,7 @@ class CMakeBuild(build_ext):
             built = build_dir / "lib" / file_name
             if ext.optional and not built.exists():
                 self.warn(f"{ext.name} is not built: no nvcc that works")
+                remove_cuda_module()
                 return
             replace_if_changed(built, Path(self.get_ext_fullpath(ext.name)))
 
