@@ -140,22 +140,22 @@ void KernelWorld::run_all() {
   }
 }
 
-void KernelWorld::run_until_left(kernels::Cause cause, int peer_rank) {
+void KernelWorld::run_until_left(kernels::Cause cause, int missing_rank) {
   run_.scheduler().run();
   for (int rank_idx = 0; rank_idx < shape_.num_ranks; ++rank_idx) {
     kernels::WaitReport report;
     std::memcpy(&report, run_.guest().real(rank(rank_idx).buffer.report), sizeof(report));
-    if (rank_idx == peer_rank)
+    if (rank_idx == missing_rank)
       continue;
     if (report.cause != static_cast<uint32_t>(cause) ||
-        (peer_rank >= 0 && report.peer_rank != peer_rank))
+        (cause == kernels::Cause::kTimedOut && report.peer_rank != missing_rank))
       run_.report(Kind::kResult,
                   concat("rank ",
                          rank_idx,
                          " is to leave with cause ",
                          static_cast<uint32_t>(cause),
                          " for rank ",
-                         peer_rank,
+                         missing_rank,
                          ", got cause ",
                          report.cause,
                          " for rank ",

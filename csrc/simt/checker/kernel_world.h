@@ -75,8 +75,9 @@ class KernelWorld {
   /// An operation was put into the stream of every rank that is to end in this status. Runs all,
   /// then checks that nobody left and that every check was made.
   void run_all();
-  /// The same where ranks are to leave early: each reports @p cause, and @p peer_rank (-1: any).
-  void run_until_left(kernels::Cause cause, int peer_rank);
+  /// The same where all ranks but @p missing_rank are to leave early: each reports @p cause, and
+  /// after a time-out for whom it waited.
+  void run_until_left(kernels::Cause cause, int missing_rank);
 
   /// Bytes that operations moved, by formula: see docs/emulator.md.
   struct Traffic {
