@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SOURCES = [
     "tests/cpp/kernel_rows.cpp",
+    "tests/cpp/kernel_copies.cpp",
     *(f"csrc/kernels/{name}.cu" for name in ("combine", "weighted_gradient", "strided_copy")),
     *(f"csrc/simt/{name}.cpp" for name in ("direct_memory", "fiber", "grid", "scheduler")),
     *(f"csrc/host/{name}.cpp" for name in ("row_kernels", "row_kernels_portable", "strided_copy")),
