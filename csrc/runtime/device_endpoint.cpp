@@ -84,7 +84,7 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   stream_->fill(own_area->data(), 0, bytes);
   make_tables();
   // Peers write to the area as soon as they know of it.
-  drain();
+  synchronize();
   const Offer offer = own_area->offer();
   const auto offers = connect(
       0, std::string(reinterpret_cast<const char*>(&offer), sizeof(offer)), interrupt_check);
@@ -100,7 +100,7 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   bases_ = std::make_unique<SegmentBases>(shared_group(), memory_, *device_);
   bases_->refresh();
   upload_constants();
-  drain();
+  synchronize();
 }
 
 void DeviceEndpoint::make_tables() {
@@ -296,8 +296,16 @@ const uint8_t* DeviceEndpoint::upload_ranks(const std::vector<uint8_t>& values) 
   return reinterpret_cast<const uint8_t*>(rank_values_.get());
 }
 
-void DeviceEndpoint::drain() {
+void DeviceEndpoint::synchronize() {
   await(*stream_->record());
+}
+
+void DeviceEndpoint::drain() noexcept {
+  try {
+    synchronize();
+  } catch (...) {
+    // A kernel failed in itself, and nothing behind it runs: whoever waited for it has heard.
+  }
 }
 
 bool DeviceEndpoint::is_idle() const {

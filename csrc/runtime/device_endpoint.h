@@ -120,8 +120,10 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Makes kernels find what was allocated since.
   void refresh_segments() { bases_->refresh(); }
 
-  /// Waits until the stream is empty: what kernels wait for comes, or they leave.
-  void drain();
+  /// Waits until the stream is empty. @throws what a kernel threw.
+  void synchronize();
+  /// The same where nobody can be told: what kernels wait for comes, or they leave.
+  void drain() noexcept;
 
  private:
   static constexpr int32_t kDlpackCpu = 1;

@@ -58,7 +58,7 @@ std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const host::Pl
     const auto staging = endpoint.device().allocate_host(bytes);
     std::memcpy(staging.get(), values.data(), static_cast<size_t>(bytes));
     stream.copy(target, staging.get(), bytes);
-    endpoint.drain();
+    endpoint.synchronize();
   };
   endpoint.device().activate();
   upload(made->slots, plan.slots);
@@ -78,7 +78,7 @@ host::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
       return;
     const auto staging = endpoint.device().allocate_host(bytes);
     endpoint.stream().copy(staging.get(), source, bytes);
-    endpoint.drain();
+    endpoint.synchronize();
     std::memcpy(values.data(), staging.get(), static_cast<size_t>(bytes));
   };
   endpoint.device().activate();

@@ -44,8 +44,11 @@ int64_t DispatchLaunches::lay_chunks(std::byte* memory) {
 }
 
 void DispatchLaunches::end_counting() {
-  if (choices_.num_chunks > 0)
-    kernels::launch_count(endpoint_.launch(choices_.num_chunks), endpoint_.buffer(), choices_);
+  if (choices_.num_chunks == 0)
+    return;
+  // Blocks take chunks in turn: more of them than run at a time only cost.
+  const int num_blocks = std::min(choices_.num_chunks, kBlocksPerSm * endpoint_.device().num_sms());
+  kernels::launch_count(endpoint_.launch(num_blocks), endpoint_.buffer(), choices_);
 }
 
 void DispatchLaunches::take_plan(const DevicePlan& plan) {

@@ -39,6 +39,7 @@ class DispatchLaunches {
 
  private:
   static constexpr int64_t kMostChunks = 512;
+  static constexpr int kBlocksPerSm = 4;  ///< that count
 
   kernels::Choices shape_choices() const;
   void begin_counting();

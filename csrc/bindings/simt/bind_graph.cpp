@@ -20,7 +20,7 @@ class BufferGraph {
 
   size_t num_nodes() const { return graph_->num_nodes(); }
   void replay() { graph_->replay(stream_of(*endpoint_)); }
-  void synchronize() { endpoint_->drain(); }
+  void synchronize() { endpoint_->synchronize(); }
 
  private:
   std::shared_ptr<DeviceEndpoint> endpoint_;
