@@ -14,6 +14,7 @@ TARGETS = {
     "reference": Target(name="reference", can_overlap=False),
     "collective": Target(name="collective"),
     "host": Target(name="host"),
+    "simt": Target(name="simt"),
 }
 # The collective backend needs a process group, of which a process has one.
 MODES = [
@@ -22,11 +23,14 @@ MODES = [
     ("collective", "processes"),
     ("host", "processes"),
     ("host", "threads"),
+    ("simt", "processes"),
+    ("simt", "threads"),
 ]
 
 
-# Processes differ from threads in how the reference's inputs travel, which few cases show.
-FEW = {("reference", "processes"): 7}
+# Processes differ from threads in how inputs and memory travel, which few cases show; the emulator
+# takes a hundred times as long as the CPU.
+FEW = {("reference", "processes"): 7, ("simt", "processes"): 9}
 CASES_BY_MODE = [
     pytest.param(name, mode, case, id=f"{name}-{mode}-{case.name}")
     for name, mode in MODES

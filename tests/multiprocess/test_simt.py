@@ -1,0 +1,251 @@
+"""The emulator backend beyond conformance: errors as on the CPU, growth, and ranks that die or stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import (
+    CapacityError,
+    CommunicationError,
+    Communicator,
+    EpBuffer,
+    PeerFailedError,
+    PeerTimeoutError,
+)
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import (
+    config_for,
+    die,
+    die_after,
+    error_of,
+    gather_pids,
+    has_stopped,
+    inputs,
+    step,
+    steps_until_error,
+    wait_for,
+)
+
+Told = tuple[str, tuple[int, ...], str]
+
+
+def make_buffer(
+    context: RankContext, backend: str = "simt", num_tokens: int = 32, **options: Any
+) -> EpBuffer:
+    options = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0, **options}
+    comm = Communicator(context.group, backend="host", **options)
+    return EpBuffer(comm, config_for(context.num_ranks, num_tokens), backend=backend)
+
+
+def told(error: BaseException) -> Told:
+    assert isinstance(error, CommunicationError), repr(error)
+    return type(error).__name__, error.ranks, str(error)
+
+
+def assert_all_told(results: Sequence[Told | None], kind: type[Exception], culprit: int) -> None:
+    for rank_idx, result in enumerate(results):
+        if rank_idx != culprit:
+            assert result is not None
+            name, ranks, text = result
+            assert (name, ranks) == (kind.__name__, (culprit,)), text
+            assert f"rank {culprit} " in text
+
+
+# ---------------------------------------------------------------------------------------------
+# What is wrong is said in the CPU backend's words.
+
+
+def _errors(context: RankContext, backend: str) -> list[tuple[str, str]]:
+    """What every rank is told of mistakes, one after another, on one buffer."""
+    buffer = make_buffer(context, backend)
+    is_culprit = context.rank_idx == 1
+    x, topk_idx = inputs(buffer, 1)
+    said = []
+
+    def expect(call: Any) -> None:
+        error = error_of(call)
+        said.append((type(error).__name__, str(error)))
+        step(buffer, len(said))  # the buffer stays usable
+
+    bad_idx = topk_idx.clone()
+    if is_culprit:
+        bad_idx[17, 1] = buffer.config.num_experts
+    expect(lambda: buffer.dispatch(x, bad_idx))
+    expect(lambda: buffer.dispatch(x[:, : 8 if is_culprit else None], topk_idx))
+    expect(lambda: buffer.dispatch(x, topk_idx, expert_alignment=1 + context.rank_idx))
+    result = buffer.dispatch(x, topk_idx)
+    expect(lambda: buffer.combine(result.x[:1] if is_culprit else result.x, result.handle))
+    if is_culprit:
+        weights = torch.ones(result.x.shape[0])
+        expect(lambda: buffer.combine(result.x, result.handle, row_weights=weights))
+    else:
+        expect(lambda: buffer.combine(result.x, result.handle))
+    buffer.communicator.destroy()
+    return said
+
+
+def test_errors_read_as_on_the_cpu() -> None:
+    host = run_ranks(_errors, 3, "host")
+    simt = run_ranks(_errors, 3, "simt")
+    for said in (*host, *simt):
+        assert said == host[0]
+    assert host[0][0][1].startswith("rank 1: topk_idx[17, 1] = 6 is not an expert id")
+
+
+def _overflow(context: RankContext, backend: str) -> list[Any]:
+    buffer = make_buffer(context, backend, 40_000, max_heap_bytes=2 << 20)
+    generator = torch.Generator().manual_seed(3)
+    outcomes: list[Any] = []
+    for num_tokens in (16, 256, 4, 40_000, 64):
+        topk_idx = torch.zeros(num_tokens, 2, dtype=torch.int64)
+        topk_idx[:, 1] = 1
+        x = torch.randn(num_tokens, 64, generator=generator).bfloat16()
+        try:
+            result = buffer.dispatch(x, topk_idx)
+        except CapacityError as error:
+            outcomes.append((error.ranks, error.needed_bytes, error.needed_rows))
+        else:
+            y = buffer.combine(result.x, result.handle)
+            assert torch.equal(y, 2 * x)
+            outcomes.append(int(result.x.shape[0]))
+    buffer.communicator.destroy()
+    return outcomes
+
+
+def test_windows_grow_by_second_offers_until_memory_ends() -> None:
+    """Rank 0 receives everything: its window is too small again and again."""
+    host = run_ranks(_overflow, 2, "host")
+    simt = run_ranks(_overflow, 2, "simt")
+    assert host == simt
+    assert simt[0][:3] == [64, 1024, 16]
+    assert simt[0][3][0] == (0,)
+    assert simt[1][:3] == [0, 0, 0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that leave.
+
+
+def _close(context: RankContext, folder: str, waits: bool) -> str:
+    """Rank 1 destroys its buffer; the others come before it does so, or behind."""
+    buffer = make_buffer(context)
+    other = EpBuffer(buffer.communicator, buffer.config, backend="simt")
+    step(buffer, 1)
+    ready = Path(folder)
+    error = None
+    if context.rank_idx == 1:
+        if waits:
+            wait_for(lambda: len(list(ready.iterdir())) == context.num_ranks - 1)
+            time.sleep(0.2)
+        buffer.destroy()
+    if not waits:
+        buffer.communicator.all_gather(b"")
+    if context.rank_idx != 1:
+        (ready / str(context.rank_idx)).touch()
+        error = error_of(lambda: step(buffer, 2))
+        assert isinstance(error, ValueError), error
+    step(other, 3)  # nobody was aborted
+    buffer.communicator.destroy()
+    return str(error)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_destroyed_buffer_is_named(waits: bool, tmp_path: Path) -> None:
+    results = run_ranks(_close, 3, str(tmp_path), waits)
+    for rank_idx in (0, 2):
+        assert results[rank_idx] == (
+            f"rank 1 has destroyed this buffer, rank {rank_idx} calls dispatch on it"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that die or stop.
+
+
+def _die_at_random(context: RankContext, victim: int, delay_s: float) -> Told:
+    buffer = make_buffer(context)
+    step(buffer, 0)
+    buffer.communicator.all_gather(b"")
+    if context.rank_idx == victim:
+        die_after(delay_s)
+    error, _ = steps_until_error(buffer)
+    later = error_of(lambda: step(buffer, 1))
+    assert told(later)[:2] == told(error)[:2]
+    recovery = buffer.communicator.recover()
+    assert recovery.failed_ranks == (victim,)
+    living = [rank for rank in range(context.num_ranks) if rank != victim]
+    for seed in range(2, 8):  # more than the ring has entries
+        step(buffer, seed, living)
+    x, topk_idx = inputs(buffer, 9)
+    lost = error_of(lambda: buffer.dispatch(x, topk_idx))
+    assert isinstance(lost, ValueError)
+    assert f"experts of rank {victim}, which has failed" in str(lost)
+    step(buffer, 10, living)
+    buffer.communicator.destroy()
+    return told(error)
+
+
+@pytest.mark.parametrize(("num_ranks", "victim", "delay_s"), [(2, 0, 0.002), (3, 2, 0.05)])
+def test_death_at_any_moment_and_recovery(num_ranks: int, victim: int, delay_s: float) -> None:
+    results = run_ranks(
+        _die_at_random, num_ranks, victim, delay_s, fresh=True, expect_dead=[victim]
+    )
+    assert_all_told(results, PeerFailedError, victim)
+
+
+def _die_while_others_wait(context: RankContext, is_async: bool, folder: str) -> Told:
+    """Nothing in the kernels of the living tells of it: their hosts look."""
+    buffer = make_buffer(context)
+    died = Path(folder) / "died"
+    if context.rank_idx == 1:
+        time.sleep(0.5)
+        die(died)
+    x, topk_idx = inputs(buffer, 1)
+    if is_async:
+        result = buffer.dispatch(x, topk_idx, async_op=True)
+        error = error_of(result.event.wait)
+    else:
+        error = error_of(lambda: buffer.dispatch(x, topk_idx))
+    assert time.monotonic() - float(died.read_text()) < 10.0  # not by a limit of 40 s
+    return told(error)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_death_of_a_rank_that_others_wait_for(is_async: bool, tmp_path: Path) -> None:
+    results = run_ranks(
+        _die_while_others_wait, 3, is_async, str(tmp_path), fresh=True, expect_dead=[1]
+    )
+    assert_all_told(results, PeerFailedError, 1)
+
+
+def _stop(context: RankContext) -> Told | None:
+    """Rank 1 is stopped before it enters; the kernels' own limit names it."""
+    buffer = make_buffer(context, arrival_timeout_s=1.0, stall_timeout_s=1.0)
+    pids = gather_pids(buffer.communicator)
+    if context.rank_idx == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_for(lambda: has_stopped(pids[1]))
+    if context.rank_idx == 1:
+        time.sleep(0.2)
+    error = error_of(lambda: step(buffer, 1))
+    if context.rank_idx == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    assert buffer.communicator.recover().failed_ranks == ()
+    step(buffer, 2)
+    buffer.communicator.destroy()
+    return told(error)
+
+
+def test_a_stopped_rank_is_named_and_everybody_recovers() -> None:
+    results = run_ranks(_stop, 2)
+    for result in results:
+        assert result is not None
+        assert result[:2] == (PeerTimeoutError.__name__, (1,)), result
