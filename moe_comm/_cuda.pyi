@@ -27,9 +27,6 @@ class Heap:
     def empty(self, num_bytes: int) -> Any: ...
     def use_on(self, stream: int) -> None: ...
     def strided_copies(
-        self, targets: list[torch.Tensor], sources: list[torch.Tensor], stream: int, num_sms: int
-    ) -> None: ...
-    def strided_copies(
         self,
         targets: list[torch.Tensor],
         sources: list[torch.Tensor],

@@ -142,17 +142,6 @@ void bind_heap(py::module_& module) {
           py::arg("sources"),
           py::arg("stream"),
           py::arg("num_sms") = 0)
-      .def(
-          "strided_copies",
-          [](const DeviceHeap& self,
-             const py::list& targets,
-             const py::list& sources,
-             uintptr_t stream,
-             int num_sms) { strided_copies(*self.device, targets, sources, stream, num_sms); },
-          py::arg("targets"),
-          py::arg("sources"),
-          py::arg("stream"),
-          py::arg("num_sms"))
       .def("stats", &heap_stats);
 }
 
