@@ -30,11 +30,15 @@ MODES = [
 
 # Processes differ from threads in how inputs and memory travel, which few cases show; the emulator
 # takes a hundred times as long as the CPU.
-FEW = {("reference", "processes"): 7, ("simt", "processes"): 9}
+FEW = {("reference", "processes"): 7, ("simt", "processes"): 9, ("simt", "threads"): 2}
 CASES_BY_MODE = [
     pytest.param(name, mode, case, id=f"{name}-{mode}-{case.name}")
     for name, mode in MODES
     for case in CASES[:: FEW.get((name, mode), 1)]
+] + [
+    pytest.param("simt", "threads", case, id=f"simt-threads-{case.name}", marks=pytest.mark.slow)
+    for idx, case in enumerate(CASES)
+    if idx % FEW["simt", "threads"] != 0
 ]
 
 
