@@ -97,7 +97,7 @@ MOE_DEVICE void copy_row(
     const auto* const from = reinterpret_cast<const Unit*>(source);
     const int64_t num_units = bytes / static_cast<int64_t>(sizeof(Unit));
     for (int64_t first = lane_idx(); first < num_units; first += kUnitsPerLane * kWarpSize) {
-      Unit units[kUnitsPerLane];
+      Unit units[kUnitsPerLane] = {};
 #pragma unroll
       for (int i = 0; i < kUnitsPerLane; ++i)
         if (first + i * kWarpSize < num_units)

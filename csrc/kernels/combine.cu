@@ -113,6 +113,7 @@ template <typename Number, bool kWeighted>
 MOE_DEVICE void sum_staged(const CombineParams& params, int64_t row_bytes) {
   StagedRows<Number> staged(params, row_bytes);
   TokenRows<Number, kWeighted> rows(params, row_bytes);
+  ProgressShower progress(params.buffer);
   for (PieceWalk walk(params, row_bytes, kPieceBytes<Bytes16>); !walk.has_ended(); walk.advance()) {
     const auto num_units = static_cast<int>(walk.bytes() / static_cast<int64_t>(sizeof(Bytes16)));
     LaneSums<Number, Bytes16> sums;
@@ -122,6 +123,7 @@ MOE_DEVICE void sum_staged(const CombineParams& params, int64_t row_bytes) {
       sums.template add<kWeighted>(row, rows.weight());
     }
     sums.store(params.sums + walk.token_idx() * row_bytes + walk.offset(), num_units);
+    progress.tick();
   }
 }
 
@@ -129,6 +131,7 @@ MOE_DEVICE void sum_staged(const CombineParams& params, int64_t row_bytes) {
 template <typename Number, bool kWeighted, typename Unit>
 MOE_DEVICE void sum_loaded(const CombineParams& params, int64_t row_bytes) {
   TokenRows<Number, kWeighted> rows(params, row_bytes);
+  ProgressShower progress(params.buffer);
   for (PieceWalk walk(params, row_bytes, kPieceBytes<Unit>); !walk.has_ended(); walk.advance()) {
     const auto num_units = static_cast<int>(walk.bytes() / static_cast<int64_t>(sizeof(Unit)));
     LaneSums<Number, Unit> sums;
@@ -146,6 +149,7 @@ MOE_DEVICE void sum_loaded(const CombineParams& params, int64_t row_bytes) {
       sums.template add<kWeighted>(row, weight);
     }
     sums.store(params.sums + walk.token_idx() * row_bytes + walk.offset(), num_units);
+    progress.tick();
   }
 }
 

@@ -262,23 +262,6 @@ class RowWalk {
 /// quantised.
 struct Bytes {};
 
-/// Raised now and then by one warp of the rank, for peers that wait.
-class ProgressShower {
- public:
-  MOE_DEVICE explicit ProgressShower(const Buffer& buffer) : buffer_(buffer) {}
-  /// All lanes call, once per token.
-  MOE_DEVICE void tick() {
-    constexpr int kTokensPerProgress = 16;
-    const bool shows = device::block_idx() == 0 && device::thread_idx() == 0;
-    if (shows && ++num_tokens_ % kTokensPerProgress == 0)
-      show_progress(buffer_);
-  }
-
- private:
-  const Buffer& buffer_;
-  int num_tokens_ = 0;
-};
-
 /// A lane's elements of a row, widened; +0.0 behind its end.
 /// @param from   the first of them
 /// @param num_elements  that are there, at most kLaneElements

@@ -48,6 +48,23 @@ MOE_DEVICE void show_progress(const Buffer& buffer) {
       &progress, device::load_relaxed<device::Scope::kSystem>(&progress) + 1);
 }
 
+/// Raised now and then by one warp of the rank, for peers that wait.
+class ProgressShower {
+ public:
+  MOE_DEVICE explicit ProgressShower(const Buffer& buffer) : buffer_(buffer) {}
+  /// All lanes call, once per row that was moved or added.
+  MOE_DEVICE void tick() {
+    constexpr int kRowsPerProgress = 16;
+    const bool shows = device::block_idx() == 0 && device::thread_idx() == 0;
+    if (shows && ++num_rows_ % kRowsPerProgress == 0)
+      show_progress(buffer_);
+  }
+
+ private:
+  const Buffer& buffer_;
+  int num_rows_ = 0;
+};
+
 /// Makes this and all later kernels of the buffer leave. The first thread to do so reports.
 MOE_DEVICE void leave(const Buffer& buffer,
                       Cause cause,
