@@ -6,7 +6,7 @@
 
 #include "host/combine_rules.h"
 #include "host/dispatch_rules.h"
-#include "runtime/device_combine.h"
+#include "runtime/combine_launches.h"
 #include "runtime/device_dispatch.h"
 #include "runtime/dispatch_launches.h"
 

@@ -1,0 +1,40 @@
+#include "runtime/combine_launches.h"
+
+#include <algorithm>
+
+namespace moe::runtime {
+
+void launch_sums(DeviceEndpoint& endpoint,
+                 const host::CombineParams& params,
+                 const kernels::Tables& tables,
+                 std::byte* sums,
+                 std::byte* pulled) {
+  const auto& plan = static_cast<const DevicePlan&>(*params.plan);
+  kernels::CombineParams kernel;
+  kernel.buffer = endpoint.buffer();
+  kernel.tables = tables;
+  kernel.dtype = params.has_rows ? params.dtype : DType::kBytes;
+  kernel.hidden = params.has_rows ? params.hidden : 0;
+  kernel.num_tokens = plan.num_tokens;
+  kernel.num_topk = static_cast<int32_t>(plan.num_topk);
+  kernel.num_slots = static_cast<int32_t>(plan.num_slots);
+  kernel.num_recv_topk = static_cast<int32_t>(plan.num_recv_topk);
+  kernel.arrangement = plan.arrangement;
+  kernel.slots = plan.slots;
+  kernel.topk_idx = plan.topk_idx;
+  kernel.weights = params.weights;
+  kernel.weight_bytes = params.weight_bytes;
+  kernel.sums = sums;
+  kernel.pulled = pulled;
+  kernel.pulled_bytes = params.row_weight_bytes;
+  kernel.is_plain = endpoint.device().has_bulk_copies() ? 0 : 1;
+  device::Launch launch = endpoint.launch(endpoint.num_sms());
+  launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
+  while (launch.num_threads > 32 && kernels::combine_shared_bytes(kernel, launch.num_threads) >
+                                        endpoint.device().max_shared_bytes())
+    launch.num_threads = launch.num_threads / 64 * 32;
+  launch.shared_bytes = kernels::combine_shared_bytes(kernel, launch.num_threads);
+  kernels::launch_combine(launch, kernel);
+}
+
+}  // namespace moe::runtime
