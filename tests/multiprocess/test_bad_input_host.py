@@ -143,7 +143,7 @@ def _make(context: RankContext, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "pieces"),
     [
-        ({"device": "cuda:1"}, ("CPU", "cuda:1")),
+        ({"device": "cuda:1"}, ("host", "cuda:1")),
         ({"device": "nonsense"}, ("nonsense",)),
         ({"stall_timeout_s": 0}, ("stall_timeout_s", "> 0")),
         ({"arrival_timeout_s": float("nan")}, ("arrival_timeout_s", "nan")),
