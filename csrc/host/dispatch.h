@@ -63,8 +63,8 @@ struct DispatchOutcome {
   /// int32 [num_local_experts + 1] in the memory of the rows; null where the plan's is to be
   /// copied.
   std::shared_ptr<void> expert_offsets;
-  /// A dispatch that was captured: int64 [num_local_experts] and kernels::Tables::status [2], on the
-  /// device; else null.
+  /// A dispatch that was captured: int64 [num_local_experts] and kernels::Tables::status [2], on
+  /// the device; else null.
   std::shared_ptr<void> num_tokens_per_expert;
   std::shared_ptr<void> status;
   layout::ScaleMap scale_map;
