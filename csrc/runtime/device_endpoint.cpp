@@ -70,6 +70,7 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<host::Group> group,
   device_->activate();
   stream_ = device_->create_stream();
   caller_stream_ = device_->caller_stream(0);
+  watch_ = std::make_unique<DeviceWatch>(*this);
 }
 
 DeviceEndpoint::~DeviceEndpoint() {
@@ -208,8 +209,13 @@ device::Launch DeviceEndpoint::launch(int num_blocks) const {
   return launch;
 }
 
-void DeviceEndpoint::set_caller_stream(uintptr_t handle) {
-  caller_stream_ = device_->caller_stream(handle);
+void DeviceEndpoint::set_caller_stream(uintptr_t handle,
+                                       const host::InterruptCheck& interrupt_check) {
+  std::shared_ptr<Stream> stream = device_->caller_stream(handle);
+  if (stream == caller_stream_)
+    return;
+  progress().wait_idle(interrupt_check);
+  caller_stream_ = std::move(stream);
 }
 
 void DeviceEndpoint::follow_caller() {
@@ -273,6 +279,24 @@ bool DeviceEndpoint::is_done(uint64_t epoch, int peer_rank) const {
   return read_word(own_area_.done(epoch, peer_rank).epoch) >= epoch;
 }
 
+bool DeviceEndpoint::lacks(int peer_rank, host::WaitSite* site) const {
+  const auto& state = *reinterpret_cast<const BufferState*>(state_.get());
+  const uint64_t epoch = read_word(state.epoch);
+  if (epoch < first_epoch())
+    return false;
+  const bool has_come = has_row(epoch, peer_rank);
+  // Who rejected an operation writes nothing else in it.
+  const Row& row = own_area_.row(epoch, peer_rank);
+  if (has_come && (read_word(row.status) != static_cast<int32_t>(layout::RowStatus::kOk) ||
+                   is_done(epoch, peer_rank)))
+    return false;
+  site->operation = static_cast<layout::Operation>(
+      read_word(own_area_.row(epoch, rank_idx()).arguments.operation));
+  site->phase = has_come ? layout::Phase::kData : layout::Phase::kRows;
+  site->epoch = static_cast<int64_t>(epoch);
+  return true;
+}
+
 void DeviceEndpoint::show_phase(layout::Phase phase) {
   write_word(own_area_.activity().phase, static_cast<int32_t>(phase));
 }
@@ -313,13 +337,20 @@ bool DeviceEndpoint::is_idle() const {
 }
 
 void DeviceEndpoint::restart(uint64_t next_epoch) {
-  EndpointBase::restart(next_epoch);
-  std::memset(report_.get(), 0, sizeof(WaitReport));
-  upload_constants();
-  state_staging_ = device_->allocate_host(sizeof(BufferState));
-  reinterpret_cast<BufferState*>(state_staging_.get())->epoch = next_epoch - 1;
-  stream_->copy(state_.get(), state_staging_.get(), sizeof(BufferState));
-  await(*stream_->record());
+  watch_->pause([&] {
+    EndpointBase::restart(next_epoch);
+    std::memset(report_.get(), 0, sizeof(WaitReport));
+    upload_constants();
+    state_staging_ = device_->allocate_host(sizeof(BufferState));
+    reinterpret_cast<BufferState*>(state_staging_.get())->epoch = next_epoch - 1;
+    stream_->copy(state_.get(), state_staging_.get(), sizeof(BufferState));
+    await(*stream_->record());
+  });
+}
+
+void DeviceEndpoint::keep(std::shared_ptr<const void> owned) {
+  kept_.push_back(std::move(owned));
+  watch_->follow_always();
 }
 
 void DeviceEndpoint::catch_up() {
@@ -343,6 +374,7 @@ host::Recoverable::Epochs DeviceEndpoint::epochs() const {
 
 void DeviceEndpoint::end_device_operations() {
   drain();
+  watch_->stop();
   kept_.clear();
   bases_ = nullptr;
 }

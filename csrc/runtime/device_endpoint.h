@@ -11,6 +11,7 @@
 #include "kernels/exchange.h"
 #include "runtime/device.h"
 #include "runtime/device_memory.h"
+#include "runtime/device_watch.h"
 #include "runtime/segment_bases.h"
 
 namespace moe::runtime {
@@ -57,8 +58,9 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Whether the caller is the host itself, whose tensors are ready and which waits for results.
   bool is_host_caller() const { return device_->dlpack_type() == kDlpackCpu; }
 
-  /// The caller's stream for operations issued from now on, by the number Python knows it by.
-  void set_caller_stream(uintptr_t handle);
+  /// The caller's stream for operations issued from now on, by the number Python knows it by. Waits
+  /// for those still on the progress thread, which belong to another stream.
+  void set_caller_stream(uintptr_t handle, const host::InterruptCheck& interrupt_check);
   /// For local work that is the caller's alone.
   Stream& caller_stream() const { return *caller_stream_; }
   /// Kernels launched from now on run after what the caller's stream holds.
@@ -100,8 +102,10 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Whether operations are being recorded into a graph.
   bool is_capturing() const { return stream_->is_capturing() || caller_stream_->is_capturing(); }
   /// Keeps what a captured operation needs until the buffer is destroyed.
-  void keep(std::shared_ptr<const void> owned) { kept_.push_back(std::move(owned)); }
+  void keep(std::shared_ptr<const void> owned);
   size_t num_kept() const { return kept_.size(); }
+  /// Work put into the stream so far runs on with nobody waiting for it.
+  void leave_running() { watch_->follow(stream_->record()); }
   /// Graphs that ran have advanced the epoch on the device: waits for them and takes it over.
   void catch_up();
 
@@ -112,6 +116,9 @@ class DeviceEndpoint : public host::EndpointBase {
   /// This rank's flags of @p epoch, as peers left them.
   bool has_row(uint64_t epoch, int peer_rank) const;
   bool is_done(uint64_t epoch, int peer_rank) const;
+  /// Whether the operation that began last needs what @p peer_rank has not written, and cannot any
+  /// more if it was gone before the call. @p site is then where it waits.
+  bool lacks(int peer_rank, host::WaitSite* site) const;
   /// For peers that wait: this rank is obtaining memory, which takes its time.
   void show_phase(layout::Phase phase);
   /// In place of a peer that will write none.
@@ -174,6 +181,7 @@ class DeviceEndpoint : public host::EndpointBase {
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;
   std::vector<std::shared_ptr<const void>> kept_;  ///< by captured operations
+  std::unique_ptr<DeviceWatch> watch_;             ///< looks at the above
 };
 
 }  // namespace moe::runtime

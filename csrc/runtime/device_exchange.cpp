@@ -185,6 +185,7 @@ void DeviceExchange::settle(OperationStatus status) {
 void DeviceExchange::finish() {
   if (!endpoint_.is_host_caller()) {
     endpoint_.lead_caller();
+    endpoint_.leave_running();
     return;
   }
   const auto event = endpoint_.stream().record();

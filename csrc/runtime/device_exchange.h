@@ -87,7 +87,6 @@ class DeviceExchange {
   void check_arrivals(int64_t now_ns);
   /// Throws what made a kernel leave, if one did.
   void check_left();
-  [[noreturn]] void give_up(const kernels::WaitReport& report);
   [[noreturn]] void publish_rejection(const layout::OperationArguments& arguments,
                                       layout::RowStatus status,
                                       const std::string& message,
@@ -118,6 +117,9 @@ class DeviceExchange {
                                    layout::RowStatus status,
                                    const std::string& message,
                                    const host::InterruptCheck& interrupt_check);
+
+/// Aborts and throws because a kernel that waited for a peer ran into the limit.
+[[noreturn]] void give_up_timed_out(DeviceEndpoint& endpoint, const kernels::WaitReport& report);
 
 /// Runs @p body(exchange) as one operation of @p endpoint.
 template <typename Body>

@@ -146,18 +146,18 @@ void DeviceExchange::check_left() {
     return;
   group_.check_abort();
   if (cause == Cause::kTimedOut)
-    give_up(report);
+    give_up_timed_out(endpoint_, report);
 }
 
-void DeviceExchange::give_up(const kernels::WaitReport& report) {
+void give_up_timed_out(DeviceEndpoint& endpoint, const kernels::WaitReport& report) {
   host::WaitSite where;
   where.operation = static_cast<layout::Operation>(report.operation);
   where.phase = static_cast<Phase>(report.phase);
   where.epoch = static_cast<int64_t>(report.epoch);
+  host::Group& group = endpoint.group();
   if (where.phase == Phase::kRows)
-    host::give_up_absent(group_, where, endpoint_.buffer_number(), report.peer_rank);
-  host::give_up_stalled(
-      group_, where, endpoint_.buffer_number(), report.peer_rank, report.peer_rank);
+    host::give_up_absent(group, where, endpoint.buffer_number(), report.peer_rank);
+  host::give_up_stalled(group, where, endpoint.buffer_number(), report.peer_rank, report.peer_rank);
 }
 
 }  // namespace moe::runtime

@@ -1,0 +1,130 @@
+#include "runtime/device_watch.h"
+
+#include <chrono>
+#include <utility>
+
+#include "core/sync.h"
+#include "host/thread_pool.h"
+#include "runtime/device_endpoint.h"
+#include "runtime/device_exchange.h"
+
+namespace moe::runtime {
+
+namespace {
+
+constexpr auto kLookEvery = std::chrono::milliseconds(20);
+// A peer may die or leave after its part of an operation that the others can complete: what it
+// wrote last is on its way.
+constexpr int64_t kGoneGraceNs = 300'000'000;
+
+bool has_ended(const Event& work) {
+  try {
+    return work.is_complete();
+  } catch (...) {
+    return true;  // a kernel failed in itself: the next call on the host says so
+  }
+}
+
+}  // namespace
+
+DeviceWatch::DeviceWatch(DeviceEndpoint& endpoint) : endpoint_(endpoint) {
+  take_active();
+}
+
+DeviceWatch::~DeviceWatch() {
+  stop();
+}
+
+void DeviceWatch::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_stopping_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable())
+    thread_.join();
+}
+
+void DeviceWatch::follow(std::shared_ptr<const Event> work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  work_ = std::move(work);
+  start();
+}
+
+void DeviceWatch::follow_always() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_endless_ = true;
+  start();
+}
+
+void DeviceWatch::pause(const std::function<void()>& change) {
+  const std::lock_guard<std::mutex> lock(look_mutex_);
+  change();
+  take_active();
+}
+
+void DeviceWatch::take_active() {
+  const auto& group = endpoint_.group();
+  const auto count = static_cast<size_t>(group.num_ranks());
+  is_active_.assign(count, 0);
+  gone_ns_.assign(count, 0);
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank)
+    is_active_[static_cast<size_t>(peer_rank)] =
+        static_cast<uint8_t>(group.is_active(peer_rank) && peer_rank != group.rank_idx());
+}
+
+void DeviceWatch::start() {
+  if (!thread_.joinable() && !is_stopping_)
+    thread_ = host::start_quiet_thread([this] { run(); });
+  changed_.notify_all();
+}
+
+void DeviceWatch::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return is_stopping_ || is_endless_ || work_ != nullptr; });
+    if (is_stopping_)
+      return;
+    const std::shared_ptr<const Event> work = work_;
+    lock.unlock();
+    // First: a report is there before the kernel that wrote it has ended.
+    const bool is_over = work != nullptr && has_ended(*work);
+    try {
+      look();
+    } catch (...) {
+      // It has aborted, or the device answers no more: the next call on the host says why.
+    }
+    lock.lock();
+    if (is_over && work_ == work)
+      work_ = nullptr;
+    changed_.wait_for(lock, kLookEvery, [this] { return is_stopping_; });
+  }
+}
+
+void DeviceWatch::look() {
+  const std::lock_guard<std::mutex> lock(look_mutex_);
+  if (endpoint_.group().is_aborted() || endpoint_.group().is_destroyed())
+    return;
+  const kernels::WaitReport& report = endpoint_.report();
+  if (static_cast<kernels::Cause>(sync::load_acquire(report.cause)) == kernels::Cause::kTimedOut)
+    give_up_timed_out(endpoint_, report);
+  look_for_gone(sync::now_ns());
+}
+
+void DeviceWatch::look_for_gone(int64_t now_ns) {
+  for (int peer_rank = 0; peer_rank < endpoint_.num_ranks(); ++peer_rank) {
+    const auto idx = static_cast<size_t>(peer_rank);
+    if (is_active_[idx] == 0 || endpoint_.group().state(peer_rank) == PeerState::kAlive)
+      continue;
+    if (gone_ns_[idx] == 0)
+      gone_ns_[idx] = now_ns;
+    if (now_ns - gone_ns_[idx] <= kGoneGraceNs)
+      continue;
+    endpoint_.device().activate();
+    host::WaitSite where;
+    if (endpoint_.lacks(peer_rank, &where))
+      endpoint_.group().give_up_gone(peer_rank, where);
+  }
+}
+
+}  // namespace moe::runtime
