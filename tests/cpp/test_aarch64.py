@@ -12,11 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = "aarch64-linux-gnu-g++"
 
-# bindings needs Python's headers for the target, which a cross compiler does not bring.
+# bindings needs Python's headers for the target and cuda NVIDIA's, which a cross compiler does not
+# bring; simt/checker is no part of the package.
+NOT_HERE = {"bindings", "cuda", "checker"}
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "csrc").rglob("*.cpp")
-    if "bindings" not in path.parts and not re.search(r"_avx(2|512)$", path.stem)
+    if not NOT_HERE & set(path.parts) and not re.search(r"_avx(2|512)$", path.stem)
 )
 
 
