@@ -29,6 +29,7 @@ Driver find_all() {
   Driver found{};
   find("cuGetErrorName", &found.get_error_name);
   find("cuDeviceGetAttribute", &found.device_get_attribute);
+  find("cuDevicePrimaryCtxGetState", &found.device_primary_ctx_get_state);
   find("cuFuncGetModule", &found.func_get_module);
   find("cuFuncLoad", &found.func_load);
   find("cuModuleGetFunctionCount", &found.module_get_function_count);
@@ -67,6 +68,17 @@ int device_attribute(int device_idx, CUdevice_attribute attribute) {
   if (driver().device_get_attribute(&value, attribute, device_idx) != CUDA_SUCCESS)
     return 0;
   return value;
+}
+
+bool has_context(int device_idx) noexcept {
+  unsigned flags = 0;
+  int is_active = 0;
+  try {
+    return driver().device_primary_ctx_get_state(device_idx, &flags, &is_active) == CUDA_SUCCESS &&
+           is_active != 0;
+  } catch (const CudaError&) {  // without a driver there are none
+    return false;
+  }
 }
 
 }  // namespace moe::cuda

@@ -14,6 +14,7 @@ namespace moe::cuda {
 struct Driver {
   decltype(&::cuGetErrorName) get_error_name;
   decltype(&::cuDeviceGetAttribute) device_get_attribute;
+  decltype(&::cuDevicePrimaryCtxGetState) device_primary_ctx_get_state;
   decltype(&::cuFuncGetModule) func_get_module;
   decltype(&::cuFuncLoad) func_load;
   decltype(&::cuModuleGetFunctionCount) module_get_function_count;
@@ -40,6 +41,9 @@ void check_driver(CUresult code, const std::string& doing);
 /// What an attribute of a device says; 0 where the driver does not know it.
 int device_attribute(int device_idx, CUdevice_attribute attribute);
 
+/// Whether this process uses a device already. False where the driver cannot say.
+bool has_context(int device_idx) noexcept;
+
 /// Lets the calling thread make calls that a capture on another thread would forbid: they touch no
 /// stream that is captured.
 class RelaxedCapture {
@@ -53,7 +57,9 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/// Makes a device current on the calling thread while it lives.
+/// Makes a device current on the calling thread while it lives. A device that was current by
+/// default only, and that this process does not use, is not made current again: that would make a
+/// context on it, which takes hundreds of MiB there.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device_idx) {
@@ -63,7 +69,7 @@ class CurrentDevice {
     has_changed_ = previous_ != device_idx;
   }
   ~CurrentDevice() {
-    if (has_changed_)
+    if (has_changed_ && has_context(previous_))
       cudaSetDevice(previous_);
   }
   CurrentDevice(const CurrentDevice&) = delete;
