@@ -66,6 +66,7 @@ class MappedSegment final : public DeviceSegment {
  private:
   /// At exit the driver answers with an error; the memory ends with the process.
   void release() noexcept {
+    const RelaxedCapture relaxed;
     const auto address = reinterpret_cast<CUdeviceptr>(data_);
     if (is_mapped_)
       driver().mem_unmap(address, bytes_);
@@ -92,6 +93,7 @@ class IpcSegment final : public DeviceSegment {
   ~IpcSegment() override {
     if (origin_.is_forked_child())
       return;
+    const RelaxedCapture relaxed;
     if (is_own_)
       cudaFree(data_);
     else
