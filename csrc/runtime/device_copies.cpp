@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/error.h"
 #include "core/math.h"
 #include "runtime/device_memory.h"
 
@@ -36,6 +37,10 @@ void strided_copies(Device& device,
     bytes += copy.source_shape.bytes;
   if (bytes == 0)
     return;
+  MOE_CHECK(
+      !stream.is_capturing(),
+      "strided copies cannot be captured: their tables are kept until the stream has done them "
+      "once");
   device.activate();
   StridedCopiesParams params;
   params.num_copies = static_cast<int64_t>(copies.size());
