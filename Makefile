@@ -70,8 +70,8 @@ bench: build  ## Time dispatch and combine at the reference sizes, over 2 ranks
 	$(BIN)/moe-comm bench dispatch-combine $(BENCH_ARGS)
 
 .PHONY: gpu
-gpu: build  ## On a machine with a GPU: build, conformance, benchmarks, compute-sanitizer, in stages
-	$(BIN)/python tests/gpu/run_stages.py $(GPU_ARGS)
+gpu: $(if $(GPU_PYTHON),,build)  ## On a machine with a GPU: build, conformance, benchmarks, compute-sanitizer, in stages
+	$(or $(GPU_PYTHON),$(BIN)/python) tests/gpu/run_stages.py $(GPU_ARGS)
 
 .PHONY: wheel
 wheel: $(READY)  ## Build dist/moe_comm-*.whl

@@ -1,7 +1,8 @@
 """What `make gpu` runs: stages of less than nine minutes each, whose results are written as they come.
 
 Called again, it goes on behind the stages that have passed. Needs nothing but the environment of
-`make build` and, for a stage that uses it, MPS or compute-sanitizer.
+`make build`, or any Python that has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and
+ninja, and, for a stage that uses it, MPS or compute-sanitizer.
 
     python tests/gpu/run_stages.py [--fresh] [--stages build,bench] [--list]
 
@@ -35,6 +36,8 @@ QUERY = (
     "name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
 )
 MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+# CMake and ninja of a virtual environment lie beside its Python, which need not be activated.
+IN_PATH = ["sh", "-c", 'PATH="$1:$PATH"; shift; exec "$@"', "sh"]
 
 
 class NotRunError(Exception):
@@ -79,7 +82,7 @@ def command(*words: str, **environment: str) -> dict[str, Any]:
     """Run one within the limit of a stage; its output goes to this terminal too."""
     start = time.monotonic()
     process = subprocess.Popen(
-        with_environment(words, environment),
+        [*IN_PATH, str(Path(sys.executable).parent), *with_environment(words, environment)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -185,7 +188,8 @@ def bench(quantization: str) -> Callable[[], dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "bench.json"
             found = command(
-                *(str(Path(sys.executable).parent / "moe-comm"), "bench", "dispatch-combine"),
+                *(sys.executable, "-c", "from moe_comm.cli import main; main()"),
+                *("bench", "dispatch-combine"),
                 *("--backend", "cuda", "--ranks", "4", "--tokens", "4096", "--hidden", "7168"),
                 *(
                     "--topk",
