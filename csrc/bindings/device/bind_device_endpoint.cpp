@@ -60,7 +60,13 @@ DeviceEndpointClass bind_device_endpoint(py::module_& module) {
   endpoint.def("weighted_gradient", &weighted_gradient)
       .def("import_plan", &import_plan)
       .def("export_plan", &export_plan)
-      .def("set_caller_stream", &DeviceEndpoint::set_caller_stream, py::arg("handle"))
+      .def(
+          "set_caller_stream",
+          [](DeviceEndpoint& endpoint, uintptr_t handle) {
+            const py::gil_scoped_release no_gil;
+            endpoint.set_caller_stream(handle, signal_check());
+          },
+          py::arg("handle"))
       .def("lead_caller", &DeviceEndpoint::lead_caller, py::call_guard<py::gil_scoped_release>());
   return endpoint;
 }
