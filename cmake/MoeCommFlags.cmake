@@ -23,7 +23,8 @@ function(moe_comm_configure target)
     target_link_options(${target} PRIVATE -fsanitize=${MOE_COMM_SANITIZE})
   elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
     # The C++ runtime travels inside: a wheel then runs where the system's is older than the
-    # compiler.
-    target_link_options(${target} PRIVATE -static-libstdc++ -static-libgcc)
+    # compiler. The unwinder stays the system's: what one module throws passes through another, and
+    # frames that two copies share end the process.
+    target_link_options(${target} PRIVATE -static-libstdc++)
   endif()
 endfunction()

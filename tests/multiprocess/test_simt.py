@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +130,30 @@ def test_windows_grow_by_second_offers_until_memory_ends() -> None:
     assert simt[0][:3] == [64, 1024, 16]
     assert simt[0][3][0] == (0,)
     assert simt[1][:3] == [0, 0, 0]
+
+
+_FIRST_ERROR = """
+import torch
+import moe_comm
+
+comm = moe_comm.Communicator(moe_comm.RankThreads(1)[0], backend="host", max_heap_bytes=1 << 20)
+config = moe_comm.EpConfig(num_experts=1, num_topk=1, hidden=64, num_max_tokens_per_rank=4)
+buffer = moe_comm.EpBuffer(comm, config, backend="simt")
+rows, choices = torch.ones(4, 64).bfloat16(), torch.zeros(4, 1, dtype=torch.int64)
+handle = buffer.dispatch(rows, choices).handle
+try:
+    buffer.empty_expert_output(handle, hidden=1 << 20)
+except moe_comm.CapacityError as error:
+    print(error.needed_bytes)
+"""
+
+
+def test_the_first_error_of_a_process_may_come_from_the_heap() -> None:
+    """The heap is another module's: its exceptions cross into the emulator's, which has thrown none."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FIRST_ERROR], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(4 * 2 << 20)), done.stderr
 
 
 # ---------------------------------------------------------------------------------------------
