@@ -20,6 +20,7 @@ enum class Kind : uint8_t {
   kDeadlock,       ///< everybody waits
   kLivelock,       ///< far more steps than the case can need
   kResult,         ///< bytes, counts or a status other than the reference's
+  kCrash,          ///< a signal ended the process
 };
 
 const char* kind_name(Kind kind);

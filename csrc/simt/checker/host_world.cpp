@@ -99,6 +99,7 @@ void HostWorld::run(const std::function<void(HostRank&)>& body) {
     threads_.start(rank_idx, "service thread", [&link] { link.serve(); });
   }
   threads_.run_all();
+  run_.count_steps(static_cast<uint64_t>(threads_.num_steps()));
   for (const Finding& finding : threads_.findings().kept())
     run_.report(finding.kind, finding.text);
 }

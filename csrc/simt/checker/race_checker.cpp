@@ -30,6 +30,8 @@ const char* kind_name(Kind kind) {
       return "livelock";
     case Kind::kResult:
       return "result";
+    case Kind::kCrash:
+      return "crash";
   }
   return "unknown";
 }

@@ -14,13 +14,16 @@ namespace moe::simt {
 
 namespace {
 const char* active_mutant = nullptr;
+bool is_active_met = false;
 std::set<std::string>* met_mutants = nullptr;
 }  // namespace
 
 bool is_mutant(const char* name) {
   if (met_mutants != nullptr)
     met_mutants->insert(name);
-  return active_mutant != nullptr && std::strcmp(active_mutant, name) == 0;
+  const bool is_active = active_mutant != nullptr && std::strcmp(active_mutant, name) == 0;
+  is_active_met = is_active_met || is_active;
+  return is_active;
 }
 
 }  // namespace moe::simt
@@ -29,6 +32,10 @@ namespace moe::simt::checker {
 
 void set_mutant(const char* name) {
   active_mutant = name;
+}
+
+bool has_met_mutant() {
+  return is_active_met;
 }
 
 void note_mutants(std::set<std::string>* names) {
@@ -250,7 +257,7 @@ Findings run_schedule(const Scenario& scenario, uint64_t seed) {
   } catch (const std::exception& error) {
     run.report(Kind::kResult, concat("an exception: ", error.what()));
   }
-  own.trace = {own.machine.num_steps(), own.scheduler.num_switches() - switches_before};
+  own.trace = {run.num_steps(), own.scheduler.num_switches() - switches_before};
   return own.machine.findings();
 }
 

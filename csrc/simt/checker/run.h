@@ -32,6 +32,10 @@ class Run {
   void report(Kind kind, std::string text) { machine_.findings().add(kind, std::move(text)); }
   bool is_clean() { return machine_.findings().empty(); }
 
+  /// Accesses that the machine does not know of: the host's, in a world of its own.
+  void count_steps(uint64_t num_steps) { num_steps_ += num_steps; }
+  uint64_t num_steps() const { return machine_.num_steps() + num_steps_; }
+
   /// A thread of the host of a rank. It begins with scheduler().run().
   void start_host(int rank_idx, const std::string& label, std::function<void()> body);
 
@@ -40,6 +44,7 @@ class Run {
   SeededScheduler& scheduler_;
   uint64_t seed_;
   Random random_;
+  uint64_t num_steps_ = 0;
 };
 
 /// A stream of one rank: kernels and what the host does between them, one after the other.
@@ -110,6 +115,8 @@ Trace last_trace();
 
 /// Switches the fault of that name on, or all off for null. The name is kept, not copied.
 void set_mutant(const char* name);
+/// Whether code has come across the fault that is on.
+bool has_met_mutant();
 /// From now on the names of faults that code comes across are added to @p names.
 void note_mutants(std::set<std::string>* names);
 

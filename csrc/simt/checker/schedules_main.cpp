@@ -1,6 +1,5 @@
 // schedules: runs scenarios under many schedules and says what was wrong. docs/emulator.md
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "simt/checker/exploration.h"
 #include "simt/checker/run.h"
 
 namespace moe::simt::checker {
@@ -30,24 +30,11 @@ constexpr const char* kUsage =
 
 struct Options {
   std::vector<std::string> names;
-  uint64_t first_seed = 0;
-  uint64_t end_seed = 100;
+  Exploration exploration;
   std::string mutant = "none";
   bool is_json = false;
-  bool keeps_going = false;
   bool is_list = false;
   bool lists_mutants = false;
-  double most_seconds = 0;
-};
-
-struct Outcome {
-  const Scenario* scenario = nullptr;
-  uint64_t num_schedules = 0;
-  uint64_t num_steps = 0;
-  uint64_t num_failed = 0;
-  uint64_t first_failed = 0;
-  std::vector<Finding> findings;  ///< of the first schedule that failed
-  double seconds = 0;
 };
 
 uint64_t to_number(const std::string& text) {
@@ -59,10 +46,10 @@ uint64_t to_number(const std::string& text) {
 
 void read_seeds(const std::string& text, Options* options) {
   const size_t colon = text.find(':');
-  options->first_seed = to_number(text.substr(0, colon));
-  options->end_seed =
-      colon == std::string::npos ? options->first_seed + 1 : to_number(text.substr(colon + 1));
-  MOE_CHECK(options->first_seed < options->end_seed,
+  options->exploration.first_seed = to_number(text.substr(0, colon));
+  options->exploration.end_seed = colon == std::string::npos ? options->exploration.first_seed + 1
+                                                             : to_number(text.substr(colon + 1));
+  MOE_CHECK(options->exploration.first_seed < options->exploration.end_seed,
             "--seeds ",
             text,
             " names no seed: the first is to be below the end");
@@ -85,11 +72,11 @@ Options read_options(int argc, char** argv) {
     } else if (option == "--mutant") {
       options.mutant = value();
     } else if (option == "--seconds") {
-      options.most_seconds = static_cast<double>(to_number(value()));
+      options.exploration.most_seconds = static_cast<double>(to_number(value()));
     } else if (option == "--json") {
       options.is_json = true;
     } else if (option == "--keep-going") {
-      options.keeps_going = true;
+      options.exploration.keeps_going = true;
     } else if (option == "--list-mutants") {
       options.lists_mutants = true;
     } else if (option == "--list") {
@@ -112,33 +99,6 @@ std::vector<const Scenario*> chosen(const Options& options) {
     MOE_CHECK(found.size() > num_before, "there is no scenario '", name, "'; --list names all");
   }
   return found;
-}
-
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-Outcome explore(const Scenario& scenario, const Options& options) {
-  Outcome outcome;
-  outcome.scenario = &scenario;
-  const auto start = std::chrono::steady_clock::now();
-  for (uint64_t seed = options.first_seed; seed < options.end_seed; ++seed) {
-    const Findings findings = run_schedule(scenario, seed);
-    ++outcome.num_schedules;
-    outcome.num_steps += last_trace().num_steps;
-    if (!findings.empty()) {
-      if (outcome.num_failed++ == 0) {
-        outcome.first_failed = seed;
-        outcome.findings = findings.kept();
-      }
-      if (!options.keeps_going)
-        break;
-    }
-    if (options.most_seconds > 0 && seconds_since(start) >= options.most_seconds)
-      break;
-  }
-  outcome.seconds = seconds_since(start);
-  return outcome;
 }
 
 std::string quoted(const std::string& text) {
@@ -201,13 +161,14 @@ int run(const Options& options) {
   }
   set_mutant(options.mutant == "none" ? nullptr : options.mutant.c_str());
   std::set<std::string> mutants;
-  if (options.lists_mutants)
-    note_mutants(&mutants);
   std::vector<Outcome> outcomes;
   bool is_clean = true;
+  bool has_met_mutant = options.mutant == "none";
   for (const Scenario* const scenario : chosen(options)) {
-    outcomes.push_back(explore(*scenario, options));
+    outcomes.push_back(
+        explore(*scenario, options.exploration, options.lists_mutants ? &mutants : nullptr));
     is_clean = is_clean && outcomes.back().num_failed == 0;
+    has_met_mutant = has_met_mutant || outcomes.back().has_met_mutant;
     if (!options.is_json)
       print(outcomes.back(), options);
     std::cout.flush();
@@ -216,6 +177,10 @@ int run(const Options& options) {
     print_json(outcomes, options);
   for (const std::string& name : mutants)
     std::cout << name << "\n";
+  MOE_CHECK(has_met_mutant,
+            "no code that ran has a fault '",
+            options.mutant,
+            "'; --list-mutants names those of these scenarios");
   return is_clean ? 0 : 1;
 }
 
