@@ -4,7 +4,7 @@ Called again, it goes on behind the stages that have passed. Needs nothing but t
 `make build`, or any Python that has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and
 ninja, and, for a stage that uses it, MPS or compute-sanitizer.
 
-    python tests/gpu/run_stages.py [--fresh] [--stages build,bench] [--list]
+    python tests/gpu/run_stages.py [--fresh] [--stages build,captured] [--list]
 
 The exit status is 0 when every stage passed, 1 when one failed, 3 when one could not run, 2 without a
 GPU.
