@@ -1,6 +1,6 @@
 """What `make gpu` runs: stages of less than nine minutes each, whose results are written as they come.
 
-Called again, it goes on behind the stages that have passed. Needs nothing but the environment of
+Called again on the same commit, it goes on behind the stages that have passed. Needs nothing but the environment of
 `make build`, or any Python that has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and
 ninja, and, for a stage that uses it, MPS or compute-sanitizer.
 
@@ -252,9 +252,11 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def commit() -> str:
+def commit(*, with_changes: bool) -> str:
+    """The commit that is checked out, `-dirty` where files differ from it if that is asked for."""
+    options = ["--dirty"] if with_changes else []
     done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        ["git", "describe", "--always", "--abbrev=12", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -265,7 +267,7 @@ def commit() -> str:
 
 def run_stage(stage: Stage) -> dict[str, Any]:
     """The record of a stage: its outcome, the card as it was, and what it found."""
-    record: dict[str, Any] = {"gpu_before": gpu_facts(), "commit": commit()}
+    record: dict[str, Any] = {"gpu_before": gpu_facts(), "commit": commit(with_changes=True)}
     try:
         record.update(stage.run(), outcome="passed")
     except NotRunError as reason:
@@ -301,20 +303,25 @@ def main() -> int:
             "make gpu: there is no GPU on this machine (nvidia-smi shows none); nothing was run"
         )
         return 2
-    state = {} if options.fresh else read_json(STATE)
+    # Results are files of the checkout, so only the commit tells whether the code is the same.
+    state: dict[str, Any] = {"commit": commit(with_changes=False), "outcomes": {}}
+    former = read_json(STATE)
+    if not options.fresh and former.get("commit") == state["commit"]:
+        state = former
+    outcome_of: dict[str, str] = state["outcomes"]
     results = read_json(RESULTS)
     for stage in STAGES:
-        if stage.name not in wanted or state.get(stage.name) == "passed":
+        if stage.name not in wanted or outcome_of.get(stage.name) == "passed":
             continue
         print(f"=== {stage.name}", flush=True)  # noqa: T201
         record = run_stage(stage)
-        state[stage.name] = record["outcome"]
+        outcome_of[stage.name] = record["outcome"]
         results[stage.name] = record
         write_json(STATE, state)
         write_json(RESULTS, results)
         reason = record.get("reason", "")
         print(f"=== {stage.name}: {record['outcome']} {reason}", flush=True)  # noqa: T201
-    outcomes = {name: state.get(name, "not run") for name in wanted}
+    outcomes = {name: outcome_of.get(name, "not run") for name in wanted}
     for name, outcome in outcomes.items():
         print(f"{name:26} {outcome}")  # noqa: T201
     if "failed" in outcomes.values():
