@@ -289,7 +289,7 @@ class CombineOperation {
 CombineOutcome combine(Endpoint& endpoint,
                        const CombineParams& params,
                        const InterruptCheck& interrupt_check) {
-  return run_operation(
+  return run_operation<Exchange>(
       endpoint, layout::Operation::kCombine, interrupt_check, [&](Exchange& exchange) {
         return CombineOperation(endpoint, params, exchange).run();
       });

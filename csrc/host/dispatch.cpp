@@ -357,7 +357,7 @@ DispatchOutcome dispatch(Endpoint& endpoint,
                          const InterruptCheck& interrupt_check) {
   const auto operation =
       params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch;
-  return run_operation(endpoint, operation, interrupt_check, [&](Exchange& exchange) {
+  return run_operation<Exchange>(endpoint, operation, interrupt_check, [&](Exchange& exchange) {
     return DispatchOperation(endpoint, params, exchange).run();
   });
 }

@@ -13,22 +13,12 @@ using layout::SecondOffer;
 Exchange::Exchange(Endpoint& endpoint,
                    layout::Operation operation,
                    const InterruptCheck& interrupt_check)
-    : endpoint_(endpoint),
-      group_(endpoint.group()),
-      operation_(operation),
-      interrupt_check_(interrupt_check) {
-  MOE_CHECK(!endpoint.is_destroyed(),
-            layout::operation_name(operation),
-            ": this buffer has been destroyed");
-  group_.check_usable(operation);
+    : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
   check_closed();
-  if (endpoint_.tracer().is_enabled())
-    phase_start_ns_ = sync::now_ns();
   auto& activity = endpoint_.own_workspace().activity();
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
   sync::store_relaxed(activity.core, sync::current_core());
-  epoch_ = endpoint_.take_epoch();
-  group_.show_presence(endpoint_.buffer_number(), epoch_, operation_);
+  begin();
 }
 
 void Exchange::check_closed() const {
@@ -49,10 +39,6 @@ void Exchange::check_closed() const {
                                    layout::operation_name(operation_),
                                    " on it"));
   }
-}
-
-WaitSite Exchange::site(Phase phase) const {
-  return WaitSite{operation_, phase, static_cast<int64_t>(epoch_), &interrupt_check_};
 }
 
 void Exchange::await_reuse() {
@@ -206,8 +192,7 @@ SecondOffer Exchange::await_second_offer(int peer_rank) {
 void Exchange::settle() {
   release_done();
   endpoint_.complete_epoch(epoch_);
-  group_.leave_presence();
-  state_ = State::kEnded;
+  close();
 }
 
 void Exchange::release_done() {
@@ -236,54 +221,14 @@ void Exchange::await_done(int peer_rank) {
       peer_rank, Phase::kData, epoch_, endpoint_.own_workspace().done(epoch_, peer_rank).epoch);
 }
 
-void Exchange::complete() {
-  if (state_ != State::kEntered)
-    return;
-  enter(nullptr);
-  state_ = State::kEnded;
-  group_.leave_presence();
-  endpoint_.complete_epoch(epoch_);
-}
-
 void Exchange::fail(const std::string& reason) {
-  if (state_ != State::kEntered)
+  if (!is_open())
     return;
-  state_ = State::kEnded;
   sync::drop_pulls();
-  group_.leave_presence();
-  if (!group_.is_aborted())
-    group_.abort(layout::AbortCause::kPeerFailed,
-                 site(step_),
-                 {group_.rank_idx()},
-                 concat("rank ",
-                        group_.rank_idx(),
-                        " gave up ",
-                        layout::operation_name(operation_),
-                        ", epoch ",
-                        epoch_,
-                        ": ",
-                        reason));
-  else
-    group_.spread_abort();
+  give_up(reason);
   if (MOE_MUTANT(no_quarantine_after_abort))
     offered_.clear();
-  for (auto& window : offered_)
-    group_.quarantine(std::move(window));
-}
-
-void Exchange::enter(const char* phase) {
-  if (!endpoint_.tracer().is_enabled())
-    return;
-  const int64_t now_ns = sync::now_ns();
-  record(phase_start_ns_, now_ns, -1);
-  phase_ = phase;
-  phase_start_ns_ = now_ns;
-}
-
-void Exchange::record(int64_t start_ns, int64_t end_ns, int peer_rank) {
-  if (phase_ != nullptr && end_ns > start_ns)
-    endpoint_.tracer().add(
-        {static_cast<int64_t>(epoch_), operation_, phase_, start_ns, end_ns, peer_rank});
+  quarantine_offers();
 }
 
 std::shared_ptr<Window> Exchange::allocate(uint64_t bytes) {
@@ -308,7 +253,7 @@ void reject_operation(Endpoint& endpoint,
                       RowStatus status,
                       const std::string& message,
                       const InterruptCheck& interrupt_check) {
-  run_operation(endpoint, operation, interrupt_check, [&](Exchange& exchange) -> int {
+  run_operation<Exchange>(endpoint, operation, interrupt_check, [&](Exchange& exchange) -> int {
     layout::OperationArguments arguments;
     arguments.operation = static_cast<int32_t>(operation);
     exchange.reject(arguments, status, message);

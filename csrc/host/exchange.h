@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "host/agreement.h"
+#include "host/buffer_operation.h"
 #include "host/endpoint.h"
 #include "host/wait.h"
 #include "layout/routing.h"
@@ -30,20 +31,12 @@ struct RowMessage {
 ///
 /// Made by run_operation() only, which aborts the communicator when the operation ends by an
 /// exception after it took its epoch and before every rank knows the same end.
-class Exchange {
+class Exchange : public BufferOperation {
  public:
   Exchange(Endpoint& endpoint, layout::Operation operation, const InterruptCheck& interrupt_check);
 
-  uint64_t epoch() const { return epoch_; }
-
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
   std::shared_ptr<Window> allocate(uint64_t bytes);
-
-  /// Windows that peers may touch in this operation; kept until it is aborted, and then aside.
-  void offer(std::shared_ptr<Window> window) { offered_.push_back(std::move(window)); }
-
-  /// No peer writes to the offered windows any more.
-  void withdraw_offers() { offered_.clear(); }
 
   /// Writes this rank's row to every active peer.
   void publish(const RowMessage& message);
@@ -72,9 +65,6 @@ class Exchange {
   /// Waits until @p peer_rank has released its done flag of this operation.
   void await_done(int peer_rank);
 
-  /// All of this rank's part has ended.
-  void complete();
-
   /// Ends by an exception.
   void fail(const std::string& reason);
 
@@ -87,17 +77,12 @@ class Exchange {
     sync::store_relaxed(activity.progress, ++num_steps_);
   }
 
-  /// From now on time counts as @p phase in the trace.
-  void enter(const char* phase);
-
   std::byte* resolve(int peer_rank, const Offer& offer);
 
   /// Nanoseconds this rank has waited for every rank, [num_ranks]; empty when it never waited.
   std::vector<int64_t> take_waited_ns() { return std::move(waited_ns_); }
 
  private:
-  enum class State { kEntered, kEnded };
-
   void await_reuse();
   size_t count_bytes() const;  ///< of a row of the count matrix
   void check_closed() const;
@@ -105,10 +90,8 @@ class Exchange {
   void show_wait(int peer_rank, layout::Phase phase, uint64_t flag_epoch);
   /// Whom @p rank_idx waits for, -1 when what it waits for has arrived or it does not wait.
   int awaited_by(int rank_idx) const;
-  WaitSite site(layout::Phase phase) const;
   /// Books the time since @p start_ns as waited for @p peer_rank.
   void end_wait(int64_t start_ns, int peer_rank);
-  void record(int64_t start_ns, int64_t end_ns, int peer_rank);
 
   /// Waits until a peer that has entered the operation raised @p flag to @p epoch; its limit is the
   /// stall limit. Nobody may go before its done flag of that epoch is here.
@@ -119,17 +102,8 @@ class Exchange {
   [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& site);
 
   Endpoint& endpoint_;
-  Group& group_;
-  layout::Operation operation_;
-  const InterruptCheck& interrupt_check_;
-  uint64_t epoch_ = 0;
   uint64_t num_steps_ = 0;
-  State state_ = State::kEntered;
-  layout::Phase step_ = layout::Phase::kRows;
-  std::vector<std::shared_ptr<Window>> offered_;
   std::vector<int64_t> waited_ns_;
-  const char* phase_ = "prepare";
-  int64_t phase_start_ns_ = 0;
 };
 
 /// Publishes a row that says what is wrong on this rank in place of an operation, then throws it as
@@ -139,26 +113,5 @@ class Exchange {
                                    layout::RowStatus status,
                                    const std::string& message,
                                    const InterruptCheck& interrupt_check);
-
-/// Runs @p body(exchange) as one operation of @p endpoint.
-template <typename Body>
-auto run_operation(Endpoint& endpoint,
-                   layout::Operation operation,
-                   const InterruptCheck& interrupt_check,
-                   Body&& body) {
-  const Group::OperationScope scope(endpoint.group());
-  Exchange exchange(endpoint, operation, interrupt_check);
-  try {
-    auto outcome = body(exchange);
-    exchange.complete();
-    return outcome;
-  } catch (const std::exception& error) {
-    exchange.fail(error.what());
-    throw;
-  } catch (...) {
-    exchange.fail("an exception without a message");
-    throw;
-  }
-}
 
 }  // namespace moe::host

@@ -48,8 +48,7 @@ void Exchange::await_row(int peer_rank) {
       check_closed();
     } catch (...) {
       // No rank can get that row, so all end here alike; nothing was written to anybody.
-      state_ = State::kEnded;
-      group_.leave_presence();
+      close();
       throw;
     }
     const int64_t now_ns = sync::now_ns();

@@ -129,7 +129,7 @@ host::CombineOutcome combine(DeviceEndpoint& endpoint,
   if (endpoint.is_capturing())
     return capture_combine(endpoint, params);
   check_has_counts(static_cast<const DevicePlan&>(*params.plan));
-  return run_operation(
+  return host::run_operation<DeviceExchange>(
       endpoint, layout::Operation::kCombine, interrupt_check, [&](DeviceExchange& exchange) {
         return DeviceCombine(endpoint, params, exchange).run();
       });

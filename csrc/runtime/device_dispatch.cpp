@@ -252,9 +252,10 @@ host::DispatchOutcome dispatch(DeviceEndpoint& endpoint,
     check_has_counts(static_cast<const DevicePlan&>(*params.plan));
   const auto operation =
       params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch;
-  return run_operation(endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) {
-    return DeviceDispatch(endpoint, params, exchange).run();
-  });
+  return host::run_operation<DeviceExchange>(
+      endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) {
+        return DeviceDispatch(endpoint, params, exchange).run();
+      });
 }
 
 }  // namespace moe::runtime

@@ -18,27 +18,13 @@ using layout::RowStatus;
 DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                layout::Operation operation,
                                const host::InterruptCheck& interrupt_check)
-    : endpoint_(endpoint),
-      group_(endpoint.group()),
-      operation_(operation),
-      interrupt_check_(interrupt_check) {
-  MOE_CHECK(!endpoint.is_destroyed(),
-            layout::operation_name(operation),
-            ": this buffer has been destroyed");
-  group_.check_usable(operation);
+    : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
   // An operation that the host did not wait for may have left since.
   check_left();
   check_closed();
   endpoint_.device().activate();
-  if (endpoint_.tracer().is_enabled())
-    phase_start_ns_ = sync::now_ns();
   endpoint_.catch_up();
-  epoch_ = endpoint_.take_epoch();
-  group_.show_presence(endpoint_.buffer_number(), epoch_, operation_);
-}
-
-host::WaitSite DeviceExchange::site(Phase phase) const {
-  return host::WaitSite{operation_, phase, static_cast<int64_t>(epoch_), &interrupt_check_};
+  begin();
 }
 
 std::shared_ptr<Window> DeviceExchange::allocate(uint64_t bytes) {
@@ -178,8 +164,7 @@ void DeviceExchange::settle(OperationStatus status) {
                                   ", the host finds ",
                                   static_cast<int32_t>(status)));
   endpoint_.complete_epoch(epoch_);
-  group_.leave_presence();
-  state_ = State::kEnded;
+  close();
 }
 
 void DeviceExchange::finish() {
@@ -197,47 +182,13 @@ void DeviceExchange::finish() {
   group_.check_abort();
 }
 
-void DeviceExchange::complete() {
-  if (state_ != State::kEntered)
-    return;
-  enter(nullptr);
-  state_ = State::kEnded;
-  group_.leave_presence();
-  endpoint_.complete_epoch(epoch_);
-}
-
 void DeviceExchange::fail(const std::string& reason) {
-  if (state_ != State::kEntered)
+  if (!is_open())
     return;
-  state_ = State::kEnded;
-  group_.leave_presence();
-  if (!group_.is_aborted())
-    group_.abort(layout::AbortCause::kPeerFailed,
-                 site(step_),
-                 {group_.rank_idx()},
-                 concat("rank ",
-                        group_.rank_idx(),
-                        " gave up ",
-                        layout::operation_name(operation_),
-                        ", epoch ",
-                        epoch_,
-                        ": ",
-                        reason));
+  give_up(reason);
   // Kernels leave by the abort; until then they read what the caller gave.
   endpoint_.drain();
-  for (auto& window : offered_)
-    group_.quarantine(std::move(window));
-}
-
-void DeviceExchange::enter(const char* phase) {
-  if (!endpoint_.tracer().is_enabled())
-    return;
-  const int64_t now_ns = sync::now_ns();
-  if (phase_ != nullptr && now_ns > phase_start_ns_)
-    endpoint_.tracer().add(
-        {static_cast<int64_t>(epoch_), operation_, phase_, phase_start_ns_, now_ns, -1});
-  phase_ = phase;
-  phase_start_ns_ = now_ns;
+  quarantine_offers();
 }
 
 void reject_operation(DeviceEndpoint& endpoint,
@@ -251,11 +202,12 @@ void reject_operation(DeviceEndpoint& endpoint,
       throw InvalidType(message);
     throw InvalidArgument(message);
   }
-  run_operation(endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) -> int {
-    layout::OperationArguments arguments;
-    arguments.operation = static_cast<int32_t>(operation);
-    exchange.reject(arguments, status, message);
-  });
+  host::run_operation<DeviceExchange>(
+      endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) -> int {
+        layout::OperationArguments arguments;
+        arguments.operation = static_cast<int32_t>(operation);
+        exchange.reject(arguments, status, message);
+      });
   throw std::logic_error("a rejected operation ended well");
 }
 

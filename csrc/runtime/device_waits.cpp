@@ -88,8 +88,7 @@ void DeviceExchange::check_closed() {
       // No rank can get that row, so all end here alike; nothing was written to anybody.
       stand_in_for(peer_rank);
       endpoint_.drain();
-      state_ = State::kEnded;
-      group_.leave_presence();
+      close();
     }
     throw InvalidArgument(concat("rank ",
                                  peer_rank,

@@ -1,0 +1,82 @@
+#include "host/buffer_operation.h"
+
+#include "core/sync.h"
+
+namespace moe::host {
+
+BufferOperation::BufferOperation(EndpointBase& endpoint,
+                                 layout::Operation operation,
+                                 const InterruptCheck& interrupt_check)
+    : group_(endpoint.group()),
+      operation_(operation),
+      interrupt_check_(interrupt_check),
+      buffer_(endpoint) {
+  MOE_CHECK(!endpoint.is_destroyed(),
+            layout::operation_name(operation),
+            ": this buffer has been destroyed");
+  group_.check_usable(operation);
+}
+
+void BufferOperation::begin() {
+  if (buffer_.tracer().is_enabled())
+    phase_start_ns_ = sync::now_ns();
+  epoch_ = buffer_.take_epoch();
+  group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
+}
+
+void BufferOperation::close() {
+  is_open_ = false;
+  group_.leave_presence();
+}
+
+void BufferOperation::complete() {
+  if (!is_open_)
+    return;
+  enter(nullptr);
+  close();
+  buffer_.complete_epoch(epoch_);
+}
+
+void BufferOperation::give_up(const std::string& reason) {
+  close();
+  if (!group_.is_aborted())
+    group_.abort(layout::AbortCause::kPeerFailed,
+                 site(step_),
+                 {group_.rank_idx()},
+                 concat("rank ",
+                        group_.rank_idx(),
+                        " gave up ",
+                        layout::operation_name(operation_),
+                        ", epoch ",
+                        epoch_,
+                        ": ",
+                        reason));
+  else
+    group_.spread_abort();
+}
+
+void BufferOperation::quarantine_offers() {
+  for (auto& window : offered_)
+    group_.quarantine(std::move(window));
+}
+
+WaitSite BufferOperation::site(layout::Phase phase) const {
+  return WaitSite{operation_, phase, static_cast<int64_t>(epoch_), &interrupt_check_};
+}
+
+void BufferOperation::enter(const char* phase) {
+  if (!buffer_.tracer().is_enabled())
+    return;
+  const int64_t now_ns = sync::now_ns();
+  record(phase_start_ns_, now_ns, -1);
+  phase_ = phase;
+  phase_start_ns_ = now_ns;
+}
+
+void BufferOperation::record(int64_t start_ns, int64_t end_ns, int peer_rank) {
+  if (phase_ != nullptr && end_ns > start_ns)
+    buffer_.tracer().add(
+        {static_cast<int64_t>(epoch_), operation_, phase_, start_ns, end_ns, peer_rank});
+}
+
+}  // namespace moe::host
