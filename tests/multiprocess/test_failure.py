@@ -297,12 +297,16 @@ def _cross(context: RankContext) -> tuple[Told, int]:
 
 def test_blocking_calls_in_opposite_order_name_both_buffers() -> None:
     results = run_ranks(_cross, 2)
-    texts = [text for (_, _, _, _, text), _ in results]
     assert [name for (name, *_), _ in results] == ["PeerTimeoutError"] * 2
-    assert texts[0] == texts[1]
-    match = re.search(r"dispatch of buffer (\d+) .*; it is in dispatch of buffer (\d+)", texts[0])
-    assert match is not None, texts[0]
-    assert match.group(1) != match.group(2)
+    # Both limits end at about the same moment: the ranks raise the abort that was told first or,
+    # where neither had been told yet, each its own.
+    named = []
+    for (_, _, _, _, text), _ in results:
+        match = re.search(r"dispatch of buffer (\d+) .*; it is in dispatch of buffer (\d+)", text)
+        assert match is not None, text
+        named.append(match.groups())
+    assert named[0][0] != named[0][1], named
+    assert named[1] in (named[0], named[0][::-1]), named
 
 
 # ---------------------------------------------------------------------------------------------
