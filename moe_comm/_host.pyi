@@ -21,6 +21,7 @@ def set_warning_interval(seconds: float) -> None: ...
 class Group:
     rank_idx: int
     num_ranks: int
+    num_local_ranks: int
     @staticmethod
     def create(
         mesh: PeerMesh,
@@ -29,6 +30,8 @@ class Group:
         stall_timeout_s: float,
         arrival_timeout_s: float,
         num_threads: int,
+        num_local_ranks: int = 0,
+        num_machine_ranks: int = 0,
     ) -> Group: ...
     @staticmethod
     def create_child(
@@ -39,6 +42,8 @@ class Group:
         stall_timeout_s: float,
         arrival_timeout_s: float,
         num_threads: int,
+        num_local_ranks: int = 0,
+        num_machine_ranks: int = 0,
     ) -> Group: ...
     def all_gather(self, payload: bytes) -> list[bytes]: ...
     def empty(self, num_bytes: int) -> Any: ...

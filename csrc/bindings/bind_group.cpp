@@ -18,7 +18,9 @@ std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
                                           uint64_t channel,
                                           double stall_timeout_s,
                                           double arrival_timeout_s,
-                                          int num_threads) {
+                                          int num_threads,
+                                          int num_local_ranks,
+                                          int num_machine_ranks) {
   const py::gil_scoped_release no_gil;
   std::vector<int> members(static_cast<size_t>(mesh->num_ranks()));
   std::iota(members.begin(), members.end(), 0);
@@ -31,7 +33,9 @@ std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
                                              arrival_timeout_s,
                                              num_threads,
                                              false,
-                                             signal_check());
+                                             signal_check(),
+                                             num_local_ranks,
+                                             num_machine_ranks);
   return std::make_shared<NativeGroup>(NativeGroup{mesh, heap, group, true});
 }
 
@@ -41,7 +45,9 @@ std::shared_ptr<NativeGroup> create_child(const std::shared_ptr<NativeGroup>& pa
                                           uint64_t channel,
                                           double stall_timeout_s,
                                           double arrival_timeout_s,
-                                          int num_threads) {
+                                          int num_threads,
+                                          int num_local_ranks,
+                                          int num_machine_ranks) {
   const py::gil_scoped_release no_gil;
   std::vector<int> members;
   for (const int parent_rank : parent_ranks)
@@ -55,7 +61,9 @@ std::shared_ptr<NativeGroup> create_child(const std::shared_ptr<NativeGroup>& pa
                                              arrival_timeout_s,
                                              num_threads,
                                              true,
-                                             signal_check());
+                                             signal_check(),
+                                             num_local_ranks,
+                                             num_machine_ranks);
   return std::make_shared<NativeGroup>(NativeGroup{parent->mesh, parent->heap, group, false});
 }
 
@@ -142,12 +150,35 @@ py::dict heap_stats(const NativeGroup& native) {
 
 void bind_group(py::module_& module) {
   py::class_<NativeGroup, std::shared_ptr<NativeGroup>> group(module, "Group");
-  group.def_static("create", &create_group)
-      .def_static("create_child", &create_child)
+  group
+      .def_static("create",
+                  &create_group,
+                  py::arg("mesh"),
+                  py::arg("heap"),
+                  py::arg("channel"),
+                  py::arg("stall_timeout_s"),
+                  py::arg("arrival_timeout_s"),
+                  py::arg("num_threads"),
+                  py::arg("num_local_ranks") = 0,
+                  py::arg("num_machine_ranks") = 0)
+      .def_static("create_child",
+                  &create_child,
+                  py::arg("parent"),
+                  py::arg("parent_ranks"),
+                  py::arg("rank_idx"),
+                  py::arg("channel"),
+                  py::arg("stall_timeout_s"),
+                  py::arg("arrival_timeout_s"),
+                  py::arg("num_threads"),
+                  py::arg("num_local_ranks") = 0,
+                  py::arg("num_machine_ranks") = 0)
       .def_property_readonly("rank_idx",
                              [](const NativeGroup& self) { return self.group->rank_idx(); })
       .def_property_readonly("num_ranks",
                              [](const NativeGroup& self) { return self.group->num_ranks(); })
+      .def_property_readonly(
+          "num_local_ranks",
+          [](const NativeGroup& self) { return self.group->nodes().num_local_ranks; })
       .def("all_gather", &all_gather)
       .def("empty", &empty_bytes, py::arg("num_bytes"))
       .def("find", &find_place, py::arg("address"), py::arg("num_bytes"))

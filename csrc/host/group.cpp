@@ -39,6 +39,17 @@ std::string describe(const WaitSite& site) {
                 layout::phase_name(site.phase));
 }
 
+NodeLayout checked_layout(int num_ranks, int num_local_ranks) {
+  if (num_local_ranks == 0)
+    return {num_ranks, num_ranks};
+  MOE_CHECK(num_local_ranks > 0 && num_ranks % num_local_ranks == 0,
+            "num_local_ranks must divide the ",
+            num_ranks,
+            " ranks of the group, got ",
+            num_local_ranks);
+  return {num_ranks, num_local_ranks};
+}
+
 }  // namespace
 
 Group::Group(std::shared_ptr<PeerLink> link,
@@ -50,16 +61,20 @@ Group::Group(std::shared_ptr<PeerLink> link,
              double arrival_timeout_s,
              int num_threads,
              bool is_child,
-             const InterruptCheck& interrupt_check)
+             const InterruptCheck& interrupt_check,
+             int num_local_ranks,
+             int num_machine_ranks)
     : link_(std::move(link)),
       memory_(std::move(memory)),
       members_(std::move(members)),
       rank_idx_(rank_idx),
+      nodes_(checked_layout(static_cast<int>(members_.size()), num_local_ranks)),
       channel_(channel & ~kReservedChannelBits),
       stall_timeout_ns_(seconds_to_ns(stall_timeout_s)),
       arrival_timeout_ns_(seconds_to_ns(arrival_timeout_s)),
       num_threads_(num_threads),
-      has_spare_cores_(static_cast<int>(members_.size()) <= num_usable_cores()),
+      has_spare_cores_((num_machine_ranks == 0 ? nodes_.num_ranks : num_machine_ranks) <=
+                       num_usable_cores()),
       process_id_(getpid()),
       is_child_(is_child),
       controls_(members_.size()),
@@ -72,11 +87,20 @@ Group::Group(std::shared_ptr<PeerLink> link,
             num_ranks());
   own_control_ = memory_->allocate(sizeof(layout::ControlBlock));
   sync::fill_shared(own_control_->data(), 0, sizeof(layout::ControlBlock));
-  auto* own = reinterpret_cast<layout::ControlBlock*>(own_control_->data());
-  own_abort_ = &own->abort;
+  own_ = reinterpret_cast<layout::ControlBlock*>(own_control_->data());
+  own_abort_ = &own_->abort;
   // Until peers' blocks are known every wait is for a message, which rings the own doorbell.
-  std::fill(controls_.begin(), controls_.end(), own);
-  listener_id_ = link_->add_listener([own] { sync::ring(own->doorbell); });
+  std::fill(controls_.begin(), controls_.end(), own_);
+  layout::ControlBlock* remote = nullptr;
+  if (nodes_.num_nodes() > 1) {
+    remote_control_ = memory_->allocate(sizeof(layout::ControlBlock));
+    sync::fill_shared(remote_control_->data(), 0, sizeof(layout::ControlBlock));
+    remote = reinterpret_cast<layout::ControlBlock*>(remote_control_->data());
+  }
+  listener_id_ = link_->add_listener([this] {
+    take_remote_aborts();
+    sync::ring(own_->doorbell);
+  });
   try {
     const Offer own_offer = own_control_->offer();
     const std::string payload(reinterpret_cast<const char*>(&own_offer), sizeof(own_offer));
@@ -84,6 +108,10 @@ Group::Group(std::shared_ptr<PeerLink> link,
     WaitSite site;
     site.interrupt_check = &interrupt_check;
     for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+      if (!is_local(peer_rank)) {
+        controls_[static_cast<size_t>(peer_rank)] = remote;
+        continue;
+      }
       Offer offer;
       std::memcpy(&offer, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(offer));
       controls_[static_cast<size_t>(peer_rank)] =
@@ -109,7 +137,7 @@ Group::~Group() {
   // The words alone decide now: a peer that has set its own touches the window no more.
   for (auto& [windows, closed_words] : retired_) {
     const bool is_unused = std::all_of(closed_words.begin(), closed_words.end(), [](auto* word) {
-      return sync::load_acquire(*word) != 0;
+      return word == nullptr || sync::load_acquire(*word) != 0;
     });
     for (auto& window : windows)
       if (!is_unused)
@@ -174,6 +202,15 @@ std::byte* Group::resolve(SymmetricMemory& memory,
   std::byte* address = memory.try_resolve(link_rank, offer);
   if (address != nullptr) [[likely]]
     return address;
+  MOE_CHECK(is_local(rank_idx),
+            "memory of rank ",
+            rank_idx,
+            " on node ",
+            nodes_.node_idx(rank_idx),
+            " is not seen by rank ",
+            rank_idx_,
+            " on node ",
+            nodes_.node_idx(rank_idx_));
   const int64_t start_ns = sync::now_ns();
   wait_until(
       *this,
@@ -258,14 +295,23 @@ void Group::abort(layout::AbortCause cause,
       static_cast<int32_t>(std::min<size_t>(ranks.size(), layout::AbortRecord::kMaxRanks));
   std::copy_n(ranks.begin(), record.num_ranks, record.ranks);
   std::strncpy(record.message, message.c_str(), sizeof(record.message) - 1);
-  store_abort(rank_idx_, record);
+  store_abort(*own_, record);
   store_abort_at_peers(record);
 }
 
 void Group::store_abort_at_peers(const layout::AbortRecord& record) {
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
-    if (peer_rank != rank_idx_ && is_active(peer_rank) && state(peer_rank) == PeerState::kAlive)
-      store_abort(peer_rank, record);
+  // To other nodes once: who has sent one abort of a generation has nothing new to say.
+  const bool has_posted = posted_abort_.exchange(generation() + 1) == generation() + 1;
+  const std::string message(reinterpret_cast<const char*>(&record), sizeof(record));
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (peer_rank == rank_idx_ || !is_active(peer_rank) || state(peer_rank) != PeerState::kAlive)
+      continue;
+    const auto idx = static_cast<size_t>(peer_rank);
+    if (is_local(peer_rank))
+      store_abort(*controls_[idx], record);
+    else if (!has_posted)
+      link_->post(members_[idx], channel_ | kAbortChannelBit, generation(), message);
+  }
   // What this rank stores from now on is seen by nobody who does not see the abort as well.
   sync::fence_seq_cst();
 }
@@ -278,8 +324,33 @@ void Group::spread_abort() {
   store_abort_at_peers(record);
 }
 
-void Group::store_abort(int rank_idx, const layout::AbortRecord& record) {
-  auto& target = controls_[static_cast<size_t>(rank_idx)]->abort;
+/// Stores here what ranks of other nodes have sent.
+void Group::take_remote_aborts() {
+  if (nodes_.num_nodes() == 1)
+    return;
+  const std::lock_guard<sync::Mutex> lock(remote_aborts_mutex_);
+  take_remote_aborts_locked();
+}
+
+void Group::take_remote_aborts_locked() {
+  std::string message;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const int link_rank = members_[static_cast<size_t>(peer_rank)];
+    while (!is_local(peer_rank) &&
+           link_->take(link_rank, channel_ | kAbortChannelBit, generation(), &message)) {
+      layout::AbortRecord record{};
+      if (message.size() != sizeof(record))
+        continue;
+      std::memcpy(&record, message.data(), sizeof(record));
+      record.message[layout::AbortRecord::kMessageBytes - 1] = '\0';
+      record.num_ranks = std::clamp(record.num_ranks, 0, layout::AbortRecord::kMaxRanks);
+      store_abort(*own_, record);
+    }
+  }
+}
+
+void Group::store_abort(layout::ControlBlock& control, const layout::AbortRecord& record) {
+  auto& target = control.abort;
   const uint32_t present = sync::load_acquire(target.state);
   const bool is_free = present == 0 || layout::AbortRecord::generation(present) < generation();
   if (!is_free || !sync::compare_exchange(
@@ -295,7 +366,7 @@ void Group::store_abort(int rank_idx, const layout::AbortRecord& record) {
     sync::store_relaxed(target.state, is_set);
   else
     sync::store_release(target.state, is_set);
-  sync::ring(doorbell(rank_idx));
+  sync::ring(control.doorbell);
 }
 
 bool Group::await_abort_record() const {
@@ -401,9 +472,10 @@ void Group::free_retired() {
   const std::lock_guard<sync::Mutex> lock(mutex_);
   std::erase_if(retired_, [this](const RetiredControl& retired) {
     for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+      const uint64_t* const word = retired.closed_words[static_cast<size_t>(peer_rank)];
       const bool is_gone = !is_active(peer_rank) || state(peer_rank) != PeerState::kAlive;
-      if (!is_gone && !MOE_MUTANT(control_area_freed_early) &&
-          sync::load_acquire(*retired.closed_words[static_cast<size_t>(peer_rank)]) == 0)
+      if (word != nullptr && !is_gone && !MOE_MUTANT(control_area_freed_early) &&
+          sync::load_acquire(*word) == 0)
         return false;
     }
     return true;

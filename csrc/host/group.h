@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/node_layout.h"
 #include "core/peer_link.h"
 #include "core/symmetric_memory.h"
 #include "layout/control.h"
@@ -51,8 +52,9 @@ struct RecoveryResult {
 
 /// The ranks of one communicator: who lives, what was aborted, small messages between them.
 ///
-/// Ranks are the communicator's own, [0, num_ranks). Thread-safe, except that `all_gather` and
-/// `recover` are called by one thread at a time.
+/// Ranks are the communicator's own, [0, num_ranks). Those of one node share memory; what ranks of
+/// other nodes must hear goes over the link. Thread-safe, except that `all_gather` and `recover`
+/// are called by one thread at a time.
 class Group {
  public:
   /// @param link     Sockets of the widest communicator.
@@ -60,6 +62,8 @@ class Group {
   /// @param members  Rank of every member in the widest communicator.
   /// @param channel  Tells this communicator's messages from others'; equal on every rank.
   /// @param is_child True where peers may leave this communicator and keep the link.
+  /// @param num_local_ranks  Of a node; 0 for one node.
+  /// @param num_machine_ranks  Ranks that share this machine's cores; 0 for all.
   /// Collective: exchanges control blocks.
   Group(std::shared_ptr<PeerLink> link,
         std::shared_ptr<SymmetricMemory> memory,
@@ -70,13 +74,18 @@ class Group {
         double arrival_timeout_s,
         int num_threads,
         bool is_child,
-        const InterruptCheck& interrupt_check);
+        const InterruptCheck& interrupt_check,
+        int num_local_ranks = 0,
+        int num_machine_ranks = 0);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
   int rank_idx() const { return rank_idx_; }
   int num_ranks() const { return static_cast<int>(members_.size()); }
+  const NodeLayout& nodes() const { return nodes_; }
+  /// Whether that rank is on this rank's node: only then does this process see its memory.
+  bool is_local(int rank_idx) const { return nodes_.is_same_node(rank_idx, rank_idx_); }
   int num_threads() const { return num_threads_; }
   bool has_spare_cores() const { return has_spare_cores_; }
   int64_t stall_timeout_ns() const { return stall_timeout_ns_; }
@@ -85,6 +94,8 @@ class Group {
   const std::shared_ptr<SymmetricMemory>& shared_memory() const { return memory_; }
   const std::shared_ptr<PeerLink>& link() const { return link_; }
   const std::vector<int>& members() const { return members_; }
+  /// Of the link, for rows that travel over it: nobody else posts there.
+  uint64_t rail_channel() const { return channel_ | kRailChannelBit; }
 
   /// Whether a rank takes part; false for ranks a recovery has excluded.
   bool is_active(int rank_idx) const { return is_active_[static_cast<size_t>(rank_idx)]; }
@@ -99,6 +110,7 @@ class Group {
   /// @throws InvalidArgument  in a forked child, or when destroyed. Touches nothing shared.
   void check_process(const char* what) const;
 
+  /// Of a rank of another node: one that nobody sleeps on.
   sync::Doorbell& doorbell(int rank_idx) {
     return controls_[static_cast<size_t>(rank_idx)]->doorbell;
   }
@@ -106,13 +118,14 @@ class Group {
   /// Says which operation this rank has entered, for peers that wait for it on another buffer.
   void show_presence(uint64_t buffer_number, uint64_t epoch, layout::Operation operation);
   void leave_presence();
-  /// Whether @p rank_idx shows that it is in that operation now.
+  /// Whether @p rank_idx shows that it is in that operation now; never of a rank of another node.
   bool is_present(int rank_idx, uint64_t buffer_number, uint64_t epoch) const;
   /// "; it is in combine of buffer 3, epoch 7" or nothing.
   std::string whereabouts(int rank_idx) const;
   sync::Doorbell& own_doorbell() { return doorbell(rank_idx_); }
 
-  /// Address of a place of @p rank_idx; waits until the peer's announcement has arrived.
+  /// Address of a place of @p rank_idx, which is_local(); waits until the peer's announcement has
+  /// arrived.
   std::byte* resolve(int rank_idx, const Offer& offer, const WaitSite& site) {
     return resolve(*memory_, rank_idx, offer, site);
   }
@@ -148,7 +161,7 @@ class Group {
   [[noreturn]] void give_up_gone(int peer_rank, const WaitSite& site);
 
   /// Aborts the communicator: stores the record here and at every living peer, wakes all sleepers.
-  /// Only the first abort counts.
+  /// Only the first abort counts. Ranks of other nodes are sent it.
   void abort(layout::AbortCause cause,
              const WaitSite& site,
              const std::vector<int>& ranks,
@@ -181,7 +194,8 @@ class Group {
   /// has destroyed its own: one may be about to write there, and learns of the end from its own.
   /// @param windows     The control area, all of its parts.
   /// @param peer_words  By rank, this rank's word in that peer's area; null where there is none.
-  /// @param own_words   By rank, that peer's word in the control area.
+  /// @param own_words   By rank, that peer's word in the control area; null for one that never
+  ///   writes there.
   /// @param next_epoch  First operation that this rank takes no part in, >= 1: what peers read in
   ///   their words.
   void close_control(std::vector<std::shared_ptr<Window>> windows,
@@ -221,7 +235,10 @@ class Group {
  private:
   static constexpr uint64_t kRecoveryChannelBit = uint64_t{1} << 63;
   static constexpr uint64_t kLeaveChannelBit = uint64_t{1} << 62;
-  static constexpr uint64_t kReservedChannelBits = kRecoveryChannelBit | kLeaveChannelBit;
+  static constexpr uint64_t kAbortChannelBit = uint64_t{1} << 61;
+  static constexpr uint64_t kRailChannelBit = uint64_t{1} << 60;
+  static constexpr uint64_t kReservedChannelBits =
+      kRecoveryChannelBit | kLeaveChannelBit | kAbortChannelBit | kRailChannelBit;
 
   /// What ranks have said in the recovery that is under way. Outlives a call that ended early, so
   /// that the next one goes on where it stopped.
@@ -231,8 +248,10 @@ class Group {
     std::string decision;                ///< what this rank has committed to; "" for none yet
   };
 
-  void store_abort(int rank_idx, const layout::AbortRecord& record);
+  void store_abort(layout::ControlBlock& control, const layout::AbortRecord& record);
   void store_abort_at_peers(const layout::AbortRecord& record);
+  void take_remote_aborts();
+  void take_remote_aborts_locked();
   /// Whether what aborted this rank is known here in full; waits for its writer a little.
   bool await_abort_record() const;
   std::vector<int> missing_ranks() const;
@@ -259,6 +278,7 @@ class Group {
   std::shared_ptr<SymmetricMemory> memory_;
   std::vector<int> members_;
   int rank_idx_;
+  NodeLayout nodes_;
   uint64_t channel_;
   int64_t stall_timeout_ns_;
   int64_t arrival_timeout_ns_;
@@ -268,8 +288,12 @@ class Group {
   bool is_child_;
 
   std::shared_ptr<Window> own_control_;
+  std::shared_ptr<Window> remote_control_;  ///< what stands for that of every remote rank
   std::vector<layout::ControlBlock*> controls_;
+  layout::ControlBlock* own_ = nullptr;
   layout::AbortRecord* own_abort_ = nullptr;
+  sync::Mutex remote_aborts_mutex_;        ///< the link's thread takes them, and recovery
+  std::atomic<uint32_t> posted_abort_{0};  ///< 1 + generation of the last abort sent to other nodes
   std::vector<uint8_t> is_active_;
   mutable std::vector<std::atomic<bool>> has_left_;  ///< this communicator, not the link
   int listener_id_ = -1;

@@ -91,7 +91,13 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
                             FailureSite{{missing}, "recover", "idle", -1});
       });
   recovery_ = Recovery{};
-  generation_.fetch_add(1, std::memory_order_relaxed);
+  {
+    const std::lock_guard<sync::Mutex> lock(remote_aborts_mutex_);
+    // The living have committed, hence have sent every abort that this recovery ends.
+    take_remote_aborts_locked();
+    generation_.fetch_add(1, std::memory_order_relaxed);
+    take_remote_aborts_locked();  // of peers that were here first, and found another death
+  }
   is_recovery_unfinished_.store(false, std::memory_order_relaxed);
   return std::move(recovery_result_);
 }
