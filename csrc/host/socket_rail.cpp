@@ -355,4 +355,19 @@ uint64_t SocketRail::received_bytes() const {
   return engine_->received_bytes();
 }
 
+std::shared_ptr<Rail> make_socket_rail(Group& group, uint64_t buffer_number) {
+  const NodeLayout& nodes = group.nodes();
+  std::vector<int> link_ranks;
+  for (int node_idx = 0; node_idx < nodes.num_nodes(); ++node_idx) {
+    const int rank_idx = nodes.rail_rank(group.rank_idx(), node_idx);
+    link_ranks.push_back(group.is_active(rank_idx) ? group.members()[static_cast<size_t>(rank_idx)]
+                                                   : -1);
+  }
+  return std::make_shared<SocketRail>(
+      group.link(),
+      std::move(link_ranks),
+      nodes.node_idx(group.rank_idx()),
+      SocketRailStream{group.rail_channel(), buffer_number, group.generation()});
+}
+
 }  // namespace moe::host
