@@ -1,5 +1,7 @@
 #pragma once
 
+#include "core/host_device.h"
+
 namespace moe {
 
 /// Which ranks share a node: consecutive ones, equally many on every node.
@@ -9,17 +11,17 @@ struct NodeLayout {
   int num_ranks = 1;
   int num_local_ranks = 1;
 
-  int num_nodes() const { return num_ranks / num_local_ranks; }
-  int node_idx(int rank_idx) const { return rank_idx / num_local_ranks; }
-  int local_rank_idx(int rank_idx) const { return rank_idx % num_local_ranks; }
-  int rank_of(int node_idx, int local_rank_idx) const {
+  MOE_HOST_DEVICE int num_nodes() const { return num_ranks / num_local_ranks; }
+  MOE_HOST_DEVICE int node_idx(int rank_idx) const { return rank_idx / num_local_ranks; }
+  MOE_HOST_DEVICE int local_rank_idx(int rank_idx) const { return rank_idx % num_local_ranks; }
+  MOE_HOST_DEVICE int rank_of(int node_idx, int local_rank_idx) const {
     return node_idx * num_local_ranks + local_rank_idx;
   }
-  bool is_same_node(int rank_idx, int other_rank) const {
+  MOE_HOST_DEVICE bool is_same_node(int rank_idx, int other_rank) const {
     return node_idx(rank_idx) == node_idx(other_rank);
   }
   /// The rank of @p node_idx through which @p rank_idx reaches that node.
-  int rail_rank(int rank_idx, int node_idx) const {
+  MOE_HOST_DEVICE int rail_rank(int rank_idx, int node_idx) const {
     return rank_of(node_idx, local_rank_idx(rank_idx));
   }
 };

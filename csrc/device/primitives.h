@@ -47,6 +47,20 @@
 //                                               thread
 //     void await_bulk_reads<num_pending>()      shared memory may be written again, no more
 //     constexpr bool kHasBulkCopies             of the architecture that is compiled for
+//   Puts: bytes to a rank of another node, with a signal behind them. All lanes of a warp call with
+//   equal arguments; only where a build names an engine ("device/nvshmem.cuh", the emulator).
+//     void put_signal(int pe, std::byte* to, const std::byte* from, int64_t bytes,
+//                     uint64_t* signal, uint64_t value)
+//                                       returns at once. `to` and `signal` are places of this
+//                                       rank's symmetric memory and stand for the same places of
+//                                       `pe`; `from` is symmetric memory, too. 0 bytes: the signal
+//                                       alone. What the lanes wrote or acquired before is what is
+//                                       sent.
+//     void quiet()                      this warp's puts have been delivered
+//   Whoever acquires `value` from `signal` (load_acquire<kSystem>) sees the bytes of that put and
+//   of no other: two puts, even of one thread to one rank, arrive in any order. The source may be
+//   written again only after quiet(), and only quiet() makes sure that a put ever arrives. Bulk
+//   copies of what came need fence_proxy_async(), as after every acquire.
 //   Arithmetic, each rounded once and never fused
 //     float multiply(float, float), add(float, float), divide(float, float); the same of double
 //     float bfloat16_to_float(uint16_t), half_to_float(uint16_t)

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/node_layout.h"
+#include "kernels/buffer.h"
+#include "layout/rail_region.h"
+
+// What kernels of a buffer share whose ranks lie on several nodes. Ranks of other nodes are reached
+// by puts alone: their workspaces and windows have no address here.
+
+namespace moe::kernels {
+
+/// The nodes of a buffer, and how the ranks of this rank's rail (equal local index, one a node) are
+/// reached. Passed by value, beside Buffer.
+///
+/// Of Buffer, `workspaces` of ranks of other nodes are memory of this rank that nobody else uses;
+/// `segment_bases` are looked at for ranks of this node only.
+struct Rails {
+  NodeLayout nodes;
+  const int32_t* pes = nullptr;  ///< device [num_ranks]: what the engine calls every rank
+  std::byte* region = nullptr;   ///< this rank's, zeros before the first operation
+  layout::RailRegion map;
+  /// Tokens whose rows make a chunk; the same on every rank.
+  int32_t tokens_per_chunk = 8;
+
+  MOE_HOST_DEVICE int64_t num_chunks(int64_t num_tokens) const {
+    return (num_tokens + tokens_per_chunk - 1) / tokens_per_chunk;
+  }
+};
+
+}  // namespace moe::kernels
