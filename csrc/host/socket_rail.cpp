@@ -161,20 +161,17 @@ class SocketRail::Engine {
     Peer& peer = peers_[static_cast<size_t>(node_idx)];
     if (!peer.failure.empty()) {
       discard_frames(peer);
-      return fail(peer, peer.failure);
+      return end_all(peer, peer.failure);
     }
     // Read before the messages: what a peer sent before it went is there once it is seen gone.
     const PeerState state = peer.link_rank < 0 ? PeerState::kLeft : link_->state(peer.link_rank);
-    bool has_ended = false;
-    if (peer.link_rank >= 0) {
-      has_ended |= take_frames(node_idx, peer);
-      has_ended |= send_frames(peer);
-    }
-    if (state != PeerState::kAlive)
-      has_ended |= fail(
-          peer,
-          concat("the rank of node ", node_idx, state == PeerState::kDead ? " died" : " left"));
-    return has_ended;
+    bool has_ended = peer.link_rank >= 0 && take_frames(node_idx, peer);
+    if (state == PeerState::kAlive)
+      return send_frames(peer) || has_ended;
+    // What it has sent and nobody has asked for yet may still be taken: no failure of the stream.
+    const bool is_dead = state == PeerState::kDead;
+    return end_all(peer, concat("the rank of node ", node_idx, is_dead ? " died" : " left")) ||
+           has_ended;
   }
 
   bool send_frames(Peer& peer) {
@@ -280,8 +277,13 @@ class SocketRail::Engine {
 
   /// Nothing moves to or from that node any more; @return whether a transfer has ended by it.
   static bool fail(Peer& peer, const std::string& reason) {
-    const bool has_ended = !peer.sends.empty() || !peer.receives.empty();
     peer.failure = reason;
+    return end_all(peer, reason);
+  }
+
+  /// Transfers that have been started fail; @return whether there was one.
+  static bool end_all(Peer& peer, const std::string& reason) {
+    const bool has_ended = !peer.sends.empty() || !peer.receives.empty();
     for (auto* messages : {&peer.sends, &peer.receives}) {
       for (const auto& message : *messages)
         message->fail(reason);
