@@ -10,6 +10,7 @@ namespace moe::bindings {
 void bind_kernels(pybind11::module_& module);
 void bind_heap(pybind11::module_& module);
 void bind_group(pybind11::module_& module);
+void bind_rail(pybind11::module_& module);
 void bind_buffer(pybind11::module_& module);
 void bind_batched_copy(pybind11::module_& module);
 void bind_tensor_table(pybind11::module_& module);
