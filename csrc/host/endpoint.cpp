@@ -1,12 +1,16 @@
 #include "host/endpoint.h"
 
+#include <mutex>
+
 #include "host/machine_cache.h"
+#include "host/socket_rail.h"
 
 namespace moe::host {
 
 namespace {
 
 constexpr int64_t kBytesWorthAThread = int64_t{1} << 20;
+constexpr uint64_t kMostKeptRailBytes = uint64_t{256} << 20;
 
 const RowKernels& choose_kernels(const std::string& isa) {
   if (isa.empty())
@@ -26,6 +30,8 @@ const RowKernels& choose_kernels(const std::string& isa) {
 std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Group> group,
                                            EndpointConfig config,
                                            const InterruptCheck& interrupt_check) {
+  if (group->nodes().num_nodes() > 1)
+    config.agreed.emplace_back("rail", config.rail ? config.rail->name() : "sockets");
   const auto endpoint = share_endpoint(new Endpoint(std::move(group), std::move(config)));
   try {
     endpoint->connect(endpoint->config().depth, "", interrupt_check);
@@ -43,10 +49,62 @@ Endpoint::Endpoint(std::shared_ptr<Group> group, EndpointConfig config)
     : EndpointBase(std::move(group), std::move(config)),
       kernels_(&choose_kernels(this->config().isa)),
       cache_bytes_(last_level_cache_bytes()),
-      threads_(this->group().num_threads()) {}
+      threads_(this->group().num_threads()),
+      rail_(this->config().rail),
+      rail_buffers_(kMostKeptRailBytes) {
+  if (rail_)
+    listen();
+}
 
 Endpoint::~Endpoint() {
   destroy({});
+}
+
+void Endpoint::listen() {
+  rail_->set_listener([group = shared_group()] { sync::ring(group->own_doorbell()); });
+}
+
+Rail& Endpoint::rail() {
+  const std::lock_guard<sync::Mutex> lock(rail_mutex_);
+  if (rail_ == nullptr) {
+    rail_ = make_socket_rail(group(), buffer_number());
+    listen();
+  }
+  return *rail_;
+}
+
+Endpoint::InternodeBytes Endpoint::internode_bytes() const {
+  const std::lock_guard<sync::Mutex> lock(rail_mutex_);
+  InternodeBytes bytes = bytes_of_former_rails_;
+  if (rail_) {
+    bytes.sent += rail_->sent_bytes();
+    bytes.received += rail_->received_bytes();
+  }
+  return bytes;
+}
+
+void Endpoint::restart(uint64_t next_epoch) {
+  EndpointBase::restart(next_epoch);
+  // The next operation makes another, over the sockets: an engine cannot drop what was under way.
+  retire_rail("the communicator has recovered");
+}
+
+void Endpoint::end_device_operations() {
+  retire_rail("the buffer was destroyed");
+}
+
+void Endpoint::retire_rail(const std::string& reason) {
+  std::shared_ptr<Rail> rail;
+  {
+    const std::lock_guard<sync::Mutex> lock(rail_mutex_);
+    rail = std::move(rail_);
+  }
+  if (rail == nullptr)
+    return;
+  rail->give_up(reason);
+  const std::lock_guard<sync::Mutex> lock(rail_mutex_);
+  bytes_of_former_rails_.sent += rail->sent_bytes();
+  bytes_of_former_rails_.received += rail->received_bytes();
 }
 
 StoreMode Endpoint::store_mode(int64_t total_bytes) const {

@@ -1,6 +1,8 @@
 #include "host/endpoint_base.h"
 
+#include <cstdlib>
 #include <cstring>
+#include <new>
 
 namespace moe::host {
 
@@ -58,6 +60,13 @@ void check_agreement(const std::vector<std::string>& payloads,
   }
 }
 
+std::shared_ptr<std::byte> zeroed_memory(int64_t bytes) {
+  auto* const memory = static_cast<std::byte*>(std::calloc(static_cast<size_t>(bytes), 1));
+  if (memory == nullptr)
+    throw std::bad_alloc();
+  return {memory, [](std::byte* data) { std::free(data); }};
+}
+
 }  // namespace
 
 EndpointBase::EndpointBase(std::shared_ptr<Group> group, EndpointConfig config)
@@ -95,8 +104,16 @@ std::vector<std::string> EndpointBase::connect(int depth,
     const std::string& said = payloads[static_cast<size_t>(peer_rank)];
     Offer place;
     std::memcpy(&place, said.data(), sizeof(place));
-    workspaces_[static_cast<size_t>(peer_rank)] = layout::Workspace(
-        group_->resolve(peer_rank, place, site), num_ranks(), config_.num_experts, depth);
+    std::byte* base = nullptr;
+    if (group_->is_local(peer_rank)) {
+      base = group_->resolve(peer_rank, place, site);
+    } else {
+      if (remote_workspace_ == nullptr)
+        remote_workspace_ = zeroed_memory(bytes);
+      base = remote_workspace_.get();
+    }
+    workspaces_[static_cast<size_t>(peer_rank)] =
+        layout::Workspace(base, num_ranks(), config_.num_experts, depth);
     extras[static_cast<size_t>(peer_rank)] = said.substr(sizeof(Offer), extra.size());
   }
   return extras;
@@ -160,8 +177,10 @@ void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
   std::vector<const uint64_t*> own_words;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     const auto& peer = workspace(peer_rank);
-    peer_words.push_back(peer.base() == nullptr ? nullptr : &peer.closed(rank_idx()).epoch);
-    own_words.push_back(&own_workspace().closed(peer_rank).epoch);
+    const bool is_local = group_->is_local(peer_rank);
+    peer_words.push_back(is_local && peer.base() != nullptr ? &peer.closed(rank_idx()).epoch
+                                                            : nullptr);
+    own_words.push_back(is_local ? &own_workspace().closed(peer_rank).epoch : nullptr);
   }
   group_->close_control(std::move(control_windows_), peer_words, std::move(own_words), next_epoch_);
 }

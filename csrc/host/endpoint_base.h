@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/rail.h"
 #include "host/group.h"
 #include "host/progress.h"
 #include "host/trace.h"
@@ -21,7 +22,8 @@ struct EndpointConfig {
   int64_t num_max_tokens = 0;  ///< of one rank, low-latency; 0 for any
   std::vector<int32_t> expert_rank;
   int depth = 4;
-  std::string isa;  ///< of row kernels on the CPU; empty for the best of this machine
+  std::string isa;             ///< of row kernels on the CPU; empty for the best of this machine
+  std::shared_ptr<Rail> rail;  ///< between nodes; null for the communicator's own sockets
   /// Everything that must be equal on every rank, as (name, value); compared when it is made.
   std::vector<std::pair<std::string, std::string>> agreed;
 };
@@ -39,7 +41,8 @@ class EndpointBase : public Recoverable {
   int rank_idx() const { return group_->rank_idx(); }
   int num_ranks() const { return group_->num_ranks(); }
   uint64_t buffer_number() const { return buffer_number_; }
-  /// Control area that the host reads and writes, in the heap of the group.
+  /// Control area that the host reads and writes, in the heap of the group. Of a rank of another
+  /// node: one that nobody writes to.
   const layout::Workspace& workspace(int rank_idx) const {
     return workspaces_[static_cast<size_t>(rank_idx)];
   }
@@ -108,7 +111,8 @@ class EndpointBase : public Recoverable {
   uint64_t buffer_number_ = 0;
   std::vector<std::shared_ptr<Window>> control_windows_;
   std::vector<layout::Workspace> workspaces_;
-  uint64_t next_epoch_ = 1;  // 0 is the flag of memory that was never written
+  std::shared_ptr<std::byte> remote_workspace_;  ///< stands for that of every remote rank
+  uint64_t next_epoch_ = 1;                      // 0 is the flag of memory that was never written
   uint64_t first_epoch_ = 1;
   std::atomic<uint64_t> last_completed_{0};
   std::vector<uint64_t> recent_needs_;

@@ -1,5 +1,7 @@
 #include "host/exchange.h"
 
+#include <cstring>
+
 #include "host/wait.h"
 #include "host/warn.h"
 
@@ -13,8 +15,15 @@ using layout::SecondOffer;
 Exchange::Exchange(Endpoint& endpoint,
                    layout::Operation operation,
                    const InterruptCheck& interrupt_check)
-    : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
+    : BufferOperation(endpoint, operation, interrupt_check),
+      endpoint_(endpoint),
+      first_local_rank_(group_.nodes().rank_of(group_.nodes().node_idx(group_.rank_idx()), 0)),
+      num_local_ranks_(group_.nodes().num_local_ranks) {
   check_closed();
+  if (endpoint_.is_across_nodes()) {
+    check_rails();
+    relay_ = std::make_unique<Relay>(endpoint_, *this);
+  }
   auto& activity = endpoint_.own_workspace().activity();
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
   sync::store_relaxed(activity.core, sync::current_core());
@@ -38,6 +47,24 @@ void Exchange::check_closed() const {
                                    " calls ",
                                    layout::operation_name(operation_),
                                    " on it"));
+  }
+}
+
+void Exchange::check_rails() const {
+  const NodeLayout& nodes = group_.nodes();
+  for (int rank_idx = 0; rank_idx < group_.num_ranks(); ++rank_idx) {
+    if (group_.is_active(rank_idx))
+      continue;
+    for (int i = 0; i < nodes.num_local_ranks; ++i) {
+      const int neighbour = nodes.rank_of(nodes.node_idx(rank_idx), i);
+      MOE_CHECK(!group_.is_active(neighbour),
+                layout::operation_name(operation_),
+                ": rank ",
+                rank_idx,
+                " has failed, through which rows came to rank ",
+                neighbour,
+                " of its node; shrink the communicator to go on");
+    }
   }
 }
 
@@ -71,26 +98,51 @@ void Exchange::publish(const RowMessage& message) {
     text = message.message.substr(0, Row::kMessageBytes - 1);
     text.resize(Row::kMessageBytes);
   }
-  for (int offset = 0; offset < group_.num_ranks(); ++offset) {
-    // Each rank starts behind itself, so that no reader gets all rows at the end.
-    const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
-    if (!group_.is_active(peer_rank))
-      continue;
-    Row& row = endpoint_.workspace(peer_rank).row(epoch_, group_.rank_idx());
-    if (MOE_MUTANT(row_flag_before_body))
-      sync::store_release(row.epoch, epoch_);
-    sync::write_body(row, header);
+  if (relay_ != nullptr) {
+    const int64_t stride = Row::stride(group_.num_ranks(), endpoint_.config().num_experts);
+    std::vector<std::byte> image(static_cast<size_t>(stride));
+    header.epoch = epoch_;
+    std::memcpy(image.data(), &header, sizeof(header));
+    if (message.status != RowStatus::kOk)
+      std::memcpy(image.data() + sizeof(header), text.data(), text.size());
+    else if (message.counts != nullptr)
+      std::memcpy(image.data() + sizeof(header), message.counts, count_bytes());
+    relay_->exchange_row(image.data());
+  }
+  store_row(group_.rank_idx(), header, [&](Row& row) {
     if (message.status != RowStatus::kOk)
       sync::write_shared(row.message(), text.data(), text.size());
     else if (message.counts != nullptr)
       sync::write_shared(row.counts(), message.counts, count_bytes());
+  });
+}
+
+template <typename StoreTail>
+void Exchange::store_row(int src_rank, const Row& header, StoreTail&& store_tail) {
+  for_local_ranks([&](int peer_rank) {
+    Row& row = endpoint_.workspace(peer_rank).row(epoch_, src_rank);
+    if (MOE_MUTANT(row_flag_before_body))
+      sync::store_release(row.epoch, epoch_);
+    sync::write_body(row, header);
+    store_tail(row);
     if (MOE_MUTANT(row_flag_relaxed))
       sync::store_relaxed(row.epoch, epoch_);
     else
       sync::store_release(row.epoch, epoch_);
     if (!MOE_MUTANT(no_ring_after_row))
       sync::ring(group_.doorbell(peer_rank));
-  }
+  });
+}
+
+void Exchange::store_row(int src_rank, const std::byte* image) {
+  Row header;
+  std::memcpy(&header, image, sizeof(header));
+  const auto tail_bytes =
+      static_cast<size_t>(Row::stride(group_.num_ranks(), endpoint_.config().num_experts)) -
+      sizeof(header);
+  store_row(src_rank, header, [&](Row& row) {
+    sync::write_shared(row.message(), image + sizeof(header), tail_bytes);
+  });
 }
 
 size_t Exchange::count_bytes() const {
@@ -103,7 +155,9 @@ Rows Exchange::collect(bool with_counts) {
   Rows rows;
   rows.headers.resize(static_cast<size_t>(num_ranks));
   rows.messages.resize(static_cast<size_t>(num_ranks));
-  for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
+  // Those of this node first: a rank of another is heard of through one of them.
+  int peer_rank = first_local_rank_;
+  for (int i = 0; i < num_ranks; ++i, peer_rank = peer_rank + 1 == num_ranks ? 0 : peer_rank + 1) {
     if (!group_.is_active(peer_rank))
       continue;
     await_row(peer_rank);
@@ -159,14 +213,23 @@ void Exchange::publish_rejection(const RowMessage& row) {
   throw std::logic_error("a rejected row was not reported");
 }
 
+void Exchange::expect_second_offers(const std::vector<int>& short_ranks) {
+  if (relay_ != nullptr)
+    relay_->expect_second_offers(short_ranks);
+}
+
 void Exchange::publish_second_offer(const Offer& offer,
                                     uint64_t needed_bytes,
                                     uint64_t available_bytes) {
   const SecondOffer body{epoch_, offer, needed_bytes, available_bytes};
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    if (!group_.is_active(peer_rank))
-      continue;
-    auto& second = endpoint_.workspace(peer_rank).second_offer(epoch_, group_.rank_idx());
+  if (relay_ != nullptr)
+    relay_->send_second_offer(body);
+  store_second_offer(group_.rank_idx(), body);
+}
+
+void Exchange::store_second_offer(int src_rank, const SecondOffer& body) {
+  for_local_ranks([&](int peer_rank) {
+    auto& second = endpoint_.workspace(peer_rank).second_offer(epoch_, src_rank);
     if (MOE_MUTANT(second_offer_flag_before_body))
       sync::store_release(second.epoch, epoch_);
     sync::write_body(second, body);
@@ -175,7 +238,7 @@ void Exchange::publish_second_offer(const Offer& offer,
     else
       sync::store_release(second.epoch, epoch_);
     sync::ring(group_.doorbell(peer_rank));
-  }
+  });
 }
 
 SecondOffer Exchange::await_second_offer(int peer_rank) {
@@ -191,8 +254,19 @@ SecondOffer Exchange::await_second_offer(int peer_rank) {
 
 void Exchange::settle() {
   release_done();
+  if (relay_ != nullptr) {
+    for (const int node_idx : relay_->nodes())
+      release_done_of(relay_->rail_rank(node_idx));
+    relay_->finish_sends();
+  }
   endpoint_.complete_epoch(epoch_);
   close();
+}
+
+void Exchange::complete() {
+  if (relay_ != nullptr && is_open())
+    relay_->finish_sends();
+  BufferOperation::complete();
 }
 
 void Exchange::release_done() {
@@ -201,11 +275,12 @@ void Exchange::release_done() {
   sync::fence_acquire();
   group_.check_abort();
   sync::confirm_pulls();
-  for (int offset = 0; offset < group_.num_ranks(); ++offset) {
-    const int peer_rank = (group_.rank_idx() + 1 + offset) % group_.num_ranks();
-    if (!group_.is_active(peer_rank))
-      continue;
-    auto& done = endpoint_.workspace(peer_rank).done(epoch_, group_.rank_idx());
+  release_done_of(group_.rank_idx());
+}
+
+void Exchange::release_done_of(int src_rank) {
+  for_local_ranks([&](int peer_rank) {
+    auto& done = endpoint_.workspace(peer_rank).done(epoch_, src_rank);
     const uint64_t value = epoch_ - (MOE_MUTANT(done_of_former_epoch) ? 1 : 0);
     if (MOE_MUTANT(done_flag_relaxed))
       sync::store_relaxed(done.epoch, value);
@@ -213,7 +288,7 @@ void Exchange::release_done() {
       sync::store_release(done.epoch, value);
     if (!MOE_MUTANT(no_ring_after_done))
       sync::ring(group_.doorbell(peer_rank));
-  }
+  });
 }
 
 void Exchange::await_done(int peer_rank) {
@@ -226,6 +301,8 @@ void Exchange::fail(const std::string& reason) {
     return;
   sync::drop_pulls();
   give_up(reason);
+  if (relay_ != nullptr)
+    relay_->give_up(reason);
   if (MOE_MUTANT(no_quarantine_after_abort))
     offered_.clear();
   quarantine_offers();

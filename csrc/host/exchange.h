@@ -8,6 +8,7 @@
 #include "host/agreement.h"
 #include "host/buffer_operation.h"
 #include "host/endpoint.h"
+#include "host/relay.h"
 #include "host/wait.h"
 #include "layout/routing.h"
 #include "layout/row.h"
@@ -29,6 +30,9 @@ struct RowMessage {
 
 /// One operation of one buffer: its epoch, and the steps every operation is made of.
 ///
+/// On several nodes flags are stored at the ranks of this node only: a Relay carries them to the
+/// others, and stores theirs here.
+///
 /// Made by run_operation() only, which aborts the communicator when the operation ends by an
 /// exception after it took its epoch and before every rank knows the same end.
 class Exchange : public BufferOperation {
@@ -37,6 +41,9 @@ class Exchange : public BufferOperation {
 
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
   std::shared_ptr<Window> allocate(uint64_t bytes);
+
+  /// This rank's messages to other nodes; null with one node.
+  Relay* relay() { return relay_.get(); }
 
   /// Writes this rank's row to every active peer.
   void publish(const RowMessage& message);
@@ -52,11 +59,16 @@ class Exchange : public BufferOperation {
   [[noreturn]] void reject(const layout::OperationArguments& arguments, const CapacityError& error);
 
   /// Publishes what a rank that was short could get, and waits for the same of @p short_ranks.
+  /// On several nodes every rank calls expect_second_offers() first.
+  void expect_second_offers(const std::vector<int>& short_ranks);
   void publish_second_offer(const Offer& offer, uint64_t needed_bytes, uint64_t available_bytes);
   layout::SecondOffer await_second_offer(int peer_rank);
 
   /// Every rank knows that this operation ends here: consumes the epoch without data.
   void settle();
+
+  /// All of this rank's part has ended.
+  void complete();
 
   /// Tells every active peer that this rank has written (dispatch) or pulled (combine) all its
   /// rows.
@@ -83,6 +95,42 @@ class Exchange : public BufferOperation {
   std::vector<int64_t> take_waited_ns() { return std::move(waited_ns_); }
 
  private:
+  friend class Relay;
+
+  // Of a Relay: what it stores at the ranks of this node on behalf of a rank of another.
+  void store_row(int src_rank, const std::byte* image);
+  void store_second_offer(int src_rank, const layout::SecondOffer& second);
+  void release_done_of(int src_rank);
+  /// Waits under the stall limit of the rail until @p is_ready(); @p peer_rank is waited for.
+  void await_rail(int peer_rank, const std::function<bool()>& is_ready);
+  /// Aborts and throws because the rail to @p peer_rank failed; gives the reason that other ranks
+  /// may have for that a little time to get here first.
+  [[noreturn]] void give_up_rail(int peer_rank, const std::string& text);
+  /// Throws where a rail has no end on some node, on every rank alike.
+  void check_rails() const;
+  /// A copy of a row, with its flag, in the workspace of every rank of this node.
+  template <typename StoreTail>
+  void store_row(int src_rank, const layout::Row& header, StoreTail&& store_tail);
+
+  /// Calls @p body(rank_idx) for every active rank of this node. Each rank starts behind itself, so
+  /// that no reader gets all flags at the end.
+  template <typename Body>
+  void for_local_ranks(Body&& body) {
+    int peer_rank = group_.rank_idx();
+    for (int i = 0; i < num_local_ranks_; ++i) {
+      if (++peer_rank == first_local_rank_ + num_local_ranks_)
+        peer_rank = first_local_rank_;
+      if (group_.is_active(peer_rank))
+        body(peer_rank);
+    }
+  }
+  /// Whose progress shows that of @p rank_idx: its own, or that of whoever relays it here.
+  int watched_rank(int rank_idx) const {
+    return relay_ == nullptr || group_.is_local(rank_idx)
+               ? rank_idx
+               : group_.nodes().rail_rank(rank_idx, group_.nodes().node_idx(group_.rank_idx()));
+  }
+
   void await_reuse();
   size_t count_bytes() const;  ///< of a row of the count matrix
   void check_closed() const;
@@ -102,6 +150,9 @@ class Exchange : public BufferOperation {
   [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& site);
 
   Endpoint& endpoint_;
+  int first_local_rank_;
+  int num_local_ranks_;
+  std::unique_ptr<Relay> relay_;
   uint64_t num_steps_ = 0;
   std::vector<int64_t> waited_ns_;
 };

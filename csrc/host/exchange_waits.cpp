@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "host/arrival_watch.h"
 #include "host/exchange.h"
 #include "host/wait.h"
@@ -12,8 +14,27 @@ namespace {
 // by then has seen the death as well and will not.
 constexpr int64_t kDeathGraceNs = 300'000'000;
 
+// What a rank of another node sent before it left or died, or the reason why a rail failed, may
+// still be on its way.
+constexpr int64_t kRemoteGraceNs = 2'000'000'000;
+
 using layout::Phase;
 using layout::Row;
+
+/// Since when a peer has been gone.
+class GoneWatch {
+ public:
+  /// Whether it has been gone for that long; call it while the peer is gone.
+  bool has_passed(int64_t now_ns, int64_t grace_ns) {
+    if (since_ns_ == 0)
+      since_ns_ = now_ns;
+    return now_ns - since_ns_ > grace_ns;
+  }
+  void restart() { since_ns_ = 0; }
+
+ private:
+  int64_t since_ns_ = 0;
+};
 
 }  // namespace
 
@@ -26,13 +47,16 @@ WaitLadder Exchange::ladder_for(int peer_rank) const {
 void Exchange::await_row(int peer_rank) {
   const Row& row = endpoint_.own_workspace().row(epoch_, peer_rank);
   const auto ready = [&] {
+    if (relay_ != nullptr)
+      relay_->pump();
     const uint64_t seen = MOE_MUTANT(row_wait_relaxed) ? sync::load_relaxed(row.epoch)
                                                        : sync::load_acquire(row.epoch);
     return seen >= epoch_;
   };
   if (ready()) [[likely]]
     return;
-  int64_t death_ns = 0;
+  GoneWatch death;
+  GoneWatch remote_end;
   auto& activity = endpoint_.own_workspace().activity();
   const WaitSite where = site(Phase::kRows);
   ArrivalWatch arrival(group_, where, endpoint_.buffer_number(), peer_rank);
@@ -54,12 +78,8 @@ void Exchange::await_row(int peer_rank) {
     const int64_t now_ns = sync::now_ns();
     group_.check_peers(where, [&](int gone_rank) {
       if (sync::load_acquire(endpoint_.own_workspace().row(epoch_, gone_rank).epoch) < epoch_)
-        return true;
-      if (group_.state(gone_rank) != PeerState::kDead)
-        return false;
-      if (death_ns == 0)
-        death_ns = now_ns;
-      return now_ns - death_ns > kDeathGraceNs;
+        return group_.is_local(gone_rank) || remote_end.has_passed(now_ns, kRemoteGraceNs);
+      return group_.state(gone_rank) == PeerState::kDead && death.has_passed(now_ns, kDeathGraceNs);
     });
     arrival.check();
   });
@@ -69,6 +89,8 @@ void Exchange::await_row(int peer_rank) {
 
 void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint64_t& flag) {
   const auto ready = [&] {
+    if (relay_ != nullptr)
+      relay_->pump();
     const uint64_t seen =
         MOE_MUTANT(flag_wait_relaxed) ? sync::load_relaxed(flag) : sync::load_acquire(flag);
     return seen >= epoch;
@@ -77,9 +99,10 @@ void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint
     return;
   const int64_t start_ns = sync::now_ns();
   auto& activity = endpoint_.own_workspace().activity();
-  const auto& peer_activity = endpoint_.workspace(peer_rank).activity();
+  const auto& peer_activity = endpoint_.workspace(watched_rank(peer_rank)).activity();
   const WaitSite where = site(phase);
   int64_t moved_ns = start_ns;
+  GoneWatch remote_end;
   uint64_t seen_progress = sync::load_relaxed(peer_activity.progress);
   wait_until(group_, ladder_for(peer_rank), ready, [&] {
     show_wait(peer_rank, phase, epoch);
@@ -89,15 +112,17 @@ void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint
       return;
     if (!MOE_MUTANT(abort_not_polled))
       group_.check_abort();
-    group_.check_peers(where, [&](int gone_rank) {
-      return sync::load_acquire(endpoint_.own_workspace().done(epoch, gone_rank).epoch) < epoch;
-    });
     const int64_t now_ns = sync::now_ns();
     const uint64_t progress = sync::load_relaxed(peer_activity.progress);
     if (progress != seen_progress) {
       seen_progress = progress;
       moved_ns = now_ns;
+      remote_end.restart();
     }
+    group_.check_peers(where, [&](int gone_rank) {
+      return sync::load_acquire(endpoint_.own_workspace().done(epoch, gone_rank).epoch) < epoch &&
+             (group_.is_local(gone_rank) || remote_end.has_passed(now_ns, kRemoteGraceNs));
+    });
     // Memory that is being faulted in shows no progress, and takes its time.
     const bool is_growing =
         sync::load_relaxed(peer_activity.phase) == static_cast<int32_t>(Phase::kGrowing);
@@ -106,6 +131,64 @@ void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint
   });
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
   end_wait(start_ns, peer_rank);
+}
+
+void Exchange::await_rail(int peer_rank, const std::function<bool()>& is_ready) {
+  if (is_ready())
+    return;
+  const int64_t start_ns = sync::now_ns();
+  const WaitSite where = site(Phase::kData);
+  GoneWatch remote_end;
+  wait_until(group_, wait_ladder(group_.has_spare_cores()), is_ready, [&] {
+    show_wait(peer_rank, Phase::kData, epoch_);
+    if (interrupt_check_)
+      interrupt_check_();
+    if (is_ready())
+      return;
+    group_.check_abort();
+    const int64_t now_ns = sync::now_ns();
+    group_.check_peers(where, [&](int gone_rank) {
+      if (sync::load_acquire(endpoint_.own_workspace().done(epoch_, gone_rank).epoch) >= epoch_)
+        return false;
+      return group_.is_local(gone_rank) || remote_end.has_passed(now_ns, kRemoteGraceNs);
+    });
+    if (now_ns - start_ns > group_.stall_timeout_ns())
+      host::give_up_stalled(group_, where, endpoint_.buffer_number(), peer_rank, peer_rank);
+  });
+  sync::store_relaxed(endpoint_.own_workspace().activity().waiting_for, uint32_t{0});
+  end_wait(start_ns, peer_rank);
+}
+
+void Exchange::give_up_rail(int peer_rank, const std::string& text) {
+  constexpr int64_t kLookNs = 1'000'000;
+  const int64_t end_ns = sync::now_ns() + std::min(kRemoteGraceNs, group_.stall_timeout_ns());
+  const WaitSite where = site(step_);
+  const auto& workspace = endpoint_.own_workspace();
+  do {
+    if (interrupt_check_)
+      interrupt_check_();
+    group_.check_abort();
+    group_.check_peers(where, [&](int gone_rank) {
+      return sync::load_acquire(workspace.done(epoch_, gone_rank).epoch) < epoch_;
+    });
+    sync::sleep_ns(kLookNs);
+  } while (sync::now_ns() < end_ns);
+  group_.abort(layout::AbortCause::kPeerFailed,
+               where,
+               {peer_rank},
+               concat("the rail between rank ",
+                      group_.rank_idx(),
+                      " and rank ",
+                      peer_rank,
+                      " failed in ",
+                      layout::operation_name(operation_),
+                      " of buffer ",
+                      endpoint_.buffer_number(),
+                      ", epoch ",
+                      epoch_,
+                      ": ",
+                      text));
+  group_.throw_abort();
 }
 
 void Exchange::show_wait(int peer_rank, Phase phase, uint64_t flag_epoch) {
