@@ -39,26 +39,29 @@ if(MOE_COMM_HAS_CUDA AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
   set(MOE_COMM_HAS_CUDA FALSE)
 endif()
 
-if(MOE_COMM_HAS_CUDA)
-  # The same files are C++ for the emulator, and a source has one language in a folder: each is
-  # included by a file of its own here.
-  set(cuda_sources "")
-  foreach(source ${MOE_COMM_KERNEL_SOURCES})
+# moe_comm_wrap_kernels(result folder sources...): files that nvcc compiles in place of the sources.
+# The same files are C++ for the emulator, and a source has one language in a folder: each is
+# included by a file of its own here.
+function(moe_comm_wrap_kernels result folder)
+  set(wrappers "")
+  foreach(source ${ARGN})
     get_filename_component(name "${source}" NAME)
-    set(wrapper "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}")
+    set(wrapper "${CMAKE_CURRENT_BINARY_DIR}/${folder}/${name}")
     file(CONFIGURE OUTPUT "${wrapper}" CONTENT "#include \"kernels/${name}\"\n")
-    list(APPEND cuda_sources "${wrapper}")
+    list(APPEND wrappers "${wrapper}")
   endforeach()
+  set(${result} ${wrappers} PARENT_SCOPE)
+endfunction()
 
-  add_library(moe_comm_cuda_kernels OBJECT ${cuda_sources})
-  target_include_directories(moe_comm_cuda_kernels PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
-  target_compile_definitions(moe_comm_cuda_kernels PRIVATE
-    MOE_DEVICE_PRIMITIVES="device/ptx.cuh")
-  set_target_properties(moe_comm_cuda_kernels PROPERTIES
+# moe_comm_configure_kernels(target primitives): flags of kernels over the vocabulary in that file.
+function(moe_comm_configure_kernels target primitives)
+  target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
+  target_compile_definitions(${target} PRIVATE MOE_DEVICE_PRIMITIVES="${primitives}")
+  set_target_properties(${target} PROPERTIES
     POSITION_INDEPENDENT_CODE ON
     CUDA_RUNTIME_LIBRARY Static
     CUDA_VISIBILITY_PRESET hidden)
-  target_compile_options(moe_comm_cuda_kernels PRIVATE
+  target_compile_options(${target} PRIVATE
     # std::bit_cast and constexpr members in kernels. Neither -ftz=true nor --use_fast_math, ever:
     # subnormals are kept (docs/design.md).
     -std=c++20 --expt-relaxed-constexpr
@@ -66,8 +69,16 @@ if(MOE_COMM_HAS_CUDA)
     -Xcompiler=-Wall,-Wextra,-ffp-contract=off
     -Xptxas=--warn-on-spills)
   if(MOE_COMM_WERROR)
-    target_compile_options(moe_comm_cuda_kernels PRIVATE --Werror=all-warnings)
+    target_compile_options(${target} PRIVATE --Werror=all-warnings)
   endif()
+endfunction()
+
+if(MOE_COMM_HAS_CUDA)
+  set(cuda_kernels ${MOE_COMM_KERNEL_SOURCES})
+  list(FILTER cuda_kernels EXCLUDE REGEX "/internode_[^/]*\\.cu$")
+  moe_comm_wrap_kernels(cuda_sources cuda ${cuda_kernels})
+  add_library(moe_comm_cuda_kernels OBJECT ${cuda_sources})
+  moe_comm_configure_kernels(moe_comm_cuda_kernels "device/ptx.cuh")
 
   moe_comm_glob(MOE_COMM_CUDA_SOURCES cuda/*.cpp bindings/cuda/*.cpp)
   moe_comm_add_module(_cuda ${MOE_COMM_CUDA_SOURCES}

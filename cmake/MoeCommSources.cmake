@@ -4,6 +4,7 @@
 #   MOE_COMM_HOST_BINDINGS, MOE_COMM_DEVICE_BINDINGS, MOE_COMM_SIMT_BINDINGS
 #   MOE_COMM_RUNTIME_SOURCES   operations on a device, driven from the host
 #   MOE_COMM_KERNEL_SOURCES    *.cu: kernels, for nvcc or (as C++) for the emulator
+#   MOE_COMM_INTERNODE_SOURCES those among them that put rows into memory of other nodes
 #   MOE_COMM_SIMT_SOURCES      the emulator; MOE_COMM_CHECKER_SOURCES its checks and scenarios
 #
 # Files for one instruction set (*_avx2.cpp, *_avx512.cpp) are compiled with its flags and linked
@@ -23,6 +24,8 @@ moe_comm_glob(MOE_COMM_DEVICE_BINDINGS bindings/device/*.cpp)
 moe_comm_glob(MOE_COMM_SIMT_BINDINGS bindings/simt/*.cpp)
 moe_comm_glob(MOE_COMM_RUNTIME_SOURCES runtime/*.cpp)
 moe_comm_glob(MOE_COMM_KERNEL_SOURCES kernels/*.cu)
+set(MOE_COMM_INTERNODE_SOURCES ${MOE_COMM_KERNEL_SOURCES})
+list(FILTER MOE_COMM_INTERNODE_SOURCES INCLUDE REGEX "/internode_[^/]*\\.cu$")
 moe_comm_glob(MOE_COMM_SIMT_SOURCES simt/*.cpp)
 moe_comm_glob(MOE_COMM_CHECKER_SOURCES simt/checker/*.cpp)
 

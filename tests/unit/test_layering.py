@@ -18,7 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 # C++: which folders of csrc a folder may include from, besides itself.
 
 CXX_ARROWS: dict[str, set[str]] = {
-    "bindings": {"cuda", "simt", "runtime", "kernels", "device", "host", "heap", "layout", "core"},
+    "bindings": {
+        "nvshmem",
+        "cuda",
+        "simt",
+        "runtime",
+        "kernels",
+        "device",
+        "host",
+        "heap",
+        "layout",
+        "core",
+    },
+    "nvshmem": {"cuda", "runtime", "device", "host", "heap", "layout", "core"},
     "cuda": {"runtime", "device", "heap", "layout", "core"},
     "simt": {"runtime", "kernels", "device", "host", "heap", "layout", "core"},
     "runtime": {"kernels", "device", "host", "layout", "core"},
@@ -159,6 +171,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.config",
         "moe_comm.env",
         "moe_comm.errors",
+        "moe_comm.node_layout",
         "moe_comm.quantization",
         "moe_comm.quantized",
         "moe_comm.routing_trace",
