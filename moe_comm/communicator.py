@@ -9,14 +9,13 @@ import secrets
 import types
 import weakref
 from multiprocessing import util
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 
-from moe_comm import cuda_devices, env
+from moe_comm import cuda_devices, env, node_layout
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 
 if TYPE_CHECKING:
@@ -25,8 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "HeapStats", "Recovery"]
 
 BACKENDS = ("auto", "host", "collective", "deep_ep", "reference", "simt", "cuda")
-# Backends over the shared-memory heap of one machine.
+# Backends over shared-memory heaps, one a node.
 HEAP_BACKENDS = ("host", "simt", "cuda")
+# Backends that know no nodes, or lay them out themselves.
+ONE_NODE_BACKENDS = ("simt", "cuda", "deep_ep")
+RAILS = ("auto", "gloo", "mpi", "sockets")
 CONNECT_TIMEOUT_S = 300.0
 
 
@@ -80,7 +82,7 @@ class Recovery:
 
 
 class Communicator:
-    """The ranks of a group, on one machine (`host`) or several (`collective`).
+    """The ranks of a group, on one machine or several.
 
     Collective: every rank of the group makes it, in the same order. Bootstraps over the group and,
     with the host backend, needs the group no more afterwards.
@@ -93,16 +95,18 @@ class Communicator:
             another). Ranks may share a GPU.
         parent: A wider communicator that contains every rank of this one: share its heap, sockets
             and service thread.
-        num_local_ranks: Ranks per node; None or the number of ranks (one node).
+        num_local_ranks: Ranks per node, the same on every rank: consecutive ranks share a node, and
+            it must divide their number. None: the parent's nodes for a child, else what the
+            launcher's environment says where it started this very group, else the machines.
         stall_timeout_s: Limit for a peer that entered an operation and stopped progressing.
         arrival_timeout_s: Limit for a living peer that has not entered an operation others are in.
             It is named in a warning once a minute before.
-        backend: "host" (shared memory, one machine), "collective" (torch.distributed; any number of
-            machines), "deep_ep" (an installed DeepEP), "reference" (plain torch, slow, for
-            comparison), "simt" (GPU kernels on an emulator, one machine, slow, for tests), "cuda"
-            (GPUs of one machine that reach each other) or "auto": cuda with a GPU, else host where
-            all ranks share a machine, else collective. An `EpBuffer` may choose another for CPU
-            tensors.
+        backend: "host" (shared memory within a node, a rail between nodes), "collective"
+            (torch.distributed alone), "deep_ep" (an installed DeepEP), "reference" (plain torch,
+            slow, for comparison), "simt" (GPU kernels on an emulator, one node, slow, for tests),
+            "cuda" (GPUs of one machine that reach each other) or "auto": cuda with a GPU, else host
+            where all nodes have equally many ranks, else collective. An `EpBuffer` may choose
+            another for CPU tensors.
         max_heap_bytes: Most bytes of memory that heap segments of this rank take; None for no
             limit.
         num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available
@@ -111,6 +115,9 @@ class Communicator:
         num_sms: With a GPU: SMs that the kernels of one buffer take on this rank, >= 1, the same on
             every rank; None for 24, or a rank's share of half its GPU where that is less. Those of
             all ranks and buffers on one GPU must fit it at once.
+        rail: What moves rows between nodes with the host backend, the same on every rank: "gloo"
+            (torch.distributed), "mpi" (mpi4py), "sockets" (the communicator's own) or "auto". Of no
+            use with one node.
 
     Raises:
         ValueError: An argument breaks a rule above, on every rank when it is only one rank's.
@@ -131,6 +138,7 @@ class Communicator:
         num_threads: int | None = None,
         with_huge_pages: bool = True,
         num_sms: int | None = None,
+        rail: str = "auto",
     ) -> None:
         self.bootstrap = bootstrap_for(group)
         self.group: dist.ProcessGroup | None = (
@@ -149,6 +157,7 @@ class Communicator:
         self._destroyed = False
         self._dependants: weakref.WeakSet[_Destroyable] = weakref.WeakSet()
         self._retained: list[object] = []
+        self.rail_name = rail
 
         try:
             self.device = torch.device(device)
@@ -159,32 +168,30 @@ class Communicator:
             ) or self._problem_with_device(backend)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = str(error).split("\n", 1)[0]
-        machine = (_machine_identity(), parent.rank_idx if parent is not None else -1)
-        gathered = self.bootstrap.all_gather((problem, backend, machine))
-        for rank_idx, (peer_problem, _, _) in enumerate(gathered):
+        place = node_layout.RankPlace(
+            machine=node_layout.own_machine(),
+            declared=num_local_ranks,
+            launched=node_layout.launched_num_local_ranks(self.rank_idx, self.num_ranks),
+            parent_rank=-1 if parent is None else parent.rank_idx,
+            parent_node=-1 if parent is None else parent.node_idx,
+        )
+        gathered = self.bootstrap.all_gather((problem, backend, rail, place))
+        for rank_idx, (peer_problem, _, _, _) in enumerate(gathered):
             if peer_problem is not None:
                 raise ValueError(f"rank {rank_idx}: {peer_problem}")
-        backends = [peer_backend for _, peer_backend, _ in gathered]
-        if len(set(backends)) > 1:
-            raise ValueError(f"ranks ask for different backends: {backends}")
-        machines = [peer_machine for _, _, (peer_machine, _) in gathered]
-        is_one_machine = len(set(machines)) == 1
-        self.backend = (
-            ("host" if is_one_machine else "collective") if backend == "auto" else backend
-        )
+        for what, values in (
+            ("backends", [peer_backend for _, peer_backend, _, _ in gathered]),
+            ("rails", [peer_rail for _, _, peer_rail, _ in gathered]),
+        ):
+            if len(set(values)) > 1:
+                raise ValueError(f"ranks ask for different {what}: {values}")
+        places = [peer_place for _, _, _, peer_place in gathered]
+        self.backend = self._place_ranks(backend, places)
         if self.backend not in HEAP_BACKENDS:
             return
-        if not is_one_machine:
-            other_idx = next(i for i, machine in enumerate(machines) if machine != machines[0])
-            raise ValueError(
-                f"the {self.backend} backend needs all ranks on one machine and in one network namespace; "
-                f"rank 0 is on {machines[0]}, rank {other_idx} on {machines[other_idx]}; use "
-                'backend="collective"'
-            )
-        parent_ranks = [parent_rank for _, _, (_, parent_rank) in gathered]
         if self.backend == "cuda":
             self._agree_on_devices()
-        self.native = self._connect(parent_ranks, max_heap_bytes, num_threads, with_huge_pages)
+        self.native = self._connect(places, max_heap_bytes, num_threads, with_huge_pages)
         if self.backend == "cuda":
             self.device_heap = self._make_device_heap(max_heap_bytes)
         if parent is not None:
@@ -203,10 +210,18 @@ class Communicator:
         """What is wrong with this rank's arguments, or None."""
         if backend not in BACKENDS:
             return f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
-        if num_local_ranks not in (None, self.num_ranks):
+        if self.rail_name not in RAILS:
+            return f"rail must be one of {', '.join(RAILS)}, got {self.rail_name!r}"
+        if self.rail_name != "auto" and backend not in ("auto", "host"):
+            return f"rail is for the host backend, got {self.rail_name!r} with backend={backend!r}"
+        if num_local_ranks is not None and (
+            not isinstance(num_local_ranks, int)
+            or num_local_ranks < 1
+            or self.num_ranks % num_local_ranks != 0
+        ):
             return (
-                "this version knows one node: num_local_ranks must be None or "
-                f"{self.num_ranks}, got {num_local_ranks}"
+                f"num_local_ranks must divide the number of ranks, {self.num_ranks}, "
+                f"got {num_local_ranks!r}"
             )
         for name in ("stall_timeout_s", "arrival_timeout_s"):
             if not getattr(self, name) > 0.0:
@@ -223,6 +238,52 @@ class Communicator:
             if backend in ("auto", *HEAP_BACKENDS) and self.parent.native is None:
                 return f"parent has no heap (its backend is {self.parent.backend!r})"
         return None
+
+    def _place_ranks(self, backend: str, places: list[node_layout.RankPlace]) -> str:
+        """Set the nodes all ranks agree on; return the backend, chosen where it is "auto"."""
+        machines = [place.machine for place in places]
+        if backend in HEAP_BACKENDS and backend in ONE_NODE_BACKENDS and len(set(machines)) > 1:
+            other = next(i for i, machine in enumerate(machines) if machine != machines[0])
+            raise ValueError(
+                f"the {backend} backend needs all ranks on one machine and in one network namespace; "
+                f"rank 0 is on {machines[0]}, rank {other} on {machines[other]}; use "
+                'backend="host" or "collective"'
+            )
+        num_local_ranks = node_layout.agree_on_nodes(
+            places,
+            with_launcher=backend not in ONE_NODE_BACKENDS,
+            must_fit=backend in HEAP_BACKENDS or (backend == "auto" and self.parent is not None),
+        )
+        if backend == "auto":
+            backend = "collective" if num_local_ranks is None else "host"
+            if backend == "collective" and self.rail_name != "auto":
+                raise ValueError(
+                    f"rail {self.rail_name!r} is for the host backend, which needs equally many "
+                    "consecutive ranks on every node; these ranks are placed unevenly"
+                )
+        if backend in ONE_NODE_BACKENDS and places[0].declared not in (None, self.num_ranks):
+            raise ValueError(
+                f"the {backend} backend takes one node: num_local_ranks must be None or "
+                f"{self.num_ranks}, got {places[0].declared}"
+            )
+        # Where nodes play no part, ranks that are placed unevenly are nodes of one.
+        self.num_local_ranks = num_local_ranks or 1
+        return backend
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, each of `num_local_ranks` consecutive ranks."""
+        return self.num_ranks // self.num_local_ranks
+
+    @property
+    def node_idx(self) -> int:
+        """Node of this rank."""
+        return self.rank_idx // self.num_local_ranks
+
+    @property
+    def local_rank_idx(self) -> int:
+        """This rank among those of its node."""
+        return self.rank_idx % self.num_local_ranks
 
     def _problem_with_device(self, backend: str) -> str | None:
         """What is wrong with this rank's device, or None. Gives "cuda" its number."""
@@ -330,25 +391,29 @@ class Communicator:
 
     def _connect(
         self,
-        parent_ranks: list[int],
+        places: list[node_layout.RankPlace],
         max_heap_bytes: int | None,
         num_threads: int | None,
         with_huge_pages: bool,
     ) -> _host.Group:
         from moe_comm import _host
 
+        boots = [place.machine.boot for place in places]
+        num_machine_ranks = boots.count(boots[self.rank_idx])
         if num_threads is None:
-            num_threads = max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
+            num_threads = max(1, len(os.sched_getaffinity(0)) // num_machine_ranks)
         channel = self.bootstrap.all_gather(secrets.randbits(62))[0]
         if self.parent is not None and self.parent.native is not None:
             return _host.Group.create_child(
                 self.parent.native,
-                parent_ranks,
+                [place.parent_rank for place in places],
                 self.rank_idx,
                 channel,
                 self.stall_timeout_s,
                 self.arrival_timeout_s,
                 num_threads,
+                self.num_local_ranks,
+                num_machine_ranks,
             )
         mesh = _host.PeerMesh.create()
         addresses = self.bootstrap.all_gather(mesh.address())
@@ -357,7 +422,14 @@ class Communicator:
             mesh, max_heap_bytes or 0, with_huge_pages, env.poison_windows()
         )
         return _host.Group.create(
-            mesh, heap, channel, self.stall_timeout_s, self.arrival_timeout_s, num_threads
+            mesh,
+            heap,
+            channel,
+            self.stall_timeout_s,
+            self.arrival_timeout_s,
+            num_threads,
+            self.num_local_ranks,
+            num_machine_ranks,
         )
 
     def require_native(self) -> _host.Group:
@@ -501,14 +573,3 @@ def _leave(reference: weakref.ref[Communicator], native: _host.Group) -> None:
     if communicator is not None:
         communicator.destroy()
     native.destroy()
-
-
-def _machine_identity() -> str:
-    """Equal for processes that can pass each other file descriptors over abstract sockets."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        return f"boot {boot_id.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        import socket
-
-        return f"host {socket.gethostname()}"

@@ -7,16 +7,20 @@ the table that a test compares with this file.
 from __future__ import annotations
 
 import os
+import re
 
 __all__ = [
     "compat_names",
     "cuda_max_connections",
     "cuda_mps_pipe_directory",
     "force_isa",
+    "launched_ranks",
     "launcher_world_size",
+    "master_address",
     "nvshmem_allow_unsupported_version",
     "nvshmem_max_ctas",
     "poison_windows",
+    "socket_interface",
     "trace_path",
 ]
 
@@ -55,6 +59,47 @@ def cuda_mps_pipe_directory() -> str:
 def launcher_world_size() -> int:
     """`WORLD_SIZE` as torchrun sets it, 1 when absent; guards against a forgotten process group."""
     return int(os.environ.get("WORLD_SIZE", "1") or "1")
+
+
+def launched_ranks() -> list[tuple[int, int, int]]:
+    """What launchers tell this process: (rank, ranks, ranks on its node), one entry a launcher.
+
+    torchrun, Open MPI, MPICH and Intel MPI, Slurm; -1 for what is missing or no number.
+    """
+    told = [
+        (os.environ.get("RANK"), str(launcher_world_size()), os.environ.get("LOCAL_WORLD_SIZE")),
+        (
+            os.environ.get("OMPI_COMM_WORLD_RANK"),
+            os.environ.get("OMPI_COMM_WORLD_SIZE"),
+            os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ),
+        (
+            os.environ.get("PMI_RANK"),
+            os.environ.get("PMI_SIZE"),
+            os.environ.get("MPI_LOCALNRANKS"),
+        ),
+        (
+            os.environ.get("SLURM_PROCID"),
+            os.environ.get("SLURM_STEP_NUM_TASKS"),
+            # "4(x2)": four on each of two nodes; "4(x2),3" is uneven and counts as nothing.
+            re.sub(r"\(x\d+\)$", "", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")),
+        ),
+    ]
+    return [
+        tuple(int(value) if value and value.isdigit() else -1 for value in values)  # type: ignore[misc]
+        for values in told
+    ]
+
+
+def socket_interface() -> str | None:
+    """`MOE_COMM_SOCKET_IFNAME`, else `GLOO_SOCKET_IFNAME`: the interface of sockets between nodes."""
+    own = os.environ.get("MOE_COMM_SOCKET_IFNAME")
+    return own or os.environ.get("GLOO_SOCKET_IFNAME") or None
+
+
+def master_address() -> str | None:
+    """`MASTER_ADDR` as launchers set it: sockets use the interface that leads there."""
+    return os.environ.get("MASTER_ADDR") or None
 
 
 def nvshmem_max_ctas() -> str | None:
