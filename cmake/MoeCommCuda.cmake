@@ -53,7 +53,8 @@ function(moe_comm_wrap_kernels result folder)
   set(${result} ${wrappers} PARENT_SCOPE)
 endfunction()
 
-# moe_comm_configure_kernels(target primitives): flags of kernels over the vocabulary in that file.
+# moe_comm_configure_kernels(target primitives flags...): flags of kernels over the vocabulary in
+# that file.
 function(moe_comm_configure_kernels target primitives)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
   target_compile_definitions(${target} PRIVATE MOE_DEVICE_PRIMITIVES="${primitives}")
@@ -67,7 +68,7 @@ function(moe_comm_configure_kernels target primitives)
     -std=c++20 --expt-relaxed-constexpr
     --threads=0
     -Xcompiler=-Wall,-Wextra,-ffp-contract=off
-    -Xptxas=--warn-on-spills)
+    ${ARGN})
   if(MOE_COMM_WERROR)
     target_compile_options(${target} PRIVATE --Werror=all-warnings)
   endif()
@@ -78,7 +79,7 @@ if(MOE_COMM_HAS_CUDA)
   list(FILTER cuda_kernels EXCLUDE REGEX "/internode_[^/]*\\.cu$")
   moe_comm_wrap_kernels(cuda_sources cuda ${cuda_kernels})
   add_library(moe_comm_cuda_kernels OBJECT ${cuda_sources})
-  moe_comm_configure_kernels(moe_comm_cuda_kernels "device/ptx.cuh")
+  moe_comm_configure_kernels(moe_comm_cuda_kernels "device/ptx.cuh" -Xptxas=--warn-on-spills)
 
   moe_comm_glob(MOE_COMM_CUDA_SOURCES cuda/*.cpp bindings/cuda/*.cpp)
   moe_comm_add_module(_cuda ${MOE_COMM_CUDA_SOURCES}

@@ -7,3 +7,30 @@
 #include <nvshmemx.h>
 
 #include "device/ptx.cuh"
+
+namespace moe::device {
+
+MOE_DEVICE void put_signal(
+    int pe, std::byte* to, const std::byte* from, int64_t bytes, uint64_t* signal, uint64_t value) {
+  // What every lane wrote or acquired comes before the transfer, whoever reads memory for it: this
+  // warp, a network card or a thread of NVSHMEM's.
+  fence<Scope::kSystem>();
+  sync_warp();
+  if (bytes > 0)
+    nvshmemx_putmem_signal_nbi_warp(
+        to, from, static_cast<size_t>(bytes), signal, value, NVSHMEM_SIGNAL_SET, pe);
+  else if (lane_idx() == 0)
+    nvshmemx_signal_op(signal, value, NVSHMEM_SIGNAL_SET, pe);
+  sync_warp();
+}
+
+MOE_DEVICE void quiet() {
+  // Where a peer's memory is mapped, a put is stores of all lanes.
+  fence<Scope::kSystem>();
+  sync_warp();
+  if (lane_idx() == 0)
+    nvshmem_quiet();
+  sync_warp();
+}
+
+}  // namespace moe::device
