@@ -12,12 +12,9 @@ def strided_copies(
 ) -> None: ...
 
 class Plan:
-    num_tokens: int
-    num_topk: int
-    num_recv_topk: int
+    sizes: tuple[int, int, int, int]  # num_tokens, num_topk, num_recv_tokens, num_recv_topk
     expert_alignment: int
     layout: int
-    num_recv_tokens: int
 
 class SubmittedDispatch:
     def is_complete(self) -> bool: ...

@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable
-from typing import Literal, NoReturn, overload
+from typing import Literal, NoReturn, cast, overload
 
 import torch
 
@@ -74,6 +74,7 @@ class EpBuffer:
         # A compiled graph takes the id as data, so that layers with other buffers share the graph.
         self.id_tensor = torch.tensor(self.buffer_id)
         self.generation = 0
+        self._is_on_cpu = communicator.device.type == "cpu"
         self._busy = threading.Lock()
         self._is_destroyed = False
         self._masked_ranks: tuple[int, ...] = ()
@@ -152,37 +153,28 @@ class EpBuffer:
         """
         with self._in_use("dispatch"):
             try:
-                copy = validation.check_copy_out(copy_out)
-                rows, scales = validation.check_rows(x, quantization)
-                validation.check_devices(
-                    self.communicator.device,
-                    x=rows,
-                    sf=scales,
-                    topk_idx=topk_idx,
-                    topk_weights=topk_weights,
-                )
-                if handle is None:
-                    validation.check_dispatch(
-                        self.config,
-                        rows,
-                        topk_idx,
-                        topk_weights,
-                        layout,
-                        expert_alignment,
-                        is_quantized=scales is not None,
+                copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
+                scales: torch.Tensor | None
+                if (
+                    self._is_on_cpu
+                    and handle is None
+                    and quantization is None
+                    and capacity is None
+                    and validation.is_plain_dispatch(
+                        self.config, x, topk_idx, topk_weights, layout, expert_alignment
                     )
-                    validation.check_capacity(capacity, layout, expert_alignment)
+                ):
+                    rows, scales = cast("torch.Tensor", x), None
                 else:
-                    self._check_handle(handle)
-                    validation.check_cached_dispatch(
-                        handle,
-                        rows,
+                    rows, scales = self._check_dispatch(
+                        x,
                         topk_idx,
                         topk_weights,
                         layout,
                         expert_alignment,
+                        quantization,
                         capacity,
-                        is_quantized=scales is not None or quantization is not None,
+                        handle,
                     )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
@@ -211,26 +203,26 @@ class EpBuffer:
                     copy_out=copy,
                     async_op=async_op,
                 )
-            if not async_op:
-                operation.wait()
+            output = None if async_op else operation.wait()
         if handle is not None:
             kept = handle
-            return DispatchResult(operation, lambda _: kept)
+            return DispatchResult(operation, lambda _: kept, output=output)
 
-        def make_handle(output: DispatchOutput) -> DispatchHandle:
+        def make_handle(arrived: DispatchOutput) -> DispatchHandle:
+            plan = arrived.plan
             return DispatchHandle(
                 buffer_id=self.buffer_id,
                 generation=self.generation,
                 layout=layout,
                 expert_alignment=expert_alignment,
-                num_tokens=output.plan.num_tokens,
-                num_topk=output.plan.num_topk,
-                num_recv_tokens=output.plan.num_recv_tokens,
-                num_recv_topk=output.plan.num_recv_topk,
-                plan=output.plan,
+                num_tokens=plan.num_tokens,
+                num_topk=plan.num_topk,
+                num_recv_tokens=plan.num_recv_tokens,
+                num_recv_topk=plan.num_recv_topk,
+                plan=plan,
             )
 
-        return DispatchResult(operation, make_handle, capacity)
+        return DispatchResult(operation, make_handle, capacity, output)
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Ranks that later LOW_LATENCY dispatches of this buffer leave out, from this rank on. Local.
@@ -330,16 +322,22 @@ class EpBuffer:
         """
         with self._in_use("combine"):
             try:
-                copy = validation.check_copy_out(copy_out)
+                copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
                 self._check_handle(handle)
-                validation.check_devices(
-                    self.communicator.device,
-                    expert_out=expert_out,
-                    topk_weights=topk_weights,
-                    row_weights=row_weights,
-                    out=out,
-                )
-                validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
+                if not (
+                    self._is_on_cpu
+                    and row_weights is None
+                    and out is None
+                    and validation.is_plain_combine(handle, expert_out, topk_weights, self.config)
+                ):
+                    validation.check_devices(
+                        self.communicator.device,
+                        expert_out=expert_out,
+                        topk_weights=topk_weights,
+                        row_weights=row_weights,
+                        out=out,
+                    )
+                    validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
             operation = self._backend.combine(
@@ -452,6 +450,51 @@ class EpBuffer:
         traceback: types.TracebackType | None,
     ) -> None:
         self.destroy()
+
+    def _check_dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        layout: Layout,
+        expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        handle: DispatchHandle | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and scale factors of a call whose arguments keep the rules."""
+        rows, scales = validation.check_rows(x, quantization)
+        validation.check_devices(
+            self.communicator.device,
+            x=rows,
+            sf=scales,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+        )
+        if handle is None:
+            validation.check_dispatch(
+                self.config,
+                rows,
+                topk_idx,
+                topk_weights,
+                layout,
+                expert_alignment,
+                is_quantized=scales is not None,
+            )
+            validation.check_capacity(capacity, layout, expert_alignment)
+        else:
+            self._check_handle(handle)
+            validation.check_cached_dispatch(
+                handle,
+                rows,
+                topk_idx,
+                topk_weights,
+                layout,
+                expert_alignment,
+                capacity,
+                is_quantized=scales is not None or quantization is not None,
+            )
+        return rows, scales
 
     def _in_use(self, operation: str) -> _InUse:
         self._check_alive()

@@ -107,20 +107,21 @@ class DispatchResult:
         event: End of the operation.
     """
 
-    __slots__ = ("_capacity", "_handle", "_make_handle", "_operation", "_output", "event")
+    __slots__ = ("_capacity", "_event", "_handle", "_make_handle", "_operation", "_output")
 
     def __init__(
         self,
         operation: Operation[DispatchOutput],
         make_handle: Callable[[DispatchOutput], DispatchHandle],
         capacity: Capacity | None = None,
+        output: DispatchOutput | None = None,
     ) -> None:
         self._operation = operation
         self._make_handle = make_handle
         self._capacity = capacity
-        self._output: DispatchOutput | None = None
+        self._output = output  # of an operation that has ended
         self._handle: DispatchHandle | None = None
-        self.event = CommEvent(operation)
+        self._event: CommEvent | None = None
 
     def _arrived(self) -> DispatchOutput:
         if self._output is None:
@@ -129,8 +130,17 @@ class DispatchResult:
 
     def _early(self) -> DispatchOutput:
         """For what may be looked at before the rows have arrived."""
+        if self._output is not None:
+            return self._output
         early = self._operation.early
         return self._arrived() if early is None else early
+
+    @property
+    def event(self) -> CommEvent:
+        """See the class."""
+        if self._event is None:
+            self._event = CommEvent(self._operation)
+        return self._event
 
     @property
     def x(self) -> torch.Tensor:

@@ -32,6 +32,21 @@ std::string quantization_text(int32_t code) {
   return (code & 2) != 0 ? text + " column-major" : text;
 }
 
+bool is_agreed(const Rows& rows, const Group& group) {
+  const Row* first = nullptr;
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
+    if (!group.is_active(peer_rank))
+      continue;
+    const Row& header = rows.headers[static_cast<size_t>(peer_rank)];
+    if (first == nullptr)
+      first = &header;
+    if (header.status != static_cast<int32_t>(RowStatus::kOk) ||
+        !(header.arguments == first->arguments))
+      return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 std::string describe(const layout::OperationArguments& arguments) {
@@ -62,6 +77,8 @@ std::string describe(const layout::OperationArguments& arguments) {
 }
 
 std::exception_ptr find_disagreement(const Rows& rows, const Group& group) {
+  if (is_agreed(rows, group)) [[likely]]
+    return nullptr;
   std::string message;
   auto worst = RowStatus::kOk;
   CapacityError capacity("", 0, 0);

@@ -68,7 +68,10 @@ int64_t num_required_rows(const CountMatrix& counts,
       num_rows += counts.to_rank(src_rank, rank_idx);
     return num_rows;
   }
-  for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(rank_idx)])
+  const auto& owned = placement.local_experts[static_cast<size_t>(rank_idx)];
+  if (arrangement.layout == RowLayout::kLowLatency)
+    return static_cast<int64_t>(owned.size()) * arrangement.rows_per_expert;
+  for (const int32_t expert_idx : owned)
     num_rows += arrangement.expert_rows(counts.to_expert(expert_idx));
   return num_rows;
 }

@@ -88,31 +88,24 @@ class _Submitted(Generic[OutputT]):
 class NativePlan:
     """A native plan; see `Plan`."""
 
-    __slots__ = ("_endpoint", "native")
+    __slots__ = (
+        "_endpoint",
+        "native",
+        "num_recv_tokens",
+        "num_recv_topk",
+        "num_tokens",
+        "num_topk",
+    )
 
     def __init__(self, native: Any, endpoint: NativeEndpoint) -> None:
         self.native = native
         self._endpoint = endpoint
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens this rank dispatched."""
-        return int(self.native.num_tokens)
-
-    @property
-    def num_topk(self) -> int:
-        """Choices per token of this rank."""
-        return int(self.native.num_topk)
-
-    @property
-    def num_recv_tokens(self) -> int:
-        """Rows of this rank's result, padding included."""
-        return int(self.native.num_recv_tokens)
-
-    @property
-    def num_recv_topk(self) -> int:
-        """Largest number of choices per token of all ranks."""
-        return int(self.native.num_recv_topk)
+        # In one call: a decode step sees what a call costs.
+        self.num_tokens: int
+        self.num_topk: int
+        self.num_recv_tokens: int
+        self.num_recv_topk: int
+        self.num_tokens, self.num_topk, self.num_recv_tokens, self.num_recv_topk = native.sizes
 
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
@@ -343,18 +336,9 @@ class NativeBackend(Backend):
             async_op,
         )
 
-        def materialize() -> CombineOutput:
-            sums, weights = native.result()
-            output = _Combined(
-                out if sums is None else from_dlpack(sums),
-                None if weights is None else from_dlpack(weights),
-                native,
-            )
-            return cast("CombineOutput", output)
-
         if async_op:
-            return _Submitted(native, materialize)
-        return Completed(materialize())
+            return _Submitted(native, lambda: _combined(native, out))
+        return Completed(_combined(native, out))
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
@@ -555,6 +539,16 @@ class _Arrived:
             capsule = make_capsule()
             self._made[name] = None if capsule is None else from_dlpack(capsule)
         return self._made[name]
+
+
+def _combined(native: SubmittedCombine, out: torch.Tensor | None) -> CombineOutput:
+    sums, weights = native.result()
+    output = _Combined(
+        out if sums is None else from_dlpack(sums),
+        None if weights is None else from_dlpack(weights),
+        native,
+    )
+    return cast("CombineOutput", output)
 
 
 class _Combined:

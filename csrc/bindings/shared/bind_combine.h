@@ -92,12 +92,15 @@ void bind_combine(py::module_& module,
                        std::shared_ptr<void> inputs;
                        if (is_async || !endpoint->progress().is_idle())
                          inputs = keep_alive(py::make_tuple(x, topk_weights, row_weights, out));
-                       const auto body = [raw = endpoint.get(),
-                                          params](const host::InterruptCheck& interrupt_check) {
-                         return combine(*raw, params, interrupt_check);
-                       };
+                       auto* const raw = endpoint.get();
                        return std::make_unique<SubmittedCombine>(
-                           std::move(endpoint), std::move(inputs), body, params, is_async);
+                           std::move(endpoint),
+                           std::move(inputs),
+                           [raw, params](const host::InterruptCheck& check) {
+                             return combine(*raw, params, check);
+                           },
+                           params,
+                           is_async);
                      });
 }
 

@@ -243,16 +243,16 @@ void bind_dispatch(py::module_& module,
         if (is_async || !endpoint->progress().is_idle())
           inputs = keep_alive(py::make_tuple(
               arguments.x, arguments.x_sf, arguments.topk_idx, arguments.topk_weights));
-        const auto body = [raw = endpoint.get(),
-                           params](const host::InterruptCheck& interrupt_check) {
-          return dispatch(*raw, params, interrupt_check);
-        };
-        return std::make_unique<SubmittedDispatch>(std::move(endpoint),
-                                                   std::move(inputs),
-                                                   body,
-                                                   params,
-                                                   view_tensor(arguments.x).row_elements,
-                                                   is_async);
+        auto* const raw = endpoint.get();
+        return std::make_unique<SubmittedDispatch>(
+            std::move(endpoint),
+            std::move(inputs),
+            [raw, params](const host::InterruptCheck& check) {
+              return dispatch(*raw, params, check);
+            },
+            params,
+            view_tensor(arguments.x).row_elements,
+            is_async);
       });
 }
 

@@ -57,14 +57,16 @@ std::shared_ptr<EndpointT> drop_without_gil(std::shared_ptr<EndpointT> endpoint)
 template <typename PlanT>
 py::class_<PlanT, std::shared_ptr<PlanT>> bind_plan(py::module_& module) {
   return py::class_<PlanT, std::shared_ptr<PlanT>>(module, "Plan", py::module_local())
-      .def_property_readonly("num_tokens", [](const PlanT& self) { return self.num_tokens; })
-      .def_property_readonly("num_topk", [](const PlanT& self) { return self.num_topk; })
-      .def_property_readonly("num_recv_topk", [](const PlanT& self) { return self.num_recv_topk; })
+      .def_property_readonly(
+          "sizes",
+          [](const PlanT& self) {
+            return py::make_tuple(
+                self.num_tokens, self.num_topk, self.num_rows(), self.num_recv_topk);
+          })
       .def_property_readonly("expert_alignment",
                              [](const PlanT& self) { return self.arrangement.expert_alignment; })
       .def_property_readonly("layout",
-                             [](const PlanT& self) { return static_cast<int>(self.layout()); })
-      .def_property_readonly("num_recv_tokens", [](const PlanT& self) { return self.num_rows(); });
+                             [](const PlanT& self) { return static_cast<int>(self.layout()); });
 }
 
 /// Adds to @p endpoint_class what endpoints of every kind do alike.
