@@ -11,6 +11,7 @@ from collections.abc import Sequence
 __all__ = [
     "CapacityError",
     "CommunicationError",
+    "EvictedError",
     "PeerFailedError",
     "PeerTimeoutError",
     "RefitError",
@@ -49,6 +50,19 @@ class PeerFailedError(CommunicationError):
 
 class PeerTimeoutError(CommunicationError):
     """A living peer entered an operation and stopped, or did not enter it within its limit."""
+
+
+class EvictedError(CommunicationError):
+    """Peers declared this rank failed (`Communicator.shrink`) and go on without it.
+
+    Nothing this rank writes reaches them any more. Its communicator is of no further use; it may come
+    back with `Communicator.join`.
+
+    Attributes:
+        ranks: Who declared it.
+        epoch: Last epoch that the declarer had completed, of its first buffer; -1 where it is not
+            known.
+    """
 
 
 class CapacityError(RuntimeError):

@@ -1,6 +1,7 @@
 #include <memory>
 #include <numeric>
 
+#include "bindings/bind_shrink.h"
 #include "bindings/bind_slots.h"
 #include "bindings/bindings.h"
 #include "bindings/shared/dlpack.h"
@@ -179,6 +180,10 @@ void bind_group(py::module_& module) {
       .def_property_readonly(
           "num_local_ranks",
           [](const NativeGroup& self) { return self.group->nodes().num_local_ranks; })
+      .def_property_readonly("is_aborted",
+                             [](const NativeGroup& self) { return self.group->is_aborted(); })
+      .def_property_readonly("num_recoveries",
+                             [](const NativeGroup& self) { return self.group->generation(); })
       .def("all_gather", &all_gather)
       .def("empty", &empty_bytes, py::arg("num_bytes"))
       .def("find", &find_place, py::arg("address"), py::arg("num_bytes"))
@@ -216,6 +221,7 @@ void bind_group(py::module_& module) {
           },
           py::call_guard<py::gil_scoped_release>());
   bind_slots(group);
+  bind_shrink(group);
 }
 
 }  // namespace moe::bindings

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/shared/native_group.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
 #include "heap/window_allocator.h"
@@ -76,10 +77,22 @@ void bind_mesh(py::module_& module) {
           [](PeerMesh& self,
              int rank_idx,
              const std::vector<std::string>& addresses,
-             double timeout_s) { self.connect(rank_idx, addresses, timeout_s, signal_check()); },
+             double timeout_s,
+             const std::shared_ptr<NativeGroup>& shrunk_group) {
+            if (shrunk_group == nullptr) {
+              self.connect(rank_idx, addresses, timeout_s, signal_check());
+              return;
+            }
+            // Whoever dies while survivors connect is found by the group they come from.
+            self.connect(rank_idx, addresses, timeout_s, [&] {
+              signal_check()();
+              shrunk_group->group->shrink_agreement().check_round();
+            });
+          },
           py::arg("rank_idx"),
           py::arg("addresses"),
           py::arg("timeout_s"),
+          py::arg("shrunk_group") = std::shared_ptr<NativeGroup>(),
           NoGil())
       .def_property_readonly("rank_idx", &PeerMesh::rank_idx)
       .def_property_readonly("num_ranks", &PeerMesh::num_ranks)

@@ -68,6 +68,14 @@ class PeerTimeout : public std::runtime_error {
   FailureSite site;
 };
 
+/// Peers declared this rank failed and go on without it; becomes EvictedError in Python.
+class Evicted : public std::runtime_error {
+ public:
+  Evicted(const std::string& what, FailureSite site)
+      : std::runtime_error(what), site(std::move(site)) {}
+  FailureSite site;
+};
+
 /// One buffer used from two threads at once; becomes RuntimeError in Python.
 class ConcurrentUse : public std::runtime_error {
  public:

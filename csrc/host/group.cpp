@@ -79,7 +79,8 @@ Group::Group(std::shared_ptr<PeerLink> link,
       is_child_(is_child),
       controls_(members_.size()),
       is_active_(members_.size(), 1),
-      has_left_(members_.size()) {
+      has_left_(members_.size()),
+      shrink_agreement_(std::make_unique<ShrinkAgreement>(*this)) {
   MOE_CHECK(rank_idx >= 0 && rank_idx < num_ranks(),
             "rank ",
             rank_idx,
@@ -243,12 +244,16 @@ void Group::check_usable(layout::Operation operation) {
   if (is_recovery_unfinished_.load(std::memory_order_relaxed)) [[unlikely]]
     throw PeerFailed(concat(name, ": the last recover() of rank ", rank_idx_, " did not end"),
                      FailureSite{missing_ranks(), name, "idle", -1});
+  if (is_shrink_unfinished_.load(std::memory_order_relaxed)) [[unlikely]]
+    throw PeerFailed(concat(name, ": the last shrink() of rank ", rank_idx_, " did not end"),
+                     FailureSite{missing_ranks(), name, "idle", -1});
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     if (!is_active(peer_rank) || peer_rank == rank_idx_)
       continue;
     const PeerState peer_state = state(peer_rank);
     if (peer_state == PeerState::kAlive) [[likely]]
       continue;
+    shrink_agreement_->check_evicted();
     const std::string message =
         concat("rank ",
                peer_rank,
@@ -384,6 +389,7 @@ bool Group::await_abort_record() const {
 }
 
 void Group::throw_abort() const {
+  shrink_agreement_->check_evicted();
   if (!await_abort_record()) {
     throw PeerFailed("a rank died while it aborted the communicator",
                      FailureSite{missing_ranks(), "", "idle", -1});
@@ -398,6 +404,13 @@ void Group::throw_abort() const {
                    record.epoch};
   if (record.cause == static_cast<int32_t>(layout::AbortCause::kPeerTimeout))
     throw PeerTimeout(record.message, std::move(site));
+  if (record.cause == static_cast<int32_t>(layout::AbortCause::kEvicted) && !site.ranks.empty()) {
+    const std::vector<int> declarer{site.ranks.front()};
+    site.ranks.erase(site.ranks.begin());
+    if (std::find(site.ranks.begin(), site.ranks.end(), rank_idx_) != site.ranks.end())
+      throw Evicted(concat(record.message, "; rank ", rank_idx_, " is this one"),
+                    FailureSite{declarer, "shrink", "idle", -1});
+  }
   throw PeerFailed(record.message, std::move(site));
 }
 

@@ -13,6 +13,7 @@
 #include "core/node_layout.h"
 #include "core/peer_link.h"
 #include "core/symmetric_memory.h"
+#include "host/group_shrink.h"
 #include "layout/control.h"
 #include "layout/row.h"
 
@@ -207,6 +208,11 @@ class Group {
   std::vector<std::string> all_gather(const std::string& payload,
                                       const InterruptCheck& interrupt_check);
 
+  /// How the survivors of failures leave this group for a new one.
+  ShrinkAgreement& shrink_agreement() { return *shrink_agreement_; }
+  /// Of the link, for the messages of shrink_agreement().
+  uint64_t shrink_channel() const { return channel_ | kShrinkChannelBit; }
+
   /// Makes the buffers of the living usable again. Collective over the living.
   RecoveryResult recover(const InterruptCheck& interrupt_check);
 
@@ -237,8 +243,11 @@ class Group {
   static constexpr uint64_t kLeaveChannelBit = uint64_t{1} << 62;
   static constexpr uint64_t kAbortChannelBit = uint64_t{1} << 61;
   static constexpr uint64_t kRailChannelBit = uint64_t{1} << 60;
-  static constexpr uint64_t kReservedChannelBits =
-      kRecoveryChannelBit | kLeaveChannelBit | kAbortChannelBit | kRailChannelBit;
+  static constexpr uint64_t kShrinkChannelBit = uint64_t{1} << 59;
+  static constexpr uint64_t kReservedChannelBits = kRecoveryChannelBit | kLeaveChannelBit |
+                                                   kAbortChannelBit | kRailChannelBit |
+                                                   kShrinkChannelBit;
+  friend class ShrinkAgreement;
 
   /// What ranks have said in the recovery that is under way. Outlives a call that ended early, so
   /// that the next one goes on where it stopped.
@@ -264,14 +273,15 @@ class Group {
   };
   void free_retired();
   bool has_running_operations();
-  void end_operations(const InterruptCheck& interrupt_check);
+  void end_operations(const InterruptCheck& interrupt_check, const char* purpose);
   bool step_recovery();
   void propose();
   bool is_agreed() const;
   std::string merge_proposals() const;
   RecoveryResult commit(const std::string& decision);
   int first_missing_in_recovery() const;
-  void abort_to_recover();
+  void abort_to(const char* purpose);
+  std::string own_epochs();
   void post_to_peers(uint64_t channel, uint64_t sequence, const std::string& payload);
 
   std::shared_ptr<PeerLink> link_;
@@ -303,6 +313,8 @@ class Group {
   RecoveryResult recovery_result_;
   std::atomic<uint32_t> generation_{0};  ///< recoveries that have ended
   std::atomic<bool> is_recovery_unfinished_{false};
+  std::unique_ptr<ShrinkAgreement> shrink_agreement_;
+  std::atomic<bool> is_shrink_unfinished_{false};
   std::atomic<int> num_running_{0};
   std::atomic<bool> is_leaving_{false};
   std::atomic<bool> is_destroyed_{false};

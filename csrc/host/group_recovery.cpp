@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "host/group.h"
+#include "host/message.h"
 #include "host/wait.h"
 #include "host/warn.h"
 
@@ -23,28 +24,6 @@ constexpr int64_t kPatienceNs = 1'000'000'000;
 constexpr char kProposal = 'p';
 constexpr char kCommitment = 'c';
 
-/// What a rank says of one buffer.
-struct BufferEpochs {
-  uint64_t buffer_number;
-  uint64_t next_epoch;
-  uint64_t last_completed;
-};
-
-template <typename Value>
-void append_value(std::string* bytes, const Value& value) {
-  bytes->append(reinterpret_cast<const char*>(&value), sizeof(value));
-}
-
-template <typename Value>
-Value read_value(const std::string& bytes, size_t* position) {
-  Value value{};
-  if (*position + sizeof(value) > bytes.size())
-    throw std::runtime_error("a control message is shorter than its contents");
-  std::memcpy(&value, bytes.data() + *position, sizeof(value));
-  *position += sizeof(value);
-  return value;
-}
-
 }  // namespace
 
 // A message of the recovery: [0] kind; [1, 1 + num_ranks) 1 for each failed rank; uint64 next
@@ -56,7 +35,7 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
   recovery_.proposals.resize(count);
   recovery_.has_committed.resize(count);
   is_recovery_unfinished_.store(true, std::memory_order_relaxed);
-  end_operations(interrupt_check);
+  end_operations(interrupt_check, "recover");
   const int64_t start_ns = sync::now_ns();
   int64_t warned_ns = start_ns;
   wait_until(
@@ -67,7 +46,8 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
           interrupt_check();
         const int64_t now_ns = sync::now_ns();
         if (now_ns - start_ns > kPatienceNs)
-          abort_to_recover();
+          abort_to("recover");
+        shrink_agreement_->check_nobody_shrinks("recover");
         const int missing = first_missing_in_recovery();
         if (missing < 0)
           return;
@@ -113,27 +93,28 @@ bool Group::has_running_operations() {
 }
 
 /// Operations of progress threads end by the abort; a stray one is given time, then aborted.
-void Group::end_operations(const InterruptCheck& interrupt_check) {
+void Group::end_operations(const InterruptCheck& interrupt_check, const char* purpose) {
   const int64_t start_ns = sync::now_ns();
   while (has_running_operations()) {
     if (interrupt_check)
       interrupt_check();
     if (sync::now_ns() - start_ns > kPatienceNs)
-      abort_to_recover();
+      abort_to(purpose);
     sync::sleep_ns(1'000'000);
   }
 }
 
-void Group::abort_to_recover() {
+void Group::abort_to(const char* purpose) {
   if (is_aborted() || !recovery_.decision.empty())
     return;
   std::vector<int> ranks = missing_ranks();
   if (ranks.empty())
     ranks.push_back(rank_idx_);
-  abort(layout::AbortCause::kPeerFailed,
-        WaitSite{},
-        ranks,
-        concat("rank ", rank_idx_, " left the operations of this communicator to recover it"));
+  abort(
+      layout::AbortCause::kPeerFailed,
+      WaitSite{},
+      ranks,
+      concat("rank ", rank_idx_, " left the operations of this communicator to ", purpose, " it"));
 }
 
 /// Hears what peers said and answers; @return whether every living rank has committed.
@@ -188,15 +169,20 @@ void Group::propose() {
     return;
   own = kProposal + failed;
   append_value(&own, gather_sequence_);
-  {
-    const std::lock_guard<sync::Mutex> lock(mutex_);
-    for (const auto& [buffer_number, weak] : recoverables_)
-      if (const auto buffer = weak.lock()) {
-        const Recoverable::Epochs epochs = buffer->epochs();
-        append_value(&own, BufferEpochs{buffer_number, epochs.next, epochs.last_completed});
-      }
-  }
+  own += own_epochs();
   post_to_peers(channel_ | kRecoveryChannelBit, generation(), own);
+}
+
+/// One BufferEpochs per buffer of this rank.
+std::string Group::own_epochs() {
+  std::string bytes;
+  const std::lock_guard<sync::Mutex> lock(mutex_);
+  for (const auto& [buffer_number, weak] : recoverables_)
+    if (const auto buffer = weak.lock()) {
+      const Recoverable::Epochs epochs = buffer->epochs();
+      append_value(&bytes, BufferEpochs{buffer_number, epochs.next, epochs.last_completed});
+    }
+  return bytes;
 }
 
 bool Group::is_agreed() const {

@@ -6,7 +6,8 @@
 
 namespace moe::layout {
 
-enum class AbortCause : int32_t { kPeerFailed = 0, kPeerTimeout = 1 };
+/// kEvicted: `ranks` has first who declared the others failed.
+enum class AbortCause : int32_t { kPeerFailed = 0, kPeerTimeout = 1, kEvicted = 2 };
 
 /// Why a communicator was aborted; written once by the first rank that aborts, into every peer.
 ///

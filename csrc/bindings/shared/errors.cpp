@@ -46,6 +46,8 @@ void translate(std::exception_ptr pointer) {
     raise("PeerFailedError", error.what(), error.site);
   } catch (const PeerTimeout& error) {
     raise("PeerTimeoutError", error.what(), error.site);
+  } catch (const Evicted& error) {
+    raise("EvictedError", error.what(), error.site);
   } catch (const CapacityError& error) {
     raise(error);
   } catch (const SystemError& error) {

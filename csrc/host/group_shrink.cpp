@@ -1,0 +1,583 @@
+#include "host/group_shrink.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "host/group.h"
+#include "host/message.h"
+#include "host/wait.h"
+#include "host/warn.h"
+
+namespace moe::host {
+
+namespace {
+
+constexpr char kFailed = 1;
+constexpr char kEnded = 2;  // it cannot become part of another group
+
+constexpr char kBallot = 'b';
+constexpr char kDone = 'd';
+constexpr char kResignation = 'v';
+constexpr char kRefusal = 'e';
+
+// The first character of a refusal's text.
+constexpr char kMistake = 'a';
+constexpr char kMinority = 'm';
+
+// A rank that is about to be found dead counts against those who go on until it is.
+constexpr int64_t kPatienceNs = 1'000'000'000;
+
+std::string rank_list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank" : "ranks";
+  for (size_t i = 0; i < ranks.size(); ++i)
+    text += (i == 0 ? " " : i + 1 == ranks.size() ? " and " : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::vector<int> ranks_with(const std::string& members, char bit) {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < members.size(); ++rank)
+    if ((members[rank] & bit) != 0)
+      ranks.push_back(static_cast<int>(rank));
+  return ranks;
+}
+
+std::vector<int> ranks_without(const std::string& members, char bit) {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < members.size(); ++rank)
+    if ((members[rank] & bit) == 0)
+      ranks.push_back(static_cast<int>(rank));
+  return ranks;
+}
+
+void unite(std::string* members, const std::string& others) {
+  for (size_t rank = 0; rank < members->size(); ++rank)
+    (*members)[rank] = static_cast<char>((*members)[rank] | others[rank]);
+}
+
+}  // namespace
+
+// A message: [0] kind. Of a ballot then: uint32 round; uint32 has_group; num_ranks bytes of
+// members; uint64 bytes of `agreed`, and they; one BufferEpochs per buffer. Of kDone: uint32 round.
+// Of a refusal: kMistake or kMinority, text.
+
+ShrinkAgreement::ShrinkAgreement(Group& group)
+    : group_(group),
+      voices_(static_cast<size_t>(group.num_ranks())),
+      reported_(static_cast<size_t>(group.num_ranks()), '\0') {
+  for (Voice& voice : voices_)
+    voice.ballot.members = reported_;
+}
+
+ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
+                                      const std::function<void()>& interrupt_check) {
+  group_.check_process("shrink");
+  std::vector<int> living;
+  {
+    const std::lock_guard<sync::Mutex> lock(mutex_);
+    hear_locked();
+    throw_outcome_locked();
+    if (!arguments.problem.empty()) {
+      const std::string text = concat("rank ", group_.rank_idx(), ": ", arguments.problem);
+      end_attempt_locked(kMistake + text);
+      refusal_.clear();
+      throw InvalidArgument(text);
+    }
+    for (const int rank : arguments.failed_ranks) {
+      reported_[static_cast<size_t>(rank)] |= kFailed;
+      if (group_.is_active(rank) && group_.state(rank) == PeerState::kAlive)
+        living.push_back(rank);
+    }
+    needs_majority_ = arguments.needs_majority;
+    voices_[static_cast<size_t>(group_.rank_idx())].agreed = arguments.agreed;
+  }
+  group_.is_shrink_unfinished_.store(true, std::memory_order_relaxed);
+  if (!living.empty())
+    abort_evicted(living);
+  group_.end_operations(interrupt_check, "shrink");
+  {
+    const std::lock_guard<sync::Mutex> lock(mutex_);
+    Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+    if (is_decided_ || own.ballot.has_group != 0) {  // of an earlier call, which threw
+      ++own.ballot.round;
+      own.ballot.has_group = 0;
+      is_decided_ = false;
+    }
+    own.epochs = group_.own_epochs();
+    own.has_spoken = false;  // says it again, with what this call knows
+    short_since_ns_ = 0;
+  }
+  return *await(interrupt_check, group_.arrival_timeout_ns(), "call shrink()");
+}
+
+std::optional<ShrinkDecision> ShrinkAgreement::finish(
+    bool has_group, const std::function<void()>& interrupt_check) {
+  {
+    const std::lock_guard<sync::Mutex> lock(mutex_);
+    Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+    if (has_group) {
+      own.ballot.has_group = 1;
+    } else {
+      ++own.ballot.round;
+      is_decided_ = false;
+    }
+    own.has_spoken = false;
+  }
+  return await(interrupt_check, group_.stall_timeout_ns(), "finish shrink()");
+}
+
+/// Waits until a round is decided, or every survivor has the new group (then returns nothing).
+std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>& interrupt_check,
+                                                     int64_t limit_ns,
+                                                     const char* what) {
+  std::optional<ShrinkDecision> decision;
+  const int64_t start_ns = sync::now_ns();
+  int64_t warned_ns = start_ns;
+  wait_until(
+      group_,
+      [&] {
+        const std::lock_guard<sync::Mutex> lock(mutex_);
+        return step_locked(&decision);
+      },
+      [&] {
+        if (interrupt_check)
+          interrupt_check();
+        group_.check_process("shrink");
+        const int64_t now_ns = sync::now_ns();
+        const std::lock_guard<sync::Mutex> lock(mutex_);
+        const int missing = first_missing_locked();
+        if (missing < 0)
+          return;
+        if (now_ns - warned_ns > warning_interval_ns()) {
+          warned_ns = now_ns;
+          warn(concat("rank ",
+                      group_.rank_idx(),
+                      " has waited ",
+                      (now_ns - start_ns) / 1'000'000'000,
+                      " s for rank ",
+                      missing,
+                      " to ",
+                      what));
+        }
+        if (now_ns - start_ns > limit_ns)
+          throw PeerTimeout(concat("rank ",
+                                   missing,
+                                   " did not ",
+                                   what,
+                                   " within ",
+                                   static_cast<double>(limit_ns) / 1e9,
+                                   " s of rank ",
+                                   group_.rank_idx(),
+                                   "; shrink() may be called again, with it among failed_ranks"),
+                            FailureSite{{missing}, "shrink", "idle", -1});
+      });
+  return decision;
+}
+
+/// Hears what peers said and answers; @return whether the wait is over.
+bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
+  // Before what they said last is heard: a rank that has the new group says so and leaves.
+  std::vector<PeerState> states;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank)
+    states.push_back(peer_rank == group_.rank_idx() ? PeerState::kAlive : group_.state(peer_rank));
+  hear_locked();
+  throw_outcome_locked();
+  if (is_done_)
+    return true;
+  Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+  const Ballot before = own.ballot;
+  std::string& members = own.ballot.members;
+  unite(&members, reported_);
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    const auto idx = static_cast<size_t>(peer_rank);
+    if (!group_.is_active(peer_rank) || voices_[idx].has_resigned ||
+        states[idx] == PeerState::kLeft)
+      members[idx] |= kFailed | kEnded;
+    else if (states[idx] == PeerState::kDead)
+      // Between nodes the link may be what has ended.
+      members[idx] =
+          static_cast<char>(members[idx] | kFailed | (group_.is_local(peer_rank) ? kEnded : 0));
+  }
+  for (size_t idx = 0; idx < voices_.size(); ++idx)
+    if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken)
+      unite(&members, voices_[idx].ballot.members);
+  // Whoever has decided stands by it within its round.
+  if ((is_decided_ || before.has_group != 0) && members != before.members)
+    ++own.ballot.round;
+  for (size_t idx = 0; idx < voices_.size(); ++idx)
+    if ((members[idx] & kFailed) == 0)
+      own.ballot.round = std::max(own.ballot.round, voices_[idx].ballot.round);
+  if (own.ballot.round != before.round) {
+    own.ballot.has_group = 0;
+    is_decided_ = false;
+  }
+  if (!own.has_spoken || own.ballot.round != before.round || members != before.members)
+    say_locked();
+  if (own.ballot.has_group != 0) {
+    if (!is_unanimous_locked())
+      return false;
+    become_done_locked();
+    return true;
+  }
+  if (!is_unanimous_locked())
+    return false;
+  check_agreed_locked();
+  if (needs_majority_ && !has_majority_locked())
+    return false;
+  *decision = decide_locked();
+  return true;
+}
+
+/// Whether every rank outside the own failed set has said what this rank says, or more of the same
+/// round.
+bool ShrinkAgreement::is_unanimous_locked() const {
+  const Ballot& own = voices_[static_cast<size_t>(group_.rank_idx())].ballot;
+  for (size_t idx = 0; idx < voices_.size(); ++idx) {
+    if ((own.members[idx] & kFailed) != 0)
+      continue;
+    const Voice& voice = voices_[idx];
+    if (!voice.has_spoken || voice.ballot.round != own.round ||
+        voice.ballot.members != own.members || voice.ballot.has_group < own.has_group)
+      return false;
+  }
+  return true;
+}
+
+/// Whether at most one group can come of this; refuses once patience is over.
+bool ShrinkAgreement::has_majority_locked() {
+  const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+  const std::vector<int> survivors = ranks_without(members, kFailed);
+  const std::vector<int> possible = ranks_without(members, kEnded);
+  const size_t twice = 2 * survivors.size();
+  if (twice > possible.size() || (twice == possible.size() && survivors[0] == possible[0]))
+    return true;
+  const int64_t now_ns = sync::now_ns();
+  if (short_since_ns_ == 0)
+    short_since_ns_ = now_ns;
+  if (now_ns - short_since_ns_ < kPatienceNs)
+    return false;
+  std::vector<int> silent;
+  for (const int rank : possible)
+    if ((members[static_cast<size_t>(rank)] & kFailed) != 0)
+      silent.push_back(rank);
+  end_attempt_locked(
+      kMinority +
+      concat(rank_list(survivors),
+             " may not go on without ",
+             rank_list(silent),
+             ", which may live and do the same: they are too few of ",
+             possible.size(),
+             " ranks; end those processes and shrink again, or pass require_majority=False"));
+  throw_outcome_locked();
+  return false;
+}
+
+void ShrinkAgreement::check_agreed_locked() {
+  const Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+  const std::vector<int> survivors = ranks_without(own.ballot.members, kFailed);
+  const Voice& first = voices_[static_cast<size_t>(survivors[0])];
+  for (const int rank : survivors) {
+    const Voice& voice = voices_[static_cast<size_t>(rank)];
+    if (voice.agreed == first.agreed)
+      continue;
+    end_attempt_locked(kMistake + concat("arguments of shrink() differ: rank ",
+                                         survivors[0],
+                                         " has ",
+                                         first.agreed,
+                                         ", rank ",
+                                         rank,
+                                         " has ",
+                                         voice.agreed));
+    throw_outcome_locked();
+  }
+}
+
+ShrinkDecision ShrinkAgreement::decide_locked() {
+  const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+  ShrinkDecision decision{ranks_with(members, kFailed), ranks_without(members, kFailed), {}};
+  std::map<uint64_t, uint64_t> completed;
+  for (const int rank : decision.survivors) {
+    const std::string& epochs = voices_[static_cast<size_t>(rank)].epochs;
+    for (size_t position = 0; position < epochs.size();) {
+      const auto buffer = read_value<BufferEpochs>(epochs, &position);
+      uint64_t& last = completed.emplace(buffer.buffer_number, buffer.last_completed).first->second;
+      last = std::min(last, buffer.last_completed);
+    }
+  }
+  for (const auto& [number, last] : completed)
+    decision.completed_epochs.push_back(last == 0 ? -1 : static_cast<int64_t>(last));
+  is_decided_ = true;
+  gather_idx_ = 0;
+  survivors_ = decision.survivors;
+  return decision;
+}
+
+void ShrinkAgreement::become_done_locked() {
+  is_done_ = true;
+  std::string message(1, kDone);
+  append_value(&message, built_round_);
+  post(message);
+}
+
+void ShrinkAgreement::say_locked() {
+  Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+  own.has_spoken = true;
+  if (own.ballot.has_group != 0)
+    built_round_ = own.ballot.round;
+  std::string message(1, kBallot);
+  append_value(&message, own.ballot.round);
+  append_value(&message, own.ballot.has_group);
+  message += own.ballot.members;
+  append_value(&message, static_cast<uint64_t>(own.agreed.size()));
+  message += own.agreed;
+  message += own.epochs;
+  post(message);
+}
+
+void ShrinkAgreement::hear_locked() {
+  std::string message;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
+      continue;
+    const auto idx = static_cast<size_t>(peer_rank);
+    // The attempt ends where a message says so: what follows belongs to another.
+    while (
+        group_.link()->take(group_.members()[idx], group_.shrink_channel(), attempt_, &message)) {
+      const bool is_heeded = !is_failed_locked(peer_rank);
+      size_t position = 1;
+      switch (message.empty() ? '\0' : message[0]) {
+        case kBallot:
+          hear_ballot_locked(peer_rank, message, is_heeded);
+          break;
+        case kResignation:
+          voices_[idx].has_resigned = true;
+          break;
+        case kDone:
+          if (is_heeded && !is_done_ && built_round_ == read_value<uint32_t>(message, &position))
+            become_done_locked();
+          break;
+        case kRefusal:
+          if (is_heeded && !is_done_)
+            end_attempt_locked(message.substr(1));
+          break;
+        default:
+          break;
+      }
+    }
+  }
+}
+
+void ShrinkAgreement::hear_ballot_locked(int peer_rank,
+                                         const std::string& message,
+                                         bool is_heeded) {
+  const auto num_ranks = static_cast<size_t>(group_.num_ranks());
+  size_t position = 1;
+  Voice heard;
+  heard.has_spoken = true;
+  heard.ballot.round = read_value<uint32_t>(message, &position);
+  heard.ballot.has_group = read_value<uint32_t>(message, &position);
+  heard.ballot.members = message.substr(position, num_ranks);
+  position += num_ranks;
+  const auto agreed_bytes = read_value<uint64_t>(message, &position);
+  heard.agreed = message.substr(position, agreed_bytes);
+  heard.epochs = message.substr(position + agreed_bytes);
+  Voice& voice = voices_[static_cast<size_t>(peer_rank)];
+  if ((heard.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0) {
+    named_by_ = peer_rank;
+    position = 0;
+    const uint64_t last_completed =
+        heard.epochs.empty() ? 0 : read_value<BufferEpochs>(heard.epochs, &position).last_completed;
+    named_after_ = last_completed == 0 ? -1 : static_cast<int64_t>(last_completed);
+    if (is_heeded)
+      resign_locked();
+    return;
+  }
+  if (!is_heeded)
+    return;
+  heard.has_resigned = voice.has_resigned;
+  voice = std::move(heard);
+}
+
+/// This rank is no part of what comes: nobody needs to wait for a word of it.
+void ShrinkAgreement::resign_locked() {
+  if (is_evicted_)
+    return;
+  is_evicted_ = true;
+  post(std::string(1, kResignation));
+}
+
+void ShrinkAgreement::end_attempt_locked(const std::string& text) {
+  post(kRefusal + text);
+  ++attempt_;
+  std::fill(reported_.begin(), reported_.end(), '\0');
+  for (Voice& voice : voices_) {
+    const bool has_resigned = voice.has_resigned;
+    voice = Voice{};
+    voice.has_resigned = has_resigned;
+    voice.ballot.members = reported_;
+  }
+  built_round_ = kNoRound;
+  is_decided_ = false;
+  refusal_ = text;
+  if (text[0] == kMinority && named_by_ >= 0)
+    resign_locked();
+  group_.is_shrink_unfinished_.store(false, std::memory_order_relaxed);
+}
+
+void ShrinkAgreement::throw_outcome_locked() {
+  if (is_evicted_)
+    throw_evicted_locked();
+  if (refusal_.empty())
+    return;
+  const std::string text = std::exchange(refusal_, {});
+  if (text[0] == kMinority)
+    throw PeerFailed(text.substr(1), FailureSite{{}, "shrink", "idle", -1});
+  throw InvalidArgument(text.substr(1));
+}
+
+void ShrinkAgreement::throw_evicted_locked() const {
+  throw Evicted(concat("rank ",
+                       named_by_,
+                       " declared rank ",
+                       group_.rank_idx(),
+                       ", which is this one, failed, and goes on without it (shrink, after epoch ",
+                       named_after_,
+                       " of its first buffer)"),
+                FailureSite{{named_by_}, "shrink", "idle", named_after_});
+}
+
+void ShrinkAgreement::refuse(const std::string& text) {
+  const std::lock_guard<sync::Mutex> lock(mutex_);
+  end_attempt_locked(kMistake + concat("rank ", group_.rank_idx(), ": ", text));
+  refusal_.clear();
+}
+
+void ShrinkAgreement::check_evicted() {
+  const std::lock_guard<sync::Mutex> lock(mutex_);
+  if (is_done_)
+    return;
+  hear_locked();
+  if (is_evicted_)
+    throw_evicted_locked();
+}
+
+void ShrinkAgreement::check_nobody_shrinks(const char* what) {
+  check_evicted();
+  const std::lock_guard<sync::Mutex> lock(mutex_);
+  for (size_t idx = 0; idx < voices_.size(); ++idx)
+    if (static_cast<int>(idx) != group_.rank_idx() && voices_[idx].has_spoken)
+      throw PeerFailed(concat("rank ",
+                              idx,
+                              " called shrink() while rank ",
+                              group_.rank_idx(),
+                              " was in ",
+                              what,
+                              "()"),
+                       FailureSite{{static_cast<int>(idx)}, what, "idle", -1});
+}
+
+void ShrinkAgreement::check_round() {
+  const std::lock_guard<sync::Mutex> lock(mutex_);
+  hear_locked();
+  throw_outcome_locked();
+  const Ballot& own = voices_[static_cast<size_t>(group_.rank_idx())].ballot;
+  for (const int rank : survivors_) {
+    const bool is_gone = rank != group_.rank_idx() && group_.state(rank) != PeerState::kAlive;
+    if (is_gone || voices_[static_cast<size_t>(rank)].ballot.round > own.round)
+      throw PeerFailed(is_gone
+                           ? concat("rank ", rank, " ended during shrink()")
+                           : concat("rank ", rank, " found another rank failed during shrink()"),
+                       FailureSite{{rank}, "shrink", "idle", -1});
+  }
+}
+
+std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
+                                                     const std::function<void()>& interrupt_check) {
+  uint64_t sequence = 0;
+  {
+    const std::lock_guard<sync::Mutex> lock(mutex_);
+    const uint32_t round = voices_[static_cast<size_t>(group_.rank_idx())].ballot.round;
+    // Apart from the attempts, which are counted from 0.
+    sequence = (uint64_t{attempt_} + 1) << 40 | uint64_t{round} << 20 | gather_idx_++;
+  }
+  std::vector<std::string> payloads(survivors_.size());
+  for (size_t i = 0; i < survivors_.size(); ++i) {
+    const auto idx = static_cast<size_t>(survivors_[i]);
+    if (survivors_[i] == group_.rank_idx())
+      payloads[i] = payload;
+    else
+      group_.link()->post(group_.members()[idx], group_.shrink_channel(), sequence, payload);
+  }
+  const int64_t start_ns = sync::now_ns();
+  for (size_t i = 0; i < survivors_.size(); ++i) {
+    const int rank = survivors_[i];
+    if (rank == group_.rank_idx())
+      continue;
+    const int link_rank = group_.members()[static_cast<size_t>(rank)];
+    wait_until(
+        group_,
+        [&] {
+          return group_.link()->take(link_rank, group_.shrink_channel(), sequence, &payloads[i]);
+        },
+        [&] {
+          if (interrupt_check)
+            interrupt_check();
+          group_.check_process("shrink");
+          check_round();
+          if (sync::now_ns() - start_ns > group_.stall_timeout_ns())
+            throw PeerTimeout(
+                concat("rank ",
+                       rank,
+                       " stopped in shrink(): rank ",
+                       group_.rank_idx(),
+                       " waited ",
+                       static_cast<double>(group_.stall_timeout_ns()) / 1e9,
+                       " s; shrink() may be called again, with it among failed_ranks"),
+                FailureSite{{rank}, "shrink", "idle", -1});
+        });
+  }
+  return payloads;
+}
+
+void ShrinkAgreement::post(const std::string& message) {
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank)
+    if (peer_rank != group_.rank_idx() && group_.is_active(peer_rank))
+      group_.link()->post(group_.members()[static_cast<size_t>(peer_rank)],
+                          group_.shrink_channel(),
+                          attempt_,
+                          message);
+}
+
+bool ShrinkAgreement::is_failed_locked(int rank_idx) const {
+  const auto idx = static_cast<size_t>(rank_idx);
+  const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+  return ((members[idx] | reported_[idx]) & kFailed) != 0;
+}
+
+/// The first rank that this one waits for, or -1.
+int ShrinkAgreement::first_missing_locked() const {
+  const Ballot& own = voices_[static_cast<size_t>(group_.rank_idx())].ballot;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    const Voice& voice = voices_[static_cast<size_t>(peer_rank)];
+    if (peer_rank == group_.rank_idx() || is_failed_locked(peer_rank) ||
+        group_.state(peer_rank) != PeerState::kAlive)
+      continue;
+    if (!voice.has_spoken || voice.ballot.round < own.round ||
+        (voice.ballot.round == own.round && voice.ballot.has_group < own.has_group))
+      return peer_rank;
+  }
+  return -1;
+}
+
+/// Ends the operations of ranks that live although this rank reports them failed, and of those that
+/// wait for them.
+void ShrinkAgreement::abort_evicted(const std::vector<int>& ranks) {
+  std::vector<int> named{group_.rank_idx()};
+  named.insert(named.end(), ranks.begin(), ranks.end());
+  group_.abort(layout::AbortCause::kEvicted,
+               WaitSite{},
+               named,
+               concat("rank ", group_.rank_idx(), " declared ", rank_list(ranks), " failed"));
+}
+
+}  // namespace moe::host
