@@ -53,7 +53,7 @@ class Capture {
     row.tables.status = status_.get();
     if (plan != nullptr)
       row.needed_status = static_cast<const DevicePlan*>(plan)->status.get();
-    kernels::launch_exchange(endpoint_.launch(1), row);
+    endpoint_.launch_exchange(row);
   }
 
  private:

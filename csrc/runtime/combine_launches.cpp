@@ -2,17 +2,16 @@
 
 #include <algorithm>
 
+#include "host/combine_rules.h"
+
 namespace moe::runtime {
 
-void launch_sums(DeviceEndpoint& endpoint,
-                 const host::CombineParams& params,
-                 const kernels::Tables& tables,
-                 std::byte* sums,
-                 std::byte* pulled) {
+namespace {
+
+kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const host::CombineParams& params) {
   const auto& plan = static_cast<const DevicePlan&>(*params.plan);
   kernels::CombineParams kernel;
   kernel.buffer = endpoint.buffer();
-  kernel.tables = tables;
   kernel.dtype = params.has_rows ? params.dtype : DType::kBytes;
   kernel.hidden = params.has_rows ? params.hidden : 0;
   kernel.num_tokens = plan.num_tokens;
@@ -24,12 +23,45 @@ void launch_sums(DeviceEndpoint& endpoint,
   kernel.topk_idx = plan.topk_idx;
   kernel.weights = params.weights;
   kernel.weight_bytes = params.weight_bytes;
-  kernel.sums = sums;
-  kernel.pulled = pulled;
   kernel.pulled_bytes = params.row_weight_bytes;
   kernel.is_plain = endpoint.device().has_bulk_copies() ? 0 : 1;
+  return kernel;
+}
+
+}  // namespace
+
+std::string find_shortage(DeviceEndpoint& endpoint, const host::CombineParams& params) {
+  const Internode* const internode = endpoint.internode();
+  if (internode == nullptr)
+    return "";
+  return internode->find_shortage(
+      internode->kernels().combine_bytes(kernel_params(endpoint, params), internode->rails()),
+      params.plan->num_tokens,
+      host::combined_row_bytes(params));
+}
+
+void launch_sums(DeviceEndpoint& endpoint,
+                 const host::CombineParams& params,
+                 const kernels::Tables& tables,
+                 std::byte* sums,
+                 std::byte* pulled) {
+  kernels::CombineParams kernel = kernel_params(endpoint, params);
+  kernel.tables = tables;
+  kernel.sums = sums;
+  kernel.pulled = pulled;
   device::Launch launch = endpoint.launch(endpoint.num_sms());
   launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
+  if (const Internode* const internode = endpoint.internode()) {
+    const InternodeKernels& kernels = internode->kernels();
+    while (launch.num_threads > 32 &&
+           kernels.combine_shared_bytes(kernel, internode->rails(), launch.num_threads) >
+               endpoint.device().max_shared_bytes())
+      launch.num_threads = launch.num_threads / 64 * 32;
+    launch.shared_bytes =
+        kernels.combine_shared_bytes(kernel, internode->rails(), launch.num_threads);
+    kernels.combine(launch, kernel, internode->rails());
+    return;
+  }
   while (launch.num_threads > 32 && kernels::combine_shared_bytes(kernel, launch.num_threads) >
                                         endpoint.device().max_shared_bytes())
     launch.num_threads = launch.num_threads / 64 * 32;

@@ -1,10 +1,15 @@
 #pragma once
 
+#include <string>
+
 #include "host/combine.h"
 #include "kernels/combine.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {
+
+/// What is wrong with this combine for the memory between nodes, or "".
+std::string find_shortage(DeviceEndpoint& endpoint, const host::CombineParams& params);
 
 /// Launches what pulls and adds the rows of a combine, behind its exchange.
 /// @param sums    [num_tokens, hidden]

@@ -32,6 +32,9 @@ class DeviceCombine {
     const std::string problem = host::find_failed_sources(plan_, endpoint_.group());
     if (!problem.empty())
       exchange_.reject(arguments, layout::RowStatus::kInvalidArgument, problem);
+    const std::string shortage = find_shortage(endpoint_, params_);
+    if (!shortage.empty())
+      exchange_.reject(arguments, layout::RowStatus::kInvalidArgument, shortage);
     kernels::ExchangeParams row;
     row.tables = endpoint_.tables();
     row.arguments = arguments;

@@ -57,6 +57,7 @@ class DeviceDispatch {
   void exchange_rows() {
     launches_.count_choices([this](int64_t bytes) { return endpoint_.scratch(bytes); });
     made_plan_ = launches_.made_plan();
+    check_shortage();
     window_ = is_low_latency() ? fixed_window() : endpoint_.guess_window();
     ExchangeParams row = row_params();
     // What the text about a bad id needs of this rank.
@@ -70,6 +71,12 @@ class DeviceDispatch {
     exchange_.enter("rows");
     exchange_.publish(row);
     judge(exchange_.collect(true));
+  }
+
+  void check_shortage() {
+    const std::string problem = launches_.find_shortage();
+    if (!problem.empty())
+      exchange_.reject(arguments(), RowStatus::kInvalidArgument, problem);
   }
 
   ExchangeParams row_params() {
@@ -175,6 +182,7 @@ class DeviceDispatch {
     const std::string problem = host::find_failed_ranks(*plan_, endpoint_.group());
     if (!problem.empty())
       exchange_.reject(arguments(), RowStatus::kInvalidArgument, problem);
+    check_shortage();
     try {
       window_ = params_.window ? params_.window : exchange_.allocate(needed(endpoint_.rank_idx()));
     } catch (const CapacityError& error) {

@@ -66,7 +66,14 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<host::Group> group,
       num_threads_(config.shape.num_threads > 0 ? config.shape.num_threads : kDefaultThreads),
       tokens_per_chunk_(config.shape.tokens_per_chunk > 0 ? config.shape.tokens_per_chunk
                                                           : kDefaultTokensPerChunk),
+      internode_config_(std::move(config.internode)),
       areas_(static_cast<size_t>(this->group().num_ranks())) {
+  const NodeLayout& nodes = this->group().nodes();
+  MOE_CHECK(nodes.num_nodes() == 1 || internode_config_.regions != nullptr,
+            "kernels of this backend reach ranks of one node; these ",
+            nodes.num_ranks,
+            " ranks lie on ",
+            nodes.num_nodes());
   device_->activate();
   stream_ = device_->create_stream();
   caller_stream_ = device_->caller_stream(0);
@@ -84,6 +91,16 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   own_area_ = Workspace(own_area->data(), num_ranks(), config().num_experts, config().depth);
   stream_->fill(own_area->data(), 0, bytes);
   make_tables();
+  if (group().nodes().num_nodes() > 1) {
+    remote_area_ = device_->allocate(bytes);
+    internode_ = std::make_unique<Internode>(group(),
+                                             *device_,
+                                             internode_config_,
+                                             config().num_experts,
+                                             config().depth,
+                                             interrupt_check);
+    internode_->upload(*stream_);
+  }
   // Peers write to the area as soon as they know of it.
   synchronize();
   const Offer offer = own_area->offer();
@@ -94,6 +111,10 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     if (!group().is_active(peer_rank))
       continue;
+    if (!group().is_local(peer_rank)) {
+      areas_[static_cast<size_t>(peer_rank)] = remote_area_.get();
+      continue;
+    }
     Offer place;
     std::memcpy(&place, offers[static_cast<size_t>(peer_rank)].data(), sizeof(place));
     areas_[static_cast<size_t>(peer_rank)] = group().resolve(*memory_, peer_rank, place, site);
@@ -207,6 +228,20 @@ device::Launch DeviceEndpoint::launch(int num_blocks) const {
   launch.num_threads = num_threads_;
   launch.stream = stream_->handle();
   return launch;
+}
+
+void DeviceEndpoint::launch_exchange(const kernels::ExchangeParams& params) const {
+  if (internode_ == nullptr)
+    kernels::launch_exchange(launch(1), params);
+  else
+    internode_->kernels().exchange(launch(1), params, internode_->rails());
+}
+
+void DeviceEndpoint::launch_offers(const kernels::OffersParams& params) const {
+  if (internode_ == nullptr)
+    kernels::launch_offers(launch(1), params);
+  else
+    internode_->kernels().offers(launch(1), params, internode_->rails());
 }
 
 void DeviceEndpoint::set_caller_stream(uintptr_t handle,
@@ -377,6 +412,7 @@ void DeviceEndpoint::end_device_operations() {
   watch_->stop();
   kept_.clear();
   bases_ = nullptr;
+  internode_ = nullptr;
 }
 
 }  // namespace moe::runtime

@@ -12,6 +12,7 @@
 #include "runtime/device.h"
 #include "runtime/device_memory.h"
 #include "runtime/device_watch.h"
+#include "runtime/internode.h"
 #include "runtime/segment_bases.h"
 
 namespace moe::runtime {
@@ -26,6 +27,7 @@ struct LaunchShape {
 struct DeviceEndpointConfig {
   host::EndpointConfig common;
   LaunchShape shape;
+  InternodeConfig internode;
 };
 
 /// One buffer on one rank whose rows kernels move; see EndpointBase.
@@ -37,7 +39,8 @@ class DeviceEndpoint : public host::EndpointBase {
  public:
   /// Collective.
   /// @param memory  The heap that kernels address; of the same communicator tree as @p group.
-  /// @throws InvalidArgument  configurations differ; names both values, on every rank.
+  /// @throws InvalidArgument  configurations differ; names both values, on every rank. Or ranks lie
+  ///   on several nodes and @p config has nothing that reaches them.
   static std::shared_ptr<DeviceEndpoint> create(std::shared_ptr<host::Group> group,
                                                 std::shared_ptr<SymmetricMemory> memory,
                                                 std::shared_ptr<Device> device,
@@ -79,6 +82,12 @@ class DeviceEndpoint : public host::EndpointBase {
   int num_sms() const { return num_sms_; }
   int num_threads() const { return num_threads_; }
   int tokens_per_chunk() const { return tokens_per_chunk_; }
+  /// What reaches ranks of other nodes; null with one node.
+  const Internode* internode() const { return internode_.get(); }
+
+  /// Launches the exchange of rows, within a node or across.
+  void launch_exchange(const kernels::ExchangeParams& params) const;
+  void launch_offers(const kernels::OffersParams& params) const;
   /// Whether rows at @p source cannot move by bulk copies.
   bool needs_plain_copies(const std::byte* source) const {
     return !device_->has_bulk_copies() || reinterpret_cast<uintptr_t>(source) % 16 != 0;
@@ -157,9 +166,12 @@ class DeviceEndpoint : public host::EndpointBase {
   int num_sms_;
   int num_threads_;
   int tokens_per_chunk_;
+  InternodeConfig internode_config_;
+  std::unique_ptr<Internode> internode_;
 
   layout::Workspace own_area_;     ///< in the memory of the device
   std::vector<std::byte*> areas_;  ///< [num_ranks] control areas in the memory of the device
+  std::shared_ptr<std::byte> remote_area_;  ///< stands for that of every rank of another node
   std::unique_ptr<SegmentBases> bases_;
   std::shared_ptr<const std::byte> abort_word_;
 

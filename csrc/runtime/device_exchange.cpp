@@ -48,7 +48,7 @@ void DeviceExchange::publish(ExchangeParams params) {
   params.host_read = endpoint_.host_read();
   params.ticket = ticket_ = endpoint_.take_ticket();
   has_launched_ = true;
-  kernels::launch_exchange(endpoint_.launch(1), params);
+  endpoint_.launch_exchange(params);
 }
 
 host::Rows DeviceExchange::collect(bool with_counts) {
@@ -146,7 +146,7 @@ std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
   params.host_read = endpoint_.host_read();
   params.ticket = ticket_ = endpoint_.take_ticket();
   step_ = Phase::kOffers;
-  kernels::launch_offers(endpoint_.launch(1), params);
+  endpoint_.launch_offers(params);
   await_ticket(Phase::kOffers, ticket_);
   step_ = Phase::kData;
   std::vector<layout::SecondOffer> seconds;

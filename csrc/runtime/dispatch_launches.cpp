@@ -79,7 +79,17 @@ ExchangeParams DispatchLaunches::row() const {
   return row;
 }
 
-void DispatchLaunches::move_rows() const {
+std::string DispatchLaunches::find_shortage() const {
+  const Internode* const internode = endpoint_.internode();
+  if (internode == nullptr)
+    return "";
+  return internode->find_shortage(
+      internode->kernels().dispatch_bytes(kernel_params(), internode->rails()),
+      params_.num_tokens,
+      params_.row_bytes + params_.num_scales * params_.scale_bytes);
+}
+
+kernels::DispatchParams DispatchLaunches::kernel_params() const {
   kernels::DispatchParams params;
   params.buffer = endpoint_.buffer();
   params.tables = tables_.tables;
@@ -105,6 +115,23 @@ void DispatchLaunches::move_rows() const {
   params.arrangement = arrangement_;
   params.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;
   params.is_plain = endpoint_.needs_plain_copies(params_.x) ? 1 : 0;
+  return params;
+}
+
+void DispatchLaunches::move_rows() const {
+  kernels::DispatchParams params = kernel_params();
+  if (const Internode* const internode = endpoint_.internode()) {
+    const InternodeKernels& kernels = internode->kernels();
+    device::Launch launch = endpoint_.launch(endpoint_.num_sms());
+    while (launch.num_threads > 32 &&
+           kernels.dispatch_shared_bytes(params, internode->rails(), launch.num_threads) >
+               endpoint_.device().max_shared_bytes())
+      launch.num_threads = launch.num_threads / 64 * 32;
+    launch.shared_bytes =
+        kernels.dispatch_shared_bytes(params, internode->rails(), launch.num_threads);
+    kernels.dispatch(launch, params, internode->rails());
+    return;
+  }
   device::Launch launch = endpoint_.launch(endpoint_.num_sms());
   while (launch.num_threads > 32 && kernels::dispatch_shared_bytes(params, launch.num_threads) >
                                         endpoint_.device().max_shared_bytes())

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "host/dispatch.h"
 #include "kernels/dispatch.h"
@@ -36,12 +37,15 @@ class DispatchLaunches {
   kernels::ExchangeParams row() const;
   /// Launches what moves the rows.
   void move_rows() const;
+  /// What is wrong with this dispatch for the memory between nodes, or "".
+  std::string find_shortage() const;
 
  private:
   static constexpr int64_t kMostChunks = 512;
   static constexpr int kBlocksPerSm = 4;  ///< that count
 
   kernels::Choices shape_choices() const;
+  kernels::DispatchParams kernel_params() const;
   void begin_counting();
   int64_t lay_chunks(std::byte* memory);
   void end_counting();

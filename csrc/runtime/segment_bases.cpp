@@ -24,6 +24,8 @@ void SegmentBases::refresh() {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto* const entries = reinterpret_cast<uint64_t*>(table_.get());
   for (int rank_idx = 0; rank_idx < group_->num_ranks(); ++rank_idx) {
+    if (!group_->is_local(rank_idx))
+      continue;
     uint32_t& num_known = num_known_[static_cast<size_t>(rank_idx)];
     const int link_rank = group_->members()[static_cast<size_t>(rank_idx)];
     while (std::byte* const base = memory_->try_resolve(link_rank, Offer{num_known, 0, 0, 1})) {

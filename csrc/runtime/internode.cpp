@@ -1,0 +1,97 @@
+#include "runtime/internode.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+#include "layout/routing.h"
+
+namespace moe::runtime {
+
+namespace {
+
+using layout::RailRecord;
+using layout::RailRegion;
+using layout::RailReply;
+
+int64_t area_bytes(const InternodeConfig& config,
+                   const RailRegion& empty,
+                   int64_t tokens_per_chunk,
+                   int num_ranks,
+                   int64_t weight_bytes) {
+  // By rank, ids travel too; by expert there may be more slots than ranks.
+  int64_t record_bytes = 0;
+  for (const auto arrangement : {layout::RowLayout::kExpertMajor, layout::RowLayout::kRankMajor}) {
+    const RailRecord record = RailRecord::make(
+        arrangement, num_ranks, config.num_max_topk, config.max_row_bytes, 0, weight_bytes, true);
+    record_bytes = std::max(record_bytes, record.bytes);
+  }
+  const int64_t chunk_bytes = RailRecord::kHeaderBytes + tokens_per_chunk * record_bytes;
+  const RailReply reply = RailReply::make(empty,
+                                          tokens_per_chunk,
+                                          config.num_max_topk,
+                                          config.max_row_bytes,
+                                          weight_bytes * config.num_max_topk);
+  return round_up(
+      std::max(empty.num_max_chunks * chunk_bytes, reply.replies_offset + reply.window_bytes()),
+      64);
+}
+
+}  // namespace
+
+Internode::Internode(host::Group& group,
+                     Device& device,
+                     const InternodeConfig& config,
+                     int num_experts,
+                     int depth,
+                     const host::InterruptCheck& interrupt_check)
+    : kernels_(config.kernels),
+      num_max_tokens_(config.num_max_tokens),
+      max_row_bytes_(config.max_row_bytes) {
+  rails_.nodes = group.nodes();
+  const int num_ranks = group.num_ranks();
+  const int num_nodes = rails_.nodes.num_nodes();
+  const int64_t num_max_chunks = std::max<int64_t>(rails_.num_chunks(num_max_tokens_), 1);
+  const RailRegion empty =
+      RailRegion::make(num_nodes, num_ranks, num_experts, depth, num_max_chunks, 0);
+  rails_.map = RailRegion::make(
+      num_nodes,
+      num_ranks,
+      num_experts,
+      depth,
+      num_max_chunks,
+      area_bytes(config, empty, rails_.tokens_per_chunk, num_ranks, kMostWeightBytes));
+  region_ = config.regions->allocate(group, rails_.map.bytes, interrupt_check);
+  rails_.region = region_.get();
+  pes_staging_ = device.allocate_host(4 * int64_t{num_ranks});
+  pes_ = device.allocate(4 * int64_t{num_ranks});
+  auto* const pes = reinterpret_cast<int32_t*>(pes_staging_.get());
+  for (int rank_idx = 0; rank_idx < num_ranks; ++rank_idx)
+    pes[rank_idx] = rank_idx;
+  rails_.pes = reinterpret_cast<const int32_t*>(pes_.get());
+}
+
+void Internode::upload(Stream& stream) const {
+  stream.copy(pes_.get(), pes_staging_.get(), 4 * int64_t{rails_.nodes.num_ranks});
+}
+
+std::string Internode::find_shortage(int64_t needed_bytes,
+                                     int64_t num_tokens,
+                                     int64_t row_bytes) const {
+  if (needed_bytes <= rails_.map.area_bytes &&
+      rails_.num_chunks(num_tokens) <= rails_.map.num_max_chunks)
+    return "";
+  return concat(num_tokens,
+                " tokens with rows of ",
+                row_bytes,
+                " bytes take ",
+                needed_bytes,
+                " bytes of the memory between nodes; this buffer was made with ",
+                rails_.map.area_bytes,
+                ", for ",
+                num_max_tokens_,
+                " tokens with rows of ",
+                max_row_bytes_,
+                " bytes, and cannot make more: make one for larger rows");
+}
+
+}  // namespace moe::runtime
