@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moe_comm import env
 
-__all__ = ["Bootstrap", "RankThreads", "bootstrap_for"]
+__all__ = ["Bootstrap", "RankThreads", "bootstrap_for", "process_group_of"]
 
 
 class Bootstrap(Protocol):
@@ -129,3 +129,10 @@ def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:
             "initialised; call torch.distributed.init_process_group first"
         )
     return _Solo()
+
+
+def process_group_of(bootstrap: Bootstrap) -> dist.ProcessGroup | None:
+    """The torch.distributed group behind a bootstrap, None where there is none any more or never was."""
+    if not isinstance(bootstrap, _ProcessGroup) or not dist.is_initialized():
+        return None
+    return dist.group.WORLD if bootstrap.group is None else bootstrap.group

@@ -17,6 +17,7 @@ __all__ = [
     "launched_ranks",
     "launcher_world_size",
     "master_address",
+    "mpi_job",
     "nvshmem_allow_unsupported_version",
     "nvshmem_max_ctas",
     "poison_windows",
@@ -100,6 +101,11 @@ def socket_interface() -> str | None:
 def master_address() -> str | None:
     """`MASTER_ADDR` as launchers set it: sockets use the interface that leads there."""
     return os.environ.get("MASTER_ADDR") or None
+
+
+def mpi_job() -> str:
+    """`PMIX_NAMESPACE`: which job of an MPI launcher this process belongs to; "" where it is not set."""
+    return os.environ.get("PMIX_NAMESPACE", "")
 
 
 def nvshmem_max_ctas() -> str | None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
+from moe_comm.backends.kept_engines import KeptEngines, Lease, make_group
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import CommunicationError, PeerFailedError, PeerTimeoutError
 
@@ -23,22 +21,7 @@ __all__ = ["Carrier", "Pending", "ProgressThread"]
 OutputT = TypeVar("OutputT")
 
 
-@dataclasses.dataclass(eq=False)
-class _BufferGroups:
-    """Groups made for buffers over one parent group; equal indices are one group on all its ranks.
-
-    Args:
-        made: All of them, with their timeouts.
-        idle: Indices of those that no buffer of this rank uses.
-    """
-
-    made: list[tuple[dist.ProcessGroup, float]] = dataclasses.field(default_factory=list)
-    idle: set[int] = dataclasses.field(default_factory=set)
-
-
-# Groups are kept for the next buffer, never destroyed: torch names a group after its ranks, and a
-# second one of the same name would read the addresses that the first one left in the store.
-_buffer_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _BufferGroups] = (
+_kept_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, KeptEngines[dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -71,39 +54,22 @@ class Carrier:
             )
         parent = dist.group.WORLD if group is None else group
         assert parent is not None
-        self._groups = _buffer_groups.setdefault(parent, _BufferGroups())
-        self._group_idx = self._take_group(parent, bootstrap, timeout_s)
-        self._group = self._groups.made[self._group_idx][0]
-        if dist.get_backend(parent) == dist.Backend.NCCL:
+        backend = dist.get_backend(parent)
+        self._lease: Lease[dist.ProcessGroup] = _kept_groups.setdefault(parent, KeptEngines()).take(
+            timeout_s,
+            bootstrap.all_gather,
+            lambda: make_group(
+                dist.get_process_group_ranks(parent), backend, timeout_s, bootstrap.all_gather
+            ),
+        )
+        self._group = self._lease.engine
+        if backend == dist.Backend.NCCL:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The buffer's own group; None of a single rank and after `destroy`."""
         return self._group
-
-    def _take_group(self, parent: dist.ProcessGroup, bootstrap: Bootstrap, timeout_s: float) -> int:
-        """Index of a group that is idle on every rank, or of a new one."""
-        groups = self._groups
-        fitting = [idx for idx in sorted(groups.idle) if groups.made[idx][1] == timeout_s]
-        idle_everywhere: set[int] = set.intersection(*map(set, bootstrap.all_gather(fitting)))
-        if idle_everywhere:
-            group_idx = min(idle_everywhere)
-            groups.idle.remove(group_idx)
-            return group_idx
-        # torch names the group after its ranks and how many groups the process is in: where that
-        # differs, ranks would wait for each other under two names.
-        num_groups = bootstrap.all_gather(len(_world.pg_names))
-        for _ in range(max(num_groups) - len(_world.pg_names)):
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        group = dist.new_group(
-            dist.get_process_group_ranks(parent),
-            timeout=timedelta(seconds=timeout_s),
-            backend=dist.get_backend(parent),
-            use_local_synchronization=True,
-        )
-        groups.made.append((group, timeout_s))
-        return len(groups.made) - 1
 
     def all_gather_row(self, row: torch.Tensor, operation: str) -> torch.Tensor:
         """Every rank's `row`: int64 `[n]` on the CPU to int64 `[R, n]` on the CPU."""
@@ -144,7 +110,7 @@ class Carrier:
         """Leave the group to a later buffer, unless it failed. Local, idempotent."""
         group, self._group = self._group, None
         if group is not None and self._failure is None:
-            self._groups.idle.add(self._group_idx)
+            self._lease.give_back()
 
     @contextlib.contextmanager
     def _limits(self, operation: str, phase: str) -> Iterator[None]:

@@ -188,6 +188,7 @@ USERS_OF_NATIVE = {
         "moe_comm.communicator",
         "moe_comm.backends.host",
         "moe_comm.backends.native",
+        "moe_comm.backends.rails",
         "moe_comm.resharding.batched_copy",
         "moe_comm.resharding.tensor_table",
         "moe_comm.cli",

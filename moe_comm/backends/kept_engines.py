@@ -1,0 +1,90 @@
+"""What buffers lease from each other's past: groups that are made once and never destroyed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+__all__ = ["KeptEngines", "Lease", "make_group"]
+
+EngineT = TypeVar("EngineT")
+AllGather = Callable[[Any], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease(Generic[EngineT]):
+    """An engine that one buffer uses.
+
+    Args:
+        engine: A group of torch.distributed, a communicator of MPI.
+        kept: Where it came from.
+        idx: Its number there, the same on every rank.
+    """
+
+    engine: EngineT
+    kept: KeptEngines[EngineT]
+    idx: int
+
+    def give_back(self) -> None:
+        """Leave it to a later buffer. Only where nothing is under way on it; otherwise drop the lease."""
+        self.kept.idle.add(self.idx)
+
+
+@dataclasses.dataclass(eq=False)
+class KeptEngines(Generic[EngineT]):
+    """Engines made for buffers of the same ranks; equal indices are one engine on all its ranks.
+
+    Args:
+        made: All of them, each with what tells it from others.
+        idle: Indices of those that no buffer of this rank uses.
+    """
+
+    made: list[tuple[EngineT, Hashable]] = dataclasses.field(default_factory=list)
+    idle: set[int] = dataclasses.field(default_factory=set)
+
+    def take(
+        self, kind: Hashable, all_gather: AllGather, make: Callable[[], EngineT]
+    ) -> Lease[EngineT]:
+        """One of that kind that is idle on every rank, or a new one. Collective.
+
+        Args:
+            kind: Of the engine.
+            all_gather: Of the ranks that share these engines.
+            make: Makes one. Collective.
+        """
+        fitting = [idx for idx in sorted(self.idle) if self.made[idx][1] == kind]
+        idle_everywhere: set[int] = set.intersection(*map(set, all_gather(fitting)))
+        if idle_everywhere:
+            idx = min(idle_everywhere)
+            self.idle.remove(idx)
+        else:
+            idx = len(self.made)
+            self.made.append((make(), kind))
+        return Lease(self.made[idx][0], self, idx)
+
+
+def make_group(
+    ranks: list[int], backend: str, timeout_s: float, all_gather: AllGather
+) -> dist.ProcessGroup:
+    """A group of global ranks that include this one. Called by every rank of `all_gather` at once.
+
+    Kept for later buffers, never destroyed: torch names a group after its ranks and how many groups
+    the process is in, and a second one of the same name would read the addresses that the first one
+    left in the store. Where that number differs, ranks would wait for each other under two names.
+    """
+    num_groups = all_gather(len(_world.pg_names))
+    for _ in range(max(num_groups) - len(_world.pg_names)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout_s),
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group

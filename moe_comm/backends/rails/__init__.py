@@ -1,0 +1,92 @@
+"""Which engine carries rows between nodes, made for one buffer at a time."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moe_comm.backends.rails.engine import Peers, RailEngine
+from moe_comm.backends.rails.gloo import GlooEngine, gloo_problem
+from moe_comm.backends.rails.mpi import MpiEngine, MpiPlace, mpi_place
+from moe_comm.bootstrap import Bootstrap, process_group_of
+
+if TYPE_CHECKING:
+    from moe_comm import _host
+
+__all__ = ["RailEngine", "RailOwner", "make_rail"]
+
+
+class RailOwner(Protocol):
+    """What is needed of a communicator."""
+
+    bootstrap: Bootstrap
+    rank_idx: int
+    num_ranks: int
+    num_local_ranks: int
+    rail_name: str
+
+    def require_native(self) -> _host.Group:
+        """The native group; ValueError without one."""
+        ...
+
+
+def make_rail(communicator: RailOwner) -> RailEngine | None:
+    """The engine that joins this rank to its rail, for one buffer. Collective over all living ranks.
+
+    Args:
+        communicator: Whose ranks. Its rail "auto" means gloo where its group has that for CPU tensors,
+            else sockets.
+
+    Returns:
+        The engine, which belongs to the caller. None for the communicator's own sockets: asked for,
+        chosen by "auto", because there is one node, or because ranks have failed, with which any
+        other engine cannot be set up.
+
+    Raises:
+        ValueError: On every rank, where ranks ask for different engines (both named) or one of them
+            cannot use the engine.
+    """
+    if communicator.num_local_ranks == communicator.num_ranks:
+        return None
+    native = communicator.require_native()
+    group = process_group_of(communicator.bootstrap)
+    place: MpiPlace | None = None
+    problem: str | None = None
+    name = communicator.rail_name
+    if name == "auto":
+        name = "sockets" if gloo_problem(group, communicator.num_ranks) else "gloo"
+    elif name == "gloo":
+        problem = gloo_problem(group, communicator.num_ranks)
+    elif name == "mpi":
+        place, problem = mpi_place()
+
+    def all_gather(item: Any) -> list[Any]:
+        return [
+            pickle.loads(said) if said else None for said in native.all_gather(pickle.dumps(item))
+        ]
+
+    said = all_gather((name, problem, place))
+    if None in said:
+        return None
+    for rank_idx, (_, peer_problem, _) in enumerate(said):
+        if peer_problem is not None:
+            raise ValueError(f"rank {rank_idx}: {peer_problem}")
+    names = [peer_name for peer_name, _, _ in said]
+    for rank_idx, peer_name in enumerate(names):
+        if peer_name != names[0]:
+            raise ValueError(
+                f"ranks use different rails: rank 0 {names[0]!r}, rank {rank_idx} {peer_name!r}"
+            )
+    peers = Peers(
+        rank_idx=communicator.rank_idx,
+        num_ranks=communicator.num_ranks,
+        num_local_ranks=communicator.num_local_ranks,
+        native=native,
+        all_gather=all_gather,
+    )
+    if name == "gloo":
+        assert group is not None  # else there was a problem
+        return GlooEngine(peers, group)
+    if name == "mpi":
+        return MpiEngine(peers, [peer_place for _, _, peer_place in said])
+    return None
