@@ -158,6 +158,7 @@ std::shared_ptr<std::byte> World::allocate(host::Group& group,
       cudaMemsetAsync(data, 0, static_cast<size_t>(pool_.bytes(region_idx)), cudaStreamPerThread),
       "zeroing memory between nodes");
   device::check_cuda(cudaStreamSynchronize(cudaStreamPerThread), "zeroing memory between nodes");
+  group.all_gather("zeroed", interrupt_check);
   return region;
 }
 

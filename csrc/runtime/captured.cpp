@@ -1,6 +1,7 @@
 #include "runtime/captured.h"
 
 #include <cstring>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -126,6 +127,9 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   capture.keep(launches.tables().memory);
   launches.tables().tables.status = capture.status().get();
 
+  if (const std::string problem = launches.find_shortage(); !problem.empty())
+    throw InvalidArgument(problem);
+
   const int64_t num_rows = outcome.plan->num_rows();
   const layout::ReceiveWindow layout =
       host::receive_window(arrangement, params, num_rows, outcome.plan->num_recv_topk);
@@ -192,6 +196,8 @@ bool offer_place(DeviceEndpoint& endpoint,
 }  // namespace
 
 host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::CombineParams& params) {
+  if (const std::string problem = find_shortage(endpoint, params); !problem.empty())
+    throw InvalidArgument(problem);
   Capture capture(endpoint, layout::Operation::kCombine);
   const auto plan = std::static_pointer_cast<const DevicePlan>(params.plan);
   capture.keep(plan);

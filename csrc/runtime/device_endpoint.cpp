@@ -68,12 +68,6 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<host::Group> group,
                                                           : kDefaultTokensPerChunk),
       internode_config_(std::move(config.internode)),
       areas_(static_cast<size_t>(this->group().num_ranks())) {
-  const NodeLayout& nodes = this->group().nodes();
-  MOE_CHECK(nodes.num_nodes() == 1 || internode_config_.regions != nullptr,
-            "kernels of this backend reach ranks of one node; these ",
-            nodes.num_ranks,
-            " ranks lie on ",
-            nodes.num_nodes());
   device_->activate();
   stream_ = device_->create_stream();
   caller_stream_ = device_->caller_stream(0);
@@ -91,21 +85,13 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   own_area_ = Workspace(own_area->data(), num_ranks(), config().num_experts, config().depth);
   stream_->fill(own_area->data(), 0, bytes);
   make_tables();
-  if (group().nodes().num_nodes() > 1) {
-    remote_area_ = device_->allocate(bytes);
-    internode_ = std::make_unique<Internode>(group(),
-                                             *device_,
-                                             internode_config_,
-                                             config().num_experts,
-                                             config().depth,
-                                             interrupt_check);
-    internode_->upload(*stream_);
-  }
   // Peers write to the area as soon as they know of it.
   synchronize();
   const Offer offer = own_area->offer();
   const auto offers = connect(
       0, std::string(reinterpret_cast<const char*>(&offer), sizeof(offer)), interrupt_check);
+  if (group().nodes().num_nodes() > 1)
+    connect_nodes(bytes, interrupt_check);
   host::WaitSite site;
   site.interrupt_check = &interrupt_check;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
@@ -123,6 +109,20 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   bases_->refresh();
   upload_constants();
   synchronize();
+}
+
+/// Ranks have the same configuration, so that what is thrown here is thrown on all of them.
+void DeviceEndpoint::connect_nodes(int64_t area_bytes,
+                                   const host::InterruptCheck& interrupt_check) {
+  MOE_CHECK(internode_config_.regions != nullptr,
+            "kernels of this backend reach ranks of one node; these ",
+            num_ranks(),
+            " ranks lie on ",
+            group().nodes().num_nodes());
+  remote_area_ = device_->allocate(area_bytes);
+  internode_ = std::make_unique<Internode>(
+      group(), *device_, internode_config_, config().num_experts, config().depth, interrupt_check);
+  internode_->upload(*stream_);
 }
 
 void DeviceEndpoint::make_tables() {

@@ -149,6 +149,7 @@ class DeviceEndpoint : public host::EndpointBase {
                  std::shared_ptr<Device> device,
                  DeviceEndpointConfig config);
   void connect_areas(const host::InterruptCheck& interrupt_check);
+  void connect_nodes(int64_t area_bytes, const host::InterruptCheck& interrupt_check);
   void make_tables();
   void upload_constants();
   Stream& side_stream() const;

@@ -47,6 +47,15 @@ Internode::Internode(host::Group& group,
     : kernels_(config.kernels),
       num_max_tokens_(config.num_max_tokens),
       max_row_bytes_(config.max_row_bytes) {
+  MOE_CHECK(config.num_max_tokens > 0 && config.num_max_topk > 0 && config.max_row_bytes > 0,
+            "memory between nodes is made with the buffer: across nodes EpConfig has to say "
+            "num_max_tokens_per_rank, num_topk, hidden and dtype, got ",
+            config.num_max_tokens,
+            " tokens, ",
+            config.num_max_topk,
+            " choices per token and rows of ",
+            config.max_row_bytes,
+            " bytes (0 for unknown)");
   rails_.nodes = group.nodes();
   const int num_ranks = group.num_ranks();
   const int num_nodes = rails_.nodes.num_nodes();

@@ -15,10 +15,9 @@ class SymmetricRegions {
  public:
   virtual ~SymmetricRegions() = default;
 
-  /// A region of this rank's, zeroed, aligned to 4096 bytes. A kernel names a place in a peer's by
-  /// the address of that place here, and rank i of the group by the number i. Collective over the
-  /// whole group: every rank asks for the same bytes, and waits for all others before kernels put
-  /// into them.
+  /// A region of this rank's, zeroed on every rank, aligned to 4096 bytes. A kernel names a place
+  /// in a peer's by the address of that place here, and rank i of the group by the number i.
+  /// Collective over the whole group: every rank asks for the same bytes.
   ///
   /// The region is given back when its last owner is gone, which every rank sees to by itself; it
   /// is handed out again once every rank has given its own back.

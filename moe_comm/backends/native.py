@@ -119,6 +119,13 @@ class NativePlan:
         )
 
 
+def _max_row_bytes(config: EpConfig) -> int:
+    """Bytes of a row of this configuration with what any format scales it by; 0 where unknown."""
+    if config.hidden is None or config.dtype is None:
+        return 0
+    return config.row_bytes + 4 * -(-config.hidden // 32)
+
+
 class NativeBackend(Backend):
     """Dispatch and combine through windows of a symmetric heap; see `Backend`."""
 
@@ -149,6 +156,8 @@ class NativeBackend(Backend):
                 expert_rank=placement.tolist(),
                 depth=config.num_max_in_flight,
                 agreed=agreed,
+                num_max_topk=config.num_topk or 0,
+                max_row_bytes=_max_row_bytes(config),
             )
         )
         if problem:

@@ -193,6 +193,8 @@ class Settings:
         expert_rank: Rank of every expert.
         depth: Operations in flight.
         agreed: What must be equal on every rank, as (name, value).
+        num_max_topk: Choices of a token; 0 for any.
+        max_row_bytes: Of a row with its scale factors; 0 for any.
     """
 
     group: _host.Group
@@ -201,3 +203,5 @@ class Settings:
     expert_rank: list[int]
     depth: int
     agreed: list[tuple[str, str]]
+    num_max_topk: int = 0
+    max_row_bytes: int = 0

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bindings/cuda/bind_device_heap.h"
+#include "bindings/device/internode_kernels.h"
 #include "bindings/shared/errors.h"
 #include "bindings/shared/warnings.h"
 #include "nvshmem/host_library.h"
@@ -46,11 +47,14 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
     std::vector<std::pair<std::string, std::string>> agreed,
     int num_sms,
     int num_threads,
-    int tokens_per_chunk) {
+    int tokens_per_chunk,
+    int64_t num_max_topk,
+    int64_t max_row_bytes) {
   runtime::DeviceEndpointConfig config;
   config.common = endpoint_config_of(
       num_experts, num_max_tokens, std::move(expert_rank), depth, "", std::move(agreed));
   config.shape = {num_sms, num_threads, tokens_per_chunk};
+  config.internode = {heap.world, internode_kernels(), num_max_tokens, num_max_topk, max_row_bytes};
   heap.device->activate();
   return create_device_endpoint(native, heap.heap, heap.device, std::move(config));
 }
