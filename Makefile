@@ -17,6 +17,11 @@ export MOE_COMM_WERROR ?= 1
 # One architecture compiles in a third of the time; a wheel for others has the default of setup.py.
 export MOE_COMM_CUDA_ARCHS ?= 90a
 
+# Where nvcc is, the module across nodes is built too; device code of NVSHMEM comes with its wheel,
+# unless torch has brought one.
+CUDA_MAJOR := $(shell nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+NVSHMEM := nvidia-nvshmem-cu$(CUDA_MAJOR)==3.8.0
+
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess tests/gpu)
 
@@ -32,6 +37,8 @@ $(READY): constraints.txt pyproject.toml
 	  --no-build-isolation -e '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps \
 	  "torchtitan; python_version >= '3.11'"
+	[ -z "$(CUDA_MAJOR)" ] || $(BIN)/python -c "import nvidia.nvshmem" 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --no-deps "$(NVSHMEM)"
 	touch $@
 
 .PHONY: build

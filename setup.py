@@ -15,17 +15,34 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
+MISSING_FOR = {
+    "moe_comm._cuda": "no nvcc that works",
+    "moe_comm._nvshmem": "no nvcc that works, or neither NVSHMEM's wheel nor NVSHMEM_HOME",
+}
+
+
 def enabled(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
+def mode_of(name: str, default: str) -> str:
+    mode = os.environ.get(name) or default
+    if mode not in ("auto", "on", "off"):
+        raise SystemExit(f"{name} must be auto, on or off, got {mode!r}")
+    return mode
+
+
 def cuda_mode() -> str:
     """MOE_COMM_CUDA: auto (with nvcc, and without a sanitizer), on or off."""
-    default = "off" if os.environ.get("MOE_COMM_SANITIZE") else "auto"
-    mode = os.environ.get("MOE_COMM_CUDA") or default
-    if mode not in ("auto", "on", "off"):
-        raise SystemExit(f"MOE_COMM_CUDA must be auto, on or off, got {mode!r}")
-    return mode
+    return mode_of("MOE_COMM_CUDA", "off" if os.environ.get("MOE_COMM_SANITIZE") else "auto")
+
+
+def nvshmem_mode() -> str:
+    """MOE_COMM_NVSHMEM: auto (with _cuda, where NVSHMEM is found), on or off."""
+    mode = mode_of("MOE_COMM_NVSHMEM", "auto")
+    if mode == "on" and cuda_mode() == "off":
+        raise SystemExit("MOE_COMM_NVSHMEM=on needs moe_comm._cuda: MOE_COMM_CUDA is off")
+    return "off" if cuda_mode() == "off" else mode
 
 
 @contextlib.contextmanager
@@ -47,9 +64,9 @@ def replace_if_changed(src: Path, dst: Path) -> None:
     partial.replace(dst)
 
 
-def remove_cuda_module() -> None:
+def remove_module(name: str) -> None:
     """Modules share objects, so one that an earlier build left must not meet newer ones."""
-    for stale in (ROOT / "moe_comm").glob("_cuda.*.so"):
+    for stale in (ROOT / "moe_comm").glob(f"{name}.*.so"):
         stale.unlink()
 
 
@@ -60,8 +77,12 @@ class CMakeBuild(build_ext):
         # setuptools clears `inplace` while it builds and copies the result afterwards.
         self._keeps_build_dir = bool(self.inplace or self.editable_mode)
         super().run()
-        if self._keeps_build_dir and os.environ.get("MOE_COMM_CUDA") == "off":
-            remove_cuda_module()
+        if not self._keeps_build_dir:
+            return
+        if os.environ.get("MOE_COMM_CUDA") == "off":
+            remove_module("_cuda")
+        if "off" in (os.environ.get("MOE_COMM_CUDA"), os.environ.get("MOE_COMM_NVSHMEM")):
+            remove_module("_nvshmem")
 
     def build_extension(self, ext: Extension) -> None:
         # In-place builds keep their directory, for incremental rebuilds; a wheel is often built in
@@ -75,8 +96,8 @@ class CMakeBuild(build_ext):
             file_name = ext.name.split(".")[-1] + sysconfig.get_config_var("EXT_SUFFIX")
             built = build_dir / "lib" / file_name
             if ext.optional and not built.exists():
-                self.warn(f"{ext.name} is not built: no nvcc that works")
-                remove_cuda_module()
+                self.warn(f"{ext.name} is not built: {MISSING_FOR[ext.name]}")
+                remove_module(ext.name.split(".")[-1])
                 return
             replace_if_changed(built, Path(self.get_ext_fullpath(ext.name)))
 
@@ -91,6 +112,8 @@ class CMakeBuild(build_ext):
             "CMAKE_MAKE_PROGRAM": ninja,
             "MOE_COMM_CUDA": cuda_mode(),
             "MOE_COMM_CUDA_ARCHS": os.environ.get("MOE_COMM_CUDA_ARCHS") or "80;90a;100",
+            "MOE_COMM_NVSHMEM": nvshmem_mode(),
+            "NVSHMEM_HOME": os.environ.get("NVSHMEM_HOME") or "",
             "MOE_COMM_SANITIZE": sanitize,
             "MOE_COMM_WERROR": "ON" if enabled("MOE_COMM_WERROR") else "OFF",
             "Python_EXECUTABLE": sys.executable,
@@ -121,8 +144,9 @@ class CMakeBuild(build_ext):
 
 
 extensions = [Extension(f"moe_comm.{name}", sources=[]) for name in ("_host", "_simt")]
-if cuda_mode() != "off":
-    extensions.append(Extension("moe_comm._cuda", sources=[], optional=cuda_mode() == "auto"))
+for name, mode in (("_cuda", cuda_mode()), ("_nvshmem", nvshmem_mode())):
+    if mode != "off":
+        extensions.append(Extension(f"moe_comm.{name}", sources=[], optional=mode == "auto"))
 
 setup(
     ext_modules=extensions,

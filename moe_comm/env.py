@@ -19,6 +19,7 @@ __all__ = [
     "master_address",
     "mpi_job",
     "nvshmem_allow_unsupported_version",
+    "nvshmem_home",
     "nvshmem_max_ctas",
     "poison_windows",
     "socket_interface",
@@ -116,3 +117,8 @@ def nvshmem_max_ctas() -> str | None:
 def nvshmem_allow_unsupported_version() -> bool:
     """`MEGATRON_NVSHMEM_ALLOW_UNSUPPORTED_VERSION=1`: take an NVSHMEM older than is known to work."""
     return os.environ.get("MEGATRON_NVSHMEM_ALLOW_UNSUPPORTED_VERSION", "0") == "1"
+
+
+def nvshmem_home() -> str | None:
+    """`NVSHMEM_HOME`: where NVSHMEM lies, in place of the wheel's."""
+    return os.environ.get("NVSHMEM_HOME") or None
