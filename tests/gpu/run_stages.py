@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/gpu.json"
 STATE = ROOT / "build/gpu-stages.json"
 LIMIT_S = 530.0
+LOW_LATENCY = ("--layout", "low-latency", "--operations", "dispatch+combine")
 OUTPUT_TAIL = 4000
 QUERY = (
     "name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
@@ -183,24 +184,18 @@ def captured() -> dict[str, Any]:
     return pytest("tests/gpu/test_captured.py", CUDA_DEVICE_MAX_CONNECTIONS="32")
 
 
-def bench(quantization: str) -> Callable[[], dict[str, Any]]:
+def bench(num_tokens: int, *options: str) -> Callable[[], dict[str, Any]]:
+    """Dispatch and combine of rows of 7168 elements between 4 ranks on the GPU."""
+
     def run() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "bench.json"
             found = command(
                 *(sys.executable, "-c", "from moe_comm.cli import main; main()"),
-                *("bench", "dispatch-combine"),
-                *("--backend", "cuda", "--ranks", "4", "--tokens", "4096", "--hidden", "7168"),
-                *(
-                    "--topk",
-                    "8",
-                    "--experts",
-                    "64",
-                    "--quantization",
-                    quantization,
-                    "--json",
-                    str(path),
-                ),
+                *("bench", "dispatch-combine", "--backend", "cuda"),
+                *("--ranks", "4", "--tokens", str(num_tokens), "--hidden", "7168"),
+                *("--topk", "8", "--experts", "64", "--json", str(path)),
+                *options,
             )
             return {**found, "bench": json.loads(path.read_text(encoding="utf-8"))}
 
@@ -233,8 +228,11 @@ STAGES = [
     Stage("checks-threads", checks("threads")),
     Stage("checks-processes", checks("processes")),
     Stage("captured", captured),
-    Stage("bench-bf16", bench("none")),
-    Stage("bench-fp8", bench("fp8_block128")),
+    Stage("bench-bf16", bench(4096)),
+    Stage("bench-fp8", bench(4096, "--quantization", "fp8_block128")),
+    # Decoding: dispatch + combine of 128 tokens is to take 60 us at most (p50).
+    Stage("bench-low-latency", bench(128, *LOW_LATENCY)),
+    Stage("bench-low-latency-fp8", bench(128, *LOW_LATENCY, "--quantization", "fp8_block128")),
     *(
         Stage(f"{tool}-{num_ranks}", sanitizer(tool, num_ranks))
         for num_ranks in (1, 2)
