@@ -531,7 +531,7 @@ def _agree_on_backend(communicator: Communicator, config: object, name: str) -> 
         if not isinstance(config, EpConfig):
             raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
         backend_class = load_backend(name)
-        if (name == "cuda") != (communicator.device.type == "cuda"):
+        if (name in ("cuda", "nvshmem")) != (communicator.device.type == "cuda"):
             raise ValueError(
                 f"the {name} backend does not move tensors on {communicator.device}, the device of "
                 "the communicator"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 
-from moe_comm import cuda_devices, env, node_layout
+from moe_comm import cuda_devices, env, node_layout, nvshmem
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator", "HeapStats", "Recovery"]
 
-BACKENDS = ("auto", "host", "collective", "deep_ep", "reference", "simt", "cuda")
+BACKENDS = ("auto", "host", "collective", "deep_ep", "reference", "simt", "cuda", "nvshmem")
 # Backends over shared-memory heaps, one a node.
-HEAP_BACKENDS = ("host", "simt", "cuda")
+HEAP_BACKENDS = ("host", "simt", "cuda", "nvshmem")
+# Backends whose rows lie on a GPU.
+GPU_BACKENDS = ("cuda", "nvshmem")
 # Backends that know no nodes, or lay them out themselves.
 ONE_NODE_BACKENDS = ("simt", "cuda", "deep_ep")
 RAILS = ("auto", "gloo", "mpi", "sockets")
@@ -104,9 +106,10 @@ class Communicator:
         backend: "host" (shared memory within a node, a rail between nodes), "collective"
             (torch.distributed alone), "deep_ep" (an installed DeepEP), "reference" (plain torch,
             slow, for comparison), "simt" (GPU kernels on an emulator, one node, slow, for tests),
-            "cuda" (GPUs of one machine that reach each other) or "auto": cuda with a GPU, else host
-            where all nodes have equally many ranks, else collective. An `EpBuffer` may choose
-            another for CPU tensors.
+            "cuda" (GPUs of one machine that reach each other), "nvshmem" (GPUs of several nodes) or
+            "auto": with a GPU, cuda on one node and nvshmem on several; else host where all nodes
+            have equally many ranks, else collective. An `EpBuffer` may choose another for CPU
+            tensors.
         max_heap_bytes: Most bytes of memory that heap segments of this rank take; None for no
             limit.
         num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available
@@ -161,8 +164,6 @@ class Communicator:
 
         try:
             self.device = torch.device(device)
-            if self.device.type == "cuda" and backend == "auto":
-                backend = "cuda"
             problem = self._problem_with(
                 backend, num_local_ranks, max_heap_bytes, num_threads
             ) or self._problem_with_device(backend)
@@ -189,11 +190,12 @@ class Communicator:
         self.backend = self._place_ranks(backend, places)
         if self.backend not in HEAP_BACKENDS:
             return
-        if self.backend == "cuda":
+        if self.backend in GPU_BACKENDS:
             self._agree_on_devices()
+        unique_id = nvshmem.agree(self.bootstrap) if self.backend == "nvshmem" else b""
         self.native = self._connect(places, max_heap_bytes, num_threads, with_huge_pages)
-        if self.backend == "cuda":
-            self.device_heap = self._make_device_heap(max_heap_bytes)
+        if self.backend in GPU_BACKENDS:
+            self.device_heap = self._make_device_heap(max_heap_bytes, unique_id)
         if parent is not None:
             parent.adopt(self)
         # At exit operations in flight end and peers hear of it while Python still runs; `atexit`
@@ -249,12 +251,18 @@ class Communicator:
                 f"rank 0 is on {machines[0]}, rank {other} on {machines[other]}; use "
                 'backend="host" or "collective"'
             )
+        is_auto_gpu = backend == "auto" and self.device.type == "cuda"
         num_local_ranks = node_layout.agree_on_nodes(
             places,
-            with_launcher=backend not in ONE_NODE_BACKENDS,
-            must_fit=backend in HEAP_BACKENDS or (backend == "auto" and self.parent is not None),
+            # GPUs of one machine reach each other, whatever its launcher makes of it.
+            with_launcher=backend not in ONE_NODE_BACKENDS and not is_auto_gpu,
+            must_fit=backend in HEAP_BACKENDS
+            or is_auto_gpu
+            or (backend == "auto" and self.parent is not None),
         )
-        if backend == "auto":
+        if is_auto_gpu:
+            backend = "cuda" if num_local_ranks == self.num_ranks else "nvshmem"
+        elif backend == "auto":
             backend = "collective" if num_local_ranks is None else "host"
             if backend == "collective" and self.rail_name != "auto":
                 raise ValueError(
@@ -289,7 +297,12 @@ class Communicator:
         """What is wrong with this rank's device, or None. Gives "cuda" its number."""
         if self.device.type not in ("cpu", "cuda"):
             return f"device must be cpu or cuda, got {self.device}"
-        if (self.device.type == "cuda") != (backend == "cuda"):
+        fitting = (
+            (*GPU_BACKENDS, "auto")
+            if self.device.type == "cuda"
+            else set(BACKENDS) - set(GPU_BACKENDS)
+        )
+        if backend not in fitting:
             return f"the {backend} backend does not move tensors on {self.device}"
         if self.device.type == "cpu":
             if self._num_sms is not None:
@@ -317,9 +330,14 @@ class Communicator:
         self.devices = self.bootstrap.all_gather(own)
         if self._num_sms is None:
             self._num_sms = cuda_devices.default_num_sms(self.devices)
-        self._raise_together(cuda_devices.problem_with_devices(self.rank_idx, self.devices))
+        first = self.node_idx * self.num_local_ranks
+        self._raise_together(
+            cuda_devices.problem_with_devices(
+                self.rank_idx, self.devices, range(first, first + self.num_local_ranks)
+            )
+        )
 
-    def _make_device_heap(self, max_heap_bytes: int | None) -> _cuda.Heap:
+    def _make_device_heap(self, max_heap_bytes: int | None, unique_id: bytes) -> _cuda.Heap:
         """This rank's memory on its GPU, which peers can open. Collective."""
         if self.parent is not None and self.parent.device_heap is not None:
             return self.parent.device_heap
@@ -329,13 +347,18 @@ class Communicator:
         try:
             # torch and this module use one context of the device; torch's is made first.
             torch.empty(0, device=self.device)
-            heap = cuda_devices.load_cuda_module().Heap.create(
+            arguments = (
                 self.native,
                 self.device.index,
                 env.cuda_max_connections(),
                 max_heap_bytes or 0,
                 env.poison_windows(),
             )
+            if self.backend == "nvshmem":
+                module = nvshmem.load_nvshmem_module()
+                heap = module.InternodeHeap.create(*arguments, unique_id)
+            else:
+                heap = cuda_devices.load_cuda_module().Heap.create(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = str(error).split("\n", 1)[0]
         try:

@@ -78,8 +78,10 @@ def identify(device_idx: int) -> DeviceIdentity:
     )
 
 
-def problem_with_devices(rank_idx: int, devices: Sequence[DeviceIdentity]) -> str | None:
-    """What keeps the GPU of `rank_idx` from reaching those of its peers, or None.
+def problem_with_devices(
+    rank_idx: int, devices: Sequence[DeviceIdentity], local_ranks: Sequence[int]
+) -> str | None:
+    """What keeps the GPU of `rank_idx` from reaching those of `local_ranks`, its node; or None.
 
     Devices that this process does not see are not asked about: opening their memory tells.
     """
@@ -87,7 +89,8 @@ def problem_with_devices(rank_idx: int, devices: Sequence[DeviceIdentity]) -> st
     count, _ = native.count_devices()
     visible = {native.describe_device(idx)["uuid"]: idx for idx in range(count)}
     own = devices[rank_idx]
-    for peer_idx, peer in enumerate(devices):
+    for peer_idx in local_ranks:
+        peer = devices[peer_idx]
         peer_device_idx = visible.get(peer.uuid)
         if peer_device_idx is None or native.can_reach(own.device_idx, peer_device_idx):
             continue

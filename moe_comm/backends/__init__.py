@@ -13,6 +13,7 @@ BACKEND_CLASSES = {
     "host": "moe_comm.backends.host:HostBackend",
     "cuda": "moe_comm.backends.cuda:CudaBackend",
     "collective": "moe_comm.backends.collective:CollectiveBackend",
+    "nvshmem": "moe_comm.backends.nvshmem:NvshmemBackend",
     "deep_ep": "moe_comm.backends.deep_ep:DeepEpBackend",
     "reference": "moe_comm.backends.reference:ReferenceBackend",
     "simt": "moe_comm.backends.simt:SimtBackend",

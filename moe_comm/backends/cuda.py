@@ -35,24 +35,11 @@ class CudaBackend(NativeBackend):
         super().__init__(communicator, config)
 
     def _create_endpoint(self, settings: Settings) -> _cuda.Endpoint:
-        from moe_comm import _cuda
-
-        heap = self._communicator.require_device_heap()
         num_sms, problem = self._communicator.claim_sms()
         try:
-            self._cuda_endpoint = _cuda.Endpoint.create(
-                settings.group,
-                heap,
-                settings.num_experts,
-                settings.num_max_tokens,
-                settings.expert_rank,
-                settings.depth,
-                # Peers are about to compare, and must hear of a problem.
-                [*settings.agreed, ("num_sms", problem or str(num_sms))],
-                num_sms,
-                NUM_THREADS,
-                TOKENS_PER_CHUNK,
-            )
+            # Peers are about to compare, and must hear of a problem.
+            agreed = [*settings.agreed, ("num_sms", problem or str(num_sms))]
+            self._cuda_endpoint = self._make_endpoint(settings, agreed, num_sms)
             if problem:
                 self._cuda_endpoint.destroy()
                 raise ValueError(problem)
@@ -61,6 +48,25 @@ class CudaBackend(NativeBackend):
             raise
         self._num_sms = num_sms
         return self._cuda_endpoint
+
+    def _make_endpoint(
+        self, settings: Settings, agreed: list[tuple[str, str]], num_sms: int
+    ) -> _cuda.Endpoint:
+        """The native part. Collective."""
+        from moe_comm import _cuda
+
+        return _cuda.Endpoint.create(
+            settings.group,
+            self._communicator.require_device_heap(),
+            settings.num_experts,
+            settings.num_max_tokens,
+            settings.expert_rank,
+            settings.depth,
+            agreed,
+            num_sms,
+            NUM_THREADS,
+            TOKENS_PER_CHUNK,
+        )
 
     @property
     def num_sms(self) -> int:
