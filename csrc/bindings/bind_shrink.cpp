@@ -72,10 +72,11 @@ void bind_shrink(py::class_<NativeGroup, std::shared_ptr<NativeGroup>>& group) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "shrink_refuse",
-          [](NativeGroup& self, const std::string& text) {
-            self.group->shrink_agreement().refuse(text);
+          [](NativeGroup& self, const std::string& text, bool is_mistake) {
+            self.group->shrink_agreement().refuse(text, is_mistake);
           },
           py::arg("text"),
+          py::arg("is_mistake"),
           py::call_guard<py::gil_scoped_release>());
 }
 

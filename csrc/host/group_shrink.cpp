@@ -22,7 +22,7 @@ constexpr char kRefusal = 'e';
 
 // The first character of a refusal's text.
 constexpr char kMistake = 'a';
-constexpr char kMinority = 'm';
+constexpr char kFailure = 'm';
 
 // A rank that is about to be found dead counts against those who go on until it is.
 constexpr int64_t kPatienceNs = 1'000'000'000;
@@ -59,7 +59,7 @@ void unite(std::string* members, const std::string& others) {
 
 // A message: [0] kind. Of a ballot then: uint32 round; uint32 has_group; num_ranks bytes of
 // members; uint64 bytes of `agreed`, and they; one BufferEpochs per buffer. Of kDone: uint32 round.
-// Of a refusal: kMistake or kMinority, text.
+// Of a refusal: kMistake or kFailure, text.
 
 ShrinkAgreement::ShrinkAgreement(Group& group)
     : group_(group),
@@ -261,7 +261,7 @@ bool ShrinkAgreement::has_majority_locked() {
     if ((members[static_cast<size_t>(rank)] & kFailed) != 0)
       silent.push_back(rank);
   end_attempt_locked(
-      kMinority +
+      kFailure +
       concat(rank_list(survivors),
              " may not go on without ",
              rank_list(silent),
@@ -419,7 +419,7 @@ void ShrinkAgreement::end_attempt_locked(const std::string& text) {
   built_round_ = kNoRound;
   is_decided_ = false;
   refusal_ = text;
-  if (text[0] == kMinority && named_by_ >= 0)
+  if (text[0] == kFailure && named_by_ >= 0)  // by ranks that this one takes for failed
     resign_locked();
   group_.is_shrink_unfinished_.store(false, std::memory_order_relaxed);
 }
@@ -430,7 +430,7 @@ void ShrinkAgreement::throw_outcome_locked() {
   if (refusal_.empty())
     return;
   const std::string text = std::exchange(refusal_, {});
-  if (text[0] == kMinority)
+  if (text[0] == kFailure)
     throw PeerFailed(text.substr(1), FailureSite{{}, "shrink", "idle", -1});
   throw InvalidArgument(text.substr(1));
 }
@@ -446,9 +446,11 @@ void ShrinkAgreement::throw_evicted_locked() const {
                 FailureSite{{named_by_}, "shrink", "idle", named_after_});
 }
 
-void ShrinkAgreement::refuse(const std::string& text) {
+void ShrinkAgreement::refuse(const std::string& text, bool is_mistake) {
   const std::lock_guard<sync::Mutex> lock(mutex_);
-  end_attempt_locked(kMistake + concat("rank ", group_.rank_idx(), ": ", text));
+  if (!is_decided_)  // another rank has ended it
+    return;
+  end_attempt_locked((is_mistake ? kMistake : kFailure) + text);
   refusal_.clear();
 }
 

@@ -69,9 +69,10 @@ class ShrinkAgreement {
   std::optional<ShrinkDecision> finish(bool has_group,
                                        const std::function<void()>& interrupt_check);
 
-  /// Ends the attempt on every rank: whoever takes part raises InvalidArgument with @p text. Not
-  /// after finish(true).
-  void refuse(const std::string& text);
+  /// Ends the attempt on every rank, between agree() and finish(): the others throw InvalidArgument
+  /// with @p text, or PeerFailed where it is no mistake. Does nothing where another rank has ended
+  /// it.
+  void refuse(const std::string& text, bool is_mistake);
 
   /// Throws Evicted where a peer that this rank does not take for failed takes this rank for it.
   void check_evicted();
