@@ -141,7 +141,9 @@ class Endpoint:
         depth: int,
         isa: str,
         agreed: list[tuple[str, str]],
+        rail: Rail | None,
     ) -> Endpoint: ...
+    def internode_bytes(self) -> tuple[int, int]: ...
     def dispatch(
         self,
         x: torch.Tensor,

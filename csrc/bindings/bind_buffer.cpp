@@ -19,16 +19,17 @@ std::shared_ptr<host::Endpoint> create_endpoint(
     std::vector<int32_t> expert_rank,
     int depth,
     std::string isa,
-    std::vector<std::pair<std::string, std::string>> agreed) {
+    std::vector<std::pair<std::string, std::string>> agreed,
+    std::shared_ptr<Rail> rail) {
   const py::gil_scoped_release no_gil;
-  return drop_without_gil(host::Endpoint::create(native.group,
-                                                 endpoint_config_of(num_experts,
-                                                                    num_max_tokens,
-                                                                    std::move(expert_rank),
-                                                                    depth,
-                                                                    std::move(isa),
-                                                                    std::move(agreed)),
-                                                 signal_check()));
+  host::EndpointConfig config = endpoint_config_of(num_experts,
+                                                   num_max_tokens,
+                                                   std::move(expert_rank),
+                                                   depth,
+                                                   std::move(isa),
+                                                   std::move(agreed));
+  config.rail = std::move(rail);
+  return drop_without_gil(host::Endpoint::create(native.group, std::move(config), signal_check()));
 }
 
 void weighted_gradient(host::Endpoint& endpoint,
@@ -86,7 +87,11 @@ void bind_buffer(py::module_& module) {
       .def("import_plan", &import_plan)
       .def("export_plan",
            [](const host::Endpoint&, const host::Plan& plan) { return plan_tensors(plan); })
-      .def_property_readonly("isa", [](const host::Endpoint& self) { return self.kernels().name; });
+      .def_property_readonly("isa", [](const host::Endpoint& self) { return self.kernels().name; })
+      .def("internode_bytes", [](const host::Endpoint& self) {
+        const auto bytes = self.internode_bytes();
+        return std::make_pair(bytes.sent, bytes.received);
+      });
 }
 
 }  // namespace moe::bindings

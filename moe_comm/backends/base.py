@@ -302,6 +302,14 @@ class Backend(abc.ABC):
         rank. Sends no rows; consumes the epoch; the buffer stays usable.
         """
 
+    def internode_bytes(self) -> tuple[int, int]:
+        """Bytes of messages between nodes so far: out of this rank, and into it.
+
+        Raises:
+            ValueError: The backend does not count them.
+        """
+        raise ValueError(f"the {self.name} backend does not count bytes between nodes")
+
     @abc.abstractmethod
     def destroy(self) -> None:
         """Release what the buffer holds. Local, idempotent; tensors handed out stay valid."""
