@@ -113,7 +113,6 @@ class CMakeBuild(build_ext):
             "MOE_COMM_CUDA": cuda_mode(),
             "MOE_COMM_CUDA_ARCHS": os.environ.get("MOE_COMM_CUDA_ARCHS") or "80;90a;100",
             "MOE_COMM_NVSHMEM": nvshmem_mode(),
-            "NVSHMEM_HOME": os.environ.get("NVSHMEM_HOME") or "",
             "MOE_COMM_SANITIZE": sanitize,
             "MOE_COMM_WERROR": "ON" if enabled("MOE_COMM_WERROR") else "OFF",
             "Python_EXECUTABLE": sys.executable,

@@ -2,7 +2,8 @@
 # Only those kernels are compiled again, to be linked with NVSHMEM's device code; the others are the
 # objects of _cuda. NVSHMEM's host library is found at run time.
 #   MOE_COMM_NVSHMEM  auto (where _cuda is built and NVSHMEM is found), on or off
-#   NVSHMEM_HOME      where NVSHMEM lies; by default the wheel beside this Python
+#   NVSHMEM_HOME      where NVSHMEM lies; by default the environment variable of that name, or the
+#                     wheel beside this Python
 set(MOE_COMM_NVSHMEM "auto" CACHE STRING "Build the module _nvshmem: auto, on or off")
 set_property(CACHE MOE_COMM_NVSHMEM PROPERTY STRINGS auto on off)
 set(NVSHMEM_HOME "" CACHE PATH "Folder with NVSHMEM's include and lib; empty for the wheel's")
@@ -22,6 +23,9 @@ function(moe_comm_find_nvshmem)
     return()
   endif()
   set(home "${NVSHMEM_HOME}")
+  if(NOT home)
+    set(home "$ENV{NVSHMEM_HOME}")
+  endif()
   if(NOT home)
     execute_process(
       COMMAND "${Python_EXECUTABLE}" -c

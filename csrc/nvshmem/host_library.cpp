@@ -41,6 +41,8 @@ HostLibrary find_all(void* library, const std::string& path) {
   find(library, path, "nvshmemid_hostlib_init_attr", &found.init);
   find(library, path, "nvshmemid_hostlib_finalize", &found.finalize);
   find(library, path, "nvshmemid_init_status", &found.init_status);
+  found.device_transport =
+      static_cast<const int*>(::dlsym(library, "nvshmem_selected_device_transport"));
   return found;
 }
 
@@ -99,17 +101,33 @@ const HostLibrary& host_library() {
 
 }  // namespace moe::nvshmem
 
-// The part of NVSHMEM that is linked in with the kernels calls these three of the host library, by
-// name. Defined here they make it no dependency of the module, which loads without it.
+// The part of NVSHMEM that is linked in with the kernels uses these of the host library, by name.
+// Defined here they make it no dependency of the module, which loads without it.
+
+namespace {
+
+nvshmemx_device_lib_init_cb linked_on_init = nullptr;
+
+}  // namespace
 
 extern "C" {
+
+/// The host library's variable of that name, as it was when it last called back.
+int nvshmem_selected_device_transport = 0;
+
+static int on_init(void** device_state, void** transport_state) {
+  if (const int* const chosen = moe::nvshmem::host_library().device_transport)
+    nvshmem_selected_device_transport = *chosen;
+  return linked_on_init(device_state, transport_state);
+}
 
 int nvshmemid_hostlib_init_attr(int requested,
                                 int* provided,
                                 unsigned bootstrap_flags,
                                 nvshmemx_init_attr_t* attributes,
                                 nvshmemi_version_t device_version,
-                                nvshmemx_device_lib_init_cb on_init) {
+                                nvshmemx_device_lib_init_cb callback) {
+  linked_on_init = callback;
   return moe::nvshmem::host_library().init(
       requested, provided, bootstrap_flags, attributes, device_version, on_init);
 }

@@ -44,6 +44,7 @@ struct HostLibrary {
   decltype(&nvshmemid_hostlib_init_attr) init;
   decltype(&nvshmemid_hostlib_finalize) finalize;
   decltype(&nvshmemid_init_status) init_status;
+  const int* device_transport;  ///< a variable; null in versions that have none
 };
 
 /// @throws NvshmemError  load_host_library() has not been called.

@@ -23,7 +23,7 @@ from moe_comm.cli.bench.environment import (
 )
 from moe_comm.cli.bench.memory import parse_smaps
 from moe_comm.cli.bench.peers.mpi import missing_mpi
-from moe_comm.cli.doctor_gpu import examine_gpus
+from moe_comm.cli.doctor_gpu import examine_gpus, examine_internode
 from moe_comm.cli.finding import Finding
 
 __all__ = ["Finding", "collapse_huge_pages", "examine", "self_test"]
@@ -52,6 +52,7 @@ def examine() -> list[Finding]:
         _module("torchtitan", "a client: pip install torchtitan"),
         _module("deep_ep", 'GPU kernels for backend="deep_ep": see its own installation guide'),
         *examine_gpus(),
+        *examine_internode(),
         _nvshmem(),
         _default_backend(),
     ]

@@ -9,8 +9,9 @@ from typing import Any
 from moe_comm import env
 from moe_comm.cli.finding import Finding
 from moe_comm.cuda_devices import CUDA_MODULE, load_cuda_module
+from moe_comm.nvshmem import NVSHMEM_MODULE, find_host_library, load_nvshmem_module
 
-__all__ = ["examine_gpus"]
+__all__ = ["examine_gpus", "examine_internode"]
 
 
 def examine_gpus() -> list[Finding]:
@@ -39,6 +40,43 @@ def examine_gpus() -> list[Finding]:
         return [module, driver]
     devices = [_device(native, idx, count) for idx in range(count)]
     return [module, driver, *devices, _mps()]
+
+
+def examine_internode() -> list[Finding]:
+    """The module for GPUs of several nodes, and NVSHMEM's host library. Initialises nothing."""
+    try:
+        native = load_nvshmem_module()
+    except ImportError as error:
+        return [
+            Finding(
+                name="NVSHMEM module",
+                is_present=False,
+                detail=f"{NVSHMEM_MODULE} cannot be imported ({error})",
+                remedy='backend="nvshmem" needs it: build with nvcc in PATH and pip install '
+                "nvidia-nvshmem-cu13 (MOE_COMM_NVSHMEM=on says why it fails)",
+            )
+        ]
+    module = Finding(
+        name="NVSHMEM module",
+        is_present=True,
+        detail=f"kernels for {native.ARCHITECTURES}, linked with NVSHMEM {native.NVSHMEM_VERSION}",
+    )
+    try:
+        path = find_host_library()
+        version = native.load_host_library(str(path))
+    except (FileNotFoundError, RuntimeError) as error:
+        library = Finding(
+            name="NVSHMEM library",
+            is_present=False,
+            detail=str(error),
+            remedy=f'backend="nvshmem" needs the host library of NVSHMEM {native.NVSHMEM_VERSION}: '
+            "pip install nvidia-nvshmem-cu13 of that version, or set NVSHMEM_HOME",
+        )
+    else:
+        library = Finding(
+            name="NVSHMEM library", is_present=True, detail=f"version {version} at {path}"
+        )
+    return [module, library]
 
 
 def _version_text(version: int) -> str:
