@@ -12,13 +12,16 @@ from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import BufferManager, EpBuffer
 from moe_comm.communicator import Communicator, HeapStats, Recovery
 from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.elastic import Grown, Shrunk
 from moe_comm.errors import (
     CapacityError,
     CommunicationError,
+    EvictedError,
     PeerFailedError,
     PeerTimeoutError,
     RefitError,
 )
+from moe_comm.gradient_sum import GradientSum
 from moe_comm.handles import CombineResult, CommEvent, DispatchHandle, DispatchResult
 from moe_comm.quantization import (
     FP8_BLOCK128,
@@ -45,6 +48,9 @@ __all__ = [
     "DispatchResult",
     "EpBuffer",
     "EpConfig",
+    "EvictedError",
+    "GradientSum",
+    "Grown",
     "HeapStats",
     "Layout",
     "PeerFailedError",
@@ -56,6 +62,7 @@ __all__ = [
     "Recovery",
     "RefitError",
     "ScaleFormat",
+    "Shrunk",
     "combine",
     "dequantize",
     "dispatch",

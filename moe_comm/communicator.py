@@ -9,7 +9,7 @@ import secrets
 import types
 import weakref
 from multiprocessing import util
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ import torch.utils.dlpack
 
 from moe_comm import cuda_devices, env, node_layout, nvshmem
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.elastic import ElasticRanks
+from moe_comm.heap_stats import HeapStats
 
 if TYPE_CHECKING:
     from moe_comm import _cuda, _host
@@ -39,37 +41,6 @@ class _Destroyable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeapStats:
-    """Bytes of this rank's symmetric heap.
-
-    Args:
-        segment_bytes: Sum over segments.
-        resident_bytes: Of those, backed by memory (`trim()` gives the rest back).
-        live_bytes: In windows that a tensor or an operation holds.
-        quarantined_bytes: Kept aside after an abort, until `recover()`.
-        peak_live_bytes: Most `live_bytes` so far.
-        num_segments: Segments.
-        num_windows: Windows held.
-        num_allocations: Windows handed out since the heap was made.
-        num_growths: Segments added since the heap was made.
-        huge_page_bytes: In 2 MiB pages, as the kernel reports them.
-        peer_segment_bytes: Of peers' segments mapped here; their memory, not this rank's.
-    """
-
-    segment_bytes: int
-    resident_bytes: int
-    live_bytes: int
-    quarantined_bytes: int
-    peak_live_bytes: int
-    num_segments: int
-    num_windows: int
-    num_allocations: int
-    num_growths: int
-    huge_page_bytes: int
-    peer_segment_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery:
     """What the living agreed on.
 
@@ -83,7 +54,7 @@ class Recovery:
     completed_epochs: tuple[int, ...]
 
 
-class Communicator:
+class Communicator(ElasticRanks):
     """The ranks of a group, on one machine or several.
 
     Collective: every rank of the group makes it, in the same order. Bootstraps over the group and,
@@ -158,6 +129,16 @@ class Communicator:
         self._num_sms = num_sms
         self._num_claimed_sms = 0
         self._destroyed = False
+        self._closed_by = ""
+        # For the communicator that survivors of failures go on with.
+        self._options: dict[str, Any] = {
+            "stall_timeout_s": self.stall_timeout_s,
+            "arrival_timeout_s": self.arrival_timeout_s,
+            "max_heap_bytes": max_heap_bytes,
+            "num_threads": num_threads,
+            "with_huge_pages": with_huge_pages,
+            "num_sms": num_sms,
+        }
         self._dependants: weakref.WeakSet[_Destroyable] = weakref.WeakSet()
         self._retained: list[object] = []
         self.rail_name = rail
@@ -387,7 +368,7 @@ class Communicator:
             ValueError: The communicator was destroyed or has no GPU.
         """
         if self._destroyed:
-            raise ValueError("the communicator has been destroyed")
+            raise ValueError(self.end_text)
         if self.device_heap is None:
             raise ValueError(f"the {self.backend} backend has no GPU")
         return self.device_heap
@@ -440,7 +421,13 @@ class Communicator:
             )
         mesh = _host.PeerMesh.create()
         addresses = self.bootstrap.all_gather(mesh.address())
-        mesh.connect(self.rank_idx, addresses, CONNECT_TIMEOUT_S)
+        mesh.connect(
+            self.rank_idx,
+            addresses,
+            CONNECT_TIMEOUT_S,
+            # Who dies while they connect is found by the group from which they come.
+            getattr(self.bootstrap, "shrunk_group", None),
+        )
         heap = _host.ShmHeap.create(
             mesh, max_heap_bytes or 0, with_huge_pages, env.poison_windows()
         )
@@ -462,7 +449,7 @@ class Communicator:
             ValueError: The communicator was destroyed or has no heap.
         """
         if self._destroyed:
-            raise ValueError("the communicator has been destroyed")
+            raise ValueError(self.end_text)
         if self.native is None:
             raise ValueError(f"the {self.backend} backend has no heap")
         return self.native

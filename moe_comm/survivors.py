@@ -1,0 +1,217 @@
+"""How ranks that go on make a new communicator over the sockets of the one they leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from moe_comm.errors import EvictedError, PeerFailedError, PeerTimeoutError
+from moe_comm.rendezvous import Newcomers
+
+if TYPE_CHECKING:
+    from moe_comm import _host
+
+__all__ = [
+    "Decision",
+    "OwnSockets",
+    "Survivors",
+    "check_failed_ranks",
+    "failed_text",
+    "largest_node_size",
+    "make_grown",
+    "rebuild",
+]
+
+MESSAGE_BYTES = 1 << 20
+# Rounds in which nobody is found to be gone, yet the group could not be made.
+NUM_MAX_REBUILDS = 8
+
+
+class _Destroyable(Protocol):
+    def destroy(self) -> None: ...
+
+
+CommunicatorT = TypeVar("CommunicatorT", bound=_Destroyable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What the survivors agreed on, in old numbers."""
+
+    failed_ranks: tuple[int, ...]
+    survivors: tuple[int, ...]
+    completed_epochs: tuple[int, ...]
+
+
+class Survivors:
+    """The bootstrap of a new communicator: the old one's sockets.
+
+    Args:
+        shrunk_group: Of the old communicator, which has decided.
+        decision: Who goes on.
+    """
+
+    def __init__(self, shrunk_group: _host.Group, decision: Decision) -> None:
+        self.shrunk_group = shrunk_group
+        self.rank_idx = decision.survivors.index(shrunk_group.rank_idx)
+        self.num_ranks = len(decision.survivors)
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Every survivor's `item`, in rank order. Collective."""
+        gathered = self.shrunk_group.shrink_gather(pickle.dumps(item))
+        return [pickle.loads(payload) for payload in gathered]
+
+
+class OwnSockets:
+    """The bootstrap of a communicator that has come from another: its own sockets.
+
+    A rank that has failed since gives None.
+    """
+
+    def __init__(self, native: _host.Group) -> None:
+        self._native = native
+        self.rank_idx = native.rank_idx
+        self.num_ranks = native.num_ranks
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Every rank's `item`, in rank order. Collective."""
+        mine = pickle.dumps(item)
+        sizes = [int(size or b"0") for size in self._native.all_gather(str(len(mine)).encode())]
+        payloads = [b""] * self.num_ranks
+        for begin in range(0, max(sizes), MESSAGE_BYTES):
+            parts = self._native.all_gather(mine[begin : begin + MESSAGE_BYTES])
+            payloads = [payload + part for payload, part in zip(payloads, parts, strict=True)]
+        return [pickle.loads(payload) if payload else None for payload in payloads]
+
+
+def check_failed_ranks(
+    failed_ranks: Iterable[int], rank_idx: int, num_ranks: int
+) -> tuple[list[int], str]:
+    """The ranks that the caller reports, ascending, and what is wrong with them ("" if nothing)."""
+    try:
+        reported = sorted({operator.index(rank) for rank in failed_ranks})
+    except TypeError as error:
+        return [], f"failed_ranks must hold integers: {error}"
+    for rank in reported:
+        if not 0 <= rank < num_ranks:
+            return [], f"failed_ranks: {rank} is not a rank of a communicator of {num_ranks}"
+        if rank == rank_idx:
+            return [], f"failed_ranks: {rank} is the rank that calls"
+    return reported, ""
+
+
+def largest_node_size(num_local_ranks: int, survivors: Sequence[int]) -> int:
+    """Most ranks a node may have so that all nodes of the survivors are old nodes or parts of them.
+
+    Example:
+        Nodes of 4: `[0, 1, 2, 3, 4, 5]` gives 2, `[0, 1, 2, 4]` gives 1.
+    """
+    nodes = itertools.groupby(survivors, key=lambda rank: rank // num_local_ranks)
+    return math.gcd(*(len(list(ranks)) for _, ranks in nodes))
+
+
+def rebuild(
+    native: _host.Group,
+    decision: Decision,
+    make: Callable[[Decision], CommunicatorT],
+) -> tuple[CommunicatorT, Decision]:
+    """Make a communicator of survivors, anew whenever one of them dies meanwhile. Collective.
+
+    Args:
+        native: Of the old communicator, which has decided.
+        decision: Who goes on.
+        make: The new communicator of one decision.
+
+    Returns:
+        The communicator that every survivor has, and what was decided for it.
+    """
+    num_spurious = 0
+    while True:
+        made: CommunicatorT | None = None
+        why = ""
+        try:
+            made = make(decision)
+        except PeerFailedError as error:
+            why = str(error)
+        except (EvictedError, PeerTimeoutError):
+            raise
+        except BaseException as error:
+            text = str(error).split("\n", 1)[0]
+            native.shrink_refuse(f"rank {native.rank_idx}: {text}", True)
+            raise
+        try:
+            later = native.shrink_finish(made is not None)
+        except BaseException:
+            if made is not None:
+                made.destroy()
+            raise
+        if later is None:
+            assert made is not None
+            return made, decision
+        if made is not None:
+            made.destroy()
+        found = Decision(*(tuple(part) for part in later))
+        num_spurious = num_spurious + 1 if found.failed_ranks == decision.failed_ranks else 0
+        if num_spurious == NUM_MAX_REBUILDS:
+            text = f"the communicator could not be made in {NUM_MAX_REBUILDS} rounds: {why}"
+            native.shrink_refuse(text, False)
+            raise PeerFailedError(text, operation="shrink")
+        decision = found
+
+
+def make_grown(
+    native: _host.Group,
+    newcomers: Newcomers,
+    options: dict[str, Any],
+    make: Callable[[Newcomers], CommunicatorT],
+) -> CommunicatorT:
+    """Make a communicator of the living and those that come. Collective over the living.
+
+    Either every living rank has it, or every one raises and the old communicator goes on.
+
+    Args:
+        native: Of the old communicator, which has agreed to grow.
+        newcomers: The bootstrap.
+        options: Arguments of `Communicator` that those that come take from the living.
+        make: The communicator over the bootstrap.
+    """
+    made: CommunicatorT | None = None
+    why = ""
+    try:
+        newcomers.invite(options)
+        made = make(newcomers)
+    except PeerFailedError as error:
+        why = str(error)
+    except EvictedError:
+        raise
+    except BaseException as error:
+        text = str(error).split("\n", 1)[0]
+        newcomers.end(text)
+        native.shrink_refuse(f"rank {native.rank_idx}: {text}", not isinstance(error, RuntimeError))
+        raise
+    try:
+        later = native.shrink_finish(made is not None)
+    except BaseException:
+        if made is not None:
+            made.destroy()
+        raise
+    if later is None:
+        assert made is not None
+        return made
+    if made is not None:
+        made.destroy()
+    failed_ranks = tuple(later[0])
+    text = failed_text(failed_ranks) if failed_ranks else f"grow: a rank that joins failed: {why}"
+    newcomers.end(text)
+    native.shrink_refuse(text, False)
+    raise PeerFailedError(text, ranks=failed_ranks, operation="grow")
+
+
+def failed_text(failed_ranks: Sequence[int]) -> str:
+    """Why a communicator with failed ranks does not grow."""
+    return f"grow: ranks {list(failed_ranks)} have failed; call shrink() first"
