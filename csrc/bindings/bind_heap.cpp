@@ -70,7 +70,16 @@ void bind_mesh(py::module_& module) {
       .value("LEFT", PeerState::kLeft)
       .value("DEAD", PeerState::kDead);
   py::class_<PeerMesh, std::shared_ptr<PeerMesh>>(module, "PeerMesh")
-      .def_static("create", &PeerMesh::create)
+      .def_static("create", [] { return PeerMesh::create(); })
+      .def_static(
+          "create_over_nodes",
+          [](bool is_one_machine, const std::string& interfaces, const std::string& route_to) {
+            return PeerMesh::create(heap::TcpOptions{is_one_machine, interfaces, route_to});
+          },
+          py::arg("is_one_machine"),
+          py::arg("interfaces"),
+          py::arg("route_to"),
+          NoGil())
       .def("address", [](const PeerMesh& self) { return py::bytes(self.address()); })
       .def(
           "connect",
@@ -78,25 +87,30 @@ void bind_mesh(py::module_& module) {
              int rank_idx,
              const std::vector<std::string>& addresses,
              double timeout_s,
-             const std::shared_ptr<NativeGroup>& shrunk_group) {
-            if (shrunk_group == nullptr) {
-              self.connect(rank_idx, addresses, timeout_s, signal_check());
-              return;
-            }
+             const std::shared_ptr<NativeGroup>& shrunk_group,
+             int num_local_ranks,
+             double link_timeout_s) {
+            PeerMesh::ConnectOptions options{
+                timeout_s, signal_check(), num_local_ranks, link_timeout_s};
             // Whoever dies while survivors connect is found by the group they come from.
-            self.connect(rank_idx, addresses, timeout_s, [&] {
-              signal_check()();
-              shrunk_group->group->shrink_agreement().check_round();
-            });
+            if (shrunk_group != nullptr)
+              options.interrupt_check = [&] {
+                signal_check()();
+                shrunk_group->group->shrink_agreement().check_round();
+              };
+            self.connect(rank_idx, addresses, options);
           },
           py::arg("rank_idx"),
           py::arg("addresses"),
           py::arg("timeout_s"),
-          py::arg("shrunk_group") = py::none(),
+          py::arg("shrunk_group") = nullptr,
+          py::arg("num_local_ranks") = 0,
+          py::arg("link_timeout_s") = 30.0,
           NoGil())
       .def_property_readonly("rank_idx", &PeerMesh::rank_idx)
       .def_property_readonly("num_ranks", &PeerMesh::num_ranks)
       .def("state", &PeerMesh::state, py::arg("rank_idx"))
+      .def("is_link_lost", &PeerMesh::is_link_lost, py::arg("rank_idx"))
       .def("post",
            &PeerMesh::post,
            py::arg("rank_idx"),

@@ -23,6 +23,9 @@ class PeerLink {
   /// atomic load.
   virtual PeerState state(int rank_idx) const = 0;
 
+  /// Whether a peer counts as dead because nothing between it and this rank answers any more.
+  virtual bool is_link_lost(int /*rank_idx*/) const { return false; }
+
   /// Sends a small message (<= 1 MiB). Messages of one sender to one (channel, sequence) arrive in
   /// order. Does nothing when the peer is gone. Never waits for a peer that does not read: what
   /// does not fit the socket is queued and sent by the service thread.

@@ -3,6 +3,7 @@
 #include <functional>
 #include <vector>
 
+#include "core/node_layout.h"
 #include "heap/owned_fd.h"
 #include "heap/wire.h"
 
@@ -11,7 +12,14 @@ namespace moe::heap {
 /// Name of the abstract socket on which the owner of an address listens.
 std::string listener_name(const Token& mesh_token);
 
+/// Where peers reach this rank until all have.
+struct Listeners {
+  OwnedFd unix_socket;
+  OwnedFd tcp_socket;  ///< empty with one node
+};
+
 /// Connects this rank to every other: it dials the ranks below its own and answers those above.
+/// Ranks of a node meet in Unix sockets, others over TCP.
 ///
 /// Returns once a Hello of every peer has arrived, so every peer is in this call or past it.
 ///
@@ -20,7 +28,8 @@ std::string listener_name(const Token& mesh_token);
 /// @throws SystemError  ranks are missing after @p timeout_s; names them.
 std::vector<OwnedFd> connect_mesh(int rank_idx,
                                   const std::vector<MeshAddress>& addresses,
-                                  const OwnedFd& listener,
+                                  const NodeLayout& nodes,
+                                  const Listeners& listeners,
                                   double timeout_s,
                                   const std::function<void()>& interrupt_check);
 

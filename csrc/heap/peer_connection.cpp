@@ -1,9 +1,12 @@
 #include "heap/peer_connection.h"
 
 #include <sys/epoll.h>
+#include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "core/error.h"
 
@@ -47,11 +50,13 @@ void PeerConnection::watch(int epoll, uint64_t socket_key, uint64_t pidfd_key) {
     pidfd_.reset();  // the socket's end tells as well
 }
 
-void PeerConnection::send(std::string frame, std::shared_ptr<OwnedFd> passed_fd) {
+void PeerConnection::send(const FrameHeader& header,
+                          std::string payload,
+                          std::shared_ptr<OwnedFd> passed_fd) {
   const std::lock_guard lock(send_mutex_);
   if (!socket_ || state() != PeerState::kAlive)
     return;
-  outbox_.push_back({std::move(frame), std::move(passed_fd)});
+  outbox_.push_back({header, std::move(payload), std::move(passed_fd)});
   if (outbox_.size() == 1)
     flush_locked();
 }
@@ -66,19 +71,23 @@ PeerConnection::Flush PeerConnection::flush_locked() {
   while (socket_ && !outbox_.empty() && transfer == Transfer::kMoved) {
     const OutFrame& frame = outbox_.front();
     const bool passes_fd = num_sent_bytes_ == 0 && frame.passed_fd != nullptr;
+    std::string_view head(reinterpret_cast<const char*>(&frame.header), sizeof frame.header);
+    std::string_view body = frame.payload;
+    head.remove_prefix(std::min(num_sent_bytes_, head.size()));
+    body.remove_prefix(num_sent_bytes_ - std::min(num_sent_bytes_, sizeof frame.header));
     size_t sent_bytes = 0;
-    transfer = send_bytes(socket_.get(),
-                          frame.bytes.data() + num_sent_bytes_,
-                          frame.bytes.size() - num_sent_bytes_,
-                          passes_fd ? frame.passed_fd->get() : -1,
-                          &sent_bytes);
+    transfer =
+        send_bytes(socket_.get(), head, body, passes_fd ? frame.passed_fd->get() : -1, &sent_bytes);
     num_sent_bytes_ += sent_bytes;
-    if (num_sent_bytes_ == frame.bytes.size()) {
+    if (num_sent_bytes_ == frame.bytes()) {
       outbox_.pop_front();
       num_sent_bytes_ = 0;
     }
   }
-  if (transfer == Transfer::kClosed) {  // receive() will see the end and say so
+  if (transfer == Transfer::kLost)  // the socket tells it once
+    is_lost_.store(true, std::memory_order_relaxed);
+  if (transfer == Transfer::kClosed ||
+      transfer == Transfer::kLost) {  // receive() will see the end and say so
     outbox_.clear();
     num_sent_bytes_ = 0;
   }
@@ -102,46 +111,78 @@ PeerConnection::Flush PeerConnection::flush_locked() {
 PeerConnection::Receive PeerConnection::receive(const FrameHandler& handle_frame) {
   char buffer[kReceiveBytes];
   for (int i = 0; i < kReceivesPerCall; ++i) {
+    // A large payload is received in its place.
+    const size_t missing_bytes = payload_.size() - num_payload_bytes_;
+    const bool is_direct = missing_bytes >= kReceiveBytes;
+    char* const data = is_direct ? payload_.data() + num_payload_bytes_ : buffer;
     size_t received_bytes = 0;
-    switch (receive_bytes(socket_.get(), buffer, sizeof buffer, &received_bytes, &received_fds_)) {
+    switch (receive_bytes(socket_.get(),
+                          data,
+                          is_direct ? missing_bytes : kReceiveBytes,
+                          &received_bytes,
+                          &received_fds_)) {
       case Transfer::kMoved:
         break;
       case Transfer::kClosed:
         return Receive::kEnded;
+      case Transfer::kLost:
+        is_lost_.store(true, std::memory_order_relaxed);
+        return Receive::kEnded;
       default:
         return Receive::kDrained;
     }
-    received_.append(buffer, received_bytes);
-    if (!parse(handle_frame))
+    if (is_direct) {
+      num_payload_bytes_ += received_bytes;
+      if (num_payload_bytes_ == payload_.size() && !take_frame(handle_frame))
+        return Receive::kEnded;
+    } else if (!parse(buffer, received_bytes, handle_frame)) {
       return Receive::kEnded;
+    }
   }
   return Receive::kMore;
 }
 
 /// Handles whole frames; @return false when the peer sends something else.
-bool PeerConnection::parse(const FrameHandler& handle_frame) {
-  size_t position = 0;
-  while (received_.size() - position >= sizeof(FrameHeader)) {
-    FrameHeader header;
-    std::memcpy(&header, received_.data() + position, sizeof header);
-    if (header.kind < FrameKind::kMessage || header.kind > FrameKind::kMemory ||
-        header.payload_bytes > kMaxPayloadBytes)
-      return false;
-    if (received_.size() - position - sizeof header < header.payload_bytes)
-      break;
-    std::string payload = received_.substr(position + sizeof header, header.payload_bytes);
-    position += sizeof header + header.payload_bytes;
-    OwnedFd fd;
-    if (header.with_fd != 0) {
-      // It comes with the first byte of the frame, so it must be here already.
-      if (received_fds_.empty())
+bool PeerConnection::parse(const char* data, size_t bytes, const FrameHandler& handle_frame) {
+  const auto take = [&](char* target, size_t most_bytes) {
+    const size_t taken_bytes = std::min(bytes, most_bytes);
+    std::memcpy(target, data, taken_bytes);
+    data += taken_bytes;
+    bytes -= taken_bytes;
+    return taken_bytes;
+  };
+  while (bytes > 0) {
+    if (num_header_bytes_ < sizeof header_) {
+      num_header_bytes_ += take(reinterpret_cast<char*>(&header_) + num_header_bytes_,
+                                sizeof header_ - num_header_bytes_);
+      if (num_header_bytes_ < sizeof header_)
+        return true;
+      if (header_.kind < FrameKind::kMessage || header_.kind > FrameKind::kMemory ||
+          header_.payload_bytes > kMaxPayloadBytes)
         return false;
-      fd = std::move(received_fds_.front());
-      received_fds_.erase(received_fds_.begin());
+      payload_.resize(header_.payload_bytes);
     }
-    handle_frame(header, std::move(payload), std::move(fd));
+    num_payload_bytes_ +=
+        take(payload_.data() + num_payload_bytes_, payload_.size() - num_payload_bytes_);
+    if (num_payload_bytes_ == payload_.size() && !take_frame(handle_frame))
+      return false;
   }
-  received_.erase(0, position);
+  return true;
+}
+
+/// The frame under way is whole.
+bool PeerConnection::take_frame(const FrameHandler& handle_frame) {
+  OwnedFd fd;
+  if (header_.with_fd != 0) {
+    // It comes with the first byte of the frame, so it must be here already.
+    if (received_fds_.empty())
+      return false;
+    fd = std::move(received_fds_.front());
+    received_fds_.erase(received_fds_.begin());
+  }
+  num_header_bytes_ = 0;
+  num_payload_bytes_ = 0;
+  handle_frame(header_, std::exchange(payload_, {}), std::move(fd));
   return true;
 }
 
@@ -156,13 +197,21 @@ void PeerConnection::end() {
   disconnect();
 }
 
+void PeerConnection::end_sending() {
+  const std::lock_guard lock(send_mutex_);
+  if (socket_)
+    ::shutdown(socket_.get(), SHUT_WR);
+}
+
 void PeerConnection::disconnect() {
   const std::lock_guard lock(send_mutex_);
   socket_.reset();
   pidfd_.reset();
   outbox_.clear();
   num_sent_bytes_ = 0;
-  received_.clear();
+  payload_.clear();
+  num_header_bytes_ = 0;
+  num_payload_bytes_ = 0;
   received_fds_.clear();
 }
 

@@ -36,12 +36,20 @@ class Inbox {
 /// thread.
 class PeerConnection {
  public:
-  PeerConnection(OwnedFd socket, OwnedFd pidfd, bool is_same_process)
-      : socket_(std::move(socket)), pidfd_(std::move(pidfd)), is_same_process_(is_same_process) {}
+  enum class Kind {
+    kThread,   ///< a rank of this process
+    kProcess,  ///< of another, on this node
+    kRemote,   ///< on another node: over TCP, with no memory shared
+  };
+
+  PeerConnection(OwnedFd socket, OwnedFd pidfd, Kind kind)
+      : socket_(std::move(socket)), pidfd_(std::move(pidfd)), kind_(kind) {}
 
   /// Whoever sees the peer gone also sees every message it sent before.
   PeerState state() const { return state_.load(std::memory_order_acquire); }
-  bool is_same_process() const { return is_same_process_; }
+  Kind kind() const { return kind_; }
+  /// Whether the peer is dead as far as can be seen because its machine does not answer.
+  bool is_lost() const { return is_lost_.load(std::memory_order_relaxed); }
   bool is_open() const { return static_cast<bool>(socket_); }  ///< service thread only
   Inbox& inbox() { return inbox_; }
 
@@ -52,7 +60,9 @@ class PeerConnection {
   /// Queues a frame behind all earlier ones and sends what the socket takes now. Does nothing when
   /// the peer is gone.
   /// @param passed_fd  Sent along with the first byte; null for none.
-  void send(std::string frame, std::shared_ptr<OwnedFd> passed_fd = nullptr);
+  void send(const FrameHeader& header,
+            std::string payload = "",
+            std::shared_ptr<OwnedFd> passed_fd = nullptr);
 
   /// What is left to send afterwards: nothing, what the socket has no room for now, or what the
   /// system has no room for now (the socket will not tell when it has).
@@ -80,26 +90,34 @@ class PeerConnection {
   /// The peer is gone; it is dead if it has not said goodbye.
   void end();
 
+  /// This rank sends no more: the peer reads what is on the way, and then the end.
+  void end_sending();
+
   /// This rank is leaving: closes the connection, the peer's state stays.
   void disconnect();
 
  private:
   struct OutFrame {
-    std::string bytes;
+    FrameHeader header;
+    std::string payload;
     std::shared_ptr<OwnedFd> passed_fd;
+
+    uint64_t bytes() const { return sizeof header + payload.size(); }
   };
 
   static constexpr size_t kReceiveBytes = size_t{64} << 10;
   static constexpr int kReceivesPerCall = 16;
 
   Flush flush_locked();
-  bool parse(const FrameHandler& handle_frame);
+  bool parse(const char* data, size_t bytes, const FrameHandler& handle_frame);
+  bool take_frame(const FrameHandler& handle_frame);
 
   std::mutex send_mutex_;
   OwnedFd socket_;  ///< closed under send_mutex_
   OwnedFd pidfd_;
-  bool is_same_process_;
+  Kind kind_;
   std::atomic<PeerState> state_{PeerState::kAlive};
+  std::atomic<bool> is_lost_{false};
 
   int epoll_ = -1;
   uint64_t socket_key_ = 0;
@@ -107,7 +125,11 @@ class PeerConnection {
   std::deque<OutFrame> outbox_;
   size_t num_sent_bytes_ = 0;  ///< of the first frame in the outbox
 
-  std::string received_;  ///< the beginning of a frame whose rest has not arrived
+  // The frame under way: its header until that is whole, then its payload.
+  FrameHeader header_;
+  size_t num_header_bytes_ = 0;
+  std::string payload_;
+  size_t num_payload_bytes_ = 0;
   std::vector<OwnedFd> received_fds_;
   Inbox inbox_;
 };

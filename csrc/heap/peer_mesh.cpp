@@ -58,12 +58,26 @@ struct Peer {
   std::deque<AnnouncedMemory> memories;  ///< announced, not taken yet
 };
 
+/// A peer on this rank's node.
+bool shares_memory(const Peer& peer) {
+  return peer.connection != nullptr && peer.connection->kind() != PeerConnection::Kind::kRemote;
+}
+
 class SocketMesh final : public PeerMesh,
                          public process_registry::ExitListener,
                          public std::enable_shared_from_this<SocketMesh> {
  public:
-  SocketMesh()
-      : address_(make_address()), listener_(listen_abstract(listener_name(address_.mesh_token))) {}
+  explicit SocketMesh(const std::optional<TcpOptions>& tcp) : address_(make_address()) {
+    waiting_.unix_socket = listen_abstract(listener_name(address_.mesh_token));
+    if (!tcp)
+      return;
+    const std::vector<IpAddress> found = find_tcp_addresses(*tcp, MeshAddress::kMaxTcpAddresses);
+    std::copy(found.begin(), found.end(), address_.tcp_addresses.begin());
+    address_.num_tcp_addresses = static_cast<uint16_t>(found.size());
+    // Nobody has to reach this port by other ways than these.
+    waiting_.tcp_socket =
+        listen_tcp(found.size() == 1 ? found.front() : IpAddress{}, &address_.tcp_port);
+  }
 
   ~SocketMesh() override {
     stop();
@@ -78,8 +92,7 @@ class SocketMesh final : public PeerMesh,
 
   void connect(int rank_idx,
                const std::vector<std::string>& addresses,
-               double timeout_s,
-               const std::function<void()>& interrupt_check) override;
+               const ConnectOptions& options) override;
 
   int rank_idx() const override { return rank_idx_; }
   int num_ranks() const override { return static_cast<int>(peers_.size()); }
@@ -88,6 +101,11 @@ class SocketMesh final : public PeerMesh,
     origin_.check("PeerMesh");
     const Peer& peer = peer_of(rank_idx);
     return peer.connection == nullptr ? PeerState::kAlive : peer.connection->state();
+  }
+
+  bool is_link_lost(int rank_idx) const override {
+    const Peer& peer = peer_of(rank_idx);
+    return peer.connection != nullptr && peer.connection->is_lost();
   }
 
   void post(int rank_idx, uint64_t channel, uint64_t sequence, std::string payload) override;
@@ -140,10 +158,11 @@ class SocketMesh final : public PeerMesh,
   bool receive_from(int rank_idx, bool has_exited);
   void handle_frame(Peer& peer, const FrameHeader& header, std::string payload, OwnedFd fd);
   PeerConnection::Flush flush_all();
+  bool end_remote_sending();
 
   ForkOrigin origin_;
   MeshAddress address_;
-  OwnedFd listener_;
+  Listeners waiting_;  ///< until peers have connected
   int rank_idx_ = -1;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<MeshAddress> addresses_;
@@ -156,14 +175,14 @@ class SocketMesh final : public PeerMesh,
   OwnedFd epoll_;
   OwnedFd wake_fd_;
   std::unique_ptr<std::thread> service_;
+  bool has_ended_sending_ = false;  ///< to remote ranks; service thread only
 
   ListenerList listeners_;
 };
 
 void SocketMesh::connect(int rank_idx,
                          const std::vector<std::string>& addresses,
-                         double timeout_s,
-                         const std::function<void()>& interrupt_check) {
+                         const ConnectOptions& options) {
   origin_.check("PeerMesh");
   MOE_CHECK(peers_.empty() && !is_stopped_, "PeerMesh::connect() may be called once");
   const auto num_ranks = static_cast<int>(addresses.size());
@@ -173,7 +192,14 @@ void SocketMesh::connect(int rank_idx,
             " is not in [0, ",
             num_ranks,
             "), the ranks that gave an address");
-  addresses_ = parse_addresses(addresses);
+  const int num_local_ranks = options.num_local_ranks == 0 ? num_ranks : options.num_local_ranks;
+  MOE_CHECK(num_local_ranks > 0 && num_ranks % num_local_ranks == 0,
+            "num_local_ranks must divide the ",
+            num_ranks,
+            " ranks, got ",
+            num_local_ranks);
+  const NodeLayout nodes{num_ranks, num_local_ranks};
+  addresses_ = parse_addresses(addresses, nodes);
   const MeshAddress& own = addresses_[static_cast<size_t>(rank_idx)];
   MOE_CHECK(own.mesh_token == address_.mesh_token,
             "rank ",
@@ -182,9 +208,9 @@ void SocketMesh::connect(int rank_idx,
             token_text(own.mesh_token),
             " was gathered, this mesh is ",
             token_text(address_.mesh_token));
-  std::vector<OwnedFd> sockets =
-      connect_mesh(rank_idx, addresses_, listener_, timeout_s, interrupt_check);
-  listener_.reset();
+  std::vector<OwnedFd> sockets = connect_mesh(
+      rank_idx, addresses_, nodes, waiting_, options.timeout_s, options.interrupt_check);
+  waiting_ = Listeners{};
   rank_idx_ = rank_idx;
   for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
     auto peer = std::make_unique<Peer>();
@@ -192,12 +218,18 @@ void SocketMesh::connect(int rank_idx,
         peer_rank, addresses_[static_cast<size_t>(peer_rank)].mesh_token);
     OwnedFd& socket = sockets[static_cast<size_t>(peer_rank)];
     if (peer_rank != rank_idx) {
-      const bool is_same_process =
-          addresses_[static_cast<size_t>(peer_rank)].process_token == address_.process_token;
+      using Kind = PeerConnection::Kind;
+      Kind kind = Kind::kProcess;
+      if (!nodes.is_same_node(peer_rank, rank_idx))
+        kind = Kind::kRemote;
+      else if (addresses_[static_cast<size_t>(peer_rank)].process_token == address_.process_token)
+        kind = Kind::kThread;
+      if (kind == Kind::kRemote)
+        prepare_tcp(socket, options.link_timeout_s);
       // This process cannot outlive itself: its ranks tell each other by the end of the socket.
-      OwnedFd pidfd = is_same_process ? OwnedFd() : peer_pidfd(socket);
+      OwnedFd pidfd = kind == Kind::kProcess ? peer_pidfd(socket) : OwnedFd();
       peer->connection =
-          std::make_unique<PeerConnection>(std::move(socket), std::move(pidfd), is_same_process);
+          std::make_unique<PeerConnection>(std::move(socket), std::move(pidfd), kind);
     }
     peers_.push_back(std::move(peer));
   }
@@ -243,14 +275,13 @@ void SocketMesh::stop() {
   if (is_stopped_)
     return;
   is_stopped_ = true;
-  listener_.reset();
+  waiting_ = Listeners{};
   if (service_ != nullptr) {
     MOE_CHECK(service_->get_id() != std::this_thread::get_id(),
               "a listener may not make its own mesh leave");
-    const std::string bye = make_frame({FrameKind::kBye, 0, 0, 0, 0}, "");
     for (const auto& peer : peers_)
       if (peer->connection != nullptr)
-        peer->connection->send(bye);
+        peer->connection->send({FrameKind::kBye, 0, 0, 0, 0});
     is_stopping_.store(true, std::memory_order_release);
     wake();
     service_->join();
@@ -276,8 +307,8 @@ void SocketMesh::post(int rank_idx, uint64_t channel, uint64_t sequence, std::st
             " bytes, got ",
             payload.size());
   if (peer.connection != nullptr) {
-    peer.connection->send(
-        make_frame({FrameKind::kMessage, 0, channel, sequence, payload.size()}, payload));
+    const FrameHeader header{FrameKind::kMessage, 0, channel, sequence, payload.size()};
+    peer.connection->send(header, std::move(payload));
     return;
   }
   own_inbox_.put(channel, sequence, std::move(payload));
@@ -314,12 +345,12 @@ void SocketMesh::announce_segment(uint32_t segment_idx,
   process_registry::publish_segment(address_.mesh_token, segment_idx, segment);
   const auto shared_fd = std::make_shared<OwnedFd>(std::move(memfd));
   for (const auto& peer : peers_) {
-    if (peer->connection == nullptr)
+    if (!shares_memory(*peer))
       continue;
-    const bool with_fd = !peer->connection->is_same_process();
+    const bool with_fd = peer->connection->kind() == PeerConnection::Kind::kProcess;
     const FrameHeader header{
         FrameKind::kSegment, with_fd ? 1u : 0u, segment_idx, segment->bytes(), 0};
-    peer->connection->send(make_frame(header, ""), with_fd ? shared_fd : nullptr);
+    peer->connection->send(header, "", with_fd ? shared_fd : nullptr);
   }
 }
 
@@ -331,8 +362,8 @@ void SocketMesh::announce_memory(const AnnouncedMemory& memory) {
                            memory.bytes,
                            memory.description.size()};
   for (const auto& peer : peers_)
-    if (peer->connection != nullptr)
-      peer->connection->send(make_frame(header, memory.description), memory.fd);
+    if (shares_memory(*peer))
+      peer->connection->send(header, memory.description, memory.fd);
 }
 
 bool SocketMesh::take_memory(int rank_idx, AnnouncedMemory* memory) {
@@ -371,7 +402,8 @@ void SocketMesh::serve() {
     if (is_stopping) {
       if (flush_deadline == Clock::time_point{})
         flush_deadline = Clock::now() + kFlushLimit;
-      if (flushed == PeerConnection::Flush::kEmpty || Clock::now() >= flush_deadline)
+      const bool is_flushed = flushed == PeerConnection::Flush::kEmpty && end_remote_sending();
+      if (is_flushed || Clock::now() >= flush_deadline)
         return;
     }
     for (const auto& peer : peers_)
@@ -443,10 +475,27 @@ PeerConnection::Flush SocketMesh::flush_all() {
   return worst;
 }
 
+/// A TCP socket that is closed while its peer still sends drops what is under way to the peer: the
+/// goodbye too. So this rank ends its own stream, and reads until the peer, which hears of it, has
+/// closed the other.
+/// @return Whether all have.
+bool SocketMesh::end_remote_sending() {
+  bool is_over = true;
+  for (const auto& peer : peers_) {
+    if (peer->connection == nullptr || shares_memory(*peer) || !peer->connection->is_open())
+      continue;
+    if (!has_ended_sending_)
+      peer->connection->end_sending();
+    is_over = false;
+  }
+  has_ended_sending_ = true;
+  return is_over;
+}
+
 }  // namespace
 
-std::shared_ptr<PeerMesh> PeerMesh::create() {
-  return std::make_shared<SocketMesh>();
+std::shared_ptr<PeerMesh> PeerMesh::create(const std::optional<TcpOptions>& tcp) {
+  return std::make_shared<SocketMesh>(tcp);
 }
 
 }  // namespace moe::heap

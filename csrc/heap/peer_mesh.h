@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "heap/memfd_segment.h"
 #include "heap/owned_fd.h"
 #include "heap/segment_table.h"
+#include "heap/tcp.h"
 
 namespace moe::heap {
 
@@ -21,9 +23,11 @@ struct AnnouncedMemory {
   std::shared_ptr<OwnedFd> fd;  ///< null where the owner passed none
 };
 
-/// Unix sockets between all ranks of a communicator tree on one machine, and the service thread
-/// that reads them: hears of deaths, maps announced segments, keeps small messages for their
-/// readers.
+/// Sockets between all ranks of a communicator tree, and the service thread that reads them: hears
+/// of deaths, maps announced segments, keeps small messages for their readers.
+///
+/// Unix sockets within a node, TCP between nodes, also on one machine. Memory is announced to ranks
+/// of the same node alone: nothing of other nodes is ever mapped.
 ///
 /// Ranks are processes, or threads of one process (then a segment is shared by pointer, so that it
 /// is mapped once per process).
@@ -32,38 +36,45 @@ struct AnnouncedMemory {
 /// but for leave() and remove_listener(), which have nothing left to do there.
 class PeerMesh : public PeerLink {
  public:
-  /// Opens the listening socket (abstract name: nothing is left behind by a killed process).
-  static std::shared_ptr<PeerMesh> create();
+  struct ConnectOptions {
+    double timeout_s = 0;
+    /// Called about ten times a second while waiting; what it throws ends the call.
+    std::function<void()> interrupt_check;
+    int num_local_ranks = 0;  ///< of a node; 0 for one node
+    /// A machine of another node that does not answer for so long counts as dead.
+    double link_timeout_s = 30.0;
+  };
+
+  /// Opens the listening socket (abstract name: nothing is left behind by a killed process), and a
+  /// TCP one where there are to be several nodes.
+  /// @throws InvalidArgument, SystemError
+  static std::shared_ptr<PeerMesh> create(const std::optional<TcpOptions>& tcp = std::nullopt);
   virtual ~PeerMesh() = default;
 
   /// What peers need to connect: bytes for the bootstrap to gather. Includes the machine's boot id,
-  /// so that connect() can say which ranks are on another machine.
+  /// so that connect() can say which ranks of a node are on another machine.
   virtual std::string address() const = 0;
 
   /// Connects to every rank and starts the service thread. Collective: returns once every peer has
   /// connected too.
-  /// @param interrupt_check  Called about ten times a second while waiting; what it throws ends the
-  ///   call.
-  /// @throws InvalidArgument  ranks on several machines or network namespaces, or a wire version
-  /// that
-  ///   differs; names them.
+  /// @throws InvalidArgument  ranks of one node on several machines or network namespaces, or a
+  ///   wire version that differs; names them.
   /// @throws PeerFailed  a rank has ended before it was connected.
-  /// @throws SystemError  a socket call failed or @p timeout_s passed; names the ranks that are
-  /// missing.
+  /// @throws SystemError  a socket call failed or timeout_s passed; names the ranks that are
+  ///   missing.
   virtual void connect(int rank_idx,
                        const std::vector<std::string>& addresses,
-                       double timeout_s,
-                       const std::function<void()>& interrupt_check = {}) = 0;
+                       const ConnectOptions& options) = 0;
 
-  /// Tells every peer of a segment of this rank, before anything in it is offered. Segments are
-  /// numbered from 0.
+  /// Tells every peer of this node of a segment of this rank, before anything in it is offered.
+  /// Segments are numbered from 0.
   /// @param memfd  Closed once every peer has been sent it.
   virtual void announce_segment(uint32_t segment_idx,
                                 const std::shared_ptr<Segment>& segment,
                                 OwnedFd memfd) = 0;
 
-  /// Tells every peer of memory of this rank that is no file, in a numbering of its own. Every peer
-  /// takes it with take_memory(); listeners are called when it has arrived.
+  /// Tells every peer of this node of memory of this rank that is no file, in a numbering of its
+  /// own. Every one takes it with take_memory(); listeners are called when it has arrived.
   virtual void announce_memory(const AnnouncedMemory& memory) = 0;
 
   /// Takes the oldest announcement of that kind of @p rank_idx, if there is one.

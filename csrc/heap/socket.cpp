@@ -46,6 +46,21 @@ OwnedFd open_socket() {
   return fd;
 }
 
+/// How a socket ended that reports @p error.
+Transfer end_of(int error) {
+  switch (error) {
+    case ETIMEDOUT:
+    case EHOSTUNREACH:
+    case EHOSTDOWN:
+    case ENETUNREACH:
+    case ENETDOWN:
+    case ENETRESET:
+      return Transfer::kLost;
+    default:
+      return Transfer::kClosed;
+  }
+}
+
 }  // namespace
 
 OwnedFd listen_abstract(const std::string& name) {
@@ -80,12 +95,14 @@ OwnedFd accept_connection(const OwnedFd& listener) {
   return socket;
 }
 
-Transfer send_bytes(int socket, const char* data, size_t bytes, int passed_fd, size_t* sent_bytes) {
-  iovec piece{const_cast<char*>(data), bytes};
+Transfer send_bytes(
+    int socket, std::string_view head, std::string_view body, int passed_fd, size_t* sent_bytes) {
+  iovec pieces[2] = {{const_cast<char*>(head.data()), head.size()},
+                     {const_cast<char*>(body.data()), body.size()}};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &piece;
-  message.msg_iovlen = 1;
+  message.msg_iov = pieces;
+  message.msg_iovlen = 2;
   if (passed_fd >= 0) {
     message.msg_control = control;
     message.msg_controllen = sizeof control;
@@ -111,7 +128,7 @@ Transfer send_bytes(int socket, const char* data, size_t bytes, int passed_fd, s
       case ETOOMANYREFS:  // too many descriptors of this user are in flight
         return Transfer::kTryLater;
       default:
-        return Transfer::kClosed;
+        return end_of(errno);
     }
   }
 }
@@ -135,7 +152,7 @@ Transfer receive_bytes(int socket,
     received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   } while (received < 0 && errno == EINTR);
   if (received < 0)
-    return errno == EAGAIN ? Transfer::kWouldBlock : Transfer::kClosed;
+    return errno == EAGAIN ? Transfer::kWouldBlock : end_of(errno);
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
        header = CMSG_NXTHDR(&message, header)) {
     if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "heap/owned_fd.h"
@@ -25,10 +26,18 @@ OwnedFd connect_abstract(const std::string& name);
 OwnedFd accept_connection(const OwnedFd& listener);
 
 /// What became of a transfer that does not block.
-enum class Transfer { kMoved, kWouldBlock, kTryLater, kClosed };
+enum class Transfer {
+  kMoved,
+  kWouldBlock,
+  kTryLater,
+  kClosed,  ///< the process at the other end closed it
+  kLost,    ///< whatever lies between does not answer
+};
 
-/// Sends bytes, and @p passed_fd (-1 for none) along with the first of them.
-Transfer send_bytes(int socket, const char* data, size_t bytes, int passed_fd, size_t* sent_bytes);
+/// Sends what it can of @p head and then of @p body, and @p passed_fd (-1 for none) along with the
+/// first of them.
+Transfer send_bytes(
+    int socket, std::string_view head, std::string_view body, int passed_fd, size_t* sent_bytes);
 
 /// Receives what is there, with descriptors that came along. @p data is a buffer of @p bytes.
 Transfer receive_bytes(

@@ -21,12 +21,15 @@ std::string rank_list(const std::vector<int>& ranks) {
   return text;
 }
 
-/// @throws InvalidArgument  when not all values are equal: "<what>: ranks 0, 1 have a; rank 2 has
-/// b".
-void check_same(const std::string& what, const std::vector<std::string>& value_of_rank) {
+/// @throws InvalidArgument  when not all values of the ranks from @p first_rank on, @p num_ranks of
+///   them, are equal: "<what>: ranks 0, 1: a; rank 2: b".
+void check_same(const std::string& what,
+                const std::vector<std::string>& value_of_rank,
+                int first_rank,
+                int num_ranks) {
   std::map<std::string, std::vector<int>> ranks_of;
-  for (size_t rank = 0; rank < value_of_rank.size(); ++rank)
-    ranks_of[value_of_rank[rank]].push_back(static_cast<int>(rank));
+  for (int rank = first_rank; rank < first_rank + num_ranks; ++rank)
+    ranks_of[value_of_rank[static_cast<size_t>(rank)]].push_back(rank);
   if (ranks_of.size() <= 1)
     return;
   std::string text;
@@ -63,7 +66,8 @@ std::string MeshAddress::to_bytes() const {
   return std::string(reinterpret_cast<const char*>(this), sizeof *this);
 }
 
-std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& addresses) {
+std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& addresses,
+                                         const NodeLayout& nodes) {
   std::vector<MeshAddress> parsed(addresses.size());
   std::vector<std::string> versions;
   std::vector<std::string> boot_ids;
@@ -84,7 +88,7 @@ std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& address
               kWireMagic);
     versions.push_back(concat("version ", head[1], " of ", addresses[rank].size(), " bytes"));
   }
-  check_same("ranks run releases with different wire formats", versions);
+  check_same("ranks run releases with different wire formats", versions, 0, nodes.num_ranks);
   for (size_t rank = 0; rank < addresses.size(); ++rank) {
     MOE_CHECK(addresses[rank].size() == sizeof(MeshAddress),
               "the address of rank ",
@@ -105,17 +109,31 @@ std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& address
               " have the same address ",
               token_text(parsed[rank].mesh_token));
   }
-  check_same("shared memory needs all ranks on one machine", boot_ids);
-  check_same("shared memory needs all ranks in one network namespace", namespaces);
+  for (int node_idx = 0; node_idx < nodes.num_nodes(); ++node_idx) {
+    const int first_rank = nodes.rank_of(node_idx, 0);
+    const std::string whose =
+        nodes.num_nodes() == 1 ? "all ranks" : concat("all ranks of node ", node_idx);
+    check_same(concat("shared memory needs ", whose, " on one machine"),
+               boot_ids,
+               first_rank,
+               nodes.num_local_ranks);
+    check_same(concat("shared memory needs ", whose, " in one network namespace"),
+               namespaces,
+               first_rank,
+               nodes.num_local_ranks);
+  }
+  for (size_t rank = 0; nodes.num_nodes() > 1 && rank < parsed.size(); ++rank)
+    MOE_CHECK(parsed[rank].tcp_port != 0 && parsed[rank].num_tcp_addresses > 0 &&
+                  parsed[rank].num_tcp_addresses <= MeshAddress::kMaxTcpAddresses,
+              "rank ",
+              rank,
+              " cannot be reached from other nodes: its port is ",
+              parsed[rank].tcp_port,
+              ", its addresses are ",
+              parsed[rank].num_tcp_addresses,
+              " of at most ",
+              MeshAddress::kMaxTcpAddresses);
   return parsed;
-}
-
-std::string make_frame(const FrameHeader& header, const std::string& payload) {
-  std::string bytes(sizeof header + payload.size(), '\0');
-  std::memcpy(bytes.data(), &header, sizeof header);
-  if (!payload.empty())
-    std::memcpy(bytes.data() + sizeof header, payload.data(), payload.size());
-  return bytes;
 }
 
 }  // namespace moe::heap

@@ -5,6 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "core/node_layout.h"
+#include "heap/tcp.h"
+
 namespace moe::heap {
 
 /// 16 random bytes: an identity that nobody else has and nobody can guess.
@@ -14,37 +17,49 @@ Token random_token();
 std::string token_text(const Token& token);
 
 constexpr uint32_t kWireMagic = 0x4D4F4541;
-constexpr uint32_t kWireVersion = 1;
+constexpr uint32_t kWireVersion = 2;
 
 /// What a rank tells the others, through the bootstrap, before there are sockets.
 ///
-/// Byte map (112 bytes):
+/// Byte map (236 bytes, padded to 240):
 ///   [0, 4)      kWireMagic
 ///   [4, 8)      kWireVersion
 ///   [8, 24)     process token: equal for ranks that are threads of one process
 ///   [24, 40)    mesh token: names the listening socket and proves who connects
 ///   [40, 48)    inode of the network namespace, in which abstract socket names live
 ///   [48, 112)   boot id of the machine, text, zero-padded
+///   [112, 114)  TCP port, 0 where this rank listens on none
+///   [114, 116)  how many of the TCP addresses count
+///   [116, 236)  TCP addresses, the best first
 struct MeshAddress {
+  static constexpr size_t kMaxTcpAddresses = 6;
+
   uint32_t magic = kWireMagic;
   uint32_t version = kWireVersion;
   Token process_token{};
   Token mesh_token{};
   uint64_t network_namespace = 0;
   std::array<char, 64> boot_id{};
+  uint16_t tcp_port = 0;
+  uint16_t num_tcp_addresses = 0;
+  std::array<IpAddress, kMaxTcpAddresses> tcp_addresses{};
+  uint32_t padding = 0;
 
   std::string boot_id_text() const;
   std::string to_bytes() const;
 };
-static_assert(sizeof(MeshAddress) == 112);
+static_assert(sizeof(MeshAddress) == 240);
 
-/// Parses the addresses of all ranks and checks that they can talk over Unix sockets.
+/// Parses the addresses of all ranks and checks that those of a node can talk over Unix sockets,
+/// and all over TCP where there are several nodes.
 ///
 /// Every rank sees all addresses, so every rank comes to the same verdict alone.
 ///
-/// @throws InvalidArgument  another wire version, machine or network namespace than that of rank 0,
-///   or two ranks with one address; names the ranks and both values.
-std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& addresses);
+/// @throws InvalidArgument  ranks with different wire versions, ranks of one node on different
+///   machines or in different network namespaces, or two ranks with one address; names the ranks
+///   and both values.
+std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& addresses,
+                                         const NodeLayout& nodes);
 
 /// First bytes on every socket, in both directions.
 ///
@@ -89,8 +104,5 @@ struct FrameHeader {
 static_assert(sizeof(FrameHeader) == 32);
 
 constexpr uint64_t kMaxPayloadBytes = uint64_t{1} << 20;
-
-/// A frame as it goes over the socket.
-std::string make_frame(const FrameHeader& header, const std::string& payload);
 
 }  // namespace moe::heap

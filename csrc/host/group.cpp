@@ -254,14 +254,12 @@ void Group::check_usable(layout::Operation operation) {
     if (peer_state == PeerState::kAlive) [[likely]]
       continue;
     shrink_agreement_->check_evicted();
-    const std::string message =
-        concat("rank ",
-               peer_rank,
-               peer_state == PeerState::kDead ? " died" : " left the communicator",
-               " before this ",
-               name,
-               " of rank ",
-               rank_idx_);
+    const std::string message = concat(end_of(peer_rank),
+                                       peer_state == PeerState::kDead ? "" : " the communicator",
+                                       " before this ",
+                                       name,
+                                       " of rank ",
+                                       rank_idx_);
     if (peer_state == PeerState::kDead) {
       WaitSite site;
       site.operation = operation;
@@ -272,18 +270,20 @@ void Group::check_usable(layout::Operation operation) {
   }
 }
 
+/// What happened to a peer that is gone: "rank 3 died".
+std::string Group::end_of(int peer_rank) const {
+  if (state(peer_rank) != PeerState::kDead)
+    return concat("rank ", peer_rank, " left");
+  if (link_->is_link_lost(members_[static_cast<size_t>(peer_rank)]))
+    return concat("the link to rank ", peer_rank, " was lost");
+  return concat("rank ", peer_rank, " died");
+}
+
 void Group::give_up_gone(int peer_rank, const WaitSite& site) {
   abort(layout::AbortCause::kPeerFailed,
         site,
         {peer_rank},
-        concat("rank ",
-               peer_rank,
-               state(peer_rank) == PeerState::kDead ? " died" : " left",
-               " while rank ",
-               rank_idx_,
-               " waited (",
-               describe(site),
-               ")"));
+        concat(end_of(peer_rank), " while rank ", rank_idx_, " waited (", describe(site), ")"));
   throw_abort();
 }
 

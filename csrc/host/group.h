@@ -264,6 +264,7 @@ class Group {
   /// Whether what aborted this rank is known here in full; waits for its writer a little.
   bool await_abort_record() const;
   std::vector<int> missing_ranks() const;
+  std::string end_of(int peer_rank) const;
   layout::Presence& presence(int rank_idx) const {
     return controls_[static_cast<size_t>(rank_idx)]->presence;
   }

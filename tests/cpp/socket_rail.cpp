@@ -107,7 +107,7 @@ void on_nodes(int num_nodes, const std::function<void(const Node&)>& body) {
   std::vector<std::thread> threads;
   for (int i = 0; i < num_nodes; ++i)
     threads.emplace_back([&, i] {
-      meshes[static_cast<size_t>(i)]->connect(i, addresses, kTimeoutS);
+      meshes[static_cast<size_t>(i)]->connect(i, addresses, {.timeout_s = kTimeoutS});
       body(Node{i, num_nodes, meshes[static_cast<size_t>(i)]});
     });
   for (auto& thread : threads)

@@ -42,7 +42,7 @@ CXX_ARROWS: dict[str, set[str]] = {
     "core": set(),
 }
 
-SYSTEM_FOLDERS = {"sys", "linux", "netinet", "arpa", "bits"}
+SYSTEM_FOLDERS = {"sys", "linux", "net", "netinet", "arpa", "bits"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 
@@ -162,7 +162,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.communicator", "moe_comm.elastic", "moe_comm.validation"},
     {"moe_comm.survivors"},
     {"moe_comm.rendezvous"},
-    {"moe_comm.cuda_devices"},
+    {"moe_comm.cuda_devices", "moe_comm.nvshmem"},
     {"moe_comm.handles"},
     {"moe_comm.backends.base"},
     {"moe_comm.triton"},
@@ -181,6 +181,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.tracing",
     },
     {"moe_comm.budget"},
+    {"moe_comm._nvshmem"},
     {"moe_comm._cuda", "moe_comm._host", "moe_comm._simt"},
 ]
 LAYER_OF_PREFIX = {prefix: idx for idx, layer in enumerate(PYTHON_LAYERS) for prefix in layer}
@@ -200,7 +201,12 @@ USERS_OF_NATIVE = {
         "moe_comm.cli",
     ),
     "moe_comm._simt": ("moe_comm.backends.simt",),
-    "moe_comm._cuda": ("moe_comm.backends.cuda", "moe_comm.communicator"),
+    "moe_comm._cuda": (
+        "moe_comm.backends.cuda",
+        "moe_comm.backends.nvshmem",
+        "moe_comm.communicator",
+    ),
+    "moe_comm._nvshmem": ("moe_comm.backends.nvshmem",),
 }
 
 # Resharding and expert-parallel buffers stand side by side on the communicator.
