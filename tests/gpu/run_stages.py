@@ -180,6 +180,47 @@ def checks(mode: str) -> Callable[[], dict[str, Any]]:
     )
 
 
+def build_nvshmem() -> dict[str, Any]:
+    """The module across nodes; `build` has made the kernels that it shares."""
+    found = command(
+        *(sys.executable, "-c"),
+        "from moe_comm import nvshmem\n"
+        "try: print(nvshmem.find_host_library())\n"
+        "except FileNotFoundError as error: print(f'missing: {error}')",
+    )
+    if "missing: " in found["output"]:
+        raise NotRunError(found["output"].split("missing: ", 1)[1].strip())
+    facts = gpu_facts()
+    assert facts is not None
+    capability = facts["compute_cap"].replace(".", "")
+    return command(
+        *(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
+        MOE_COMM_CUDA="on",
+        MOE_COMM_NVSHMEM="on",
+        MOE_COMM_CUDA_ARCHS="90a" if capability == "90" else capability,
+    )
+
+
+def nodes(layout: str, *, with_mps: bool = False) -> Callable[[], dict[str, Any]]:
+    """Ranks on several nodes, PEs of NVSHMEM that share the one GPU."""
+    environment = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # PEs of one machine need no network card.
+        "NVSHMEM_REMOTE_TRANSPORT": "none",
+        "NVSHMEM_DISABLE_NCCL": "1",
+        # SMs are shared out by num_sms.
+        "NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "1",
+    }
+
+    def run() -> dict[str, Any]:
+        if not with_mps:
+            return pytest("tests/gpu/test_nodes.py", "-k", layout, **environment)
+        with mps() as daemon:
+            return pytest("tests/gpu/test_nodes.py", "-k", layout, **daemon, **environment)
+
+    return run
+
+
 def captured() -> dict[str, Any]:
     return pytest("tests/gpu/test_captured.py", CUDA_DEVICE_MAX_CONNECTIONS="32")
 
@@ -228,6 +269,11 @@ STAGES = [
     Stage("checks-threads", checks("threads")),
     Stage("checks-processes", checks("processes")),
     Stage("captured", captured),
+    Stage("build-nvshmem", build_nvshmem),
+    Stage("nodes-2x1", nodes("2x1")),
+    Stage("nodes-3x1", nodes("3x1")),
+    Stage("nodes-2x2", nodes("2x2")),
+    Stage("nodes-2x2-mps", nodes("2x2", with_mps=True)),
     Stage("bench-bf16", bench(4096)),
     Stage("bench-fp8", bench(4096, "--quantization", "fp8_block128")),
     # Decoding: dispatch + combine of 128 tokens is to take 60 us at most (p50).

@@ -18,8 +18,15 @@ from moe_comm.backends.base import (
     PlanTensors,
 )
 from moe_comm.backends.cuda import CudaBackend
+from moe_comm.backends.nvshmem import NvshmemBackend
 
-__all__ = ["OnDevice", "connect_to_gpu", "make_on_gpu"]
+__all__ = [
+    "OnDevice",
+    "connect_nodes_to_gpu",
+    "connect_to_gpu",
+    "make_across_nodes",
+    "make_on_gpu",
+]
 
 OutputT = TypeVar("OutputT")
 
@@ -176,3 +183,13 @@ def connect_to_gpu(group: Any) -> Communicator:
 def make_on_gpu(communicator: Communicator, config: EpConfig) -> Backend:
     """The CUDA backend behind CPU tensors."""
     return OnDevice(communicator, config, CudaBackend)
+
+
+def connect_nodes_to_gpu(group: Any, num_local_ranks: int) -> Communicator:
+    """The same, where so many ranks share a node; all may share the GPU."""
+    return Communicator(group, device="cuda", num_local_ranks=num_local_ranks, backend="nvshmem")
+
+
+def make_across_nodes(communicator: Communicator, config: EpConfig) -> Backend:
+    """The backend across nodes behind CPU tensors."""
+    return OnDevice(communicator, config, NvshmemBackend)
