@@ -8,6 +8,7 @@
 
 #include "host/dispatch_rules.h"
 #include "host/exchange.h"
+#include "host/internode_dispatch.h"
 #include "host/row_writer.h"
 
 namespace moe::host {
@@ -42,9 +43,6 @@ class DispatchOperation {
     if (MOE_MUTANT(done_before_rows))
       exchange_.release_done();
     write_rows();
-    exchange_.release_done();
-    if (!MOE_MUTANT(padding_not_zeroed))
-      zero_padding();
     exchange_.enter("done");
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
       if (layout::sends_rows(plan_->counts, src_rank, endpoint_.rank_idx()) &&
@@ -159,6 +157,7 @@ class DispatchOperation {
     const std::vector<int> short_ranks = find_short_ranks(windows_, offers_, endpoint_.group());
     if (short_ranks.empty())
       return;
+    exchange_.expect_second_offers(short_ranks);
     if (std::find(short_ranks.begin(), short_ranks.end(), endpoint_.rank_idx()) !=
         short_ranks.end())
       make_second_offer();
@@ -229,16 +228,41 @@ class DispatchOperation {
       exchange_.reject(arguments(), RowStatus::kInvalidArgument, problem);
   }
 
+  /// Of ranks of this node that this rank writes to, its own rows or those it relays.
   void resolve_bases() {
-    for (int dst_rank = 0; dst_rank < num_ranks_; ++dst_rank)
-      if (layout::sends_rows(plan_->counts, endpoint_.rank_idx(), dst_rank))
+    const auto& counts = plan_->counts;
+    for (int dst_rank = 0; dst_rank < num_ranks_; ++dst_rank) {
+      bool is_written = layout::sends_rows(counts, endpoint_.rank_idx(), dst_rank);
+      if (const Relay* const relay = exchange_.relay()) {
+        if (!endpoint_.group().is_local(dst_rank))
+          continue;
+        for (const int node_idx : relay->nodes())
+          is_written =
+              is_written || layout::sends_rows(counts, relay->rail_rank(node_idx), dst_rank);
+      }
+      if (is_written)
         bases_[static_cast<size_t>(dst_rank)] =
             exchange_.resolve(dst_rank, offers_[static_cast<size_t>(dst_rank)]);
+    }
   }
 
   void write_rows() {
-    RowWriter writer(endpoint_, params_, *plan_, windows_, bases_, with_topk_idx_, exchange_);
-    writer.write(endpoint_.store_mode(total_rows_ * params_.row_bytes));
+    const StoreMode mode = endpoint_.store_mode(total_rows_ * params_.row_bytes);
+    if (exchange_.relay() != nullptr) {
+      InternodeDispatch(endpoint_, params_, *plan_, windows_, bases_, with_topk_idx_, exchange_)
+          .run(mode, [this] { end_rows(); });
+      return;
+    }
+    RowWriter writer(
+        endpoint_, params_, SlotTable::of(*plan_), windows_, bases_, with_topk_idx_, exchange_);
+    writer.write(0, params_.num_tokens, mode);
+    end_rows();
+  }
+
+  void end_rows() {
+    exchange_.release_done();
+    if (!MOE_MUTANT(padding_not_zeroed))
+      zero_padding();
   }
 
   /// Padding belongs to the receiver: no sender writes there.

@@ -76,6 +76,10 @@ void Relay::relay(const Incoming& incoming) {
 }
 
 Relay::Transfer Relay::send(int node_idx, Rail::Buffer buffer, uint64_t bytes) {
+  // A transfer may keep its memory for as long as somebody keeps it.
+  std::erase_if(outgoing_, [this](const Outgoing& outgoing) {
+    return has_moved(outgoing.transfer, outgoing.node_idx);
+  });
   Transfer transfer = rail_.send(node_idx, std::move(buffer), 0, bytes);
   outgoing_.push_back({node_idx, transfer});
   return transfer;

@@ -1,0 +1,117 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/math.h"
+#include "layout/routing.h"
+#include "layout/row.h"
+
+namespace moe::layout {
+
+/// What travels with every row that one rank dispatches to another node; equal at both ends, which
+/// know it from the operation's arguments and the count matrix.
+struct InternodeRow {
+  int64_t row_bytes = 0;
+  int64_t scale_bytes = 0;   ///< of all scale factors of a row
+  int64_t num_slots = 0;     ///< expert-major: choices of the source; rank-major: most ranks there
+  int64_t weight_bytes = 0;  ///< of the weights of all choices of a token
+  int64_t num_ids = 0;       ///< int32 expert ids: choices of the source where they are needed
+
+  /// @param num_local_ranks  Of a node.
+  /// @param with_ids  Rank-major with weights or ids; or column-major scale factors, which are
+  ///   collected by expert.
+  static InternodeRow make(RowLayout layout,
+                           int64_t row_bytes,
+                           int64_t scale_bytes,
+                           int64_t weight_bytes,
+                           int64_t num_topk,
+                           int num_local_ranks,
+                           bool with_ids) {
+    return {row_bytes,
+            scale_bytes,
+            num_slots_per_token(layout, num_topk, num_local_ranks),
+            weight_bytes * num_topk,
+            with_ids ? num_topk : 0};
+  }
+
+  int64_t bytes() const {
+    return row_bytes + scale_bytes + num_slots * 8 + weight_bytes + num_ids * 4;
+  }
+};
+
+/// One message of dispatched rows between two nodes: each token once, with where it goes there.
+///
+/// Byte map, n rows (parts start at multiples of 64):
+///   [0, n * row_bytes)     rows, as they will lie in the windows
+///   [scales_at, ...)       n * scale_bytes scale factors, a row's side by side
+///   [slots_at, ...)        n * num_slots int64 Slot: expert-major entry k for choice k, kNone for
+///                          one that goes elsewhere; rank-major one per rank there, then kNone
+///   [weights_at, ...)      n * weight_bytes weights, one per choice
+///   [ids_at, ...)          n * num_ids int32 expert ids
+///
+/// Example: bf16, hidden 4096, top-8, expert-major, float32 weights: a row takes 8192 + 64 + 32
+/// bytes. 126 of them fit into 1 MiB: slots_at = 1032192, weights_at = 1040256, bytes = 1044288.
+struct InternodeChunk {
+  int64_t num_rows = 0;
+  int64_t scales_at = 0;
+  int64_t slots_at = 0;
+  int64_t weights_at = 0;
+  int64_t ids_at = 0;
+  int64_t bytes = 0;
+
+  static InternodeChunk make(const InternodeRow& row, int64_t num_rows) {
+    InternodeChunk chunk;
+    chunk.num_rows = num_rows;
+    chunk.scales_at = round_up(num_rows * row.row_bytes, 64);
+    chunk.slots_at = round_up(chunk.scales_at + num_rows * row.scale_bytes, 64);
+    chunk.weights_at = round_up(chunk.slots_at + num_rows * row.num_slots * 8, 64);
+    chunk.ids_at = round_up(chunk.weights_at + num_rows * row.weight_bytes, 64);
+    chunk.bytes = round_up(chunk.ids_at + num_rows * row.num_ids * 4, 64);
+    return chunk;
+  }
+};
+
+/// How messages between nodes are cut, equal on every rank.
+struct InternodeCut {
+  static constexpr int64_t kMostChunkBytes = int64_t{1} << 20;
+  static constexpr int64_t kLeastChunkBytes = int64_t{64} << 10;
+  static constexpr int64_t kMostStagedBytes = int64_t{64} << 20;  ///< of a rank, each direction
+  static constexpr int64_t kChunksInFlight = 4;                   ///< to or from one node
+
+  /// Bytes of a chunk: less where there are many nodes, because each has some in flight.
+  static int64_t chunk_bytes(int num_nodes) {
+    const int64_t share = kMostStagedBytes / (kChunksInFlight * std::max(num_nodes - 1, 1));
+    return std::clamp(share, kLeastChunkBytes, kMostChunkBytes);
+  }
+
+  /// Rows of a chunk, at least 1: as many as fit.
+  static int64_t rows_per_chunk(const InternodeRow& row, int num_nodes) {
+    constexpr int64_t kMostPadding = int64_t{5} * 64;
+    return std::max<int64_t>((chunk_bytes(num_nodes) - kMostPadding) / row.bytes(), 1);
+  }
+};
+
+/// Says how many rows follow from one rank to one node; sent where the count matrix has any.
+///
+/// Byte map (8 bytes): [0, 8) num_rows.
+struct InternodeHeader {
+  int64_t num_rows = 0;
+};
+static_assert(sizeof(InternodeHeader) == 8);
+
+/// Bytes that one rank sends to one other node in a dispatch whose rows have been agreed on: none
+/// for no rows, else the header and the chunks. Its row, `Row::stride()` bytes, and a second offer,
+/// 64 bytes, where it was short, come before that.
+inline int64_t internode_dispatch_bytes(const InternodeRow& row, int64_t num_rows, int num_nodes) {
+  if (num_rows == 0)
+    return 0;
+  const int64_t per_chunk = InternodeCut::rows_per_chunk(row, num_nodes);
+  const int64_t num_full = num_rows / per_chunk;
+  const int64_t num_left = num_rows % per_chunk;
+  return static_cast<int64_t>(sizeof(InternodeHeader)) +
+         num_full * InternodeChunk::make(row, per_chunk).bytes +
+         (num_left > 0 ? InternodeChunk::make(row, num_left).bytes : 0);
+}
+
+}  // namespace moe::layout
