@@ -59,8 +59,8 @@
 //     void quiet()                      this warp's puts have been delivered
 //   Whoever acquires `value` from `signal` (load_acquire<kSystem>) sees the bytes of that put and
 //   of no other: two puts, even of one thread to one rank, arrive in any order. The source may be
-//   written again only after quiet(), and only quiet() makes sure that a put ever arrives. Bulk
-//   copies of what came need fence_proxy_async(), as after every acquire.
+//   written again, and the kernel may end, only after quiet(). Bulk copies of what came need
+//   fence_proxy_async(), as after every acquire.
 //   Arithmetic, each rounded once and never fused
 //     float multiply(float, float), add(float, float), divide(float, float); the same of double
 //     float bfloat16_to_float(uint16_t), half_to_float(uint16_t)

@@ -65,6 +65,16 @@ MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
   return map;
 }
 
+/// What travels beside the row of one token.
+struct Beside {
+  const int64_t* slots;  ///< [num_slots]
+  int num_slots;
+  const std::byte* scales;   ///< of the row, one behind the other
+  const std::byte* weights;  ///< [num_topk]
+  const int64_t* topk_idx;   ///< [num_topk], by rank
+  int num_topk;
+};
+
 /// Scale factors, weights and expert ids of tokens, by ordinary stores. All lanes of a warp call.
 class Companions {
  public:
@@ -91,12 +101,24 @@ class Companions {
 
   /// What travels beside the row of @p token_idx, to all its slots.
   MOE_DEVICE void write(int64_t token_idx, const int64_t* slots) const {
+    const int num_topk = params_.choices.num_topk;
+    write({slots,
+           params_.choices.num_slots,
+           scales_,
+           params_.weight_bytes == 0
+               ? nullptr
+               : params_.weights + token_idx * num_topk * params_.weight_bytes,
+           params_.choices.topk_idx == nullptr ? nullptr
+                                               : params_.choices.topk_idx + token_idx * num_topk,
+           num_topk});
+  }
+  MOE_DEVICE void write(const Beside& from) const {
     if (params_.num_scales > 0)
-      write_scales(slots);
+      write_scales(from);
     if (params_.arrangement.is_by_rank())
-      write_choices(token_idx, slots);
+      write_choices(from);
     else if (params_.weight_bytes > 0)
-      write_weights(token_idx, slots);
+      write_weights(from);
   }
 
  private:
@@ -104,9 +126,9 @@ class Companions {
     return int64_t{params_.num_scales} * params_.scale_bytes;
   }
 
-  MOE_DEVICE void write_scales(const int64_t* slots) const {
-    for (int i = 0; i < params_.choices.num_slots; ++i) {
-      const int64_t slot = device::load(slots + i);
+  MOE_DEVICE void write_scales(const Beside& from) const {
+    for (int i = 0; i < from.num_slots; ++i) {
+      const int64_t slot = device::load(from.slots + i);
       if (slot == layout::Slot::kNone)
         continue;
       const layout::ReceiveWindow& window = places_.peer(slot).window;
@@ -123,20 +145,20 @@ class Companions {
         const int64_t num_words = scale_row_bytes() / static_cast<int64_t>(sizeof(Word));
         for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize)
           device::store(reinterpret_cast<Word*>(place + word * step),
-                        device::load(reinterpret_cast<const Word*>(scales_) + word));
+                        device::load(reinterpret_cast<const Word*>(from.scales) + word));
       });
     }
   }
 
   /// The weight of choice k goes to slot k.
-  MOE_DEVICE void write_weights(int64_t token_idx, const int64_t* slots) const {
+  MOE_DEVICE void write_weights(const Beside& from) const {
     device::with_unit(params_.weight_bytes, [&](auto kind) {
       using Weight = decltype(kind);
-      for (int k = device::lane_idx(); k < params_.choices.num_slots; k += device::kWarpSize) {
-        const int64_t slot = device::load(slots + k);
+      for (int k = device::lane_idx(); k < from.num_slots; k += device::kWarpSize) {
+        const int64_t slot = device::load(from.slots + k);
         if (slot == layout::Slot::kNone)
           continue;
-        const auto weight = device::load(weights_of<Weight>(token_idx) + k);
+        const auto weight = device::load(reinterpret_cast<const Weight*>(from.weights) + k);
         std::byte* const weights =
             places_.window(slot) + device::load_constant(&places_.peer(slot).window.weights_offset);
         device::store(reinterpret_cast<Weight*>(weights) + layout::Slot::row_idx(slot), weight);
@@ -146,14 +168,12 @@ class Companions {
 
   /// Rank-major: all weights and ids of a token that belong to the receiver. A receiver's rows have
   /// room for as many choices as any rank makes.
-  MOE_DEVICE void write_choices(int64_t token_idx, const int64_t* slots) const {
+  MOE_DEVICE void write_choices(const Beside& from) const {
     if (params_.weight_bytes == 0 && params_.with_topk_idx == 0)
       return;
-    const int num_topk = params_.choices.num_topk;
     const int64_t num_recv_topk = device::load_constant(params_.tables.num_rows + 1);
     for (int64_t k = device::lane_idx(); k < num_recv_topk; k += device::kWarpSize) {
-      const int64_t expert_idx =
-          k < num_topk ? device::load(params_.choices.topk_idx + token_idx * num_topk + k) : -1;
+      const int64_t expert_idx = k < from.num_topk ? device::load(from.topk_idx + k) : -1;
       const int owner =
           expert_idx < 0 ? -1 : device::load_constant(params_.buffer.expert_rank + expert_idx);
       const int64_t local_idx = expert_idx < 0 ? -1 : local_expert_idx(expert_idx, owner);
@@ -161,9 +181,9 @@ class Companions {
         using Weight = decltype(kind);
         Weight weight{};
         if (params_.weight_bytes > 0 && owner >= 0)
-          weight = device::load(weights_of<Weight>(token_idx) + k);
-        for (int i = 0; i < params_.choices.num_slots; ++i) {
-          const int64_t slot = device::load(slots + i);
+          weight = device::load(reinterpret_cast<const Weight*>(from.weights) + k);
+        for (int i = 0; i < from.num_slots; ++i) {
+          const int64_t slot = device::load(from.slots + i);
           if (slot == layout::Slot::kNone)
             continue;
           const bool is_there = owner == layout::Slot::rank_idx(slot);
@@ -198,11 +218,6 @@ class Companions {
         high = middle;
     }
     return low - first;
-  }
-
-  template <typename Weight>
-  MOE_DEVICE const Weight* weights_of(int64_t token_idx) const {
-    return reinterpret_cast<const Weight*>(params_.weights) + token_idx * params_.choices.num_topk;
   }
 
   const DispatchParams& params_;

@@ -33,10 +33,14 @@ MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
 /// the done flags and waits for those of every rank that has rows here. Rows are then whole
 /// (dispatch), or pulled by everybody (combine), when the kernel has ended.
 /// @param scratch  shared, a word per warp and at least two
+/// @param release  release(epoch), by all threads of the last block: raises the done flags; false
+///   where the operation ends without
+template <typename Release>
 MOE_DEVICE void finish(const Buffer& buffer,
                        const Tables& tables,
                        layout::Operation operation,
-                       int32_t* scratch) {
+                       int32_t* scratch,
+                       const Release& release) {
   if (MOE_MUTANT(only_sources_of_bulk_stores_awaited))
     device::await_bulk_reads<0>();
   else if (!MOE_MUTANT(no_wait_for_bulk_stores))
@@ -62,7 +66,11 @@ MOE_DEVICE void finish(const Buffer& buffer,
   if (!is_last)
     return;
   const uint64_t epoch = device::load(tables.epoch);
-  release_done(buffer, epoch);
+  if (!release(epoch)) {
+    if (device::thread_idx() == 0)
+      device::store(tables.status, static_cast<int32_t>(OperationStatus::kLeft));
+    return;
+  }
   if (MOE_MUTANT(no_wait_for_done))
     return;
   const layout::Workspace own = workspace(buffer, buffer.rank_idx);
@@ -77,6 +85,17 @@ MOE_DEVICE void finish(const Buffer& buffer,
       [&](int rank_idx) { return &own.done(epoch, rank_idx).epoch; });
   if (!all_done && device::thread_idx() == 0)
     device::store(tables.status, static_cast<int32_t>(OperationStatus::kLeft));
+}
+
+/// The same within one node.
+MOE_DEVICE void finish(const Buffer& buffer,
+                       const Tables& tables,
+                       layout::Operation operation,
+                       int32_t* scratch) {
+  finish(buffer, tables, operation, scratch, [&](uint64_t epoch) {
+    release_done(buffer, epoch);
+    return true;
+  });
 }
 
 }  // namespace moe::kernels

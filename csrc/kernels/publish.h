@@ -65,31 +65,43 @@ MOE_DEVICE void raise_flag(uint64_t* flag, uint64_t epoch) {
     device::store_release<device::Scope::kSystem>(flag, epoch);
 }
 
-/// Writes the row of this rank to every active peer; all threads of a block.
+/// Successive ranks.
+struct RankRange {
+  int first;
+  int count;
+
+  /// The i-th of them behind @p own_rank, which is one: each rank starts behind itself, so that no
+  /// reader gets everything at the end.
+  MOE_DEVICE int behind(int own_rank, int64_t i) const {
+    return first + static_cast<int>((own_rank - first + 1 + i) % count);
+  }
+};
+
+/// Writes the row of this rank to the active ranks of @p readers; all threads of a block.
 /// @param row         shared, all but its epoch
 /// @param used_bytes  a multiple of 4, the row's header at least
 MOE_DEVICE void publish_row(const Buffer& buffer,
+                            const RankRange& readers,
                             uint64_t epoch,
                             const std::byte* row,
                             int64_t used_bytes) {
   using device::Bytes16;
   constexpr auto kWordBytes = static_cast<int64_t>(sizeof(Bytes16));
-  // Each rank starts behind itself, so that no reader gets all rows at the end.
   const auto peer_row = [&](int64_t i) {
-    const int peer_rank = static_cast<int>((buffer.rank_idx + 1 + i) % buffer.num_ranks);
+    const int peer_rank = readers.behind(buffer.rank_idx, i);
     const bool is_active = device::load_constant(buffer.is_active + peer_rank) != 0;
     const uint64_t ring_epoch = MOE_MUTANT(row_in_next_ring_entry) ? epoch + 1 : epoch;
     return is_active ? &workspace(buffer, peer_rank).row(ring_epoch, buffer.rank_idx) : nullptr;
   };
   const auto raise_flags = [&] {
-    for (int i = device::thread_idx(); i < buffer.num_ranks; i += device::num_threads())
+    for (int i = device::thread_idx(); i < readers.count; i += device::num_threads())
       if (layout::Row* const to = peer_row(i))
         raise_flag(&to->epoch, epoch);
   };
   if (MOE_MUTANT(row_flag_before_body))
     raise_flags();
   const auto num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
-  for (int64_t i = device::thread_idx(); i < num_words * buffer.num_ranks;
+  for (int64_t i = device::thread_idx(); i < num_words * readers.count;
        i += device::num_threads()) {
     auto* const to = reinterpret_cast<std::byte*>(peer_row(i / num_words));
     const int64_t offset = i % num_words * kWordBytes;
@@ -105,6 +117,27 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
   device::sync_block();
   if (!MOE_MUTANT(row_flag_before_body))
     raise_flags();
+}
+
+/// Writes the second offer of @p src_rank, all but its epoch, to the active ranks of @p readers;
+/// all threads of a block.
+MOE_DEVICE void publish_offer(const Buffer& buffer,
+                              const RankRange& readers,
+                              uint64_t epoch,
+                              int src_rank,
+                              const layout::SecondOffer& second) {
+  for (int i = device::thread_idx(); i < readers.count; i += device::num_threads()) {
+    const int peer_rank = readers.behind(buffer.rank_idx, i);
+    if (device::load_constant(buffer.is_active + peer_rank) == 0)
+      continue;
+    layout::SecondOffer& to = workspace(buffer, peer_rank).second_offer(epoch, src_rank);
+    if (MOE_MUTANT(offer_flag_before_body))
+      raise_flag(&to.epoch, epoch);
+    store_struct(&to.offer, second.offer);
+    device::store(&to.needed_bytes, second.needed_bytes);
+    device::store(&to.available_bytes, second.available_bytes);
+    raise_flag(&to.epoch, epoch);
+  }
 }
 
 /// Says to peers that wait what this rank is doing. One thread.

@@ -45,6 +45,11 @@ void commit_bulk_stores();
 void await_bulk_stores(int num_pending);
 void await_bulk_reads(int num_pending);
 
+// Puts of the calling thread, by whatever joins nodes: nic.h in the direct build.
+void put_signal(
+    int pe, std::byte* to, const std::byte* from, int64_t bytes, uint64_t* signal, uint64_t value);
+void quiet();
+
 // Told by the emulator. A thread is the number of its fiber in the scheduler that runs it.
 
 /// Threads have met at a barrier that orders their accesses (block, named or warp).

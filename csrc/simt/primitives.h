@@ -295,6 +295,20 @@ void await_bulk_reads() {
   simt::memory::await_bulk_reads(num_pending);
 }
 
+// --- Puts ---------------------------------------------------------------------------------------
+
+inline void put_signal(
+    int pe, std::byte* to, const std::byte* from, int64_t bytes, uint64_t* signal, uint64_t value) {
+  sync_warp();
+  if (lane_idx() == 0)
+    simt::memory::put_signal(pe, to, from, bytes, signal, value);
+}
+inline void quiet() {
+  if (lane_idx() == 0)
+    simt::memory::quiet();
+  sync_warp();
+}
+
 // --- Arithmetic ---------------------------------------------------------------------------------
 
 // Never fused: the project is compiled with -ffp-contract=off.

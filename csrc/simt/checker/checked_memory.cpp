@@ -151,6 +151,16 @@ void await_bulk_reads(int num_pending) {
   enter(true).await_bulk_reads(num_pending);
 }
 
+void put_signal(
+    int pe, std::byte* to, const std::byte* from, int64_t bytes, uint64_t* signal, uint64_t value) {
+  check_aligned(signal, sizeof(uint64_t));
+  enter(true).put_signal(pe, to, from, bytes, signal, value);
+}
+
+void quiet() {
+  enter(true).quiet();
+}
+
 void met(const int* threads, int num_threads) {
   const auto met_threads = threads_of(threads, num_threads);
   machine_of_accesses->meet(met_threads.data(), num_threads);

@@ -50,6 +50,8 @@ void GuestMemory::reset() {
   std::fill_n(region_of_.begin(), num_used_granules(), uint16_t{0});
   regions_.assign(1, Region{});
   free_shared_.clear();
+  num_local_ranks_ = 0;
+  symmetric_.clear();
   top_ = kAlignment;
 }
 
@@ -119,6 +121,18 @@ void GuestMemory::release_shared(std::byte* address) {
               (bytes + kGranuleBytes - 1) / kGranuleBytes,
               uint16_t{0});
   free_shared_.emplace(bytes, address);
+}
+
+std::byte* GuestMemory::on_peer(const void* address, int64_t bytes, int rank_idx, int peer_rank) {
+  const Region* const region = find(address, bytes);
+  if (region == nullptr || region->rank_idx != rank_idx)
+    return nullptr;
+  for (const auto& bases : symmetric_)
+    if (peer_rank >= 0 && static_cast<size_t>(peer_rank) < bases.size() &&
+        bases[static_cast<size_t>(rank_idx)] == region->begin)
+      return bases[static_cast<size_t>(peer_rank)] +
+             (static_cast<const std::byte*>(address) - region->begin);
+  return nullptr;
 }
 
 Region* GuestMemory::find(const void* address, int64_t bytes) {

@@ -4,13 +4,14 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace moe::simt::checker {
 
 /// Whose memory a region is, and who may touch it.
 enum class Ownership : uint8_t {
-  kHeap,    ///< of one rank, reached by every rank and host
+  kHeap,    ///< of one rank, reached by every rank of its node and every host
   kDevice,  ///< kernels of one rank, and its host between them
   kHost,    ///< page-locked: kernels and host of one rank
   kShared,  ///< threads of one block
@@ -78,6 +79,17 @@ class GuestMemory {
   /// Granules that any region has taken since the last reset.
   int64_t num_used_granules() const { return top_ / kGranuleBytes; }
 
+  /// From now on so many successive ranks share a node, whose heaps they reach.
+  void set_nodes(int num_local_ranks) { num_local_ranks_ = num_local_ranks; }
+  bool is_of_other_node(int rank_idx, int other_rank) const {
+    return num_local_ranks_ > 0 && rank_idx / num_local_ranks_ != other_rank / num_local_ranks_;
+  }
+  /// Regions of the same size, one a rank, are symmetric: puts name a place in one by its place in
+  /// another.
+  void make_symmetric(std::vector<std::byte*> bases) { symmetric_.push_back(std::move(bases)); }
+  /// What @p address of @p rank_idx stands for on @p peer_rank; null where it is not symmetric.
+  std::byte* on_peer(const void* address, int64_t bytes, int rank_idx, int peer_rank);
+
   std::vector<Region>& regions() { return regions_; }
   /// Bytes of regions whose name begins with @p name.
   int64_t bytes_loaded(const std::string& name) const;
@@ -93,6 +105,8 @@ class GuestMemory {
   int64_t top_ = 0;
   std::vector<Region> regions_;      ///< [0] stands for none
   std::vector<uint16_t> region_of_;  ///< by granule
+  int num_local_ranks_ = 0;          ///< 0: all ranks share a node
+  std::vector<std::vector<std::byte*>> symmetric_;
   std::multimap<int64_t, std::byte*> free_shared_;
 };
 

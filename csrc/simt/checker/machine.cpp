@@ -39,6 +39,8 @@ void Machine::reset(uint64_t seed) {
   words_.clear();
   barriers_.clear();
   copies_.clear();
+  puts_.clear();
+  puts_of_.clear();
   arrivals_.clear();
   due_.clear();
   findings_ = Findings();
@@ -70,6 +72,10 @@ void Machine::end_thread(Thread* thread, Knowledge* after) {
     races_.found(Kind::kBulk,
                  thread->actor,
                  "the thread ended while its bulk stores still read shared memory");
+  if (thread->num_open_puts > 0)
+    races_.found(Kind::kBulk,
+                 thread->actor,
+                 "the thread ended without quiet() while its puts read their sources");
   after->join(races_.close(thread->actor));
 }
 
@@ -124,6 +130,10 @@ bool Machine::arrive_any() {
           !stores[due.idx].is_pending)
         continue;
       arrive(due.thread, due.idx);
+    } else if (due.is_put) {
+      if (puts_[due.idx].ticket != due.ticket || !puts_[due.idx].is_pending)
+        continue;
+      arrive_put(due.idx);
     } else {
       if (copies_[due.idx].ticket != due.ticket || !copies_[due.idx].is_pending)
         continue;

@@ -80,6 +80,13 @@ class Machine {
   void commit_bulk_stores();
   void await_bulk_stores(int num_pending);
   void await_bulk_reads(int num_pending);
+  void put_signal(int pe,
+                  std::byte* to,
+                  const std::byte* from,
+                  int64_t bytes,
+                  uint64_t* signal,
+                  uint64_t value);
+  void quiet();
   void meet(Thread* const* threads, int num_threads);
   /// The running thread passes a barrier without waiting there. @return for meet_arrival, once
   uint64_t note_arrival();
@@ -91,6 +98,13 @@ class Machine {
   uint64_t num_steps() const { return num_steps_; }
   /// Lets something that is on its way arrive. False when nothing is.
   bool arrive_any();
+  /// Payload and signals that kernels of a rank have put, in bytes, and how many puts.
+  struct Puts {
+    int64_t num_puts = 0;
+    int64_t payload_bytes = 0;
+    int64_t signal_bytes = 0;
+  };
+  Puts puts_of(int rank_idx) const;
   /// How often memory has changed; tells waiting from standing still.
   uint64_t num_changes() const { return num_changes_; }
 
@@ -99,11 +113,13 @@ class Machine {
   struct Word;
   struct Barrier;
   struct Copy;
+  struct Put;
   struct Due {
     uint64_t step;
     Thread* thread;   ///< of a store, or null
     size_t idx;       ///< of the store in its thread, or of the copy
     uint64_t ticket;  ///< of what is due; another one may have taken its place since
+    bool is_put = false;
   };
 
   static bool overlaps(const Pending& store, const void* address, size_t bytes);
@@ -125,6 +141,10 @@ class Machine {
   void issue(Copy copy);
   void read_source(Copy& copy);
   void arrive_copy(size_t idx);
+  Actor put_actor(Thread* thread);
+  std::byte* on_peer(const void* address, int64_t bytes, int pe);
+  void read_source(Put& put);
+  void arrive_put(size_t idx);
   void finish_groups(Thread* thread, uint32_t last_group, bool is_reads_only);
 
   GuestMemory guest_;
@@ -137,6 +157,8 @@ class Machine {
   std::unordered_map<const void*, Word> words_;
   std::unordered_map<const void*, Barrier> barriers_;
   std::vector<Copy> copies_;
+  std::vector<Put> puts_;
+  std::vector<Puts> puts_of_;  ///< by rank
   std::vector<Knowledge> arrivals_;
   std::vector<Due> due_;  ///< a heap, the earliest first
   uint64_t num_steps_ = 0;
@@ -173,6 +195,10 @@ struct Machine::Thread {
   uint32_t num_read = 0;                     ///< groups whose sources are free
   uint32_t num_written = 0;                  ///< groups that have arrived
   std::vector<uint64_t*> unfenced_barriers;  ///< that it has initialised
+
+  /// Actors of its puts: the i-th since its last quiet() uses entry i, each time with a later step.
+  std::vector<Actor> put_actors;
+  size_t num_open_puts = 0;
 };
 
 /// Who wrote a word last, and what acquirers learn.
@@ -209,6 +235,21 @@ struct Machine::Copy {
   uint64_t* barrier = nullptr;  ///< of a load
   Thread* thread = nullptr;     ///< of a store, with its group
   uint32_t group = 0;
+  std::vector<std::byte> staged;
+};
+
+/// A put on its way.
+struct Machine::Put {
+  bool is_pending = false;
+  bool is_read = false;
+  uint64_t ticket = 0;
+  std::byte* to = nullptr;  ///< on the peer
+  const std::byte* from = nullptr;
+  int64_t bytes = 0;
+  std::byte* signal = nullptr;  ///< on the peer
+  uint64_t value = 0;
+  Word word;  ///< what the signal lets acquirers know
+  Thread* thread = nullptr;
   std::vector<std::byte> staged;
 };
 

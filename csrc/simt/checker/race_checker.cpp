@@ -132,6 +132,9 @@ bool RaceChecker::check_bounds(Actor& actor, const void* address, int64_t bytes,
   else if ((region->ownership == Ownership::kDevice || region->ownership == Ownership::kHost) &&
            actor.place.rank_idx >= 0 && region->rank_idx != actor.place.rank_idx)
     why = "is memory of another rank";
+  else if (region->ownership == Ownership::kHeap && !actor.place.is_host && !manner.is_put &&
+           memory_.is_of_other_node(region->rank_idx, actor.place.rank_idx))
+    why = "is memory of another node, which only puts reach";
   if (why == nullptr)
     return true;
   found(Kind::kBounds,

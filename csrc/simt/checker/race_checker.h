@@ -49,6 +49,7 @@ struct Manner {
   bool is_write = false;
   bool is_atomic = false;
   bool is_bulk = false;
+  bool is_put = false;       ///< by what joins nodes
   bool is_constant = false;  ///< as if nobody wrote while the kernel runs
 };
 

@@ -1,0 +1,456 @@
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "device/primitives.h"
+#include "kernels/chunk_sums.h"
+#include "kernels/exchange.h"
+#include "kernels/node_peers.h"
+#include "kernels/publish.h"
+#include "kernels/tables.h"
+#include "kernels/wait.h"
+
+// The exchange of rows, within one node or across nodes.
+
+namespace moe::kernels {
+
+/// Shared memory of the block of an exchange.
+///
+/// Byte map, R ranks and E experts:
+///   [0, 128)  a word of 8 bytes per warp
+///   then      int32 [kMaxExchangeThreads]: sums of chunks, see ChunkSums
+///   then      the row of this rank, Row::stride
+///   then      int64 [E]: totals; [E + 1]: starts; int32 [R]: is_masked
+struct ExchangeSharedMap {
+  static constexpr int64_t kMaxWarps = kMaxExchangeThreads / 32;
+
+  int64_t chunk_sums;
+  int64_t row;
+  int64_t totals;
+  int64_t starts;
+  int64_t is_masked;
+  int64_t bytes;
+
+  MOE_HOST_DEVICE static ExchangeSharedMap make(int num_ranks, int num_experts) {
+    ExchangeSharedMap map{};
+    map.chunk_sums = 8 * kMaxWarps;
+    map.row = map.chunk_sums + 4 * kMaxExchangeThreads;
+    map.totals = map.row + layout::Row::stride(num_ranks, num_experts);
+    map.starts = map.totals + int64_t{8} * num_experts;
+    map.is_masked = map.starts + int64_t{8} * (num_experts + 1);
+    map.bytes = map.is_masked + int64_t{4} * num_ranks;
+    return map;
+  }
+};
+
+/// One operation's exchange, by the threads of one block.
+///
+/// @tparam Peers  how rows reach all ranks: NodePeers, or RailPeers across nodes.
+template <typename Peers>
+class ExchangeBlock {
+  using Row = layout::Row;
+  using RowStatus = layout::RowStatus;
+
+ public:
+  MOE_DEVICE ExchangeBlock(const ExchangeParams& params, const Peers& peers)
+      : params_(params),
+        peers_(peers),
+        buffer_(params.buffer),
+        map_(ExchangeSharedMap::make(buffer_.num_ranks, buffer_.num_experts)),
+        own_(workspace(buffer_, buffer_.rank_idx)),
+        chunk_sums_(params.choices,
+                    buffer_.num_experts + buffer_.num_ranks,
+                    reinterpret_cast<int32_t*>(shared(map_.chunk_sums))),
+        counts_(buffer_,
+                params.arrangement,
+                params.tables.counts,
+                CountScratch{reinterpret_cast<int64_t*>(shared(0)),
+                             reinterpret_cast<int64_t*>(shared(map_.totals)),
+                             reinterpret_cast<int64_t*>(shared(map_.starts)),
+                             reinterpret_cast<int32_t*>(shared(map_.is_masked))}) {}
+
+  MOE_DEVICE void run() {
+    const uint64_t former_epoch = device::load(&buffer_.state->epoch);
+    if (has_left(buffer_)) {
+      epoch_ = former_epoch;
+      conclude(OperationStatus::kLeft);
+      return;
+    }
+    epoch_ = former_epoch + 1;
+    if (device::thread_idx() == 0) {
+      if (!MOE_MUTANT(epoch_not_kept))
+        device::store(&buffer_.state->epoch, epoch_);
+      device::store(params_.tables.epoch, epoch_);
+    }
+    conclude(exchange());
+  }
+
+ private:
+  MOE_DEVICE static std::byte* shared(int64_t offset) { return device::shared_memory() + offset; }
+  MOE_DEVICE int64_t* scratch() const { return reinterpret_cast<int64_t*>(shared(0)); }
+  MOE_DEVICE int32_t* narrow_scratch() const { return reinterpret_cast<int32_t*>(shared(0)); }
+  MOE_DEVICE Row* row() const { return reinterpret_cast<Row*>(shared(map_.row)); }
+  MOE_DEVICE bool is_active(int rank_idx) const {
+    return device::load_constant(buffer_.is_active + rank_idx) != 0;
+  }
+  MOE_DEVICE bool all(bool condition) const {
+    return device::block_all(condition, narrow_scratch());
+  }
+  MOE_DEVICE bool counts_here() const {
+    return params_.with_counts != 0 && params_.status == static_cast<int32_t>(RowStatus::kOk);
+  }
+  MOE_DEVICE bool is_cached_dispatch() const {
+    return params_.is_dispatch != 0 && params_.with_counts == 0;
+  }
+
+  MOE_DEVICE OperationStatus exchange() {
+    make_row();
+    if (!await_reuse())
+      return OperationStatus::kLeft;
+    peers_.publish_row(epoch_, shared(map_.row), row_bytes_);
+    // What needs no peer is done while their rows are on the way.
+    if (counts_here())
+      chunk_sums_.spread();
+    if (is_cached_dispatch())
+      take_kept();
+    if (!peers_.relay_rows(site(layout::Phase::kRows), narrow_scratch()) || !await_rows())
+      return OperationStatus::kLeft;
+    if (MOE_MUTANT(done_before_rows_are_taken))
+      peers_.release_done(epoch_);
+    const bool is_agreed = all(agrees());
+    take_rows(is_agreed);
+    if (!is_agreed)
+      return OperationStatus::kRejected;
+    if (params_.needed_status != nullptr) {
+      const auto needed = static_cast<OperationStatus>(device::load(params_.needed_status));
+      if (needed != OperationStatus::kOk)
+        return needed;
+    }
+    if (params_.with_counts != 0) {
+      int64_t num_dropped = 0;
+      if (counts_.keep_rows(params_.rule, &num_dropped))
+        return OperationStatus::kOverflow;
+      num_dropped_ = num_dropped < INT32_MAX ? static_cast<int32_t>(num_dropped) : INT32_MAX;
+    }
+    return params_.is_dispatch != 0 ? lay_out_windows() : find_sources();
+  }
+
+  // --- The row of this rank ---------------------------------------------------------------------
+
+  MOE_DEVICE void make_row() {
+    int32_t status = params_.status;
+    uint64_t needed_bytes = params_.needed_bytes;
+    uint64_t available_bytes = params_.available_bytes;
+    if (counts_here()) {
+      chunk_sums_.add_up(row()->counts());
+      finish_counts(&status, &needed_bytes, &available_bytes);
+    }
+    const bool is_ok = status == static_cast<int32_t>(RowStatus::kOk);
+    if (device::thread_idx() == 0) {
+      device::store(&row()->status, status);
+      device::store(&row()->num_tokens, params_.num_tokens);
+      store_struct(&row()->arguments, params_.arguments);
+      store_struct(&row()->offer, own_offer());
+      store_struct(&row()->weights_offer, params_.weights_offer);
+      device::store(&row()->needed_bytes, needed_bytes);
+      device::store(&row()->available_bytes, available_bytes);
+      if (!is_ok)
+        copy_message();
+    }
+    row_bytes_ = static_cast<int64_t>(sizeof(Row));
+    if (!is_ok)
+      row_bytes_ += Row::kMessageBytes;
+    else if (params_.with_counts != 0)
+      row_bytes_ += int64_t{4} * Row::num_counts(buffer_.num_ranks, buffer_.num_experts);
+    device::sync_block();
+  }
+
+  MOE_DEVICE Offer own_offer() const {
+    if (params_.offer_ring == nullptr)
+      return params_.offer;
+    const uint64_t turn = MOE_MUTANT(offer_of_next_epoch) ? epoch_ + 1 : epoch_;
+    return load_struct(params_.offer_ring + turn % static_cast<uint64_t>(params_.num_offers));
+  }
+
+  /// Adds masks and what follows the counts; finds what only the device knows to be wrong.
+  MOE_DEVICE void finish_counts(int32_t* status,
+                                uint64_t* needed_bytes,
+                                uint64_t* available_bytes) const {
+    constexpr int64_t kFirstRank = int64_t{1} << 62;
+    int32_t* const to_rank = row()->counts() + buffer_.num_experts;
+    const bool is_low_latency = params_.arrangement.layout == layout::RowLayout::kLowLatency;
+    int64_t first_wrong = INT64_MAX;
+    for (int i = device::thread_idx(); i < params_.choices.num_chunks; i += device::num_threads()) {
+      const int64_t bad_idx = device::load(params_.choices.bad_choice + i);
+      if (bad_idx >= 0 && bad_idx < first_wrong && !MOE_MUTANT(bad_choice_ignored))
+        first_wrong = bad_idx;
+    }
+    for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
+         rank_idx += device::num_threads()) {
+      const bool is_failed = !is_active(rank_idx);
+      const bool is_masked =
+          params_.is_masked != nullptr && device::load_constant(params_.is_masked + rank_idx) != 0;
+      if (is_low_latency && (is_failed || is_masked))
+        device::store(to_rank + rank_idx, int32_t{layout::CountMatrix::kMasked});
+      else if (is_failed && device::load(to_rank + rank_idx) > 0 &&
+               kFirstRank + rank_idx < first_wrong)
+        first_wrong = kFirstRank + rank_idx;
+    }
+    if (device::thread_idx() == 0) {
+      device::store(to_rank + buffer_.num_ranks, params_.fixed_rows);
+      device::store(to_rank + buffer_.num_ranks + 1, params_.num_topk);
+      // Rows are sent in words of 16 bytes.
+      for (int i = 2; i < 5; ++i)
+        device::store(to_rank + buffer_.num_ranks + i, int32_t{0});
+    }
+    first_wrong = -device::block_max(-first_wrong, scratch());
+    if (first_wrong == INT64_MAX)
+      return;
+    if (first_wrong < kFirstRank) {
+      *status = static_cast<int32_t>(RowStatus::kBadExpert);
+      *needed_bytes = static_cast<uint64_t>(first_wrong);
+      *available_bytes =
+          static_cast<uint64_t>(device::load_constant(params_.choices.topk_idx + first_wrong));
+    } else {
+      const auto rank_idx = static_cast<int>(first_wrong - kFirstRank);
+      *status = static_cast<int32_t>(RowStatus::kFailedRank);
+      *needed_bytes = static_cast<uint64_t>(device::load(to_rank + rank_idx));
+      *available_bytes = static_cast<uint64_t>(rank_idx);
+    }
+    // The message takes the place of the counts.
+    device::sync_block();
+  }
+
+  MOE_DEVICE void copy_message() const {
+    int64_t length = 0;
+    for (; params_.message != nullptr && length < Row::kMessageBytes - 1; ++length) {
+      const char letter = device::load(params_.message + length);
+      if (letter == '\0')
+        break;
+      device::store(row()->message() + length, letter);
+    }
+    for (; length < Row::kMessageBytes; ++length)
+      device::store(row()->message() + length, '\0');
+  }
+
+  // --- Waiting ----------------------------------------------------------------------------------
+
+  MOE_DEVICE WaitSite site(layout::Phase phase) const {
+    return WaitSite{phase, params_.arguments.operation, epoch_};
+  }
+
+  /// Nobody rewrites a ring entry that a peer may still read.
+  MOE_DEVICE bool await_reuse() const {
+    const auto depth = static_cast<uint64_t>(buffer_.depth);
+    if (epoch_ < buffer_.first_epoch + depth || MOE_MUTANT(no_wait_for_reuse))
+      return true;
+    const uint64_t former_epoch = epoch_ - depth;
+    return block_await_flags(
+        buffer_,
+        site(layout::Phase::kReuse),
+        MOE_MUTANT(reuse_an_epoch_early) ? former_epoch - 1 : former_epoch,
+        buffer_.stall_limit_ns,
+        narrow_scratch(),
+        [this](int rank_idx) { return is_active(rank_idx); },
+        [&](int rank_idx) { return &own_.done(former_epoch, rank_idx).epoch; });
+  }
+
+  MOE_DEVICE bool await_rows() const {
+    return block_await_flags(
+        buffer_,
+        site(layout::Phase::kRows),
+        MOE_MUTANT(rows_of_former_epoch) ? epoch_ - 1 : epoch_,
+        buffer_.arrival_limit_ns,
+        narrow_scratch(),
+        [this](int rank_idx) { return is_active(rank_idx); },
+        [this](int rank_idx) { return &own_.row(epoch_, rank_idx).epoch; });
+  }
+
+  // --- Rows of all ranks ------------------------------------------------------------------------
+
+  /// Whether the rows that this thread looks at are all right. All equal this rank's exactly where
+  /// all equal each other.
+  MOE_DEVICE bool agrees() const {
+    bool agrees = true;
+    for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
+         rank_idx += device::num_threads()) {
+      if (!is_active(rank_idx))
+        continue;
+      const Row& peer_row = own_.row(epoch_, rank_idx);
+      const int32_t status = MOE_MUTANT(peer_row_read_as_constant)
+                                 ? device::load_constant(&peer_row.status)
+                                 : device::load(&peer_row.status);
+      if (status != static_cast<int32_t>(RowStatus::kOk) && !MOE_MUTANT(row_status_ignored))
+        agrees = false;
+      if (load_struct(&peer_row.arguments) != params_.arguments &&
+          !MOE_MUTANT(agreement_not_checked))
+        agrees = false;
+    }
+    return agrees;
+  }
+
+  /// Copies rows to where they stay: their ring entry is written again after the done flags.
+  MOE_DEVICE void take_rows(bool is_agreed) const {
+    const int num_counts = Row::num_counts(buffer_.num_ranks, buffer_.num_experts);
+    if (is_agreed && params_.with_counts != 0) {
+      block_copy<int32_t>(
+          int64_t{buffer_.num_ranks} * num_counts,
+          [&](int64_t i) {
+            return own_.row(epoch_, static_cast<int>(i / num_counts)).counts() + i % num_counts;
+          },
+          [&](int64_t i) { return params_.tables.counts + i; },
+          [&](int64_t i) { return is_active(static_cast<int>(i / num_counts)); });
+      device::sync_block();
+    }
+    if (params_.host_read == nullptr)
+      return;
+    // As many bytes of a row as may mean something.
+    const int64_t stride = Row::stride(buffer_.num_ranks, buffer_.num_experts);
+    const int64_t used_bytes =
+        is_agreed && params_.with_counts == 0 ? static_cast<int64_t>(sizeof(Row)) : stride;
+    const int64_t num_words = used_bytes / static_cast<int64_t>(sizeof(device::Bytes16));
+    auto* const host_rows = reinterpret_cast<std::byte*>(params_.host_read + 1);
+    block_copy<device::Bytes16>(
+        buffer_.num_ranks * num_words,
+        [&](int64_t i) {
+          const Row& peer_row = own_.row(epoch_, static_cast<int>(i / num_words));
+          return reinterpret_cast<const device::Bytes16*>(&peer_row) + i % num_words;
+        },
+        [&](int64_t i) {
+          std::byte* const host_row = offset_ptr(host_rows, i / num_words, stride);
+          return reinterpret_cast<device::Bytes16*>(host_row) + i % num_words;
+        },
+        [&](int64_t i) { return is_active(static_cast<int>(i / num_words)); });
+  }
+
+  /// A cached dispatch has a matrix already.
+  MOE_DEVICE void take_kept() const {
+    block_copy<int32_t>(
+        int64_t{buffer_.num_ranks} * Row::num_counts(buffer_.num_ranks, buffer_.num_experts),
+        [&](int64_t i) { return params_.kept_counts + i; },
+        [&](int64_t i) { return params_.tables.counts + i; },
+        [](int64_t) { return true; });
+    device::sync_block();
+    counts_.take_kept();
+  }
+
+  // --- Tables -----------------------------------------------------------------------------------
+
+  MOE_DEVICE Offer offer_of(int rank_idx) const {
+    return load_struct(&own_.row(epoch_, rank_idx).offer);
+  }
+
+  MOE_DEVICE OperationStatus lay_out_windows() {
+    const int64_t num_recv_topk = counts_.num_recv_topk();
+    const int own_rank = buffer_.rank_idx;
+    const auto sends = [this](int src_rank, int dst_rank) {
+      return counts_.sends_rows(src_rank, dst_rank);
+    };
+    bool has_come = true;
+    bool is_short = false;
+    for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
+         rank_idx += device::num_threads()) {
+      Peer peer{};
+      peer.window = window_of(rank_idx, num_recv_topk);
+      peer.is_sent_to = static_cast<int32_t>(sends(own_rank, rank_idx));
+      peer.is_received_from = static_cast<int32_t>(sends(rank_idx, own_rank));
+      if (is_active(rank_idx)) {
+        const Offer offer = offer_of(rank_idx);
+        const auto needed_bytes = static_cast<uint64_t>(peer.window.bytes);
+        if (needed_bytes > offer.bytes && !MOE_MUTANT(short_offer_ignored)) {
+          is_short = true;
+          if (rank_idx == own_rank && params_.host_read != nullptr)
+            show_phase(buffer_, layout::Phase::kGrowing);
+        } else if (peers_.moves_rows(rank_idx, sends) ||
+                   (rank_idx == own_rank && needed_bytes > 0)) {
+          // This rank's own window has padding, whoever sends rows.
+          has_come = has_come &&
+                     resolve(buffer_, site(layout::Phase::kOffers), rank_idx, offer, &peer.rows);
+        }
+      }
+      store_struct(params_.tables.peers + rank_idx, peer);
+    }
+    counts_.fill(params_.tables, num_recv_topk);
+    if (!all(has_come))
+      return OperationStatus::kLeft;
+    return all(!is_short) ? OperationStatus::kOk : OperationStatus::kShort;
+  }
+
+  MOE_DEVICE layout::ReceiveWindow window_of(int rank_idx, int64_t num_recv_topk) const {
+    const int64_t num_rows = counts_.num_window_rows(rank_idx);
+    const auto& arguments = params_.arguments;
+    const auto scales = layout::ScaleMap::make(params_.arrangement.layout,
+                                               num_rows,
+                                               params_.arrangement.rows_per_expert,
+                                               arguments.num_scales,
+                                               arguments.scale_bytes,
+                                               params_.is_column_major != 0);
+    return layout::ReceiveWindow::make(params_.arrangement.layout,
+                                       num_rows,
+                                       arguments.row_bytes,
+                                       scales,
+                                       arguments.weight_bytes,
+                                       num_recv_topk,
+                                       params_.with_topk_idx != 0);
+  }
+
+  /// A combine: rows and weights are pulled from where their owners offer them.
+  MOE_DEVICE OperationStatus find_sources() const {
+    const int num_columns = Row::num_counts(buffer_.num_ranks, buffer_.num_experts);
+    const auto sends = [&](int src_rank, int dst_rank) {
+      const int64_t column = buffer_.num_experts + dst_rank;
+      return device::load(params_.kept_counts + int64_t{src_rank} * num_columns + column) > 0;
+    };
+    const WaitSite where = site(layout::Phase::kOffers);
+    bool has_come = true;
+    for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
+         rank_idx += device::num_threads()) {
+      Peer peer{};
+      peer.is_sent_to = static_cast<int32_t>(sends(buffer_.rank_idx, rank_idx));
+      peer.is_received_from = static_cast<int32_t>(sends(rank_idx, buffer_.rank_idx));
+      const bool has_offers = is_active(rank_idx) && peers_.moves_rows(rank_idx, sends);
+      if (has_offers && params_.arguments.row_bytes > 0)
+        has_come = has_come && resolve(buffer_, where, rank_idx, offer_of(rank_idx), &peer.rows);
+      if (has_offers && params_.arguments.weight_bytes > 0) {
+        const Offer offer = load_struct(&own_.row(epoch_, rank_idx).weights_offer);
+        has_come = has_come && resolve(buffer_, where, rank_idx, offer, &peer.weights);
+      }
+      store_struct(params_.tables.peers + rank_idx, peer);
+    }
+    return all(has_come) ? OperationStatus::kOk : OperationStatus::kLeft;
+  }
+
+  // --- The end ----------------------------------------------------------------------------------
+
+  MOE_DEVICE void conclude(OperationStatus status) const {
+    if (device::thread_idx() == 0) {
+      device::store(params_.tables.status, static_cast<int32_t>(status));
+      device::store(params_.tables.status + 1, num_dropped_);
+      device::store(params_.tables.may_move, int32_t{status == OperationStatus::kOk});
+    }
+    device::sync_block();
+    // All ranks end here alike: this rank has read all rows and sends none.
+    const bool is_settled = status == OperationStatus::kRejected ||
+                            status == OperationStatus::kOverflow ||
+                            (status == OperationStatus::kShort && params_.host_read == nullptr);
+    if (is_settled && !MOE_MUTANT(no_done_without_rows))
+      peers_.release_done(epoch_);
+    peers_.end();
+    if (params_.host_read != nullptr && device::thread_idx() == 0)
+      give_ticket(params_.host_read, params_.ticket, epoch_, status);
+  }
+
+  const ExchangeParams& params_;
+  const Peers& peers_;
+  const Buffer& buffer_;
+  ExchangeSharedMap map_;
+  layout::Workspace own_;
+  ChunkSums chunk_sums_;
+  CountBlock counts_;
+  uint64_t epoch_ = 0;
+  int64_t row_bytes_ = 0;
+  int32_t num_dropped_ = 0;
+};
+
+}  // namespace moe::kernels

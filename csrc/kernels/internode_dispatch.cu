@@ -1,0 +1,135 @@
+#include "kernels/internode_dispatch.h"
+
+#include "core/error.h"
+#include "device/primitives.h"
+#include "kernels/internode_finish.h"
+#include "kernels/internode_rows.h"
+#include "kernels/padding.h"
+
+namespace moe::kernels {
+
+namespace {
+
+struct InternodeDispatchParams {
+  DispatchParams operation;
+  Rails rails;
+};
+
+MOE_HOST_DEVICE int64_t scratch_bytes(int num_threads) {
+  return round_up(num_threads / 32 * int64_t{4} + 4, 128);
+}
+
+// Grid: any number of blocks that can run at a time; every warp first sends, then forwards, chunks
+// in
+//   turn.
+// Protocol: nothing waits before this rank's last chunk is on its way, so chunks come whatever
+// their
+//   readers do. An area of a peer is free: that peer's row of this epoch, which the exchange
+//   acquired, was published after its kernels of earlier epochs had ended. Chunks arrive in any
+//   order; each has a signal of its own. Done flags of remote ranks are raised at this node by
+//   whoever forwards their rows, once all blocks have counted themselves in finish().
+// Example: 2 nodes of 1 rank, chunks of 2 tokens, 3 tokens on rank 0: its warps put two chunks;
+// rank
+//   1 waits for signals of chunks 0 and 1 of node 0, and writes each record to its slots.
+template <typename Source>
+MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
+  const DispatchParams& params = both.operation;
+  const Rails& rails = both.rails;
+  if (device::load(params.tables.may_move) == 0)
+    return;
+  std::byte* const shared = device::shared_memory();
+  auto* const scratch = reinterpret_cast<int32_t*>(shared);
+  const auto end = [&] {
+    internode_finish(
+        params.buffer,
+        params.tables,
+        rails,
+        params.is_cached != 0 ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch,
+        scratch);
+  };
+  const bool ends_early = MOE_MUTANT(rail_done_before_forwarding);
+  const bool has_left = block_has_left(params.buffer, scratch);
+  ProgressShower progress(params.buffer);
+  const int64_t num_units = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
+  const int64_t own_unit =
+      static_cast<int64_t>(device::warp_idx()) * device::num_blocks() + device::block_idx();
+  if (!has_left) {
+    const RailPacker<Source> packer(
+        params,
+        rails,
+        shared + scratch_bytes(device::num_threads()) +
+            device::warp_idx() * RailWarpShape::make(params, rails).bytes);
+    const int64_t num_chunks = rails.num_chunks(params.choices.num_tokens);
+    for (int64_t chunk_idx = own_unit; chunk_idx < num_chunks; chunk_idx += num_units)
+      packer.send(chunk_idx, &progress);
+    Padding(params).zero();
+  }
+  if (ends_early)
+    end();
+  if (!has_left) {
+    const RailForwarder forwarder(params, rails);
+    const RailMemory rail(params.buffer, rails);
+    for (int64_t chunk_idx = own_unit, goes_on = 1; goes_on != 0; chunk_idx += num_units) {
+      goes_on = 0;
+      for (int i = 0; i < rail.num_remote_nodes(); ++i) {
+        const int src_node = rail.remote_node(i);
+        if (!rail.is_active(rail.rank_of(src_node)) || chunk_idx >= forwarder.num_chunks(src_node))
+          continue;
+        goes_on = forwarder.forward(src_node, chunk_idx, &progress) ? 1 : 0;
+        if (goes_on == 0)
+          break;
+      }
+    }
+  }
+  if (!ends_early)
+    end();
+}
+
+template <typename Source>
+void launch_internode_dispatch_of(const device::Launch& launch,
+                                  const InternodeDispatchParams& params) {
+  device::launch(&internode_dispatch<Source>, launch, params);
+}
+
+}  // namespace
+
+size_t internode_dispatch_shared_bytes(const DispatchParams& params,
+                                       const Rails& rails,
+                                       int num_threads) {
+  return static_cast<size_t>(scratch_bytes(num_threads) +
+                             num_threads / 32 * RailWarpShape::make(params, rails).bytes);
+}
+
+int64_t internode_dispatch_bytes(const DispatchParams& params, const Rails& rails) {
+  return rails.num_chunks(params.choices.num_tokens) *
+         rail_record(params, params.choices.num_topk).chunk_bytes(rails.tokens_per_chunk);
+}
+
+void launch_internode_dispatch(const device::Launch& launch,
+                               const DispatchParams& params,
+                               const Rails& rails) {
+  const int64_t needed_bytes = internode_dispatch_bytes(params, rails);
+  MOE_CHECK(needed_bytes <= rails.map.area_bytes,
+            "rows of this dispatch need ",
+            needed_bytes,
+            " bytes for each other node, areas have ",
+            rails.map.area_bytes);
+  const InternodeDispatchParams both{params, rails};
+  if (params.quantize.is_on == 0)
+    return launch_internode_dispatch_of<Bytes>(launch, both);
+  switch (params.quantize.dtype) {
+    case DType::kBFloat16:
+      return launch_internode_dispatch_of<device::BFloat16>(launch, both);
+    case DType::kFloat16:
+      return launch_internode_dispatch_of<device::Float16>(launch, both);
+    case DType::kFloat32:
+      return launch_internode_dispatch_of<device::Float32>(launch, both);
+    case DType::kFloat64:
+    case DType::kBytes:
+      break;
+  }
+  throw InvalidArgument(concat("dispatch quantises bfloat16, float16 or float32 rows, got ",
+                               dtype_name(params.quantize.dtype)));
+}
+
+}  // namespace moe::kernels

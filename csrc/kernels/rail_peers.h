@@ -1,0 +1,276 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/internode.h"
+#include "kernels/publish.h"
+#include "kernels/wait.h"
+
+namespace moe::kernels {
+
+/// Places of one rank's rail region, and puts along its rail.
+class RailMemory {
+ public:
+  MOE_DEVICE RailMemory(const Buffer& buffer, const Rails& rails)
+      : buffer_(buffer), rails_(rails), own_node_(rails.nodes.node_idx(buffer.rank_idx)) {}
+
+  MOE_DEVICE int own_node() const { return own_node_; }
+  MOE_DEVICE int num_remote_nodes() const { return rails_.map.num_nodes - 1; }
+  /// The i-th remote node: each node starts behind itself.
+  MOE_DEVICE int remote_node(int i) const { return (own_node_ + 1 + i) % rails_.map.num_nodes; }
+  MOE_DEVICE int rank_of(int node_idx) const {
+    return rails_.nodes.rail_rank(buffer_.rank_idx, node_idx);
+  }
+  MOE_DEVICE bool is_active(int rank_idx) const {
+    return device::load_constant(buffer_.is_active + rank_idx) != 0;
+  }
+  MOE_DEVICE RankRange local_ranks() const {
+    return {rails_.nodes.rank_of(own_node_, 0), rails_.nodes.num_local_ranks};
+  }
+  MOE_DEVICE std::byte* at(int64_t offset) const { return rails_.region + offset; }
+  template <typename T>
+  MOE_DEVICE T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(rails_.region + offset);
+  }
+
+  /// Puts bytes of this region into that of the rail's rank on @p node_idx. All lanes of a warp.
+  MOE_DEVICE void put(
+      int node_idx, int64_t to, int64_t from, int64_t bytes, int64_t signal, uint64_t value) const {
+    const int32_t pe = device::load_constant(rails_.pes + rank_of(node_idx));
+    uint64_t* const signal_place = at<uint64_t>(signal);
+    if (MOE_MUTANT(signal_before_put))
+      device::put_signal(pe, nullptr, nullptr, 0, signal_place, value);
+    device::put_signal(pe, at(to), at(from), bytes, signal_place, value);
+  }
+
+  /// A warp waits for a signal that the rail's rank on @p src_node raises, and acquires what came
+  /// with it. @return the same on every lane: false when the kernel is to leave.
+  MOE_DEVICE bool await(const WaitSite& site,
+                        int src_node,
+                        int64_t signal,
+                        uint64_t expected,
+                        uint64_t limit_ns) const {
+    int32_t has_come = 1;
+    if (device::lane_idx() == 0)
+      has_come = await_flag(buffer_,
+                            site,
+                            rank_of(src_node),
+                            at<const uint64_t>(signal),
+                            MOE_MUTANT(signal_of_former_epoch) ? expected - 1 : expected,
+                            limit_ns);
+    has_come = device::shuffle(has_come, 0);
+    // What lane 0 acquired, all lanes may read.
+    if (!MOE_MUTANT(signal_for_one_lane))
+      device::sync_warp();
+    return has_come != 0;
+  }
+
+ private:
+  const Buffer& buffer_;
+  const Rails& rails_;
+  int own_node_;
+};
+
+/// Raises done flags of @p epoch at every active rank of this node: this rank's, and those of the
+/// other ranks of its rail, for which it has written (dispatch) or pulled (combine) all rows here.
+/// The threads of one block share them.
+MOE_DEVICE void release_rail_done(const Buffer& buffer, const Rails& rails, uint64_t epoch) {
+  const RailMemory rail(buffer, rails);
+  const RankRange readers = rail.local_ranks();
+  for (int i = device::thread_idx(); i < readers.count * rails.map.num_nodes;
+       i += device::num_threads()) {
+    const int peer_rank = readers.behind(buffer.rank_idx, i % readers.count);
+    const int src_rank = rail.rank_of(i / readers.count);
+    if (rail.is_active(peer_rank) && rail.is_active(src_rank))
+      raise_flag(&workspace(buffer, peer_rank).done(epoch, src_rank).epoch, epoch);
+  }
+}
+
+/// What NodePeers does, across nodes: rows and offers go to the ranks of the node by stores and
+/// along the rail by puts; what comes along the rail is written to the ranks of the node, flag
+/// last.
+class RailPeers {
+ public:
+  MOE_DEVICE RailPeers(const Buffer& buffer, const Rails& rails)
+      : buffer_(buffer), rails_(rails), rail_(buffer, rails) {}
+
+  MOE_DEVICE void publish_row(uint64_t epoch, const std::byte* row, int64_t used_bytes) const {
+    const int64_t num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
+    std::byte* const sent = rail_.at(0);
+    for (int64_t i = device::thread_idx(); i < num_words; i += device::num_threads())
+      store_word(sent, i, load_word(row, i));
+    device::sync_block();
+    for_remote_nodes([&](int node_idx) {
+      const int64_t to = rails_.map.row_in(epoch, node_idx, rail_.own_node());
+      rail_.put(
+          node_idx, to + kFlagBytes, kFlagBytes, num_words * kWordBytes - kFlagBytes, to, epoch);
+    });
+    kernels::publish_row(buffer_, rail_.local_ranks(), epoch, row, used_bytes);
+  }
+
+  MOE_DEVICE void publish_offer(uint64_t epoch, const layout::SecondOffer& second) const {
+    const int64_t sent = rails_.map.second_offer_out;
+    if (device::thread_idx() == 0)
+      store_struct(rail_.at<layout::SecondOffer>(sent), second);
+    device::sync_block();
+    for_remote_nodes([&](int node_idx) {
+      const int64_t to = rails_.map.second_offer_in(epoch, node_idx, rail_.own_node());
+      rail_.put(node_idx,
+                to + kFlagBytes,
+                sent + kFlagBytes,
+                static_cast<int64_t>(sizeof(layout::SecondOffer)) - kFlagBytes,
+                to,
+                epoch);
+    });
+    kernels::publish_offer(buffer_, rail_.local_ranks(), epoch, buffer_.rank_idx, second);
+  }
+
+  MOE_DEVICE bool relay_rows(const WaitSite& site, int32_t* scratch) const {
+    return relay(
+        site,
+        buffer_.arrival_limit_ns,
+        scratch,
+        [](int) { return true; },
+        [&](int node_idx) { return rails_.map.row_in(site.epoch, rail_.own_node(), node_idx); },
+        [&](int src_rank, const std::byte* came) { relay_row(site.epoch, src_rank, came); });
+  }
+
+  template <typename IsShort>
+  MOE_DEVICE bool relay_offers(const WaitSite& site,
+                               int32_t* scratch,
+                               const IsShort& is_short) const {
+    return relay(
+        site,
+        buffer_.stall_limit_ns,
+        scratch,
+        is_short,
+        [&](int node_idx) {
+          return rails_.map.second_offer_in(site.epoch, rail_.own_node(), node_idx);
+        },
+        [&](int src_rank, const std::byte* came) {
+          const auto second_offer = [&](int peer_rank) {
+            return &workspace(buffer_, peer_rank).second_offer(site.epoch, src_rank).epoch;
+          };
+          write_to_node(
+              came, static_cast<int64_t>(sizeof(layout::SecondOffer)), site.epoch, second_offer);
+        });
+  }
+
+  /// Windows of this node that any rank of the rail moves rows to or from.
+  template <typename Sends>
+  MOE_DEVICE bool moves_rows(int rank_idx, const Sends& sends) const {
+    if (rails_.nodes.node_idx(rank_idx) != rail_.own_node())
+      return false;
+    for (int node_idx = 0; node_idx < rails_.map.num_nodes; ++node_idx)
+      if (sends(rail_.rank_of(node_idx), rank_idx))
+        return true;
+    return false;
+  }
+
+  MOE_DEVICE void release_done(uint64_t epoch) const { release_rail_done(buffer_, rails_, epoch); }
+  /// What was sent is written again by the next operation.
+  MOE_DEVICE void end() const {
+    if (!MOE_MUTANT(exchange_without_quiet))
+      device::quiet();
+  }
+
+ private:
+  static constexpr int64_t kWordBytes = sizeof(device::Bytes16);
+  /// A row and a second offer begin with their flag.
+  static constexpr int64_t kFlagBytes = sizeof(uint64_t);
+
+  static MOE_DEVICE device::Bytes16 load_word(const std::byte* from, int64_t i) {
+    if (i > 0)
+      return device::load(reinterpret_cast<const device::Bytes16*>(from) + i);
+    const auto bits = device::load(reinterpret_cast<const uint64_t*>(from) + 1);
+    return {{0, 0, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}};
+  }
+  static MOE_DEVICE void store_word(std::byte* to, int64_t i, const device::Bytes16& word) {
+    if (i > 0)
+      device::store(reinterpret_cast<device::Bytes16*>(to) + i, word);
+    else
+      device::store(reinterpret_cast<uint64_t*>(to) + 1,
+                    uint64_t{word.words[3]} << 32 | word.words[2]);
+  }
+
+  /// A warp takes a node at a time. @param use  use(node_idx), by all lanes
+  template <typename Use>
+  MOE_DEVICE void for_remote_nodes(const Use& use) const {
+    for (int i = device::warp_idx(); i < rail_.num_remote_nodes(); i += device::num_warps()) {
+      const int node_idx = rail_.remote_node(i);
+      if (rail_.is_active(rail_.rank_of(node_idx)))
+        use(node_idx);
+    }
+  }
+
+  /// Waits for what the ranks of the rail sent and hands it on; a warp takes a node at a time.
+  template <typename Wants, typename OffsetOf, typename HandOn>
+  MOE_DEVICE bool relay(const WaitSite& site,
+                        uint64_t limit_ns,
+                        int32_t* scratch,
+                        const Wants& wants,
+                        const OffsetOf& offset_of,
+                        const HandOn& hand_on) const {
+    bool has_come = true;
+    for_remote_nodes([&](int node_idx) {
+      const int src_rank = rail_.rank_of(node_idx);
+      if (!has_come || !wants(src_rank))
+        return;
+      const int64_t offset = offset_of(node_idx);
+      has_come = rail_.await(site, node_idx, offset, site.epoch, limit_ns);
+      if (has_come)
+        hand_on(src_rank, rail_.at(offset));
+    });
+    return device::block_all(has_come, scratch);
+  }
+
+  MOE_DEVICE void relay_row(uint64_t epoch, int src_rank, const std::byte* came) const {
+    const auto& row = *reinterpret_cast<const layout::Row*>(came);
+    auto used_bytes = static_cast<int64_t>(sizeof(layout::Row));
+    if (device::load(&row.status) != static_cast<int32_t>(layout::RowStatus::kOk))
+      used_bytes += layout::Row::kMessageBytes;
+    else if (device::load(&row.arguments.operation) ==
+             static_cast<int32_t>(layout::Operation::kDispatch))
+      used_bytes += int64_t{4} * layout::Row::num_counts(buffer_.num_ranks, buffer_.num_experts);
+    write_to_node(came, used_bytes, epoch, [&](int peer_rank) {
+      return &workspace(buffer_, peer_rank).row(epoch, src_rank).epoch;
+    });
+  }
+
+  /// A warp writes a row or a second offer, flag last, to every active rank of this node.
+  /// @param place_of  place_of(peer_rank), its flag there
+  template <typename PlaceOf>
+  MOE_DEVICE void write_to_node(const std::byte* from,
+                                int64_t used_bytes,
+                                uint64_t epoch,
+                                const PlaceOf& place_of) const {
+    const RankRange readers = rail_.local_ranks();
+    const auto raise_flags = [&] {
+      device::sync_warp();
+      for (int i = device::lane_idx(); i < readers.count; i += device::kWarpSize) {
+        const int peer_rank = readers.behind(buffer_.rank_idx, i);
+        if (rail_.is_active(peer_rank))
+          raise_flag(place_of(peer_rank), epoch);
+      }
+    };
+    if (MOE_MUTANT(relay_flag_before_body))
+      raise_flags();
+    const int64_t num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
+    for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize) {
+      const device::Bytes16 value = load_word(from, word);
+      for (int i = 0; i < readers.count; ++i) {
+        const int peer_rank = readers.behind(buffer_.rank_idx, i);
+        if (rail_.is_active(peer_rank))
+          store_word(reinterpret_cast<std::byte*>(place_of(peer_rank)), word, value);
+      }
+    }
+    if (!MOE_MUTANT(relay_flag_before_body))
+      raise_flags();
+  }
+
+  const Buffer& buffer_;
+  const Rails& rails_;
+  RailMemory rail_;
+};
+
+}  // namespace moe::kernels
