@@ -17,6 +17,24 @@ BufferOperation::BufferOperation(EndpointBase& endpoint,
   group_.check_usable(operation);
 }
 
+void BufferOperation::check_rails() const {
+  const NodeLayout& nodes = group_.nodes();
+  for (int rank_idx = 0; rank_idx < group_.num_ranks(); ++rank_idx) {
+    if (group_.is_active(rank_idx))
+      continue;
+    for (int i = 0; i < nodes.num_local_ranks; ++i) {
+      const int neighbour = nodes.rank_of(nodes.node_idx(rank_idx), i);
+      MOE_CHECK(!group_.is_active(neighbour),
+                layout::operation_name(operation_),
+                ": rank ",
+                rank_idx,
+                " has failed, through which rows came to rank ",
+                neighbour,
+                " of its node; shrink the communicator to go on");
+    }
+  }
+}
+
 void BufferOperation::begin() {
   if (buffer_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();

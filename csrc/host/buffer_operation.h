@@ -39,6 +39,10 @@ class BufferOperation {
                   const InterruptCheck& interrupt_check);
   ~BufferOperation() = default;
 
+  /// Across nodes, before begin(). @throws InvalidArgument  a rank has failed through which rows
+  /// came
+  ///   to living ones of its node.
+  void check_rails() const;
   /// Takes the next epoch: from here on peers wait for this rank.
   void begin();
   /// Whether peers still wait for this rank's part.

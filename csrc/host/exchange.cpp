@@ -50,24 +50,6 @@ void Exchange::check_closed() const {
   }
 }
 
-void Exchange::check_rails() const {
-  const NodeLayout& nodes = group_.nodes();
-  for (int rank_idx = 0; rank_idx < group_.num_ranks(); ++rank_idx) {
-    if (group_.is_active(rank_idx))
-      continue;
-    for (int i = 0; i < nodes.num_local_ranks; ++i) {
-      const int neighbour = nodes.rank_of(nodes.node_idx(rank_idx), i);
-      MOE_CHECK(!group_.is_active(neighbour),
-                layout::operation_name(operation_),
-                ": rank ",
-                rank_idx,
-                " has failed, through which rows came to rank ",
-                neighbour,
-                " of its node; shrink the communicator to go on");
-    }
-  }
-}
-
 void Exchange::await_reuse() {
   const auto depth = static_cast<uint64_t>(endpoint_.config().depth);
   if (epoch_ < endpoint_.first_epoch() + depth)

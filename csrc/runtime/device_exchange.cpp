@@ -22,8 +22,12 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
   // An operation that the host did not wait for may have left since.
   check_left();
   check_closed();
+  check_rails();
   endpoint_.device().activate();
   endpoint_.catch_up();
+  // What kernels of operations that ended otherwise, or of graphs, have waited is not this one's.
+  if (endpoint_.is_host_caller())
+    endpoint_.take_waited_ns();
   begin();
 }
 
@@ -167,11 +171,14 @@ void DeviceExchange::settle(OperationStatus status) {
   close();
 }
 
-void DeviceExchange::finish() {
+std::shared_ptr<host::CallerJoin> DeviceExchange::finish() {
   if (!endpoint_.is_host_caller()) {
-    endpoint_.lead_caller();
     endpoint_.leave_running();
-    return;
+    // What the caller puts into its stream until it asks for the results runs beside the rows.
+    if (endpoint_.is_on_progress_thread())
+      return endpoint_.join_caller();
+    endpoint_.lead_caller();
+    return nullptr;
   }
   const auto event = endpoint_.stream().record();
   await(Phase::kData, [&event] { return event->is_complete(); });
@@ -180,6 +187,7 @@ void DeviceExchange::finish() {
   // overwritten its rows since.
   std::atomic_thread_fence(std::memory_order_acquire);
   group_.check_abort();
+  return nullptr;
 }
 
 void DeviceExchange::fail(const std::string& reason) {
