@@ -197,15 +197,9 @@ class Communicator(ElasticRanks):
             return f"rail must be one of {', '.join(RAILS)}, got {self.rail_name!r}"
         if self.rail_name != "auto" and backend not in ("auto", "host"):
             return f"rail is for the host backend, got {self.rail_name!r} with backend={backend!r}"
-        if num_local_ranks is not None and (
-            not isinstance(num_local_ranks, int)
-            or num_local_ranks < 1
-            or self.num_ranks % num_local_ranks != 0
-        ):
-            return (
-                f"num_local_ranks must divide the number of ranks, {self.num_ranks}, "
-                f"got {num_local_ranks!r}"
-            )
+        problem = node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
+        if problem is not None:
+            return problem
         for name in ("stall_timeout_s", "arrival_timeout_s"):
             if not getattr(self, name) > 0.0:
                 return f"{name} must be > 0, got {getattr(self, name)}"
@@ -419,7 +413,7 @@ class Communicator(ElasticRanks):
                 self.num_local_ranks,
                 num_machine_ranks,
             )
-        mesh = _host.PeerMesh.create()
+        mesh = self._listen(len({place.machine for place in places}) == 1)
         addresses = self.bootstrap.all_gather(mesh.address())
         mesh.connect(
             self.rank_idx,
@@ -427,6 +421,8 @@ class Communicator(ElasticRanks):
             CONNECT_TIMEOUT_S,
             # Who dies while they connect is found by the group from which they come.
             getattr(self.bootstrap, "shrunk_group", None),
+            self.num_local_ranks,
+            self.stall_timeout_s,
         )
         heap = _host.ShmHeap.create(
             mesh, max_heap_bytes or 0, with_huge_pages, env.poison_windows()
@@ -441,6 +437,24 @@ class Communicator(ElasticRanks):
             self.num_local_ranks,
             num_machine_ranks,
         )
+
+    def _listen(self, is_one_machine: bool) -> _host.PeerMesh:
+        """The sockets at which peers of this node, and of others, reach this rank. Collective."""
+        from moe_comm import _host
+
+        if self.num_nodes == 1:
+            return _host.PeerMesh.create()
+        mesh = None
+        problem = None
+        try:
+            mesh = _host.PeerMesh.create_over_nodes(
+                is_one_machine, env.socket_interface() or "", env.master_address() or ""
+            )
+        except (ValueError, OSError) as error:  # an interface that only this machine lacks
+            problem = str(error)
+        self._raise_together(problem)
+        assert mesh is not None
+        return mesh
 
     def require_native(self) -> _host.Group:
         """The native group behind the host backend.

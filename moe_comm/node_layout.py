@@ -22,6 +22,7 @@ __all__ = [
     "agree_on_nodes",
     "launched_num_local_ranks",
     "own_machine",
+    "problem_with_declared",
 ]
 
 
@@ -79,6 +80,21 @@ def launched_num_local_ranks(rank_idx: int, num_ranks: int) -> int | None:
     for launched_rank, launched_size, local_size in env.launched_ranks():
         if (launched_rank, launched_size) == (rank_idx, num_ranks) and local_size > 0:
             return local_size
+    return None
+
+
+def problem_with_declared(num_local_ranks: int | None, num_ranks: int) -> str | None:
+    """What is wrong with the number itself, or None; where ranks lie is `agree_on_nodes`' matter."""
+    if num_local_ranks is None:
+        return None
+    if (
+        not isinstance(num_local_ranks, int)
+        or num_local_ranks < 1
+        or num_ranks % num_local_ranks != 0
+    ):
+        return (
+            f"num_local_ranks must divide the number of ranks, {num_ranks}, got {num_local_ranks!r}"
+        )
     return None
 
 
@@ -146,10 +162,9 @@ def _problem_with_size(
     num_local_ranks: int, places: Sequence[RankPlace], has_parent: bool
 ) -> str | None:
     num_ranks = len(places)
-    if num_local_ranks < 1 or num_ranks % num_local_ranks != 0:
-        return (
-            f"num_local_ranks must divide the number of ranks, {num_ranks}, got {num_local_ranks}"
-        )
+    problem = problem_with_declared(num_local_ranks, num_ranks)
+    if problem is not None:
+        return problem
     for first in range(0, num_ranks, num_local_ranks):
         for rank_idx in range(first, first + num_local_ranks):
             here, there = (_label(places[i], has_parent) for i in (first, rank_idx))
