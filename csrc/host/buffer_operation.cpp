@@ -19,6 +19,8 @@ BufferOperation::BufferOperation(EndpointBase& endpoint,
 
 void BufferOperation::check_rails() const {
   const NodeLayout& nodes = group_.nodes();
+  if (nodes.num_nodes() == 1)
+    return;
   for (int rank_idx = 0; rank_idx < group_.num_ranks(); ++rank_idx) {
     if (group_.is_active(rank_idx))
       continue;
