@@ -47,7 +47,6 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
         const int64_t now_ns = sync::now_ns();
         if (now_ns - start_ns > kPatienceNs)
           abort_to("recover");
-        shrink_agreement_->check_nobody_shrinks("recover");
         const int missing = first_missing_in_recovery();
         if (missing < 0)
           return;
@@ -120,6 +119,8 @@ void Group::abort_to(const char* purpose) {
 /// Hears what peers said and answers; @return whether every living rank has committed.
 bool Group::step_recovery() {
   const auto is_gone = missing_ranks();
+  // Who goes on without this rank says so before it leaves.
+  shrink_agreement_->check_nobody_shrinks("recover");
   std::string message;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     const auto idx = static_cast<size_t>(peer_rank);

@@ -50,6 +50,23 @@ std::vector<int> ranks_without(const std::string& members, char bit) {
   return ranks;
 }
 
+/// Whether both take the same ranks for failed.
+bool have_same_failed(const std::string& members, const std::string& others) {
+  return std::equal(members.begin(), members.end(), others.begin(), [](char left, char right) {
+    return (left & kFailed) == (right & kFailed);
+  });
+}
+
+/// Whether those who would go on are the only ones who can: more than half of those not known to
+/// have ended, or half of them with the lowest.
+bool have_majority(const std::string& members) {
+  const std::vector<int> survivors = ranks_without(members, kFailed);
+  const std::vector<int> possible = ranks_without(members, kEnded);
+  const size_t twice = 2 * survivors.size();
+  return twice > possible.size() ||
+         (twice == possible.size() && !survivors.empty() && survivors[0] == possible[0]);
+}
+
 void unite(std::string* members, const std::string& others) {
   for (size_t rank = 0; rank < members->size(); ++rank)
     (*members)[rank] = static_cast<char>((*members)[rank] | others[rank]);
@@ -57,9 +74,9 @@ void unite(std::string* members, const std::string& others) {
 
 }  // namespace
 
-// A message: [0] kind. Of a ballot then: uint32 round; uint32 has_group; num_ranks bytes of
-// members; uint64 bytes of `agreed`, and they; one BufferEpochs per buffer. Of kDone: uint32 round.
-// Of a refusal: kMistake or kFailure, text.
+// A message: [0] kind. Of a ballot then: uint32 round; uint32 has_group; uint32 needs_majority;
+// num_ranks bytes of members; uint64 bytes of `agreed`, and they; one BufferEpochs per buffer. Of
+// kDone: uint32 round. Of a refusal: kMistake or kFailure, text.
 
 ShrinkAgreement::ShrinkAgreement(Group& group)
     : group_(group),
@@ -89,7 +106,9 @@ ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
         living.push_back(rank);
     }
     needs_majority_ = arguments.needs_majority;
-    voices_[static_cast<size_t>(group_.rank_idx())].agreed = arguments.agreed;
+    Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+    own.needs_majority = arguments.needs_majority ? 1 : 0;
+    own.agreed = arguments.agreed;
   }
   group_.is_shrink_unfinished_.store(true, std::memory_order_relaxed);
   if (!living.empty())
@@ -199,10 +218,10 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
           static_cast<char>(members[idx] | kFailed | (group_.is_local(peer_rank) ? kEnded : 0));
   }
   for (size_t idx = 0; idx < voices_.size(); ++idx)
-    if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken)
+    if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken && counts(voices_[idx]))
       unite(&members, voices_[idx].ballot.members);
   // Whoever has decided stands by it within its round.
-  if ((is_decided_ || before.has_group != 0) && members != before.members)
+  if ((is_decided_ || before.has_group != 0) && !have_same_failed(members, before.members))
     ++own.ballot.round;
   for (size_t idx = 0; idx < voices_.size(); ++idx)
     if ((members[idx] & kFailed) == 0)
@@ -222,7 +241,7 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
   if (!is_unanimous_locked())
     return false;
   check_agreed_locked();
-  if (needs_majority_ && !has_majority_locked())
+  if (!has_majority_locked())
     return false;
   *decision = decide_locked();
   return true;
@@ -237,7 +256,8 @@ bool ShrinkAgreement::is_unanimous_locked() const {
       continue;
     const Voice& voice = voices_[idx];
     if (!voice.has_spoken || voice.ballot.round != own.round ||
-        voice.ballot.members != own.members || voice.ballot.has_group < own.has_group)
+        !have_same_failed(voice.ballot.members, own.members) ||
+        voice.ballot.has_group < own.has_group)
       return false;
   }
   return true;
@@ -246,23 +266,21 @@ bool ShrinkAgreement::is_unanimous_locked() const {
 /// Whether at most one group can come of this; refuses once patience is over.
 bool ShrinkAgreement::has_majority_locked() {
   const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
-  const std::vector<int> survivors = ranks_without(members, kFailed);
-  const std::vector<int> possible = ranks_without(members, kEnded);
-  const size_t twice = 2 * survivors.size();
-  if (twice > possible.size() || (twice == possible.size() && survivors[0] == possible[0]))
+  if (!needs_majority_ || have_majority(members))
     return true;
   const int64_t now_ns = sync::now_ns();
   if (short_since_ns_ == 0)
     short_since_ns_ = now_ns;
   if (now_ns - short_since_ns_ < kPatienceNs)
     return false;
+  const std::vector<int> possible = ranks_without(members, kEnded);
   std::vector<int> silent;
   for (const int rank : possible)
     if ((members[static_cast<size_t>(rank)] & kFailed) != 0)
       silent.push_back(rank);
   end_attempt_locked(
       kFailure +
-      concat(rank_list(survivors),
+      concat(rank_list(ranks_without(members, kFailed)),
              " may not go on without ",
              rank_list(silent),
              ", which may live and do the same: they are too few of ",
@@ -327,6 +345,7 @@ void ShrinkAgreement::say_locked() {
   std::string message(1, kBallot);
   append_value(&message, own.ballot.round);
   append_value(&message, own.ballot.has_group);
+  append_value(&message, own.needs_majority);
   message += own.ballot.members;
   append_value(&message, static_cast<uint64_t>(own.agreed.size()));
   message += own.agreed;
@@ -376,13 +395,15 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
   heard.has_spoken = true;
   heard.ballot.round = read_value<uint32_t>(message, &position);
   heard.ballot.has_group = read_value<uint32_t>(message, &position);
+  heard.needs_majority = read_value<uint32_t>(message, &position);
   heard.ballot.members = message.substr(position, num_ranks);
   position += num_ranks;
   const auto agreed_bytes = read_value<uint64_t>(message, &position);
   heard.agreed = message.substr(position, agreed_bytes);
   heard.epochs = message.substr(position + agreed_bytes);
   Voice& voice = voices_[static_cast<size_t>(peer_rank)];
-  if ((heard.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0) {
+  if ((heard.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0 &&
+      counts(heard)) {
     named_by_ = peer_rank;
     position = 0;
     const uint64_t last_completed =
@@ -396,6 +417,11 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
     return;
   heard.has_resigned = voice.has_resigned;
   voice = std::move(heard);
+}
+
+/// Whether what a rank says of others can come to be: too few could declare everybody failed.
+bool ShrinkAgreement::counts(const Voice& voice) {
+  return voice.needs_majority == 0 || have_majority(voice.ballot.members);
 }
 
 /// This rank is no part of what comes: nobody needs to wait for a word of it.
@@ -484,8 +510,11 @@ void ShrinkAgreement::check_round() {
   throw_outcome_locked();
   const Ballot& own = voices_[static_cast<size_t>(group_.rank_idx())].ballot;
   for (const int rank : survivors_) {
-    const bool is_gone = rank != group_.rank_idx() && group_.state(rank) != PeerState::kAlive;
-    if (is_gone || voices_[static_cast<size_t>(rank)].ballot.round > own.round)
+    const Voice& voice = voices_[static_cast<size_t>(rank)];
+    const bool is_gone = rank != group_.rank_idx() &&
+                         (voice.has_resigned || group_.state(rank) != PeerState::kAlive);
+    if (is_gone || voice.ballot.round > own.round ||
+        (voice.ballot.round == own.round && !have_same_failed(voice.ballot.members, own.members)))
       throw PeerFailed(is_gone
                            ? concat("rank ", rank, " ended during shrink()")
                            : concat("rank ", rank, " found another rank failed during shrink()"),
@@ -565,7 +594,8 @@ int ShrinkAgreement::first_missing_locked() const {
         group_.state(peer_rank) != PeerState::kAlive)
       continue;
     if (!voice.has_spoken || voice.ballot.round < own.round ||
-        (voice.ballot.round == own.round && voice.ballot.has_group < own.has_group))
+        voice.ballot.has_group < own.has_group ||
+        !have_same_failed(voice.ballot.members, own.members))
       return peer_rank;
   }
   return -1;

@@ -30,10 +30,10 @@ struct ShrinkDecision {
 /// grow. What a rank outside the failed set reports counts; what a rank inside it says is not
 /// heeded, so no promise made without it can be overtaken by it.
 ///
-/// A rank that is named by one that it does not take for failed itself is evicted: it says so to
-/// everybody and throws Evicted from then on. Where ranks that are not known to have ended stay
-/// behind without a word, at most one side may go on: the majority of those not known to have
-/// ended, of two halves the one with the lowest rank.
+/// Where ranks that are not known to have ended stay behind, at most one side may go on: the
+/// majority of those not known to have ended, of two halves the one with the lowest rank. A rank
+/// that is named by another side that may go on, and does not take that side for failed itself, is
+/// evicted: it says so to everybody, which counts as its end, and throws Evicted from then on.
 ///
 /// Thread-safe, except that agree(), all_gather() and finish() are called by one thread at a time.
 class ShrinkAgreement {
@@ -92,6 +92,7 @@ class ShrinkAgreement {
     bool has_spoken = false;
     bool has_resigned = false;
     Ballot ballot;
+    uint32_t needs_majority = 1;
     std::string agreed;
     std::string epochs;  ///< BufferEpochs, one after the other
   };
@@ -108,6 +109,7 @@ class ShrinkAgreement {
   void say_locked();
   void hear_locked();
   void hear_ballot_locked(int peer_rank, const std::string& message, bool is_heeded);
+  static bool counts(const Voice& voice);
   void resign_locked();
   void end_attempt_locked(const std::string& text);
   void throw_outcome_locked();
