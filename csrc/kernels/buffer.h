@@ -42,6 +42,13 @@ struct alignas(64) WaitReport {
 };
 static_assert(sizeof(WaitReport) == 64);
 
+/// Host memory: how long kernels of a buffer have waited for one rank, since it was made. One
+/// thread waits for a rank at a time; the host may read it beside running kernels.
+struct WaitTotals {
+  uint64_t waited_ns;
+  uint64_t num_waits;  ///< that were not over at the first look
+};
+
 /// What is the same for every operation of a buffer on this rank. Passed by value.
 struct Buffer {
   static constexpr int kMaxSegments = 256;
@@ -62,6 +69,7 @@ struct Buffer {
 
   BufferState* state = nullptr;  ///< device
   WaitReport* report = nullptr;  ///< host
+  WaitTotals* waits = nullptr;   ///< host [num_ranks], or null where nobody asks
   /// host: layout::AbortRecord::state of this rank. Kernels leave once its generation is at least
   /// abort_generation and it is set.
   const uint32_t* abort_word = nullptr;

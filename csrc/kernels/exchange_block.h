@@ -246,25 +246,36 @@ class ExchangeBlock {
     if (epoch_ < buffer_.first_epoch + depth || MOE_MUTANT(no_wait_for_reuse))
       return true;
     const uint64_t former_epoch = epoch_ - depth;
-    return block_await_flags(
-        buffer_,
-        site(layout::Phase::kReuse),
-        MOE_MUTANT(reuse_an_epoch_early) ? former_epoch - 1 : former_epoch,
-        buffer_.stall_limit_ns,
-        narrow_scratch(),
-        [this](int rank_idx) { return is_active(rank_idx); },
-        [&](int rank_idx) { return &own_.done(former_epoch, rank_idx).epoch; });
+    return await_all(layout::Phase::kReuse,
+                     MOE_MUTANT(reuse_an_epoch_early) ? former_epoch - 1 : former_epoch,
+                     buffer_.stall_limit_ns,
+                     [&](int rank_idx) { return &own_.done(former_epoch, rank_idx).epoch; });
   }
 
   MOE_DEVICE bool await_rows() const {
-    return block_await_flags(
-        buffer_,
-        site(layout::Phase::kRows),
-        MOE_MUTANT(rows_of_former_epoch) ? epoch_ - 1 : epoch_,
-        buffer_.arrival_limit_ns,
-        narrow_scratch(),
-        [this](int rank_idx) { return is_active(rank_idx); },
-        [this](int rank_idx) { return &own_.row(epoch_, rank_idx).epoch; });
+    return await_all(layout::Phase::kRows,
+                     MOE_MUTANT(rows_of_former_epoch) ? epoch_ - 1 : epoch_,
+                     buffer_.arrival_limit_ns,
+                     [this](int rank_idx) { return &own_.row(epoch_, rank_idx).epoch; });
+  }
+
+  /// For a flag of every active rank.
+  template <typename FlagOf>
+  MOE_DEVICE bool await_all(layout::Phase phase,
+                            uint64_t expected,
+                            uint64_t limit_ns,
+                            const FlagOf& flag_of) const {
+    const auto await = [&](bool is_near) {
+      return block_await_flags(
+          buffer_,
+          site(phase),
+          expected,
+          limit_ns,
+          narrow_scratch(),
+          [&](int rank_idx) { return is_active(rank_idx) && peers_.is_near(rank_idx) == is_near; },
+          flag_of);
+    };
+    return await(true) && (!peers_.has_far_ranks() || await(false));
   }
 
   // --- Rows of all ranks ------------------------------------------------------------------------

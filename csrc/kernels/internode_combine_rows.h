@@ -83,6 +83,7 @@ class TokenSources {
   }
 
   MOE_DEVICE void begin_chunk() const {
+    device::sync_warp();
     for (int i = device::lane_idx(); i < rails_.map.num_nodes; i += device::kWarpSize)
       device::store(counts_ + i, int32_t{0});
     device::sync_warp();
@@ -279,7 +280,7 @@ class RailRequests {
  private:
   MOE_DEVICE bool await(int src_node, int64_t signal) const {
     const WaitSite site{
-        layout::Phase::kData, static_cast<int32_t>(layout::Operation::kCombine), epoch_};
+        layout::Phase::kData, static_cast<int32_t>(layout::Operation::kCombine), epoch_, false};
     return rail_.await(site, src_node, signal, epoch_, params_.buffer.stall_limit_ns);
   }
 

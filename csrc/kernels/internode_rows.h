@@ -257,7 +257,8 @@ class RailForwarder {
         layout::Phase::kData,
         static_cast<int32_t>(params_.is_cached != 0 ? layout::Operation::kCachedDispatch
                                                     : layout::Operation::kDispatch),
-        epoch_};
+        epoch_,
+        false};
     const int64_t signalled = MOE_MUTANT(signal_of_other_chunk) && chunk_idx > 0 ? 0 : chunk_idx;
     if (!rail_.await(site,
                      src_node,

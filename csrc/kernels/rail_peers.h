@@ -132,6 +132,7 @@ class RailPeers {
         scratch,
         [](int) { return true; },
         [&](int node_idx) { return rails_.map.row_in(site.epoch, rail_.own_node(), node_idx); },
+        [&](int src_rank) { return &own().row(site.epoch, src_rank).epoch; },
         [&](int src_rank, const std::byte* came) { relay_row(site.epoch, src_rank, came); });
   }
 
@@ -147,6 +148,7 @@ class RailPeers {
         [&](int node_idx) {
           return rails_.map.second_offer_in(site.epoch, rail_.own_node(), node_idx);
         },
+        [&](int src_rank) { return &own().second_offer(site.epoch, src_rank).epoch; },
         [&](int src_rank, const std::byte* came) {
           const auto second_offer = [&](int peer_rank) {
             return &workspace(buffer_, peer_rank).second_offer(site.epoch, src_rank).epoch;
@@ -167,6 +169,10 @@ class RailPeers {
     return false;
   }
 
+  MOE_DEVICE bool is_near(int rank_idx) const {
+    return rails_.nodes.is_same_node(rank_idx, buffer_.rank_idx);
+  }
+  MOE_DEVICE bool has_far_ranks() const { return rail_.num_remote_nodes() > 0; }
   MOE_DEVICE void release_done(uint64_t epoch) const { release_rail_done(buffer_, rails_, epoch); }
   /// What was sent is written again by the next operation.
   MOE_DEVICE void end() const {
@@ -203,25 +209,77 @@ class RailPeers {
     }
   }
 
-  /// Waits for what the ranks of the rail sent and hands it on; a warp takes a node at a time.
-  template <typename Wants, typename OffsetOf, typename HandOn>
+  MOE_DEVICE layout::Workspace own() const { return workspace(buffer_, buffer_.rank_idx); }
+
+  /// Hands on what the ranks of the rail sent, in whatever order it comes; a warp looks after some
+  /// of the nodes.
+  /// @param flag_of  flag_of(src_rank), which handing on raises here
+  template <typename Wants, typename OffsetOf, typename FlagOf, typename HandOn>
   MOE_DEVICE bool relay(const WaitSite& site,
                         uint64_t limit_ns,
                         int32_t* scratch,
                         const Wants& wants,
                         const OffsetOf& offset_of,
+                        const FlagOf& flag_of,
                         const HandOn& hand_on) const {
-    bool has_come = true;
-    for_remote_nodes([&](int node_idx) {
-      const int src_rank = rail_.rank_of(node_idx);
-      if (!has_come || !wants(src_rank))
-        return;
-      const int64_t offset = offset_of(node_idx);
-      has_come = rail_.await(site, node_idx, offset, site.epoch, limit_ns);
-      if (has_come)
-        hand_on(src_rank, rail_.at(offset));
-    });
-    return device::block_all(has_come, scratch);
+    const auto has_come = [&](int node_idx) {
+      const auto* const flag = rail_.at<const uint64_t>(offset_of(node_idx));
+      return device::load_acquire<device::Scope::kSystem>(flag) >= site.epoch;
+    };
+    bool goes_on = true;
+    for (bool is_done = false; goes_on && !is_done;) {
+      int missing = -1;  // lane 0: the first node that nothing has come from
+      for_remote_nodes([&](int node_idx) {
+        const int src_rank = rail_.rank_of(node_idx);
+        if (!wants(src_rank))
+          return;
+        // 0: came before, 1: has come, 2: has not
+        int32_t state = 0;
+        if (device::lane_idx() == 0 &&
+            device::load_relaxed<device::Scope::kSystem>(flag_of(src_rank)) < site.epoch)
+          state = has_come(node_idx) ? 1 : 2;
+        state = device::shuffle(state, 0);
+        if (state == 2 && missing < 0)
+          missing = node_idx;
+        if (state != 1)
+          return;
+        // What lane 0 acquired, all lanes may read.
+        if (!MOE_MUTANT(signal_for_one_lane))
+          device::sync_warp();
+        hand_on(src_rank, rail_.at(offset_of(node_idx)));
+        device::sync_warp();
+      });
+      is_done = missing < 0;
+      if (!is_done)
+        goes_on = await_any(site, limit_ns, missing, wants, flag_of, has_come);
+    }
+    return device::block_all(goes_on, scratch);
+  }
+
+  /// A warp waits until something has come that was not handed on.
+  template <typename Wants, typename FlagOf, typename HasCome>
+  MOE_DEVICE bool await_any(const WaitSite& site,
+                            uint64_t limit_ns,
+                            int missing,
+                            const Wants& wants,
+                            const FlagOf& flag_of,
+                            const HasCome& has_come) const {
+    int32_t goes_on = 1;
+    if (device::lane_idx() == 0) {
+      const uint64_t seen = 0;
+      goes_on = await_until(buffer_, site, rail_.rank_of(missing), site.epoch, seen, limit_ns, [&] {
+        bool any = false;
+        for_remote_nodes([&](int node_idx) {
+          const int src_rank = rail_.rank_of(node_idx);
+          any = any ||
+                (wants(src_rank) &&
+                 device::load_relaxed<device::Scope::kSystem>(flag_of(src_rank)) < site.epoch &&
+                 has_come(node_idx));
+        });
+        return any;
+      });
+    }
+    return device::shuffle(goes_on, 0) != 0;
   }
 
   MOE_DEVICE void relay_row(uint64_t epoch, int src_rank, const std::byte* came) const {

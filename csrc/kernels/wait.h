@@ -18,6 +18,8 @@ struct WaitSite {
   layout::Phase phase = layout::Phase::kIdle;
   int32_t operation = 0;  ///< layout::Operation
   uint64_t epoch = 0;     ///< of the operation that waits
+  /// In WaitTotals; not where several threads wait for one rank at a time.
+  bool is_booked = true;
 };
 
 /// Whether an earlier kernel of the buffer left early. All threads of the block call and get the
@@ -86,34 +88,59 @@ MOE_DEVICE void leave(const Buffer& buffer,
   device::store_release<device::Scope::kSystem>(&report->cause, static_cast<uint32_t>(cause));
 }
 
-/// Waits until @p *flag, which @p peer_rank raises, is at least @p expected, and acquires what the
-/// peer wrote before. Progress of the peer extends the limit; so does memory that it obtains.
+/// Books one wait for a rank. What was booked before is read when the wait begins, so that nobody
+/// stands still for it at the end.
+class WaitMeter {
+ public:
+  MOE_DEVICE WaitMeter(const Buffer& buffer, const WaitSite& site, int peer_rank, uint64_t start_ns)
+      : totals_(buffer.waits == nullptr || !site.is_booked ? nullptr : buffer.waits + peer_rank),
+        start_ns_(start_ns) {
+    if (totals_ == nullptr)
+      return;
+    waited_ns_ = device::load(&totals_->waited_ns);
+    num_waits_ = device::load(&totals_->num_waits);
+  }
+  MOE_DEVICE void end() const {
+    if (totals_ == nullptr)
+      return;
+    device::store(&totals_->waited_ns, waited_ns_ + (device::now_ns() - start_ns_));
+    device::store(&totals_->num_waits, num_waits_ + 1);
+  }
+
+ private:
+  WaitTotals* totals_;
+  uint64_t start_ns_;
+  uint64_t waited_ns_ = 0;
+  uint64_t num_waits_ = 0;
+};
+
+/// Waits until has_come() says so, for @p peer_rank. Progress of the peer extends the limit; so
+/// does memory that it obtains.
+/// @param expected, seen  of the peer's flag, for the report; has_come() may change @p seen
 /// @return false when the kernel is to leave.
-MOE_DEVICE bool await_flag(const Buffer& buffer,
-                           const WaitSite& site,
-                           int peer_rank,
-                           const uint64_t* flag,
-                           uint64_t expected,
-                           uint64_t limit_ns) {
+template <typename HasCome>
+MOE_DEVICE bool await_until(const Buffer& buffer,
+                            const WaitSite& site,
+                            int peer_rank,
+                            uint64_t expected,
+                            const uint64_t& seen,
+                            uint64_t limit_ns,
+                            const HasCome& has_come) {
   constexpr int kPollsPerCheck = 16;
   constexpr uint32_t kLongestPauseNs = 512;
-  uint64_t seen = 0;
-  const auto has_come = [&] {
-    seen = MOE_MUTANT(wait_without_acquire)   ? device::load_relaxed<device::Scope::kSystem>(flag)
-           : MOE_MUTANT(wait_at_device_scope) ? device::load_acquire<device::Scope::kDevice>(flag)
-                                              : device::load_acquire<device::Scope::kSystem>(flag);
-    return seen >= expected;
-  };
   if (has_come())
     return true;
   const layout::Activity& activity = workspace(buffer, peer_rank).activity();
   uint64_t moved_ns = device::now_ns();
+  const WaitMeter meter(buffer, site, peer_rank, moved_ns);
   uint64_t seen_progress = device::load_relaxed<device::Scope::kSystem>(&activity.progress);
   uint32_t pause_ns = 16;
   for (int num_polls = 1;; ++num_polls) {
     device::pause(pause_ns);
-    if (has_come())
+    if (has_come()) {
+      meter.end();
       return true;
+    }
     if (num_polls % kPollsPerCheck != 0)
       continue;
     pause_ns = pause_ns < kLongestPauseNs ? 2 * pause_ns : kLongestPauseNs;
@@ -137,6 +164,23 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
     leave(buffer, Cause::kTimedOut, peer_rank, site, expected, seen);
     return false;
   }
+}
+
+/// Waits until @p *flag, which @p peer_rank raises, is at least @p expected, and acquires what the
+/// peer wrote before. @return false when the kernel is to leave.
+MOE_DEVICE bool await_flag(const Buffer& buffer,
+                           const WaitSite& site,
+                           int peer_rank,
+                           const uint64_t* flag,
+                           uint64_t expected,
+                           uint64_t limit_ns) {
+  uint64_t seen = 0;
+  return await_until(buffer, site, peer_rank, expected, seen, limit_ns, [&] {
+    seen = MOE_MUTANT(wait_without_acquire)   ? device::load_relaxed<device::Scope::kSystem>(flag)
+           : MOE_MUTANT(wait_at_device_scope) ? device::load_acquire<device::Scope::kDevice>(flag)
+                                              : device::load_acquire<device::Scope::kSystem>(flag);
+    return seen >= expected;
+  });
 }
 
 /// A block waits for a flag of every rank that @p wants(rank_idx) names, one thread per rank.

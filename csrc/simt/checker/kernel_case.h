@@ -17,6 +17,9 @@ namespace moe::simt::checker {
 /// A small case of the kernels: shapes that all its operations have in common.
 struct KernelCase {
   int num_ranks = 2;
+  int num_local_ranks = 0;       ///< of a node; 0 where all ranks share one
+  int64_t tokens_per_chunk = 1;  ///< of rows between nodes
+  int64_t num_reply_places = 1;  ///< of a combine between nodes: the least a rail region has
   int num_experts = 4;
   int num_blocks = 2;
   int num_threads = 32;

@@ -5,6 +5,9 @@
 #include <utility>
 
 #include "core/error.h"
+#include "kernels/internode_combine.h"
+#include "kernels/internode_dispatch.h"
+#include "kernels/internode_exchange.h"
 #include "simt/memory.h"
 
 namespace moe::simt::checker {
@@ -95,14 +98,26 @@ KernelWorld::KernelWorld(Run& run, const KernelCase& shape)
   }
   for (int rank_idx = 0; rank_idx < shape_.num_ranks; ++rank_idx)
     make_rank(rank_idx);
+  if (has_nodes())
+    make_rails();
 }
 
 void KernelWorld::make_rank(int rank_idx) {
   Rank& own = rank(rank_idx);
   own.stream = std::make_unique<RankStream>(run_, rank_idx);
   std::vector<std::byte*> workspaces;
-  for (const Rank& peer : ranks_)
-    workspaces.push_back(peer.workspace);
+  for (int peer_rank = 0; peer_rank < shape_.num_ranks; ++peer_rank) {
+    const bool is_near =
+        !has_nodes() ||
+        NodeLayout{shape_.num_ranks, shape_.num_local_ranks}.is_same_node(rank_idx, peer_rank);
+    workspaces.push_back(
+        is_near ? rank(peer_rank).workspace
+                : zeros<std::byte>(rank_idx,
+                                   Ownership::kDevice,
+                                   "mirror of a workspace",
+                                   layout::Workspace::bytes(
+                                       shape_.num_ranks, shape_.num_experts, shape_.depth)));
+  }
   std::vector<int32_t> experts_by_rank;
   std::vector<int32_t> first_of_rank = {0};
   for (const auto& owned : placement_.local_experts) {
@@ -127,6 +142,8 @@ void KernelWorld::make_rank(int rank_idx) {
   buffer.first_of_rank = put(rank_idx, Ownership::kDevice, "first_of_rank", first_of_rank);
   buffer.state = zeros<kernels::BufferState>(rank_idx, Ownership::kDevice, "buffer state", 1);
   buffer.report = zeros<kernels::WaitReport>(rank_idx, Ownership::kHost, "wait report", 1);
+  buffer.waits =
+      zeros<kernels::WaitTotals>(rank_idx, Ownership::kHost, "wait totals", shape_.num_ranks);
   buffer.abort_word = &own.abort->state;
   buffer.stall_limit_ns = kStallLimitNs;
   buffer.arrival_limit_ns = kArrivalLimitNs;
@@ -276,6 +293,13 @@ kernels::DispatchParams KernelWorld::dispatch_rows(int rank_idx,
 
 void KernelWorld::launch_rows(int rank_idx, const kernels::DispatchParams& params) {
   device::Launch launch = shape_of(rank_idx, shape_.num_blocks);
+  if (has_nodes()) {
+    const kernels::Rails& rails = rank(rank_idx).rails;
+    launch.shared_bytes =
+        kernels::internode_dispatch_shared_bytes(params, rails, launch.num_threads);
+    kernels::launch_internode_dispatch(launch, params, rails);
+    return;
+  }
   launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
   kernels::launch_dispatch(launch, params);
 }
@@ -291,6 +315,7 @@ KernelWorld::Handle KernelWorld::dispatch(int rank_idx, const Step& step) {
     check_dispatch(rank_idx, step, segment_idx, handle.slots);
   });
   count_traffic(rank_idx, step, false, true);
+  count_puts(rank_idx, step, layout::Operation::kDispatch, false);
   return handle;
 }
 
@@ -312,7 +337,7 @@ KernelWorld::Handle KernelWorld::dispatch_unchecked(int rank_idx, const Step& st
                         choices);
   const auto params =
       dispatch_exchange(rank_idx, inputs, choices, place, offer_of(rank_idx, segment_idx));
-  kernels::launch_exchange(shape_of(rank_idx, 1), params);
+  launch_exchange(rank_idx, params);
   launch_rows(rank_idx, dispatch_rows(rank_idx, choices, place, handle.slots));
   ++own.epoch;
   return handle;
@@ -333,7 +358,7 @@ void KernelWorld::dispatch_cached(int rank_idx, const Step& cached, const Handle
   exchange.with_counts = 0;
   exchange.with_topk_idx = 0;
   exchange.kept_counts = handle.kept;
-  kernels::launch_exchange(shape_of(rank_idx, 1), exchange);
+  launch_exchange(rank_idx, exchange);
   auto rows = dispatch_rows(rank_idx, choices, place, handle.slots);
   rows.is_cached = 1;
   rows.with_topk_idx = 0;
@@ -346,6 +371,7 @@ void KernelWorld::dispatch_cached(int rank_idx, const Step& cached, const Handle
                      check_dispatch(rank_idx, cached, segment_idx, handle.slots);
                    });
   count_traffic(rank_idx, cached, false, true);
+  count_puts(rank_idx, cached, layout::Operation::kCachedDispatch, false);
 }
 
 // --- Combine -----------------------------------------------------------------------------------
@@ -401,7 +427,7 @@ void KernelWorld::combine(int rank_idx,
   exchange.num_topk = shape_.num_topk;
   exchange.arrangement = shape_.arrangement();
   exchange.kept_counts = handle.kept;
-  kernels::launch_exchange(shape_of(rank_idx, 1), exchange);
+  launch_exchange(rank_idx, exchange);
 
   kernels::CombineParams params;
   params.buffer = own.buffer;
@@ -432,8 +458,14 @@ void KernelWorld::combine(int rank_idx,
   }
   params.is_plain = shape_.is_plain;
   device::Launch launch = shape_of(rank_idx, shape_.num_blocks);
-  launch.shared_bytes = kernels::combine_shared_bytes(params, launch.num_threads);
-  kernels::launch_combine(launch, params);
+  if (has_nodes()) {
+    launch.shared_bytes =
+        kernels::internode_combine_shared_bytes(params, own.rails, launch.num_threads);
+    kernels::launch_internode_combine(launch, params, own.rails);
+  } else {
+    launch.shared_bytes = kernels::combine_shared_bytes(params, launch.num_threads);
+    kernels::launch_combine(launch, params);
+  }
 
   const auto sums = std::make_shared<ExpectedBytes>(
       expected_sums(shape_, step, outputs.rows, rank_idx, is_weighted));
@@ -458,6 +490,7 @@ void KernelWorld::combine(int rank_idx,
                      ++num_checks_made_;
                    });
   count_traffic(rank_idx, step, true, false);
+  count_puts(rank_idx, step, layout::Operation::kCombine, pulls_weights);
 }
 
 // --- A host that waits for sizes ---------------------------------------------------------------
@@ -496,7 +529,7 @@ void KernelWorld::dispatch_by_host(int rank_idx,
       rank_idx, inputs, choices, place, offer_of(rank_idx, segment_idx, first_bytes));
   exchange.host_read = host_read;
   exchange.ticket = ++own.ticket;
-  kernels::launch_exchange(shape_of(rank_idx, 1), exchange);
+  launch_exchange(rank_idx, exchange);
   kernels::OperationStatus status = await_ticket(own.ticket);
   // Every host sees in the same rows which ranks are short.
   std::vector<uint8_t> short_ranks(static_cast<size_t>(shape_.num_ranks));
@@ -533,7 +566,10 @@ void KernelWorld::dispatch_by_host(int rank_idx,
         offers.own.offer = offer_of(rank_idx, segment_idx);
       }
     }
-    kernels::launch_offers(shape_of(rank_idx, 1), offers);
+    if (has_nodes())
+      kernels::launch_internode_offers(shape_of(rank_idx, 1), offers, own.rails);
+    else
+      kernels::launch_offers(shape_of(rank_idx, 1), offers);
     status = await_ticket(own.ticket);
   }
   const uint64_t epoch = ++own.epoch;

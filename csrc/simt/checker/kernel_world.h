@@ -10,6 +10,7 @@
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
+#include "kernels/internode.h"
 #include "layout/control.h"
 #include "simt/checker/kernel_case.h"
 #include "simt/checker/run.h"
@@ -85,6 +86,7 @@ class KernelWorld {
     int64_t window_stored = 0;  ///< every byte that has a value once, then what the host wrote over
     int64_t outputs_loaded = 0;
     int64_t sums_stored = 0;
+    int64_t put = 0;  ///< to ranks of other nodes, signals not counted
   };
   const Traffic& expected_traffic() const { return traffic_; }
 
@@ -110,6 +112,7 @@ class KernelWorld {
     int32_t* chunk_counts = nullptr;
     int32_t* place_in_chunk = nullptr;
     int64_t* bad_choice = nullptr;
+    kernels::Rails rails;
     uint64_t epoch = 0;
     int num_dispatched = 0;
     std::byte* host_read = nullptr;
@@ -141,9 +144,13 @@ class KernelWorld {
   int add_segment(int rank_idx, std::byte* base, int64_t bytes);
   void make_rank(int rank_idx);
   void make_tables(int rank_idx);
-  void publish_segments();
   Offer offer_of(int rank_idx, int segment_idx, int64_t bytes = -1);
   int64_t most_window_bytes() const;
+  bool has_nodes() const { return shape_.num_local_ranks > 0; }
+  int64_t area_bytes() const;
+  void make_rails();
+  void count_puts(int rank_idx, const Step& step, layout::Operation operation, bool pulls_weights);
+  void launch_exchange(int rank_idx, const kernels::ExchangeParams& params);
   device::Launch shape_of(int rank_idx, int num_blocks);
   Inputs put_inputs(int rank_idx, const RankInputs& inputs);
   layout::OperationArguments arguments(layout::Operation operation, bool with_weights) const;
