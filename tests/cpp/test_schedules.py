@@ -37,6 +37,8 @@ NUM_SCHEDULES_OF = {
     "weighted_gradient": 600,
 }
 NUM_LITMUS_SCHEDULES = 300
+# Several nodes of several ranks: long schedules.
+NUM_INTERNODE_SCHEDULES = 60
 # The rarest fault shows in one schedule of 400: what moves a few accesses must not hide it.
 NUM_MOST_UNTIL_FOUND = 6000
 
@@ -123,6 +125,8 @@ def test_no_schedule_finds_anything(program: Path, scenarios: dict[str, bool]) -
     num_of = {
         name: NUM_LITMUS_SCHEDULES
         if name.startswith("litmus_")
+        else NUM_INTERNODE_SCHEDULES
+        if name.startswith("internode_")
         else NUM_SCHEDULES_OF.get(name, NUM_SCHEDULES)
         for name, is_wrong in scenarios.items()
         if not is_wrong
