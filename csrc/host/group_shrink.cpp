@@ -209,9 +209,16 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
   unite(&members, reported_);
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     const auto idx = static_cast<size_t>(peer_rank);
-    if (!group_.is_active(peer_rank) || voices_[idx].has_resigned ||
-        states[idx] == PeerState::kLeft)
+    const Voice& voice = voices_[idx];
+    // A rank that went on without this one has left as well.
+    const bool names_this =
+        voice.has_spoken && counts(voice) &&
+        (voice.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0;
+    if (!group_.is_active(peer_rank) || voice.has_resigned ||
+        (states[idx] == PeerState::kLeft && !names_this))
       members[idx] |= kFailed | kEnded;
+    else if (states[idx] == PeerState::kLeft)
+      members[idx] |= kFailed;
     else if (states[idx] == PeerState::kDead)
       // Between nodes the link may be what has ended.
       members[idx] =
@@ -411,10 +418,7 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
     named_after_ = last_completed == 0 ? -1 : static_cast<int64_t>(last_completed);
     if (is_heeded)
       resign_locked();
-    return;
   }
-  if (!is_heeded)
-    return;
   heard.has_resigned = voice.has_resigned;
   voice = std::move(heard);
 }
