@@ -1,11 +1,13 @@
 #include "host/combine.h"
 
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "core/math.h"
 #include "host/combine_rules.h"
 #include "host/exchange.h"
+#include "host/internode_combine.h"
 
 namespace moe::host {
 
@@ -25,9 +27,10 @@ class CombineOperation {
         plan_(static_cast<const Plan&>(*params.plan)),
         exchange_(exchange),
         row_bytes_(combined_row_bytes(params)),
-        sums_window_(sums_window(params)),
-        row_bases_(static_cast<size_t>(endpoint.num_ranks())),
-        weight_bases_(static_cast<size_t>(endpoint.num_ranks())) {}
+        sums_window_(sums_window(params)) {
+    bases_.rows.resize(static_cast<size_t>(endpoint.num_ranks()));
+    bases_.weights.resize(static_cast<size_t>(endpoint.num_ranks()));
+  }
 
   CombineOutcome run() {
     reject_failed_ranks();
@@ -44,8 +47,10 @@ class CombineOperation {
     resolve_bases(rows);
     if (MOE_MUTANT(done_before_rows_are_read))
       exchange_.release_done();
-    add_rows();
-    pull_weights();
+    if (exchange_.relay() == nullptr)
+      add(0, plan_.num_tokens);
+    else
+      add_across_nodes();
     exchange_.release_done();
     if (MOE_MUTANT(rows_given_back_early)) {
       exchange_.withdraw_offers();
@@ -117,25 +122,37 @@ class CombineOperation {
 
   void resolve_bases(const Rows& rows) {
     for (int peer_rank = 0; peer_rank < endpoint_.num_ranks(); ++peer_rank) {
-      if (!layout::sends_rows(plan_.counts, endpoint_.rank_idx(), peer_rank))
+      if (!InternodeCombine::is_pulled_here(plan_, endpoint_.group(), peer_rank))
         continue;
       const auto& header = rows.headers[static_cast<size_t>(peer_rank)];
       if (row_bytes_ > 0)
-        row_bases_[static_cast<size_t>(peer_rank)] = exchange_.resolve(peer_rank, header.offer);
+        bases_.rows[static_cast<size_t>(peer_rank)] = exchange_.resolve(peer_rank, header.offer);
       if (params_.row_weight_bytes > 0)
-        weight_bases_[static_cast<size_t>(peer_rank)] =
+        bases_.weights[static_cast<size_t>(peer_rank)] =
             exchange_.resolve(peer_rank, header.weights_offer);
     }
   }
 
-  void add_rows() {
+  void add_across_nodes() {
+    const layout::PulledRow pulled{row_bytes_, params_.row_weight_bytes, 1};
+    remote_.emplace(endpoint_, plan_, exchange_, pulled, bases_);
+    remote_->run([&](int64_t begin, int64_t end) { add(begin, end); });
+  }
+
+  void add(int64_t begin, int64_t end) {
+    add_rows(begin, end);
+    pull_weights(begin, end);
+  }
+
+  void add_rows(int64_t first, int64_t last) {
     if (row_bytes_ == 0)
       return;
-    const int64_t pulled_bytes = plan_.num_tokens * plan_.num_slots * row_bytes_;
-    const StoreMode mode = endpoint_.store_mode(pulled_bytes * endpoint_.num_ranks());
-    endpoint_.for_tokens(plan_.num_tokens, pulled_bytes, [&](int64_t begin, int64_t end) {
+    const int64_t pulled_bytes = plan_.num_slots * row_bytes_;
+    const StoreMode mode =
+        endpoint_.store_mode(plan_.num_tokens * pulled_bytes * endpoint_.num_ranks());
+    endpoint_.for_tokens(last - first, (last - first) * pulled_bytes, [&](auto begin, auto end) {
       const FloatingPointScope scope;
-      add_tokens(begin, end, mode);
+      add_tokens(first + begin, first + end, begin == 0, mode);
     });
   }
 
@@ -150,14 +167,15 @@ class CombineOperation {
         std::memcpy(weights + num_places * params_.weight_bytes,
                     params_.weights + (token_idx * plan_.num_topk + i) * params_.weight_bytes,
                     static_cast<size_t>(params_.weight_bytes));
-      places[num_places++] = offset_ptr(row_bases_[static_cast<size_t>(Slot::rank_idx(slots[i]))],
-                                        Slot::row_idx(slots[i]),
-                                        row_bytes_);
+      const std::byte* const base = bases_.rows[static_cast<size_t>(Slot::rank_idx(slots[i]))];
+      places[num_places++] = base != nullptr ? offset_ptr(base, Slot::row_idx(slots[i]), row_bytes_)
+                                             : remote_->row(token_idx, i);
     }
     return num_places;
   }
 
-  void add_tokens(int64_t begin, int64_t end, StoreMode mode) {
+  /// @param shows_progress  True for one of the threads that add.
+  void add_tokens(int64_t begin, int64_t end, bool shows_progress, StoreMode mode) {
     const auto& kernels = endpoint_.kernels();
     const auto num_slots = static_cast<size_t>(plan_.num_slots);
     std::vector<const std::byte*> places(num_slots);
@@ -188,7 +206,7 @@ class CombineOperation {
                        mode == StoreMode::kStreaming ? num_next : 0);
       if (token_idx % kTokensPerProgress != 0)
         continue;
-      if (begin == 0)
+      if (shows_progress)
         exchange_.progress();
       if (exchange_.is_aborted())
         break;
@@ -212,42 +230,51 @@ class CombineOperation {
     return wide->data();
   }
 
-  void pull_weights() {
+  void pull_weights(int64_t begin, int64_t end) {
     const auto weight_bytes = static_cast<size_t>(params_.row_weight_bytes);
     if (weight_bytes == 0)
       return;
-    std::byte* target = window_->data() + sums_window_.weights_offset;
-    sync::fill_shared(
-        target, 0, static_cast<size_t>(plan_.num_tokens * plan_.num_topk) * weight_bytes);
+    const auto token_bytes = static_cast<size_t>(plan_.num_topk) * weight_bytes;
+    std::byte* target =
+        window_->data() + sums_window_.weights_offset + static_cast<size_t>(begin) * token_bytes;
+    sync::fill_shared(target, 0, static_cast<size_t>(end - begin) * token_bytes);
     const bool is_rank_major = plan_.arrangement.is_by_rank();
-    for (int64_t token_idx = 0; token_idx < plan_.num_tokens; ++token_idx) {
+    for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
       const int64_t* const slots = plan_.slots.data() + token_idx * plan_.num_slots;
       for (int64_t k = 0; k < plan_.num_topk; ++k, target += weight_bytes) {
-        const int64_t slot = is_rank_major ? slot_of_choice(token_idx, k, slots) : slots[k];
-        if (slot == Slot::kNone)
+        const int64_t slot_pos = is_rank_major ? slot_pos_of_choice(token_idx, k, slots) : k;
+        if (slot_pos < 0 || slots[slot_pos] == Slot::kNone)
           continue;
-        const int64_t weight_idx =
-            is_rank_major ? Slot::row_idx(slot) * plan_.num_recv_topk + k : Slot::row_idx(slot);
         std::byte weight[sizeof(double)];
-        sync::pull_shared(weight,
-                          offset_ptr(weight_bases_[static_cast<size_t>(Slot::rank_idx(slot))],
-                                     weight_idx,
-                                     params_.row_weight_bytes),
-                          weight_bytes);
+        sync::pull_shared(
+            weight, weight_of(token_idx, slot_pos, is_rank_major ? k : 0), weight_bytes);
         sync::write_shared(target, weight, weight_bytes);
       }
     }
   }
 
-  int64_t slot_of_choice(int64_t token_idx, int64_t k, const int64_t* slots) const {
+  /// Address of one of the weights beside a row.
+  const std::byte* weight_of(int64_t token_idx, int64_t slot_pos, int64_t weight_idx) const {
+    const int64_t slot = plan_.slots[static_cast<size_t>(token_idx * plan_.num_slots + slot_pos)];
+    const std::byte* const base = bases_.weights[static_cast<size_t>(Slot::rank_idx(slot))];
+    if (base == nullptr)
+      return offset_ptr(
+          remote_->weights(token_idx, slot_pos), weight_idx, params_.row_weight_bytes);
+    const int64_t num_weights = plan_.arrangement.is_by_rank() ? plan_.num_recv_topk : 1;
+    return offset_ptr(
+        base, Slot::row_idx(slot) * num_weights + weight_idx, params_.row_weight_bytes);
+  }
+
+  /// Which slot of a token holds choice @p k, -1 for none (rank-major).
+  int64_t slot_pos_of_choice(int64_t token_idx, int64_t k, const int64_t* slots) const {
     const int64_t expert_idx = plan_.topk_idx[static_cast<size_t>(token_idx * plan_.num_topk + k)];
     if (expert_idx < 0)
-      return Slot::kNone;
+      return -1;
     const int32_t owner = endpoint_.placement().expert_rank[static_cast<size_t>(expert_idx)];
     for (int64_t i = 0; i < plan_.num_slots; ++i)
       if (slots[i] != Slot::kNone && Slot::rank_idx(slots[i]) == owner)
-        return slots[i];
-    return Slot::kNone;
+        return i;
+    return -1;
   }
 
   CombineOutcome outcome() {
@@ -280,8 +307,8 @@ class CombineOperation {
   std::shared_ptr<Window> window_;
   std::byte* sums_ = nullptr;
   bool was_copied_in_ = false;
-  std::vector<std::byte*> row_bases_;
-  std::vector<std::byte*> weight_bases_;
+  PullBases bases_;
+  std::optional<InternodeCombine> remote_;
 };
 
 }  // namespace

@@ -1,0 +1,65 @@
+#include "bindings/bindings.h"
+#include "layout/internode.h"
+#include "layout/internode_combine.h"
+
+namespace py = pybind11;
+
+namespace moe::bindings {
+
+void bind_internode(py::module_& module) {
+  auto formulas = module.def_submodule(
+      "internode", "Bytes that operations send from one rank to one other node; docs/nodes.md.");
+  formulas.def(
+      "row_bytes",
+      [](int num_ranks, int num_experts) { return layout::Row::stride(num_ranks, num_experts); },
+      py::arg("num_ranks"),
+      py::arg("num_experts"));
+  formulas.def(
+      "dispatch_bytes",
+      [](int32_t row_layout,
+         int64_t row_bytes,
+         int64_t scale_bytes,
+         int64_t weight_bytes,
+         int64_t num_topk,
+         int num_local_ranks,
+         bool with_ids,
+         int64_t num_rows,
+         int num_nodes) {
+        const auto row = layout::InternodeRow::make(static_cast<layout::RowLayout>(row_layout),
+                                                    row_bytes,
+                                                    scale_bytes,
+                                                    weight_bytes,
+                                                    num_topk,
+                                                    num_local_ranks,
+                                                    with_ids);
+        return layout::internode_dispatch_bytes(row, num_rows, num_nodes);
+      },
+      py::kw_only(),
+      py::arg("layout"),
+      py::arg("row_bytes"),
+      py::arg("scale_bytes"),
+      py::arg("weight_bytes"),
+      py::arg("num_topk"),
+      py::arg("num_local_ranks"),
+      py::arg("with_ids"),
+      py::arg("num_rows"),
+      py::arg("num_nodes"));
+  formulas.def(
+      "combine_bytes",
+      [](int64_t num_wanted_rows,
+         int64_t num_supplied_rows,
+         int64_t row_bytes,
+         int64_t weight_bytes,
+         int64_t num_weights) {
+        return layout::internode_combine_bytes(
+            num_wanted_rows, {row_bytes, weight_bytes, num_weights}, num_supplied_rows);
+      },
+      py::kw_only(),
+      py::arg("num_wanted_rows"),
+      py::arg("num_supplied_rows"),
+      py::arg("row_bytes"),
+      py::arg("weight_bytes"),
+      py::arg("num_weights"));
+}
+
+}  // namespace moe::bindings

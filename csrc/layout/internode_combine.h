@@ -1,0 +1,63 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/node_layout.h"
+#include "layout/internode.h"
+#include "layout/routing.h"
+
+namespace moe::layout {
+
+/// One row as it comes back to its source: its elements, then the weights pulled with it.
+struct PulledRow {
+  int64_t row_bytes = 0;     ///< 0 when weights alone are pulled
+  int64_t weight_bytes = 0;  ///< of one; 0 for none
+  int64_t num_weights = 0;   ///< with a row: 1, or (rank-major) the choices of a source's token
+
+  int64_t bytes() const { return row_bytes + num_weights * weight_bytes; }
+};
+
+/// How the rows that one rank pulls from one other node are cut into messages, each [rows][weights
+/// of those rows]; InternodeCut says how many bytes and how many at a time.
+struct PullChunks {
+  int64_t num_rows = 0;
+  int64_t rows_per_chunk = 1;
+
+  /// @param num_slots  Most rows of one token: they fit one chunk, so that two always hold a token.
+  static PullChunks make(const PulledRow& pulled,
+                         int64_t num_rows,
+                         int64_t num_slots,
+                         int num_nodes) {
+    const int64_t most_rows =
+        InternodeCut::chunk_bytes(num_nodes) / std::max<int64_t>(pulled.bytes(), 1);
+    return {num_rows, std::max({most_rows, num_slots, int64_t{1}})};
+  }
+
+  int64_t num_chunks() const { return (num_rows + rows_per_chunk - 1) / rows_per_chunk; }
+  int64_t rows_of(int64_t chunk_idx) const {
+    return std::min(rows_per_chunk, num_rows - chunk_idx * rows_per_chunk);
+  }
+};
+
+/// Bytes that one rank sends to one other node in a combine whose rows have been agreed on: the
+/// slots of the rows that it wants from there, and the rows that are wanted from its own node. Its
+/// row, `Row::stride()` bytes, comes before that.
+///
+/// Example: bf16, hidden 4096: 8 bytes go out for every row that comes back, which takes 8192.
+inline int64_t internode_combine_bytes(int64_t num_wanted_rows,
+                                       const PulledRow& supplied,
+                                       int64_t num_supplied_rows) {
+  return num_wanted_rows * static_cast<int64_t>(sizeof(int64_t)) +
+         num_supplied_rows * supplied.bytes();
+}
+
+/// Rows of the tokens of @p src_rank on ranks of @p node_idx, from the count matrix alone.
+int64_t num_rows_on_node(const CountMatrix& counts,
+                         const Placement& placement,
+                         const Arrangement& arrangement,
+                         const NodeLayout& nodes,
+                         int src_rank,
+                         int node_idx);
+
+}  // namespace moe::layout

@@ -1,0 +1,226 @@
+"""Combine on several nodes: the bits of one node, over rails, in chunks, with the bytes it claims."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import moe_comm
+from moe_comm import EpBuffer, EpConfig, Layout
+from tests.helpers.rank_threads import on_ranks
+
+pytest.importorskip("moe_comm._host")
+
+NODE_LAYOUTS = [
+    pytest.param(4, 2, id="2-nodes-of-2"),
+    pytest.param(6, 2, id="3-nodes-of-2"),
+    pytest.param(3, 1, id="3-nodes-of-1"),
+]
+# Of a rank, in turns: ragged, one rank without any.
+NUM_TOKENS = (33, 0, 60, 17)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One shape; data follow from the rank."""
+
+    layout: Layout = Layout.EXPERT_MAJOR
+    num_experts: int = 12
+    num_topk: int = 4
+    hidden: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    num_tokens: tuple[int, ...] = NUM_TOKENS
+
+    @property
+    def config(self) -> EpConfig:
+        return EpConfig(
+            num_experts=self.num_experts,
+            num_topk=self.num_topk,
+            hidden=self.hidden,
+            num_max_tokens_per_rank=max(self.num_tokens),
+            dtype=self.dtype,
+        )
+
+    def batch(self, rank_idx: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x, topk_idx (with -1, and a repeated id) and weights of one rank."""
+        draw = torch.Generator().manual_seed(rank_idx)
+        num_tokens = self.num_tokens[rank_idx % len(self.num_tokens)]
+        x = torch.randn(num_tokens, self.hidden, generator=draw).to(self.dtype)
+        topk_idx = torch.randint(
+            0, self.num_experts, (num_tokens, self.num_topk), generator=draw
+        ).masked_fill(torch.rand(num_tokens, self.num_topk, generator=draw) < 0.15, -1)
+        return x, topk_idx, torch.rand(num_tokens, self.num_topk, generator=draw)
+
+
+def rows_of(x: torch.Tensor, rank_idx: int) -> torch.Tensor:
+    """What the experts of a rank make of its rows: other bits on every rank."""
+    return (x.double() * (1.0 + 0.125 * rank_idx) + 0.25).to(x.dtype)
+
+
+def same_bits_as_with_one_node(
+    num_ranks: int,
+    num_local_ranks: int,
+    body: Callable[[moe_comm.Communicator], list[torch.Tensor]],
+) -> None:
+    one_node = on_ranks(num_ranks, body)
+    nodes = on_ranks(num_ranks, body, num_local_ranks=num_local_ranks, rail="sockets")
+    for rank_idx, (expected, got) in enumerate(zip(one_node, nodes, strict=True)):
+        assert len(expected) == len(got) > 0
+        for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+            assert a.shape == b.shape
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (rank_idx, i)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local_ranks"), NODE_LAYOUTS)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_same_bits(num_ranks: int, num_local_ranks: int, layout: Layout) -> None:
+    case = Case(layout=layout)
+
+    def body(comm: moe_comm.Communicator) -> list[torch.Tensor]:
+        x, topk_idx, weights = case.batch(comm.rank_idx)
+        found = []
+        with EpBuffer(comm, case.config) as buffer:
+            for round_idx in range(5):
+                result = buffer.dispatch(x + round_idx, topk_idx, weights, layout=layout)
+                rows = rows_of(result.x, comm.rank_idx)
+                if round_idx % 2 == 1:  # in the heap
+                    in_place = buffer.empty_expert_output(result.handle)
+                    in_place.copy_(rows)
+                    rows = in_place
+                out = torch.empty_like(x) if round_idx == 2 else None
+                applied = weights if layout is not Layout.RANK_MAJOR and round_idx > 2 else None
+                found.append(buffer.combine(rows, result.handle, topk_weights=applied, out=out))
+        return [sums.clone() for sums in found]
+
+    same_bits_as_with_one_node(num_ranks, num_local_ranks, body)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local_ranks"), NODE_LAYOUTS)
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
+def test_weights_come_back_with_rows_and_alone(
+    num_ranks: int, num_local_ranks: int, layout: Layout
+) -> None:
+    case = Case(layout=layout)
+
+    def body(comm: moe_comm.Communicator) -> list[torch.Tensor]:
+        x, topk_idx, weights = case.batch(comm.rank_idx)
+        with EpBuffer(comm, case.config) as buffer:
+            result = buffer.dispatch(x, topk_idx, weights, layout=layout)
+            row_weights = result.topk_weights * 3.0 + comm.rank_idx
+            both = buffer.combine(
+                rows_of(result.x, comm.rank_idx), result.handle, row_weights=row_weights
+            )
+            alone = buffer.combine(None, result.handle, row_weights=row_weights)
+            return [both.x.clone(), both.topk_weights.clone(), alone.topk_weights.clone()]
+
+    same_bits_as_with_one_node(num_ranks, num_local_ranks, body)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # A chunk holds 128 rows: tens of chunks to and from every rank, several times round the ring.
+        Case(hidden=4096, num_tokens=(700, 0, 650), num_experts=6, num_topk=6),
+        # A row is wider than a chunk should be, and one token takes a whole chunk.
+        Case(hidden=300_000, dtype=torch.float32, num_tokens=(9, 4), num_topk=4, num_experts=4),
+    ],
+    ids=["many-chunks", "wide-rows"],
+)
+def test_many_chunks(case: Case) -> None:
+    def body(comm: moe_comm.Communicator) -> list[torch.Tensor]:
+        x, topk_idx, weights = case.batch(comm.rank_idx)
+        with EpBuffer(comm, case.config) as buffer:
+            found = []
+            for _ in range(2):
+                result = buffer.dispatch(x, topk_idx)
+                rows = rows_of(result.x, comm.rank_idx)
+                found.append(buffer.combine(rows, result.handle, topk_weights=weights).clone())
+            return found
+
+    same_bits_as_with_one_node(4, 2, body)
+
+
+def test_operations_in_flight() -> None:
+    case = Case(hidden=1024)
+
+    def body(comm: moe_comm.Communicator) -> list[torch.Tensor]:
+        x, topk_idx, _ = case.batch(comm.rank_idx)
+        with EpBuffer(comm, case.config) as buffer:
+            handle = buffer.dispatch(x, topk_idx).handle
+            received = [
+                buffer.dispatch(x + i, None, handle=handle, async_op=True) for i in range(2)
+            ]
+            sums = []
+            for result in received:
+                result.event.wait()
+                sums.append(buffer.combine(rows_of(result.x, comm.rank_idx), handle, async_op=True))
+            for result in sums:
+                result.event.wait()
+            return [result.x.clone() for result in sums]
+
+    same_bits_as_with_one_node(4, 2, body)
+
+
+def num_rows_on_node(case: Case, num_ranks: int, num_local_ranks: int, src: int, node: int) -> int:
+    """Rows of the tokens of `src` on `node`, counted one by one."""
+    experts_per_rank = case.num_experts // num_ranks
+    num_rows = 0
+    for choices in case.batch(src)[1].tolist():
+        ranks = [expert // experts_per_rank for expert in choices if expert >= 0]
+        if case.layout is Layout.RANK_MAJOR:
+            ranks = list(set(ranks))
+        num_rows += sum(rank // num_local_ranks == node for rank in ranks)
+    return num_rows
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local_ranks"), NODE_LAYOUTS)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_bytes_are_those_of_the_formula(
+    num_ranks: int, num_local_ranks: int, layout: Layout
+) -> None:
+    case = Case(layout=layout)
+    num_nodes = num_ranks // num_local_ranks
+
+    def body(comm: moe_comm.Communicator) -> list[tuple[int, int]]:
+        x, topk_idx, weights = case.batch(comm.rank_idx)
+        with_weights = layout is not Layout.LOW_LATENCY
+        found = []
+        with EpBuffer(comm, case.config) as buffer:
+            result = buffer.dispatch(x, topk_idx, weights if with_weights else None, layout=layout)
+            rows = rows_of(result.x, comm.rank_idx)
+            calls = [
+                lambda: buffer.combine(rows, result.handle),
+                lambda: buffer.combine(rows, result.handle, row_weights=result.topk_weights),
+                lambda: buffer.combine(None, result.handle, row_weights=result.topk_weights),
+            ]
+            for call in calls if with_weights else calls[:1]:
+                before = buffer._backend.internode_bytes()
+                call()
+                after = buffer._backend.internode_bytes()
+                found.append((after[0] - before[0], after[1] - before[1]))
+        return found
+
+    # 144 bytes and the counts (or 320 bytes of text), to a multiple of 64.
+    row = -(-(144 + max(320, 4 * (case.num_experts + num_ranks + 2))) // 64) * 64
+    row_bytes = case.hidden * case.dtype.itemsize
+    weight_bytes = 4 * (case.num_topk if layout is Layout.RANK_MAJOR else 1)
+    counted = on_ranks(num_ranks, body, num_local_ranks=num_local_ranks, rail="sockets")
+    for rank_idx, found in enumerate(counted):
+        own_node, local_rank = divmod(rank_idx, num_local_ranks)
+        for (sent, received), with_row, with_weight in zip(
+            found, (1, 1, 0), (0, 1, 1), strict=False
+        ):
+            pulled_bytes = with_row * row_bytes + with_weight * weight_bytes
+            expected_sent = expected_received = 0
+            for node in range(num_nodes):
+                if node == own_node:
+                    continue
+                peer = node * num_local_ranks + local_rank
+                wanted = num_rows_on_node(case, num_ranks, num_local_ranks, rank_idx, node)
+                supplied = num_rows_on_node(case, num_ranks, num_local_ranks, peer, own_node)
+                expected_sent += row + 8 * wanted + pulled_bytes * supplied
+                expected_received += row + 8 * supplied + pulled_bytes * wanted
+            assert (sent, received) == (expected_sent, expected_received)
