@@ -79,9 +79,12 @@ class RailEngine(abc.ABC):
         self._is_closed = True
         self.rail.give_up("the buffer was destroyed")
         if not self._join(_ORDERLY_END_S):
-            self._break_engine()
-            self._join(_FORCED_END_S)
-            return
+            # Peers may still need connections that are in order: a slow machine is no reason.
+            if self._is_stuck():
+                self._has_failed = True
+                self._break_engine()
+            if not self._join(_FORCED_END_S):
+                return
         # An operation that ended early may have left messages on the way.
         native = self._peers.native
         has_aborted = native.is_aborted or native.num_recoveries != self._num_recoveries
@@ -100,6 +103,10 @@ class RailEngine(abc.ABC):
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    @abc.abstractmethod
+    def _is_stuck(self) -> bool:
+        """Whether a thread waits in the engine."""
 
     @abc.abstractmethod
     def _break_engine(self) -> None:

@@ -62,6 +62,7 @@ class GlooEngine(RailEngine):
 
     def __init__(self, peers: Peers, group: dist.ProcessGroup) -> None:
         super().__init__("gloo", peers)
+        self._waiting: set[dist.Work] = set()
         global_ranks = dist.get_process_group_ranks(group)
         rail = [global_ranks[rank_idx] for rank_idx in peers.rail]
         self._lease: Lease[dist.ProcessGroup] = _kept_groups.setdefault(group, KeptEngines()).take(
@@ -115,20 +116,25 @@ class GlooEngine(RailEngine):
     def _end(self, request: _host.RailRequest, work: dist.Work) -> None:
         if self.rail.is_given_up:
             self._has_failed = True
+        self._waiting.add(work)
         try:
             work.wait(_NO_LIMIT)
         except Exception as error:  # noqa: BLE001 - whatever it is, the operation names it
             self._fail(request, error)
         else:
             request.complete()
+        finally:
+            self._waiting.remove(work)
 
     def _fail(self, request: _host.RailRequest, error: Exception) -> None:
         self._has_failed = True
         request.fail(f"gloo: {error}")
 
+    def _is_stuck(self) -> bool:
+        return len(self._waiting) > 0
+
     def _break_engine(self) -> None:
         """Let a wait of no length time out, upon which Gloo closes all connections of the group."""
-        self._has_failed = True
         peer = 1 if self._group.rank() == 0 else 0
         nothing = torch.empty(1, dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):

@@ -184,8 +184,11 @@ class MpiEngine(RailEngine):
             time.sleep(_POLL_S)
         self._channel.abandoned.extend(under_way.items())
 
+    def _is_stuck(self) -> bool:
+        return False  # the thread polls
+
     def _break_engine(self) -> None:
-        """Nothing: the thread never waits in MPI."""
+        """Nothing: see `_is_stuck`."""
 
     def _give_back(self) -> None:
         self._lease.give_back()
