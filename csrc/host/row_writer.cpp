@@ -38,6 +38,9 @@ void RowWriter::write(int64_t begin, int64_t end, StoreMode mode) {
 }
 
 void RowWriter::write_to_message(int64_t token_idx, std::byte* row, std::byte* scales) const {
+  // The last of packed scale factors need not fill its word, and memory of messages is reused.
+  if (params_.is_quantized_here)
+    std::memset(scales, 0, static_cast<size_t>(params_.num_scales * params_.scale_bytes));
   write_row(token_idx, &row, 1, scales, StoreMode::kCached);
 }
 
