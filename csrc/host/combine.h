@@ -23,15 +23,17 @@ struct CombineParams {
   std::byte* out = nullptr;                ///< [num_tokens, row_bytes], or null
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
   CopyOut copy_out = CopyOut::kAuto;
+  std::shared_ptr<const void> caller_mark;  ///< as in DispatchParams
 };
 
 /// What came back; `owner` keeps the memory, except that of a caller's `out`.
 struct CombineOutcome {
   std::shared_ptr<void> owner;
-  std::byte* sums = nullptr;       ///< [num_tokens, row_bytes], null when only weights were pulled
-  std::byte* weights = nullptr;    ///< [num_tokens, num_topk], null when none were pulled
-  bool was_copied_in = false;      ///< x lay outside the heap
-  std::vector<int64_t> waited_ns;  ///< [num_ranks]
+  std::byte* sums = nullptr;        ///< [num_tokens, row_bytes], null when only weights were pulled
+  std::byte* weights = nullptr;     ///< [num_tokens, num_topk], null when none were pulled
+  bool was_copied_in = false;       ///< x lay outside the heap
+  std::vector<int64_t> waited_ns;   ///< [num_ranks]
+  std::shared_ptr<CallerJoin> end;  ///< as in DispatchOutcome
 };
 
 /// Pulls and adds, for every token of this rank, the rows its experts made.

@@ -14,6 +14,16 @@ namespace moe::host {
 /// Whether results are copied out of the heap.
 enum class CopyOut { kAuto, kAlways, kNever };
 
+/// The end of an operation that runs on in a stream, which the caller's stream is still to wait
+/// for. Whoever looks at the results joins it; so does whoever drops them, before their memory
+/// goes.
+class CallerJoin {
+ public:
+  virtual ~CallerJoin() = default;
+  /// What the caller's stream is given from now on runs after the end. Idempotent, thread-safe.
+  virtual void join() = 0;
+};
+
 struct DispatchParams {
   const std::byte* x = nullptr;        ///< [num_tokens, source_row_bytes]
   const int64_t* topk_idx = nullptr;   ///< [num_tokens, num_topk], uncached
@@ -44,6 +54,8 @@ struct DispatchParams {
   std::shared_ptr<Window> window;  ///< low-latency: to receive in; null where none was to be had
   std::shared_ptr<const PlanHeader> plan;  ///< cached dispatch: of the endpoint's own kind
   CopyOut copy_out = CopyOut::kAuto;
+  /// Of an operation that a progress thread runs: EndpointBase::mark_caller() as it was issued.
+  std::shared_ptr<const void> caller_mark;
 
   bool is_column_major() const { return (quantization_code & 2) != 0; }
   /// Whether local expert ids travel with rows.
@@ -72,6 +84,7 @@ struct DispatchOutcome {
   int64_t num_required_rows = 0;
   std::vector<int64_t> waited_ns;          ///< [num_ranks]
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
+  std::shared_ptr<CallerJoin> end;         ///< or null; last, so that it goes first
 };
 
 /// How the rows of a call are ordered on @p endpoint.

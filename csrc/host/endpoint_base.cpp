@@ -74,6 +74,7 @@ EndpointBase::EndpointBase(std::shared_ptr<Group> group, EndpointConfig config)
       config_(std::move(config)),
       placement_(config_.expert_rank, group_->num_ranks()),
       workspaces_(static_cast<size_t>(group_->num_ranks())),
+      wait_totals_(static_cast<size_t>(group_->num_ranks())),
       recent_needs_(kRecentNeeds),
       progress_(static_cast<size_t>(config_.depth)) {}
 
@@ -122,6 +123,15 @@ std::vector<std::string> EndpointBase::connect(int depth,
 void EndpointBase::give_up_connecting() {
   for (auto& window : control_windows_)
     window->quarantine();
+}
+
+WaitStatistics EndpointBase::wait_statistics() const {
+  WaitStatistics statistics;
+  for (const WaitTotal& total : wait_totals_) {
+    statistics.waited_ns.push_back(total.waited_ns.load(std::memory_order_relaxed));
+    statistics.num_waits.push_back(total.num_waits.load(std::memory_order_relaxed));
+  }
+  return statistics;
 }
 
 std::shared_ptr<Window> EndpointBase::guess_window() {

@@ -28,6 +28,12 @@ struct EndpointConfig {
   std::vector<std::pair<std::string, std::string>> agreed;
 };
 
+/// What a rank has waited for every rank on one buffer.
+struct WaitStatistics {
+  std::vector<int64_t> waited_ns;  ///< [num_ranks]
+  std::vector<int64_t> num_waits;  ///< [num_ranks], those that were not over at the first look
+};
+
 /// What one buffer is on one rank, whoever moves its rows: a control area that the host reads,
 /// those of its peers, its epochs and its progress thread.
 ///
@@ -51,11 +57,23 @@ class EndpointBase : public Recoverable {
   bool is_on_progress_thread() const { return progress_.is_current_thread(); }
   Tracer& tracer() { return tracer_; }
 
+  /// Since the buffer was made. From any thread, also beside an operation.
+  virtual WaitStatistics wait_statistics() const;
+  /// Of this rank; by whoever waited.
+  void add_wait(int rank_idx, int64_t waited_ns) {
+    WaitTotal& total = wait_totals_[static_cast<size_t>(rank_idx)];
+    total.waited_ns.fetch_add(waited_ns, std::memory_order_relaxed);
+    total.num_waits.fetch_add(1, std::memory_order_relaxed);
+  }
+
   /// Where rows lie that peers write or read.
   virtual SymmetricMemory& memory() const = 0;
   /// DLPack's type and number of the device whose memory that is.
   virtual int32_t dlpack_device_type() const = 0;
   virtual int32_t device_idx() const = 0;
+  /// Where the caller's stream is now, for an operation issued now that begins later; null where
+  /// the caller is the host.
+  virtual std::shared_ptr<const void> mark_caller() { return nullptr; }
 
   /// A window of about the size of recent needs, without growing the heap; may be empty.
   std::shared_ptr<Window> guess_window();
@@ -103,6 +121,11 @@ class EndpointBase : public Recoverable {
   void set_next_epoch(uint64_t epoch) { next_epoch_ = epoch; }
 
  private:
+  struct WaitTotal {
+    std::atomic<int64_t> waited_ns{0};
+    std::atomic<int64_t> num_waits{0};
+  };
+
   void end_operations(const InterruptCheck& interrupt_check);
 
   std::shared_ptr<Group> group_;
@@ -115,6 +138,7 @@ class EndpointBase : public Recoverable {
   uint64_t next_epoch_ = 1;                      // 0 is the flag of memory that was never written
   uint64_t first_epoch_ = 1;
   std::atomic<uint64_t> last_completed_{0};
+  std::vector<WaitTotal> wait_totals_;  ///< [num_ranks]
   std::vector<uint64_t> recent_needs_;
   size_t next_need_ = 0;
   bool is_destroyed_ = false;

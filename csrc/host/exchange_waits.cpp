@@ -235,6 +235,7 @@ void Exchange::end_wait(int64_t start_ns, int peer_rank) {
   const int64_t now_ns = sync::now_ns();
   waited_ns_.resize(static_cast<size_t>(group_.num_ranks()));
   waited_ns_[static_cast<size_t>(peer_rank)] += now_ns - start_ns;
+  endpoint_.add_wait(peer_rank, now_ns - start_ns);
   if (!endpoint_.tracer().is_enabled())
     return;
   // Records of one operation do not overlap: own work ends where a wait starts.

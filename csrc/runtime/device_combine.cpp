@@ -27,7 +27,7 @@ class DeviceCombine {
         sums_window_(host::sums_window(params)) {}
 
   host::CombineOutcome run() {
-    endpoint_.follow_caller();
+    endpoint_.follow_caller(params_.caller_mark.get());
     const layout::OperationArguments arguments = host::combine_arguments(params_);
     const std::string problem = host::find_failed_sources(plan_, endpoint_.group());
     if (!problem.empty())
@@ -51,13 +51,14 @@ class DeviceCombine {
     }
     exchange_.enter("rows");
     exchange_.publish(row);
-    exchange_.collect(false);
     exchange_.enter("data");
+    // Every size is known: sums follow the exchange while the host reads what it brought.
     launch_sums(endpoint_,
                 params_,
                 endpoint_.tables(),
                 params_.out != nullptr ? params_.out : window_->data(),
                 window_->data() + sums_window_.weights_offset);
+    exchange_.collect(false);
     return outcome();
   }
 
@@ -86,12 +87,12 @@ class DeviceCombine {
   host::CombineOutcome outcome() {
     host::CombineOutcome outcome;
     outcome.was_copied_in = was_copied_in_;
-    outcome.waited_ns.resize(static_cast<size_t>(endpoint_.num_ranks()));
     std::byte* base = nullptr;
     auto result = copy_out_window(
         endpoint_, window_, static_cast<uint64_t>(sums_window_.bytes), params_.copy_out, &base);
     exchange_.enter("done");
-    exchange_.finish();
+    outcome.end = exchange_.finish();
+    outcome.waited_ns = endpoint_.take_waited_ns();
     exchange_.withdraw_offers();
     // Where the caller is a stream, kernels may still run: what they use is kept with the result.
     outcome.owner =

@@ -35,13 +35,13 @@ class DeviceDispatch {
         launches_(endpoint, params, arrangement_) {}
 
   host::DispatchOutcome run() {
-    endpoint_.follow_caller();
+    endpoint_.follow_caller(params_.caller_mark.get());
     if (params_.plan == nullptr)
       exchange_rows();
     else
       exchange_cached_rows();
-    exchange_.enter("data");
-    launches_.move_rows();
+    if (!is_moving_)
+      move_rows();
     return outcome();
   }
 
@@ -52,6 +52,12 @@ class DeviceDispatch {
   }
   uint64_t needed(int rank_idx) const {
     return static_cast<uint64_t>(windows_[static_cast<size_t>(rank_idx)].bytes);
+  }
+
+  void move_rows() {
+    exchange_.enter("data");
+    launches_.move_rows();
+    is_moving_ = true;
   }
 
   void exchange_rows() {
@@ -70,6 +76,10 @@ class DeviceDispatch {
     }
     exchange_.enter("rows");
     exchange_.publish(row);
+    // No count decides the size of a low-latency window, so nobody is short: rows follow their
+    // counts while the host reads those.
+    if (is_low_latency())
+      move_rows();
     judge(exchange_.collect(true));
   }
 
@@ -190,6 +200,7 @@ class DeviceDispatch {
     }
     exchange_.enter("rows");
     exchange_.publish(row_params());
+    move_rows();  // every size is known
     exchange_.collect(false);
   }
 
@@ -201,13 +212,13 @@ class DeviceDispatch {
     const auto copy_out = is_low_latency() ? host::CopyOut::kNever : params_.copy_out;
     auto owner = copy_out_window(endpoint_, window_, needed(own_rank), copy_out, &outcome_.rows);
     exchange_.enter("done");
-    exchange_.finish();
+    outcome_.end = exchange_.finish();
     exchange_.withdraw_offers();
     if (!is_low_latency())
       window_->shrink(needed(own_rank));
     outcome_.owner = std::move(owner);
     outcome_.plan = plan_;
-    outcome_.waited_ns.resize(static_cast<size_t>(num_ranks_));
+    outcome_.waited_ns = endpoint_.take_waited_ns();
     outcome_.scale_map = window.scales;
     if (params_.num_scales > 0)
       outcome_.scales = outcome_.rows + window.scales_offset;
@@ -232,6 +243,7 @@ class DeviceDispatch {
   std::shared_ptr<const DevicePlan> plan_;
   std::shared_ptr<Window> window_;
   std::vector<ReceiveWindow> windows_;
+  bool is_moving_ = false;
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "core/error.h"
 
@@ -32,6 +33,37 @@ void await(const Event& event) {
       std::this_thread::sleep_for(kSleep);
   }
 }
+
+/// See host::CallerJoin.
+class StreamJoin : public host::CallerJoin {
+ public:
+  StreamJoin(std::shared_ptr<Stream> caller, std::shared_ptr<Event> end)
+      : caller_(std::move(caller)), end_(std::move(end)) {}
+  ~StreamJoin() override {
+    try {
+      join();
+    } catch (...) {
+      // The device has failed: nothing runs on it any more.
+    }
+  }
+
+  void join() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!end_)
+      return;
+    // A graph that is being recorded cannot wait for what is outside of it.
+    if (caller_->is_capturing())
+      await(*end_);
+    else
+      caller_->wait(*end_);
+    end_ = nullptr;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<Stream> caller_;
+  std::shared_ptr<Event> end_;  ///< null once joined
+};
 
 }  // namespace
 
@@ -145,6 +177,8 @@ void DeviceEndpoint::make_tables() {
   lay(Carver(constants_.get()));
   state_ = device_->allocate(sizeof(BufferState));
   report_ = device_->allocate_host(sizeof(WaitReport));
+  waits_ = device_->allocate_host(count * static_cast<int64_t>(sizeof(kernels::WaitTotals)));
+  taken_waits_ns_.resize(static_cast<size_t>(count));
   const int64_t stride = Row::stride(num_ranks(), num_experts);
   host_read_ = device_->allocate_host(static_cast<int64_t>(sizeof(HostRead)) + count * stride);
   message_ = device_->allocate_host(Row::kMessageBytes);
@@ -166,6 +200,7 @@ void DeviceEndpoint::make_tables() {
   buffer_.first_of_rank = first_of_rank;
   buffer_.state = reinterpret_cast<BufferState*>(state_.get());
   buffer_.report = reinterpret_cast<WaitReport*>(report_.get());
+  buffer_.waits = reinterpret_cast<kernels::WaitTotals*>(waits_.get());
   buffer_.abort_word = reinterpret_cast<const uint32_t*>(abort_word_.get());
   buffer_.stall_limit_ns = static_cast<uint64_t>(group().stall_timeout_ns());
   buffer_.arrival_limit_ns = static_cast<uint64_t>(group().arrival_timeout_ns());
@@ -253,14 +288,26 @@ void DeviceEndpoint::set_caller_stream(uintptr_t handle,
   caller_stream_ = std::move(stream);
 }
 
-void DeviceEndpoint::follow_caller() {
-  if (!is_host_caller())
+std::shared_ptr<const void> DeviceEndpoint::mark_caller() {
+  return is_host_caller() ? nullptr : caller_stream_->record();
+}
+
+void DeviceEndpoint::follow_caller(const void* mark) {
+  if (is_host_caller())
+    return;
+  if (mark != nullptr)
+    stream_->wait(*static_cast<const Event*>(mark));
+  else
     stream_->wait(*caller_stream_->record());
 }
 
 void DeviceEndpoint::lead_caller() {
   if (!is_host_caller())
     caller_stream_->wait(*stream_->record());
+}
+
+std::shared_ptr<host::CallerJoin> DeviceEndpoint::join_caller() {
+  return std::make_shared<StreamJoin>(caller_stream_, stream_->record());
 }
 
 const Row& DeviceEndpoint::read_row(int rank_idx) const {
@@ -330,6 +377,23 @@ bool DeviceEndpoint::lacks(int peer_rank, host::WaitSite* site) const {
   site->phase = has_come ? layout::Phase::kData : layout::Phase::kRows;
   site->epoch = static_cast<int64_t>(epoch);
   return true;
+}
+
+host::WaitStatistics DeviceEndpoint::wait_statistics() const {
+  host::WaitStatistics statistics;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const kernels::WaitTotals& totals = buffer_.waits[peer_rank];
+    statistics.waited_ns.push_back(static_cast<int64_t>(sync::load_relaxed(totals.waited_ns)));
+    statistics.num_waits.push_back(static_cast<int64_t>(sync::load_relaxed(totals.num_waits)));
+  }
+  return statistics;
+}
+
+std::vector<int64_t> DeviceEndpoint::take_waited_ns() {
+  std::vector<int64_t> waited_ns = wait_statistics().waited_ns;
+  for (size_t i = 0; i < waited_ns.size(); ++i)
+    waited_ns[i] -= std::exchange(taken_waits_ns_[i], waited_ns[i]);
+  return waited_ns;
 }
 
 void DeviceEndpoint::show_phase(layout::Phase phase) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "host/dispatch.h"
 #include "host/endpoint_base.h"
 #include "kernels/exchange.h"
 #include "runtime/device.h"
@@ -54,6 +55,10 @@ class DeviceEndpoint : public host::EndpointBase {
   bool is_idle() const override;
   void restart(uint64_t next_epoch) override;
   Epochs epochs() const override;
+  host::WaitStatistics wait_statistics() const override;
+  /// Nanoseconds that kernels have waited for every rank since the last call, [num_ranks]. By
+  /// whoever issues operations.
+  std::vector<int64_t> take_waited_ns();
 
   Device& device() const { return *device_; }
   /// The stream of this buffer's kernels.
@@ -66,10 +71,13 @@ class DeviceEndpoint : public host::EndpointBase {
   void set_caller_stream(uintptr_t handle, const host::InterruptCheck& interrupt_check);
   /// For local work that is the caller's alone.
   Stream& caller_stream() const { return *caller_stream_; }
-  /// Kernels launched from now on run after what the caller's stream holds.
-  void follow_caller();
+  std::shared_ptr<const void> mark_caller() override;
+  /// Kernels launched from now on run after what the caller's stream holds, or held at @p mark.
+  void follow_caller(const void* mark = nullptr);
   /// What the caller's stream is given from now on runs after the kernels launched so far.
   void lead_caller();
+  /// The same put off until somebody joins.
+  std::shared_ptr<host::CallerJoin> join_caller();
 
   /// What kernels of this buffer share, as it is now.
   kernels::Buffer buffer() const;
@@ -189,6 +197,8 @@ class DeviceEndpoint : public host::EndpointBase {
   std::shared_ptr<std::byte> tables_memory_;
   kernels::Tables tables_;
   std::shared_ptr<std::byte> report_;
+  std::shared_ptr<std::byte> waits_;  ///< kernels::WaitTotals [num_ranks]
+  std::vector<int64_t> taken_waits_ns_;
   std::shared_ptr<std::byte> host_read_;
   std::shared_ptr<std::byte> message_;
   std::shared_ptr<std::byte> rank_staging_;

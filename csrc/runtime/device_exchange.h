@@ -55,7 +55,8 @@ class DeviceExchange : public host::BufferOperation {
 
   /// Everything launched: results are there for the caller when this returns (where it is the
   /// host), or once its stream comes to what it puts there from now on.
-  void finish();
+  /// @return on the progress thread of a caller that is a stream: what is to be joined first.
+  std::shared_ptr<host::CallerJoin> finish();
 
   /// Ends by an exception.
   void fail(const std::string& reason);

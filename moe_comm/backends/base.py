@@ -302,6 +302,13 @@ class Backend(abc.ABC):
         rank. Sends no rows; consumes the epoch; the buffer stays usable.
         """
 
+    def wait_statistics(self) -> tuple[list[int], list[int]]:
+        """By rank, nanoseconds this rank has waited for it since the buffer was made, and how often.
+
+        Local, from any thread. Empty lists where the backend cannot tell.
+        """
+        return [], []
+
     def internode_bytes(self) -> tuple[int, int]:
         """Bytes of messages between nodes so far: out of this rank, and into it.
 

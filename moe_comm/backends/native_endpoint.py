@@ -158,6 +158,10 @@ class NativeEndpoint(Protocol):
         """A plan of its tensors, which lie in host memory."""
         ...
 
+    def wait_statistics(self) -> tuple[list[int], list[int]]:
+        """See `Backend.wait_statistics`."""
+        ...
+
     def enable_trace(self) -> None:
         """Record phases from now on."""
         ...

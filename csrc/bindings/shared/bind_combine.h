@@ -89,6 +89,8 @@ void bind_combine(py::module_& module,
                        params.out = view_tensor(out).data;
                        params.plan = std::move(plan);
                        params.copy_out = copy_out_of(copy_out);
+                       if (is_async)
+                         params.caller_mark = endpoint->mark_caller();
                        std::shared_ptr<void> inputs;
                        if (is_async || !endpoint->progress().is_idle())
                          inputs = keep_alive(py::make_tuple(x, topk_weights, row_weights, out));

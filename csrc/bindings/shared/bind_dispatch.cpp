@@ -51,8 +51,10 @@ void describe_scales(const ScaleArguments& scales,
 }  // namespace
 
 host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
-                                        DispatchArguments& arguments) {
+                                        DispatchArguments& arguments,
+                                        int64_t* hidden) {
   const TensorView rows = view_tensor(arguments.x);
+  *hidden = rows.row_elements;
   const TensorView choices = view_tensor(arguments.topk_idx);
   const TensorView weights = view_tensor(arguments.topk_weights);
   host::DispatchParams params;

@@ -195,7 +195,10 @@ struct DispatchArguments {
   bool is_async;
 };
 
-host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint, DispatchArguments& arguments);
+/// @param hidden  elements of a row of x
+host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
+                                        DispatchArguments& arguments,
+                                        int64_t* hidden);
 
 /// Adds SubmittedDispatch to @p module, known to no other.
 py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module);
@@ -238,7 +241,10 @@ void bind_dispatch(py::module_& module,
                                     std::move(masked_ranks),
                                     copy_out,
                                     is_async};
-        host::DispatchParams params = dispatch_params_of(*endpoint, arguments);
+        int64_t hidden = 0;
+        host::DispatchParams params = dispatch_params_of(*endpoint, arguments, &hidden);
+        if (is_async)
+          params.caller_mark = endpoint->mark_caller();
         std::shared_ptr<void> inputs;
         if (is_async || !endpoint->progress().is_idle())
           inputs = keep_alive(py::make_tuple(

@@ -102,6 +102,12 @@ void bind_endpoint(py::module_& module,
               int32_t dtype) { return empty_rows(endpoint, plan, hidden, row_bytes, dtype); })
       .def_property_readonly("buffer_number",
                              [](const EndpointT& self) { return self.buffer_number(); })
+      .def("wait_statistics",
+           [](const EndpointT& self) {
+             self.group().check_fork("wait_statistics");
+             const host::WaitStatistics statistics = self.wait_statistics();
+             return py::make_tuple(statistics.waited_ns, statistics.num_waits);
+           })
       .def("enable_trace", [](EndpointT& self) { self.tracer().enable(); })
       .def("take_trace", [](EndpointT& self) { return take_trace(self); })
       .def(

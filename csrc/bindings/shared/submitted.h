@@ -69,6 +69,9 @@ class Submitted {
             std::function<Outcome(const host::InterruptCheck&)> body,
             bool is_async)
       : endpoint_(std::move(endpoint)), pending_(std::make_shared<host::Pending<Outcome>>()) {
+    // Kernels may read them when the host has long done its part.
+    if (is_async && endpoint_->dlpack_device_type() != kDlpackCpu)
+      inputs_ = inputs;
     const py::gil_scoped_release no_gil;
     if (!is_async && endpoint_->progress().is_idle()) {
       pending_->run([&body] { return body(signal_check()); });
@@ -80,8 +83,11 @@ class Submitted {
           pending->run([&body] { return body({}); });
         },
         signal_check());
-    if (!is_async)
-      pending_->wait(signal_check());
+    if (is_async)
+      return;
+    const Outcome& outcome = pending_->wait(signal_check());
+    if (outcome.end)
+      outcome.end->join();
   }
 
   bool is_complete() const {
@@ -91,10 +97,11 @@ class Submitted {
 
   const Outcome& wait() {
     check_fork();
-    if (pending_->is_complete())
-      return pending_->wait({});
-    const py::gil_scoped_release no_gil;
-    return pending_->wait(signal_check());
+    const Outcome& outcome = await_host();
+    if (outcome.end)
+      outcome.end->join();
+    inputs_ = nullptr;
+    return outcome;
   }
 
   const std::shared_ptr<host::EndpointBase>& endpoint() const { return endpoint_; }
@@ -102,10 +109,20 @@ class Submitted {
   DlpackDevice device() const { return {endpoint_->dlpack_device_type(), endpoint_->device_idx()}; }
 
  private:
+  static constexpr int32_t kDlpackCpu = 1;
+
+  const Outcome& await_host() {
+    if (pending_->is_complete())
+      return pending_->wait({});
+    const py::gil_scoped_release no_gil;
+    return pending_->wait(signal_check());
+  }
+
   // The thread that would end it is not in a forked child, and may have held its lock at the fork.
   void check_fork() const { endpoint_->group().check_fork("wait"); }
 
   std::shared_ptr<host::EndpointBase> endpoint_;
+  std::shared_ptr<void> inputs_;  ///< outlives the outcome, which joins the caller's stream
   std::shared_ptr<host::Pending<Outcome>> pending_;
 };
 

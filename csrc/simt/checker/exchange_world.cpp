@@ -138,6 +138,8 @@ ExchangeWorld::ExchangeWorld(Run& run, ExchangeWorldShape shape)
     buffer.state = allocate<kernels::BufferState>(1, Ownership::kDevice, rank_idx, "state");
     real(buffer.state).epoch = shape_.first_epoch - 1;
     buffer.report = allocate<kernels::WaitReport>(1, Ownership::kHost, rank_idx, "report");
+    buffer.waits =
+        allocate<kernels::WaitTotals>(num_ranks, Ownership::kHost, rank_idx, "wait totals");
     buffer.abort_word = allocate<uint32_t>(1, Ownership::kHost, rank_idx, "abort_word");
     buffer.abort_generation = 1;
     // An abort that a recovery has ended means nothing.
