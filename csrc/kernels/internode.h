@@ -11,6 +11,12 @@
 
 namespace moe::kernels {
 
+/// Threads of a block: what calls of the engine leave of the registers.
+constexpr int kMaxInternodeThreads = 256;
+MOE_HOST_DEVICE inline int num_threads_of(int num_threads) {
+  return num_threads < kMaxInternodeThreads ? num_threads : kMaxInternodeThreads;
+}
+
 /// The nodes of a buffer, and how the ranks of this rank's rail (equal local index, one a node) are
 /// reached. Passed by value, beside Buffer.
 ///

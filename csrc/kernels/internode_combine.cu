@@ -205,6 +205,7 @@ void launch_internode_combine_of(const device::Launch& launch,
 size_t internode_combine_shared_bytes(const CombineParams& params,
                                       const Rails& rails,
                                       int num_threads) {
+  num_threads = num_threads_of(num_threads);
   return static_cast<size_t>(scratch_bytes(num_threads) +
                              num_threads / 32 * CombineWarpShape::make(params, rails).bytes);
 }
@@ -224,16 +225,18 @@ void launch_internode_combine(const device::Launch& launch,
             " bytes for each other node, areas have ",
             rails.map.area_bytes);
   const InternodeCombineParams both{params, rails};
+  device::Launch shape = launch;
+  shape.num_threads = num_threads_of(launch.num_threads);
   switch (params.dtype) {
     case DType::kBFloat16:
-      return launch_internode_combine_of<device::BFloat16>(launch, both);
+      return launch_internode_combine_of<device::BFloat16>(shape, both);
     case DType::kFloat16:
-      return launch_internode_combine_of<device::Float16>(launch, both);
+      return launch_internode_combine_of<device::Float16>(shape, both);
     case DType::kFloat32:
     case DType::kBytes:  // no rows, only weights
-      return launch_internode_combine_of<device::Float32>(launch, both);
+      return launch_internode_combine_of<device::Float32>(shape, both);
     case DType::kFloat64:
-      return launch_internode_combine_of<device::Float64>(launch, both);
+      return launch_internode_combine_of<device::Float64>(shape, both);
   }
 }
 

@@ -9,8 +9,9 @@ namespace moe::kernels {
 /// their nodes, chunk by chunk, answers what they ask for, and adds the rows of every token in the
 /// same order as within one node: same bits.
 ///
-/// All blocks must be able to run at a time. `is_plain` is not looked at. An area (Rails::map) must
-/// have internode_combine_bytes(), which does not depend on the rank.
+/// Blocks have at most kMaxInternodeThreads threads; all of them must be able to run at a time.
+/// `is_plain` is not looked at. An area (Rails::map) must have internode_combine_bytes(), which
+/// does not depend on the rank.
 void launch_internode_combine(const device::Launch& launch,
                               const CombineParams& params,
                               const Rails& rails);

@@ -96,6 +96,7 @@ void launch_internode_dispatch_of(const device::Launch& launch,
 size_t internode_dispatch_shared_bytes(const DispatchParams& params,
                                        const Rails& rails,
                                        int num_threads) {
+  num_threads = num_threads_of(num_threads);
   return static_cast<size_t>(scratch_bytes(num_threads) +
                              num_threads / 32 * RailWarpShape::make(params, rails).bytes);
 }
@@ -115,15 +116,17 @@ void launch_internode_dispatch(const device::Launch& launch,
             " bytes for each other node, areas have ",
             rails.map.area_bytes);
   const InternodeDispatchParams both{params, rails};
+  device::Launch shape = launch;
+  shape.num_threads = num_threads_of(launch.num_threads);
   if (params.quantize.is_on == 0)
-    return launch_internode_dispatch_of<Bytes>(launch, both);
+    return launch_internode_dispatch_of<Bytes>(shape, both);
   switch (params.quantize.dtype) {
     case DType::kBFloat16:
-      return launch_internode_dispatch_of<device::BFloat16>(launch, both);
+      return launch_internode_dispatch_of<device::BFloat16>(shape, both);
     case DType::kFloat16:
-      return launch_internode_dispatch_of<device::Float16>(launch, both);
+      return launch_internode_dispatch_of<device::Float16>(shape, both);
     case DType::kFloat32:
-      return launch_internode_dispatch_of<device::Float32>(launch, both);
+      return launch_internode_dispatch_of<device::Float32>(shape, both);
     case DType::kFloat64:
     case DType::kBytes:
       break;

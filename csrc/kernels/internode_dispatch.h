@@ -9,8 +9,9 @@ namespace moe::kernels {
 /// other node that has slots of it: packed into chunks, put to the rank of this rail there, which
 /// writes it to its slots. Done flags of remote ranks are released by whoever forwards their rows.
 ///
-/// All blocks must be able to run at a time. `is_plain` is not looked at: there are no bulk copies.
-/// An area (Rails::map) must have internode_dispatch_bytes() of every rank.
+/// Blocks have at most kMaxInternodeThreads threads; all of them must be able to run at a time.
+/// `is_plain` is not looked at: there are no bulk copies. An area (Rails::map) must have
+/// internode_dispatch_bytes() of every rank.
 void launch_internode_dispatch(const device::Launch& launch,
                                const DispatchParams& params,
                                const Rails& rails);

@@ -1,6 +1,5 @@
 #include "kernels/internode_exchange.h"
 
-#include "core/error.h"
 #include "device/primitives.h"
 #include "kernels/exchange_block.h"
 #include "kernels/offers_block.h"
@@ -45,12 +44,8 @@ MOE_KERNEL void internode_offers(InternodeOffersParams params) {
 void launch_internode_exchange(const device::Launch& launch,
                                const ExchangeParams& params,
                                const Rails& rails) {
-  MOE_CHECK(launch.num_threads <= kMaxExchangeThreads,
-            "an exchange has at most ",
-            kMaxExchangeThreads,
-            " threads, got ",
-            launch.num_threads);
   device::Launch shape = launch;
+  shape.num_threads = num_threads_of(launch.num_threads);
   shape.num_blocks = 1;
   shape.shared_bytes = exchange_shared_bytes(params.buffer.num_ranks, params.buffer.num_experts);
   device::launch(internode_exchange, shape, InternodeExchangeParams{params, rails});
@@ -60,6 +55,7 @@ void launch_internode_offers(const device::Launch& launch,
                              const OffersParams& params,
                              const Rails& rails) {
   device::Launch shape = launch;
+  shape.num_threads = num_threads_of(launch.num_threads);
   shape.num_blocks = 1;
   shape.shared_bytes = kOffersSharedBytes;
   device::launch(internode_offers, shape, InternodeOffersParams{params, rails});

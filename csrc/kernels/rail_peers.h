@@ -268,7 +268,9 @@ class RailPeers {
     if (device::lane_idx() == 0) {
       const uint64_t seen = 0;
       goes_on = await_until(buffer_, site, rail_.rank_of(missing), site.epoch, seen, limit_ns, [&] {
-        bool any = false;
+        // Its row may have been given up for it: its owner has gone.
+        bool any = device::load_relaxed<device::Scope::kSystem>(flag_of(rail_.rank_of(missing))) >=
+                   site.epoch;
         for_remote_nodes([&](int node_idx) {
           const int src_rank = rail_.rank_of(node_idx);
           any = any ||
