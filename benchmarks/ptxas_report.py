@@ -1,7 +1,8 @@
 """Registers, shared memory and spills of every kernel, as the compiler reports them.
 
-Compiles csrc/kernels with the flags of the module `_cuda`, once for every architecture, and prints a
-table for docs/gpu.md; needs nvcc and no GPU.
+Compiles csrc/kernels with the flags of the modules `_cuda` and, for kernels across nodes, `_nvshmem`, once for
+every architecture, and prints a table for docs/gpu.md; needs nvcc, NVSHMEM's headers (of the wheel
+nvidia-nvshmem-cu13, or under --nvshmem) and no GPU.
 
     python benchmarks/ptxas_report.py --write docs/gpu.md
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -22,15 +24,17 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ("80", "90a", "100")
 FLAGS = (
     *("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Icsrc"),
-    *('-DMOE_DEVICE_PRIMITIVES="device/ptx.cuh"', "-Xcompiler=-Wall,-Wextra,-ffp-contract=off"),
-    *("-Xptxas=-v,--warn-on-spills", "-cubin"),
+    *("-Xcompiler=-Wall,-Wextra,-ffp-contract=off", "-Xptxas=-v", "-cubin"),
 )
+ACROSS_NODES = "internode_"
 BEGIN = "<!-- ptxas: begin -->"
 END = "<!-- ptxas: end -->"
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+# What nvcc puts before names of a file that is linked as device code.
+FILE_PREFIX = re.compile(r"^__nv_static_\w*?_(?=_ZN)")
 NOT_OF_AN_OPERATION = "name_module"
 
 
@@ -55,11 +59,29 @@ class Kernel:
     spill_bytes: int
 
 
-def compile_report(source: Path, architecture: str) -> str:
+def find_nvshmem() -> Path | None:
+    """Where the wheel of NVSHMEM lies beside this Python."""
+    package = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvshmem")
+    places = package.submodule_search_locations if package else None
+    return Path(next(iter(places))) if places else None
+
+
+def vocabulary_flags(source: Path, nvshmem: Path | None) -> list[str]:
+    """Flags that name the file which provides the kernels' vocabulary."""
+    if not source.name.startswith(ACROSS_NODES):
+        return ['-DMOE_DEVICE_PRIMITIVES="device/ptx.cuh"']
+    vocabulary = '-DMOE_DEVICE_PRIMITIVES="device/nvshmem.cuh"'
+    return [vocabulary, "-rdc=true", "-isystem", f"{nvshmem}/include"]
+
+
+def compile_report(source: Path, architecture: str, nvshmem: Path | None) -> str:
     """What ptxas prints for a file of kernels."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            ["nvcc", *FLAGS, f"-arch=sm_{architecture}", "-o", f"{folder}/kernels", str(source)],
+            [
+                *("nvcc", *FLAGS, *vocabulary_flags(source, nvshmem), f"-arch=sm_{architecture}"),
+                *("-o", f"{folder}/kernels", str(source)),
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -96,7 +118,11 @@ def parse(report: str, file: str) -> list[Kernel]:
 def short_names(mangled: list[str]) -> list[str]:
     """`dispatch<BFloat16, true>` for `void moe::kernels::...::dispatch<...>(DispatchParams)`."""
     done = subprocess.run(
-        ["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True
+        ["c++filt"],
+        input="\n".join(FILE_PREFIX.sub("", name) for name in mangled),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     names = []
     for full in done.stdout.splitlines():
@@ -145,15 +171,25 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="a page with the marks of the table")
     parser.add_argument("--check", action="store_true", help="fail where a kernel spills")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--nvshmem", type=Path, default=find_nvshmem(), help="folder with NVSHMEM's include"
+    )
+    parser.add_argument("--files", default="*.cu", help="of csrc/kernels, a pattern")
     options = parser.parse_args()
     if shutil.which("nvcc") is None:
         print("nvcc is not installed: nothing to report", file=sys.stderr)
         return 2
-    sources = sorted((ROOT / "csrc/kernels").glob("*.cu"))
+    sources = sorted((ROOT / "csrc/kernels").glob(options.files))
+    if options.nvshmem is None:
+        print("NVSHMEM was not found: kernels across nodes are left out", file=sys.stderr)
+        sources = [source for source in sources if not source.name.startswith(ACROSS_NODES)]
     reports: dict[str, list[Kernel]] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         for architecture in options.architectures.split(","):
-            texts = pool.map(lambda source: compile_report(source, architecture), sources)  # noqa: B023
+            texts = pool.map(
+                lambda source: compile_report(source, architecture, options.nvshmem),  # noqa: B023
+                sources,
+            )
             reports[architecture] = [
                 kernel
                 for source, text in zip(sources, texts, strict=True)
