@@ -1,0 +1,255 @@
+"""`Communicator.grow` and `join`: processes come to a living communicator, without a process group."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError
+from moe_comm.rendezvous import Newcomer, assign_ranks, open_store
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import (
+    config_for,
+    die,
+    error_of,
+    gather_pids,
+    make_buffer,
+    step,
+    steps_until_error,
+)
+
+LIMIT_S = 60.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _store(where: str) -> Any:
+    return where if ":" in where else dist.FileStore(where, -1)
+
+
+def _work(communicator: Communicator, num_steps: int = 5) -> None:
+    with EpBuffer(communicator, config_for(communicator.num_ranks)) as buffer:
+        for seed in range(num_steps):
+            step(buffer, seed)
+        communicator.all_gather(b"")
+
+
+def _come(where: str, rank_idx: int | None) -> Any:
+    """A process that joins: works with the others, and says who it is."""
+    try:
+        grown = Communicator.join(_store(where), rank_idx=rank_idx, timeout_s=LIMIT_S)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return type(error).__name__, str(error)
+    comm = grown.communicator
+    _work(comm)
+    comm.destroy()
+    return comm.rank_idx, grown.former_ranks, grown.new_ranks
+
+
+def _stay(where: str) -> Any:
+    """A process that joins and grows with the others."""
+    comm = Communicator.join(_store(where), timeout_s=LIMIT_S).communicator
+    _work(comm)
+    grown = comm.grow(_store(where), 1, timeout_s=LIMIT_S)
+    _work(grown.communicator)
+    grown.communicator.destroy()
+    return grown.communicator.rank_idx
+
+
+def _die_on_the_way(where: str) -> None:
+    """Joins as far as to be called, and dies."""
+    Newcomer(open_store(_store(where), False, LIMIT_S), None, LIMIT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _start(call: str) -> subprocess.Popen[str]:
+    """A process of its own: workers may have no children of multiprocessing."""
+    program = f"from tests.multiprocess import test_elastic_grow as t; print(repr(t.{call}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _outcome(process: subprocess.Popen[str]) -> Any:
+    said, _ = process.communicate(timeout=2 * LIMIT_S)
+    return ast.literal_eval(said)
+
+
+def _return_to_old_place(context: RankContext, where: str) -> tuple[Any, ...]:
+    """Rank 1 of 3 dies; the others go on; a new process takes its place."""
+    buffer = make_buffer(context)
+    comm = buffer.communicator
+    step(buffer, 0)
+    comm.all_gather(b"")
+    if context.rank_idx == 1:
+        die()
+    error, _ = steps_until_error(buffer)
+    assert isinstance(error, PeerFailedError), repr(error)
+    comm = comm.shrink(error.ranks).communicator
+    _work(comm)
+    newcomer = _start(f"_come({where!r}, 1)") if comm.rank_idx == 0 else None
+    grown = comm.grow(_store(where), timeout_s=LIMIT_S)
+    assert "closed by grow()" in str(error_of(lambda: comm.all_gather(b"")))
+    _work(grown.communicator)
+    said = _outcome(newcomer) if newcomer is not None else None
+    found = (grown.communicator.rank_idx, grown.former_ranks, grown.new_ranks, said)
+    grown.communicator.destroy()
+    return found
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["file", "address"])
+def test_a_rank_returns_to_its_old_place(tmp_path: Path, kind: str) -> None:
+    where = str(tmp_path / "store") if kind == "file" else _free_address()
+    results = run_ranks(_return_to_old_place, 3, where, fresh=True, expect_dead=[1])
+    assert results[0] == (0, (0, -1, 1), (1,), (1, (0, -1, 1), (1,)))
+    assert results[2] == (2, (0, -1, 1), (1,), None)
+
+
+def _grow_twice(context: RankContext, where: str) -> tuple[Any, ...]:
+    """By two at once, who ask for nothing, then by one who wants to be first."""
+    comm = Communicator(backend="host", arrival_timeout_s=LIMIT_S)
+    is_first = context.rank_idx == 0
+    newcomers = [_start(f"_stay({where!r})") for _ in range(2 * is_first)]
+    grown = comm.grow(_store(where), 2, timeout_s=LIMIT_S)
+    first = (grown.communicator.rank_idx, grown.former_ranks)
+    comm = grown.communicator
+    _work(comm)
+    newcomers += [_start(f"_come({where!r}, 0)") for _ in range(is_first)]
+    grown = comm.grow(_store(where), 1, timeout_s=LIMIT_S)
+    _work(grown.communicator)
+    second = (grown.communicator.rank_idx, grown.former_ranks)
+    grown.communicator.destroy()
+    assert sorted(str(_outcome(newcomer)) for newcomer in newcomers) == (
+        ["(0, (-1, 0, 1, 2, 3), (0,))", "3", "4"] if is_first else []
+    )
+    return first, second
+
+
+def test_growing_twice(tmp_path: Path) -> None:
+    results = run_ranks(_grow_twice, 2, str(tmp_path / "store"), fresh=True)
+    for rank_idx, result in enumerate(results):
+        assert result == ((rank_idx, (0, 1, -1, -1)), (rank_idx + 1, (-1, 0, 1, 2, 3)))
+
+
+# ---------------------------------------------------------------------------------------------
+# What goes wrong.
+
+
+def _nobody_comes(context: RankContext, where: str) -> list[str]:
+    comm = Communicator(backend="host", arrival_timeout_s=LIMIT_S)
+    texts = []
+    is_first = context.rank_idx == 0
+    for call in (
+        lambda: comm.grow(_store(where), timeout_s=0.5),
+        lambda: comm.grow(_store(where), 1 if is_first else 2, timeout_s=0.5),
+        lambda: comm.grow(_store(where), 0, timeout_s=0.5),
+        lambda: comm.grow("nowhere", timeout_s=0.5),
+        lambda: comm.grow(_store(where), 1, timeout_s=0.0 if is_first else 1.0),
+    ):
+        error = error_of(call)
+        texts.append(f"{type(error).__name__}: {error}")
+        _work(comm, 1)  # it goes on
+    comm.destroy()
+    return texts
+
+
+def test_the_living_go_on_when_nobody_comes(tmp_path: Path) -> None:
+    results = run_ranks(_nobody_comes, 2, str(tmp_path / "store"))
+    wanted = [
+        ("PeerTimeoutError", "waited 0.5 s for so many processes to join"),
+        ("ValueError", "num_new_ranks=1"),
+        ("ValueError", "num_new_ranks must be >= 1, got 0"),
+        ("ValueError", "'nowhere'"),
+        ("ValueError", "timeout_s must be > 0, got 0.0"),
+    ]
+    for texts in results:
+        for text, (kind, part) in zip(texts, wanted, strict=True):
+            assert text.startswith(kind), text
+            assert part in text, text
+
+
+def _refuse_then_grow(context: RankContext, where: str) -> list[Any]:
+    """Two ask for one place; one dies on the way; then one comes in good order."""
+    comm = Communicator(backend="host", arrival_timeout_s=LIMIT_S, stall_timeout_s=20.0)
+    is_first = context.rank_idx == 0
+    newcomers = [_start(f"_come({where!r}, 1)") for _ in range(2 * is_first)]
+    found: list[Any] = []
+    error = error_of(lambda: comm.grow(_store(where), 2, timeout_s=LIMIT_S))
+    found.append(f"{type(error).__name__}: {error}")
+    if is_first:
+        found.append([_outcome(newcomer) for newcomer in newcomers])
+        newcomers = [_start(f"_die_on_the_way({where!r})")]
+    error = error_of(lambda: comm.grow(_store(where), 1, timeout_s=LIMIT_S / 3))
+    found.append(type(error).__name__)
+    _work(comm)
+    newcomers += [_start(f"_come({where!r}, None)") for _ in range(is_first)]
+    grown = comm.grow(_store(where), 1, timeout_s=LIMIT_S)
+    _work(grown.communicator)
+    found.append(grown.former_ranks)
+    grown.communicator.destroy()
+    for newcomer in newcomers:
+        newcomer.wait(2 * LIMIT_S)
+    return found
+
+
+def test_refused_and_dead_newcomers_do_no_harm(tmp_path: Path) -> None:
+    results = run_ranks(_refuse_then_grow, 2, str(tmp_path / "store"), fresh=True)
+    text = "ValueError: 2 ranks that join ask for rank_idx 1"
+    assert results[0][0] == results[1][0] == text
+    assert results[0][1] == [("ValueError", "2 ranks that join ask for rank_idx 1")] * 2
+    assert results[0][2] in ("PeerTimeoutError", "PeerFailedError")
+    assert results[0][3] == results[1][2] == (0, 1, -1)
+
+
+def _die_while_growing(context: RankContext, where: str) -> tuple[int, ...]:
+    """Rank 1 dies while the living wait for somebody to come."""
+    comm = Communicator(backend="host", arrival_timeout_s=LIMIT_S)
+    pids = gather_pids(comm)
+    assert pids
+    if context.rank_idx == 1:
+        threading.Timer(0.3, die).start()
+    error = error_of(lambda: comm.grow(_store(where), timeout_s=LIMIT_S))
+    assert isinstance(error, PeerFailedError), repr(error)
+    assert error.ranks == (1,)
+    assert "call shrink() first" in str(error)
+    shrunk = comm.shrink(error.ranks)
+    _work(shrunk.communicator)
+    shrunk.communicator.destroy()
+    return shrunk.former_ranks
+
+
+def test_a_death_while_growing(tmp_path: Path) -> None:
+    start = time.monotonic()
+    results = run_ranks(_die_while_growing, 3, str(tmp_path / "store"), fresh=True, expect_dead=[1])
+    assert [results[0], results[2]] == [(0, 2)] * 2
+    assert time.monotonic() - start < LIMIT_S  # it did not wait for somebody to come
+
+
+def test_join_without_anybody(tmp_path: Path) -> None:
+    with pytest.raises(PeerTimeoutError, match="did not call grow"):
+        Communicator.join(dist.FileStore(str(tmp_path / "store"), -1), timeout_s=0.3)
+
+
+def test_numbers_of_a_grown_communicator() -> None:
+    assert assign_ranks(3, [1]) == ((0, 2, 3), (1,))
+    assert assign_ranks(2, [None, None]) == ((0, 1), (2, 3))
+    assert assign_ranks(2, [None, 0]) == ((1, 2), (3, 0))
+    for wishes in ([3], [-1], [0, 0]):
+        with pytest.raises(ValueError, match="rank_idx"):
+            assign_ranks(1, wishes)
