@@ -22,7 +22,13 @@ from moe_comm.errors import (
     RefitError,
 )
 from moe_comm.gradient_sum import GradientSum
-from moe_comm.handles import CombineResult, CommEvent, DispatchHandle, DispatchResult
+from moe_comm.handles import (
+    CombineResult,
+    CommEvent,
+    DispatchHandle,
+    DispatchResult,
+    WaitStatistics,
+)
 from moe_comm.quantization import (
     FP8_BLOCK128,
     MXFP8,
@@ -63,6 +69,7 @@ __all__ = [
     "RefitError",
     "ScaleFormat",
     "Shrunk",
+    "WaitStatistics",
     "combine",
     "dequantize",
     "dispatch",

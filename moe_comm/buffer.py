@@ -13,11 +13,12 @@ from typing import Literal, NoReturn, cast, overload
 import torch
 
 from moe_comm import validation
-from moe_comm.backends import load_backend
-from moe_comm.backends.base import Backend, DispatchOutput, PlanTensors
+from moe_comm.backends.agreement import agree_on_backend
+from moe_comm.backends.base import DispatchOutput, PlanTensors
 from moe_comm.communicator import Communicator
 from moe_comm.config import Capacity, EpConfig, Layout
-from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.exclusive_use import ExclusiveUse
+from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
 from moe_comm.quantization import Quantization
 
 __all__ = ["BufferManager", "EpBuffer", "resolve_buffer"]
@@ -67,7 +68,7 @@ class EpBuffer:
             raise TypeError(
                 f"communicator must be a Communicator, got {type(communicator).__name__}"
             )
-        backend_class = _agree_on_backend(communicator, config, backend or communicator.backend)
+        backend_class = agree_on_backend(communicator, config, backend or communicator.backend)
         self.communicator = communicator
         self.config = config
         self.buffer_id = next(_buffer_ids)
@@ -76,8 +77,11 @@ class EpBuffer:
         self.generation = 0
         self._is_on_cpu = communicator.device.type == "cpu"
         self._busy = threading.Lock()
+        self._in_dispatch = ExclusiveUse(self._busy, "dispatch")
+        self._in_combine = ExclusiveUse(self._busy, "combine")
         self._is_destroyed = False
         self._masked_ranks: tuple[int, ...] = ()
+        self._waits_at_reset: torch.Tensor | None = None
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
         self._backend = backend_class(communicator, config)
         communicator.adopt(self)
@@ -151,7 +155,8 @@ class EpBuffer:
             2 ranks, 2 experts, `topk_idx = [[1], [0]]` on rank 0 and `[[1], [1]]` on rank 1: rank 1
             receives 3 rows in the order (rank 0, token 0), (rank 1, token 0), (rank 1, token 1).
         """
-        with self._in_use("dispatch"):
+        self._check_alive()
+        with self._in_dispatch:
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
                 scales: torch.Tensor | None
@@ -246,6 +251,31 @@ class EpBuffer:
                 raise ValueError(f"{rank_idx} is not a rank of a communicator of {num_ranks}")
         self._masked_ranks = tuple(masked)
 
+    def wait_statistics(self, *, reset: bool = False) -> WaitStatistics:
+        """What this rank has waited for every rank on this buffer. Local, beside operations too.
+
+        Counts from when the buffer was made or the last reset, over operations of every kind.
+        Backends that cannot tell ("collective", "deep_ep", "reference") have zeros.
+
+        Args:
+            reset: Later calls count from here.
+
+        Raises:
+            ValueError: The buffer has been destroyed.
+        """
+        self._check_alive()
+        num_ranks = self.communicator.num_ranks
+        totals = torch.zeros(2, num_ranks, dtype=torch.int64)
+        for row, values in zip(totals, self._backend.wait_statistics(), strict=True):
+            if values:
+                row.copy_(torch.tensor(values))
+        wait_ns, num_waits = (
+            totals if self._waits_at_reset is None else totals - self._waits_at_reset
+        )
+        if reset:
+            self._waits_at_reset = totals.clone()
+        return WaitStatistics(wait_ns=wait_ns, num_waits=num_waits)
+
     @property
     def masked_ranks(self) -> tuple[int, ...]:
         """Ranks masked from this rank on, ascending."""
@@ -320,7 +350,8 @@ class EpBuffer:
             PeerTimeoutError: A peer stopped progressing.
             RuntimeError: Another thread is using this buffer.
         """
-        with self._in_use("combine"):
+        self._check_alive()
+        with self._in_combine:
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
                 self._check_handle(handle)
@@ -395,7 +426,8 @@ class EpBuffer:
             operation: "dispatch" or "combine": what the other ranks call.
             error: A ValueError or TypeError; its text is raised with this rank's number in front.
         """
-        with self._in_use(operation):
+        self._check_alive()
+        with ExclusiveUse(self._busy, operation):
             self._backend.reject(operation, error)
 
     def weighted_gradient(
@@ -435,7 +467,7 @@ class EpBuffer:
         """
         if self._is_destroyed:
             return
-        with _InUse(self._busy, "destroy"):
+        with ExclusiveUse(self._busy, "destroy"):
             self._is_destroyed = True
             self.generation += 1
             self._backend.destroy()
@@ -496,10 +528,6 @@ class EpBuffer:
             )
         return rows, scales
 
-    def _in_use(self, operation: str) -> _InUse:
-        self._check_alive()
-        return _InUse(self._busy, operation)
-
     def _check_alive(self) -> None:
         if self._is_destroyed:
             raise ValueError("this EpBuffer has been destroyed")
@@ -516,68 +544,6 @@ class EpBuffer:
                 f"handle is of generation {handle.generation} of this buffer, which is at "
                 f"{self.generation}"
             )
-
-
-def _agree_on_backend(communicator: Communicator, config: object, name: str) -> type[Backend]:
-    """The backend that every rank asks for. Collective.
-
-    Raises:
-        ValueError: Backends differ or there is no such backend, on every rank.
-        TypeError: A rank's configuration is none, on every rank.
-    """
-    error: Exception | None = None
-    backend_class = None
-    try:
-        if not isinstance(config, EpConfig):
-            raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
-        backend_class = load_backend(name)
-        if (name in ("cuda", "nvshmem")) != (communicator.device.type == "cuda"):
-            raise ValueError(
-                f"the {name} backend does not move tensors on {communicator.device}, the device of "
-                "the communicator"
-            )
-    except (TypeError, ValueError) as raised:
-        error = raised
-    problem = "" if error is None else f"{type(error).__name__}:{error}"
-    answers = communicator.all_gather(f"{name}\0{problem}".encode())
-    asked: dict[str, int] = {}
-    for rank_idx, answer in enumerate(answers):
-        if not answer:
-            continue  # failed before a recovery
-        peer_name, peer_problem = answer.decode().split("\0", 1)
-        if peer_problem:
-            kind, _, text = peer_problem.partition(":")
-            raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank_idx}: {text}")
-        asked.setdefault(peer_name, rank_idx)
-    if len(asked) > 1:
-        texts = ", ".join(f"{peer_name!r} on rank {rank}" for peer_name, rank in asked.items())
-        raise ValueError(f"ranks ask for different backends: {texts}")
-    assert backend_class is not None
-    return backend_class
-
-
-class _InUse:
-    """Holds a buffer for one call; a second thread is refused, never queued."""
-
-    __slots__ = ("_busy", "_operation")
-
-    def __init__(self, busy: threading.Lock, operation: str) -> None:
-        self._busy = busy
-        self._operation = operation
-
-    def __enter__(self) -> None:
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{self._operation}: another thread is using this EpBuffer; give each thread its own"
-            )
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
-        self._busy.release()
 
 
 class BufferManager:

@@ -10,7 +10,7 @@ import torch
 from moe_comm.backends.base import CombineOutput, DispatchOutput, Operation, Plan
 from moe_comm.config import Capacity, Layout
 
-__all__ = ["CombineResult", "CommEvent", "DispatchHandle", "DispatchResult"]
+__all__ = ["CombineResult", "CommEvent", "DispatchHandle", "DispatchResult", "WaitStatistics"]
 
 
 class CommEvent:
@@ -32,6 +32,21 @@ class CommEvent:
     def is_complete(self) -> bool:
         """Whether `wait()` would not block."""
         return self._operation.is_complete()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WaitStatistics:
+    """What one rank has waited for every rank on a buffer, over many operations.
+
+    A rank that others wait for much, and that itself waits little, is the one that is slow.
+
+    Args:
+        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank.
+        num_waits: int64 `[num_ranks]`: how many times; what was there at the first look is no wait.
+    """
+
+    wait_ns: torch.Tensor
+    num_waits: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)

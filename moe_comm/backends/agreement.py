@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from moe_comm.backends import messages
+from moe_comm.backends import load_backend, messages
+from moe_comm.backends.base import Backend
 from moe_comm.backends.routing import Placement
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.config import EpConfig
 
-__all__ = ["Peers", "agree_on_config"]
+if TYPE_CHECKING:
+    from moe_comm.communicator import Communicator
+
+__all__ = ["Peers", "agree_on_backend", "agree_on_config"]
 
 
 class Peers(Protocol):
@@ -54,3 +58,41 @@ def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> Placem
     if differs is not None:
         raise differs
     return Placement.of(config.resolve_expert_rank(peers.num_ranks), peers.num_ranks)
+
+
+def agree_on_backend(communicator: Communicator, config: object, name: str) -> type[Backend]:
+    """The backend that every rank asks for. Collective.
+
+    Raises:
+        ValueError: Backends differ or there is no such backend, on every rank.
+        TypeError: A rank's configuration is none, on every rank.
+    """
+    error: Exception | None = None
+    backend_class = None
+    try:
+        if not isinstance(config, EpConfig):
+            raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
+        backend_class = load_backend(name)
+        if (name in ("cuda", "nvshmem")) != (communicator.device.type == "cuda"):
+            raise ValueError(
+                f"the {name} backend does not move tensors on {communicator.device}, the device of "
+                "the communicator"
+            )
+    except (TypeError, ValueError) as raised:
+        error = raised
+    problem = "" if error is None else f"{type(error).__name__}:{error}"
+    answers = communicator.all_gather(f"{name}\0{problem}".encode())
+    asked: dict[str, int] = {}
+    for rank_idx, answer in enumerate(answers):
+        if not answer:
+            continue  # failed before a recovery
+        peer_name, peer_problem = answer.decode().split("\0", 1)
+        if peer_problem:
+            kind, _, text = peer_problem.partition(":")
+            raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank_idx}: {text}")
+        asked.setdefault(peer_name, rank_idx)
+    if len(asked) > 1:
+        texts = ", ".join(f"{peer_name!r} on rank {rank}" for peer_name, rank in asked.items())
+        raise ValueError(f"ranks ask for different backends: {texts}")
+    assert backend_class is not None
+    return backend_class

@@ -16,7 +16,6 @@ from moe_comm import env
 from moe_comm.backends.base import (
     Backend,
     CombineOutput,
-    Completed,
     DispatchOutput,
     Operation,
     Plan,
@@ -38,6 +37,7 @@ from moe_comm.tracing import PhaseRecord, write_trace
 __all__ = ["NativeBackend", "NativeEndpoint", "NativePlan", "Settings"]
 
 OutputT = TypeVar("OutputT")
+EndedT = TypeVar("EndedT", bound="_Ended")
 
 # DLPack's `type code << 8 | bits`. Other dtypes travel as bytes and are viewed afterwards.
 _DLPACK_TYPES: dict[torch.dtype, int] = {
@@ -101,11 +101,8 @@ class NativePlan:
         self.native = native
         self._endpoint = endpoint
         # In one call: a decode step sees what a call costs.
-        self.num_tokens: int
-        self.num_topk: int
-        self.num_recv_tokens: int
-        self.num_recv_topk: int
-        self.num_tokens, self.num_topk, self.num_recv_tokens, self.num_recv_topk = native.sizes
+        sizes: tuple[int, int, int, int] = native.sizes
+        self.num_tokens, self.num_topk, self.num_recv_tokens, self.num_recv_topk = sizes
 
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
@@ -312,9 +309,10 @@ class NativeBackend(Backend):
         async_op: bool,
         is_low_latency: bool,
     ) -> Operation[DispatchOutput]:
-        output = cast("DispatchOutput", _Arrived(native, self._endpoint, dtype, scales))
+        arrived = _Arrived(native, self._endpoint, dtype, scales)
         if not async_op:
-            return Completed(output)
+            return arrived  # type: ignore[return-value]  # its own output, see _Ended
+        output = cast("DispatchOutput", arrived)
 
         def materialize() -> DispatchOutput:
             native.plan()  # blocks until the end, raises what ended it
@@ -346,8 +344,8 @@ class NativeBackend(Backend):
         )
 
         if async_op:
-            return _Submitted(native, lambda: _combined(native, out))
-        return Completed(_combined(native, out))
+            return _Submitted(native, lambda: cast("CombineOutput", _combined(native, out)))
+        return _combined(native, out)  # type: ignore[return-value]  # its own output, see _Ended
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
@@ -383,6 +381,10 @@ class NativeBackend(Backend):
         """See `Backend.reject`."""
         self._endpoint.reject(operation, str(error), isinstance(error, TypeError))
         raise AssertionError("a rejected operation did not raise") from error
+
+    def wait_statistics(self) -> tuple[list[int], list[int]]:
+        """See `Backend.wait_statistics`."""
+        return self._endpoint.wait_statistics()
 
     def take_trace(self) -> list[PhaseRecord]:
         """Records since the last call, oldest first. The first call turns recording on."""
@@ -460,7 +462,23 @@ class _Scales:
         return elements.view(num_rows, self.num_scales)
 
 
-class _Arrived:
+class _Ended:
+    """An `Operation` that has ended and is its own output: a decode step makes one object less."""
+
+    __slots__ = ()
+
+    @property
+    def early(self: EndedT) -> EndedT:
+        return self
+
+    def wait(self: EndedT) -> EndedT:
+        return self
+
+    def is_complete(self) -> bool:
+        return True
+
+
+class _Arrived(_Ended):
     """A native outcome as a `DispatchOutput` whose tensors are made when they are first looked at.
 
     A tensor costs half a microsecond, and few callers read all of them. Where two threads look at
@@ -550,17 +568,16 @@ class _Arrived:
         return self._made[name]
 
 
-def _combined(native: SubmittedCombine, out: torch.Tensor | None) -> CombineOutput:
+def _combined(native: SubmittedCombine, out: torch.Tensor | None) -> _Combined:
     sums, weights = native.result()
-    output = _Combined(
+    return _Combined(
         out if sums is None else from_dlpack(sums),
         None if weights is None else from_dlpack(weights),
         native,
     )
-    return cast("CombineOutput", output)
 
 
-class _Combined:
+class _Combined(_Ended):
     """A `CombineOutput` whose waiting times become a tensor when they are looked at."""
 
     __slots__ = ("_native", "topk_weights", "x")

@@ -173,6 +173,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.config",
         "moe_comm.env",
         "moe_comm.errors",
+        "moe_comm.exclusive_use",
         "moe_comm.heap_stats",
         "moe_comm.node_layout",
         "moe_comm.quantization",
