@@ -1,9 +1,10 @@
-// Words, shared memory and bulk copies of the emulator as kernels see them.
+// Words, shared memory, bulk copies and puts of the emulator as kernels see them.
 
 #include <algorithm>
 #include <cstring>
 
 #include "emulated.h"
+#include "simt/nic.h"
 
 namespace {
 
@@ -151,10 +152,103 @@ void test_bulk_errors() {
                {"1048575", "1048576"});
 }
 
+/// Symmetric memory of two ranks of one process.
+struct TwoNodes {
+  static constexpr int kNumPuts = 64;
+  struct Region {
+    uint64_t sent[kNumPuts];
+    uint64_t received[kNumPuts];
+    uint64_t signals[kNumPuts];
+  };
+  Region regions[2] = {};
+
+  TwoNodes() {
+    std::vector<std::byte*> bases = {base(0), base(1)};
+    for (int rank_idx = 0; rank_idx < 2; ++rank_idx)
+      simt::Nic::connect(base(rank_idx), sizeof(Region), bases);
+  }
+  ~TwoNodes() {
+    simt::Nic::disconnect(base(0));
+    simt::Nic::disconnect(base(1));
+  }
+  std::byte* base(int rank_idx) { return reinterpret_cast<std::byte*>(regions + rank_idx); }
+  /// By a warp of rank 0.
+  void put(int i) {
+    Region& own = regions[0];
+    put_signal(1,
+               reinterpret_cast<std::byte*>(own.received + i),
+               reinterpret_cast<const std::byte*>(own.sent + i),
+               8,
+               own.signals + i,
+               9);
+  }
+};
+
+/// Puts arrive by themselves, late and in another order, each signal behind its bytes.
+void test_puts() {
+  constexpr int kNumPuts = TwoNodes::kNumPuts;
+  TwoNodes nodes;
+  TwoNodes::Region& there = nodes.regions[1];
+  std::vector<int> order;
+  int num_late = 0;
+  emulate(1, 64, 0, [&] {
+    if (warp_idx() == 1) {
+      // The peer: looks for whatever has come, and never finds a signal without its bytes.
+      bool has_come[kNumPuts] = {};
+      while (lane_idx() == 0 && order.size() < kNumPuts) {
+        for (int i = 0; i < kNumPuts; ++i) {
+          if (has_come[i] || load_acquire<Scope::kSystem>(there.signals + i) != 9)
+            continue;
+          has_come[i] = true;
+          order.push_back(i);
+          expect_equal(load(there.received + i), uint64_t(100 + i), "bytes before their signal");
+        }
+        pause(32);
+      }
+      return;
+    }
+    for (int i = 0; i < kNumPuts; ++i) {
+      if (lane_idx() == 0)
+        store(nodes.regions[0].sent + i, uint64_t(100 + i));
+      nodes.put(i);
+      sync_warp();
+      if (lane_idx() == 0)
+        num_late += load_relaxed<Scope::kSystem>(there.signals + i) != 9;
+    }
+  });
+  expect_equal(order.size(), size_t(kNumPuts), "puts that came without quiet()");
+  expect(!std::is_sorted(order.begin(), order.end()), "puts overtake each other");
+  expect(num_late > 0, "a put is not there at once");
+  expect_equal(simt::Nic::sent_bytes(nodes.base(0)), uint64_t(8 * kNumPuts), "payload");
+  expect_equal(simt::Nic::sent_bytes(nodes.base(1)), uint64_t(0), "payload of the peer");
+}
+
+void test_quiet() {
+  TwoNodes nodes;
+  TwoNodes::Region& own = nodes.regions[0];
+  emulate(1, 32, 0, [&] {
+    if (lane_idx() == 0)
+      store(own.sent, 7);
+    for (int i = 0; i < 4; ++i)
+      nodes.put(i);
+    quiet();
+    for (int i = 0; i < 4; ++i)
+      expect_equal(load(nodes.regions[1].signals + i), 9u, "a signal after quiet()");
+    expect_equal(load(nodes.regions[1].received), 7u, "bytes after quiet()");
+  });
+  uint64_t elsewhere = 0;
+  expect_error(error_of_kernel(32, [&] { put_signal(1, nullptr, nullptr, 0, &elsewhere, 1); }),
+               {"a put of 8 bytes", "not symmetric memory"});
+  expect_error(error_of_kernel(32, [&] { put_signal(2, nullptr, nullptr, 0, own.signals, 1); }),
+               {"a put to rank 2", "does not join"});
+}
+
 const Cases kCases = {
     {"bulk_copies", test_bulk_copies},
     {"bulk_errors", test_bulk_errors},
     {"mbarrier_phases", test_mbarrier_phases},
+    {"puts", test_puts},
+    {"quiet", test_quiet},
     {"words", test_words},
 };
 

@@ -30,7 +30,14 @@ CASES = {
         "votes",
         "warp_errors",
     ),
-    "emulator_memory": ("bulk_copies", "bulk_errors", "mbarrier_phases", "words"),
+    "emulator_memory": (
+        "bulk_copies",
+        "bulk_errors",
+        "mbarrier_phases",
+        "puts",
+        "quiet",
+        "words",
+    ),
     "emulator_streams": (
         "capture",
         "capture_of_two_streams",
