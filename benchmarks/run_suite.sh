@@ -37,6 +37,10 @@ done
 bench low_latency_fp8_2_ranks --ranks 2 --tokens 8 --hidden 2048 --layout low-latency \
   --quantization fp8_block128
 
+# As if this machine were two nodes.
+bench nodes_2x2 --ranks 4 --local-ranks 2 --rail gloo --tokens 2048 --peers collective
+bench nodes_2x2_sockets --ranks 4 --local-ranks 2 --rail sockets --tokens 2048 --peers collective
+
 # Weights from one layout to another, into the heap and outside it; the peer is a service of ours.
 reshard() {
   name=$1

@@ -43,6 +43,15 @@ class BackendName(str, enum.Enum):
     REFERENCE = "reference"
 
 
+class RailName(str, enum.Enum):
+    """What joins nodes, on the command line."""
+
+    AUTO = "auto"
+    GLOO = "gloo"
+    MPI = "mpi"
+    SOCKETS = "sockets"
+
+
 class ApiName(str, enum.Enum):
     """Names of `APIS` on the command line."""
 
@@ -113,6 +122,13 @@ def dispatch_combine(
         bool, typer.Option(help="Bind rank r to core r modulo the number of cores, peers too.")
     ] = False,
     huge_page_x: Annotated[bool, typer.Option(help="Put x in 2 MiB pages too.")] = False,
+    local_ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ranks of a node: as if this machine were several \\[default: all]."
+        ),
+    ] = None,
+    rail: Annotated[RailName, typer.Option(help="What joins nodes.")] = RailName.AUTO,
     seed: Annotated[int, typer.Option(min=0, help="Of data and routing.")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
@@ -151,6 +167,8 @@ def dispatch_combine(
             num_threads=threads,
             with_huge_pages=huge_pages,
             is_pinned=pin,
+            num_local_ranks=local_ranks,
+            rail=rail.value,
         )
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
             # Found out before minutes of measuring, not after.

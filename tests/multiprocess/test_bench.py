@@ -13,16 +13,19 @@ from moe_comm.cli.app import app
 from moe_comm.cli.bench import worker
 from moe_comm.cli.bench.case import BenchCase, make_x
 from moe_comm.cli.bench.exchange import Arrived, NativeExchange
+from moe_comm.cli.bench.internode_traffic import internode_bytes
 from moe_comm.cli.bench.peers.mpi import missing_mpi
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
 from moe_comm.cli.bench.run import BenchOptions, CaseRun
 from moe_comm.cli.bench.side import Side
 from moe_comm.communicator import Communicator
 from moe_comm.config import Layout
-from moe_comm.quantization import FP8_BLOCK128
+from moe_comm.quantization import FP8_BLOCK128, Quantization, QuantizationFormat
 from moe_comm.routing_trace import save_routing_trace
+from tests.helpers.rank_threads import on_ranks
 
 CASE = BenchCase(num_ranks=2, num_tokens=40, hidden=128, num_topk=4, num_experts=8)
+COLUMNS = Quantization(format=QuantizationFormat.FP8_BLOCK128, is_column_major=True)
 ALL_OPERATIONS = (
     "dispatch",
     "combine",
@@ -90,6 +93,67 @@ def test_other_backends_are_checked_and_timed_without_a_roof_of_windows(
     # Only the host backend has windows whose memory could be counted.
     assert set(rows) == {"dispatch", "dispatch+combine"}
     assert all(row["backend"] == backend and row["p50_us"] > 0.0 for row in rows.values())
+
+
+def test_nodes_are_checked_timed_and_their_bytes_counted(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *("--ranks", "4", "--local-ranks", "2", "--rail", "sockets", "--peers", "collective"),
+        *("--tokens", "150", "--hidden", "2048", "--topk", "4", "--experts", "8"),
+        *("--repeats", "1", "--operations", "dispatch,combine,combine_copy_in,dispatch+combine"),
+    )
+    assert len(rows) == 4
+    for name, row in rows.items():
+        assert (row["check"], row["local_ranks"], row["rail"]) == ("ok", 2, "sockets")
+        assert row["internode_bytes"] == row["internode_formula_bytes"] > 150 * 4096, name
+        assert row["speedup"]["collective"] > 0.0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(CASE, num_ranks=4),
+        dataclasses.replace(CASE, num_ranks=4, with_weights=True, expert_alignment=8),
+        dataclasses.replace(CASE, num_ranks=4, num_tokens=700, hidden=2048, skew=1.0),
+        dataclasses.replace(CASE, num_ranks=4, layout=Layout.RANK_MAJOR),
+        dataclasses.replace(CASE, num_ranks=4, layout=Layout.RANK_MAJOR, with_weights=True),
+        dataclasses.replace(CASE, num_ranks=4, layout=Layout.LOW_LATENCY),
+        dataclasses.replace(CASE, num_ranks=4, hidden=1024, quantization=FP8_BLOCK128),
+        dataclasses.replace(CASE, num_ranks=4, hidden=1024, quantization=COLUMNS),
+    ],
+    ids=[
+        "plain",
+        "weights",
+        "chunks",
+        "rank-major",
+        "rank-major-weights",
+        "low-latency",
+        "fp8",
+        "fp8-columns",
+    ],
+)
+@pytest.mark.parametrize("num_local_ranks", [1, 2])
+def test_bytes_between_nodes_are_those_of_the_formula(
+    case: BenchCase, num_local_ranks: int
+) -> None:
+    pytest.importorskip("moe_comm._host")
+
+    def body(comm: Communicator) -> list[int]:
+        exchange = NativeExchange(comm, case, comm.rank_idx, make_x(case, comm.rank_idx))
+        with exchange.buffer as buffer:
+            exchange.dispatch()  # finds out how much memory a call needs
+            marks = [buffer._backend.internode_bytes()[0]]
+            result = exchange.dispatch()
+            marks.append(buffer._backend.internode_bytes()[0])
+            exchange.combine(exchange.empty_expert_output(result.handle), result.handle)
+            marks.append(buffer._backend.internode_bytes()[0])
+        return marks
+
+    ranks = on_ranks(case.num_ranks, body, num_local_ranks=num_local_ranks, rail="sockets")
+    expected = internode_bytes(case, num_local_ranks)
+    assert expected["dispatch"] == sum(after - before for before, after, _ in ranks)
+    assert expected["combine"] == sum(after - before for _, before, after in ranks)
 
 
 def test_trace_is_replayed(tmp_path: Path) -> None:

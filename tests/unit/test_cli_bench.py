@@ -94,7 +94,7 @@ def test_case_rejects(change: dict[str, object], message: str) -> None:
 
 
 def test_options_reject_unknown_names() -> None:
-    with pytest.raises(ValueError, match="gloo, mpi, got nccl"):
+    with pytest.raises(ValueError, match="gloo, mpi, collective, got nccl"):
         BenchOptions(peers=("nccl",))
     with pytest.raises(ValueError, match="got fly"):
         BenchOptions(operations=("dispatch", "fly"))
@@ -118,6 +118,11 @@ LOW_LATENCY = dataclasses.replace(SMALL, layout=Layout.LOW_LATENCY)
         (HYBRID_EP, {"operations": ("memory",)}, 'got "hybrid_ep"'),
         (HYBRID_EP, {"num_threads": 2}, "got 2 and True"),
         (HYBRID_EP, {"with_huge_pages": False}, "got None and False"),
+        (HYBRID_EP, {"num_local_ranks": 1}, "got local ranks 1"),
+        (SMALL, {"num_local_ranks": 2}, "must divide ranks, got 2 and 3"),
+        (SMALL, {"num_local_ranks": 1, "backend": "collective"}, "got local ranks 1 and backend"),
+        (SMALL, {"rail": "gloo"}, "got rail gloo and no local ranks"),
+        (SMALL, {"peers": ("collective",), "backend": "collective"}, "compared with itself"),
     ],
 )
 def test_options_without_a_meaning_are_rejected(

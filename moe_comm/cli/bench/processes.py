@@ -143,6 +143,8 @@ class RankProcesses(WorkerProcesses):
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.
         is_pinned: Every rank is bound to one core.
+        num_local_ranks: Of the communicator; None for one node.
+        rail: Of the communicator.
 
     Raises:
         WorkerError: A rank could not start.
@@ -156,6 +158,8 @@ class RankProcesses(WorkerProcesses):
         num_threads: int | None = None,
         with_huge_pages: bool = True,
         is_pinned: bool = False,
+        num_local_ranks: int | None = None,
+        rail: str = "auto",
     ) -> None:
         launch = Launch(
             case=case,
@@ -163,5 +167,7 @@ class RankProcesses(WorkerProcesses):
             num_threads=num_threads,
             with_huge_pages=with_huge_pages,
             is_pinned=is_pinned,
+            num_local_ranks=num_local_ranks,
+            rail=rail,
         )
         super().__init__(case.num_ranks, functools.partial(Worker, launch))

@@ -63,11 +63,16 @@ def case_title(case: BenchCase) -> str:
 def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Group:
     """Times, bandwidth and ratios of one case; memory and notes below."""
     peers = sorted({peer for row in rows for peer in row.speedup})
+    across = ("internode_bytes", "internode_formula_bytes")
+    is_across_nodes = any(across[0] in row.extra for row in rows)
     table = Table(title=case_title(rows[0].case), title_justify="left")
     table.add_column("operation")
     for name in ("p50 us", "p95 us", "MB", "GB/s", "roof GB/s", "of roof", "pairs (dropped)"):
         table.add_column(name, justify="right")
     table.add_column("roof state")
+    if is_across_nodes:
+        table.add_column("MB between nodes", justify="right")
+        table.add_column("by formula", justify="right")
     for peer in peers:
         table.add_column(f"vs {peer}", justify="right")
     table.add_column("check")
@@ -86,6 +91,11 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
             _number(row.fraction_of_roof, 3),
             f"{row.num_pairs} ({row.num_dropped})",
             row.roof_state or "-",
+            *(
+                _number(row.extra[name] / 1e6 if name in row.extra else None, 3)
+                for name in across
+                if is_across_nodes
+            ),
             *(_ratio(row.speedup.get(peer)) for peer in peers),
             row.check,
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import last_level_cache_bytes
+from moe_comm.cli.bench.internode_traffic import internode_bytes
 from moe_comm.cli.bench.memory import WindowMemory, total_bytes
 from moe_comm.cli.bench.peers.mpi import MpiPeer, missing_mpi
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
@@ -34,7 +35,7 @@ __all__ = [
     "operation_bytes",
 ]
 
-PEERS = ("gloo", "mpi")
+PEERS = ("gloo", "mpi", "collective")
 THROUGHPUT_OPERATIONS = ("dispatch", "combine", "combine_copy_in")
 LATENCY_OPERATIONS = ("dispatch+combine", "differentiable_overhead")
 OPERATIONS = (*THROUGHPUT_OPERATIONS, *LATENCY_OPERATIONS, "memory")
@@ -57,6 +58,8 @@ class BenchOptions:
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.
         is_pinned: Every rank is bound to one core, peers too.
+        num_local_ranks: Ranks of a node, which this machine holds several of; None for one node.
+        rail: Between nodes, of the communicator.
     """
 
     backend: str = "host"
@@ -66,6 +69,8 @@ class BenchOptions:
     num_threads: int | None = None
     with_huge_pages: bool = True
     is_pinned: bool = False
+    num_local_ranks: int | None = None
+    rail: str = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in (("peers", PEERS), ("operations", OPERATIONS)):
@@ -121,6 +126,9 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
             f"peers move CPU tensors and the cuda backend those of a GPU, got peers "
             f"{', '.join(options.peers)}"
         )
+    if "collective" in options.peers and options.backend == "collective":
+        raise ValueError("the collective backend is not compared with itself")
+    _check_nodes(case, options)
     if options.peers and case.baseline is not None:
         raise ValueError(
             f"a case is compared with peers or with its baseline ({case.baseline[0]}), got peers "
@@ -138,6 +146,29 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
                 "HybridEP's functions make their communicator themselves: threads and huge pages "
                 f"are not chosen, got {options.num_threads} and {options.with_huge_pages}"
             )
+
+
+def _check_nodes(case: BenchCase, options: BenchOptions) -> None:
+    num_local_ranks = options.num_local_ranks
+    if num_local_ranks is None:
+        if options.rail != "auto":
+            raise ValueError(f"a rail joins nodes, got rail {options.rail} and no local ranks")
+        return
+    if options.backend != "host":
+        raise ValueError(
+            f"nodes on one machine are of the host backend, got local ranks {num_local_ranks} and "
+            f"backend {options.backend}"
+        )
+    if num_local_ranks < 1 or case.num_ranks % num_local_ranks:
+        raise ValueError(
+            f"every node has as many ranks: local ranks must divide ranks, got {num_local_ranks} and "
+            f"{case.num_ranks}"
+        )
+    if case.api == "hybrid_ep":
+        raise ValueError(
+            "HybridEP's functions make their communicator themselves, which spans one node, got "
+            f"local ranks {num_local_ranks}"
+        )
 
 
 class CaseRun:
@@ -196,6 +227,8 @@ class CaseRun:
                 num_threads=options.num_threads,
                 with_huge_pages=options.with_huge_pages,
                 is_pinned=options.is_pinned,
+                num_local_ranks=options.num_local_ranks,
+                rail=options.rail,
             )
         )
         self.on_progress("check")
@@ -207,6 +240,9 @@ class CaseRun:
         if "gloo" in options.peers:
             self.on_progress("check gloo")
             self.ranks.call("prepare_gloo")
+        if "collective" in options.peers:
+            self.on_progress("check collective")
+            self.ranks.call("prepare_collective")
         if "mpi" in options.peers:
             missing = missing_mpi()
             if missing is not None:
@@ -242,6 +278,7 @@ class CaseRun:
         sides = [SideTimes() for _ in self.bytes]
         for side_idx in [*range(len(sides))] * NUM_WARM_UP:
             self.ranks.call("sample", operation, side_idx)
+        extra = self._count_internode_bytes(operation)
         peer_wall_us: dict[str, list[float]] = {}
         ratios: dict[str, list[float]] = {}
         num_clean = 0
@@ -258,7 +295,6 @@ class CaseRun:
             self.on_progress(f"{operation} {num_clean}/{num_repeats}")
             if num_clean >= num_repeats and round_idx + 1 >= num_repeats:
                 break
-        extra: dict[str, Any] = {}
         if self.case.baseline is not None:
             name = self.case.baseline[0]
             ratios[name] = ratios_in_rounds(sides[1], sides[0])
@@ -343,8 +379,33 @@ class CaseRun:
             speedup={peer: percentile(values, 0.5) for peer, values in ratios.items()},
             peer_p50_us={peer: percentile(values, 0.5) for peer, values in peer_wall_us.items()},
             num_pairs=self.options.num_repeats,
-            extra={"num_iterations": NUM_ITERATIONS, "p99_us": percentile(wall_us[0], 0.99)},
+            extra={
+                "num_iterations": NUM_ITERATIONS,
+                "p99_us": percentile(wall_us[0], 0.99),
+                **self._count_internode_bytes("dispatch+combine"),
+            },
         )
+
+    def _count_internode_bytes(self, operation: str) -> dict[str, Any]:
+        """What one more call sends between nodes, counted and by formula; nothing with one node."""
+        num_local_ranks = self.options.num_local_ranks
+        if num_local_ranks is None or num_local_ranks == self.case.num_ranks:
+            return {}
+        before = sum(self.ranks.call("internode_bytes"))
+        if operation == "dispatch+combine":
+            self.ranks.call("run_back_to_back", 1, 0)
+        else:
+            self.ranks.call("sample", operation, 0)
+        counted = sum(self.ranks.call("internode_bytes")) - before
+        by_formula = internode_bytes(self.case, num_local_ranks)
+        by_formula["combine_copy_in"] = by_formula["combine"]
+        by_formula["dispatch+combine"] = by_formula["dispatch"] + by_formula["combine"]
+        return {
+            "local_ranks": num_local_ranks,
+            "rail": self.options.rail,
+            "internode_bytes": counted,
+            "internode_formula_bytes": by_formula[operation],
+        }
 
     def _measure_differentiable(self) -> BenchRow:
         self.ranks.call("compare_differentiable", NUM_WARM_UP)
@@ -405,6 +466,8 @@ class CaseRun:
         intervals = {}
         if "gloo" in self.options.peers:
             intervals["gloo"] = self.ranks.call("run_gloo", operation, num_iterations)
+        if "collective" in self.options.peers:
+            intervals["collective"] = self.ranks.call("run_collective", operation, num_iterations)
         if self.mpi is not None:
             intervals["mpi"] = self.mpi.run(operation, num_iterations)
         return intervals

@@ -38,6 +38,8 @@ class Launch:
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.
         is_pinned: Every rank is bound to one core.
+        num_local_ranks: Of the communicator; None for one node.
+        rail: Of the communicator.
     """
 
     case: BenchCase
@@ -45,6 +47,8 @@ class Launch:
     num_threads: int | None = None
     with_huge_pages: bool = True
     is_pinned: bool = False
+    num_local_ranks: int | None = None
+    rail: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,8 @@ class Worker:
                 device="cuda" if launch.backend == "cuda" else "cpu",
                 num_threads=launch.num_threads,
                 with_huge_pages=launch.with_huge_pages,
+                num_local_ranks=launch.num_local_ranks,
+                rail=launch.rail,
             )
         self.device = self.communicator.device
         x = make_x(case, rank_idx, _huge_page_rows(case) if case.with_huge_page_x else None)
@@ -100,6 +106,7 @@ class Worker:
         if case.baseline is not None:
             self.sides.append(self._make_side(case.baseline[1]))
         self.gloo: PipelineRunner | None = None
+        self.collective: Side | None = None
 
     def check(self) -> str | None:
         """Compare every side with the oracle, then prepare the timed calls.
@@ -214,6 +221,34 @@ class Worker:
         assert self.gloo is not None
         return self.gloo.run(operation, num_iterations)
 
+    def prepare_collective(self) -> None:
+        """Make and check the package's own collective backend; raises AssertionError if it is wrong."""
+        communicator = Communicator(backend="collective")
+        exchange = NativeExchange(communicator, self.case, self.rank_idx, self.x)
+        self.collective = Side(self.case, self.rank_idx, exchange, self.x)
+        problem = self.collective.check(self.sides[0])
+        if problem is not None:
+            raise AssertionError(problem)
+
+    def run_collective(self, operation: str, num_iterations: int) -> list[Interval]:
+        """Time the collective backend."""
+        side = self.collective
+        assert side is not None
+        if operation == "dispatch+combine":
+            return side.run_back_to_back(self.barrier, num_iterations)
+        intervals = []
+        for _ in range(num_iterations):
+            side.result = None
+            intervals.append(self._timed(side.call(operation)))
+        side.result = None
+        return intervals
+
+    def internode_bytes(self) -> int:
+        """Bytes this rank has sent to other nodes so far, as its rail counts them."""
+        exchange = self.sides[0].exchange
+        assert isinstance(exchange, NativeExchange)
+        return exchange.buffer._backend.internode_bytes()[0]
+
     def record_trace(self, num_iterations: int) -> list[PhaseRecord]:
         """Run dispatch and combine and record every phase; host backend only."""
         # Here, because the other backends work without the native module.
@@ -245,6 +280,9 @@ class Worker:
         for side in self.sides:
             if isinstance(side.exchange, NativeExchange):
                 side.exchange.buffer.destroy()
+        if self.collective is not None:
+            assert isinstance(self.collective.exchange, NativeExchange)
+            self.collective.exchange.buffer.destroy()
         if self.groups is not None:
             self.groups.destroy()
         self.communicator.destroy()
