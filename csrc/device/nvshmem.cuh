@@ -24,6 +24,11 @@ MOE_DEVICE void put_signal(
   sync_warp();
 }
 
+MOE_DEVICE void take_put(const uint64_t* signal, uint64_t value) {
+  // Returns at once, after what NVSHMEM does where a card may deliver signals ahead of bytes.
+  nvshmem_signal_wait_until(const_cast<uint64_t*>(signal), NVSHMEM_CMP_GE, value);
+}
+
 MOE_DEVICE void quiet() {
   // Where a peer's memory is mapped, a put is stores of all lanes.
   fence<Scope::kSystem>();

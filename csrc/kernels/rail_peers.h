@@ -58,6 +58,8 @@ class RailMemory {
                             at<const uint64_t>(signal),
                             MOE_MUTANT(signal_of_former_epoch) ? expected - 1 : expected,
                             limit_ns);
+    if (device::lane_idx() == 0 && has_come != 0 && !MOE_MUTANT(put_not_taken))
+      device::take_put(at<const uint64_t>(signal), expected);
     has_come = device::shuffle(has_come, 0);
     // What lane 0 acquired, all lanes may read.
     if (!MOE_MUTANT(signal_for_one_lane))
@@ -238,6 +240,8 @@ class RailPeers {
         if (device::lane_idx() == 0 &&
             device::load_relaxed<device::Scope::kSystem>(flag_of(src_rank)) < site.epoch)
           state = has_come(node_idx) ? 1 : 2;
+        if (state == 1 && !MOE_MUTANT(put_not_taken))
+          device::take_put(rail_.at<const uint64_t>(offset_of(node_idx)), site.epoch);
         state = device::shuffle(state, 0);
         if (state == 2 && missing < 0)
           missing = node_idx;

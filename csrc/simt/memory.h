@@ -48,6 +48,8 @@ void await_bulk_reads(int num_pending);
 // Puts of the calling thread, by whatever joins nodes: nic.h in the direct build.
 void put_signal(
     int pe, std::byte* to, const std::byte* from, int64_t bytes, uint64_t* signal, uint64_t value);
+/// By the thread that has acquired what the signal of a put holds.
+void take_put(const uint64_t* signal);
 void quiet();
 
 // Told by the emulator. A thread is the number of its fiber in the scheduler that runs it.

@@ -303,6 +303,9 @@ inline void put_signal(
   if (lane_idx() == 0)
     simt::memory::put_signal(pe, to, from, bytes, signal, value);
 }
+inline void take_put(const uint64_t* signal, uint64_t /*value*/) {
+  simt::memory::take_put(signal);
+}
 inline void quiet() {
   if (lane_idx() == 0)
     simt::memory::quiet();

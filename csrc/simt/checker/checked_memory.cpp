@@ -157,6 +157,10 @@ void put_signal(
   enter(true).put_signal(pe, to, from, bytes, signal, value);
 }
 
+void take_put(const uint64_t* signal) {
+  enter(false).take_put(signal);
+}
+
 void quiet() {
   enter(true).quiet();
 }

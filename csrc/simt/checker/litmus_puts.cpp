@@ -71,11 +71,13 @@ void put(const PutParams& params, int signal) {
                      1);
 }
 
-void receive(const PutParams& params, int signal) {
+void receive(const PutParams& params, int signal, bool is_taken = true) {
   if (device::lane_idx() != 0)
     return;
   while (device::load_acquire<Scope::kSystem>(params.signal(signal)) != 1)
     device::pause(32);
+  if (is_taken)
+    device::take_put(params.signal(signal), 1);
   device::store(params.result, device::load(params.received()) == 7 ? uint64_t{42} : uint64_t{1});
 }
 
@@ -89,6 +91,17 @@ void pass(PutParams params) {
 }
 MOE_SCENARIO(litmus_put, "a put, its signal, and its source written again after quiet()") {
   run_on_two_nodes(run, &pass);
+}
+
+void pass_untaken(PutParams params) {
+  if (params.rank_idx == 1)
+    return receive(params, 0, false);
+  write_source(params, 7);
+  put(params, 0);
+  device::quiet();
+}
+MOE_WRONG_SCENARIO(litmus_put_untaken, "bytes are read before the put was taken") {
+  run_on_two_nodes(run, &pass_untaken);
 }
 
 void pass_and_rewrite(PutParams params) {

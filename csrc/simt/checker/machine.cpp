@@ -250,6 +250,7 @@ void Machine::set_word(const Pending& store) {
   word.rank_idx = store.message.rank_idx;
   word.block = store.message.block;
   word.is_host = store.message.is_host;
+  word.is_put = false;
 }
 
 uint64_t Machine::atomic_load(const void* from, size_t bytes, Order order, Reach reach) {
@@ -263,7 +264,8 @@ uint64_t Machine::atomic_load(const void* from, size_t bytes, Order order, Reach
   const auto found = words_.find(from);
   if (found != words_.end()) {
     check_word(found->second, reach, from, false);
-    races_.acquire(running_->actor, found->second.message, order, reach);
+    if (!found->second.is_put)
+      races_.acquire(running_->actor, found->second.message, order, reach);
   }
   return value;
 }

@@ -86,6 +86,7 @@ class Machine {
                   int64_t bytes,
                   uint64_t* signal,
                   uint64_t value);
+  void take_put(const uint64_t* signal);
   void quiet();
   void meet(Thread* const* threads, int num_threads);
   /// The running thread passes a barrier without waiting there. @return for meet_arrival, once
@@ -210,6 +211,7 @@ struct Machine::Word {
   int rank_idx = -1;
   int64_t block = -1;
   bool is_host = false;
+  bool is_put = false;  ///< its acquirers learn of the put when they take it
 };
 
 struct Machine::Barrier {

@@ -63,6 +63,7 @@ void Machine::put_signal(
     races_.access(actor, put.to, bytes, by_put(true, false));
   }
   races_.access(actor, put.signal, sizeof(uint64_t), by_put(true, true));
+  put.word.is_put = true;
   put.word.message.is_set = true;
   put.word.message.knowledge = actor.knowledge;
   put.word.message.knowledge.all.raise(actor.slot, actor.step);
@@ -109,6 +110,12 @@ void Machine::arrive_put(size_t idx) {
   put.staged = {};
   std::memcpy(guest_.real(put.signal), &put.value, sizeof(put.value));
   words_[put.signal] = put.word;
+}
+
+void Machine::take_put(const uint64_t* signal) {
+  const auto found = words_.find(signal);
+  if (found != words_.end())
+    races_.acquire(running_->actor, found->second.message, Order::kAcquire, Reach::kSystem);
 }
 
 void Machine::quiet() {
