@@ -288,17 +288,15 @@ void InternodeCombine::gather(const Supply& supply, std::byte* chunk) {
       plan_.arrangement.is_by_rank() ? plan_.num_recv_topk : int64_t{1};
   const int64_t weights_bytes = pulled.num_weights * pulled.weight_bytes;
   std::byte* const weights = chunk + count * pulled.row_bytes;
-  const auto& kernels = endpoint_.kernels();
   endpoint_.for_tokens(count, count * pulled.bytes(), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto rank_idx = static_cast<size_t>(Slot::rank_idx(slots[i]));
       const int64_t row_idx = Slot::row_idx(slots[i]);
-      // Cached: the engine reads them next.
+      // Not past the caches: the engine reads them next.
       if (pulled.row_bytes > 0)
-        kernels.copy(offset_ptr(bases_.rows[rank_idx], row_idx, pulled.row_bytes),
-                     offset_ptr(chunk, i, pulled.row_bytes),
-                     pulled.row_bytes,
-                     StoreMode::kCached);
+        sync::pull_shared(offset_ptr(chunk, i, pulled.row_bytes),
+                          offset_ptr(bases_.rows[rank_idx], row_idx, pulled.row_bytes),
+                          static_cast<size_t>(pulled.row_bytes));
       if (weights_bytes > 0)
         sync::pull_shared(
             offset_ptr(weights, i, weights_bytes),
