@@ -106,6 +106,9 @@ void Relay::wait(int node_idx, const std::function<bool()>& is_ready) {
 }
 
 void Relay::release_done(int src_rank) {
+  // Rows are left unwritten once somebody has given up.
+  if (!MOE_MUTANT(relay_done_after_abort))
+    group_.check_abort();
   exchange_.release_done_of(src_rank);
 }
 

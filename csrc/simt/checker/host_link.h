@@ -76,7 +76,7 @@ class WorldLink final : public PeerLink {
   std::deque<News> news_;
   std::map<Address, std::deque<std::pair<std::string, Clock>>> inbox_;
   std::vector<Peer> peers_;
-  std::vector<Listener> listeners_;
+  std::deque<Listener> listeners_;  ///< one that is added while they run moves none of them
   int next_listener_ = 0;
   bool is_calling_ = false;
   bool is_closed_ = false;

@@ -119,7 +119,8 @@ void HostWorld::run_rank(HostRank& rank, const std::function<void(HostRank&)>& b
                                                 options_.arrival_timeout_s,
                                                 1,
                                                 false,
-                                                host::InterruptCheck{});
+                                                host::InterruptCheck{},
+                                                options_.num_local_ranks);
     body(rank);
     rank.join_all();
     for (const auto& endpoint : rank.endpoints_)

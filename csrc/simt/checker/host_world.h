@@ -61,6 +61,7 @@ class HostWorld {
  public:
   struct Options {
     int num_ranks = 2;
+    int num_local_ranks = 0;                            ///< of a node; 0 for one node
     int64_t segment_bytes = int64_t{64} << 10;          ///< the heap grows by so much at least
     int64_t most_heap_bytes = HostMemory::kArenaBytes;  ///< of one rank
     double stall_timeout_s = 1e4;
