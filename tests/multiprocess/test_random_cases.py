@@ -14,6 +14,7 @@ from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
 from moe_comm.testing import Case, Target, check_case
 from moe_comm.testing.case_list import in_layout
 from moe_comm.testing.cases import ROUTINGS
+from tests.helpers.node_ranks import target
 
 QUANTIZABLE = [torch.bfloat16, torch.float16, torch.float32]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int64]
@@ -79,8 +80,8 @@ def capacity_lists(draw: st.DrawFn, num_ranks: int, alignment: int) -> tuple[Cap
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    num_ranks = draw(st.integers(1, 4))
+def cases(draw: st.DrawFn, rank_counts: tuple[int, ...] = (1, 2, 3, 4)) -> Case:
+    num_ranks = draw(st.sampled_from(rank_counts))
     num_experts = draw(st.integers(1, 12))
     placement = st.lists(st.integers(0, num_ranks - 1), min_size=num_experts, max_size=num_experts)
     num_tokens = st.lists(st.integers(0, 12), min_size=num_ranks, max_size=num_ranks)
@@ -118,3 +119,18 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases())
 def test_drawn_cases(name: str, mode: str, case: Case) -> None:
     check_case(Target(name=name), case, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("rail", "mode", "most_local_ranks"),
+    [
+        ("sockets", "threads", 2),
+        pytest.param("sockets", "threads", 1, marks=pytest.mark.slow),
+        pytest.param("sockets", "threads", 3, marks=pytest.mark.slow),
+        pytest.param("gloo", "processes", 2, marks=pytest.mark.slow),
+    ],
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases((3, 4, 6)))
+def test_drawn_cases_across_nodes(rail: str, mode: str, most_local_ranks: int, case: Case) -> None:
+    check_case(target(most_local_ranks, rail), case, mode=mode)
