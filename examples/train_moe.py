@@ -128,9 +128,12 @@ class MoeModel:
     Args:
         options: The same on every rank.
         dispatcher: Moves rows between the ranks; shared by all layers.
+        num_shards: That this rank computes; None for an equal share.
     """
 
-    def __init__(self, options: Options, dispatcher: TokenDispatcher) -> None:
+    def __init__(
+        self, options: Options, dispatcher: TokenDispatcher, num_shards: int | None = None
+    ) -> None:
         self.options = options
         self.group = dispatcher.buffer.communicator.group
         num_ranks = dispatcher.buffer.communicator.num_ranks
@@ -154,7 +157,9 @@ class MoeModel:
         # Added to the scores when experts are chosen; raised for those that get few tokens.
         self.balance = torch.zeros(options.num_layers, options.num_experts)
         # A trunk per shard: same values in the same memory, gradients apart.
-        self.shard_trunks = [copy.deepcopy(self.trunk) for _ in range(NUM_SHARDS // num_ranks)]
+        if num_shards is None:
+            num_shards = NUM_SHARDS // num_ranks
+        self.shard_trunks = [copy.deepcopy(self.trunk) for _ in range(num_shards)]
         for replica in self.shard_trunks:
             for mine, shared in zip(replica.parameters(), self.trunk.parameters(), strict=True):
                 mine.data = shared.data
