@@ -13,6 +13,12 @@ using layout::RailRecord;
 using layout::RailRegion;
 using layout::RailReply;
 
+/// Chunks of a combine that may be under way at a time, each by a warp of its own.
+constexpr int64_t kNumReplyPlaces = 64;
+constexpr int64_t kMostTokensPerChunk = 8;
+/// Chunks of a full buffer, at least: a warp takes one at a time.
+constexpr int64_t kLeastChunks = 256;
+
 int64_t area_bytes(const InternodeConfig& config,
                    const RailRegion& empty,
                    int64_t tokens_per_chunk,
@@ -31,9 +37,10 @@ int64_t area_bytes(const InternodeConfig& config,
                                           config.num_max_topk,
                                           config.max_row_bytes,
                                           weight_bytes * config.num_max_topk);
-  return round_up(
-      std::max(empty.num_max_chunks * chunk_bytes, reply.replies_offset + reply.window_bytes()),
-      64);
+  return round_up(std::max(empty.num_max_chunks * chunk_bytes,
+                           reply.replies_offset + std::min(empty.num_max_chunks, kNumReplyPlaces) *
+                                                      reply.window_bytes()),
+                  64);
 }
 
 }  // namespace
@@ -59,6 +66,8 @@ Internode::Internode(host::Group& group,
   rails_.nodes = group.nodes();
   const int num_ranks = group.num_ranks();
   const int num_nodes = rails_.nodes.num_nodes();
+  rails_.tokens_per_chunk = static_cast<int32_t>(
+      std::clamp<int64_t>(num_max_tokens_ / kLeastChunks, 1, kMostTokensPerChunk));
   const int64_t num_max_chunks = std::max<int64_t>(rails_.num_chunks(num_max_tokens_), 1);
   const RailRegion empty =
       RailRegion::make(num_nodes, num_ranks, num_experts, depth, num_max_chunks, 0);
