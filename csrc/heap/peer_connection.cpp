@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "heap/tcp.h"
 
 namespace moe::heap {
 
@@ -183,6 +184,17 @@ bool PeerConnection::take_frame(const FrameHandler& handle_frame) {
   num_header_bytes_ = 0;
   num_payload_bytes_ = 0;
   handle_frame(header_, std::exchange(payload_, {}), std::move(fd));
+  return true;
+}
+
+bool PeerConnection::check_link(double limit_s) {
+  if (kind_ != Kind::kRemote || !socket_)
+    return false;
+  num_silent_looks_ = is_tcp_silent(socket_, limit_s) ? num_silent_looks_ + 1 : 0;
+  if (num_silent_looks_ < 2)
+    return false;
+  is_lost_.store(true, std::memory_order_relaxed);
+  end();
   return true;
 }
 

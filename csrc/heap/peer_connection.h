@@ -84,6 +84,10 @@ class PeerConnection {
   /// Receives what is there.
   Receive receive(const FrameHandler& handle_frame);
 
+  /// Ends the connection to a remote peer whose machine has not answered for @p limit_s; called now
+  /// and then. @return Whether it did.
+  bool check_link(double limit_s);
+
   /// The peer said goodbye: from now on its end is no failure.
   void mark_left();
 
@@ -118,6 +122,7 @@ class PeerConnection {
   Kind kind_;
   std::atomic<PeerState> state_{PeerState::kAlive};
   std::atomic<bool> is_lost_{false};
+  int num_silent_looks_ = 0;  ///< in a row; service thread only
 
   int epoll_ = -1;
   uint64_t socket_key_ = 0;

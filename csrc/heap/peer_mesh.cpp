@@ -32,6 +32,10 @@ using Clock = std::chrono::steady_clock;
 // A peer that is stopped may not read its last messages; leaving does not wait longer for it.
 constexpr auto kFlushLimit = std::chrono::seconds(1);
 constexpr int kRetryMs = 5;
+// Shorter silences come of loaded machines and of links that drop packets.
+constexpr double kLeastLinkTimeoutS = 2.0;
+constexpr int kLinkLooks = 8;  // at a connection, within its limit
+constexpr double kMostLookS = 5.0;
 constexpr uint64_t kWakeKey = ~uint64_t{0};
 constexpr uint64_t kPidfdBit = uint64_t{1} << 32;
 
@@ -154,6 +158,8 @@ class SocketMesh final : public PeerMesh,
 
   // Everything below runs on the service thread.
   void serve();
+  int next_look_ms() const;
+  bool check_links();
   bool handle_event(uint64_t key);
   bool receive_from(int rank_idx, bool has_exited);
   void handle_frame(Peer& peer, const FrameHeader& header, std::string payload, OwnedFd fd);
@@ -175,6 +181,9 @@ class SocketMesh final : public PeerMesh,
   OwnedFd epoll_;
   OwnedFd wake_fd_;
   std::unique_ptr<std::thread> service_;
+  bool has_remote_ = false;
+  double link_timeout_s_ = 0;
+  Clock::time_point next_look_{};
   bool has_ended_sending_ = false;  ///< to remote ranks; service thread only
 
   ListenerList listeners_;
@@ -212,6 +221,8 @@ void SocketMesh::connect(int rank_idx,
       rank_idx, addresses_, nodes, waiting_, options.timeout_s, options.interrupt_check);
   waiting_ = Listeners{};
   rank_idx_ = rank_idx;
+  has_remote_ = nodes.num_nodes() > 1;
+  link_timeout_s_ = std::max(options.link_timeout_s, kLeastLinkTimeoutS);
   for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
     auto peer = std::make_unique<Peer>();
     peer->segments = std::make_unique<PeerSegments>(
@@ -225,7 +236,7 @@ void SocketMesh::connect(int rank_idx,
       else if (addresses_[static_cast<size_t>(peer_rank)].process_token == address_.process_token)
         kind = Kind::kThread;
       if (kind == Kind::kRemote)
-        prepare_tcp(socket, options.link_timeout_s);
+        prepare_tcp(socket, link_timeout_s_);
       // This process cannot outlive itself: its ranks tell each other by the end of the socket.
       OwnedFd pidfd = kind == Kind::kProcess ? peer_pidfd(socket) : OwnedFd();
       peer->connection =
@@ -382,7 +393,7 @@ void SocketMesh::serve() {
   Clock::time_point flush_deadline{};
   while (true) {
     const bool is_stopping = is_stopping_.load(std::memory_order_acquire);
-    int wait_ms = -1;
+    int wait_ms = has_remote_ ? next_look_ms() : -1;
     for (const auto& peer : peers_)
       if (peer->segments->has_unmapped_pages())
         wait_ms = 0;
@@ -393,6 +404,7 @@ void SocketMesh::serve() {
     bool has_changed = false;
     for (int i = 0; i < num_events; ++i)
       has_changed |= handle_event(events[static_cast<size_t>(i)].data.u64);
+    has_changed |= has_remote_ && check_links();
     const PeerConnection::Flush flushed = flush_all();
     if (flushed == PeerConnection::Flush::kTryLater)  // the socket reports room, but the system has
                                                       // none for now
@@ -409,6 +421,23 @@ void SocketMesh::serve() {
     for (const auto& peer : peers_)
       peer->segments->map_step();
   }
+}
+
+int SocketMesh::next_look_ms() const {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_look_ - Clock::now());
+  return std::max(0, static_cast<int>(left.count()));
+}
+
+/// @return Whether a link was found lost.
+bool SocketMesh::check_links() {
+  if (Clock::now() < next_look_)
+    return false;
+  const std::chrono::duration<double> interval(std::min(link_timeout_s_ / kLinkLooks, kMostLookS));
+  next_look_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(interval);
+  bool has_changed = false;
+  for (const auto& peer : peers_)
+    has_changed |= peer->connection != nullptr && peer->connection->check_link(link_timeout_s_);
+  return has_changed;
 }
 
 /// @return Whether listeners have to hear of it.

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <set>
@@ -21,7 +20,6 @@ namespace moe::heap {
 namespace {
 
 constexpr int kBacklog = 4096;       // the kernel takes the least of this and somaxconn
-constexpr double kLongestS = 1e6;    // milliseconds of it fit what the kernel takes
 constexpr int kMostKeepaliveS = 30;  // seconds between two looks at an idle peer
 
 struct SocketAddress {
@@ -250,17 +248,24 @@ int dial_error(const OwnedFd& socket) {
 }
 
 void prepare_tcp(const OwnedFd& socket, double limit_s) {
-  const double bound_s = std::clamp(limit_s, 0.1, kLongestS);
-  const auto limit_ms = static_cast<int>(bound_s * 1e3);
-  // The kernel answers for a process that is stopped or busy: only a machine or a link is found
-  // this way. Its unit is the second.
-  const int interval_s = std::clamp(static_cast<int>(std::floor(bound_s / 4)), 1, kMostKeepaliveS);
+  // Four questions within the limit. TCP_USER_TIMEOUT would also end a connection to a process that
+  // is stopped and reads nothing, though its machine answers.
+  const int interval_s =
+      static_cast<int>(std::clamp(limit_s / 4, 1.0, static_cast<double>(kMostKeepaliveS)));
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY");
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1, "SO_KEEPALIVE");
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, interval_s, "TCP_KEEPIDLE");
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval_s, "TCP_KEEPINTVL");
-  // Bounds both how long sent bytes and how long looks at an idle peer may go unanswered.
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, limit_ms, "TCP_USER_TIMEOUT");
+}
+
+bool is_tcp_silent(const OwnedFd& socket, double limit_s) {
+  tcp_info info{};
+  socklen_t bytes = sizeof info;
+  if (::getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0)
+    return false;
+  // Sent bytes, or a look at an idle peer or at one that takes no more for now.
+  const bool is_owed = info.tcpi_unacked > 0 || info.tcpi_probes > 0;
+  return is_owed && info.tcpi_last_ack_recv >= limit_s * 1e3;
 }
 
 }  // namespace moe::heap

@@ -57,9 +57,13 @@ OwnedFd dial_tcp(const IpAddress& address, uint16_t port);
 /// What became of a dialled socket: 0 or an error number.
 int dial_error(const OwnedFd& socket);
 
-/// Small messages go at once; a peer whose machine does not answer for @p limit_s, busy or idle,
-/// ends the socket.
+/// Small messages go at once, and the machine of an idle peer is asked now and then whether it is
+/// there.
 /// @throws SystemError
 void prepare_tcp(const OwnedFd& socket, double limit_s);
+
+/// Whether the machine at the other end owes an answer and has given none for @p limit_s. One look
+/// may fall between a question and its answer.
+bool is_tcp_silent(const OwnedFd& socket, double limit_s);
 
 }  // namespace moe::heap

@@ -1,4 +1,4 @@
-"""The heap under ThreadSanitizer and AddressSanitizer, with ranks as threads of one process."""
+"""Heap and sockets under ThreadSanitizer and AddressSanitizer, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["heap_stress", "mesh_stress"])
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_heap_stress(sanitizer: str, tmp_path: Path) -> None:
+def test_heap_stress(sanitizer: str, name: str, tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     flags = ["-std=c++20", "-O1", "-g", f"-fsanitize={sanitizer}", "-I", str(ROOT / "csrc")]
@@ -24,7 +25,7 @@ def test_heap_stress(sanitizer: str, tmp_path: Path) -> None:
         [str(program)]
     ):
         pytest.skip(f"programs with -fsanitize={sanitizer} do not build or run here")
-    sources = [*(ROOT / "csrc/heap").glob("*.cpp"), ROOT / "tests/cpp/heap_stress.cpp"]
+    sources = [*(ROOT / "csrc/heap").glob("*.cpp"), ROOT / f"tests/cpp/{name}.cpp"]
     built = subprocess.run(
         ["g++", *flags, *map(str, sources), "-o", str(program), "-lpthread"],
         capture_output=True,

@@ -5,7 +5,10 @@ The nodes lie on one machine; between them the ranks have TCP and nothing else.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 import time
 from typing import Any
 
@@ -15,7 +18,14 @@ import torch.distributed as dist
 
 from moe_comm import Communicator, PeerFailedError, PeerTimeoutError
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.failing_ranks import HANG_S, die, error_of, wait_for
+from tests.helpers.failing_ranks import (
+    HANG_S,
+    die,
+    error_of,
+    gather_pids,
+    has_stopped,
+    wait_for,
+)
 
 LAYOUTS = [(4, 2), (3, 1), (6, 2)]
 MIB = 1 << 20
@@ -200,6 +210,47 @@ def _leave(context: RankContext, num_local_ranks: int) -> str:
 def test_who_leaves_in_good_order_is_no_failure(num_ranks: int, num_local_ranks: int) -> None:
     messages = run_ranks(_leave, num_ranks, num_local_ranks)
     assert all(f"rank {num_ranks - 1} left" in message for message in messages[:-1]), messages
+
+
+def _stop(context: RankContext) -> None:
+    """The last rank is stopped for three times `stall_timeout_s`, idle and with bytes for it."""
+    comm = make(context, 2, stall_timeout_s=1.0)
+    pids = gather_pids(comm)
+    last = context.num_ranks - 1
+    if comm.rank_idx == 0:
+        os.kill(pids[last], signal.SIGSTOP)
+        wait_for(lambda: has_stopped(pids[last]))
+        threading.Timer(3.0, os.kill, (pids[last], signal.SIGCONT)).start()
+    # A megabyte fills no socket, so every machine acknowledges what it is sent.
+    gathered = comm.all_gather(payload(comm.rank_idx, 0, MIB))
+    assert gathered == [payload(i, 0, MIB) for i in range(comm.num_ranks)]
+    comm.all_gather(b"")
+    comm.destroy()
+
+
+def test_a_stopped_rank_is_not_taken_for_a_lost_link() -> None:
+    run_ranks(_stop, 4, fresh=True)
+
+
+# --------------------------------------------------------------------------------------- layouts
+
+
+def _launched(context: RankContext, num_local_ranks: int) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RANK", str(context.rank_idx))
+        environment.setenv("WORLD_SIZE", str(context.num_ranks))
+        environment.setenv("LOCAL_WORLD_SIZE", str(num_local_ranks))
+        with Communicator(context.group) as comm:
+            assert comm.backend == "host"
+            comm.all_gather(b"")
+            return comm.num_nodes, comm.node_idx
+
+
+@pytest.mark.parametrize("num_local_ranks", [1, 2, 4])
+def test_agents_of_a_launcher_on_one_machine_are_nodes(num_local_ranks: int) -> None:
+    num_nodes = 4 // num_local_ranks
+    expected = [(num_nodes, rank_idx // num_local_ranks) for rank_idx in range(4)]
+    assert run_ranks(_launched, 4, num_local_ranks) == expected
 
 
 def _mismatch(context: RankContext) -> str:
