@@ -64,9 +64,12 @@ def same_bits_as_with_one_node(
     num_ranks: int,
     num_local_ranks: int,
     body: Callable[[moe_comm.Communicator], list[torch.Tensor]],
+    num_threads: int = 1,
 ) -> None:
     one_node = on_ranks(num_ranks, body)
-    nodes = on_ranks(num_ranks, body, num_local_ranks=num_local_ranks, rail="sockets")
+    nodes = on_ranks(
+        num_ranks, body, num_local_ranks=num_local_ranks, rail="sockets", num_threads=num_threads
+    )
     for rank_idx, (expected, got) in enumerate(zip(one_node, nodes, strict=True)):
         assert len(expected) == len(got) > 0
         for i, (a, b) in enumerate(zip(expected, got, strict=True)):
@@ -140,7 +143,7 @@ def test_many_chunks(case: Case) -> None:
                 found.append(buffer.combine(rows, result.handle, topk_weights=weights).clone())
             return found
 
-    same_bits_as_with_one_node(4, 2, body)
+    same_bits_as_with_one_node(4, 2, body, num_threads=2)
 
 
 def test_operations_in_flight() -> None:
@@ -224,3 +227,22 @@ def test_bytes_are_those_of_the_formula(
                 expected_sent += row + 8 * wanted + pulled_bytes * supplied
                 expected_received += row + 8 * supplied + pulled_bytes * wanted
             assert (sent, received) == (expected_sent, expected_received)
+
+
+def test_a_rank_that_left_is_named_on_every_rank() -> None:
+    case = Case()
+
+    def body(comm: moe_comm.Communicator) -> list[int]:
+        x, topk_idx, _ = case.batch(comm.rank_idx)
+        buffer = EpBuffer(comm, case.config)
+        result = buffer.dispatch(x, topk_idx)
+        comm.bootstrap.all_gather(None)  # nobody is in the dispatch any more
+        if comm.rank_idx == 3:
+            comm.destroy()
+            return [3]
+        with pytest.raises(moe_comm.PeerFailedError) as failure:
+            buffer.combine(rows_of(result.x, comm.rank_idx), result.handle)
+        buffer.destroy()
+        return list(failure.value.ranks)
+
+    assert on_ranks(4, body, num_local_ranks=2, rail="sockets") == [[3]] * 4
