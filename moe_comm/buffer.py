@@ -530,7 +530,7 @@ class EpBuffer:
 
     def _check_alive(self) -> None:
         if self._is_destroyed:
-            raise ValueError("this EpBuffer has been destroyed")
+            raise ValueError(self.communicator.buffer_end_text)
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         if not isinstance(handle, DispatchHandle):

@@ -111,6 +111,13 @@ class ElasticRanks:
             return f"the communicator was closed by {self._closed_by}; use the one that it returned"
         return "the communicator has been destroyed"
 
+    @property
+    def buffer_end_text(self) -> str:
+        """Why a buffer that has been destroyed can be used no more."""
+        if self._closed_by:
+            return f"this EpBuffer has been destroyed: {self.end_text}"
+        return "this EpBuffer has been destroyed"
+
     def shrink(
         self,
         failed_ranks: Iterable[int] = (),
