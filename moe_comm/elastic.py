@@ -142,7 +142,7 @@ class ElasticRanks:
                 else for the most that leave old nodes whole or divide them.
             require_majority: Go on only if the survivors are more than half of the ranks that are not
                 known to have ended, or half of them with the lowest: so never two groups go on. A rank
-                of another node whose link has ended may live. False: the caller knows better.
+                of another node that answers no more may live. False: the caller knows better.
 
         Returns:
             The communicator, who has failed, and the last epochs that completed on all survivors.

@@ -220,9 +220,10 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
     else if (states[idx] == PeerState::kLeft)
       members[idx] |= kFailed;
     else if (states[idx] == PeerState::kDead)
-      // Between nodes the link may be what has ended.
+      // Where nothing answers any more, it may be the link that has ended.
       members[idx] =
-          static_cast<char>(members[idx] | kFailed | (group_.is_local(peer_rank) ? kEnded : 0));
+          static_cast<char>(members[idx] | kFailed |
+                            (group_.link()->is_link_lost(group_.members()[idx]) ? 0 : kEnded));
   }
   for (size_t idx = 0; idx < voices_.size(); ++idx)
     if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken && counts(voices_[idx]))
