@@ -456,6 +456,10 @@ class EpBuffer:
             plan=plan,
         )
 
+    def internode_bytes(self) -> tuple[int, int]:
+        """Bytes of messages between nodes so far: out of this rank, and into it. ValueError without."""
+        return self._backend.internode_bytes()
+
     def destroy(self) -> None:
         """Release what the buffer holds. Local, idempotent; tensors handed out stay valid.
 
