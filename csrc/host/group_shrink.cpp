@@ -167,6 +167,10 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
         const int missing = first_missing_locked();
         if (missing < 0)
           return;
+        // A peer that waits for this rank in an operation would never learn that it will not come.
+        const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+        if (now_ns - start_ns > kPatienceNs && !ranks_with(members, kFailed).empty())
+          group_.abort_to("shrink");
         if (now_ns - warned_ns > warning_interval_ns()) {
           warned_ns = now_ns;
           warn(concat("rank ",
