@@ -84,6 +84,7 @@ class DeviceExchange : public host::BufferOperation {
   int64_t start_ns_ = 0;
   int64_t warned_ns_ = 0;
   int64_t death_ns_ = 0;
+  int64_t remote_end_ns_ = 0;
 };
 
 /// Publishes a row that says what is wrong on this rank in place of an operation, then throws it as

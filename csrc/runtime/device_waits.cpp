@@ -24,6 +24,8 @@ constexpr auto kSleep = std::chrono::microseconds(50);
 constexpr int64_t kLookEveryNs = 2'000'000;
 // A peer may die or leave after its part of an operation that the others can complete.
 constexpr int64_t kDeathGraceNs = 300'000'000;
+// What it sent to another node takes longer: it has to come, and to be handed on there.
+constexpr int64_t kRemoteGraceNs = 2'000'000'000;
 
 }  // namespace
 
@@ -31,6 +33,7 @@ void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
   int64_t looked_ns = sync::now_ns();
   start_ns_ = warned_ns_ = looked_ns;
   death_ns_ = 0;
+  remote_end_ns_ = 0;
   for (int i = 0; !is_ready(); ++i) {
     if (i < kSpins)
       sync::pause();
@@ -111,11 +114,18 @@ void DeviceExchange::stand_in_for(int closed_rank) {
 
 void DeviceExchange::check_peers(Phase phase, int64_t now_ns) {
   const host::WaitSite where = site(phase);
+  const auto is_over = [&](int gone_rank) {
+    if (group_.is_local(gone_rank))
+      return true;
+    if (remote_end_ns_ == 0)
+      remote_end_ns_ = now_ns;
+    return now_ns - remote_end_ns_ > kRemoteGraceNs;
+  };
   group_.check_peers(where, [&](int gone_rank) {
     if (phase == Phase::kRows && !endpoint_.has_row(epoch_, gone_rank))
-      return true;
+      return is_over(gone_rank);
     if (phase != Phase::kRows)
-      return !endpoint_.is_done(epoch_, gone_rank);
+      return !endpoint_.is_done(epoch_, gone_rank) && is_over(gone_rank);
     if (group_.state(gone_rank) != PeerState::kDead)
       return false;
     if (death_ns_ == 0)

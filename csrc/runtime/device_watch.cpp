@@ -16,6 +16,8 @@ constexpr auto kLookEvery = std::chrono::milliseconds(20);
 // A peer may die or leave after its part of an operation that the others can complete: what it
 // wrote last is on its way.
 constexpr int64_t kGoneGraceNs = 300'000'000;
+// To another node it takes longer.
+constexpr int64_t kRemoteGoneGraceNs = 2'000'000'000;
 
 bool has_ended(const Event& work) {
   try {
@@ -118,7 +120,8 @@ void DeviceWatch::look_for_gone(int64_t now_ns) {
       continue;
     if (gone_ns_[idx] == 0)
       gone_ns_[idx] = now_ns;
-    if (now_ns - gone_ns_[idx] <= kGoneGraceNs)
+    const bool is_local = endpoint_.group().is_local(peer_rank);
+    if (now_ns - gone_ns_[idx] <= (is_local ? kGoneGraceNs : kRemoteGoneGraceNs))
       continue;
     endpoint_.device().activate();
     host::WaitSite where;

@@ -19,6 +19,9 @@ constexpr int64_t kMostTokensPerChunk = 8;
 /// Chunks of a full buffer, at least: a warp takes one at a time.
 constexpr int64_t kLeastChunks = 256;
 
+/// Of an area: a small buffer takes rows of other sizes too.
+constexpr int64_t kLeastAreaBytes = int64_t{256} << 10;
+
 int64_t area_bytes(const InternodeConfig& config,
                    const RailRegion& empty,
                    int64_t tokens_per_chunk,
@@ -37,10 +40,12 @@ int64_t area_bytes(const InternodeConfig& config,
                                           config.num_max_topk,
                                           config.max_row_bytes,
                                           weight_bytes * config.num_max_topk);
-  return round_up(std::max(empty.num_max_chunks * chunk_bytes,
-                           reply.replies_offset + std::min(empty.num_max_chunks, kNumReplyPlaces) *
-                                                      reply.window_bytes()),
-                  64);
+  const int64_t needed_bytes =
+      round_up(std::max(empty.num_max_chunks * chunk_bytes,
+                        reply.replies_offset +
+                            std::min(empty.num_max_chunks, kNumReplyPlaces) * reply.window_bytes()),
+               64);
+  return std::max(needed_bytes, kLeastAreaBytes);
 }
 
 }  // namespace
@@ -54,11 +59,9 @@ Internode::Internode(host::Group& group,
     : kernels_(config.kernels),
       num_max_tokens_(config.num_max_tokens),
       max_row_bytes_(config.max_row_bytes) {
-  MOE_CHECK(config.num_max_tokens > 0 && config.num_max_topk > 0 && config.max_row_bytes > 0,
+  MOE_CHECK(config.num_max_topk > 0 && config.max_row_bytes > 0,
             "memory between nodes is made with the buffer: across nodes EpConfig has to say "
-            "num_max_tokens_per_rank, num_topk, hidden and dtype, got ",
-            config.num_max_tokens,
-            " tokens, ",
+            "num_topk, hidden, dtype and num_max_tokens_per_rank, got ",
             config.num_max_topk,
             " choices per token and rows of ",
             config.max_row_bytes,
