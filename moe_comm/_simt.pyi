@@ -56,6 +56,8 @@ class Endpoint:
         num_sms: int,
         num_threads: int,
         tokens_per_chunk: int,
+        num_max_topk: int,
+        max_row_bytes: int,
     ) -> Endpoint: ...
     def dispatch(
         self,

@@ -31,7 +31,7 @@ HEAP_BACKENDS = ("host", "simt", "cuda", "nvshmem")
 # Backends whose rows lie on a GPU.
 GPU_BACKENDS = ("cuda", "nvshmem")
 # Backends that know no nodes, or lay them out themselves.
-ONE_NODE_BACKENDS = ("simt", "cuda", "deep_ep")
+ONE_NODE_BACKENDS = ("cuda", "deep_ep")
 RAILS = ("auto", "gloo", "mpi", "sockets")
 CONNECT_TIMEOUT_S = 300.0
 
@@ -76,7 +76,7 @@ class Communicator(ElasticRanks):
             It is named in a warning once a minute before.
         backend: "host" (shared memory within a node, a rail between nodes), "collective"
             (torch.distributed alone), "deep_ep" (an installed DeepEP), "reference" (plain torch,
-            slow, for comparison), "simt" (GPU kernels on an emulator, one node, slow, for tests),
+            slow, for comparison), "simt" (GPU kernels on an emulator, slow, for tests),
             "cuda" (GPUs of one machine that reach each other), "nvshmem" (GPUs of several nodes) or
             "auto": with a GPU, cuda on one node and nvshmem on several; else host where all nodes
             have equally many ranks, else collective. An `EpBuffer` may choose another for CPU

@@ -2,7 +2,7 @@
 
 For tests: every thread of a kernel is a fiber, so an operation takes milliseconds where the host
 backend takes microseconds. Ranks are processes or threads over the shared-memory heap, as with the
-host backend.
+host backend; ranks of other nodes are reached by an emulated network card.
 """
 
 from __future__ import annotations
@@ -34,4 +34,6 @@ class SimtBackend(NativeBackend):
             NUM_SMS,
             NUM_THREADS,
             TOKENS_PER_CHUNK,
+            settings.num_max_topk,
+            settings.max_row_bytes,
         )

@@ -5,9 +5,11 @@
 
 #include "bindings/device/bind_device_endpoint.h"
 #include "bindings/device/bind_strided_copies.h"
+#include "bindings/device/internode_kernels.h"
 #include "bindings/shared/errors.h"
 #include "bindings/shared/warnings.h"
 #include "bindings/simt/bind_graph.h"
+#include "simt/shared_regions.h"
 #include "simt/simt_device.h"
 
 namespace moe::bindings {
@@ -23,11 +25,18 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
     std::vector<std::pair<std::string, std::string>> agreed,
     int num_sms,
     int num_threads,
-    int tokens_per_chunk) {
+    int tokens_per_chunk,
+    int64_t num_max_topk,
+    int64_t max_row_bytes) {
   runtime::DeviceEndpointConfig config;
   config.common = endpoint_config_of(
       num_experts, num_max_tokens, std::move(expert_rank), depth, "", std::move(agreed));
   config.shape = {num_sms, num_threads, tokens_per_chunk};
+  config.internode = {simt::make_shared_regions(),
+                      internode_kernels(),
+                      num_max_tokens,
+                      num_max_topk,
+                      max_row_bytes};
   // Emulated kernels reach whatever this process has mapped: the heap of the CPU backend.
   return create_device_endpoint(native,
                                 native.group->shared_memory(),
