@@ -38,8 +38,8 @@ HIDDEN = 128
 MODES = ["processes", "threads"]
 
 
-def _buffer(context: RankContext, **options: int) -> EpBuffer:
-    comm = Communicator(context.group, backend="host", arrival_timeout_s=60.0, **options)
+def _buffer(context: RankContext, backend: str = "host", **options: int) -> EpBuffer:
+    comm = Communicator(context.group, backend=backend, arrival_timeout_s=60.0, **options)
     config = EpConfig(
         num_experts=EXPERTS_PER_RANK * comm.num_ranks,
         num_topk=2,
@@ -150,6 +150,54 @@ def _waited(context: RankContext) -> None:
     assert waited_ns[context.rank_idx] == 0
     if context.rank_idx == 0:
         assert waited_ns[1] > 0
+
+
+def _statistics(context: RankContext, backend: str) -> None:
+    buffer = _buffer(context, backend)
+    x, topk_idx, _ = _inputs(buffer, 5)
+    waited_ns = torch.zeros(2, dtype=torch.int64)
+    for step in range(6):
+        if context.rank_idx == 1:
+            time.sleep(0.01)
+        result = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+        waited_ns += result.wait_ns
+        operation = buffer.combine(result.x, result.handle, async_op=True)
+        waited_ns += operation.wait_ns
+        if step == 0:
+            first = buffer.wait_statistics()
+            assert torch.equal(first.wait_ns, waited_ns)
+    total = buffer.wait_statistics(reset=True)
+    # Every wait of every operation, and no other.
+    assert torch.equal(total.wait_ns, waited_ns)
+    assert bool((total.wait_ns >= first.wait_ns).all())
+    assert torch.equal(total.num_waits > 0, total.wait_ns > 0)
+    if context.rank_idx == 0:
+        assert total.wait_ns[1] > 0
+    after = buffer.wait_statistics()
+    assert not after.wait_ns.any()
+    assert not after.num_waits.any()
+    result = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+    assert torch.equal(buffer.wait_statistics().wait_ns, result.wait_ns)
+    buffer.destroy()
+    with pytest.raises(ValueError, match="destroyed"):
+        buffer.wait_statistics()
+
+
+@pytest.mark.parametrize("backend", ["host", "simt"])
+def test_waits_add_up_to_the_statistics(backend: str) -> None:
+    run_ranks(_statistics, 2, backend)
+
+
+def _no_statistics(context: RankContext) -> None:
+    buffer = _buffer(context, "collective")
+    x, topk_idx, _ = _inputs(buffer, 6)
+    assert not buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY).wait_ns.any()
+    assert buffer.wait_statistics(reset=True).wait_ns.tolist() == [0, 0]
+    assert buffer.wait_statistics().num_waits.tolist() == [0, 0]
+
+
+def test_a_backend_that_cannot_tell_has_zeros() -> None:
+    run_ranks(_no_statistics, 2)
 
 
 def test_time_waited_is_booked_on_the_late_rank() -> None:
