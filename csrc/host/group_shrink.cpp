@@ -5,15 +5,13 @@
 
 #include "host/group.h"
 #include "host/message.h"
+#include "host/shrink_members.h"
 #include "host/wait.h"
 #include "host/warn.h"
 
 namespace moe::host {
 
 namespace {
-
-constexpr char kFailed = 1;
-constexpr char kEnded = 2;  // it cannot become part of another group
 
 constexpr char kBallot = 'b';
 constexpr char kDone = 'd';
@@ -26,51 +24,6 @@ constexpr char kFailure = 'm';
 
 // A rank that is about to be found dead counts against those who go on until it is.
 constexpr int64_t kPatienceNs = 1'000'000'000;
-
-std::string rank_list(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank" : "ranks";
-  for (size_t i = 0; i < ranks.size(); ++i)
-    text += (i == 0 ? " " : i + 1 == ranks.size() ? " and " : ", ") + std::to_string(ranks[i]);
-  return text;
-}
-
-std::vector<int> ranks_with(const std::string& members, char bit) {
-  std::vector<int> ranks;
-  for (size_t rank = 0; rank < members.size(); ++rank)
-    if ((members[rank] & bit) != 0)
-      ranks.push_back(static_cast<int>(rank));
-  return ranks;
-}
-
-std::vector<int> ranks_without(const std::string& members, char bit) {
-  std::vector<int> ranks;
-  for (size_t rank = 0; rank < members.size(); ++rank)
-    if ((members[rank] & bit) == 0)
-      ranks.push_back(static_cast<int>(rank));
-  return ranks;
-}
-
-/// Whether both take the same ranks for failed.
-bool have_same_failed(const std::string& members, const std::string& others) {
-  return std::equal(members.begin(), members.end(), others.begin(), [](char left, char right) {
-    return (left & kFailed) == (right & kFailed);
-  });
-}
-
-/// Whether those who would go on are the only ones who can: more than half of those not known to
-/// have ended, or half of them with the lowest.
-bool have_majority(const std::string& members) {
-  const std::vector<int> survivors = ranks_without(members, kFailed);
-  const std::vector<int> possible = ranks_without(members, kEnded);
-  const size_t twice = 2 * survivors.size();
-  return twice > possible.size() ||
-         (twice == possible.size() && !survivors.empty() && survivors[0] == possible[0]);
-}
-
-void unite(std::string* members, const std::string& others) {
-  for (size_t rank = 0; rank < members->size(); ++rank)
-    (*members)[rank] = static_cast<char>((*members)[rank] | others[rank]);
-}
 
 }  // namespace
 

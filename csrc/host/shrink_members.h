@@ -1,0 +1,59 @@
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+// What a rank takes the others for while survivors of failures agree: one byte per rank.
+
+namespace moe::host {
+
+inline constexpr char kFailed = 1;
+inline constexpr char kEnded = 2;  // it cannot become part of another group
+
+inline std::string rank_list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank" : "ranks";
+  for (size_t i = 0; i < ranks.size(); ++i)
+    text += (i == 0 ? " " : i + 1 == ranks.size() ? " and " : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+inline std::vector<int> ranks_with(const std::string& members, char bit) {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < members.size(); ++rank)
+    if ((members[rank] & bit) != 0)
+      ranks.push_back(static_cast<int>(rank));
+  return ranks;
+}
+
+inline std::vector<int> ranks_without(const std::string& members, char bit) {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < members.size(); ++rank)
+    if ((members[rank] & bit) == 0)
+      ranks.push_back(static_cast<int>(rank));
+  return ranks;
+}
+
+/// Whether both take the same ranks for failed.
+inline bool have_same_failed(const std::string& members, const std::string& others) {
+  return std::equal(members.begin(), members.end(), others.begin(), [](char left, char right) {
+    return (left & kFailed) == (right & kFailed);
+  });
+}
+
+/// Whether those who would go on are the only ones who can: more than half of those not known to
+/// have ended, or half of them with the lowest.
+inline bool have_majority(const std::string& members) {
+  const std::vector<int> survivors = ranks_without(members, kFailed);
+  const std::vector<int> possible = ranks_without(members, kEnded);
+  const size_t twice = 2 * survivors.size();
+  return twice > possible.size() ||
+         (twice == possible.size() && !survivors.empty() && survivors[0] == possible[0]);
+}
+
+inline void unite(std::string* members, const std::string& others) {
+  for (size_t rank = 0; rank < members->size(); ++rank)
+    (*members)[rank] = static_cast<char>((*members)[rank] | others[rank]);
+}
+
+}  // namespace moe::host
