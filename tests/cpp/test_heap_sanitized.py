@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# What a program needs of csrc besides heap.
+SOURCES = {"socket_rail": ["core/*.cpp", "host/socket_rail.cpp"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["heap_stress", "mesh_stress"])
+@pytest.mark.parametrize("name", ["heap_stress", "mesh_stress", "socket_rail"])
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_heap_stress(sanitizer: str, name: str, tmp_path: Path) -> None:
     if shutil.which("g++") is None:
@@ -25,7 +27,9 @@ def test_heap_stress(sanitizer: str, name: str, tmp_path: Path) -> None:
         [str(program)]
     ):
         pytest.skip(f"programs with -fsanitize={sanitizer} do not build or run here")
-    sources = [*(ROOT / "csrc/heap").glob("*.cpp"), ROOT / f"tests/cpp/{name}.cpp"]
+    patterns = ["heap/*.cpp", *SOURCES.get(name, [])]
+    sources = [source for pattern in patterns for source in (ROOT / "csrc").glob(pattern)]
+    sources.append(ROOT / f"tests/cpp/{name}.cpp")
     built = subprocess.run(
         ["g++", *flags, *map(str, sources), "-o", str(program), "-lpthread"],
         capture_output=True,
