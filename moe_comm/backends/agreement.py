@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from moe_comm.backends import load_backend, messages
 from moe_comm.backends.base import Backend
@@ -10,10 +12,7 @@ from moe_comm.backends.routing import Placement
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.config import EpConfig
 
-if TYPE_CHECKING:
-    from moe_comm.communicator import Communicator
-
-__all__ = ["Peers", "agree_on_backend", "agree_on_config"]
+__all__ = ["Askers", "Peers", "agree_on_backend", "agree_on_config"]
 
 
 class Peers(Protocol):
@@ -32,6 +31,16 @@ class Peers(Protocol):
     @property
     def bootstrap(self) -> Bootstrap:
         """One all-gather of Python objects."""
+        ...
+
+
+class Askers(Protocol):
+    """What choosing a backend needs of a communicator."""
+
+    device: torch.device
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload in rank order, empty for ranks that failed before a recovery."""
         ...
 
 
@@ -60,7 +69,7 @@ def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> Placem
     return Placement.of(config.resolve_expert_rank(peers.num_ranks), peers.num_ranks)
 
 
-def agree_on_backend(communicator: Communicator, config: object, name: str) -> type[Backend]:
+def agree_on_backend(communicator: Askers, config: object, name: str) -> type[Backend]:
     """The backend that every rank asks for. Collective.
 
     Raises:
