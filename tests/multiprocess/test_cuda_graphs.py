@@ -15,10 +15,9 @@ from tests.helpers.failing_ranks import error_of
 
 NUM_RANKS = 3
 NUM_TOKENS = 5
-NUM_EXPERTS = 6
+NUM_EXPERTS = 12
 NUM_TOPK = 2
 HIDDEN = 16
-ROOMY = NUM_RANKS * NUM_TOKENS * NUM_TOPK
 OK, OVERFLOW = 0, 2
 
 
@@ -59,8 +58,10 @@ class Inputs:
         self.weights.copy_(torch.rand(self.weights.shape, generator=generator))
 
 
-def _buffer(context: RankContext) -> EpBuffer:
-    comm = Communicator(context.group, backend="simt", arrival_timeout_s=60.0)
+def _buffer(context: RankContext, num_local_ranks: int | None = None) -> EpBuffer:
+    comm = Communicator(
+        context.group, backend="simt", num_local_ranks=num_local_ranks, arrival_timeout_s=60.0
+    )
     return EpBuffer(
         comm,
         EpConfig(
@@ -111,19 +112,22 @@ def _check_replay(
     assert torch.equal(y, wanted.to(torch.bfloat16))
 
 
-def _replay_often(context: RankContext, num_replays: int) -> list[str]:
-    buffer = _buffer(context)
+def _replay_often(
+    context: RankContext, num_replays: int, num_local_ranks: int | None = None
+) -> list[str]:
+    buffer = _buffer(context, num_local_ranks)
     rank_idx = context.rank_idx
-    everyone = [Inputs(r) for r in range(NUM_RANKS)]
+    everyone = [Inputs(r) for r in range(context.num_ranks)]
     own = everyone[rank_idx]
-    limit = 4
-    capacity = Capacity(num_rows=ROOMY, num_rows_per_expert=limit, on_overflow="drop")
+    limit = 3
+    roomy = context.num_ranks * NUM_TOKENS * NUM_TOPK
+    capacity = Capacity(num_rows=roomy, num_rows_per_expert=limit, on_overflow="drop")
     ordinary = buffer.dispatch(own.x, own.topk_idx, own.weights)
     assert ordinary.status is None
     with Graph(buffer) as graph:
         result = buffer.dispatch(own.x, own.topk_idx, own.weights, capacity=capacity)
         y = buffer.combine(result.x, result.handle, topk_weights=own.weights)
-    assert result.x.shape == (ROOMY, HIDDEN)
+    assert result.x.shape == (roomy, HIDDEN)
     jitter = random.Random(rank_idx)
     num_dropped = 0
     for turn in range(num_replays):
@@ -164,6 +168,10 @@ def test_replays_advance_by_themselves(mode: str) -> None:
         assert "this handle was made in a capture" in failures[1]
 
 
+def test_replays_across_nodes() -> None:
+    run_ranks(_replay_often, 4, 20, 2, mode="threads", timeout_s=240)
+
+
 def _overflow(context: RankContext) -> None:
     buffer = _buffer(context)
     own = Inputs(context.rank_idx)
@@ -195,8 +203,8 @@ def test_too_many_rows_move_nothing() -> None:
     run_ranks(_overflow, NUM_RANKS)
 
 
-def _low_latency(context: RankContext) -> None:
-    buffer = _buffer(context)
+def _low_latency(context: RankContext, num_local_ranks: int | None = None) -> None:
+    buffer = _buffer(context, num_local_ranks)
     own = Inputs(context.rank_idx)
     others = torch.ones_like(own.x)
     with Graph(buffer) as graph:
@@ -212,8 +220,9 @@ def _low_latency(context: RankContext) -> None:
     buffer.destroy()
 
 
-def test_low_latency_and_cached() -> None:
-    run_ranks(_low_latency, NUM_RANKS)
+@pytest.mark.parametrize("num_local_ranks", [None, 1])
+def test_low_latency_and_cached(num_local_ranks: int | None) -> None:
+    run_ranks(_low_latency, NUM_RANKS, num_local_ranks)
 
 
 def _refused(context: RankContext) -> list[str]:
