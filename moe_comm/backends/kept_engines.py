@@ -40,11 +40,13 @@ class KeptEngines(Generic[EngineT]):
     """Engines made for buffers of the same ranks; equal indices are one engine on all its ranks.
 
     Args:
-        made: All of them, each with what tells it from others.
+        kinds: What tells an engine from others, also of those that this rank could not make.
+        made: Those that it has, by index.
         idle: Indices of those that no buffer of this rank uses.
     """
 
-    made: list[tuple[EngineT, Hashable]] = dataclasses.field(default_factory=list)
+    kinds: list[Hashable] = dataclasses.field(default_factory=list)
+    made: dict[int, EngineT] = dataclasses.field(default_factory=dict)
     idle: set[int] = dataclasses.field(default_factory=set)
 
     def take(
@@ -57,15 +59,17 @@ class KeptEngines(Generic[EngineT]):
             all_gather: Of the ranks that share these engines.
             make: Makes one. Collective.
         """
-        fitting = [idx for idx in sorted(self.idle) if self.made[idx][1] == kind]
+        fitting = [idx for idx in sorted(self.idle) if self.kinds[idx] == kind]
         idle_everywhere: set[int] = set.intersection(*map(set, all_gather(fitting)))
         if idle_everywhere:
             idx = min(idle_everywhere)
             self.idle.remove(idx)
         else:
-            idx = len(self.made)
-            self.made.append((make(), kind))
-        return Lease(self.made[idx][0], self, idx)
+            idx = len(self.kinds)
+            # Counted first: where one rank alone cannot make it, indices stay equal.
+            self.kinds.append(kind)
+            self.made[idx] = make()
+        return Lease(self.made[idx], self, idx)
 
 
 def make_group(

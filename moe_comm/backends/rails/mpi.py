@@ -170,19 +170,21 @@ class MpiEngine(RailEngine):
         """Give MPI a moment to let go of messages; what it does not let go of is kept for good."""
         from mpi4py import MPI
 
-        for request, pieces in under_way.items():
-            if not request.is_send:
-                for piece in pieces:
-                    if piece != MPI.REQUEST_NULL:
-                        piece.Cancel()
-        deadline_s = time.monotonic() + _END_S
-        while under_way and time.monotonic() < deadline_s:
-            for request in [
-                key for key, pieces in under_way.items() if MPI.Request.Testall(pieces)
-            ]:
-                del under_way[request]
-            time.sleep(_POLL_S)
-        self._channel.abandoned.extend(under_way.items())
+        try:
+            for request, pieces in under_way.items():
+                if not request.is_send:
+                    for piece in pieces:
+                        if piece != MPI.REQUEST_NULL:
+                            piece.Cancel()
+            deadline_s = time.monotonic() + _END_S
+            while under_way and time.monotonic() < deadline_s:
+                for request in [
+                    key for key, pieces in under_way.items() if MPI.Request.Testall(pieces)
+                ]:
+                    del under_way[request]
+                time.sleep(_POLL_S)
+        finally:  # also where MPI refuses
+            self._channel.abandoned.extend(under_way.items())
 
     def _is_stuck(self) -> bool:
         return False  # the thread polls
