@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -197,3 +198,26 @@ def run_unusable(context: RankContext, rail: str) -> str:
         except ValueError as error:
             return str(error)
         return ""
+
+
+def run_setup_fails(context: RankContext) -> list[str]:
+    """The rail of ranks 1 and 3 cannot be set up, once; the next engine is in order."""
+
+    def refuse(*_: Any, **__: Any) -> dist.ProcessGroup:
+        raise RuntimeError("no more sockets\nin this machine")
+
+    with Communicator(num_local_ranks=2, backend="host", rail="gloo") as comm:
+        errors = []
+        new_group = dist.new_group
+        dist.new_group = refuse if context.rank_idx % 2 == 1 else new_group
+        try:
+            make_rail(comm)
+        except ValueError as error:
+            errors.append(str(error))
+        dist.new_group = new_group
+        engine = make_rail(comm)
+        assert engine is not None
+        exchange(comm, engine.rail, (5, 50_000))
+        comm.all_gather(b"")
+        engine.close()
+        return errors

@@ -9,6 +9,7 @@ from moe_comm.backends.rails.engine import Peers, RailEngine
 from moe_comm.backends.rails.gloo import GlooEngine, gloo_problem
 from moe_comm.backends.rails.mpi import MpiEngine, MpiPlace, mpi_place
 from moe_comm.bootstrap import Bootstrap, process_group_of
+from moe_comm.errors import CommunicationError
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -44,7 +45,7 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
 
     Raises:
         ValueError: On every rank, where ranks ask for different engines (both named) or one of them
-            cannot use the engine.
+            cannot use the engine, or fails to set it up.
     """
     if communicator.num_local_ranks == communicator.num_ranks:
         return None
@@ -68,9 +69,7 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     said = all_gather((name, problem, place))
     if None in said:
         return None
-    for rank_idx, (_, peer_problem, _) in enumerate(said):
-        if peer_problem is not None:
-            raise ValueError(f"rank {rank_idx}: {peer_problem}")
+    _raise_together([peer_problem for _, peer_problem, _ in said])
     names = [peer_name for peer_name, _, _ in said]
     for rank_idx, peer_name in enumerate(names):
         if peer_name != names[0]:
@@ -84,9 +83,30 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
         native=native,
         all_gather=all_gather,
     )
-    if name == "gloo":
-        assert group is not None  # else there was a problem
-        return GlooEngine(peers, group)
-    if name == "mpi":
-        return MpiEngine(peers, [peer_place for _, _, peer_place in said])
-    return None
+    if name == "sockets":
+        return None
+    engine: RailEngine | None = None
+    try:
+        if name == "gloo":
+            assert group is not None  # else there was a problem
+            engine = GlooEngine(peers, group)
+        else:
+            engine = MpiEngine(peers, [peer_place for _, _, peer_place in said])
+    except CommunicationError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        problem = str(error).split("\n", 1)[0]
+    try:
+        _raise_together(all_gather(problem))
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
+    return engine
+
+
+def _raise_together(problems: list[str | None]) -> None:
+    """Raise what any rank found wrong; `problems` of all ranks."""
+    for rank_idx, problem in enumerate(problems):
+        if problem is not None:
+            raise ValueError(f"rank {rank_idx}: {problem}")
