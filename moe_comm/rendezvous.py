@@ -39,7 +39,7 @@ class Invitation:
     """What a process that comes is told.
 
     Args:
-        session: Name of the keys of this growth.
+        prefix: Of the keys of this growth.
         position: Which of those that come it is.
         rank_idx: Its rank in the grown communicator.
         former_ranks: Old number of every rank, -1 for those that come.
@@ -47,7 +47,7 @@ class Invitation:
         options: Arguments of `Communicator` that are the living ranks'.
     """
 
-    session: str
+    prefix: str
     position: int
     rank_idx: int
     former_ranks: tuple[int, ...]
@@ -139,14 +139,14 @@ class Newcomer:
         self.invitation: Invitation = invitation
         self.rank_idx = self.invitation.rank_idx
         self.num_ranks = len(self.invitation.former_ranks)
-        self._over = f"{self.invitation.session}/over"
+        self._over = f"{self.invitation.prefix}/over"
         self._timeout_s = self.invitation.timeout_s
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's `item`, in rank order. Collective over the living and those that come."""
-        session, position = self.invitation.session, self.invitation.position
-        _set(self._store, f"{session}/up/{self._num_gathers}/{position}", pickle.dumps(item))
-        gathered = self._await(f"{session}/down/{self._num_gathers}", "go on in grow()")
+        prefix, position = self.invitation.prefix, self.invitation.position
+        _set(self._store, f"{prefix}/up/{self._num_gathers}/{position}", pickle.dumps(item))
+        gathered = self._await(f"{prefix}/down/{self._num_gathers}", "go on in grow()")
         self._num_gathers += 1
         items: list[Any] = pickle.loads(gathered)
         return items
@@ -173,7 +173,7 @@ class Host:
         self._store = store
         self._num_new_ranks = num_new_ranks
         self._first = 0
-        self._session = secrets.token_hex(16)
+        self._prefix = secrets.token_hex(16)
 
     def wishes(self) -> list[int | None] | None:
         """What those that came ask for; None before all have come."""
@@ -187,9 +187,9 @@ class Host:
         return [pickle.loads(self._store.get(key)) for key in keys]
 
     @property
-    def session(self) -> str:
-        """Name of the keys of this growth."""
-        return self._session
+    def prefix(self) -> str:
+        """Of the keys of this growth."""
+        return self._prefix
 
     def call(self, position: int, invitation: Invitation | None, refusal: str = "") -> None:
         """Invite one of those that came, or tell it why not."""
@@ -197,18 +197,18 @@ class Host:
 
     def hear(self, gather_idx: int) -> list[Any] | None:
         """What those that come said in one exchange; None before all have."""
-        keys = [f"{self._session}/up/{gather_idx}/{j}" for j in range(self._num_new_ranks)]
+        keys = [f"{self._prefix}/up/{gather_idx}/{j}" for j in range(self._num_new_ranks)]
         if not self._store.check(keys):
             return None
         return [pickle.loads(self._store.get(key)) for key in keys]
 
     def tell(self, gather_idx: int, items: list[Any]) -> None:
         """Say what everybody said."""
-        _set(self._store, f"{self._session}/down/{gather_idx}", pickle.dumps(items))
+        _set(self._store, f"{self._prefix}/down/{gather_idx}", pickle.dumps(items))
 
     def end(self, text: str) -> None:
         """Say why nothing comes of it."""
-        self._store.set(f"{self._session}/over", text)
+        self._store.set(f"{self._prefix}/over", text)
 
 
 class Newcomers:
@@ -257,7 +257,7 @@ class Newcomers:
         if self._host is not None:
             for position, rank_idx in enumerate(self._joined):
                 invitation = Invitation(
-                    session=self._host.session,
+                    prefix=self._host.prefix,
                     position=position,
                     rank_idx=rank_idx,
                     former_ranks=self.former_ranks,
