@@ -29,7 +29,8 @@ constexpr int64_t kPatienceNs = 1'000'000'000;
 
 // A message: [0] kind. Of a ballot then: uint32 round; uint32 has_group; uint32 needs_majority;
 // num_ranks bytes of members; uint64 bytes of `agreed`, and they; one BufferEpochs per buffer. Of
-// kDone: uint32 round. Of a refusal: kMistake or kFailure, text.
+// kDone: uint32 round. Of a refusal: kMistake, text; or kFailure, num_ranks bytes of members (those
+// that have failed are named by the error), text.
 
 ShrinkAgreement::ShrinkAgreement(Group& group)
     : group_(group),
@@ -244,7 +245,7 @@ bool ShrinkAgreement::has_majority_locked() {
     if ((members[static_cast<size_t>(rank)] & kFailed) != 0)
       silent.push_back(rank);
   end_attempt_locked(
-      kFailure +
+      kFailure + std::string(members.size(), '\0') +
       concat(rank_list(ranks_without(members, kFailed)),
              " may not go on without ",
              rank_list(silent),
@@ -418,8 +419,12 @@ void ShrinkAgreement::throw_outcome_locked() {
   if (refusal_.empty())
     return;
   const std::string text = std::exchange(refusal_, {});
-  if (text[0] == kFailure)
-    throw PeerFailed(text.substr(1), FailureSite{{}, "shrink", "idle", -1});
+  if (text[0] == kFailure) {
+    const auto num_ranks = static_cast<size_t>(group_.num_ranks());
+    throw PeerFailed(
+        text.substr(1 + num_ranks),
+        FailureSite{ranks_with(text.substr(1, num_ranks), kFailed), "shrink", "idle", -1});
+  }
   throw InvalidArgument(text.substr(1));
 }
 
@@ -438,7 +443,8 @@ void ShrinkAgreement::refuse(const std::string& text, bool is_mistake) {
   const std::lock_guard<sync::Mutex> lock(mutex_);
   if (!is_decided_)  // another rank has ended it
     return;
-  end_attempt_locked((is_mistake ? kMistake : kFailure) + text);
+  const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+  end_attempt_locked(is_mistake ? kMistake + text : kFailure + members + text);
   refusal_.clear();
 }
 

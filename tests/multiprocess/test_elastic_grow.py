@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,11 @@ from tests.helpers.failing_ranks import (
     die,
     error_of,
     gather_pids,
+    has_stopped,
     make_buffer,
     step,
     steps_until_error,
+    wait_for,
 )
 
 LIMIT_S = 60.0
@@ -235,10 +236,39 @@ def _die_while_growing(context: RankContext, where: str) -> tuple[int, ...]:
 
 
 def test_a_death_while_growing(tmp_path: Path) -> None:
-    start = time.monotonic()
     results = run_ranks(_die_while_growing, 3, str(tmp_path / "store"), fresh=True, expect_dead=[1])
     assert [results[0], results[2]] == [(0, 2)] * 2
-    assert time.monotonic() - start < LIMIT_S  # it did not wait for somebody to come
+
+
+def _hear_all_at_once(context: RankContext, where: str) -> PeerFailedError:
+    """Rank 2 is stopped until rank 0 has seen that rank 1 is dead, and has refused to grow."""
+    buffer = make_buffer(context)
+    comm = buffer.communicator
+    pids = gather_pids(comm)
+    if context.rank_idx == 1:
+        die()
+    steps_until_error(buffer)
+    if context.rank_idx == 0:
+        error = error_of(comm.recover)
+        assert "rank 2 called shrink()" in str(error), repr(error)  # it has said what it knows
+        os.kill(pids[2], signal.SIGSTOP)
+        wait_for(lambda: has_stopped(pids[2]))
+    error = error_of(lambda: comm.grow(_store(where), timeout_s=LIMIT_S))
+    if context.rank_idx == 0:
+        os.kill(pids[2], signal.SIGCONT)
+    assert isinstance(error, PeerFailedError), repr(error)
+    shrunk = comm.shrink(error.ranks)
+    _work(shrunk.communicator)
+    shrunk.communicator.destroy()
+    return error
+
+
+def test_who_failed_is_named_however_it_is_heard(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    results = run_ranks(_hear_all_at_once, 3, store, fresh=True, expect_dead=[1])
+    assert [(str(error), error.ranks) for error in (results[0], results[2])] == [
+        ("grow: ranks [1] have failed; call shrink() first", (1,))
+    ] * 2
 
 
 def test_join_without_anybody(tmp_path: Path) -> None:
