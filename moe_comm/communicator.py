@@ -251,6 +251,7 @@ class Communicator(ElasticRanks):
             )
         # Where nodes play no part, ranks that are placed unevenly are nodes of one.
         self.num_local_ranks = num_local_ranks or 1
+        self._home_nodes = tuple(rank // self.num_local_ranks for rank in range(self.num_ranks))
         return backend
 
     @property

@@ -87,6 +87,8 @@ class ElasticRanks:
     destroy: Callable[[], None]
     _options: dict[str, Any]
     _closed_by: str
+    # By rank, the node it was on before nodes were broken up because ranks of them had failed.
+    _home_nodes: tuple[int, ...]
 
     if TYPE_CHECKING:
 
@@ -139,7 +141,8 @@ class ElasticRanks:
             failed_ranks: Ranks to leave behind, such as `error.ranks`; survivors may report different
                 ones. The dead need not be named.
             num_local_ranks: Of a node of the new communicator; None for one node if this one has one,
-                else for the most that leave old nodes whole or divide them.
+                else for the most that leave old nodes whole or divide them: those before the first of
+                several shrinks.
             require_majority: Go on only if the survivors are more than half of the ranks that are not
                 known to have ended, or half of them with the lowest: so never two groups go on. A rank
                 of another node that answers no more may live. False: the caller knows better.
@@ -162,10 +165,13 @@ class ElasticRanks:
 
         def make(decision: Decision) -> Communicator:
             size = num_local_ranks
-            if size is None and self.num_local_ranks < self.num_ranks:
-                size = largest_node_size(self.num_local_ranks, decision.survivors)
-            survivors = Survivors(native, decision)
-            return self._successor(survivors, num_local_ranks=size)
+            home_nodes = tuple(self._home_nodes[rank] for rank in decision.survivors)
+            if size is None and len(set(self._home_nodes)) > 1:
+                size = largest_node_size(home_nodes)
+            communicator = self._successor(Survivors(native, decision), num_local_ranks=size)
+            if num_local_ranks is None:
+                communicator._home_nodes = home_nodes
+            return communicator
 
         communicator, decision = rebuild(native, Decision(*(tuple(part) for part in found)), make)
         communicator.bootstrap = OwnSockets(communicator.require_native())

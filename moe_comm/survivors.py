@@ -105,14 +105,16 @@ def check_failed_ranks(
     return reported, ""
 
 
-def largest_node_size(num_local_ranks: int, survivors: Sequence[int]) -> int:
+def largest_node_size(home_nodes: Sequence[int]) -> int:
     """Most ranks a node may have so that all nodes of the survivors are old nodes or parts of them.
 
+    Args:
+        home_nodes: Old node of every survivor.
+
     Example:
-        Nodes of 4: `[0, 1, 2, 3, 4, 5]` gives 2, `[0, 1, 2, 4]` gives 1.
+        Ranks 0 to 5 of nodes of 4, `[0, 0, 0, 0, 1, 1]`, give 2; `[0, 0, 0, 1]` gives 1.
     """
-    nodes = itertools.groupby(survivors, key=lambda rank: rank // num_local_ranks)
-    return math.gcd(*(len(list(ranks)) for _, ranks in nodes))
+    return math.gcd(*(len(list(ranks)) for _, ranks in itertools.groupby(home_nodes)))
 
 
 def rebuild(
@@ -160,7 +162,7 @@ def rebuild(
         if num_spurious == NUM_MAX_REBUILDS:
             text = f"the communicator could not be made in {NUM_MAX_REBUILDS} rounds: {why}"
             native.shrink_refuse(text, False)
-            raise PeerFailedError(text, operation="shrink")
+            raise PeerFailedError(text, ranks=found.failed_ranks, operation="shrink")
         decision = found
 
 

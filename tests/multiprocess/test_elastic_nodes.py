@@ -1,0 +1,121 @@
+"""`shrink` and `grow` where ranks lie on several nodes, and where kernels are emulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import Communicator, EpBuffer, EvictedError, GradientSum, PeerFailedError
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import config_for, die_after, error_of, step, steps_until_error
+from tests.multiprocess.test_elastic_grow import LIMIT_S, _outcome, _start, _store
+
+TIMEOUTS = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0}
+
+
+def _work(communicator: Communicator) -> tuple[int, int]:
+    """Steps and a sum of gradients; nodes, and bytes that this rank sent to others of them."""
+    with EpBuffer(communicator, config_for(communicator.num_ranks)) as buffer:
+        for seed in range(5):
+            step(buffer, seed)
+        sent, _ = buffer._backend.internode_bytes()
+    with GradientSum(communicator, 1001) as total:
+        gradient = torch.full((1001,), float(communicator.rank_idx + 1))
+        total.sum_([gradient])
+        assert gradient.eq(sum(range(1, communicator.num_ranks + 1))).all()
+    return communicator.num_nodes, sent
+
+
+def _lose(context: RankContext, rail: str, victims: list[int]) -> Any:
+    """Of 2 nodes of 2 ranks, victims die one after the other, and who lives shrinks each time."""
+    comm = Communicator(context.group, backend="host", num_local_ranks=2, rail=rail, **TIMEOUTS)
+    former = tuple(range(context.num_ranks))
+    for victim in victims:
+        buffer = EpBuffer(comm, config_for(comm.num_ranks))
+        step(buffer, 0)
+        comm.all_gather(b"")
+        if context.rank_idx == victim:
+            die_after(0.02)
+        error, _ = steps_until_error(buffer)
+        assert isinstance(error, PeerFailedError), repr(error)
+        shrunk = comm.shrink(error.ranks)
+        former = tuple(former[rank] for rank in shrunk.former_ranks)
+        comm = shrunk.communicator
+    num_nodes, sent = _work(comm)
+    comm.destroy()
+    return former, num_nodes, sent > 0
+
+
+@pytest.mark.parametrize(
+    ("rail", "victims", "num_nodes"),
+    [
+        # Without one of its ranks a node has no equal: every rank is one, until the rest goes.
+        pytest.param("sockets", [1], 3, id="a-rank"),
+        pytest.param("gloo", [2, 3], 1, id="a-node"),
+    ],
+)
+def test_survivors_on_their_nodes(rail: str, victims: list[int], num_nodes: int) -> None:
+    results = run_ranks(_lose, 4, rail, victims, fresh=True, expect_dead=victims)
+    living = [rank for rank in range(4) if rank not in victims]
+    want = (tuple(living), num_nodes, num_nodes > 1)
+    assert [results[rank] for rank in living] == [want] * len(living)
+
+
+def _return(context: RankContext, where: str) -> Any:
+    """Rank 1 of 3 nodes dies, and a process of a node of its own takes its place."""
+    comm = Communicator(context.group, backend="host", num_local_ranks=1, **TIMEOUTS)
+    buffer = EpBuffer(comm, config_for(3))
+    step(buffer, 0)
+    comm.all_gather(b"")
+    if context.rank_idx == 1:
+        die_after(0.0)
+    error, _ = steps_until_error(buffer)
+    assert isinstance(error, PeerFailedError), repr(error)
+    comm = comm.shrink(error.ranks).communicator
+    newcomer = _start(f"_come({where!r}, 1)") if comm.rank_idx == 0 else None
+    grown = comm.grow(_store(where), timeout_s=LIMIT_S)
+    comm = grown.communicator
+    with EpBuffer(comm, config_for(3)) as buffer:
+        for seed in range(5):
+            step(buffer, seed)
+        comm.all_gather(b"")
+    said = _outcome(newcomer) if newcomer is not None else None
+    found = (comm.num_nodes, comm.rank_idx, grown.former_ranks, said)
+    comm.destroy()
+    return found
+
+
+def test_a_node_returns_to_its_old_place(tmp_path: Path) -> None:
+    results = run_ranks(_return, 3, str(tmp_path / "store"), fresh=True, expect_dead=[1])
+    former = (0, -1, 1)
+    assert results == [(3, 0, former, (1, former, (1,))), None, (3, 2, former, None)]
+
+
+def _leave_one_behind(context: RankContext, num_local_ranks: int) -> Any:
+    comm = Communicator(context.group, backend="simt", num_local_ranks=num_local_ranks, **TIMEOUTS)
+    buffer = EpBuffer(comm, config_for(comm.num_ranks, 16))
+    step(buffer, 0)
+    comm.all_gather(b"")  # nobody is in it any more
+    last = context.num_ranks - 1
+    if context.rank_idx == last:
+        error = error_of(lambda: [comm.all_gather(b"") for _ in range(10**6)])
+        comm.destroy()
+        return type(error)
+    shrunk = comm.shrink([last])
+    new = shrunk.communicator
+    with EpBuffer(new, config_for(new.num_ranks, 16)) as buffer:
+        for seed in range(3):
+            step(buffer, seed)
+    found = (new.backend, new.num_nodes, shrunk.former_ranks)
+    new.destroy()
+    return found
+
+
+@pytest.mark.parametrize("num_local_ranks", [3, 1])
+def test_emulated_kernels_go_on_with_survivors(num_local_ranks: int) -> None:
+    results = run_ranks(_leave_one_behind, 3, num_local_ranks, mode="threads")
+    want = ("simt", 1 if num_local_ranks == 3 else 2, (0, 1))
+    assert results == [want, want, EvictedError]
