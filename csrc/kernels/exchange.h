@@ -77,10 +77,6 @@ struct ExchangeParams {
   int32_t with_topk_idx = 0;
   const int32_t* kept_counts = nullptr;  ///< device: matrix of the handle, without counts
 
-  // A captured operation: windows offered in turn, by epoch. device [num_offers] or null.
-  const Offer* offer_ring = nullptr;
-  int32_t num_offers = 0;
-
   /// device: status of the captured dispatch that made the handle, or null. Where that is not ok,
   /// which all ranks know alike, nothing moves here either.
   const int32_t* needed_status = nullptr;

@@ -151,7 +151,7 @@ class ExchangeBlock {
       device::store(&row()->status, status);
       device::store(&row()->num_tokens, params_.num_tokens);
       store_struct(&row()->arguments, params_.arguments);
-      store_struct(&row()->offer, own_offer());
+      store_struct(&row()->offer, params_.offer);
       store_struct(&row()->weights_offer, params_.weights_offer);
       device::store(&row()->needed_bytes, needed_bytes);
       device::store(&row()->available_bytes, available_bytes);
@@ -164,13 +164,6 @@ class ExchangeBlock {
     else if (params_.with_counts != 0)
       row_bytes_ += int64_t{4} * Row::num_counts(buffer_.num_ranks, buffer_.num_experts);
     device::sync_block();
-  }
-
-  MOE_DEVICE Offer own_offer() const {
-    if (params_.offer_ring == nullptr)
-      return params_.offer;
-    const uint64_t turn = MOE_MUTANT(offer_of_next_epoch) ? epoch_ + 1 : epoch_;
-    return load_struct(params_.offer_ring + turn % static_cast<uint64_t>(params_.num_offers));
   }
 
   /// Adds masks and what follows the counts; finds what only the device knows to be wrong.

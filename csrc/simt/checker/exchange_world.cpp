@@ -254,15 +254,7 @@ ExchangeMemory ExchangeWorld::prepare(const ExchangeCase& expected, int rank_idx
       .segment_idx = (segment_idx + 1) % kNumSegments, .offset = 128, .bytes = input.second_bytes};
   params.offer = offer;
   params.weights_offer = Offer{.segment_idx = 0, .offset = 4096, .bytes = 64};
-  if (!expected.has_host_read) {
-    // A captured operation offers windows in turn.
-    std::vector<Offer> ring(2);
-    ring[epoch % 2] = offer;
-    ring[(epoch + 1) % 2] = Offer{.segment_idx = 2, .offset = 1 << 19, .bytes = 1 << 19};
-    params.offer_ring = copy_of(ring, rank_idx, "offer_ring");
-    params.num_offers = 2;
-    params.offer = Offer{};
-  } else {
+  if (expected.has_host_read) {
     const int64_t bytes = 64 + num_ranks * Row::stride(num_ranks, num_experts);
     memory.host_read = reinterpret_cast<HostRead*>(
         allocate<std::byte>(bytes, Ownership::kHost, rank_idx, "host_read"));
