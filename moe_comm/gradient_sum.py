@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import types
 from collections.abc import Sequence
 
@@ -65,13 +66,11 @@ class GradientSum:
         backend: str | None = None,
     ) -> None:
         num_ranks = communicator.num_ranks
-        ranks = list(range(num_ranks) if part_ranks is None else part_ranks)
-        if num_elements < 0:
-            raise ValueError(f"num_elements must be >= 0, got {num_elements}")
-        if dtype not in SUMMED_DTYPES:
-            raise ValueError(f"dtype must be one of {SUMMED_DTYPES}, got {dtype}")
-        if not ranks:
-            raise ValueError("part_ranks must name at least one part, got none")
+        ranks = [int(rank) for rank in (range(num_ranks) if part_ranks is None else part_ranks)]
+        # Which rank holds which part is compared with the configuration of the buffer.
+        _agree(
+            communicator, num_elements, dtype, _problem_with(num_elements, dtype, ranks, num_ranks)
+        )
         self.num_elements = num_elements
         self.dtype = dtype
         self.part_idx = tuple(
@@ -199,6 +198,45 @@ class GradientSum:
         traceback: types.TracebackType | None,
     ) -> None:
         self.destroy()
+
+
+def _problem_with(num_elements: int, dtype: torch.dtype, ranks: list[int], num_ranks: int) -> str:
+    """What is wrong with this rank's arguments, or ""."""
+    if num_elements < 0:
+        return f"num_elements must be >= 0, got {num_elements}"
+    if dtype not in SUMMED_DTYPES:
+        return f"dtype must be one of {SUMMED_DTYPES}, got {dtype}"
+    if not ranks:
+        return "part_ranks must name at least one part, got none"
+    for part, rank in enumerate(ranks):
+        if not 0 <= rank < num_ranks:
+            return f"part_ranks[{part}] = {rank} is not a rank of a communicator of {num_ranks}"
+    return ""
+
+
+def _agree(communicator: Communicator, num_elements: int, dtype: torch.dtype, problem: str) -> None:
+    """Raise a mistake of one rank, or what differs between two, on every rank. Collective.
+
+    Slices of different vectors may have rows of one size: without this they would be added.
+    """
+    own = json.dumps([problem, str(num_elements), str(dtype)]).encode()
+    # An excluded rank says nothing.
+    said = [
+        (rank_idx, *json.loads(payload))
+        for rank_idx, payload in enumerate(communicator.all_gather(own))
+        if payload
+    ]
+    for rank_idx, its_problem, _, _ in said:
+        if its_problem:
+            raise ValueError(f"rank {rank_idx}: {its_problem}")
+    first_rank, _, *first = said[0]
+    for rank_idx, _, *its in said:
+        for name, value, its_value in zip(("num_elements", "dtype"), first, its, strict=True):
+            if value != its_value:
+                raise ValueError(
+                    f"ranks make a GradientSum differently: {name} is {value} on rank {first_rank} "
+                    f"and {its_value} on rank {rank_idx}"
+                )
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

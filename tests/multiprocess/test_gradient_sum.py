@@ -111,3 +111,30 @@ def test_arguments_are_checked() -> None:
                 GradientSum(comm, *arguments)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="at least one part"):
             GradientSum(comm, 1, part_ranks=[])
+
+
+def _differing_arguments(context: RankContext) -> list[str]:
+    with Communicator(context.group, backend="host", arrival_timeout_s=30.0) as comm:
+        is_first = context.rank_idx == 0
+        found = []
+        for make in (
+            # Both have slices of 16 bytes a rank: no later step would see a difference.
+            lambda: GradientSum(comm, 7 if is_first else 8),
+            lambda: GradientSum(comm, 8, torch.float32 if is_first else torch.float64),
+            lambda: GradientSum(comm, 8 if is_first else -1),
+            lambda: GradientSum(comm, 8, part_ranks=[0, 9] if is_first else [0, 1]),
+        ):
+            error = error_of(make)
+            found.append(f"{type(error).__name__}: {error}")
+        return found
+
+
+def test_arguments_that_differ_are_raised_on_every_rank() -> None:
+    differ = "ValueError: ranks make a GradientSum differently: "
+    for texts in run_ranks(_differing_arguments, 2, mode="threads"):
+        assert texts == [
+            f"{differ}num_elements is 7 on rank 0 and 8 on rank 1",
+            f"{differ}dtype is torch.float32 on rank 0 and torch.float64 on rank 1",
+            "ValueError: rank 1: num_elements must be >= 0, got -1",
+            "ValueError: rank 0: part_ranks[1] = 9 is not a rank of a communicator of 2",
+        ]
