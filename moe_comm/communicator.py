@@ -195,8 +195,9 @@ class Communicator(ElasticRanks):
             return f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
         if self.rail_name not in RAILS:
             return f"rail must be one of {', '.join(RAILS)}, got {self.rail_name!r}"
-        if self.rail_name != "auto" and backend not in ("auto", "host"):
-            return f"rail is for the host backend, got {self.rail_name!r} with backend={backend!r}"
+        has_rail = backend in ("auto", "host") and self.device.type == "cpu"
+        if self.rail_name != "auto" and not has_rail:
+            return f"rail is for the host backend, got {self.rail_name!r} with {backend!r} on {self.device}"
         problem = node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
         if problem is not None:
             return problem

@@ -238,7 +238,11 @@ def errors_of_ranks(num_ranks: int, **arguments: Any) -> list[str]:
         ),
         (
             {"rail": "gloo", "backend": "reference"},
-            "rank 0: rail is for the host backend, got 'gloo' with backend='reference'",
+            "rank 0: rail is for the host backend, got 'gloo' with 'reference' on cpu",
+        ),
+        (
+            {"rail": "gloo", "device": "cuda"},
+            "rank 0: rail is for the host backend, got 'gloo' with 'auto' on cuda",
         ),
     ],
 )
