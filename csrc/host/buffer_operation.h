@@ -39,9 +39,8 @@ class BufferOperation {
                   const InterruptCheck& interrupt_check);
   ~BufferOperation() = default;
 
-  /// Across nodes, before begin(). @throws InvalidArgument  a rank has failed through which rows
-  /// came
-  ///   to living ones of its node.
+  /// Across nodes, before begin(), on every rank alike.
+  /// @throws InvalidArgument  a rank has failed through which rows came to living ones of its node.
   void check_rails() const;
   /// Takes the next epoch: from here on peers wait for this rank.
   void begin();
