@@ -107,7 +107,9 @@ void on_nodes(int num_nodes, const std::function<void(const Node&)>& body) {
   std::vector<std::thread> threads;
   for (int i = 0; i < num_nodes; ++i)
     threads.emplace_back([&, i] {
-      meshes[static_cast<size_t>(i)]->connect(i, addresses, {.timeout_s = kTimeoutS});
+      PeerMesh::ConnectOptions options;
+      options.timeout_s = kTimeoutS;
+      meshes[static_cast<size_t>(i)]->connect(i, addresses, options);
       body(Node{i, num_nodes, meshes[static_cast<size_t>(i)]});
     });
   for (auto& thread : threads)
