@@ -132,8 +132,8 @@ class ElasticRanks:
         The survivors agree over the communicator's own sockets on who has failed: every rank that one
         of them reports or knows to have died or left. Further deaths meanwhile make the set larger.
         Operations that still run are brought to an end, as by `recover`. Then they make a new
-        communicator over new sockets and a new heap, with the arguments of this one, and this one is
-        closed with its buffers and children; tensors handed out stay valid, and its memory goes back
+        communicator over new sockets and a new heap, with the arguments of this one but for `rail`
+        (sockets), and this one is closed with its buffers and children; tensors handed out stay valid, and its memory goes back
         as they die. A reported rank that lives gets `EvictedError` from its next call and can write
         into nothing that the survivors go on to use.
 
@@ -281,10 +281,15 @@ class ElasticRanks:
         Raises:
             PeerFailedError: A rank failed while the communicator was made.
             PeerTimeoutError: Nobody called `grow` in time.
-            ValueError: The living refused, because of `rank_idx` or another argument.
+            ValueError: The living refused, because of `rank_idx` or another argument; or `rank_idx` or
+                `timeout_s` can never be.
         """
         if rank_idx is not None:
             rank_idx = operator.index(rank_idx)
+            if rank_idx < 0:
+                raise ValueError(f"rank_idx must be >= 0, got {rank_idx}")
+        if not timeout_s > 0.0:
+            raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
         newcomer = Newcomer(open_store(rendezvous, False, timeout_s), rank_idx, timeout_s)
         invitation = newcomer.invitation
         communicator: Any = cls(

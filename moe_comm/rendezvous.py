@@ -59,6 +59,7 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
     """The store behind a `rendezvous` argument: itself, or the one at "host:port".
 
     Raises:
+        PeerTimeoutError: Nobody listens at the address.
         TypeError: It is neither a store nor a string.
         ValueError: The string is no address.
     """
@@ -66,13 +67,22 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
         host, colon, port = rendezvous.rpartition(":")
         if not colon or not host or not port.isdecimal():
             raise ValueError(f'rendezvous must be a store or "host:port", got {rendezvous!r}')
-        rendezvous = dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            int(port),
-            is_master=is_host,
-            timeout=dt.timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        try:
+            rendezvous = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                int(port),
+                is_master=is_host,
+                timeout=dt.timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+        except dist.DistNetworkError as error:
+            if is_host:
+                raise
+            raise PeerTimeoutError(
+                f"join: nobody listens at {rendezvous} within {timeout_s} s: no living rank has "
+                f"called grow() there ({str(error).splitlines()[0]})",
+                operation="join",
+            ) from error
     if not isinstance(rendezvous, dist.Store):  # type: ignore[attr-defined]
         raise TypeError(
             f'rendezvous must be a torch.distributed store or "host:port", got '
@@ -187,6 +197,12 @@ class Host:
         return [pickle.loads(self._store.get(key)) for key in keys]
 
     @property
+    def missing_text(self) -> str:
+        """How many have come, and how many should."""
+        num_come = self._store.add("tickets", 0) - self._first
+        return f"processes to join: {num_come} of {self._num_new_ranks} came"
+
+    @property
     def prefix(self) -> str:
         """Of the keys of this growth."""
         return self._prefix
@@ -238,7 +254,7 @@ class Newcomers:
             ValueError: What they ask for cannot be, on every rank.
         """
         wishes: list[int | None] = self._in_step(
-            lambda host: host.wishes(), "so many processes to join"
+            lambda host: host.wishes(), lambda host: host.missing_text
         )
         num_living = self.shrunk_group.num_ranks
         try:
@@ -277,7 +293,7 @@ class Newcomers:
         gather_idx = self._num_gathers
         self._num_gathers += 1
         theirs: list[Any] = self._in_step(
-            lambda host: host.hear(gather_idx), "the processes that join to go on"
+            lambda host: host.hear(gather_idx), lambda _: "the processes that join to go on"
         )
         gathered = [mine[former] if former >= 0 else None for former in self.former_ranks]
         for rank_idx, item_of_joined in zip(self._joined, theirs, strict=True):
@@ -291,8 +307,14 @@ class Newcomers:
         if self._host is not None:
             self._host.end(text)
 
-    def _in_step(self, poll: Callable[[Host], ResultT | None], what: str) -> ResultT:
+    def _in_step(
+        self, poll: Callable[[Host], ResultT | None], what: Callable[[Host], str]
+    ) -> ResultT:
         """What the lowest rank finds at the store, on every living rank; all hear of a death meanwhile.
+
+        Args:
+            poll: What it finds, None for nothing yet.
+            what: For what it has waited, when time is up.
 
         Raises:
             PeerTimeoutError: It found nothing in time, on every rank.
@@ -302,25 +324,25 @@ class Newcomers:
         while True:
             said = ("wait", None)
             if self._host is not None:
-                said = self._poll(poll, deadline)
+                said = self._poll(poll, what, deadline)
             state, value = pickle.loads(self.shrunk_group.shrink_gather(pickle.dumps(said))[0])
             if state == "found":
                 found: ResultT = value
                 return found
             if state == "late":
-                raise PeerTimeoutError(
-                    f"grow: waited {self._timeout_s} s for {what}", operation="grow"
-                )
+                raise PeerTimeoutError(f"grow: {value}", operation="grow")
             if state == "failed":
                 raise RuntimeError(f"grow: the rendezvous failed on the lowest rank: {value}")
             time.sleep(POLL_S)
 
-    def _poll(self, poll: Callable[[Host], Any], deadline: float) -> tuple[str, Any]:
+    def _poll(
+        self, poll: Callable[[Host], Any], what: Callable[[Host], str], deadline: float
+    ) -> tuple[str, Any]:
         assert self._host is not None
         try:
             found = poll(self._host)
+            if found is None and time.monotonic() > deadline:
+                return "late", f"waited {self._timeout_s} s for {what(self._host)}"
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             return "failed", str(error).split("\n", 1)[0]
-        if found is not None:
-            return "found", found
-        return ("late", None) if time.monotonic() > deadline else ("wait", None)
+        return ("wait", None) if found is None else ("found", found)

@@ -173,7 +173,7 @@ def _nobody_comes(context: RankContext, where: str) -> list[str]:
 def test_the_living_go_on_when_nobody_comes(tmp_path: Path) -> None:
     results = run_ranks(_nobody_comes, 2, str(tmp_path / "store"))
     wanted = [
-        ("PeerTimeoutError", "waited 0.5 s for so many processes to join"),
+        ("PeerTimeoutError", "waited 0.5 s for processes to join: 0 of 1 came"),
         ("ValueError", "num_new_ranks=1"),
         ("ValueError", "num_new_ranks must be >= 1, got 0"),
         ("ValueError", "'nowhere'"),
@@ -183,6 +183,19 @@ def test_the_living_go_on_when_nobody_comes(tmp_path: Path) -> None:
         for text, (kind, part) in zip(texts, wanted, strict=True):
             assert text.startswith(kind), text
             assert part in text, text
+
+
+def test_joining_where_nobody_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(PeerTimeoutError, match=f"nobody listens at {where} within 0.2 s"):
+        Communicator.join(where, timeout_s=0.2)
+    # What can never be is said before anybody is looked for.
+    with pytest.raises(ValueError, match="rank_idx must be >= 0, got -1"):
+        Communicator.join(where, rank_idx=-1, timeout_s=0.2)
+    with pytest.raises(ValueError, match="timeout_s must be > 0, got 0"):
+        Communicator.join(where, timeout_s=0.0)
 
 
 def _refuse_then_grow(context: RankContext, where: str) -> list[Any]:
