@@ -53,7 +53,6 @@ def examine() -> list[Finding]:
         _module("deep_ep", 'GPU kernels for backend="deep_ep": see its own installation guide'),
         *examine_gpus(),
         *examine_internode(),
-        _nvshmem(),
         _default_backend(),
     ]
 
@@ -210,22 +209,6 @@ def _module(name: str, remedy: str, distribution: str | None = None) -> Finding:
     except importlib.metadata.PackageNotFoundError:
         detail = "importable, version unknown"
     return Finding(name=shown, is_present=True, detail=detail)
-
-
-def _nvshmem() -> Finding:
-    for name in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        detail = f"{name} {version}; not used by this version"
-        return Finding(name="NVSHMEM wheel", is_present=True, detail=detail)
-    return Finding(
-        name="NVSHMEM wheel",
-        is_present=False,
-        detail="not installed",
-        remedy="this version does not use it",
-    )
 
 
 def _default_backend() -> Finding:
