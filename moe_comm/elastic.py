@@ -133,9 +133,9 @@ class ElasticRanks:
         of them reports or knows to have died or left. Further deaths meanwhile make the set larger.
         Operations that still run are brought to an end, as by `recover`. Then they make a new
         communicator over new sockets and a new heap, with the arguments of this one but for `rail`
-        (sockets), and this one is closed with its buffers and children; tensors handed out stay valid, and its memory goes back
-        as they die. A reported rank that lives gets `EvictedError` from its next call and can write
-        into nothing that the survivors go on to use.
+        (sockets), and this one is closed with its buffers and children; tensors handed out stay valid,
+        and its memory goes back as they die. A reported rank that lives gets `EvictedError` from its
+        next call and can write into nothing that the survivors go on to use.
 
         Args:
             failed_ranks: Ranks to leave behind, such as `error.ranks`; survivors may report different
