@@ -117,14 +117,19 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
           interrupt_check();
         group_.check_process("shrink");
         const int64_t now_ns = sync::now_ns();
-        const std::lock_guard<sync::Mutex> lock(mutex_);
-        const int missing = first_missing_locked();
-        if (missing < 0)
-          return;
-        // A peer that waits for this rank in an operation would never learn that it will not come.
-        const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
-        if (now_ns - start_ns > kPatienceNs && !ranks_with(members, kFailed).empty())
-          group_.abort_to("shrink");
+        int missing = -1;
+        {
+          const std::lock_guard<sync::Mutex> lock(mutex_);
+          missing = first_missing_locked();
+          if (missing < 0)
+            return;
+          // A peer that waits for this rank in an operation would never learn that it will not
+          // come.
+          const Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+          if (now_ns - start_ns > kPatienceNs && !ranks_with(own.ballot.members, kFailed).empty())
+            group_.abort_to("shrink");
+        }
+        // Not under the lock: whoever hears the warning may call here.
         if (now_ns - warned_ns > warning_interval_ns()) {
           warned_ns = now_ns;
           warn(concat("rank ",
