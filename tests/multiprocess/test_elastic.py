@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import random
 import re
@@ -24,6 +25,7 @@ from moe_comm import (
     PeerFailedError,
     PeerTimeoutError,
     Shrunk,
+    _host,
 )
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
@@ -397,6 +399,39 @@ def test_mistakes_are_raised_on_every_rank() -> None:
     for texts in results:
         for text, pattern in zip(texts, patterns, strict=True):
             assert re.search(pattern, text), text
+
+
+def _warned(context: RankContext) -> list[BaseException]:
+    """Whoever hears that rank 1 is late calls the communicator, which waits for it."""
+    buffer = make_buffer(context)
+    comm = buffer.communicator
+    step(buffer, 0)
+    if context.rank_idx == 2:
+        return [steps_until_error(buffer)[0]]
+    heard: list[BaseException] = []
+
+    class Call(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(error_of(partial(comm.all_gather, b"")))
+
+    handler = Call()
+    logging.getLogger("moe_comm").addHandler(handler)
+    _host.set_warning_interval(0.1)
+    if context.rank_idx == 1:
+        time.sleep(0.6)
+    try:
+        comm.shrink([2]).communicator.destroy()
+    finally:
+        _host.set_warning_interval(60.0)
+        logging.getLogger("moe_comm").removeHandler(handler)
+    return heard
+
+
+def test_who_hears_a_warning_may_call() -> None:
+    heard, _, evicted = run_ranks(_warned, 3, timeout_s=30.0)
+    assert heard
+    assert all(isinstance(error, PeerFailedError) for error in heard), heard
+    assert isinstance(evicted[0], EvictedError), evicted
 
 
 def _interrupted(context: RankContext) -> None:
