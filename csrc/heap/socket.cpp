@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kMaxPassedFds = 8;
 constexpr int kSoPeerPidfd = 77;  // SO_PEERPIDFD, Linux 6.5
-constexpr int kBacklog = 4096;    // the kernel takes the least of this and somaxconn
 
 struct AbstractName {
   sockaddr_un address{};
@@ -68,7 +67,7 @@ OwnedFd listen_abstract(const std::string& name) {
   const AbstractName bound = abstract_name(name);
   if (::bind(listener.get(), reinterpret_cast<const sockaddr*>(&bound.address), bound.bytes) != 0)
     throw SystemError("bind of an abstract Unix socket failed", errno);
-  if (::listen(listener.get(), kBacklog) != 0)
+  if (::listen(listener.get(), kListenBacklog) != 0)
     throw SystemError("listen failed", errno);
   return listener;
 }

@@ -10,8 +10,11 @@
 
 namespace moe::heap {
 
-/// Unix stream sockets with abstract names, all non-blocking and CLOEXEC. An abstract name is no
-/// file: the kernel forgets it with the process.
+// Stream sockets, all non-blocking and CLOEXEC: Unix ones with abstract names, and what holds for
+// those of tcp.h too. An abstract name is no file: the kernel forgets it with the process.
+
+/// Callers that may wait to be accepted; the kernel takes the least of this and somaxconn.
+constexpr int kListenBacklog = 4096;
 
 /// @throws SystemError
 OwnedFd listen_abstract(const std::string& name);
@@ -43,8 +46,8 @@ Transfer send_bytes(
 Transfer receive_bytes(
     int socket, char* data, size_t bytes, size_t* received_bytes, std::vector<OwnedFd>* passed_fds);
 
-/// A pidfd of the process at the other end; empty where the system has none or the process cannot
-/// be seen from here. Readable once that process has ended.
+/// A pidfd of the process at the other end of a Unix socket; empty where the system has none or the
+/// process cannot be seen from here. Readable once that process has ended.
 OwnedFd peer_pidfd(const OwnedFd& socket);
 
 }  // namespace moe::heap

@@ -15,11 +15,11 @@
 #include <set>
 
 #include "core/error.h"
+#include "heap/socket.h"
 
 namespace moe::heap {
 namespace {
 
-constexpr int kBacklog = 4096;       // the kernel takes the least of this and somaxconn
 constexpr int kMostKeepaliveS = 30;  // seconds between two looks at an idle peer
 
 struct SocketAddress {
@@ -211,7 +211,7 @@ OwnedFd listen_tcp(const IpAddress& address, uint16_t* port) {
     throw SystemError("socket failed", errno);
   if (::bind(listener.get(), target.get(), target.bytes) != 0)
     throw SystemError(concat("bind to ", address.text(), " failed"), errno);
-  if (::listen(listener.get(), kBacklog) != 0)
+  if (::listen(listener.get(), kListenBacklog) != 0)
     throw SystemError("listen failed", errno);
   target.bytes = sizeof target.storage;
   if (::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&target.storage), &target.bytes) !=
