@@ -198,8 +198,7 @@ class Communicator(ElasticRanks):
         has_rail = backend in ("auto", "host") and self.device.type == "cpu"
         if self.rail_name != "auto" and not has_rail:
             return f"rail is for the host backend, got {self.rail_name!r} with {backend!r} on {self.device}"
-        problem = node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
-        if problem is not None:
+        if problem := node_layout.problem_with_declared(num_local_ranks, self.num_ranks):
             return problem
         for name in ("stall_timeout_s", "arrival_timeout_s"):
             if not getattr(self, name) > 0.0:
