@@ -114,7 +114,7 @@ def _free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("kind", ["file", "address"])
+@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.slow), "address"])
 def test_a_rank_returns_to_its_old_place(tmp_path: Path, kind: str) -> None:
     where = str(tmp_path / "store") if kind == "file" else _free_address()
     results = run_ranks(_return_to_old_place, 3, where, fresh=True, expect_dead=[1])
@@ -209,7 +209,9 @@ def _refuse_then_grow(context: RankContext, where: str) -> list[Any]:
     if is_first:
         found.append([_outcome(newcomer) for newcomer in newcomers])
         newcomers = [_start(f"_die_on_the_way({where!r})")]
-    error = error_of(lambda: comm.grow(_store(where), 1, timeout_s=LIMIT_S / 3))
+        wait_for(lambda: open_store(_store(where), False, LIMIT_S).add("tickets", 0) == 3)
+    comm.all_gather(b"")
+    error = error_of(lambda: comm.grow(_store(where), 1, timeout_s=3.0))
     found.append(type(error).__name__)
     _work(comm)
     newcomers += [_start(f"_come({where!r}, None)") for _ in range(is_first)]
