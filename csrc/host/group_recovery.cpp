@@ -11,7 +11,8 @@
 // How the living agree. Every rank proposes which ranks have failed, and at which epochs its own
 // buffers stand; it proposes again whenever it learns of another failure. A rank that sees the same
 // set proposed by everybody outside that set commits to it, tells the others, and never goes back
-// on it; a rank that hears of a commitment makes it its own. The call ends when every living rank
+// on it; a rank that hears of a commitment makes it its own, unless it has proposed that whoever
+// commits has failed: others may have agreed on that. The call ends when every living rank
 // has committed. A rank that dies after somebody committed is found by the next operation, and
 // excluded by the next recovery.
 
@@ -121,18 +122,20 @@ bool Group::step_recovery() {
   const auto is_gone = missing_ranks();
   // Who goes on without this rank says so before it leaves.
   shrink_agreement_->check_nobody_shrinks("recover");
+  const std::string& own = recovery_.proposals[static_cast<size_t>(rank_idx_)];
   std::string message;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     const auto idx = static_cast<size_t>(peer_rank);
     if (peer_rank == rank_idx_ || !is_active(peer_rank))
       continue;
+    const bool is_heeded = own.empty() || own[1 + idx] == 0 || MOE_MUTANT(failed_rank_commits);
     while (link_->take(members_[idx], channel_ | kRecoveryChannelBit, generation(), &message)) {
       if (message[0] == kProposal) {
         recovery_.proposals[idx] = message;
         continue;
       }
       recovery_.has_committed[idx] = 1;
-      if (recovery_.decision.empty())
+      if (recovery_.decision.empty() && is_heeded)
         recovery_result_ = commit(message);
     }
   }

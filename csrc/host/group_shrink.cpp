@@ -5,7 +5,6 @@
 
 #include "host/group.h"
 #include "host/message.h"
-#include "host/shrink_members.h"
 #include "host/wait.h"
 #include "host/warn.h"
 
@@ -110,6 +109,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
       group_,
       [&] {
         const std::lock_guard<sync::Mutex> lock(mutex_);
+        decision.reset();  // a waiter that looks again may hear of another round
         return step_locked(&decision);
       },
       [&] {
@@ -194,9 +194,12 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
   // Whoever has decided stands by it within its round.
   if ((is_decided_ || before.has_group != 0) && !have_same_failed(members, before.members))
     ++own.ballot.round;
+  bool has_heard_all = true;
   for (size_t idx = 0; idx < voices_.size(); ++idx)
-    if ((members[idx] & kFailed) == 0)
+    if ((members[idx] & kFailed) == 0) {
       own.ballot.round = std::max(own.ballot.round, voices_[idx].ballot.round);
+      has_heard_all = has_heard_all && voices_[idx].has_spoken;
+    }
   if (own.ballot.round != before.round) {
     own.ballot.has_group = 0;
     is_decided_ = false;
@@ -209,8 +212,13 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
     become_done_locked();
     return true;
   }
-  if (!is_unanimous_locked())
+  if (!is_unanimous_locked()) {
+    if (counts(own))
+      short_since_ns_ = 0;
+    else if (has_heard_all)  // nobody joins those who are too few
+      has_majority_locked();
     return false;
+  }
   check_agreed_locked();
   if (!has_majority_locked())
     return false;
@@ -228,7 +236,7 @@ bool ShrinkAgreement::is_unanimous_locked() const {
     const Voice& voice = voices_[idx];
     if (!voice.has_spoken || voice.ballot.round != own.round ||
         !have_same_failed(voice.ballot.members, own.members) ||
-        voice.ballot.has_group < own.has_group)
+        (voice.ballot.has_group < own.has_group && !MOE_MUTANT(group_of_some_survivors)))
       return false;
   }
   return true;
@@ -237,7 +245,7 @@ bool ShrinkAgreement::is_unanimous_locked() const {
 /// Whether at most one group can come of this; refuses once patience is over.
 bool ShrinkAgreement::has_majority_locked() {
   const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
-  if (!needs_majority_ || have_majority(members))
+  if (!needs_majority_ || have_majority(members) || MOE_MUTANT(minority_goes_on))
     return true;
   const int64_t now_ns = sync::now_ns();
   if (short_since_ns_ == 0)
@@ -387,11 +395,6 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
   voice = std::move(heard);
 }
 
-/// Whether what a rank says of others can come to be: too few could declare everybody failed.
-bool ShrinkAgreement::counts(const Voice& voice) {
-  return voice.needs_majority == 0 || have_majority(voice.ballot.members);
-}
-
 /// This rank is no part of what comes: nobody needs to wait for a word of it.
 void ShrinkAgreement::resign_locked() {
   if (is_evicted_)
@@ -518,10 +521,14 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
     if (rank == group_.rank_idx())
       continue;
     const int link_rank = group_.members()[static_cast<size_t>(rank)];
+    bool has_arrived = false;  // a waiter that looks again may not miss what it has taken
     wait_until(
         group_,
         [&] {
-          return group_.link()->take(link_rank, group_.shrink_channel(), sequence, &payloads[i]);
+          if (!has_arrived || MOE_MUTANT(gathered_payload_forgotten))
+            has_arrived =
+                group_.link()->take(link_rank, group_.shrink_channel(), sequence, &payloads[i]);
+          return has_arrived;
         },
         [&] {
           if (interrupt_check)

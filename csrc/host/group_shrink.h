@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/sync.h"
+#include "host/shrink_members.h"
 
 namespace moe::host {
 
@@ -109,7 +110,10 @@ class ShrinkAgreement {
   void say_locked();
   void hear_locked();
   void hear_ballot_locked(int peer_rank, const std::string& message, bool is_heeded);
-  static bool counts(const Voice& voice);
+  /// Whether what a rank says of others can come to be: too few could declare everybody failed.
+  static bool counts(const Voice& voice) {
+    return voice.needs_majority == 0 || have_majority(voice.ballot.members);
+  }
   void resign_locked();
   void end_attempt_locked(const std::string& text);
   void throw_outcome_locked();

@@ -91,8 +91,7 @@ void WorldLink::serve() {
     }
     if (is_closed_)
       return;
-    News news = std::move(news_.front());
-    news_.pop_front();
+    News news = next_news();
     threads.memory().join(threads.thread(), news.known);
     take_in(std::move(news));
     is_calling_ = true;
@@ -102,6 +101,18 @@ void WorldLink::serve() {
     }
     is_calling_ = false;
   }
+}
+
+/// Every peer has a socket of its own: what two of them say is heard in either order.
+WorldLink::News WorldLink::next_news() {
+  const auto some = world_.threads().random().below(static_cast<uint32_t>(news_.size()));
+  const auto first =
+      std::find_if(news_.begin(), news_.end(), [from = news_[some].from](auto& news) {
+        return news.from == from;
+      });
+  News news = std::move(*first);
+  news_.erase(first);
+  return news;
 }
 
 void WorldLink::take_in(News news) {

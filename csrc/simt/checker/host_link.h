@@ -69,6 +69,7 @@ class WorldLink final : public PeerLink {
     Clock known;  ///< when it was added
   };
 
+  News next_news();
   void take_in(News news);
 
   HostWorld& world_;

@@ -43,7 +43,6 @@ void HostThreads::begin(uint64_t seed, const Options& options) {
   num_steps_ = 0;
   dead_ranks_ = 0;
   is_over_ = false;
-  doomed_ = -1;
   constexpr uint32_t kSwitchOf[] = {2, 4, 16, 64};
   switch_of_ = kSwitchOf[random_.below(4)];
   slow_rank_ = random_.chance(1, 2) ? static_cast<int>(random_.below(4)) : -1;
@@ -130,9 +129,9 @@ void HostThreads::rouse(Thread& thread) {
 }
 
 void HostThreads::doom(int thread, int64_t num_steps, std::function<void()> on_death) {
-  doomed_ = thread;
-  steps_to_live_ = num_steps;
-  on_death_ = std::move(on_death);
+  Thread& doomed = threads_[static_cast<size_t>(thread)];
+  doomed.steps_to_live = num_steps;
+  doomed.on_death = std::move(on_death);
 }
 
 void HostThreads::kill(int rank_idx) {
@@ -184,9 +183,9 @@ bool HostThreads::step_quietly() {
 }
 
 bool HostThreads::step(bool is_plain) {
-  if (thread() == doomed_ && !is_over_ && steps_to_live_-- == 0) {
+  if (self().steps_to_live >= 0 && !is_silent() && self().steps_to_live-- == 0) {
     const int rank_idx = self().rank_idx;
-    on_death_();
+    self().on_death();
     kill(rank_idx);
   }
   const bool goes_on =

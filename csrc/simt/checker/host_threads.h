@@ -92,6 +92,8 @@ class HostThreads final : public Scheduler {
     const void* address = nullptr;
     const char* what = "";
     int64_t deadline_ns = 0;
+    int64_t steps_to_live = -1;  ///< or it is not doomed
+    std::function<void()> on_death;
   };
 
   Thread& self() { return threads_[static_cast<size_t>(thread())]; }
@@ -115,9 +117,6 @@ class HostThreads final : public Scheduler {
   bool is_over_ = false;
   uint32_t switch_of_ = 2;  ///< one step in so many lets others run
   int slow_rank_ = -1;      ///< runs when nobody else can, mostly
-  int doomed_ = -1;
-  int64_t steps_to_live_ = 0;
-  std::function<void()> on_death_;
 };
 
 }  // namespace moe::simt::checker

@@ -1,0 +1,154 @@
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "core/sync.h"
+#include "simt/checker/host_layer.h"
+#include "simt/checker/host_world.h"
+#include "simt/checker/run.h"
+
+// How the survivors of failures agree on who goes on: real groups, over a link that keeps what
+// peers say until its service thread runs. Ranks die in the middle of telling the others.
+
+namespace moe::simt::checker {
+
+namespace {
+
+HostWorld::Options draw_options(Run& run, int fewest_ranks, int most_ranks) {
+  HostWorld::Options options;
+  options.num_ranks = static_cast<int>(run.random().between(fewest_ranks, most_ranks));
+  options.threads.cache_bytes = 1;
+  options.threads.may_time_pass = true;
+  // Who waits for somebody that will not come throws in a schedule of a bearable length.
+  options.stall_timeout_s = 10;
+  options.arrival_timeout_s = 20;
+  return options;
+}
+
+/// One or two ranks that die at any step.
+class Deaths {
+ public:
+  Deaths(Random& random, int num_ranks, int64_t most_steps) {
+    for (int64_t& num_steps : num_steps_)
+      num_steps = random.between(1, most_steps);
+    for (int& victim : victims_)
+      victim = static_cast<int>(random.between(0, num_ranks - 1));
+  }
+
+  void doom(const HostRank& rank) const {
+    for (size_t i = 0; i < victims_.size(); ++i)
+      if (victims_[i] == rank.rank_idx())
+        rank.world().doom(victims_[i], num_steps_[i]);
+  }
+
+ private:
+  std::array<int, 2> victims_;
+  std::array<int64_t, 2> num_steps_;
+};
+
+/// By rank, the survivors that a rank came out with; empty for a rank that did not.
+using Outcomes = std::vector<std::vector<int>>;
+
+/// What a caller of the agreement does: it makes the new group again until all survivors have it.
+/// Here the new group is who said what in one gather.
+std::vector<int> shrink(HostRank& rank, const std::vector<int>& failed_ranks) {
+  host::ShrinkAgreement& agreement = rank.group()->shrink_agreement();
+  host::ShrinkDecision decision = agreement.agree({failed_ranks, "", "", true}, {});
+  while (true) {
+    bool has_group = true;
+    try {
+      const auto said = agreement.all_gather(std::to_string(rank.rank_idx()), {});
+      for (size_t i = 0; i < said.size(); ++i)
+        if (said[i] != std::to_string(decision.survivors[i]))
+          rank.fail(concat("rank ", decision.survivors[i], " said ", said[i]));
+    } catch (const PeerFailed&) {
+      has_group = false;
+    }
+    std::optional<host::ShrinkDecision> later = agreement.finish(has_group, {});
+    if (!later)
+      return decision.survivors;
+    decision = std::move(*later);
+  }
+}
+
+/// Whoever came out with a group came out with the same as all who live in it, and with one that
+/// no other contradicts.
+void check_outcomes(const HostRank& rank, const HostWorld& world, const Outcomes& outcomes) {
+  for (size_t left = 0; left < outcomes.size(); ++left)
+    for (size_t right = 0; right < outcomes.size(); ++right) {
+      if (outcomes[left].empty() || outcomes[right].empty() ||
+          world.is_dead(static_cast<int>(left)) || world.is_dead(static_cast<int>(right)))
+        continue;
+      if (outcomes[left] != outcomes[right])
+        rank.fail(concat("ranks ", left, " and ", right, " go on in different groups"));
+    }
+}
+
+}  // namespace
+
+MOE_SCENARIO(host_shrink, "CPU: ranks die at any step while the survivors agree to go on") {
+  HostWorld world(run, draw_options(run, 2, 4));
+  const Deaths deaths(run.random(), world.num_ranks(), 400);
+  Outcomes outcomes(static_cast<size_t>(world.num_ranks()));
+  world.run([&](HostRank& rank) {
+    world.meet();
+    deaths.doom(rank);
+    const std::vector<int> survivors = shrink(rank, {});
+    outcomes[static_cast<size_t>(rank.rank_idx())] = survivors;
+    for (int peer_rank = 0; peer_rank < rank.num_ranks(); ++peer_rank)
+      if (!world.is_dead(peer_rank) &&
+          std::find(survivors.begin(), survivors.end(), peer_rank) == survivors.end())
+        rank.fail(concat("rank ", peer_rank, " lives, and is no part of the new group"));
+    check_outcomes(rank, world, outcomes);
+  });
+}
+
+MOE_SCENARIO(host_evict, "CPU: ranks that live declare each other failed; one group comes of it") {
+  HostWorld world(run, draw_options(run, 2, 5));
+  const int num_ranks = world.num_ranks();
+  std::vector<std::vector<int>> reports(static_cast<size_t>(num_ranks));
+  for (int rank = 0; rank < num_ranks; ++rank)
+    for (int peer = 0; peer < num_ranks; ++peer)
+      if (peer != rank && run.random().chance(1, 3))
+        reports[static_cast<size_t>(rank)].push_back(peer);
+  Outcomes outcomes(static_cast<size_t>(num_ranks));
+  world.run([&](HostRank& rank) {
+    world.meet();
+    const auto idx = static_cast<size_t>(rank.rank_idx());
+    try {
+      outcomes[idx] = shrink(rank, reports[idx]);
+    } catch (const Evicted&) {
+    } catch (const PeerFailed&) {
+    }
+    check_outcomes(rank, world, outcomes);
+  });
+}
+
+MOE_SCENARIO(host_recover, "CPU: ranks die at any step while the survivors recover") {
+  HostWorld world(run, draw_options(run, 2, 4));
+  const Deaths deaths(run.random(), world.num_ranks(), 100);
+  std::vector<std::optional<host::RecoveryResult>> results(static_cast<size_t>(world.num_ranks()));
+  world.run([&](HostRank& rank) {
+    world.meet();
+    deaths.doom(rank);
+    const auto& result =
+        results[static_cast<size_t>(rank.rank_idx())].emplace(rank.group()->recover({}));
+    for (int peer_rank = 0; peer_rank < rank.num_ranks(); ++peer_rank) {
+      const auto& other = results[static_cast<size_t>(peer_rank)];
+      if (other && !world.is_dead(peer_rank) && other->failed_ranks != result.failed_ranks)
+        rank.fail(concat("ranks ",
+                         rank.rank_idx(),
+                         " and ",
+                         peer_rank,
+                         " take others for failed: ",
+                         result.failed_ranks.size(),
+                         " and ",
+                         other->failed_ranks.size()));
+    }
+  });
+}
+
+}  // namespace moe::simt::checker
