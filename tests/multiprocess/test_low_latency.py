@@ -145,7 +145,7 @@ def _waited(context: RankContext) -> None:
     waited_ns = torch.zeros(2, dtype=torch.int64)
     for _ in range(20):
         if context.rank_idx == 1:
-            time.sleep(0.002)
+            time.sleep(0.01)
         waited_ns += buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY).wait_ns
     assert waited_ns[context.rank_idx] == 0
     if context.rank_idx == 0:
@@ -158,7 +158,7 @@ def _statistics(context: RankContext, backend: str) -> None:
     waited_ns = torch.zeros(2, dtype=torch.int64)
     for step in range(6):
         if context.rank_idx == 1:
-            time.sleep(0.01)
+            time.sleep(0.05)
         result = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
         waited_ns += result.wait_ns
         operation = buffer.combine(result.x, result.handle, async_op=True)
