@@ -1,5 +1,7 @@
 #include "host/socket_rail.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -316,12 +318,18 @@ SocketRail::SocketRail(std::shared_ptr<PeerLink> link,
                        int node_idx,
                        const SocketRailStream& stream)
     : link_(std::move(link)),
-      engine_(std::make_shared<Engine>(link_, link_ranks, node_idx, stream)) {
+      engine_(std::make_shared<Engine>(link_, link_ranks, node_idx, stream)),
+      process_id_(::getpid()) {
   // The callback may still run while this goes, so it holds what it needs.
   listener_id_ = link_->add_listener([engine = engine_] { engine->step_all(); });
 }
 
 SocketRail::~SocketRail() {
+  // In a forked child there is no service thread, and it may have held the lock for ever.
+  if (::getpid() != process_id_) {
+    new std::shared_ptr<Engine>(std::move(engine_));
+    return;
+  }
   link_->remove_listener(listener_id_);
   engine_->set_listener({});
   engine_->give_up("the rail was destroyed");

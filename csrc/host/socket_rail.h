@@ -63,6 +63,7 @@ class SocketRail final : public Rail {
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<Engine> engine_;
   int listener_id_ = -1;
+  int process_id_;
 };
 
 class Group;

@@ -4,6 +4,9 @@
 
 #include "host/socket_rail.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -282,6 +285,36 @@ void a_peer_may_leave(const Node& node) {
   require(never_sent->error() == "the rank of node 0 left", never_sent->error());
 }
 
+/// The service thread holds the lock of the rail when the process forks.
+void a_forked_child_drops_its_rail(const Node& node) {
+  auto rail = node.rail(nullptr, 9, 0);
+  if (node.node_idx == 0) {
+    rail->send(1, make_buffer(64), 0, 64);
+    return node.meet(2);
+  }
+  std::atomic<bool> is_dropping{false};
+  std::atomic<bool> may_drop{false};
+  const auto drop = [&](std::byte* memory) {
+    is_dropping = true;
+    while (!may_drop)
+      std::this_thread::yield();
+    delete[] memory;
+  };
+  rail->receive(0, Rail::Buffer(new std::byte[64], drop), 0, 64);
+  while (!is_dropping)
+    std::this_thread::yield();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    rail.reset();
+    ::_exit(0);
+  }
+  int status = -1;
+  require(::waitpid(child, &status, 0) == child && status == 0, "a forked child hangs");
+  may_drop = true;
+  node.meet(2);
+}
+
 }  // namespace
 
 int main() {
@@ -290,5 +323,6 @@ int main() {
   on_nodes(2, an_earlier_rail_leaves_nothing);
   on_nodes(2, ends_are_told);
   on_nodes(2, a_peer_may_leave);
+  on_nodes(2, a_forked_child_drops_its_rail);
   std::puts("ok");
 }
