@@ -11,11 +11,11 @@ from tests.helpers.node_ranks import target
 
 # Rail, how ranks run, most ranks a node, and every how many cases `make test` runs.
 RUNS = [
-    ("sockets", "threads", 2, 6),
+    ("sockets", "threads", 2, 10),
     ("sockets", "threads", 1, 16),
     ("sockets", "threads", 3, 16),
     ("sockets", "processes", 2, 40),
-    ("gloo", "processes", 2, 10),
+    ("gloo", "processes", 2, 16),
     ("gloo", "processes", 1, 20),
     ("gloo", "processes", 3, 20),
 ]
