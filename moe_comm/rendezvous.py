@@ -11,6 +11,7 @@ random name: `up/<k>/<j>`, what the j-th says in the k-th exchange; `down/<k>`, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import pickle
@@ -329,11 +330,22 @@ class Newcomers:
             if state == "found":
                 found: ResultT = value
                 return found
+            if state != "wait":
+                self._hear_everybody()
             if state == "late":
                 raise PeerTimeoutError(f"grow: {value}", operation="grow")
             if state == "failed":
                 raise RuntimeError(f"grow: the rendezvous failed on the lowest rank: {value}")
             time.sleep(POLL_S)
+
+    def _hear_everybody(self) -> None:
+        """Return once every living rank knows what the lowest one found.
+
+        Whoever knows it gives up, and a rank that hears of that first would take it for a failure.
+        """
+        # This rank knows: that others have given up, or failed, changes nothing any more.
+        with contextlib.suppress(PeerFailedError, ValueError):
+            self.shrunk_group.shrink_gather(b"")
 
     def _poll(
         self, poll: Callable[[Host], Any], what: Callable[[Host], str], deadline: float

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError
-from moe_comm.rendezvous import Newcomer, assign_ranks, open_store
+from moe_comm.rendezvous import Newcomer, Newcomers, assign_ranks, open_store
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     config_for,
@@ -183,6 +184,31 @@ def test_the_living_go_on_when_nobody_comes(tmp_path: Path) -> None:
         for text, (kind, part) in zip(texts, wanted, strict=True):
             assert text.startswith(kind), text
             assert part in text, text
+
+
+class _Gatherings:
+    """The old sockets of rank 1: rank 0 found too few, then rank 2 has given up already."""
+
+    num_ranks = 3
+    rank_idx = 1
+
+    def __init__(self) -> None:
+        self.num_gathers = 0
+
+    def shrink_gather(self, payload: bytes) -> list[bytes]:
+        self.num_gathers += 1
+        if self.num_gathers > 1:
+            raise PeerFailedError("rank 2: grow: waited", ranks=(0,), operation="shrink")
+        return [pickle.dumps(("late", "waited 1 s for processes to join: 0 of 1 came")), payload]
+
+
+def test_nobody_gives_up_before_all_know_why() -> None:
+    """Else a rank that hears of it before it knows why takes the others for failed, and waits."""
+    sockets = _Gatherings()
+    newcomers = Newcomers(cast("Any", sockets), None, 1.0)
+    with pytest.raises(PeerTimeoutError, match="0 of 1 came"):
+        newcomers.invite({})
+    assert sockets.num_gathers == 2
 
 
 def test_joining_where_nobody_listens() -> None:
