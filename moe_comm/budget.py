@@ -20,6 +20,7 @@ __all__ = [
     "limited_recv_rows",
     "live_heap_bytes",
     "low_latency_recv_rows",
+    "rail_region_bytes",
     "rank_major_recv_rows",
     "receive_window_bytes",
     "round_window_bytes",
@@ -39,6 +40,12 @@ HUGE_PAGE_BYTES = 2 << 20
 ROW_HEADER_BYTES = 144
 ROW_MESSAGE_BYTES = 320
 CONTROL_BLOCK_BYTES = 640
+# Memory between nodes, as csrc/runtime/internode.cpp and csrc/layout/rail_region.h have it.
+RAIL_LEAST_CHUNKS = 256
+RAIL_MOST_CHUNK_TOKENS = 8
+RAIL_REPLY_PLACES = 64
+RAIL_LEAST_AREA_BYTES = 256 << 10
+RAIL_HEADER_BYTES = 16
 # Columns of scale factors start at multiples of this, as csrc/layout/window.h has it.
 SCALE_COLUMN_BYTES = 16
 TOPK_IDX_BYTES = 8
@@ -239,10 +246,65 @@ def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int:
         num_experts: E.
         depth: Entries of its ring, `EpConfig.num_max_in_flight`.
     """
-    tail_bytes = max(4 * (num_experts + num_ranks + 2), ROW_MESSAGE_BYTES)
-    row_stride = _round_up(ROW_HEADER_BYTES + tail_bytes, CACHE_LINE_BYTES)
-    entry_bytes = num_ranks * (row_stride + 2 * CACHE_LINE_BYTES)
+    entry_bytes = num_ranks * (_row_stride(num_ranks, num_experts) + 2 * CACHE_LINE_BYTES)
     return CACHE_LINE_BYTES * (1 + num_ranks) + depth * entry_bytes
+
+
+def rail_region_bytes(
+    *,
+    num_ranks: int,
+    num_local_ranks: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    row_bytes: int,
+    depth: int = 4,
+) -> int:
+    """Memory between nodes of one buffer on one rank, with backend "nvshmem" or "simt".
+
+    For each other node, two areas of the same size, for what is sent and what comes: each holds all
+    rows of a dispatch with their slots, ids and weights, or the requests of a combine and 64 chunks
+    of replies, and at least 256 KiB. Besides, the rows of the exchange and a signal for every chunk.
+
+    Args:
+        num_ranks: R.
+        num_local_ranks: Ranks of a node.
+        num_tokens: T, `EpConfig.num_max_tokens_per_rank`.
+        num_topk: K.
+        num_experts: E.
+        row_bytes: `EpConfig.rail_row_bytes`.
+        depth: `EpConfig.num_max_in_flight`.
+
+    Example:
+        16 ranks, 8 a node, 4096 tokens, top-8, 256 experts, bfloat16, hidden 7168: an area has 512
+        chunks of 8 rows, each 14336 + 896 bytes of row and scale factors and 192 of slots, ids and
+        weights: 16 + 8 * 15424 = 123408 bytes a chunk, 63184896 an area, and 126384704 in all.
+    """
+    if not 1 <= num_local_ranks <= num_ranks or num_ranks % num_local_ranks != 0:
+        raise ValueError(
+            f"num_local_ranks must divide the number of ranks, got {num_local_ranks} and {num_ranks}"
+        )
+    num_remote_nodes = num_ranks // num_local_ranks - 1
+    if num_remote_nodes == 0:
+        return 0
+    num_chunk_tokens = min(max(num_tokens // RAIL_LEAST_CHUNKS, 1), RAIL_MOST_CHUNK_TOKENS)
+    num_chunks = max(-(-num_tokens // num_chunk_tokens), 1)
+    num_words = min(num_topk, num_ranks) + 2 * num_topk  # slots, ids and weights
+    record_bytes = _round_up(_round_up(row_bytes, 16) + 8 * num_words, 16)
+    reply_bytes = _round_up(_round_up(row_bytes, 8) + 8 * num_topk, 16)
+    request_stride = RAIL_HEADER_BYTES + _round_up(8 * num_chunk_tokens * num_topk, 16)
+    replies_bytes = min(num_chunks, RAIL_REPLY_PLACES) * num_chunk_tokens * num_topk * reply_bytes
+    area_bytes = max(
+        num_chunks * (RAIL_HEADER_BYTES + num_chunk_tokens * record_bytes),
+        num_chunks * request_stride + replies_bytes,
+        RAIL_LEAST_AREA_BYTES,
+    )
+    row_stride = _row_stride(num_ranks, num_experts)
+    return (
+        (row_stride + CACHE_LINE_BYTES) * (1 + depth * num_remote_nodes)
+        + 2 * _round_up(8 * num_remote_nodes * num_chunks, CACHE_LINE_BYTES)
+        + 2 * num_remote_nodes * _round_up(area_bytes, CACHE_LINE_BYTES)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -394,36 +456,42 @@ class Budget:
 
     Args:
         num_ranks: R.
+        num_local_ranks: Ranks of a node, R with one node.
         sizes: One window of each kind.
         num_dispatched: Dispatched windows alive at the peak.
         num_gradients: Windows of dispatched gradients alive at the peak.
         num_expert_outputs: Expert outputs alive at the peak.
         num_sums: Sums alive at the peak.
         rank_bytes: Heap of one rank; what `Communicator.reserve` takes.
+        rail_region_bytes: What GPUs of several nodes take beside it; see `rail_region_bytes`.
     """
 
     num_ranks: int
+    num_local_ranks: int
     sizes: WindowSizes
     num_dispatched: int
     num_gradients: int
     num_expert_outputs: int
     num_sums: int
     rank_bytes: int
+    rail_region_bytes: int = 0
 
     @property
     def machine_bytes(self) -> int:
-        """Heaps of all ranks, which share one machine with the host backend."""
-        return self.num_ranks * self.rank_bytes
+        """Heaps of all ranks of a node, which share its memory with the host backend."""
+        return self.num_local_ranks * self.rank_bytes
 
 
 def budget_bytes(
     sizes: WindowSizes,
     *,
     num_ranks: int,
+    num_local_ranks: int | None = None,
     num_moe_layers: int = 1,
     num_microbatches: int = 1,
     recompute: bool = False,
     weights_in_combine: bool = True,
+    rail_region_bytes: int = 0,
 ) -> Budget:
     """Windows alive at the peak of a training step: the backward of the last layer begins.
 
@@ -440,10 +508,12 @@ def budget_bytes(
     Args:
         sizes: See `window_sizes`.
         num_ranks: R.
+        num_local_ranks: Ranks of a node; None for R.
         num_moe_layers: MoE layers of this rank.
         num_microbatches: Microbatches in flight: forward done, backward not.
         recompute: Activations of whole MoE layers are recomputed, dispatch included.
         weights_in_combine: Combine applies the router's weights; else the experts do.
+        rail_region_bytes: Of one buffer, as the function of that name has it.
     """
     for name, value in (("num_moe_layers", num_moe_layers), ("num_microbatches", num_microbatches)):
         if value < 1:
@@ -455,6 +525,7 @@ def budget_bytes(
     num_sums = num_kept + 1
     return Budget(
         num_ranks=num_ranks,
+        num_local_ranks=num_ranks if num_local_ranks is None else num_local_ranks,
         sizes=sizes,
         num_dispatched=num_full,
         num_gradients=1,
@@ -467,12 +538,19 @@ def budget_bytes(
             num_expert_outputs=num_expert_outputs,
             num_sums=num_sums,
         ),
+        rail_region_bytes=rail_region_bytes,
     )
 
 
 def scale_column_stride(num_rows: int, scale_bytes: int) -> int:
     """Elements from one column of column-major scale factors to the next: rows, up to 16 bytes."""
     return _round_up(num_rows, SCALE_COLUMN_BYTES // scale_bytes)
+
+
+def _row_stride(num_ranks: int, num_experts: int) -> int:
+    """A rank's row of an exchange, as csrc/layout/row.h has it."""
+    tail_bytes = max(4 * (num_experts + num_ranks + 2), ROW_MESSAGE_BYTES)
+    return _round_up(ROW_HEADER_BYTES + tail_bytes, CACHE_LINE_BYTES)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -164,6 +164,14 @@ class EpConfig:
             return 0
         return self.hidden * self.dtype.itemsize
 
+    @property
+    def rail_row_bytes(self) -> int:
+        """Bytes of one row with the scale factors of any format; 0 where every call brings its own."""
+        if self.row_bytes == 0:
+            return 0
+        assert self.hidden is not None
+        return self.row_bytes + 4 * -(-self.hidden // 32)
+
     def resolve_expert_rank(self, num_ranks: int) -> torch.Tensor:
         """The placement on a communicator of `num_ranks`, checked.
 
@@ -241,6 +249,8 @@ class EpConfig:
     ) -> int:
         """Heap of one rank with so many windows alive at once; for `Communicator.reserve`.
 
+        Memory between nodes is no part of the heap; see `rail_region_bytes`.
+
         Args:
             num_ranks: Of the communicator.
             num_live_windows: Dispatched windows held by tensors, counting the one being received.
@@ -270,6 +280,32 @@ class EpConfig:
             num_dispatched=num_live_windows,
             num_expert_outputs=num_live_expert_outputs,
             num_sums=num_live_sums,
+        )
+
+    def rail_region_bytes(self, num_ranks: int, num_local_ranks: int) -> int:
+        """What a buffer of backend "nvshmem" (or "simt") takes on every rank beside the heap.
+
+        Args:
+            num_ranks: Of the communicator.
+            num_local_ranks: Ranks of a node; 0 bytes where that is all of them.
+
+        Raises:
+            ValueError: A field that decides the size is None, or nodes would have unequal ranks.
+        """
+        if self.num_topk is None or self.num_max_tokens_per_rank is None or self.row_bytes == 0:
+            raise ValueError(
+                "memory between nodes follows from num_topk, hidden, num_max_tokens_per_rank and "
+                f"dtype, got {self.num_topk}, {self.hidden}, {self.num_max_tokens_per_rank} and "
+                f"{self.dtype}"
+            )
+        return budget.rail_region_bytes(
+            num_ranks=num_ranks,
+            num_local_ranks=num_local_ranks,
+            num_tokens=self.num_max_tokens_per_rank,
+            num_topk=self.num_topk,
+            num_experts=self.num_experts,
+            row_bytes=self.rail_row_bytes,
+            depth=self.num_max_in_flight,
         )
 
 

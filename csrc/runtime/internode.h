@@ -4,10 +4,12 @@
 #include <memory>
 #include <string>
 
+#include "core/node_layout.h"
 #include "host/group.h"
 #include "kernels/internode_combine.h"
 #include "kernels/internode_dispatch.h"
 #include "kernels/internode_exchange.h"
+#include "layout/rail_region.h"
 #include "runtime/device.h"
 #include "runtime/symmetric_regions.h"
 
@@ -31,10 +33,19 @@ struct InternodeConfig {
   std::shared_ptr<SymmetricRegions> regions;  ///< null where kernels reach one node only
   InternodeKernels kernels{};
   // The largest operation: memory between nodes cannot grow later.
-  int64_t num_max_tokens = 0;  ///< of one rank
+  int64_t num_max_tokens = 0;  ///< of one rank; -1 where unknown, which is refused
   int64_t num_max_topk = 0;
   int64_t max_row_bytes = 0;  ///< of a row with its scale factors
 };
+
+/// Memory between nodes that a buffer takes on every rank; `moe_comm.budget.rail_region_bytes` is
+/// its size. Chunks of a full buffer keep every warp busy, and the areas hold the largest
+/// operation.
+/// @param depth  Of the ring of a buffer.
+layout::RailRegion rail_region(const InternodeConfig& config,
+                               NodeLayout nodes,
+                               int num_experts,
+                               int depth);
 
 /// Memory of one buffer between nodes, and what kernels are told of it.
 class Internode {
@@ -60,8 +71,6 @@ class Internode {
   std::string find_shortage(int64_t needed_bytes, int64_t num_tokens, int64_t row_bytes) const;
 
  private:
-  static constexpr int64_t kMostWeightBytes = 8;
-
   InternodeKernels kernels_;
   int64_t num_max_tokens_;
   int64_t max_row_bytes_;

@@ -116,13 +116,6 @@ class NativePlan:
         )
 
 
-def _max_row_bytes(config: EpConfig) -> int:
-    """Bytes of a row of this configuration with what any format scales it by; 0 where unknown."""
-    if config.hidden is None or config.dtype is None:
-        return 0
-    return config.row_bytes + 4 * -(-config.hidden // 32)
-
-
 class NativeBackend(Backend):
     """Dispatch and combine through windows of a symmetric heap; see `Backend`."""
 
@@ -149,12 +142,14 @@ class NativeBackend(Backend):
             Settings(
                 group=communicator.require_native(),
                 num_experts=config.num_experts,
-                num_max_tokens=config.num_max_tokens_per_rank or 0,
+                num_max_tokens=-1
+                if config.num_max_tokens_per_rank is None
+                else config.num_max_tokens_per_rank,
                 expert_rank=placement.tolist(),
                 depth=config.num_max_in_flight,
                 agreed=agreed,
                 num_max_topk=config.num_topk or 0,
-                max_row_bytes=_max_row_bytes(config),
+                max_row_bytes=config.rail_row_bytes,
             )
         )
         if problem:

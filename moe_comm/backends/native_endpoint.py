@@ -193,7 +193,7 @@ class Settings:
     Args:
         group: The communicator's native part.
         num_experts: Of the buffer.
-        num_max_tokens: Of one rank; 0 for any.
+        num_max_tokens: Of one rank; -1 for any.
         expert_rank: Rank of every expert.
         depth: Operations in flight.
         agreed: What must be equal on every rank, as (name, value).

@@ -26,6 +26,9 @@ __all__ = ["budget"]
 
 def budget(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks.")] = 8,
+    local_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a node \\[default: all].")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank and microbatch.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
     topk: Annotated[int, typer.Option(min=1, help="Choices per token.")] = 8,
@@ -92,16 +95,19 @@ def budget(
             quantization=quantization_of(quantization, scale_format, column_major_scales, dtype),
             capacity=capacity,
         )
+        rail_region_bytes = config.rail_region_bytes(ranks, local_ranks or ranks)
     except ValueError as error:
         typer.echo(f"moe-comm budget: {error}", err=True)
         raise typer.Exit(1) from error
     result = formulas.budget_bytes(
         sizes,
         num_ranks=ranks,
+        num_local_ranks=local_ranks,
         num_moe_layers=moe_layers,
         num_microbatches=microbatches,
         recompute=recompute,
         weights_in_combine=weights_in_combine,
+        rail_region_bytes=rail_region_bytes,
     )
     if as_json:
         document = dataclasses.asdict(result) | {"machine_bytes": result.machine_bytes}
@@ -113,6 +119,7 @@ def budget(
 
 def _table(result: formulas.Budget) -> Table:
     sizes = result.sizes
+    is_across_nodes = result.num_local_ranks < result.num_ranks
     table = Table(title="windows alive at the peak, one rank", title_justify="left")
     table.add_column("what")
     for name in ("windows", "MB each", "MB"):
@@ -134,6 +141,12 @@ def _table(result: formulas.Budget) -> Table:
     table.add_section()
     table.add_row("heap of one rank", "", "", f"{result.rank_bytes / 1e6:,.1f}")
     table.add_row(
-        f"heaps of {result.num_ranks} ranks", "", "", f"{result.machine_bytes / 1e6:,.1f}"
+        f"heaps of {result.num_local_ranks} ranks{' of a node' if is_across_nodes else ''}",
+        "",
+        "",
+        f"{result.machine_bytes / 1e6:,.1f}",
     )
+    if is_across_nodes:
+        region = f"{result.rail_region_bytes / 1e6:,.1f}"
+        table.add_row("memory between nodes of one rank, on GPUs", "", "", region)
     return table

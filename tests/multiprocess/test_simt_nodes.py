@@ -90,8 +90,16 @@ def make_buffer(communicator: Communicator, **changes: Any) -> EpBuffer:
     return EpBuffer(communicator, EpConfig(**{**fields, **changes}))
 
 
-@pytest.mark.parametrize("field", ["num_topk", "hidden", "dtype"])
-def test_a_configuration_that_leaves_sizes_open_is_refused(field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("num_topk", "got 0 choices per token"),
+        ("hidden", "rows of 0 bytes"),
+        ("dtype", "rows of 0 bytes"),
+        ("num_max_tokens_per_rank", "and -1 tokens"),
+    ],
+)
+def test_a_configuration_that_leaves_sizes_open_is_refused(field: str, said: str) -> None:
     def body(communicator: Communicator) -> str:
         with pytest.raises(ValueError, match="across nodes EpConfig has to say") as caught:
             make_buffer(communicator, **{field: None})
@@ -99,7 +107,7 @@ def test_a_configuration_that_leaves_sizes_open_is_refused(field: str) -> None:
 
     first, second = on_ranks(2, body, backend="simt", num_local_ranks=1)
     assert first == second
-    assert "0 " in first
+    assert said in first
 
 
 def test_rows_too_large_for_it_are_refused_on_every_rank() -> None:

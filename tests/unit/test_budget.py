@@ -100,6 +100,47 @@ def test_workspace_is_the_native_one(num_ranks: int, num_experts: int, depth: in
     assert budget.workspace_bytes(num_ranks, num_experts, depth) == native_bytes
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 255, 700, 4096])
+@pytest.mark.parametrize("num_topk", [1, 8])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_local_ranks", "num_experts"), [(2, 1, 4), (6, 2, 257), (32, 8, 64)]
+)
+def test_memory_between_nodes_is_the_native_one(
+    num_ranks: int, num_local_ranks: int, num_experts: int, num_tokens: int, num_topk: int
+) -> None:
+    simt = pytest.importorskip("moe_comm._simt")
+    for hidden, dtype, depth in ((8, torch.bfloat16, 2), (7168, torch.float32, 5)):
+        config = EpConfig(
+            num_experts=num_experts,
+            num_topk=num_topk,
+            hidden=hidden,
+            num_max_tokens_per_rank=num_tokens,
+            dtype=dtype,
+            num_max_in_flight=depth,
+        )
+        native_bytes = simt.rail_region_bytes(
+            num_ranks=num_ranks,
+            num_local_ranks=num_local_ranks,
+            num_experts=num_experts,
+            depth=depth,
+            num_max_tokens=num_tokens,
+            num_max_topk=num_topk,
+            max_row_bytes=config.rail_row_bytes,
+        )
+        assert config.rail_region_bytes(num_ranks, num_local_ranks) == native_bytes
+
+
+def test_memory_between_nodes() -> None:
+    config = EpConfig(num_experts=256, num_topk=8, hidden=7168, num_max_tokens_per_rank=4096)
+    assert config.rail_row_bytes == 14336 + 896
+    assert config.rail_region_bytes(16, 8) == 126384704
+    assert config.rail_region_bytes(8, 8) == 0
+    with pytest.raises(ValueError, match="got 3 and 8"):
+        config.rail_region_bytes(8, 3)
+    with pytest.raises(ValueError, match="got None, 7168, 4096 and"):
+        dataclasses.replace(config, num_topk=None).rail_region_bytes(16, 8)
+
+
 def sizes() -> budget.WindowSizes:
     return budget.window_sizes(
         num_ranks=2,
@@ -255,10 +296,21 @@ def test_command_prints_what_to_reserve() -> None:
         (["--quantization", "mxfp8", "--scale-format", "float32"], "got FLOAT32"),
         (["--quantization", "mxfp8", "--dtype", "fp64"], "got fp64"),
         (["--layout", "low-latency", "--capacity-rows", "1"], "takes no capacity"),
+        (["--local-ranks", "3"], "got 3 and 2"),
     ):
         done = runner.invoke(app, [*arguments, *wrong])
         assert done.exit_code == 1
         assert message in done.output
+    config = EpConfig(num_experts=8, num_topk=4, hidden=2048, num_max_tokens_per_rank=1024)
+    across = ["--experts", "8", "--local-ranks", "1"]
+    nodes = runner.invoke(app, [*arguments, *across, "--json"])
+    assert nodes.exit_code == 0, nodes.output
+    assert json.loads(nodes.output)["rail_region_bytes"] == config.rail_region_bytes(2, 1)
+    assert json.loads(nodes.output)["rank_bytes"] == document["rank_bytes"]
+    assert json.loads(nodes.output)["machine_bytes"] == document["rank_bytes"]
+    assert document["rail_region_bytes"] == 0
+    table = runner.invoke(app, [*arguments, *across])
+    assert "memory between nodes" in table.output
     odd = runner.invoke(app, ["budget", "--hidden", "7"])
     assert odd.exit_code == 1
     assert "16 bytes" in odd.output

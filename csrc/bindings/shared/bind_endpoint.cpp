@@ -12,7 +12,7 @@ host::EndpointConfig endpoint_config_of(int num_experts,
                                         std::vector<std::pair<std::string, std::string>> agreed) {
   host::EndpointConfig config;
   config.num_experts = num_experts;
-  config.num_max_tokens = num_max_tokens;
+  config.num_max_tokens = std::max<int64_t>(num_max_tokens, 0);
   config.expert_rank = std::move(expert_rank);
   config.depth = depth;
   config.isa = std::move(isa);

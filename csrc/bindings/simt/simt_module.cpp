@@ -44,6 +44,20 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
                                 std::move(config));
 }
 
+int64_t rail_region_bytes(int num_ranks,
+                          int num_local_ranks,
+                          int num_experts,
+                          int depth,
+                          int64_t num_max_tokens,
+                          int64_t num_max_topk,
+                          int64_t max_row_bytes) {
+  runtime::InternodeConfig config;
+  config.num_max_tokens = num_max_tokens;
+  config.num_max_topk = num_max_topk;
+  config.max_row_bytes = max_row_bytes;
+  return runtime::rail_region(config, {num_ranks, num_local_ranks}, num_experts, depth).bytes;
+}
+
 }  // namespace
 
 }  // namespace moe::bindings
@@ -56,6 +70,16 @@ PYBIND11_MODULE(_simt, module) {
   DeviceEndpointClass endpoint = bind_device_endpoint(module);
   endpoint.def_static("create", &create_endpoint);
   bind_graph(module, endpoint);
+  module.def("rail_region_bytes",
+             &rail_region_bytes,
+             py::kw_only(),
+             py::arg("num_ranks"),
+             py::arg("num_local_ranks"),
+             py::arg("num_experts"),
+             py::arg("depth"),
+             py::arg("num_max_tokens"),
+             py::arg("num_max_topk"),
+             py::arg("max_row_bytes"));
   module.def(
       "strided_copies",
       [](const pybind11::list& targets, const pybind11::list& sources, int num_sms) {
