@@ -174,6 +174,29 @@ void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
   }
 }
 
+void EndpointBase::note_remote_ends() {
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    std::string said;
+    if (!group_->is_local(peer_rank) &&
+        group_->link()->take(group_->members()[static_cast<size_t>(peer_rank)],
+                             group_->rail_channel(),
+                             end_sequence(),
+                             &said))
+      sync::store_release(own_workspace().closed(peer_rank).epoch, uint64_t{std::stoull(said)});
+  }
+}
+
+void EndpointBase::tell_other_nodes() {
+  if (group_->is_leaving() || group_->is_destroyed())
+    return;  // peers hear that this rank has left
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+    if (!group_->is_local(peer_rank) && group_->is_active(peer_rank))
+      group_->link()->post(group_->members()[static_cast<size_t>(peer_rank)],
+                           group_->rail_channel(),
+                           end_sequence(),
+                           std::to_string(next_epoch_));
+}
+
 void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
   if (is_destroyed_ || group_->is_forked_child())
     return;
@@ -181,6 +204,7 @@ void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
   is_destroyed_ = true;
   progress_.stop();
   end_device_operations();
+  tell_other_nodes();
   if (own_workspace().base() == nullptr)
     return;
   std::vector<uint64_t*> peer_words;

@@ -98,6 +98,10 @@ class EndpointBase : public Recoverable {
   void destroy(const InterruptCheck& interrupt_check);
   bool is_destroyed() const { return is_destroyed_; }
 
+  /// Takes from the link which ranks of other nodes have destroyed this buffer: their closed flags
+  /// in own_workspace() are raised here, where those of this node raise them themselves.
+  void note_remote_ends();
+
  protected:
   EndpointBase(std::shared_ptr<Group> group, EndpointConfig config);
 
@@ -127,6 +131,9 @@ class EndpointBase : public Recoverable {
   };
 
   void end_operations(const InterruptCheck& interrupt_check);
+  void tell_other_nodes();
+  /// Of messages about this buffer's end. Rails over the sockets use the numbers from 0 on.
+  uint64_t end_sequence() const { return ~buffer_number_; }
 
   std::shared_ptr<Group> group_;
   EndpointConfig config_;

@@ -33,10 +33,15 @@ Exchange::Exchange(Endpoint& endpoint,
 void Exchange::check_closed() const {
   if (MOE_MUTANT(closed_not_looked_at))
     return;
+  if (endpoint_.is_across_nodes())
+    endpoint_.note_remote_ends();
   const auto& workspace = endpoint_.own_workspace();
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank) ||
-        sync::load_acquire(workspace.closed(peer_rank).epoch) == 0)
+    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
+      continue;
+    const uint64_t closed_epoch = sync::load_acquire(workspace.closed(peer_rank).epoch);
+    // News from another node may be here before the rows of an operation that rank still made.
+    if (closed_epoch == 0 || (epoch_ != 0 && epoch_ < closed_epoch))
       continue;
     // It may have closed after an operation whose end this rank has not seen yet.
     if (epoch_ == 0 || sync::load_acquire(workspace.row(epoch_, peer_rank).epoch) < epoch_)

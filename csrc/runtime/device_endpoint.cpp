@@ -471,33 +471,8 @@ host::Recoverable::Epochs DeviceEndpoint::epochs() const {
   return {epoch + 1, read_word(state.has_left) == 0 ? epoch : epoch - 1};
 }
 
-void DeviceEndpoint::note_remote_ends() {
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    std::string said;
-    if (!group().is_local(peer_rank) &&
-        group().link()->take(group().members()[static_cast<size_t>(peer_rank)],
-                             group().rail_channel(),
-                             buffer_number(),
-                             &said))
-      sync::store_release(own_workspace().closed(peer_rank).epoch, uint64_t{std::stoull(said)});
-  }
-}
-
-/// No rail of the host's uses that channel: rows go by kernels.
-void DeviceEndpoint::tell_other_nodes() {
-  if (group().is_leaving() || group().is_destroyed())
-    return;  // peers hear that this rank has left
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
-    if (!group().is_local(peer_rank) && group().is_active(peer_rank))
-      group().link()->post(group().members()[static_cast<size_t>(peer_rank)],
-                           group().rail_channel(),
-                           buffer_number(),
-                           std::to_string(next_epoch()));
-}
-
 void DeviceEndpoint::end_device_operations() {
   drain();
-  tell_other_nodes();
   watch_->stop();
   kept_.clear();
   bases_ = nullptr;

@@ -129,10 +129,6 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Device memory for counting choices, at least so many bytes; kept between operations.
   std::byte* scratch(int64_t bytes);
 
-  /// Takes from the link which ranks of other nodes have destroyed this buffer: their closed flags
-  /// in own_workspace() are raised here, where those of this node raise them themselves.
-  void note_remote_ends();
-
   // Beside running kernels, for the slow path of waits.
   /// This rank's flags of @p epoch, as peers left them.
   bool has_row(uint64_t epoch, int peer_rank) const;
@@ -170,7 +166,6 @@ class DeviceEndpoint : public host::EndpointBase {
   template <typename Word>
   void write_word(Word& word, Word value);
   void end_device_operations() override;
-  void tell_other_nodes();
 
   std::shared_ptr<SymmetricMemory> memory_;
   std::shared_ptr<Device> device_;

@@ -128,7 +128,8 @@ def test_rows_too_large_for_it_are_refused_on_every_rank() -> None:
     assert "for 16 tokens with rows of 68 bytes" in first
 
 
-def test_a_buffer_that_a_rank_of_another_node_destroyed_is_refused() -> None:
+@pytest.mark.parametrize("backend", ["simt", "host"])
+def test_a_buffer_that_a_rank_of_another_node_destroyed_is_refused(backend: str) -> None:
     def body(communicator: Communicator) -> str:
         buffer = make_buffer(communicator)
         x = torch.randn(16, 32).bfloat16()
@@ -141,7 +142,7 @@ def test_a_buffer_that_a_rank_of_another_node_destroyed_is_refused() -> None:
             buffer.dispatch(x, topk_idx)
         return str(caught.value)
 
-    first, _ = on_ranks(2, body, backend="simt", num_local_ranks=1)
+    first, _ = on_ranks(2, body, backend=backend, num_local_ranks=1)
     assert "rank 0 calls dispatch on it" in first
 
 
