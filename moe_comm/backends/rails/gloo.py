@@ -17,7 +17,8 @@ from moe_comm.backends.rails.engine import Peers, RailEngine
 
 __all__ = ["GlooEngine", "gloo_problem"]
 
-CONNECT_TIMEOUT_S = 300.0
+# All ranks have just met: who does not connect by then has ended.
+CONNECT_TIMEOUT_S = 60.0
 # Whether a peer is late is for the operation to judge, not for the engine.
 _NO_LIMIT = timedelta(days=30)
 # Messages that Gloo is told of before the first of them has ended.
