@@ -177,12 +177,14 @@ void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
 void EndpointBase::note_remote_ends() {
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     std::string said;
-    if (!group_->is_local(peer_rank) &&
-        group_->link()->take(group_->members()[static_cast<size_t>(peer_rank)],
-                             group_->rail_channel(),
-                             end_sequence(),
-                             &said))
-      sync::store_release(own_workspace().closed(peer_rank).epoch, uint64_t{std::stoull(said)});
+    if (group_->is_local(peer_rank) ||
+        !group_->link()->take(group_->members()[static_cast<size_t>(peer_rank)],
+                              group_->rail_channel(),
+                              end_sequence(),
+                              &said))
+      continue;
+    group_->take_remote_aborts();  // what made that rank destroy it comes first
+    sync::store_release(own_workspace().closed(peer_rank).epoch, uint64_t{std::stoull(said)});
   }
 }
 

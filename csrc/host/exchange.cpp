@@ -44,14 +44,16 @@ void Exchange::check_closed() const {
     if (closed_epoch == 0 || (epoch_ != 0 && epoch_ < closed_epoch))
       continue;
     // It may have closed after an operation whose end this rank has not seen yet.
-    if (epoch_ == 0 || sync::load_acquire(workspace.row(epoch_, peer_rank).epoch) < epoch_)
-      throw InvalidArgument(concat("rank ",
-                                   peer_rank,
-                                   " has destroyed this buffer, rank ",
-                                   group_.rank_idx(),
-                                   " calls ",
-                                   layout::operation_name(operation_),
-                                   " on it"));
+    if (epoch_ != 0 && sync::load_acquire(workspace.row(epoch_, peer_rank).epoch) >= epoch_)
+      continue;
+    group_.check_abort();  // it may have destroyed the buffer because of that
+    throw InvalidArgument(concat("rank ",
+                                 peer_rank,
+                                 " has destroyed this buffer, rank ",
+                                 group_.rank_idx(),
+                                 " calls ",
+                                 layout::operation_name(operation_),
+                                 " on it"));
   }
 }
 

@@ -171,6 +171,10 @@ class Group {
   /// before its caller may write to what peers read: a peer that read it hears of the abort before
   /// it takes what it read for good. Does nothing when nobody aborted.
   void spread_abort();
+  /// Stores what ranks of other nodes have aborted for, as far as it has arrived. The service
+  /// thread does so too; whoever took another message of such a rank makes sure of what came before
+  /// it.
+  void take_remote_aborts();
   [[noreturn]] void throw_abort() const;
   bool is_aborted() const {
     const uint32_t word = sync::load_relaxed(own_abort_->state);
@@ -259,7 +263,6 @@ class Group {
 
   void store_abort(layout::ControlBlock& control, const layout::AbortRecord& record);
   void store_abort_at_peers(const layout::AbortRecord& record);
-  void take_remote_aborts();
   void take_remote_aborts_locked();
   /// Whether what aborted this rank is known here in full; waits for its writer a little.
   bool await_abort_record() const;

@@ -88,6 +88,7 @@ void DeviceExchange::check_closed() {
     const uint64_t closed_epoch = sync::load_acquire(workspace.closed(peer_rank).epoch);
     if (closed_epoch == 0 || closed_epoch > epoch)
       continue;
+    group_.check_abort();  // it may have destroyed the buffer because of that
     if (has_launched_) {
       // No rank can get that row, so all end here alike; nothing was written to anybody.
       stand_in_for(peer_rank);

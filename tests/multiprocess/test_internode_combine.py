@@ -242,7 +242,7 @@ def test_a_rank_that_left_is_named_on_every_rank() -> None:
             return [3]
         with pytest.raises(moe_comm.PeerFailedError) as failure:
             buffer.combine(rows_of(result.x, comm.rank_idx), result.handle)
-        buffer.destroy()
+        # The buffer is destroyed once all have raised: who still waited would name who destroyed it.
         return list(failure.value.ranks)
 
     assert on_ranks(4, body, num_local_ranks=2, rail="sockets") == [[3]] * 4
