@@ -149,7 +149,7 @@ def _make(context: RankContext, options: dict[str, Any]) -> str:
         ({"arrival_timeout_s": float("nan")}, ("arrival_timeout_s", "nan")),
         ({"num_threads": 0}, (">= 1", "0")),
         ({"max_heap_bytes": -5}, ("max_heap_bytes", "-5")),
-        ({"num_local_ranks": 1}, ("num_local_ranks", "2", "1")),
+        ({"num_local_ranks": 3}, ("num_local_ranks", "2", "3")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
