@@ -23,7 +23,7 @@ from tests.helpers.moe_layer import (
 )
 
 # Those that need neither a process group nor a GPU.
-BACKENDS = [name for name in BACKEND_CLASSES if name not in ("collective", "cuda")]
+BACKENDS = [name for name in BACKEND_CLASSES if name not in ("collective", "cuda", "nvshmem")]
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 4, 2, 2
 
 PLACES = [
