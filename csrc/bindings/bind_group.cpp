@@ -5,6 +5,7 @@
 #include "bindings/bind_slots.h"
 #include "bindings/bindings.h"
 #include "bindings/shared/dlpack.h"
+#include "bindings/shared/heap_stats.h"
 #include "bindings/shared/native_group.h"
 #include "core/dtype.h"
 
@@ -130,23 +131,6 @@ py::capsule resolve_bytes(
                      dlpack_type(DType::kBytes));
 }
 
-py::dict heap_stats(const NativeGroup& native) {
-  const heap::HeapStats stats = native.heap->stats();
-  py::dict values;
-  values["segment_bytes"] = stats.segment_bytes;
-  values["resident_bytes"] = stats.resident_bytes;
-  values["live_bytes"] = stats.live_bytes;
-  values["quarantined_bytes"] = stats.quarantined_bytes;
-  values["peak_live_bytes"] = stats.peak_live_bytes;
-  values["num_segments"] = stats.num_segments;
-  values["num_windows"] = stats.num_windows;
-  values["num_allocations"] = stats.num_allocations;
-  values["num_growths"] = stats.num_growths;
-  values["huge_page_bytes"] = stats.huge_page_bytes;
-  values["peer_segment_bytes"] = stats.peer_segment_bytes;
-  return values;
-}
-
 }  // namespace
 
 void bind_group(py::module_& module) {
@@ -201,7 +185,8 @@ void bind_group(py::module_& module) {
           "trim",
           [](NativeGroup& self) { return self.heap->trim(); },
           py::call_guard<py::gil_scoped_release>())
-      .def("heap_stats", &heap_stats)
+      .def("heap_stats",
+           [](const NativeGroup& self) { return heap_stats_dict(self.heap->stats()); })
       .def("recover",
            [](NativeGroup& self) {
              host::RecoveryResult result;

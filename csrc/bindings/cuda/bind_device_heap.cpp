@@ -2,6 +2,7 @@
 
 #include "bindings/device/bind_strided_copies.h"
 #include "bindings/shared/dlpack.h"
+#include "bindings/shared/heap_stats.h"
 
 namespace moe::bindings {
 
@@ -41,23 +42,6 @@ py::capsule empty_bytes(const DeviceHeap& self, uint64_t bytes) {
                      {static_cast<int64_t>(bytes)},
                      kUint8,
                      {self.device->dlpack_type(), self.device->device_idx()});
-}
-
-py::dict heap_stats(const DeviceHeap& self) {
-  const heap::HeapStats stats = self.heap->stats();
-  py::dict values;
-  values["segment_bytes"] = stats.segment_bytes;
-  values["resident_bytes"] = stats.resident_bytes;
-  values["live_bytes"] = stats.live_bytes;
-  values["quarantined_bytes"] = stats.quarantined_bytes;
-  values["peak_live_bytes"] = stats.peak_live_bytes;
-  values["num_segments"] = stats.num_segments;
-  values["num_windows"] = stats.num_windows;
-  values["num_allocations"] = stats.num_allocations;
-  values["num_growths"] = stats.num_growths;
-  values["huge_page_bytes"] = stats.huge_page_bytes;
-  values["peer_segment_bytes"] = stats.peer_segment_bytes;
-  return values;
 }
 
 }  // namespace
@@ -113,7 +97,7 @@ DeviceHeapClass bind_device_heap(py::module_& module) {
           py::arg("sources"),
           py::arg("stream"),
           py::arg("num_sms") = 0)
-      .def("stats", &heap_stats);
+      .def("stats", [](const DeviceHeap& self) { return heap_stats_dict(self.heap->stats()); });
   return heap;
 }
 
