@@ -66,12 +66,7 @@ MOE_SCENARIO(host_internode_abort,
       for (int64_t step = 0;; ++step) {
         layer.run(step);
         if (step == 0 && rank.rank_idx() == quitter)
-          rank.start("second thread", [&rank, num_spins, quitter] {
-            for (int64_t i = 0; i < num_spins; ++i)
-              sync::yield();
-            rank.group()->abort(
-                layout::AbortCause::kPeerFailed, host::WaitSite{}, {quitter}, "gave up");
-          });
+          rank.give_up_beside(num_spins);
       }
     } catch (const PeerFailed& error) {
       if (std::string(error.what()) != "gave up")

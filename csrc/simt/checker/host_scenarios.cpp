@@ -204,12 +204,7 @@ MOE_SCENARIO(host_abort,
         layer.run(step);
         // From here on every rank is past its making.
         if (step == 0 && rank.rank_idx() == quitter)
-          rank.start("second thread", [&rank, num_spins, quitter] {
-            for (int64_t i = 0; i < num_spins; ++i)
-              sync::yield();
-            rank.group()->abort(
-                layout::AbortCause::kPeerFailed, host::WaitSite{}, {quitter}, "gave up");
-          });
+          rank.give_up_beside(num_spins);
       }
     } catch (const PeerFailed& error) {
       check_names(rank, error.site, quitter);

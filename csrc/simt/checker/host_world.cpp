@@ -62,6 +62,14 @@ void HostRank::start(const std::string& name, std::function<void()> body) {
   });
 }
 
+void HostRank::give_up_beside(int64_t num_turns) {
+  start("second thread", [this, num_turns] {
+    for (int64_t i = 0; i < num_turns; ++i)
+      sync::yield();
+    group_->abort(layout::AbortCause::kPeerFailed, host::WaitSite{}, {rank_idx()}, "gave up");
+  });
+}
+
 void HostRank::join_all() {
   HostThreads& threads = world_.threads();
   for (const auto& task : tasks_) {

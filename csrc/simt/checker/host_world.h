@@ -37,6 +37,8 @@ class HostRank {
   /// Another thread of this rank; join_all() waits for all of them.
   void start(const std::string& name, std::function<void()> body);
   void join_all();
+  /// Another thread of this rank aborts the communicator for it after so many turns: "gave up".
+  void give_up_beside(int64_t num_turns);
 
   /// What came out is not what it should be.
   void fail(const std::string& text) const;
