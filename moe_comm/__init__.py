@@ -9,7 +9,8 @@ from __future__ import annotations
 from moe_comm import compat
 from moe_comm.autograd import SAVED_OPERATORS, QuantizedRows, combine, dispatch
 from moe_comm.bootstrap import Bootstrap, RankThreads
-from moe_comm.buffer import BufferManager, EpBuffer
+from moe_comm.buffer import EpBuffer
+from moe_comm.buffer_manager import BufferManager
 from moe_comm.communicator import Communicator, HeapStats, Recovery
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.elastic import Grown, Shrunk

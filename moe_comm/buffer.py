@@ -1,4 +1,4 @@
-"""EpBuffer: dispatch and combine, eager; and who owns which buffer."""
+"""EpBuffer: dispatch and combine, eager."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable
-from typing import Literal, NoReturn, cast, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 
 from moe_comm import validation
 from moe_comm.backends.agreement import agree_on_backend
-from moe_comm.backends.base import DispatchOutput, PlanTensors
+from moe_comm.backends.base import DispatchOutput, Plan, PlanTensors
+from moe_comm.call_checks import CallChecks
 from moe_comm.communicator import Communicator
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.exclusive_use import ExclusiveUse
 from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
 from moe_comm.quantization import Quantization
 
-__all__ = ["BufferManager", "EpBuffer", "resolve_buffer"]
+__all__ = ["EpBuffer", "resolve_buffer"]
 
 CopyOut = bool | Literal["auto"]
 
@@ -75,7 +76,7 @@ class EpBuffer:
         # A compiled graph takes the id as data, so that layers with other buffers share the graph.
         self.id_tensor = torch.tensor(self.buffer_id)
         self.generation = 0
-        self._is_on_cpu = communicator.device.type == "cpu"
+        self._checks = CallChecks(config, communicator.device)
         self._busy = threading.Lock()
         self._in_dispatch = ExclusiveUse(self._busy, "dispatch")
         self._in_combine = ExclusiveUse(self._busy, "combine")
@@ -159,28 +160,18 @@ class EpBuffer:
         with self._in_dispatch:
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
-                scales: torch.Tensor | None
-                if (
-                    self._is_on_cpu
-                    and handle is None
-                    and quantization is None
-                    and capacity is None
-                    and validation.is_plain_dispatch(
-                        self.config, x, topk_idx, topk_weights, layout, expert_alignment
-                    )
-                ):
-                    rows, scales = cast("torch.Tensor", x), None
-                else:
-                    rows, scales = self._check_dispatch(
-                        x,
-                        topk_idx,
-                        topk_weights,
-                        layout,
-                        expert_alignment,
-                        quantization,
-                        capacity,
-                        handle,
-                    )
+                if handle is not None:
+                    self._check_handle(handle)
+                rows, scales = self._checks.check_dispatch(
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    layout,
+                    expert_alignment,
+                    quantization,
+                    capacity,
+                    handle,
+                )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
             if handle is None:
@@ -214,18 +205,7 @@ class EpBuffer:
             return DispatchResult(operation, lambda _: kept, output=output)
 
         def make_handle(arrived: DispatchOutput) -> DispatchHandle:
-            plan = arrived.plan
-            return DispatchHandle(
-                buffer_id=self.buffer_id,
-                generation=self.generation,
-                layout=layout,
-                expert_alignment=expert_alignment,
-                num_tokens=plan.num_tokens,
-                num_topk=plan.num_topk,
-                num_recv_tokens=plan.num_recv_tokens,
-                num_recv_topk=plan.num_recv_topk,
-                plan=plan,
-            )
+            return self._make_handle(arrived.plan, layout, expert_alignment)
 
         return DispatchResult(operation, make_handle, capacity, output)
 
@@ -355,20 +335,7 @@ class EpBuffer:
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
                 self._check_handle(handle)
-                if not (
-                    self._is_on_cpu
-                    and row_weights is None
-                    and out is None
-                    and validation.is_plain_combine(handle, expert_out, topk_weights, self.config)
-                ):
-                    validation.check_devices(
-                        self.communicator.device,
-                        expert_out=expert_out,
-                        topk_weights=topk_weights,
-                        row_weights=row_weights,
-                        out=out,
-                    )
-                    validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
+                self._checks.check_combine(handle, expert_out, topk_weights, row_weights, out)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
             operation = self._backend.combine(
@@ -435,26 +402,13 @@ class EpBuffer:
     ) -> torch.Tensor:
         """Local backward of weights applied in combine; see `Backend.weighted_gradient`."""
         self._check_alive()
-        validation.check_devices(
-            self.communicator.device, gradient=gradient, expert_out=expert_out, weights=weights
-        )
-        validation.check_weighted_gradient(gradient, expert_out, weights)
+        self._checks.check_weighted_gradient(gradient, expert_out, weights)
         return self._backend.weighted_gradient(gradient, expert_out, weights)
 
     def import_handle(self, tensors: PlanTensors) -> DispatchHandle:
         """The handle that a plan of this buffer was exported from (`handle.plan.to_tensors()`)."""
         plan = self._backend.import_plan(tensors)
-        return DispatchHandle(
-            buffer_id=self.buffer_id,
-            generation=self.generation,
-            layout=tensors.layout,
-            expert_alignment=tensors.expert_alignment,
-            num_tokens=plan.num_tokens,
-            num_topk=plan.num_topk,
-            num_recv_tokens=plan.num_recv_tokens,
-            num_recv_topk=plan.num_recv_topk,
-            plan=plan,
-        )
+        return self._make_handle(plan, tensors.layout, tensors.expert_alignment)
 
     def internode_bytes(self) -> tuple[int, int]:
         """Bytes of messages between nodes so far: out of this rank, and into it. ValueError without."""
@@ -487,50 +441,18 @@ class EpBuffer:
     ) -> None:
         self.destroy()
 
-    def _check_dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        layout: Layout,
-        expert_alignment: int,
-        quantization: Quantization | None,
-        capacity: Capacity | None,
-        handle: DispatchHandle | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and scale factors of a call whose arguments keep the rules."""
-        rows, scales = validation.check_rows(x, quantization)
-        validation.check_devices(
-            self.communicator.device,
-            x=rows,
-            sf=scales,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
+    def _make_handle(self, plan: Plan, layout: Layout, expert_alignment: int) -> DispatchHandle:
+        return DispatchHandle(
+            buffer_id=self.buffer_id,
+            generation=self.generation,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            num_tokens=plan.num_tokens,
+            num_topk=plan.num_topk,
+            num_recv_tokens=plan.num_recv_tokens,
+            num_recv_topk=plan.num_recv_topk,
+            plan=plan,
         )
-        if handle is None:
-            validation.check_dispatch(
-                self.config,
-                rows,
-                topk_idx,
-                topk_weights,
-                layout,
-                expert_alignment,
-                is_quantized=scales is not None,
-            )
-            validation.check_capacity(capacity, layout, expert_alignment)
-        else:
-            self._check_handle(handle)
-            validation.check_cached_dispatch(
-                handle,
-                rows,
-                topk_idx,
-                topk_weights,
-                layout,
-                expert_alignment,
-                capacity,
-                is_quantized=scales is not None or quantization is not None,
-            )
-        return rows, scales
 
     def _check_alive(self) -> None:
         if self._is_destroyed:
@@ -548,51 +470,3 @@ class EpBuffer:
                 f"handle is of generation {handle.generation} of this buffer, which is at "
                 f"{self.generation}"
             )
-
-
-class BufferManager:
-    """Owns the buffers of one communicator, one per configuration, so that layers can share them.
-
-    Collective where it makes or destroys a buffer: every rank asks for the same configurations in
-    the same order.
-
-    Args:
-        communicator: Owner of the peers.
-        backend: As in `EpBuffer`.
-    """
-
-    def __init__(self, communicator: Communicator, *, backend: str | None = None) -> None:
-        self.communicator = communicator
-        self._backend = backend
-        self._buffers: dict[tuple[object, ...], EpBuffer] = {}
-
-    def get(self, config: EpConfig, *, key: object = None) -> EpBuffer:
-        """The buffer for `config`, made on first use.
-
-        Args:
-            config: Two configurations of equal values share a buffer.
-            key: Distinguishes buffers of one configuration, such as operations in flight together.
-        """
-        placement = config.expert_rank
-        identity = (
-            config.num_experts,
-            config.num_topk,
-            config.hidden,
-            config.num_max_tokens_per_rank,
-            config.dtype,
-            None if placement is None else tuple(torch.as_tensor(placement).tolist()),
-            config.num_max_in_flight,
-            key,
-        )
-        if identity not in self._buffers:
-            self._buffers[identity] = EpBuffer(self.communicator, config, backend=self._backend)
-        return self._buffers[identity]
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def destroy(self) -> None:
-        """Destroy every buffer; idempotent."""
-        for buffer in self._buffers.values():
-            buffer.destroy()
-        self._buffers.clear()

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import BufferManager, EpBuffer
+from moe_comm.buffer import EpBuffer
+from moe_comm.buffer_manager import BufferManager
 from moe_comm.communicator import Communicator
 from moe_comm.config import EpConfig
 

@@ -20,81 +20,10 @@ __all__ = [
     "check_row",
     "check_rows",
     "check_weighted_gradient",
-    "is_plain_combine",
-    "is_plain_dispatch",
 ]
-
-_INT64 = torch.int64
-_FLOAT32 = torch.float32
 
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def is_plain_dispatch(
-    config: EpConfig,
-    x: object,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    layout: Layout,
-    expert_alignment: int,
-) -> bool:
-    """Whether a dispatch of CPU rows, without a pair, is seen at a glance to pass every check below.
-
-    A decode step takes longer to check one by one than its rows take to travel. False says nothing:
-    the checks decide, and word what is wrong.
-    """
-    if type(x) is not torch.Tensor or type(topk_idx) is not torch.Tensor:
-        return False
-    choices = topk_idx.shape
-    num_tokens, num_topk = choices if len(choices) == 2 else (-1, -1)
-    if (
-        x.dtype is not config.dtype
-        or topk_idx.dtype is not _INT64
-        or x.shape != (num_tokens, config.hidden)
-        or num_topk != config.num_topk
-        or not (x.is_cpu and topk_idx.is_cpu and x.is_contiguous() and topk_idx.is_contiguous())
-        or (config.num_max_tokens_per_rank or -1) < num_tokens
-        or type(layout) is not Layout
-        or type(expert_alignment) is not int
-        or expert_alignment != 1
-    ):
-        return False
-    return topk_weights is None or _is_plain_weights(topk_weights, choices)
-
-
-def is_plain_combine(
-    handle: DispatchHandle,
-    expert_out: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    config: EpConfig,
-) -> bool:
-    """Whether a combine of CPU rows of the configuration is seen at a glance to pass every check.
-
-    Without `row_weights` and `out`. False says nothing, as in `is_plain_dispatch`.
-    """
-    if (
-        type(expert_out) is not torch.Tensor
-        or expert_out.dtype is not config.dtype
-        or expert_out.dtype not in SUMMABLE
-        or expert_out.shape != (handle.num_recv_tokens, config.hidden)
-        or not (expert_out.is_cpu and expert_out.is_contiguous())
-    ):
-        return False
-    return topk_weights is None or (
-        handle.layout is not Layout.RANK_MAJOR
-        and _is_plain_weights(topk_weights, (handle.num_tokens, handle.num_topk))
-    )
-
-
-def _is_plain_weights(weights: object, shape: tuple[int, ...]) -> bool:
-    return (
-        type(weights) is torch.Tensor
-        and weights.dtype is _FLOAT32
-        and weights.shape == shape
-        and weights.is_cpu
-        and weights.is_contiguous()
-    )
 
 
 def check_copy_out(copy_out: bool | Literal["auto"]) -> bool | None:

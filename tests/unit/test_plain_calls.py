@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from moe_comm import EpConfig, Layout, validation
+from moe_comm import EpConfig, Layout, call_checks, validation
 from moe_comm.handles import DispatchHandle
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
@@ -60,7 +60,7 @@ def test_a_plain_dispatch_passes_every_check() -> None:
     for x, topk_idx, weights, layout, alignment in itertools.product(
         _rows(), _choices(), _weights(), [*Layout, 2, None], [1, 4, True, 1.0, "1"]
     ):
-        if not validation.is_plain_dispatch(CONFIG, x, topk_idx, weights, layout, alignment):
+        if not call_checks.is_plain_dispatch(CONFIG, x, topk_idx, weights, layout, alignment):
             continue
         num_plain += 1
         validation.check_rows(x, None)
@@ -78,7 +78,7 @@ def test_an_open_configuration_leaves_a_dispatch_to_the_checks() -> None:
     for change in ({"num_topk": None}, {"hidden": None}, {"dtype": None}):
         fields = {"num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 4, **change}
         config = EpConfig(num_experts=8, **fields)
-        assert not validation.is_plain_dispatch(config, x, topk_idx, None, Layout.LOW_LATENCY, 1)
+        assert not call_checks.is_plain_dispatch(config, x, topk_idx, None, Layout.LOW_LATENCY, 1)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -96,7 +96,7 @@ def test_a_plain_combine_passes_every_check(layout: Layout) -> None:
     )
     num_plain = 0
     for expert_out, weights in itertools.product(_rows(), _weights()):
-        if not validation.is_plain_combine(handle, expert_out, weights, CONFIG):
+        if not call_checks.is_plain_combine(handle, expert_out, weights, CONFIG):
             continue
         num_plain += 1
         validation.check_devices(torch.device("cpu"), expert_out=expert_out, topk_weights=weights)
