@@ -55,6 +55,18 @@ def test_it_links_neither_the_driver_nor_torch() -> None:
     assert needed <= system
 
 
+def test_shared_memory_is_dynamic() -> None:
+    # device::launch() lets every kernel have all that a block can have, beside which nothing fits.
+    lines = [
+        line.strip()
+        for pattern in ("*.h", "*.cuh", "*.cu")
+        for path in (ROOT / "csrc").rglob(pattern)
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "__shared__" in line
+    ]
+    assert lines == ["extern __shared__ __align__(128) std::byte dynamic_shared_memory[];"]
+
+
 @needs_module
 @needs_no_gpu
 def test_a_machine_without_gpu_is_explained_on_every_rank() -> None:
