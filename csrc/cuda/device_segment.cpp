@@ -28,12 +28,13 @@ CUmemAllocationProp memory_of(int device_idx, CUmemAllocationHandleType type) {
 class MappedSegment final : public DeviceSegment {
  public:
   /// @param memory  Adopted.
-  MappedSegment(CUmemGenericAllocationHandle memory, uint64_t bytes, uint64_t granularity)
-      : memory_(memory) {
+  MappedSegment(int device_idx, CUmemGenericAllocationHandle memory, uint64_t bytes)
+      : device_idx_(device_idx), memory_(memory) {
     CUdeviceptr address = 0;
     try {
-      check_driver(driver().mem_address_reserve(&address, bytes, granularity, 0, 0),
-                   concat("reserving ", bytes, " bytes of addresses"));
+      check_driver(
+          driver().mem_address_reserve(&address, bytes, segment_granularity(device_idx), 0, 0),
+          concat("reserving ", bytes, " bytes of addresses"));
       data_ = reinterpret_cast<std::byte*>(address);
       bytes_ = bytes;
       check_driver(driver().mem_map(address, bytes, 0, memory, 0),
@@ -66,16 +67,21 @@ class MappedSegment final : public DeviceSegment {
  private:
   /// At exit the driver answers with an error; the memory ends with the process.
   void release() noexcept {
-    const RelaxedCapture relaxed;
-    const auto address = reinterpret_cast<CUdeviceptr>(data_);
-    if (is_mapped_)
-      driver().mem_unmap(address, bytes_);
-    if (data_ != nullptr)
-      driver().mem_address_free(address, bytes_);
-    driver().mem_release(memory_);
+    try {
+      const CurrentDevice current(device_idx_);
+      const RelaxedCapture relaxed;
+      const auto address = reinterpret_cast<CUdeviceptr>(data_);
+      if (is_mapped_)
+        driver().mem_unmap(address, bytes_);
+      if (data_ != nullptr)
+        driver().mem_address_free(address, bytes_);
+      driver().mem_release(memory_);
+    } catch (const CudaError&) {
+    }
   }
 
   heap::ForkOrigin origin_;
+  int device_idx_;  ///< through which this process reaches the memory
   CUmemGenericAllocationHandle memory_;
   bool is_mapped_ = false;
   std::mutex mutex_;
@@ -157,7 +163,7 @@ NewDeviceSegment create_mapped(int device_idx, uint64_t bytes, Sharing sharing) 
     throw_out_of_memory(device_idx, bytes);
   check_driver(code, concat("allocating ", bytes, " bytes on device ", device_idx));
   NewDeviceSegment made;
-  made.segment = std::make_shared<MappedSegment>(memory, bytes, segment_granularity(device_idx));
+  made.segment = std::make_shared<MappedSegment>(device_idx, memory, bytes);
   made.segment->allow(device_idx);
   made.description.sharing = sharing;
   if (by_fd) {
@@ -286,7 +292,7 @@ std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& des
     check_driver(driver().mem_import(&memory, handle.data(), CU_MEM_HANDLE_TYPE_FABRIC),
                  "opening a peer's memory by its fabric handle");
   }
-  auto segment = std::make_shared<MappedSegment>(memory, bytes, segment_granularity(device_idx));
+  auto segment = std::make_shared<MappedSegment>(device_idx, memory, bytes);
   segment->allow(device_idx);
   return segment;
 }

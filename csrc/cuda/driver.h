@@ -57,15 +57,16 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/// Makes a device current on the calling thread while it lives. A device that was current by
-/// default only, and that this process does not use, is not made current again: that would make a
-/// context on it, which takes hundreds of MiB there.
+/// Makes a device current on the calling thread while it lives, and its context with it, which the
+/// driver's own functions look for: a thread that has called nothing yet has none, whatever the
+/// runtime says of its current device. A device that was current by default only, and that this
+/// process does not use, is not made current again: that would make a context on it, which takes
+/// hundreds of MiB there.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device_idx) {
     device::check_cuda(cudaGetDevice(&previous_), "asking for the current device");
-    if (previous_ != device_idx)
-      device::check_cuda(cudaSetDevice(device_idx), "making a device current");
+    device::check_cuda(cudaSetDevice(device_idx), "making a device current");
     has_changed_ = previous_ != device_idx;
   }
   ~CurrentDevice() {
