@@ -4,6 +4,7 @@
 
 #include <mutex>
 #include <optional>
+#include <type_traits>
 
 #include "core/error.h"
 
@@ -115,7 +116,9 @@ extern "C" {
 /// The host library's variable of that name, as it was when it last called back.
 int nvshmem_selected_device_transport = 0;
 
-static int on_init(void** device_state, void** transport_state) {
+/// Returns what the callback returns: a status, in NVSHMEM 3.4 nothing.
+static std::invoke_result_t<nvshmemx_device_lib_init_cb, void**, void**> on_init(
+    void** device_state, void** transport_state) {
   if (const int* const chosen = moe::nvshmem::host_library().device_transport)
     nvshmem_selected_device_transport = *chosen;
   return linked_on_init(device_state, transport_state);
