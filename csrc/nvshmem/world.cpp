@@ -96,6 +96,14 @@ World::World(const std::shared_ptr<cuda::CudaDevice>& device,
                              &attributes,
                              {built.major, built.minor, built.patch}),
         "initialising by a unique id");
+  // It reports success where ranks have met and nothing else worked; it would then try again at the
+  // first allocation, and end the process.
+  if (const int status = host_library().init_status(); status < NVSHMEM_STATUS_IS_INITIALIZED)
+    throw NvshmemError(concat("NVSHMEM: ranks have met, and setting up device ",
+                              device->device_idx(),
+                              " failed (status ",
+                              status,
+                              "); NVSHMEM_DEBUG=INFO in the environment says why"));
 }
 
 std::string World::sharing() const {
