@@ -143,6 +143,7 @@ class Endpoint:
         num_max_tokens: int,
         expert_rank: list[int],
         depth: int,
+        node_reduction: bool,
         isa: str,
         agreed: list[tuple[str, str]],
         rail: Rail | None,

@@ -62,6 +62,7 @@ class Endpoint:
         num_max_tokens: int,
         expert_rank: list[int],
         depth: int,
+        node_reduction: bool,
         agreed: list[tuple[str, str]],
         num_sms: int,
         num_threads: int,

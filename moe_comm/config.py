@@ -114,10 +114,14 @@ class EpConfig:
         expert_rank: int32 `[num_experts]`, the rank of every expert, any number per rank including
             none; None for contiguous blocks (`default_expert_rank`). Local order is ascending id.
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
+        node_reduction: Whether rows are added on the node they lie on before they cross to their
+            token's: one partial sum, rounded to the rows' dtype, crosses instead of every row, in
+            combine and in the backward of dispatch. Sums have other bits, equal for equal layouts of
+            ranks and nodes. Nothing changes where there is one node.
 
     Raises:
         ValueError: A size breaks a rule above; the message has the value.
-        TypeError: `dtype` is not a `torch.dtype`.
+        TypeError: `dtype` is not a `torch.dtype`, or `node_reduction` not a bool.
     """
 
     num_experts: int
@@ -127,6 +131,7 @@ class EpConfig:
     dtype: torch.dtype | None = torch.bfloat16
     expert_rank: torch.Tensor | Sequence[int] | None = None
     num_max_in_flight: int = 4
+    node_reduction: bool = False
 
     def __post_init__(self) -> None:
         _check_int("num_experts", self.num_experts, minimum=1)
@@ -134,6 +139,8 @@ class EpConfig:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=minimum)
         _check_int("num_max_in_flight", self.num_max_in_flight, minimum=2)
+        if not isinstance(self.node_reduction, bool):
+            raise TypeError(f"node_reduction must be a bool, got {self.node_reduction!r}")
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {self.dtype!r}")
         if (

@@ -18,6 +18,7 @@ std::shared_ptr<host::Endpoint> create_endpoint(
     int64_t num_max_tokens,
     std::vector<int32_t> expert_rank,
     int depth,
+    bool node_reduction,
     std::string isa,
     std::vector<std::pair<std::string, std::string>> agreed,
     std::shared_ptr<Rail> rail) {
@@ -26,6 +27,7 @@ std::shared_ptr<host::Endpoint> create_endpoint(
                                                    num_max_tokens,
                                                    std::move(expert_rank),
                                                    depth,
+                                                   node_reduction,
                                                    std::move(isa),
                                                    std::move(agreed));
   config.rail = std::move(rail);

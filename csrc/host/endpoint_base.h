@@ -22,6 +22,8 @@ struct EndpointConfig {
   int64_t num_max_tokens = 0;  ///< of one rank, low-latency; 0 for any
   std::vector<int32_t> expert_rank;
   int depth = 4;
+  /// Rows are added on the node they lie on before they cross; see docs/nodes.md.
+  bool node_reduction = false;
   std::string isa;             ///< of row kernels on the CPU; empty for the best of this machine
   std::shared_ptr<Rail> rail;  ///< between nodes; null for the communicator's own sockets
   /// Everything that must be equal on every rank, as (name, value); compared when it is made.

@@ -82,6 +82,10 @@ def agree_on_backend(communicator: Askers, config: object, name: str) -> type[Ba
         if not isinstance(config, EpConfig):
             raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
         backend_class = load_backend(name)
+        if config.node_reduction and not backend_class.has_node_reduction:
+            raise ValueError(
+                f"the {name} backend has no node_reduction: it must be False, got True"
+            )
         if (name in ("cuda", "nvshmem")) != (communicator.device.type == "cuda"):
             raise ValueError(
                 f"the {name} backend does not move tensors on {communicator.device}, the device of "

@@ -189,6 +189,8 @@ class Backend(abc.ABC):
     """
 
     name: str
+    # Whether `EpConfig.node_reduction` does what it says; else a buffer with it is refused.
+    has_node_reduction = False
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         self.communicator = communicator

@@ -27,6 +27,7 @@ class CudaBackend(NativeBackend):
     """Operations by kernels, in the order of the caller's current stream; see `Backend`."""
 
     name = "cuda"
+    has_node_reduction = True  # of one node, where it changes nothing
 
     def __init__(self, communicator: Communicator, config: EpConfig) -> None:
         self._communicator = communicator
@@ -62,6 +63,7 @@ class CudaBackend(NativeBackend):
             settings.num_max_tokens,
             settings.expert_rank,
             settings.depth,
+            settings.node_reduction,
             agreed,
             num_sms,
             NUM_THREADS,

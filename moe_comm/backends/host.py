@@ -39,6 +39,7 @@ class HostBackend(NativeBackend):
             settings.num_max_tokens,
             settings.expert_rank,
             settings.depth,
+            settings.node_reduction,
             env.force_isa() or "",
             settings.agreed,
             None if self._rail_engine is None else self._rail_engine.rail,

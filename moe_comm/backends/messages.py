@@ -121,6 +121,7 @@ def describe_config(config: EpConfig, num_ranks: int) -> dict[str, str]:
         "num_max_tokens_per_rank": str(config.num_max_tokens_per_rank),
         "dtype": str(config.dtype),
         "num_max_in_flight": str(config.num_max_in_flight),
+        "node_reduction": str(config.node_reduction),
         "expert_rank": str(config.resolve_expert_rank(num_ranks).tolist()),
     }
 

@@ -61,6 +61,7 @@ class NativeBackend(Backend):
             ("num_max_tokens_per_rank", str(config.num_max_tokens_per_rank)),
             ("dtype", str(config.dtype)),
             ("num_max_in_flight", str(config.num_max_in_flight)),
+            ("node_reduction", str(config.node_reduction)),
             ("backend", self.name),
             ("expert_rank", problem or str(placement.tolist())),
         ]
@@ -73,6 +74,7 @@ class NativeBackend(Backend):
                 else config.num_max_tokens_per_rank,
                 expert_rank=placement.tolist(),
                 depth=config.num_max_in_flight,
+                node_reduction=config.node_reduction,
                 agreed=agreed,
                 num_max_topk=config.num_topk or 0,
                 max_row_bytes=config.rail_row_bytes,

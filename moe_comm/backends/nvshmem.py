@@ -17,6 +17,7 @@ class NvshmemBackend(CudaBackend):
     """Operations by kernels, in the order of the caller's current stream; see `Backend`."""
 
     name = "nvshmem"
+    has_node_reduction = False
 
     def _make_endpoint(
         self, settings: Settings, agreed: list[tuple[str, str]], num_sms: int
@@ -30,6 +31,7 @@ class NvshmemBackend(CudaBackend):
             settings.num_max_tokens,
             settings.expert_rank,
             settings.depth,
+            settings.node_reduction,
             agreed,
             num_sms,
             NUM_THREADS,

@@ -30,6 +30,7 @@ class SimtBackend(NativeBackend):
             settings.num_max_tokens,
             settings.expert_rank,
             settings.depth,
+            settings.node_reduction,
             settings.agreed,
             NUM_SMS,
             NUM_THREADS,

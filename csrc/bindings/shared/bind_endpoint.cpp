@@ -8,6 +8,7 @@ host::EndpointConfig endpoint_config_of(int num_experts,
                                         int64_t num_max_tokens,
                                         std::vector<int32_t> expert_rank,
                                         int depth,
+                                        bool node_reduction,
                                         std::string isa,
                                         std::vector<std::pair<std::string, std::string>> agreed) {
   host::EndpointConfig config;
@@ -15,6 +16,7 @@ host::EndpointConfig endpoint_config_of(int num_experts,
   config.num_max_tokens = std::max<int64_t>(num_max_tokens, 0);
   config.expert_rank = std::move(expert_rank);
   config.depth = depth;
+  config.node_reduction = node_reduction;
   config.isa = std::move(isa);
   config.agreed = std::move(agreed);
   return config;

@@ -15,6 +15,7 @@ host::EndpointConfig endpoint_config_of(int num_experts,
                                         int64_t num_max_tokens,
                                         std::vector<int32_t> expert_rank,
                                         int depth,
+                                        bool node_reduction,
                                         std::string isa,
                                         std::vector<std::pair<std::string, std::string>> agreed);
 

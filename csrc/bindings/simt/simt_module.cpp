@@ -22,6 +22,7 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
     int64_t num_max_tokens,
     std::vector<int32_t> expert_rank,
     int depth,
+    bool node_reduction,
     std::vector<std::pair<std::string, std::string>> agreed,
     int num_sms,
     int num_threads,
@@ -29,8 +30,13 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
     int64_t num_max_topk,
     int64_t max_row_bytes) {
   runtime::DeviceEndpointConfig config;
-  config.common = endpoint_config_of(
-      num_experts, num_max_tokens, std::move(expert_rank), depth, "", std::move(agreed));
+  config.common = endpoint_config_of(num_experts,
+                                     num_max_tokens,
+                                     std::move(expert_rank),
+                                     depth,
+                                     node_reduction,
+                                     "",
+                                     std::move(agreed));
   config.shape = {num_sms, num_threads, tokens_per_chunk};
   config.internode = {simt::make_shared_regions(),
                       internode_kernels(),
