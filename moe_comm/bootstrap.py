@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from moe_comm import env
 
-__all__ = ["Bootstrap", "RankThreads", "bootstrap_for", "process_group_of"]
+__all__ = ["Bootstrap", "RankThreads", "bootstrap_for", "process_group_of", "raise_together"]
 
 
 class Bootstrap(Protocol):
@@ -136,3 +137,14 @@ def process_group_of(bootstrap: Bootstrap) -> dist.ProcessGroup | None:
     if not isinstance(bootstrap, _ProcessGroup) or not dist.is_initialized():
         return None
     return dist.group.WORLD if bootstrap.group is None else bootstrap.group
+
+
+def raise_together(problems: Iterable[str | None]) -> None:
+    """Raise on every rank what any rank found wrong; `problems` are those of all ranks, in order.
+
+    Raises:
+        ValueError: Names the first rank with a problem.
+    """
+    for rank_idx, problem in enumerate(problems):
+        if problem is not None:
+            raise ValueError(f"rank {rank_idx}: {problem}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from moe_comm import env, node_layout
-from moe_comm.bootstrap import Bootstrap
+from moe_comm.bootstrap import Bootstrap, raise_together
 
 __all__ = [
     "HOST_LIBRARY",
@@ -98,9 +98,7 @@ def agree(bootstrap: Bootstrap) -> bytes:
             reason = str(error)
     process = (str(node_layout.own_machine()), os.getpid())
     said = bootstrap.all_gather((reason, process, is_initialised, unique_id))
-    for rank_idx, (problem, _, _, _) in enumerate(said):
-        if problem is not None:
-            raise ValueError(f"rank {rank_idx}: {problem}")
+    raise_together(problem for problem, _, _, _ in said)
     processes = [process for _, process, _, _ in said]
     for rank_idx, process in enumerate(processes):
         first = processes.index(process)

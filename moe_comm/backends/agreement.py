@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from moe_comm.backend_choice import GPU_BACKENDS
 from moe_comm.backends import load_backend, messages
 from moe_comm.backends.base import Backend
 from moe_comm.backends.routing import Placement
@@ -86,7 +87,7 @@ def agree_on_backend(communicator: Askers, config: object, name: str) -> type[Ba
             raise ValueError(
                 f"the {name} backend has no node_reduction: it must be False, got True"
             )
-        if (name in ("cuda", "nvshmem")) != (communicator.device.type == "cuda"):
+        if (name in GPU_BACKENDS) != (communicator.device.type == "cuda"):
             raise ValueError(
                 f"the {name} backend does not move tensors on {communicator.device}, the device of "
                 "the communicator"

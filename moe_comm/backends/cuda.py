@@ -30,13 +30,13 @@ class CudaBackend(NativeBackend):
     has_node_reduction = True  # of one node, where it changes nothing
 
     def __init__(self, communicator: Communicator, config: EpConfig) -> None:
-        self._communicator = communicator
-        self._device = communicator.device
+        self._gpu = communicator.require_gpu()
+        self._device = self._gpu.device
         self._cuda_endpoint: _cuda.Endpoint | None = None
         super().__init__(communicator, config)
 
     def _create_endpoint(self, settings: Settings) -> _cuda.Endpoint:
-        num_sms, problem = self._communicator.claim_sms()
+        num_sms, problem = self._gpu.claim_sms()
         try:
             # Peers are about to compare, and must hear of a problem.
             agreed = [*settings.agreed, ("num_sms", problem or str(num_sms))]
@@ -45,7 +45,7 @@ class CudaBackend(NativeBackend):
                 self._cuda_endpoint.destroy()
                 raise ValueError(problem)
         except BaseException:
-            self._communicator.return_sms(num_sms)
+            self._gpu.return_sms(num_sms)
             raise
         self._num_sms = num_sms
         return self._cuda_endpoint
@@ -58,7 +58,7 @@ class CudaBackend(NativeBackend):
 
         return _cuda.Endpoint.create(
             settings.group,
-            self._communicator.require_device_heap(),
+            self._gpu.heap,
             settings.num_experts,
             settings.num_max_tokens,
             settings.expert_rank,
@@ -109,7 +109,7 @@ class CudaBackend(NativeBackend):
         super().destroy()
         if self._cuda_endpoint is not None:
             self._cuda_endpoint = None
-            self._communicator.return_sms(self._num_sms)
+            self._gpu.return_sms(self._num_sms)
 
     def _in_stream(self, call: Callable[[], ResultT]) -> ResultT:
         """Run `call` for the stream that is current now, with this device current."""

@@ -26,7 +26,7 @@ class NvshmemBackend(CudaBackend):
 
         return _nvshmem.Endpoint.create(
             settings.group,
-            self._communicator.require_device_heap(),
+            self._gpu.heap,
             settings.num_experts,
             settings.num_max_tokens,
             settings.expert_rank,

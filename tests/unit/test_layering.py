@@ -161,10 +161,11 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.resharding.transform_protocol",
     },
     {"moe_comm.call_checks", "moe_comm.communicator", "moe_comm.elastic"},
+    {"moe_comm.native_group", "moe_comm.rank_gpu"},
     {"moe_comm.validation"},
     {"moe_comm.survivors"},
     {"moe_comm.rendezvous"},
-    {"moe_comm.cuda_devices", "moe_comm.nvshmem"},
+    {"moe_comm.backend_choice", "moe_comm.cuda_devices", "moe_comm.nvshmem"},
     {"moe_comm.handles"},
     {"moe_comm.backends.base"},
     {"moe_comm.triton"},
@@ -172,6 +173,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm._version",
         "moe_comm.arithmetic",
         "moe_comm.bootstrap",
+        "moe_comm.communicator_options",
         "moe_comm.config",
         "moe_comm.env",
         "moe_comm.errors",
@@ -194,6 +196,8 @@ USERS_OF_NATIVE = {
     "moe_comm._host": (
         "moe_comm.communicator",
         "moe_comm.elastic",
+        "moe_comm.native_group",
+        "moe_comm.rank_gpu",
         "moe_comm.rendezvous",
         "moe_comm.survivors",
         "moe_comm.backends.host",
@@ -207,7 +211,7 @@ USERS_OF_NATIVE = {
     "moe_comm._cuda": (
         "moe_comm.backends.cuda",
         "moe_comm.backends.nvshmem",
-        "moe_comm.communicator",
+        "moe_comm.rank_gpu",
     ),
     "moe_comm._nvshmem": ("moe_comm.backends.nvshmem",),
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from moe_comm.backends.rails.engine import Peers, RailEngine
 from moe_comm.backends.rails.gloo import GlooEngine, gloo_problem
 from moe_comm.backends.rails.mpi import MpiEngine, MpiPlace, mpi_place
-from moe_comm.bootstrap import Bootstrap, process_group_of
+from moe_comm.bootstrap import Bootstrap, process_group_of, raise_together
 from moe_comm.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     said = all_gather((name, problem, place))
     if None in said:
         return None
-    _raise_together([peer_problem for _, peer_problem, _ in said])
+    raise_together([peer_problem for _, peer_problem, _ in said])
     names = [peer_name for peer_name, _, _ in said]
     for rank_idx, peer_name in enumerate(names):
         if peer_name != names[0]:
@@ -97,16 +97,9 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         problem = str(error).split("\n", 1)[0]
     try:
-        _raise_together(all_gather(problem))
+        raise_together(all_gather(problem))
     except BaseException:
         if engine is not None:
             engine.close()
         raise
     return engine
-
-
-def _raise_together(problems: list[str | None]) -> None:
-    """Raise what any rank found wrong; `problems` of all ranks."""
-    for rank_idx, problem in enumerate(problems):
-        if problem is not None:
-            raise ValueError(f"rank {rank_idx}: {problem}")

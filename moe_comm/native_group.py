@@ -1,0 +1,108 @@
+"""The native group of a communicator: its sockets, its heap, and the ranks behind both."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moe_comm import env
+from moe_comm.bootstrap import Bootstrap, raise_together
+from moe_comm.communicator_options import CommunicatorOptions
+from moe_comm.node_layout import RankPlace
+
+if TYPE_CHECKING:
+    from moe_comm import _host
+
+__all__ = ["connect_group"]
+
+CONNECT_TIMEOUT_S = 300.0
+
+
+def connect_group(
+    bootstrap: Bootstrap,
+    options: CommunicatorOptions,
+    places: Sequence[RankPlace],
+    num_local_ranks: int,
+    parent: _host.Group | None,
+) -> _host.Group:
+    """Connect the ranks, each with a heap of its own, or as a child over the parent's. Collective.
+
+    Args:
+        bootstrap: Of the ranks.
+        options: Of the communicator.
+        places: Of all ranks.
+        num_local_ranks: Ranks of a node.
+        parent: The native group of the parent, or None.
+
+    Raises:
+        ValueError: A rank has no interface that others can reach.
+        OSError: The machine refused a socket or memory.
+    """
+    from moe_comm import _host
+
+    boots = [place.machine.boot for place in places]
+    num_machine_ranks = boots.count(boots[bootstrap.rank_idx])
+    num_threads = options.num_threads
+    if num_threads is None:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_machine_ranks)
+    channel = bootstrap.all_gather(secrets.randbits(62))[0]
+    if parent is not None:
+        return _host.Group.create_child(
+            parent,
+            [place.parent_rank for place in places],
+            bootstrap.rank_idx,
+            channel,
+            options.stall_timeout_s,
+            options.arrival_timeout_s,
+            num_threads,
+            num_local_ranks,
+            num_machine_ranks,
+        )
+    mesh = _listen(bootstrap, places, num_local_ranks)
+    addresses = bootstrap.all_gather(mesh.address())
+    mesh.connect(
+        bootstrap.rank_idx,
+        addresses,
+        CONNECT_TIMEOUT_S,
+        # Who dies while they connect is found by the group from which they come.
+        getattr(bootstrap, "shrunk_group", None),
+        num_local_ranks,
+        options.stall_timeout_s,
+    )
+    heap = _host.ShmHeap.create(
+        mesh, options.max_heap_bytes or 0, options.with_huge_pages, env.poison_windows()
+    )
+    return _host.Group.create(
+        mesh,
+        heap,
+        channel,
+        options.stall_timeout_s,
+        options.arrival_timeout_s,
+        num_threads,
+        num_local_ranks,
+        num_machine_ranks,
+    )
+
+
+def _listen(
+    bootstrap: Bootstrap, places: Sequence[RankPlace], num_local_ranks: int
+) -> _host.PeerMesh:
+    """The sockets at which peers of this node, and of others, reach this rank. Collective."""
+    from moe_comm import _host
+
+    if num_local_ranks == len(places):
+        return _host.PeerMesh.create()
+    is_one_machine = len({place.machine for place in places}) == 1
+    mesh = None
+    problem = None
+    try:
+        mesh = _host.PeerMesh.create_over_nodes(
+            is_one_machine, env.socket_interface() or "", env.master_address() or ""
+        )
+    except (ValueError, OSError) as error:  # an interface that only this machine lacks
+        problem = str(error)
+    raise_together(bootstrap.all_gather(problem))
+    assert mesh is not None
+    return mesh
