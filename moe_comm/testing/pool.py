@@ -29,7 +29,7 @@ __all__ = ["GRACE_S", "Outcome", "WorkerPool"]
 GRACE_S = 10.0
 """How long other ranks may go on after one has raised."""
 
-_STACKS_WAIT_S = 1.0
+_STACKS_WAIT_S = 10.0
 _PRELOADED = ["torch", "torch.distributed", "moe_comm.backends.reference"]
 
 

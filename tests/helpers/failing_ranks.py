@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig
 from moe_comm.testing import RankContext
 
@@ -19,6 +21,9 @@ NUM_TOPK = 2
 EXPERTS_PER_RANK = 2
 HANG_S = 60.0
 """Limit for what should take a second; only a hang reaches it."""
+SHORT_S = 2.0
+"""A limit that tests let run out: longer than a rank of a busy machine is ever kept waiting."""
+PACKAGE = str(Path(moe_comm.__file__).parent)
 
 
 def config_for(num_ranks: int, num_tokens: int = 64, hidden: int = 64) -> EpConfig:
@@ -104,8 +109,43 @@ def die_after(delay_s: float, when: Path | None = None) -> None:
     threading.Timer(delay_s, die, (when,)).start()
 
 
+def when_waiting(act: Callable[[], object]) -> None:
+    """Let another thread `act` once the calling one stays at one place of the package: it waits there."""
+    ident = threading.get_ident()
+
+    def place() -> tuple[int, int] | None:
+        frame = sys._current_frames().get(ident)
+        if frame is None or not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        return id(frame), frame.f_lasti
+
+    def watch() -> None:
+        deadline = time.monotonic() + HANG_S
+        last, num_equal = None, 0
+        while num_equal < 6:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"nothing of the package was waited in for {HANG_S} s")
+            time.sleep(0.02)
+            now = place()
+            num_equal = num_equal + 1 if now is not None and now == last else 0
+            last = now
+        act()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def interrupt_when_waiting() -> None:
+    """What Ctrl-C does, once the calling thread waits in the package."""
+    when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
 def has_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    """Whether every thread of the process has been stopped."""
+    try:
+        stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def num_open_fds() -> int:
@@ -132,7 +172,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HANG_S
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"did not come true in {HANG_S} s")
+            # A bound method says what it is; of a lambda, the line does.
+            code = getattr(condition, "__code__", None)
+            where = f" (line {code.co_firstlineno} of {code.co_filename})" if code else ""
+            raise AssertionError(f"{condition!r}{where} did not come true in {HANG_S} s")
         time.sleep(0.01)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm import _host
+from tests.helpers.failing_ranks import has_stopped, wait_for
 
 MIB = 1 << 20
 WAIT_S = 30.0
@@ -67,6 +68,10 @@ class RankProcess:
     def call(self, step: Callable[..., Any], *args: Any) -> Any:
         self.start(step, *args)
         return self.finish()
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        wait_for(lambda: has_stopped(self.pid))
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ import torch
 
 from moe_comm import Communicator, DispatchResult, EpBuffer, EpConfig, Layout, PeerFailedError
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.failing_ranks import error_of, inputs, make_buffer, step, wait_for
+from tests.helpers.failing_ranks import SHORT_S, error_of, inputs, make_buffer, step, wait_for
 
 MODES = ["processes", "threads"]
 
@@ -115,7 +115,7 @@ def test_errors_surface_at_wait_and_stay(mode: str) -> None:
 
 def _destroy_in_flight(context: RankContext, folder: str) -> None:
     """Destroy waits for what peers will finish, and gives up what they will not."""
-    buffer = make_buffer(context, stall_timeout_s=1.0)
+    buffer = make_buffer(context)
     comm = buffer.communicator
     x, topk_idx = inputs(buffer, 1)
     expected = buffer.dispatch(x, topk_idx).x.clone()
@@ -124,8 +124,9 @@ def _destroy_in_flight(context: RankContext, folder: str) -> None:
     pending = [buffer.dispatch(x, topk_idx, async_op=True) for _ in range(3)]
     buffer.destroy()
     assert all(torch.equal(result.x, expected) for result in pending)
-    comm.all_gather(b"")
-    abandoned = EpBuffer(comm, buffer.config)
+    comm.destroy()
+    abandoned = make_buffer(context, stall_timeout_s=SHORT_S)
+    comm = abandoned.communicator
     given_up = Path(folder) / "given up"
     if context.rank_idx == 0:
         result = abandoned.dispatch(x, topk_idx, async_op=True)

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +34,7 @@ from tests.helpers.failing_ranks import (
     error_of,
     gather_pids,
     has_stopped,
+    interrupt_when_waiting,
     make_buffer,
     num_open_fds,
     step,
@@ -404,8 +404,9 @@ def test_mistakes_are_raised_on_every_rank() -> None:
             assert re.search(pattern, text), text
 
 
-def _warned(context: RankContext) -> list[BaseException]:
+def _warned(context: RankContext, folder: str) -> list[BaseException]:
     """Whoever hears that rank 1 is late calls the communicator, which waits for it."""
+    has_heard = Path(folder) / "heard"
     buffer = make_buffer(context)
     comm = buffer.communicator
     step(buffer, 0)
@@ -416,12 +417,13 @@ def _warned(context: RankContext) -> list[BaseException]:
     class Call(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             heard.append(error_of(partial(comm.all_gather, b"")))
+            has_heard.touch()
 
     handler = Call()
     logging.getLogger("moe_comm").addHandler(handler)
     _host.set_warning_interval(0.1)
     if context.rank_idx == 1:
-        time.sleep(0.6)
+        wait_for(has_heard.exists)
     try:
         comm.shrink([2]).communicator.destroy()
     finally:
@@ -430,8 +432,8 @@ def _warned(context: RankContext) -> list[BaseException]:
     return heard
 
 
-def test_who_hears_a_warning_may_call() -> None:
-    heard, _, evicted = run_ranks(_warned, 3, timeout_s=30.0)
+def test_who_hears_a_warning_may_call(tmp_path: Path) -> None:
+    heard, _, evicted = run_ranks(_warned, 3, str(tmp_path))
     assert heard
     assert all(isinstance(error, PeerFailedError) for error in heard), heard
     assert isinstance(evicted[0], EvictedError), evicted
@@ -442,7 +444,7 @@ def _interrupted(context: RankContext, folder: str) -> None:
     is_over = Path(folder) / "over"
     comm = Communicator(backend="host", arrival_timeout_s=30.0)
     if context.rank_idx == 0:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupt_when_waiting()
         assert isinstance(error_of(comm.shrink), KeyboardInterrupt)
         is_over.touch()
     else:

@@ -25,6 +25,7 @@ from moe_comm import (
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,
+    SHORT_S,
     config_for,
     die,
     die_after,
@@ -32,11 +33,13 @@ from tests.helpers.failing_ranks import (
     gather_pids,
     has_stopped,
     inputs,
+    interrupt_when_waiting,
     make_buffer,
     own_sockets,
     step,
     steps_until_error,
     wait_for,
+    when_waiting,
 )
 
 Told = tuple[str, tuple[int, ...], str, int, str]
@@ -193,7 +196,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 def _stop(context: RankContext, folder: str) -> tuple[Told, Told]:
     """Rank 2 is stopped inside a dispatch; rank 1 waits for its done flag, rank 0 too."""
-    buffer = make_buffer(context, num_tokens=2048, hidden=4096, stall_timeout_s=1.0)
+    buffer = make_buffer(context, num_tokens=2048, hidden=4096, stall_timeout_s=SHORT_S)
     comm = buffer.communicator
     step(buffer, 0)
     pids = gather_pids(comm)
@@ -201,11 +204,10 @@ def _stop(context: RankContext, folder: str) -> tuple[Told, Told]:
     if context.rank_idx == 0:
         # Rank 2 enters first and waits for rank 0, so it is inside when it stops.
         wait_for(entered.exists)
-        time.sleep(0.1)
         os.kill(pids[2], signal.SIGSTOP)
         wait_for(lambda: has_stopped(pids[2]))
     if context.rank_idx == 2:
-        entered.touch()
+        when_waiting(entered.touch)
     first = error_of(lambda: step(buffer, 1))
     if context.rank_idx != 2:
         comm_error = error_of(lambda: step(buffer, 2))
@@ -231,7 +233,7 @@ def test_stopped_rank_is_named_by_all_and_everybody_recovers(tmp_path: Path) -> 
 
 
 def _never_come(context: RankContext, folder: str) -> Told | None:
-    buffer = make_buffer(context, arrival_timeout_s=1.0)
+    buffer = make_buffer(context, arrival_timeout_s=SHORT_S)
     done = Path(folder) / "done"
     error = None
     if context.rank_idx == 1:
@@ -253,20 +255,22 @@ def test_absent_rank_is_named(tmp_path: Path) -> None:
     assert "did not enter dispatch" in results[0][4]
 
 
-def _come_late(context: RankContext) -> list[str]:
+def _come_late(context: RankContext, folder: str) -> list[str]:
     buffer = make_buffer(context)
     warnings: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
+            if len(warnings) == 2:
+                (Path(folder) / f"warned {context.rank_idx}").touch()
 
     handler = Keep()
     logging.getLogger("moe_comm").addHandler(handler)
     _host.set_warning_interval(0.2)
     try:
         if context.rank_idx == 1:
-            time.sleep(1.0)
+            wait_for(lambda: len(list(Path(folder).glob("warned *"))) == 2)
         step(buffer, 1)
     finally:
         _host.set_warning_interval(60.0)
@@ -275,8 +279,8 @@ def _come_late(context: RankContext) -> list[str]:
     return warnings
 
 
-def test_late_rank_is_reported_until_it_comes() -> None:
-    results = run_ranks(_come_late, 3)
+def test_late_rank_is_reported_until_it_comes(tmp_path: Path) -> None:
+    results = run_ranks(_come_late, 3, str(tmp_path))
     for rank_idx in (0, 2):
         waits = [text for text in results[rank_idx] if "s for rank 1 to enter dispatch" in text]
         assert len(waits) >= 2, results[rank_idx]
@@ -284,7 +288,7 @@ def test_late_rank_is_reported_until_it_comes() -> None:
 
 def _cross(context: RankContext) -> tuple[Told, int]:
     """Two ranks block on two buffers in opposite order."""
-    first = make_buffer(context, arrival_timeout_s=1.0)
+    first = make_buffer(context, arrival_timeout_s=SHORT_S)
     second = EpBuffer(first.communicator, first.config)
     buffers = [first, second]
     error = error_of(lambda: step(buffers[context.rank_idx], 1))
@@ -322,7 +326,7 @@ def _interrupt(context: RankContext, folder: str) -> Told:
     if context.rank_idx == 0:
         assert threading.current_thread() is threading.main_thread()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupt_when_waiting()
         first = error_of(lambda: step(buffer, 1))
         assert isinstance(first, KeyboardInterrupt), repr(first)
         error = error_of(lambda: step(buffer, 1))

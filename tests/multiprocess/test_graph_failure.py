@@ -20,7 +20,15 @@ from moe_comm import (
     PeerTimeoutError,
 )
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.failing_ranks import config_for, die, die_after, error_of, inputs, step
+from tests.helpers.failing_ranks import (
+    SHORT_S,
+    config_for,
+    die,
+    die_after,
+    error_of,
+    inputs,
+    step,
+)
 
 NUM_RANKS = 3
 NUM_TOKENS = 8
@@ -88,7 +96,7 @@ def test_who_dies_is_named(when: str) -> None:
 
 def _never_come(context: RankContext) -> None:
     # One rank has a limit that ends: it tells those that would wait for longer.
-    impatient = {"arrival_timeout_s": 1.0} if context.rank_idx == 0 else {}
+    impatient = {"arrival_timeout_s": SHORT_S} if context.rank_idx == 0 else {}
     replays = Replays(context, **impatient)
     if context.rank_idx != VICTIM:
         replays.start(1)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError, Recovery
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
+    SHORT_S,
     config_for,
     die,
     die_after,
@@ -25,6 +26,7 @@ from tests.helpers.failing_ranks import (
     step,
     steps_until_error,
     wait_for,
+    when_waiting,
 )
 
 
@@ -112,7 +114,7 @@ def test_death_while_recovering(delay_s: float | None) -> None:
 
 def _recover_late(context: RankContext, folder: str) -> Recovery:
     """Rank 1 comes to recover() after the others have given it up once."""
-    buffer = make_buffer(context, arrival_timeout_s=1.0)
+    buffer = make_buffer(context, arrival_timeout_s=SHORT_S)
     comm = buffer.communicator
     step(buffer, 0)
     given_up = [Path(folder) / f"given up {rank_idx}" for rank_idx in range(context.num_ranks)]
@@ -187,17 +189,16 @@ def test_recover_without_a_failure_changes_nothing() -> None:
 
 def _chain(context: RankContext, folder: str) -> tuple[str, tuple[int, ...]]:
     """Rank 2 is stopped, rank 1 waits for its rows, rank 0 is one operation further and waits for 1."""
-    buffer = make_buffer(context, stall_timeout_s=1.0)
+    buffer = make_buffer(context, stall_timeout_s=SHORT_S)
     comm = buffer.communicator
     pids = gather_pids(comm)
     entered = Path(folder) / "entered"
     if context.rank_idx == 0:
         wait_for(entered.exists)
-        time.sleep(0.1)
         os.kill(pids[2], signal.SIGSTOP)
         wait_for(lambda: has_stopped(pids[2]))
     if context.rank_idx == 2:
-        entered.touch()
+        when_waiting(entered.touch)
     x, _ = inputs(buffer, 1)
     own_expert = 2 * context.rank_idx if context.rank_idx < 2 else 2
     topk_idx = torch.full((len(x), 2), own_expert)

@@ -19,11 +19,14 @@ from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, PreparedCopi
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,
+    SHORT_S,
     die_after,
     error_of,
     gather_pids,
     has_stopped,
+    interrupt_when_waiting,
     wait_for,
+    when_waiting,
 )
 
 Told = tuple[str, tuple[int, ...], str, str, str]
@@ -118,7 +121,7 @@ def test_death_is_named_and_the_living_go_on(delay_s: float) -> None:
 
 def _stop(context: RankContext, folder: str) -> Told:
     """Rank 2 is inside a run, waiting for rank 0, when it is stopped."""
-    exchange = Exchange(context, stall_timeout_s=1.0)
+    exchange = Exchange(context, stall_timeout_s=SHORT_S)
     comm = exchange.comm
     prepared = exchange.prepare()
     exchange.run(prepared, 0)
@@ -126,11 +129,10 @@ def _stop(context: RankContext, folder: str) -> Told:
     entered = Path(folder) / "entered"
     if context.rank_idx == 0:
         wait_for(entered.exists)
-        time.sleep(0.2)
         os.kill(pids[2], signal.SIGSTOP)
         wait_for(lambda: has_stopped(pids[2]))
     if context.rank_idx == 2:
-        entered.touch()
+        when_waiting(entered.touch)
     error = error_of(lambda: exchange.run(prepared, 1))
     if context.rank_idx == 0:
         os.kill(pids[2], signal.SIGCONT)
@@ -145,11 +147,11 @@ def test_a_stopped_rank_is_named_and_everybody_recovers(tmp_path: Path) -> None:
     for name, ranks, operation, phase, text in run_ranks(_stop, 3, str(tmp_path)):
         assert (name, ranks, operation) == ("PeerTimeoutError", (2,), "batched copy"), text
         assert phase == "verdicts"
-        assert "rank 2 made no progress for 1 s in batched copy of buffer" in text
+        assert f"rank 2 made no progress for {SHORT_S:g} s in batched copy of buffer" in text
 
 
 def _never_come(context: RankContext, folder: str) -> Told | None:
-    exchange = Exchange(context, arrival_timeout_s=1.0)
+    exchange = Exchange(context, arrival_timeout_s=SHORT_S)
     prepared = exchange.prepare()
     done = Path(folder) / "done"
     error = None
@@ -182,7 +184,7 @@ def _interrupt(context: RankContext, folder: str) -> Told:
     if context.rank_idx == 0:
         assert threading.current_thread() is threading.main_thread()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupt_when_waiting()
         first = error_of(lambda: exchange.run(prepared, 1))
         assert isinstance(first, KeyboardInterrupt), repr(first)
         error = error_of(lambda: exchange.run(prepared, 1))

@@ -17,7 +17,7 @@ from moe_comm.resharding.nvshmem_copy_service import (
     validation,
 )
 from moe_comm.resharding.plan import pack_task_id
-from tests.helpers.failing_ranks import error_of
+from tests.helpers.failing_ranks import HANG_S, SHORT_S, error_of
 from tests.helpers.rank_threads import on_ranks
 
 SLOT = 4096
@@ -394,7 +394,7 @@ def test_a_pe_that_does_not_call() -> None:
             assert isinstance(error, PeerTimeoutError), repr(error)
             assert error.ranks == (1,)
 
-    on_ranks(2, body, arrival_timeout_s=0.3)
+    on_ranks(2, body, arrival_timeout_s=SHORT_S)
 
 
 def test_a_pe_that_fails_in_the_middle() -> None:
@@ -448,12 +448,12 @@ def test_a_pe_that_stops_in_the_middle() -> None:
         service.schedule()
         if service.my_pe == 1:
             service.buffer_manager.put = (  # type: ignore[method-assign]
-                lambda iteration, dest_pe, num_bytes: has_given_up.wait(60) and None
+                lambda iteration, dest_pe, num_bytes: has_given_up.wait(HANG_S) and None
             )
         error = error_of(service.run)
         has_given_up.set()
         assert isinstance(error, PeerTimeoutError), repr(error)
         assert error.ranks == (1,)
-        assert str(error) == "rank 1 stopped: rank 0 waited 0.5 s for a batch of tensors"
+        assert str(error) == f"rank 1 stopped: rank 0 waited {SHORT_S:g} s for a batch of tensors"
 
-    on_ranks(2, body, stall_timeout_s=0.5)
+    on_ranks(2, body, stall_timeout_s=SHORT_S)
