@@ -9,17 +9,10 @@
 #include <set>
 
 #include "core/error.h"
+#include "core/rank_list.h"
 
 namespace moe::heap {
 namespace {
-
-/// "ranks 0, 2" for a message.
-std::string rank_list(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i)
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  return text;
-}
 
 /// @throws InvalidArgument  when not all values of the ranks from @p first_rank on, @p num_ranks of
 ///   them, are equal: "<what>: ranks 0, 1: a; rank 2: b".

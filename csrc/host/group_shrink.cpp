@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/rank_list.h"
 #include "host/group.h"
 #include "host/message.h"
 #include "host/wait.h"

@@ -11,13 +11,6 @@ namespace moe::host {
 inline constexpr char kFailed = 1;
 inline constexpr char kEnded = 2;  // it cannot become part of another group
 
-inline std::string rank_list(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank" : "ranks";
-  for (size_t i = 0; i < ranks.size(); ++i)
-    text += (i == 0 ? " " : i + 1 == ranks.size() ? " and " : ", ") + std::to_string(ranks[i]);
-  return text;
-}
-
 inline std::vector<int> ranks_with(const std::string& members, char bit) {
   std::vector<int> ranks;
   for (size_t rank = 0; rank < members.size(); ++rank)
