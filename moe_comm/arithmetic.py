@@ -20,6 +20,7 @@ __all__ = [
     "scale_rows",
     "subnormals_kept",
     "sum_rows",
+    "sum_rows_by_node",
     "widen",
 ]
 
@@ -112,6 +113,67 @@ def sum_rows(
                 if weights is not None:
                     term = term * weights[tokens, k].unsqueeze(1)
                 acc = torch.where(present, acc + term, acc)
+            out[tokens, columns] = round_to(acc, rows.dtype)
+    return out
+
+
+def sum_rows_by_node(
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    node_idx: torch.Tensor,
+    own_node: int,
+    weights: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `sum_rows`, but rows of a node are added among themselves first.
+
+    A node's rows are added in order of k from +0.0; the sums of nodes are added in ascending
+    `node_idx` from +0.0. Those of other nodes than `own_node` are rounded to the dtype of `rows`
+    before, as they are when they cross.
+
+    Args:
+        rows: `[N, hidden]`, one of `ADDABLE_DTYPES`.
+        positions: int64 `[T, K]`, -1 where there is nothing to add.
+        node_idx: int64 `[T, K]`, the node of every row; anything where there is none.
+        own_node: Of the tokens.
+        weights: None or `[T, K]`, of `accumulator_dtype`.
+        out: None, or where to write.
+
+    Returns:
+        `[T, hidden]`, dtype of `rows`.
+
+    Example:
+        bfloat16, no weights: rows 256, 1 on node 0 and 1, 1 on node 1. On one node 256 + 1 + 1 + 1 =
+        259 is rounded to 260. For a token of node 0 it is 257 + bfloat16(2) = 259, rounded to 260; of
+        node 1, bfloat16(257) + 2 = 256 + 2 = 258.
+    """
+    num_tokens, num_terms = positions.shape
+    hidden = rows.shape[1]
+    if out is None:
+        out = torch.empty(num_tokens, hidden, dtype=rows.dtype, device=rows.device)
+    wide = accumulator_dtype(rows.dtype)
+    if rows.shape[0] == 0:
+        return out.zero_()
+    is_present = positions >= 0
+    nodes = sorted(set(node_idx[is_present].tolist()))
+    with subnormals_kept():
+        for tokens, columns in chunks(num_tokens, hidden, rows.device):
+            chosen = positions[tokens]
+            shape = (chosen.shape[0], columns.stop - columns.start)
+            acc = torch.zeros(shape, dtype=wide, device=rows.device)
+            for node in nodes:
+                is_here = is_present[tokens] & (node_idx[tokens] == node)
+                partial = torch.zeros(shape, dtype=wide, device=rows.device)
+                for k in range(num_terms):
+                    term = widen(rows[chosen[:, k].clamp(min=0), columns])
+                    if weights is not None:
+                        term = term * weights[tokens, k].unsqueeze(1)
+                    partial = torch.where(is_here[:, k].unsqueeze(1), partial + term, partial)
+                if node != own_node:
+                    partial = widen(round_to(partial, rows.dtype))
+                # A node without rows of a token has +0.0, which changes nothing: acc is never -0.0.
+                acc = acc + partial
             out[tokens, columns] = round_to(acc, rows.dtype)
     return out
 

@@ -9,11 +9,11 @@ import torch
 from moe_comm.backend_choice import GPU_BACKENDS
 from moe_comm.backends import load_backend, messages
 from moe_comm.backends.base import Backend
-from moe_comm.backends.routing import Placement
+from moe_comm.backends.routing import NodeReduction, Placement
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.config import EpConfig
 
-__all__ = ["Askers", "Peers", "agree_on_backend", "agree_on_config"]
+__all__ = ["Askers", "Peers", "agree_on_backend", "agree_on_config", "node_reduction_of"]
 
 
 class Peers(Protocol):
@@ -27,6 +27,11 @@ class Peers(Protocol):
     @property
     def num_ranks(self) -> int:
         """Ranks of the communicator."""
+        ...
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks of a node, consecutive ones; looked at for a `node_reduction` alone."""
         ...
 
     @property
@@ -68,6 +73,13 @@ def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> Placem
     if differs is not None:
         raise differs
     return Placement.of(config.resolve_expert_rank(peers.num_ranks), peers.num_ranks)
+
+
+def node_reduction_of(peers: Peers, config: EpConfig) -> NodeReduction | None:
+    """How this rank's sums are added, None for row by row."""
+    if not config.node_reduction or peers.num_local_ranks == peers.num_ranks:
+        return None
+    return NodeReduction(peers.num_local_ranks, peers.rank_idx // peers.num_local_ranks)
 
 
 def agree_on_backend(communicator: Askers, config: object, name: str) -> type[Backend]:

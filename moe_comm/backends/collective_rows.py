@@ -7,10 +7,11 @@ import dataclasses
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
+from moe_comm import arithmetic
 from moe_comm.backends import local_ops, routing
 from moe_comm.backends.carrier import Carrier
 from moe_comm.backends.collective_plan import CollectivePlan
-from moe_comm.backends.routing import Placement
+from moe_comm.backends.routing import NodeReduction, Placement
 from moe_comm.config import Layout
 
 __all__ = ["Moved", "RowMover"]
@@ -39,11 +40,18 @@ class RowMover:
     Args:
         carrier: Of the buffer.
         placement: Of the experts.
+        node_reduction: How sums are added where not row by row.
     """
 
-    def __init__(self, carrier: Carrier, placement: Placement) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        placement: Placement,
+        node_reduction: NodeReduction | None = None,
+    ) -> None:
         self._carrier = carrier
         self._placement = placement
+        self._node_reduction = node_reduction
         self.staging: dict[str, torch.Tensor] = {}
 
     def dispatch(
@@ -124,8 +132,18 @@ class RowMover:
         arrived = self._stage("receive", plan.send_order.numel(), _row_bytes(x))
         self._carry(arrived, sent, plan.send_splits, plan.recv_splits, "combine")
         rows = arrived.to(x.device).view(x.dtype)
-        positions = plan.sent_positions(plan.tensors.slots)
-        return local_ops.sum_rows(rows, positions, topk_weights, out=out)
+        slots = plan.tensors.slots
+        positions = plan.sent_positions(slots)
+        if self._node_reduction is None:
+            return local_ops.sum_rows(rows, positions, topk_weights, out=out)
+        return arithmetic.sum_rows_by_node(
+            rows,
+            positions.to(rows.device),
+            self._node_reduction.node_of(slots).to(rows.device),
+            self._node_reduction.own_node,
+            topk_weights,
+            out=out,
+        )
 
     def pull(self, row_weights: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
         """`[M]`, or RANK_MAJOR `[M, K]`, to `[T, K]`; 0 where a choice is unused or was dropped."""

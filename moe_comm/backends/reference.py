@@ -16,7 +16,7 @@ import torch
 from moe_comm import arithmetic, quantized
 from moe_comm.backends import admission, messages, routing
 from moe_comm.backends.admission import Admission, Asked
-from moe_comm.backends.agreement import Peers, agree_on_config
+from moe_comm.backends.agreement import Peers, agree_on_config, node_reduction_of
 from moe_comm.backends.base import (
     Backend,
     CombineOutput,
@@ -26,7 +26,7 @@ from moe_comm.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.backends.routing import Placement, RowOrder
+from moe_comm.backends.routing import NodeReduction, Placement, RowOrder
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import Quantization
 
@@ -206,6 +206,7 @@ def combined(
     expert_out: Sequence[torch.Tensor] | None,
     row_weights: Sequence[torch.Tensor] | None,
     placement: Placement,
+    node_reduction: NodeReduction | None = None,
 ) -> CombineOutput:
     """What a rank gets back when rank r's experts give `expert_out[r]` and `row_weights[r]`.
 
@@ -218,11 +219,20 @@ def combined(
         expert_out: `[M, hidden]` of every rank, or None.
         row_weights: `[M, K]` (RANK_MAJOR) or `[M]` of every rank, or None.
         placement: Of the experts.
+        node_reduction: Rows of a node are added among themselves first, and rounded where that is
+            not the rank's own; None for the order above.
     """
     sums = None
     if expert_out is not None:
+        rows = torch.cat(list(expert_out))
         positions = _positions_in_concatenation(plan.slots, expert_out)
-        sums = arithmetic.sum_rows(torch.cat(list(expert_out)), positions, topk_weights)
+        if node_reduction is None:
+            sums = arithmetic.sum_rows(rows, positions, topk_weights)
+        else:
+            nodes = node_reduction.node_of(plan.slots)
+            sums = arithmetic.sum_rows_by_node(
+                rows, positions, nodes, node_reduction.own_node, topk_weights
+            )
     pulled = None
     if row_weights is not None:
         positions = _positions_in_concatenation(routing.choice_slots(plan, placement), row_weights)
@@ -265,11 +275,13 @@ class ReferenceBackend(Backend):
     """
 
     name = "reference"
+    has_node_reduction = True
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)
         self._peers = cast("Peers", communicator)
         self._placement = agree_on_config(self._peers, config, self.name)
+        self._node_reduction = node_reduction_of(self._peers, config)
 
     def dispatch(
         self,
@@ -393,6 +405,7 @@ class ReferenceBackend(Backend):
             None if x is None else [_present(rank.x) for rank in gathered],
             None if row_weights is None else [_present(rank.row_weights) for rank in gathered],
             self._placement,
+            self._node_reduction,
         )
         if out is not None and output.x is not None:
             output = dataclasses.replace(output, x=out.copy_(output.x))

@@ -15,6 +15,7 @@ from moe_comm.config import EpConfig, Layout
 
 __all__ = [
     "SLOT_RANK_SHIFT",
+    "NodeReduction",
     "Placement",
     "RowOrder",
     "Window",
@@ -98,6 +99,23 @@ class RowOrder:
             return cls(layout, expert_alignment)
         assert config.num_max_tokens_per_rank is not None  # checked before a backend is called
         return cls(layout, expert_alignment, num_ranks * config.num_max_tokens_per_rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeReduction:
+    """Rows are added on the node they lie on before they cross; see `EpConfig.node_reduction`.
+
+    Args:
+        num_local_ranks: Ranks of a node; consecutive ones share it.
+        own_node: Node of the rank that gets the sums.
+    """
+
+    num_local_ranks: int
+    own_node: int
+
+    def node_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The node every slot lies on, below 0 for a slot of -1."""
+        return (slots >> SLOT_RANK_SHIFT) // self.num_local_ranks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

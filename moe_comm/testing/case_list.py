@@ -19,7 +19,7 @@ from moe_comm.quantization import (
 )
 from moe_comm.testing.cases import ROUTINGS, Case
 
-__all__ = ["CASES", "in_layout"]
+__all__ = ["CASES", "NODE_REDUCTION_CASES", "in_layout"]
 
 _RAGGED = (5, 0, 9, 3, 17, 1, 0, 4)
 
@@ -242,3 +242,46 @@ CASES: tuple[Case, ...] = (
     *_rank_major_capacity_cases(),
     *_low_latency_cases(),
 )
+
+
+def _reduced(name: str, num_nodes: int, num_local_ranks: int, **fields: Any) -> Case:
+    case = _case(
+        f"node-reduction-{num_nodes}x{num_local_ranks}-{name}", num_nodes * num_local_ranks,
+        **{"num_topk": 5, "num_experts": 13, **fields}, num_local_ranks=num_local_ranks,
+        node_reduction=True,
+    )  # fmt: skip
+    if case.layout is Layout.LOW_LATENCY:
+        case = dataclasses.replace(in_layout(case, case.layout), name=case.name)
+    return case
+
+
+def _node_reduction_cases() -> Iterator[Case]:
+    for num_nodes, num_local_ranks in ((2, 2), (3, 2), (3, 1), (2, 3)):
+        for layout in Layout:
+            yield _reduced(_dashed(layout.name), num_nodes, num_local_ranks, layout=layout)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        yield _reduced(_short(dtype), 2, 2, dtype=dtype, routing="masked")
+    for dtype in ADDABLE_DTYPES:
+        yield _reduced(f"special-{_short(dtype)}", 2, 2, dtype=dtype, has_special_values=True)
+    yield _reduced("as-bytes", 2, 2, dtype=torch.uint8, routing="masked")
+    for routing in ("one_rank", "repeated", "nothing", "skewed"):
+        yield _reduced(_dashed(routing), 2, 2, routing=routing, hidden=1000)
+    yield _reduced("rank-major-one-expert", 2, 2, routing="one_expert", layout=Layout.RANK_MAJOR)
+    yield _reduced("one-token", 3, 1, num_tokens=(0, 1, 0))
+    yield _reduced("empty-everywhere", 2, 2, num_tokens=(0, 0, 0, 0))
+    yield _reduced("node-without-experts", 3, 1, expert_rank=(0, 2) * 6 + (0,))
+    yield _reduced("interleaved-experts", 2, 2, expert_rank=(3, 0, 2, 1, 2, 3, 0, 1, 1, 2, 3, 0, 2))
+    yield _reduced("ragged-topk", 2, 2, num_topk=6, num_topk_per_rank=(6, 1, 3, 2), is_elastic=True)
+    yield _reduced("rank-major-ragged-topk", 3, 1, num_topk=6, num_topk_per_rank=(1, 6, 3),
+                   is_elastic=True, layout=Layout.RANK_MAJOR)  # fmt: skip
+    yield _reduced("top-64", 2, 2, num_topk=64, num_tokens=(9, 0, 4, 12))
+    drop = Capacity(num_rows=16, num_rows_per_expert=6, on_overflow="drop")
+    for num_nodes, num_local_ranks in ((2, 2), (3, 1)):
+        capacities = (drop,) * (num_nodes * num_local_ranks)
+        yield _reduced("drop", num_nodes, num_local_ranks, capacities=capacities)
+    yield _reduced("mask", 2, 2, layout=Layout.LOW_LATENCY, masked_ranks=((), (2,), (), (2,)))
+    yield _reduced("mask-a-node", 3, 1, layout=Layout.LOW_LATENCY, masked_ranks=((1,), (), ()))
+
+
+NODE_REDUCTION_CASES: tuple[Case, ...] = tuple(_node_reduction_cases())
+"""What a backend must get right that has `EpConfig.node_reduction`; every case says its nodes."""

@@ -51,6 +51,8 @@ class Case:
         masked_ranks: Of every rank: which ranks it masks.
         num_topk_per_rank: Choices per token of every rank, at most `num_topk`; None for `num_topk`.
         is_elastic: The configuration leaves open what every call brings.
+        num_local_ranks: Ranks of a node; None where no result depends on it.
+        node_reduction: As in `EpConfig`; with `num_local_ranks`.
     """
 
     name: str
@@ -72,6 +74,8 @@ class Case:
     masked_ranks: tuple[tuple[int, ...], ...] | None = None
     num_topk_per_rank: tuple[int, ...] | None = None
     is_elastic: bool = False
+    num_local_ranks: int | None = None
+    node_reduction: bool = False
 
     @property
     def config(self) -> EpConfig:
@@ -85,6 +89,7 @@ class Case:
                 num_max_tokens_per_rank=self.num_max_tokens if needs_tokens else None,
                 dtype=None,
                 expert_rank=self.expert_rank,
+                node_reduction=self.node_reduction,
             )
         return EpConfig(
             num_experts=self.num_experts,
@@ -93,6 +98,7 @@ class Case:
             num_max_tokens_per_rank=self.num_max_tokens,
             dtype=self.dtype,
             expert_rank=self.expert_rank,
+            node_reduction=self.node_reduction,
         )
 
     @property

@@ -266,11 +266,28 @@ class Oracle:
                 + [-1] * (width - len(token))
                 for token in terms
             ]
-            sums = arithmetic.sum_rows(
-                torch.cat(list(expert_out)),
-                torch.tensor(positions, dtype=torch.int64).reshape(len(tokens), width),
-                topk_weights,
-            )
+            rows = torch.cat(list(expert_out))
+            shape = (len(tokens), width)
+            places = torch.tensor(positions, dtype=torch.int64).reshape(shape)
+            if self.case.node_reduction:
+                assert self.case.num_local_ranks is not None  # nodes decide on bits
+                nodes = [
+                    [
+                        -1 if place is None else place[0] // self.case.num_local_ranks
+                        for place in token
+                    ]
+                    + [-1] * (width - len(token))
+                    for token in terms
+                ]
+                sums = arithmetic.sum_rows_by_node(
+                    rows,
+                    places,
+                    torch.tensor(nodes, dtype=torch.int64).reshape(shape),
+                    rank_idx // self.case.num_local_ranks,
+                    topk_weights,
+                )
+            else:
+                sums = arithmetic.sum_rows(rows, places, topk_weights)
         pulled = None
         if row_weights is not None:
             pulled = torch.zeros(len(tokens), num_topk, dtype=row_weights[0].dtype)

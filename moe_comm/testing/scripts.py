@@ -27,7 +27,7 @@ _COPY_OUT = (None, False, True)
 def run_case(context: RankContext, target: Target, case: Case, num_rounds: int = 3) -> list[str]:
     """Everything a buffer can do, several times on one buffer, with two buffers alive."""
     expected = Expectations()
-    with target.communicator(context) as communicator:
+    with target.communicator(context, case.num_local_ranks) as communicator:
         backend = target.backend(communicator, case.config)
         other = target.backend(communicator, case.config)
         rounds = []

@@ -36,13 +36,30 @@ class Target:
     can_overlap: bool = True
 
     @contextlib.contextmanager
-    def communicator(self, context: RankContext) -> Iterator[Any]:
-        """The communicator of one rank, destroyed at the end."""
+    def communicator(
+        self, context: RankContext, num_local_ranks: int | None = None
+    ) -> Iterator[Any]:
+        """The communicator of one rank, destroyed at the end.
+
+        Args:
+            context: Of the rank.
+            num_local_ranks: Ranks of a node; None for whatever `connect` makes, or the machine.
+
+        Raises:
+            ValueError: `connect` makes other nodes.
+        """
         if self.connect is not None:
             communicator = self.connect(context.group)
+            if num_local_ranks not in (None, communicator.num_local_ranks):
+                raise ValueError(
+                    f"the case wants {num_local_ranks} ranks a node, connect() makes nodes of "
+                    f"{communicator.num_local_ranks}"
+                )
         else:
             carrier = self.name if self.make is None else "reference"
-            communicator = Communicator(context.group, backend=carrier)
+            communicator = Communicator(
+                context.group, backend=carrier, num_local_ranks=num_local_ranks
+            )
         try:
             yield communicator
         finally:
