@@ -1,13 +1,15 @@
 """What `make gpu` runs: stages of less than nine minutes each, whose results are written as they come.
 
-Called again on the same commit, it goes on behind the stages that have passed. Needs nothing but the environment of
-`make build`, or any Python that has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and
-ninja, and, for a stage that uses it, MPS or compute-sanitizer.
+Called again with the same sources, it goes on behind the stages that have passed. Needs nothing but the environment
+of `make build`, or any Python that has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and
+ninja, and, for a stage that uses it, MPS or compute-sanitizer. Stages come in the order of what they
+tell: a machine that is there for half an hour is used well.
 
-    python tests/gpu/run_stages.py [--fresh] [--stages build,captured] [--list]
+    python tests/gpu/run_stages.py [--fresh] [--stages build,captured] [--time-limit 560]
+                                   [--results gpu.json] [--list]
 
-The exit status is 0 when every stage passed, 1 when one failed, 3 when one could not run, 2 without a
-GPU.
+The exit status is 0 when every stage passed, 1 when one failed, 3 when one could not run or its time
+was over, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,14 +35,23 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/gpu.json"
 STATE = ROOT / "build/gpu-stages.json"
 LIMIT_S = 530.0
+LEAST_S = 20.0  # a stage that has less is not begun
+# What decides what stages find.
+SOURCES = ("CMakeLists.txt", "setup.py", "cmake", "csrc", "moe_comm", "tests/gpu", "tests/helpers")
+SOURCE_SUFFIXES = {".py", ".txt", ".cmake", ".map", ".h", ".cuh", ".cu", ".cpp"}
 LOW_LATENCY = ("--layout", "low-latency", "--operations", "dispatch+combine")
 OUTPUT_TAIL = 4000
 QUERY = (
     "name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
 )
+CUDA_PROGRAMS = Path("/usr/local/cuda/bin")  # where a PATH does without them
 MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+# Ranks that are threads share a context: a kernel of torch's that is loaded by its first launch may wait
+# there for that of another rank, which waits for this one.
+EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 # CMake and ninja of a virtual environment lie beside its Python, which need not be activated.
-IN_PATH = ["sh", "-c", 'PATH="$1:$PATH"; shift; exec "$@"', "sh"]
+IN_PATH = ["sh", "-c", f'PATH="$1:$PATH:{CUDA_PROGRAMS}"; shift; exec "$@"', "sh"]
 
 
 class NotRunError(Exception):
@@ -79,26 +92,53 @@ def with_environment(words: Sequence[str], environment: dict[str, str]) -> list[
     return ["env", *(f"{name}={value}" for name, value in environment.items()), *words]
 
 
+class Clock:
+    """When this program has to have ended."""
+
+    deadline = float("inf")
+
+    @classmethod
+    def left_s(cls) -> float:
+        """Seconds for the next command."""
+        return min(LIMIT_S, cls.deadline - time.monotonic())
+
+
 def command(*words: str, **environment: str) -> dict[str, Any]:
-    """Run one within the limit of a stage; its output goes to this terminal too."""
+    """Run one within the limit of a stage; its output goes to this terminal as it comes."""
     start = time.monotonic()
+    limit_s = Clock.left_s()
     process = subprocess.Popen(
         [*IN_PATH, str(Path(sys.executable).parent), *with_environment(words, environment)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         start_new_session=True,
     )
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: this command and its children
-        output, _ = process.communicate()
-        raise subprocess.CalledProcessError(
-            124, words, f"{output}\nended after {LIMIT_S:.0f} s"
-        ) from None
-    sys.stdout.write(output)
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: this command and its children
+
+    timer = threading.Timer(max(limit_s, 0.0), end)
+    timer.start()
+    lines = []
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            lines.append(line)
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    process.wait()
+    timer.cancel()
+    output = "".join(lines)
+    if is_late.is_set():
+        if limit_s < LIMIT_S:
+            raise NotRunError(f"the time was over after {limit_s:.0f} s of it")
+        raise subprocess.CalledProcessError(124, words, f"{output}\nended after {limit_s:.0f} s")
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, words, output)
     return {
@@ -108,9 +148,12 @@ def command(*words: str, **environment: str) -> dict[str, Any]:
     }
 
 
-def pytest(*words: str, **environment: str) -> dict[str, Any]:
-    """Run tests; none selected, or all skipped, counts as not run."""
-    found = command(sys.executable, "-m", "pytest", "-q", "-x", *words, **environment)
+def pytest(
+    words: Sequence[str], environment: dict[str, str], max_failed: int = 3
+) -> dict[str, Any]:
+    """Run tests until a few have failed; none selected, or all skipped, counts as not run."""
+    options = ("-q", "--maxfail", str(max_failed))
+    found = command(sys.executable, "-m", "pytest", *options, *words, **environment)
     if " passed" not in found["output"]:
         raise NotRunError(f"no test ran: {found['output'][-300:]}")
     return found
@@ -136,48 +179,63 @@ def mps() -> Iterator[dict[str, str]]:
         try:
             yield environment
         finally:
-            subprocess.run(
-                with_environment(["nvidia-cuda-mps-control"], environment),
-                input="quit\n",
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=60,
-            )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    with_environment(["nvidia-cuda-mps-control"], environment),
+                    input="quit -t 5\n",
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=60,
+                )
 
 
-def build() -> dict[str, Any]:
+def build_modules(with_nvshmem: str) -> dict[str, Any]:
     facts = gpu_facts()
     assert facts is not None
     capability = facts["compute_cap"].replace(".", "")
-    architecture = "90a" if capability == "90" else capability
     return command(
         *(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
         MOE_COMM_CUDA="on",
-        MOE_COMM_CUDA_ARCHS=architecture,
+        MOE_COMM_CUDA_ARCHS="90a" if capability == "90" else capability,
+        MOE_COMM_NVSHMEM=with_nvshmem,
+        # A compiler that this has never met may warn of more.
+        MOE_COMM_WERROR="0",
     )
+
+
+def build() -> dict[str, Any]:
+    """All but the module across nodes, without which most stages do."""
+    return build_modules("off")
+
+
+def in_mode(words: Sequence[str], mode: str, environment: dict[str, str]) -> dict[str, Any]:
+    """Tests whose ranks are of one mode."""
+    if mode != "threads":
+        return pytest(words, environment)
+    # Threads of a test that failed may hang on in its process and hold the GPU.
+    return pytest(words, {**environment, **EAGER}, max_failed=1)
 
 
 def conformance(num_ranks: tuple[int, ...], mode: str) -> Callable[[], dict[str, Any]]:
     """Cases of these numbers of ranks on the one GPU."""
     selected = " or ".join(f"ranks{number}-" for number in num_ranks)
-    words = ("tests/gpu/test_conformance.py::test_case", "-k")
-    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    kind = "processes" if mode == "mps" else mode
+    words = ("tests/gpu/test_conformance.py::test_case", "-k", f"({selected}) and {kind}")
 
     def run() -> dict[str, Any]:
-        if mode == "mps":
-            with mps() as environment:
-                return pytest(*words, f"({selected}) and processes", **environment, **connections)
-        return pytest(*words, f"({selected}) and {mode}", **connections)
+        if mode != "mps":
+            return in_mode(words, mode, CONNECTIONS)
+        with mps() as daemon:
+            return in_mode(words, mode, {**daemon, **CONNECTIONS})
 
     return run
 
 
 def checks(mode: str) -> Callable[[], dict[str, Any]]:
-    return lambda: pytest(
-        *("tests/gpu/test_conformance.py::test_check", "-k", mode),
-        CUDA_DEVICE_MAX_CONNECTIONS="32",
-    )
+    words = ("tests/gpu/test_conformance.py::test_check", "-k", mode)
+    # In flight, operations of one rank too may come in an order that makes them wait for each other.
+    return lambda: in_mode(words, mode, {**CONNECTIONS, **EAGER})
 
 
 def build_nvshmem() -> dict[str, Any]:
@@ -190,21 +248,14 @@ def build_nvshmem() -> dict[str, Any]:
     )
     if "missing: " in found["output"]:
         raise NotRunError(found["output"].split("missing: ", 1)[1].strip())
-    facts = gpu_facts()
-    assert facts is not None
-    capability = facts["compute_cap"].replace(".", "")
-    return command(
-        *(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
-        MOE_COMM_CUDA="on",
-        MOE_COMM_NVSHMEM="on",
-        MOE_COMM_CUDA_ARCHS="90a" if capability == "90" else capability,
-    )
+    return build_modules("on")
 
 
 def nodes(layout: str, *, with_mps: bool = False) -> Callable[[], dict[str, Any]]:
     """Ranks on several nodes, PEs of NVSHMEM that share the one GPU."""
+    words = ("tests/gpu/test_nodes.py", "-k", layout)
     environment = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        **CONNECTIONS,
         # PEs of one machine need no network card.
         "NVSHMEM_REMOTE_TRANSPORT": "none",
         "NVSHMEM_DISABLE_NCCL": "1",
@@ -214,29 +265,35 @@ def nodes(layout: str, *, with_mps: bool = False) -> Callable[[], dict[str, Any]
 
     def run() -> dict[str, Any]:
         if not with_mps:
-            return pytest("tests/gpu/test_nodes.py", "-k", layout, **environment)
+            return pytest(words, environment)
         with mps() as daemon:
-            return pytest("tests/gpu/test_nodes.py", "-k", layout, **daemon, **environment)
+            return pytest(words, {**daemon, **environment})
 
     return run
 
 
 def captured() -> dict[str, Any]:
-    return pytest("tests/gpu/test_captured.py", CUDA_DEVICE_MAX_CONNECTIONS="32")
+    return pytest(["tests/gpu/test_captured.py"], CONNECTIONS)
 
 
-def bench(num_tokens: int, *options: str) -> Callable[[], dict[str, Any]]:
-    """Dispatch and combine of rows of 7168 elements between 4 ranks on the GPU."""
+def bench(num_ranks: int, num_tokens: int, *options: str) -> Callable[[], dict[str, Any]]:
+    """Dispatch and combine of rows of 7168 elements between ranks on the GPU.
+
+    Several run side by side under MPS alone; without it they take turns, which says nothing about speed.
+    """
 
     def run() -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            environment = {} if num_ranks == 1 else stack.enter_context(mps())
             path = Path(folder) / "bench.json"
             found = command(
                 *(sys.executable, "-c", "from moe_comm.cli import main; main()"),
-                *("bench", "dispatch-combine", "--backend", "cuda"),
-                *("--ranks", "4", "--tokens", str(num_tokens), "--hidden", "7168"),
-                *("--topk", "8", "--experts", "64", "--json", str(path)),
+                *("bench", "dispatch-combine", "--backend", "cuda", "--ranks", str(num_ranks)),
+                *("--tokens", str(num_tokens), "--hidden", "7168", "--topk", "8"),
+                *("--experts", "64", "--json", str(path)),
                 *options,
+                **environment,
+                **CONNECTIONS,
             )
             return {**found, "bench": json.loads(path.read_text(encoding="utf-8"))}
 
@@ -245,7 +302,8 @@ def bench(num_tokens: int, *options: str) -> Callable[[], dict[str, Any]]:
 
 def sanitizer(tool: str, num_ranks: int) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
-        if shutil.which("compute-sanitizer") is None:
+        is_installed = (CUDA_PROGRAMS / "compute-sanitizer").exists()
+        if shutil.which("compute-sanitizer") is None and not is_installed:
             raise NotRunError("compute-sanitizer is not installed")
         return command(
             *("compute-sanitizer", "--tool", tool, "--target-processes", "all"),
@@ -258,32 +316,34 @@ def sanitizer(tool: str, num_ranks: int) -> Callable[[], dict[str, Any]]:
 
 STAGES = [
     Stage("build", build),
-    Stage("conformance-2-threads", conformance((1, 2), "threads")),
     Stage("conformance-2-processes", conformance((1, 2), "processes")),
-    Stage("conformance-2-mps", conformance((1, 2), "mps")),
-    Stage("conformance-4-threads", conformance((3, 4), "threads")),
-    Stage("conformance-4-processes", conformance((4,), "processes")),
-    Stage("conformance-8-threads", conformance((6, 8), "threads")),
-    Stage("conformance-8-processes", conformance((8,), "processes")),
-    Stage("conformance-8-mps", conformance((8,), "mps")),
-    Stage("checks-threads", checks("threads")),
-    Stage("checks-processes", checks("processes")),
+    Stage("bench-1-rank", bench(1, 4096)),
+    # Decoding: dispatch + combine of 128 tokens is to take 60 us at most (p50).
+    Stage("bench-1-rank-low-latency", bench(1, 128, *LOW_LATENCY)),
     Stage("captured", captured),
+    Stage("conformance-2-threads", conformance((1, 2), "threads")),
+    Stage("bench-bf16", bench(4, 4096)),
+    Stage("bench-fp8", bench(4, 4096, "--quantization", "fp8_block128")),
+    Stage("bench-low-latency", bench(4, 128, *LOW_LATENCY)),
+    Stage("bench-low-latency-fp8", bench(4, 128, *LOW_LATENCY, "--quantization", "fp8_block128")),
+    Stage("memcheck-1", sanitizer("memcheck", 1)),
+    Stage("conformance-4-processes", conformance((4,), "processes")),
+    Stage("checks-processes", checks("processes")),
+    Stage("racecheck-1", sanitizer("racecheck", 1)),
+    Stage("synccheck-1", sanitizer("synccheck", 1)),
     Stage("build-nvshmem", build_nvshmem),
     Stage("nodes-2x1", nodes("2x1")),
+    Stage("nodes-2x2-mps", nodes("2x2", with_mps=True)),
+    Stage("conformance-4-threads", conformance((3, 4), "threads")),
+    Stage("conformance-2-mps", conformance((1, 2), "mps")),
+    Stage("conformance-8-processes", conformance((6, 8), "processes")),
+    Stage("conformance-8-threads", conformance((6, 8), "threads")),
+    Stage("conformance-8-mps", conformance((8,), "mps")),
+    Stage("checks-threads", checks("threads")),
     Stage("nodes-3x1", nodes("3x1")),
     Stage("nodes-2x2", nodes("2x2")),
-    Stage("nodes-2x2-mps", nodes("2x2", with_mps=True)),
-    Stage("bench-bf16", bench(4096)),
-    Stage("bench-fp8", bench(4096, "--quantization", "fp8_block128")),
-    # Decoding: dispatch + combine of 128 tokens is to take 60 us at most (p50).
-    Stage("bench-low-latency", bench(128, *LOW_LATENCY)),
-    Stage("bench-low-latency-fp8", bench(128, *LOW_LATENCY, "--quantization", "fp8_block128")),
-    *(
-        Stage(f"{tool}-{num_ranks}", sanitizer(tool, num_ranks))
-        for num_ranks in (1, 2)
-        for tool in ("memcheck", "racecheck", "synccheck")
-    ),
+    *(Stage(f"{tool}-2", sanitizer(tool, 2)) for tool in ("memcheck", "racecheck", "synccheck")),
+    Stage("conformance-3-processes", conformance((3,), "processes")),
 ]
 
 
@@ -296,11 +356,24 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def commit(*, with_changes: bool) -> str:
-    """The commit that is checked out, `-dirty` where files differ from it if that is asked for."""
-    options = ["--dirty"] if with_changes else []
+def sources_digest() -> str:
+    """Of the files that decide what stages find, where git is not asked: a copy has none."""
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        path = ROOT / source
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.suffix in SOURCE_SUFFIXES:
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0")
+                digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def commit() -> str:
+    """The commit that is checked out, `-dirty` where files differ from it; "unknown" without git."""
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=12", *options],
+        ["git", "describe", "--always", "--abbrev=12", "--dirty"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -311,13 +384,16 @@ def commit(*, with_changes: bool) -> str:
 
 def run_stage(stage: Stage) -> dict[str, Any]:
     """The record of a stage: its outcome, the card as it was, and what it found."""
-    record: dict[str, Any] = {"gpu_before": gpu_facts(), "commit": commit(with_changes=True)}
+    record: dict[str, Any] = {
+        "gpu_before": gpu_facts(),
+        "commit": commit(),
+        "sources": sources_digest(),
+    }
     try:
         record.update(stage.run(), outcome="passed")
     except NotRunError as reason:
         record.update(outcome="not run", reason=str(reason))
     except subprocess.CalledProcessError as error:
-        sys.stdout.write(str(error.output)[-OUTPUT_TAIL:])
         record.update(
             outcome="failed",
             exit_status=error.returncode,
@@ -332,6 +408,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--fresh", action="store_true", help="run again what has passed")
     parser.add_argument("--stages", default="", help="names with commas; all by default")
+    parser.add_argument(
+        "--time-limit", type=float, default=0.0, help="seconds for all stages together; 0 for any"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where to write what was found"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the stages")
     options = parser.parse_args()
     names = [stage.name for stage in STAGES]
@@ -347,22 +429,26 @@ def main() -> int:
             "make gpu: there is no GPU on this machine (nvidia-smi shows none); nothing was run"
         )
         return 2
-    # Results are files of the checkout, so only the commit tells whether the code is the same.
-    state: dict[str, Any] = {"commit": commit(with_changes=False), "outcomes": {}}
+    if options.time_limit > 0:
+        Clock.deadline = time.monotonic() + options.time_limit
+    state: dict[str, Any] = {"sources": sources_digest(), "outcomes": {}}
     former = read_json(STATE)
-    if not options.fresh and former.get("commit") == state["commit"]:
+    if not options.fresh and former.get("sources") == state["sources"]:
         state = former
     outcome_of: dict[str, str] = state["outcomes"]
-    results = read_json(RESULTS)
+    results = read_json(options.results)
     for stage in STAGES:
         if stage.name not in wanted or outcome_of.get(stage.name) == "passed":
             continue
+        if Clock.left_s() < LEAST_S:
+            print(f"=== {stage.name} and those behind it: the time is over", flush=True)  # noqa: T201
+            break
         print(f"=== {stage.name}", flush=True)  # noqa: T201
         record = run_stage(stage)
         outcome_of[stage.name] = record["outcome"]
         results[stage.name] = record
         write_json(STATE, state)
-        write_json(RESULTS, results)
+        write_json(options.results, results)
         reason = record.get("reason", "")
         print(f"=== {stage.name}: {record['outcome']} {reason}", flush=True)  # noqa: T201
     outcomes = {name: outcome_of.get(name, "not run") for name in wanted}

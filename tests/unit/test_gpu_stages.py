@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ Main = Callable[..., int]
 
 @pytest.fixture
 def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The program on a machine with a GPU, at commit "one", without stages."""
+    """The program on a machine with a GPU, with sources "one", without stages."""
     spec = importlib.util.spec_from_file_location("run_stages", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
@@ -30,7 +31,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setattr(module, "STATE", tmp_path / "state.json")
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(module, "gpu_facts", lambda: {"name": "a GPU"})
-    monkeypatch.setattr(module, "commit", lambda *, with_changes: "one")
+    monkeypatch.setattr(module, "sources_digest", lambda: "one")
     return module
 
 
@@ -49,7 +50,7 @@ def results_of(stages: types.ModuleType) -> dict[str, Any]:
     return dict(json.loads(stages.RESULTS.read_text()))
 
 
-def test_goes_on_behind_what_passed_on_this_commit(
+def test_goes_on_behind_what_passed_with_these_sources(
     stages: types.ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -87,7 +88,7 @@ def test_goes_on_behind_what_passed_on_this_commit(
     assert len(calls) == 3
     assert main("--fresh", "--stages", "first") == 0
     assert calls[3:] == ["first"]
-    monkeypatch.setattr(stages, "commit", lambda *, with_changes: "two")
+    monkeypatch.setattr(stages, "sources_digest", lambda: "two")
     assert main() == 0
     assert calls[4:] == ["first", "second"]
 
@@ -120,3 +121,67 @@ def test_an_unknown_stage_is_named(main: Main, capsys: pytest.CaptureFixture[str
         main("--stages", "bild")
     assert refused.value.code == 2
     assert "bild" in capsys.readouterr().err
+
+
+def test_sources_are_known_without_git(
+    stages: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    monkeypatch.setattr(stages, "SOURCES", ("setup.py", "csrc"))
+    (tmp_path / "setup.py").write_text("one")
+    (tmp_path / "csrc").mkdir()
+    kernel = tmp_path / "csrc/kernel.cu"
+    kernel.write_text("one")
+    first = stages.sources_digest()
+    (tmp_path / "csrc/notes.md").write_text("what nobody compiles")
+    assert stages.sources_digest() == first
+    kernel.write_text("two")
+    second = stages.sources_digest()
+    kernel.rename(tmp_path / "csrc/other.cu")
+    assert len({first, second, stages.sources_digest()}) == 3
+
+
+def test_no_stage_begins_when_the_time_is_over(
+    stages: types.ModuleType,
+    main: Main,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    calls: list[str] = []
+
+    def first() -> dict[str, Any]:
+        calls.append("first")
+        assert 0 < stages.Clock.deadline - time.monotonic() <= 1000
+        return dict(stages.command(sys.executable, "-c", "print('hello')"))
+
+    def late() -> dict[str, Any]:
+        calls.append("late")
+        stages.Clock.deadline = time.monotonic() + 0.5
+        return dict(stages.command(sys.executable, "-c", "import time; time.sleep(600)"))
+
+    monkeypatch.setattr(stages.Clock, "deadline", stages.Clock.deadline)
+    names = {"first": first, "late": late, "next": first}
+    monkeypatch.setattr(stages, "STAGES", [stages.Stage(*entry) for entry in names.items()])
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    results = tmp_path / "elsewhere.json"
+    assert main("--time-limit", "1000", "--results", str(results)) == 3
+    assert calls == ["first", "late"]
+    found = json.loads(results.read_text())
+    assert found["first"]["output"] == "hello\n"
+    assert found["late"]["outcome"] == "not run"
+    assert "the time was over" in found["late"]["reason"]
+    assert "=== next and those behind it: the time is over" in capsys.readouterr().out
+
+
+def test_a_stage_that_fails_says_what_it_printed(
+    stages: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        stages.command(sys.executable, "-c", "print('why'); raise SystemExit(5)")
+    assert (failed.value.returncode, failed.value.output) == (5, "why\n")
+    monkeypatch.setattr(stages, "LIMIT_S", 1.0)
+    with pytest.raises(subprocess.CalledProcessError, match="exit status 124"):
+        stages.command(sys.executable, "-c", "import time; time.sleep(600)")
