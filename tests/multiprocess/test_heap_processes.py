@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from moe_comm import _host
 from tests.helpers import heap_ranks as steps
 from tests.helpers.heap_ranks import MIB, WAIT_S, RankProcess, rank_processes
 
@@ -179,7 +180,7 @@ def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
         print("allocated")
         """
     program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(script))
+    program.write_text(as_program(script))
     shell = f'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "{sys.executable}" "{program}"'
     probe = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1M tmpfs /dev/shm"]
     with contextlib.suppress(FileNotFoundError):
@@ -439,9 +440,20 @@ def python_environment() -> dict[str, str]:
     return {"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
+def as_program(script: str) -> str:
+    """The script; of the package it has `_host` and the errors: the rest would load torch first."""
+    folder = str(Path(_host.__file__).parent)
+    head = f"""
+        import sys, types
+        sys.modules["moe_comm"] = types.ModuleType("moe_comm")
+        sys.modules["moe_comm"].__path__ = [{folder!r}]
+        """
+    return textwrap.dedent(head) + textwrap.dedent(script)
+
+
 def start_python(script: str, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *args],
+        [sys.executable, "-c", as_program(script), *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -452,7 +464,7 @@ def start_python(script: str, *args: str) -> subprocess.Popen[str]:
 
 def run_python(script: str, *args: str) -> Any:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *args],
+        [sys.executable, "-c", as_program(script), *args],
         capture_output=True,
         text=True,
         check=False,
