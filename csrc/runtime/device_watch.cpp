@@ -82,6 +82,12 @@ void DeviceWatch::start() {
 }
 
 void DeviceWatch::run() {
+  try {
+    // Else asking about work would make a context on the first device, whichever this rank uses.
+    endpoint_.device().activate();
+  } catch (...) {
+    // The next call on the host says why.
+  }
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return is_stopping_ || is_endless_ || work_ != nullptr; });
