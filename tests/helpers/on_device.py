@@ -21,12 +21,16 @@ from moe_comm.backends.cuda import CudaBackend
 from moe_comm.backends.nvshmem import NvshmemBackend
 
 __all__ = [
+    "NUM_SMS",
     "OnDevice",
     "connect_nodes_to_gpu",
     "connect_to_gpu",
     "make_across_nodes",
     "make_on_gpu",
 ]
+
+NUM_SMS = 4
+"""Of one buffer on one rank: all buffers of all ranks that a check has at a time fit one GPU."""
 
 OutputT = TypeVar("OutputT")
 
@@ -177,7 +181,7 @@ class OnDevice(Backend):
 
 def connect_to_gpu(group: Any) -> Communicator:
     """A communicator whose rows live on this process's GPU; ranks may share it."""
-    return Communicator(group, device="cuda")
+    return Communicator(group, device="cuda", num_sms=NUM_SMS)
 
 
 def make_on_gpu(communicator: Communicator, config: EpConfig) -> Backend:
@@ -187,7 +191,13 @@ def make_on_gpu(communicator: Communicator, config: EpConfig) -> Backend:
 
 def connect_nodes_to_gpu(group: Any, num_local_ranks: int) -> Communicator:
     """The same, where so many ranks share a node; all may share the GPU."""
-    return Communicator(group, device="cuda", num_local_ranks=num_local_ranks, backend="nvshmem")
+    return Communicator(
+        group,
+        device="cuda",
+        num_local_ranks=num_local_ranks,
+        backend="nvshmem",
+        num_sms=NUM_SMS,
+    )
 
 
 def make_across_nodes(communicator: Communicator, config: EpConfig) -> Backend:

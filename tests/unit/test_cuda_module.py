@@ -16,6 +16,7 @@ from moe_comm import Communicator, cuda_devices
 from moe_comm.bootstrap import RankThreads
 from moe_comm.cli import doctor_gpu
 from moe_comm.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
+from tests.helpers.on_device import NUM_SMS
 from tests.helpers.source_tree import ROOT, run
 
 IS_BUILT = importlib.util.find_spec(cuda_devices.CUDA_MODULE) is not None
@@ -157,6 +158,13 @@ class TestDoctorOnGpus:
         found = {finding.name: finding for finding in doctor_gpu.examine_gpus()}
         assert found["cuda:0"].is_present is runs
         assert "MOE_COMM_CUDA_ARCHS=90" in found["cuda:0"].remedy
+
+
+@pytest.mark.parametrize(("num_ranks", "num_buffers"), [(8, 2), (3, 3)])
+def test_what_checks_on_one_gpu_have_at_a_time_fits_it(num_ranks: int, num_buffers: int) -> None:
+    # Two buffers in a case, three in flight.
+    devices = [device(b"a" * 16)] * num_ranks
+    assert problem_with_sms(devices, NUM_SMS, NUM_SMS * (num_buffers - 1)) == ""
 
 
 def test_ranks_share_the_sms_of_a_gpu() -> None:
