@@ -151,8 +151,6 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
     MOE_CHECK(rank_idx_ >= 0, "the mesh of a heap must be connected, its rank is ", rank_idx_);
     core_->options = options;
     core_->device = std::move(device);
-    if (options.poison)
-      stream_ = core_->device->create_stream();
     granularity_ = segment_granularity(core_->device->device_idx());
     for (int i = 0; i < mesh_->num_ranks(); ++i)
       peers_.push_back(std::make_unique<PeerMemory>());
@@ -198,7 +196,6 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   NewDeviceSegment make_segment(uint64_t* least_bytes, uint64_t wanted_bytes) const;
   Block* await_retired(uint64_t bytes);
   std::shared_ptr<Window> make_window(Block* block, uint64_t bytes);
-  void poison(std::byte* data, uint64_t bytes);
   void open_announced();
   void open(int rank_idx, const heap::AnnouncedMemory& memory);
   std::shared_ptr<DeviceSegment> open_once(const heap::AnnouncedMemory& memory);
@@ -208,7 +205,6 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   Token token_;
   uint64_t granularity_ = 0;
   std::shared_ptr<CudaCore> core_;
-  std::shared_ptr<runtime::Stream> stream_;  ///< that fills new windows; null without poison
   Sharing sharing_ = Sharing::kFileDescriptor;
   std::atomic<uint64_t> num_growths_{0};
 
@@ -367,18 +363,10 @@ std::shared_ptr<Window> IpcHeap::make_window(Block* block, uint64_t bytes) {
     core_->release(block);
     throw;
   }
+  // Before anybody else hears of the window.
   if (core_->options.poison)
-    poison(data, block->bytes);
+    core_->device->pool().fill(data, 0xFF, static_cast<int64_t>(block->bytes));
   return window;
-}
-
-/// Before anybody else hears of the window.
-void IpcHeap::poison(std::byte* data, uint64_t bytes) {
-  const CurrentDevice current(core_->device->device_idx());
-  const RelaxedCapture relaxed;
-  stream_->fill(data, 0xFF, static_cast<int64_t>(bytes));
-  device::check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_->handle())),
-                     "filling a new window");
 }
 
 std::byte* IpcHeap::try_resolve(int rank_idx, const Offer& offer) {

@@ -19,7 +19,7 @@ bool are_complete(const Events& events) {
       events.begin(), events.end(), [](const auto& event) { return event->is_complete(); });
 }
 
-MemoryPool::MemoryPool(int device_idx) : device_idx_(device_idx), zeroing_stream_(device_idx) {}
+MemoryPool::MemoryPool(int device_idx) : device_idx_(device_idx), side_stream_(device_idx) {}
 
 std::shared_ptr<MemoryPool> MemoryPool::of(int device_idx) {
   static std::mutex mutex;
@@ -92,9 +92,15 @@ void MemoryPool::zero(MemoryKind kind, const Block& block) {
     std::memset(block.data, 0, block.bytes);
     return;
   }
-  zeroing_stream_.fill(block.data, 0, static_cast<int64_t>(block.bytes));
-  device::check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(zeroing_stream_.handle())),
-                     "zeroing memory");
+  fill(block.data, 0, static_cast<int64_t>(block.bytes));
+}
+
+void MemoryPool::fill(void* memory, int value, int64_t bytes) {
+  const CurrentDevice current(device_idx_);
+  const RelaxedCapture relaxed;
+  side_stream_.fill(memory, value, bytes);
+  device::check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(side_stream_.handle())),
+                     "filling memory");
 }
 
 std::shared_ptr<std::byte> MemoryPool::allocate(MemoryKind kind, int64_t bytes) {

@@ -32,6 +32,9 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   /// @throws CapacityError  the device or the machine has no such memory.
   std::shared_ptr<std::byte> allocate(MemoryKind kind, int64_t bytes);
 
+  /// Fills memory of the device that nobody uses, and returns when that is done.
+  void fill(void* memory, int value, int64_t bytes);
+
   /// From now on memory given back also waits for @p stream.
   void watch(const std::shared_ptr<CudaStream>& stream);
   /// @p stream is about to end; what it still does counts until it is done.
@@ -59,7 +62,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   Events record_all_locked();
 
   int device_idx_;
-  CudaStream zeroing_stream_;
+  CudaStream side_stream_;  ///< waits for nothing, so that all ranks of this process can share it
   std::mutex mutex_;
   std::vector<std::weak_ptr<CudaStream>> streams_;
   Events last_events_;                      ///< of streams that have ended
