@@ -161,11 +161,7 @@ std::shared_ptr<std::byte> World::allocate(host::Group& group,
   std::shared_ptr<std::byte> region(data, [self = shared_from_this(), region_idx](std::byte*) {
     self->pool_.give_back(region_idx);
   });
-  // Not the default stream, which would wait for what other buffers have in flight.
-  device::check_cuda(
-      cudaMemsetAsync(data, 0, static_cast<size_t>(pool_.bytes(region_idx)), cudaStreamPerThread),
-      "zeroing memory between nodes");
-  device::check_cuda(cudaStreamSynchronize(cudaStreamPerThread), "zeroing memory between nodes");
+  device_->pool().fill(data, 0, pool_.bytes(region_idx));
   group.all_gather("zeroed", interrupt_check);
   return region;
 }
