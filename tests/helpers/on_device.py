@@ -32,6 +32,9 @@ __all__ = [
 NUM_SMS = 4
 """Of one buffer on one rank: all buffers of all ranks that a check has at a time fit one GPU."""
 
+ARRIVAL_TIMEOUT_S = 60.0
+"""Less than a check may take: where ranks hang, a kernel says who waits for whom."""
+
 OutputT = TypeVar("OutputT")
 
 
@@ -181,7 +184,7 @@ class OnDevice(Backend):
 
 def connect_to_gpu(group: Any) -> Communicator:
     """A communicator whose rows live on this process's GPU; ranks may share it."""
-    return Communicator(group, device="cuda", num_sms=NUM_SMS)
+    return Communicator(group, device="cuda", num_sms=NUM_SMS, arrival_timeout_s=ARRIVAL_TIMEOUT_S)
 
 
 def make_on_gpu(communicator: Communicator, config: EpConfig) -> Backend:
@@ -197,6 +200,7 @@ def connect_nodes_to_gpu(group: Any, num_local_ranks: int) -> Communicator:
         num_local_ranks=num_local_ranks,
         backend="nvshmem",
         num_sms=NUM_SMS,
+        arrival_timeout_s=ARRIVAL_TIMEOUT_S,
     )
 
 
