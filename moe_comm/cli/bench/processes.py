@@ -46,8 +46,10 @@ class WorkerProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="moe-comm-bench-")
         self.folder = Path(self._folder.name)
         (self.folder / "barrier").write_bytes(bytes(SpinBarrier.file_bytes(num_ranks)))
-        # A forked child would inherit torch's threads and locks in any state.
-        context = multiprocessing.get_context("spawn")
+        # A child forked from here would inherit torch's threads and locks in any state; one forked
+        # from a server that has only imported torch does not pay for that again.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "moe_comm.cli.bench.worker"])
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         try:
