@@ -152,7 +152,7 @@ def pytest(
     words: Sequence[str], environment: dict[str, str], max_failed: int = 3
 ) -> dict[str, Any]:
     """Run tests until a few have failed; none selected, or all skipped, counts as not run."""
-    options = ("-q", "--maxfail", str(max_failed))
+    options = ("-q", "-rs", "--maxfail", str(max_failed))
     found = command(sys.executable, "-m", "pytest", *options, *words, **environment)
     if " passed" not in found["output"]:
         raise NotRunError(f"no test ran: {found['output'][-300:]}")
