@@ -54,6 +54,7 @@ class CudaDevice final : public runtime::Device {
   std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override;
   /// @throws InvalidArgument  this process would use more streams of the device than connections.
   std::shared_ptr<runtime::Stream> create_stream() override;
+  std::shared_ptr<runtime::Stream> side_stream() override { return pool_->side_stream(); }
   /// @param handle  torch.cuda.Stream.cuda_stream. The stream outlives this device.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
   void activate() override;

@@ -19,7 +19,8 @@ bool are_complete(const Events& events) {
       events.begin(), events.end(), [](const auto& event) { return event->is_complete(); });
 }
 
-MemoryPool::MemoryPool(int device_idx) : device_idx_(device_idx), side_stream_(device_idx) {}
+MemoryPool::MemoryPool(int device_idx)
+    : device_idx_(device_idx), side_stream_(std::make_shared<CudaStream>(device_idx)) {}
 
 std::shared_ptr<MemoryPool> MemoryPool::of(int device_idx) {
   static std::mutex mutex;
@@ -98,8 +99,8 @@ void MemoryPool::zero(MemoryKind kind, const Block& block) {
 void MemoryPool::fill(void* memory, int value, int64_t bytes) {
   const CurrentDevice current(device_idx_);
   const RelaxedCapture relaxed;
-  side_stream_.fill(memory, value, bytes);
-  device::check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(side_stream_.handle())),
+  side_stream_->fill(memory, value, bytes);
+  device::check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(side_stream_->handle())),
                      "filling memory");
 }
 

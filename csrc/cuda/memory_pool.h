@@ -32,6 +32,8 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   /// @throws CapacityError  the device or the machine has no such memory.
   std::shared_ptr<std::byte> allocate(MemoryKind kind, int64_t bytes);
 
+  /// For copies and fills that wait for nothing, so that all ranks of this process can share it.
+  const std::shared_ptr<CudaStream>& side_stream() const { return side_stream_; }
   /// Fills memory of the device that nobody uses, and returns when that is done.
   void fill(void* memory, int value, int64_t bytes);
 
@@ -62,7 +64,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   Events record_all_locked();
 
   int device_idx_;
-  CudaStream side_stream_;  ///< waits for nothing, so that all ranks of this process can share it
+  std::shared_ptr<CudaStream> side_stream_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<CudaStream>> streams_;
   Events last_events_;                      ///< of streams that have ended

@@ -58,6 +58,9 @@ class Device {
   virtual std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) = 0;
 
   virtual std::shared_ptr<Stream> create_stream() = 0;
+  /// For copies of a few bytes that wait for nothing. One for all ranks of a process, where streams
+  /// are few; in the emulator the host's.
+  virtual std::shared_ptr<Stream> side_stream() = 0;
   /// The caller's stream, by the number that Python knows it by. The emulator's only one is 0,
   /// which stands for the host: what waits there blocks, what was recorded there is complete.
   virtual std::shared_ptr<Stream> caller_stream(uintptr_t handle) = 0;

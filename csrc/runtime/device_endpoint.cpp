@@ -332,7 +332,7 @@ std::byte* DeviceEndpoint::scratch(int64_t bytes) {
 Stream& DeviceEndpoint::side_stream() const {
   if (!side_stream_) {
     device_->activate();
-    side_stream_ = is_host_caller() ? device_->caller_stream(0) : device_->create_stream();
+    side_stream_ = device_->side_stream();
   }
   return *side_stream_;
 }

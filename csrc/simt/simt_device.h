@@ -33,6 +33,7 @@ class SimtDevice final : public runtime::Device {
   std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override;
 
   std::shared_ptr<runtime::Stream> create_stream() override;
+  std::shared_ptr<runtime::Stream> side_stream() override { return caller_stream(0); }
   /// @throws InvalidArgument  a handle other than 0, the host's.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
 
