@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,8 +22,11 @@ NUM_TOPK = 2
 EXPERTS_PER_RANK = 2
 HANG_S = 60.0
 """Limit for what should take a second; only a hang reaches it."""
+PROGRAM_S = 200.0
+"""Limit for a program that a test starts: torch has to be loaded first."""
 SHORT_S = 2.0
 """A limit that tests let run out: longer than a rank of a busy machine is ever kept waiting."""
+PF_EXITING = 0x4
 PACKAGE = str(Path(moe_comm.__file__).parent)
 
 
@@ -153,7 +157,13 @@ def num_open_fds() -> int:
 
 
 def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """Without those that are ending: the system lists a thread for a moment after it was joined."""
+    num_alive = 0
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            flags = int(stat.read_text().rpartition(")")[2].split()[6])
+            num_alive += not flags & PF_EXITING
+    return num_alive
 
 
 def resident_bytes() -> int:

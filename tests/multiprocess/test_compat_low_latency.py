@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import CASES, Case, Given
+from tests.helpers.failing_ranks import wait_for
 
 BACKENDS = ["reference", "collective", "host"]
 NUM_MAX = 16
@@ -221,9 +221,11 @@ def check_rows_are_let_go(context: RankContext) -> None:
     with oracle.backend_of_group(context, "host"):
         communicator = group_buffers(context.group).communicator
         buffer = Buffer(context.group, low_latency_mode=True)
-        buffer.low_latency_dispatch(
-            mine.x, mine.topk_idx, NUM_MAX, case.num_experts
-        )  # makes buffers
+        made = buffer.low_latency_dispatch(mine.x, mine.topk_idx, NUM_MAX, case.num_experts)
+        with_rows = communicator.heap_stats().live_bytes
+        del made
+        # The thread that ran the operation lets go a moment after it was waited for.
+        wait_for(lambda: communicator.heap_stats().live_bytes < with_rows)
         kept = []
         for ending in ({}, {"async_finish": True}, {"return_recv_hook": True}):
             before = communicator.heap_stats().live_bytes
@@ -237,10 +239,7 @@ def check_rows_are_let_go(context: RankContext) -> None:
             assert communicator.heap_stats().live_bytes > before
             kept.append((count, handle, event, hook))
             del recv_x
-            # The thread that ran the operation lets go a moment after it was waited for.
-            deadline = time.monotonic() + 20.0
-            while communicator.heap_stats().live_bytes > before and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_for(lambda before=before: communicator.heap_stats().live_bytes <= before)  # type: ignore[misc]
             assert communicator.heap_stats().live_bytes == before
 
 

@@ -11,7 +11,7 @@ import torch
 from moe_comm import Communicator, EpBuffer, EvictedError, GradientSum, PeerFailedError
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import config_for, die_after, error_of, step, steps_until_error
-from tests.multiprocess.test_elastic_grow import LIMIT_S, _outcome, _start, _store
+from tests.multiprocess.test_elastic_grow import LIMIT_S, RANKS_S, _outcome, _start, _store
 
 TIMEOUTS = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0}
 
@@ -89,7 +89,8 @@ def _return(context: RankContext, where: str) -> Any:
 
 
 def test_a_node_returns_to_its_old_place(tmp_path: Path) -> None:
-    results = run_ranks(_return, 3, str(tmp_path / "store"), fresh=True, expect_dead=[1])
+    store = str(tmp_path / "store")
+    results = run_ranks(_return, 3, store, fresh=True, expect_dead=[1], timeout_s=RANKS_S)
     former = (0, -1, 1)
     assert results == [(3, 0, former, (1, former, (1,))), None, (3, 2, former, None)]
 

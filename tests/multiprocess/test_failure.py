@@ -25,6 +25,7 @@ from moe_comm import (
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,
+    PROGRAM_S,
     SHORT_S,
     config_for,
     die,
@@ -413,7 +414,7 @@ def test_exit_without_destroy(how: str, tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    output = [rank.communicate(timeout=HANG_S)[0] for rank in ranks]
+    output = [rank.communicate(timeout=PROGRAM_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 7], output
     assert "told: rank 1 " in output[0]
     assert "rror" not in output[1], output[1]

@@ -18,6 +18,7 @@ from moe_comm import PeerFailedError
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,
+    PROGRAM_S,
     die,
     inputs,
     make_buffer,
@@ -183,7 +184,7 @@ def test_child_that_exits_through_python() -> None:
         [sys.executable, "-c", _EXITING_CHILD],
         capture_output=True,
         text=True,
-        timeout=HANG_S,
+        timeout=PROGRAM_S,
         cwd=Path(__file__).parents[2],
         check=False,
     )

@@ -15,7 +15,7 @@ import torch
 from moe_comm import Communicator, EpBuffer, EpConfig
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
-    HANG_S,
+    PROGRAM_S,
     inputs,
     make_buffer,
     num_open_fds,
@@ -233,7 +233,7 @@ def test_small_dev_shm(tmp_path: Path) -> None:
         [*in_namespace, f'{mount} && exec "{sys.executable}" "{script}"'],
         capture_output=True,
         text=True,
-        timeout=HANG_S,
+        timeout=PROGRAM_S,
         check=False,
         cwd=root,
     )
