@@ -209,6 +209,11 @@ def build() -> dict[str, Any]:
     return build_modules("off")
 
 
+def doctor() -> dict[str, Any]:
+    """What this machine has, for whoever reads the rest."""
+    return command(sys.executable, "-c", "from moe_comm.cli import main; main()", "doctor")
+
+
 def in_mode(words: Sequence[str], mode: str, environment: dict[str, str]) -> dict[str, Any]:
     """Tests whose ranks are of one mode."""
     if mode != "threads":
@@ -316,6 +321,7 @@ def sanitizer(tool: str, num_ranks: int) -> Callable[[], dict[str, Any]]:
 
 STAGES = [
     Stage("build", build),
+    Stage("doctor", doctor),
     Stage("conformance-2-processes", conformance((1, 2), "processes")),
     Stage("bench-1-rank", bench(1, 4096)),
     # Decoding: dispatch + combine of 128 tokens is to take 60 us at most (p50).
