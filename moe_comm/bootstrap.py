@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -10,7 +12,44 @@ import torch.distributed as dist
 
 from moe_comm import env
 
-__all__ = ["Bootstrap", "RankThreads", "bootstrap_for", "process_group_of", "raise_together"]
+__all__ = [
+    "Bootstrap",
+    "RankThreads",
+    "bootstrap_for",
+    "check_process_of",
+    "process_group_of",
+    "raise_together",
+]
+
+
+# Process groups that a forked child has of its parent, whose connections end there.
+_inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _remember_inherited() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _inherited.update(dist.distributed_c10d._world.pg_map)
+
+
+os.register_at_fork(after_in_child=_remember_inherited)
+
+
+def check_process_of(group: dist.ProcessGroup | None, what: str) -> None:
+    """Refuse a process group that a forked child has of its parent: its peers would never answer.
+
+    Args:
+        group: None for the default group.
+        what: Uses it, for the message.
+
+    Raises:
+        ValueError: This process was forked from the one that made the group.
+    """
+    if len(_inherited) and (dist.group.WORLD if group is None else group) in _inherited:
+        raise ValueError(
+            f"{what}: the process group was made by process {os.getppid()} or one before it, and "
+            f"this is its forked child {os.getpid()}: make a new group here, or start workers by "
+            "'spawn'"
+        )
 
 
 class Bootstrap(Protocol):
@@ -45,6 +84,7 @@ class _ProcessGroup:
     """The ranks of a `torch.distributed` group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        check_process_of(group, "Communicator")
         self.group = group
         # The group's own number: a group may join worlds that were initialised apart, whose ranks
         # all count from 0.
@@ -56,6 +96,7 @@ class _ProcessGroup:
             )
 
     def all_gather(self, item: Any) -> list[Any]:
+        check_process_of(self.group, "a collective call")
         gathered: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(gathered, item, group=self.group)
         return gathered

@@ -69,6 +69,7 @@ class EpBuffer:
             raise TypeError(
                 f"communicator must be a Communicator, got {type(communicator).__name__}"
             )
+        communicator.check_process("EpBuffer")
         backend_class = agree_on_backend(communicator, config, backend or communicator.backend)
         self.communicator = communicator
         self.config = config
@@ -457,6 +458,7 @@ class EpBuffer:
     def _check_alive(self) -> None:
         if self._is_destroyed:
             raise ValueError(self.communicator.buffer_end_text)
+        self.communicator.check_process("EpBuffer")
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         if not isinstance(handle, DispatchHandle):

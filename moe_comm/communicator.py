@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import weakref
 from multiprocessing import util
@@ -106,7 +107,10 @@ class Communicator(ElasticRanks):
         num_sms: int | None = None,
         rail: str = "auto",
     ) -> None:
+        if parent is not None:
+            parent.check_process("Communicator")
         self.bootstrap = bootstrap_for(group)
+        self._process_id = os.getpid()
         self.group: dist.ProcessGroup | None = (
             group if group is not None and isinstance(group, dist.ProcessGroup) else None
         )
@@ -160,12 +164,14 @@ class Communicator(ElasticRanks):
             if len(set(values)) > 1:
                 raise ValueError(f"ranks ask for different {what}: {list(values)}")
         self.backend, self.num_local_ranks = choose_backend(backend, rail, self.device, places)
-        self._home_nodes = tuple(rank // self.num_local_ranks for rank in range(self.num_ranks))
+        self.nodes = node_layout.NodeLayout(
+            num_ranks=self.num_ranks, num_local_ranks=self.num_local_ranks
+        )
+        self._home_nodes = tuple(self.nodes.node_idx(rank) for rank in range(self.num_ranks))
         if self.backend not in HEAP_BACKENDS:
             return
         if self.gpu is not None:
-            first = self.node_idx * self.num_local_ranks
-            self.gpu.meet(self.bootstrap, range(first, first + self.num_local_ranks))
+            self.gpu.meet(self.bootstrap, self.nodes.local_ranks(self.node_idx))
         nvshmem_id = nvshmem.agree(self.bootstrap) if self.backend == "nvshmem" else None
         self.native = connect_group(
             self.bootstrap,
@@ -199,17 +205,17 @@ class Communicator(ElasticRanks):
     @property
     def num_nodes(self) -> int:
         """Nodes, each of `num_local_ranks` consecutive ranks."""
-        return self.num_ranks // self.num_local_ranks
+        return self.nodes.num_nodes
 
     @property
     def node_idx(self) -> int:
         """Node of this rank."""
-        return self.rank_idx // self.num_local_ranks
+        return self.nodes.node_idx(self.rank_idx)
 
     @property
     def local_rank_idx(self) -> int:
         """This rank among those of its node."""
-        return self.rank_idx % self.num_local_ranks
+        return self.nodes.local_rank_idx(self.rank_idx)
 
     def require_gpu(self) -> RankGpu:
         """This rank's GPU.
@@ -234,6 +240,18 @@ class Communicator(ElasticRanks):
         if self.native is None:
             raise ValueError(f"the {self.backend} backend has no heap")
         return self.native
+
+    def check_process(self, what: str) -> None:
+        """Refuse `what` in a forked child, which has neither the peers nor the memory.
+
+        Raises:
+            ValueError: This process was forked from the one that made the communicator.
+        """
+        if os.getpid() != self._process_id:
+            raise ValueError(
+                f"{what}: the communicator belongs to process {self._process_id} and this is its "
+                f"forked child {os.getpid()}"
+            )
 
     def adopt(self, dependant: _Destroyable) -> None:
         """Destroy `dependant`, a buffer or a child, before this communicator, if it still lives."""

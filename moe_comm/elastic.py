@@ -84,6 +84,7 @@ class ElasticRanks:
     stall_timeout_s: float
     arrival_timeout_s: float
     require_native: Callable[[], _host.Group]
+    check_process: Callable[[str], None]
     destroy: Callable[[], None]
     _options: dict[str, Any]
     _closed_by: str
@@ -210,6 +211,7 @@ class ElasticRanks:
             ValueError: An argument is wrong on some rank, or they differ; or ranks that join ask for
                 numbers that cannot be.
         """
+        self.check_process("grow")
         native = self.require_native()
         host: Host | None = None
         problem = ""

@@ -14,11 +14,13 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from moe_comm import PeerFailedError
+from moe_comm import Communicator, EpBuffer, GradientSum, PeerFailedError
+from moe_comm.resharding.copy_services import GlooCopyService
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,
     PROGRAM_S,
+    config_for,
     die,
     inputs,
     make_buffer,
@@ -116,6 +118,8 @@ def _fork(context: RankContext) -> list[str]:
     x, topk_idx = inputs(buffer, 1)
     kept = buffer.dispatch(x, topk_idx, async_op=True)  # starts the progress thread
     kept.event.wait()
+    plain = EpBuffer(comm, config_for(2), backend="collective")
+    copies = GlooCopyService()
     kept_rows = torch.zeros(kept.handle.num_recv_tokens, 64, dtype=torch.bfloat16)
     texts = []
     if context.rank_idx == 0:
@@ -134,6 +138,16 @@ def _fork(context: RankContext) -> list[str]:
             comm.heap_stats,
             comm.trim,
             lambda: buffer.empty_expert_output(kept.handle),
+            # Whoever waits for peers here waits for ever: they do not know of this process.
+            comm.shrink,
+            lambda: comm.grow("127.0.0.1:1"),
+            lambda: EpBuffer(comm, config_for(2)),
+            lambda: GradientSum(comm, 8),
+            lambda: Communicator(parent=comm),
+            lambda: Communicator(backend="collective"),
+            lambda: step(plain, 1),
+            GlooCopyService,
+            copies.run,
         ):
             texts.append(_in_child(call, by_exit=False))
         # Ends of all kinds, in the child only.

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm.bootstrap import check_process_of
+
 __all__ = ["CopyService", "RecvOp", "SendOp", "match_local_ops_by_task_id"]
 
 
@@ -53,6 +55,7 @@ class CopyService(abc.ABC):
             raise ValueError(
                 f"group must be a process group that has this process as a member, got {group!r}"
             )
+        check_process_of(group, type(self).__name__)
         self.group = group
         self.rank = group.rank() if group is not None else dist.get_rank()
         self.world_size = group.size() if group is not None else dist.get_world_size()

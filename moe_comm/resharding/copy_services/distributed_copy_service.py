@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from moe_comm.bootstrap import check_process_of
 from moe_comm.errors import CommunicationError
 from moe_comm.resharding.copy_services.agreement import agree
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
@@ -158,6 +159,7 @@ class DistributedCopyService(QueuedCopyService):
                 self._agree(batch, reason)
 
     def _agree(self, batch: Batch, problem: str | None) -> None:
+        check_process_of(self._wire_group, type(self).__name__)
         sends, recvs = transfers_of(batch.sends), transfers_of(batch.recvs)
         # Copies within a rank are matched there.
         sends[self.rank], recvs[self.rank] = [], []

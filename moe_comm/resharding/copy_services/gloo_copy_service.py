@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from moe_comm.bootstrap import check_process_of
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.distributed_copy_service import (
     DistributedCopyService,
@@ -48,6 +49,7 @@ class GlooCopyService(DistributedCopyService):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._own_group: dist.ProcessGroup | None = None
+        check_process_of(group, type(self).__name__)
         if group is None:
             # `new_group` would take the backend's default timeout, not that of the default group.
             timeout = timeout_of(dist.group.WORLD) if dist.group.WORLD is not None else None
