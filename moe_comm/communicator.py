@@ -164,12 +164,14 @@ class Communicator(ElasticRanks):
             if len(set(values)) > 1:
                 raise ValueError(f"ranks ask for different {what}: {list(values)}")
         self.backend, self.num_local_ranks = choose_backend(backend, rail, self.device, places)
-        self._home_nodes = tuple(rank // self.num_local_ranks for rank in range(self.num_ranks))
+        self.nodes = node_layout.NodeLayout(
+            num_ranks=self.num_ranks, num_local_ranks=self.num_local_ranks
+        )
+        self._home_nodes = tuple(self.nodes.node_idx(rank) for rank in range(self.num_ranks))
         if self.backend not in HEAP_BACKENDS:
             return
         if self.gpu is not None:
-            first = self.node_idx * self.num_local_ranks
-            self.gpu.meet(self.bootstrap, range(first, first + self.num_local_ranks))
+            self.gpu.meet(self.bootstrap, self.nodes.local_ranks(self.node_idx))
         nvshmem_id = nvshmem.agree(self.bootstrap) if self.backend == "nvshmem" else None
         self.native = connect_group(
             self.bootstrap,
@@ -203,17 +205,17 @@ class Communicator(ElasticRanks):
     @property
     def num_nodes(self) -> int:
         """Nodes, each of `num_local_ranks` consecutive ranks."""
-        return self.num_ranks // self.num_local_ranks
+        return self.nodes.num_nodes
 
     @property
     def node_idx(self) -> int:
         """Node of this rank."""
-        return self.rank_idx // self.num_local_ranks
+        return self.nodes.node_idx(self.rank_idx)
 
     @property
     def local_rank_idx(self) -> int:
         """This rank among those of its node."""
-        return self.rank_idx % self.num_local_ranks
+        return self.nodes.local_rank_idx(self.rank_idx)
 
     def require_gpu(self) -> RankGpu:
         """This rank's GPU.

@@ -18,12 +18,51 @@ from moe_comm import env
 
 __all__ = [
     "Machine",
+    "NodeLayout",
     "RankPlace",
     "agree_on_nodes",
     "launched_num_local_ranks",
     "own_machine",
     "problem_with_declared",
 ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeLayout:
+    """Which ranks share a node: consecutive ones, equally many on every node.
+
+    Args:
+        num_ranks: Ranks.
+        num_local_ranks: Ranks of a node; divides them.
+
+    Example:
+        6 ranks, 2 a node: rank 3 is local rank 1 of node 1, on the rail of ranks 1, 3 and 5.
+    """
+
+    num_ranks: int
+    num_local_ranks: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes."""
+        return self.num_ranks // self.num_local_ranks
+
+    def node_idx(self, rank_idx: int) -> int:
+        """Node of a rank."""
+        return rank_idx // self.num_local_ranks
+
+    def local_rank_idx(self, rank_idx: int) -> int:
+        """A rank among those of its node."""
+        return rank_idx % self.num_local_ranks
+
+    def local_ranks(self, node_idx: int) -> range:
+        """The ranks of a node."""
+        first = node_idx * self.num_local_ranks
+        return range(first, first + self.num_local_ranks)
+
+    def rail(self, rank_idx: int) -> range:
+        """The ranks through which a rank reaches every node, by node; itself for its own."""
+        return range(self.local_rank_idx(rank_idx), self.num_ranks, self.num_local_ranks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from moe_comm.backends.rails.gloo import GlooEngine, gloo_problem
 from moe_comm.backends.rails.mpi import MpiEngine, MpiPlace, mpi_place
 from moe_comm.bootstrap import Bootstrap, process_group_of, raise_together
 from moe_comm.errors import CommunicationError
+from moe_comm.node_layout import NodeLayout
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -22,8 +23,7 @@ class RailOwner(Protocol):
 
     bootstrap: Bootstrap
     rank_idx: int
-    num_ranks: int
-    num_local_ranks: int
+    nodes: NodeLayout
     rail_name: str
 
     def require_native(self) -> _host.Group:
@@ -47,7 +47,7 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
         ValueError: On every rank, where ranks ask for different engines (both named) or one of them
             cannot use the engine, or fails to set it up.
     """
-    if communicator.num_local_ranks == communicator.num_ranks:
+    if communicator.nodes.num_nodes == 1:
         return None
     native = communicator.require_native()
     group = process_group_of(communicator.bootstrap)
@@ -55,9 +55,9 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     problem: str | None = None
     name = communicator.rail_name
     if name == "auto":
-        name = "sockets" if gloo_problem(group, communicator.num_ranks) else "gloo"
+        name = "sockets" if gloo_problem(group, communicator.nodes.num_ranks) else "gloo"
     elif name == "gloo":
-        problem = gloo_problem(group, communicator.num_ranks)
+        problem = gloo_problem(group, communicator.nodes.num_ranks)
     elif name == "mpi":
         place, problem = mpi_place()
 
@@ -78,8 +78,7 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
             )
     peers = Peers(
         rank_idx=communicator.rank_idx,
-        num_ranks=communicator.num_ranks,
-        num_local_ranks=communicator.num_local_ranks,
+        nodes=communicator.nodes,
         native=native,
         all_gather=all_gather,
     )

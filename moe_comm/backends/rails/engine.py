@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_comm import _host
+from moe_comm.node_layout import NodeLayout
 
 __all__ = ["Peers", "RailEngine"]
 
@@ -25,28 +26,25 @@ class Peers:
 
     Args:
         rank_idx: This rank.
-        num_ranks: Ranks.
-        num_local_ranks: Ranks per node.
+        nodes: Who shares a node with whom.
         native: The communicator's native part.
         all_gather: Of Python objects between all ranks.
     """
 
     rank_idx: int
-    num_ranks: int
-    num_local_ranks: int
+    nodes: NodeLayout
     native: _host.Group
     all_gather: Callable[[Any], list[Any]]
 
     @property
     def node_idx(self) -> int:
         """Node of this rank."""
-        return self.rank_idx // self.num_local_ranks
+        return self.nodes.node_idx(self.rank_idx)
 
     @property
-    def rail(self) -> list[int]:
+    def rail(self) -> range:
         """The ranks of this rank's rail, by node."""
-        local_rank_idx = self.rank_idx % self.num_local_ranks
-        return list(range(local_rank_idx, self.num_ranks, self.num_local_ranks))
+        return self.nodes.rail(self.rank_idx)
 
 
 class RailEngine(abc.ABC):

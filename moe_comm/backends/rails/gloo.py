@@ -67,7 +67,7 @@ class GlooEngine(RailEngine):
         global_ranks = dist.get_process_group_ranks(group)
         rail = [global_ranks[rank_idx] for rank_idx in peers.rail]
         self._lease: Lease[dist.ProcessGroup] = _kept_groups.setdefault(group, KeptEngines()).take(
-            ("rail", peers.num_local_ranks),
+            ("rail", peers.nodes.num_local_ranks),
             peers.all_gather,
             lambda: make_group(rail, "gloo", CONNECT_TIMEOUT_S, peers.all_gather),
         )

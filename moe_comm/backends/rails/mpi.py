@@ -108,7 +108,7 @@ class MpiEngine(RailEngine):
         _check_places(places)
         super().__init__("mpi", peers)
         self._lease: Lease[_Channel] = _kept_channels.setdefault(tuple(places), KeptEngines()).take(
-            ("rail", peers.num_local_ranks),
+            ("rail", peers.nodes.num_local_ranks),
             peers.all_gather,
             lambda: _make_channel([places[rank_idx].rank for rank_idx in peers.rail]),
         )
