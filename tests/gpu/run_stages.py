@@ -40,7 +40,7 @@ LEAST_S = 20.0  # a stage that has less is not begun
 SOURCES = ("CMakeLists.txt", "setup.py", "cmake", "csrc", "moe_comm", "tests/gpu", "tests/helpers")
 SOURCE_SUFFIXES = {".py", ".txt", ".cmake", ".map", ".h", ".cuh", ".cu", ".cpp"}
 LOW_LATENCY = ("--layout", "low-latency", "--operations", "dispatch+combine")
-OUTPUT_TAIL = 4000
+OUTPUT_TAIL = 8000
 QUERY = (
     "name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
 )
@@ -152,7 +152,7 @@ def pytest(
     words: Sequence[str], environment: dict[str, str], max_failed: int = 3
 ) -> dict[str, Any]:
     """Run tests until a few have failed; none selected, or all skipped, counts as not run."""
-    options = ("-q", "-rs", "--maxfail", str(max_failed))
+    options = ("-q", "-rs", "--tb=short", "--no-showlocals", "--maxfail", str(max_failed))
     found = command(sys.executable, "-m", "pytest", *options, *words, **environment)
     if " passed" not in found["output"]:
         raise NotRunError(f"no test ran: {found['output'][-300:]}")
