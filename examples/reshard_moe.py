@@ -198,14 +198,15 @@ def run(settings: Settings, console: Console) -> tuple[list[float], list[dict[st
     """Start the processes; the loss of every round, and what every model generated in it."""
     losses: list[float] = []
     parts: list[dict[str, dict[int, Any]]] = [{} for _ in range(settings.num_rounds)]
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    results = torch.multiprocessing.get_context("forkserver").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder, console.status("starting") as status:
-        ranks = torch.multiprocessing.spawn(
+        ranks = torch.multiprocessing.start_processes(
             run_rank,
             args=(settings, str(Path(folder) / "store"), results),
             nprocs=NUM_TRAINERS + settings.num_apart,
             join=False,
             daemon=True,
+            start_method="forkserver",  # it loads torch once, for all ranks
         )
         has_ended = False
         while not has_ended:

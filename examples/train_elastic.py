@@ -384,7 +384,7 @@ def run(
         with_return: Start another process for each that was killed.
         seed: Of the moments and the victims.
     """
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # it loads torch once, for all ranks
     draw = random.Random(seed)
     living: dict[Connection, Any] = {}
     silent: set[Connection] = set()  # those that are not part of it yet
@@ -392,8 +392,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
 
         def start(rank_idx: int) -> None:
-            mine, theirs = spawn.Pipe(duplex=False)
-            process = spawn.Process(
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(
                 target=run_rank,
                 args=(rank_idx, num_ranks, options, f"{folder}/store", theirs),
                 kwargs={"num_wanted": num_ranks if with_return else 0},

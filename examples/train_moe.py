@@ -334,14 +334,15 @@ def run(num_ranks: int, options: Options, progress: Progress) -> RunResult:
     task = progress.add_task(
         f"{num_ranks} rank{'s' * (num_ranks > 1)}", total=options.num_steps, loss=""
     )
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    results = torch.multiprocessing.get_context("forkserver").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = torch.multiprocessing.spawn(
+        ranks = torch.multiprocessing.start_processes(
             run_rank,
             args=(num_ranks, options, str(Path(folder) / "store"), results),
             nprocs=num_ranks,
             join=False,
             daemon=True,
+            start_method="forkserver",  # it loads torch once, for all ranks
         )
         result = None
         has_ended = False

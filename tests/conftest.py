@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import zlib
+from multiprocessing import forkserver
 
 import pytest
 import torch
 
 BASE_SEED = 20260
+# What test modules load; hundreds of ranks would each load it again.
+PRELOADED = ["pytest", "torch.distributed", "moe_comm.resharding", "moe_comm.cli.bench.worker"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +41,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs more than one node")
     if item.get_closest_marker("benchmark") and not item.config.getoption("--run-benchmark"):
         pytest.skip("times only; --run-benchmark runs it")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_of_ranks(request: pytest.FixtureRequest) -> None:
+    """Start what ranks are forked from, with more in it than a user's, and its output captured."""
+    if any("multiprocess" in item.path.parts for item in request.session.items):
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
