@@ -30,15 +30,22 @@ MODES = [
 
 # Processes differ from threads in how inputs and memory travel, which few cases show; the emulator
 # takes a hundred times as long as the CPU.
-FEW = {("reference", "processes"): 7, ("simt", "processes"): 9, ("simt", "threads"): 2}
+FEW = {
+    ("reference", "processes"): 7,
+    ("host", "threads"): 3,
+    ("simt", "processes"): 9,
+    ("simt", "threads"): 2,
+}
 CASES_BY_MODE = [
     pytest.param(name, mode, case, id=f"{name}-{mode}-{case.name}")
     for name, mode in MODES
-    for case in CASES[:: FEW.get((name, mode), 1)]
+    # Processes make a group anew for another number of ranks.
+    for case in sorted(CASES[:: FEW.get((name, mode), 1)], key=lambda case: case.num_ranks)
 ] + [
-    pytest.param("simt", "threads", case, id=f"simt-threads-{case.name}", marks=pytest.mark.slow)
+    pytest.param(name, "threads", case, id=f"{name}-threads-{case.name}", marks=pytest.mark.slow)
+    for name in ("host", "simt")
     for idx, case in enumerate(CASES)
-    if idx % FEW["simt", "threads"] != 0
+    if idx % FEW[name, "threads"] != 0
 ]
 
 
