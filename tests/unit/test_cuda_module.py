@@ -68,6 +68,18 @@ def test_shared_memory_is_dynamic() -> None:
     assert lines == ["extern __shared__ __align__(128) std::byte dynamic_shared_memory[];"]
 
 
+def test_importing_it_all_asks_for_no_gpu() -> None:
+    # Ranks are forked from a process that has imported this, and CUDA does not survive a fork.
+    code = (
+        "import torch, torch.cuda as cuda\n"
+        "def refuse(*arguments): raise AssertionError('asked for a GPU')\n"
+        "cuda.is_available = cuda.device_count = cuda.current_device = cuda._lazy_init = refuse\n"
+        "import moe_comm, moe_comm.backends.cuda, moe_comm.backends.nvshmem\n"
+        "import moe_comm.cli.bench.worker, moe_comm.resharding, moe_comm.testing.conformance\n"
+    )
+    run(sys.executable, "-c", code, cwd=ROOT)
+
+
 @needs_module
 @needs_no_gpu
 def test_a_machine_without_gpu_is_explained_on_every_rank() -> None:
