@@ -18,6 +18,7 @@ from moe_comm.backends.base import DispatchOutput, Plan, PlanTensors
 from moe_comm.call_checks import CallChecks
 from moe_comm.communicator import Communicator
 from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.errors import interrupted_once
 from moe_comm.exclusive_use import ExclusiveUse
 from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
 from moe_comm.quantization import Quantization
@@ -426,7 +427,7 @@ class EpBuffer:
         """
         if self._is_destroyed:
             return
-        with ExclusiveUse(self._busy, "destroy"):
+        with ExclusiveUse(self._busy, "destroy"), interrupted_once():
             self._is_destroyed = True
             self.generation += 1
             self._backend.destroy()

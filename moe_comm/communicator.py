@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -380,5 +381,7 @@ def _leave(reference: weakref.ref[Communicator], native: _host.Group) -> None:
     """The end of a communicator that nobody destroyed."""
     communicator = reference()
     if communicator is not None:
-        communicator.destroy()
+        # Python has said already what ends the process.
+        with contextlib.suppress(KeyboardInterrupt):
+            communicator.destroy()
     native.destroy()

@@ -6,7 +6,8 @@ operation is one of the classes below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 __all__ = [
     "CapacityError",
@@ -15,7 +16,24 @@ __all__ = [
     "PeerFailedError",
     "PeerTimeoutError",
     "RefitError",
+    "interrupted_once",
 ]
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Around what ends things: a second Ctrl-C ends it at once, but the first is what is raised.
+
+    Launchers pass on the interrupt that the terminal has sent to every process already.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        first = error.__context__
+        while first is not None and not isinstance(first, KeyboardInterrupt):
+            first = first.__context__
+        if first is None:
+            raise
 
 
 class CommunicationError(RuntimeError):
