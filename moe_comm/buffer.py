@@ -57,7 +57,7 @@ class EpBuffer:
     Args:
         communicator: Owner of the peers.
         config: Shape of the exchange.
-        backend: "host", "collective", "deep_ep" or "reference"; None for the communicator's.
+        backend: One for tensors on the communicator's device, see `Communicator`; None for its own.
 
     Raises:
         ValueError: Configurations differ between ranks; both values are named on every rank.
@@ -116,11 +116,12 @@ class EpBuffer:
         Collective: every rank calls it, in the same order.
 
         Args:
-            x: `[num_tokens, hidden]`, dtype of the configuration, contiguous, CPU. With `handle`,
-                any dtype and any hidden whose rows are a multiple of 16 bytes. Or `(data, sf)`, rows
-                that are quantised already: data `[num_tokens, hidden]` of a one-byte dtype,
-                contiguous, and sf `[num_tokens, num_scales]` of elements of 1, 2, 4 or 8 bytes, any
-                strides; both travel as they are.
+            x: `[num_tokens, hidden]`, dtype of the configuration, contiguous, on the communicator's
+                device like all tensors of a call. With `handle`, any dtype and any hidden whose rows
+                are a multiple of 16 bytes. Or `(data, sf)`, rows that are quantised already: data
+                `[num_tokens, hidden]` of a one-byte dtype, contiguous, and sf
+                `[num_tokens, num_scales]` of elements of 1, 2, 4 or 8 bytes, any strides; both travel
+                as they are.
             topk_idx: int64 `[num_tokens, num_topk]`, contiguous; -1 marks an unused choice. None
                 with `handle`.
             topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when x is float64), or

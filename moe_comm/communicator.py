@@ -231,7 +231,7 @@ class Communicator(ElasticRanks):
         return self.gpu
 
     def require_native(self) -> _host.Group:
-        """The native group behind the host backend.
+        """The native group: sockets, heap and health of the ranks.
 
         Raises:
             ValueError: The communicator was destroyed or has no heap.
