@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ __all__ = ["Expected", "ExpectedSums", "ExpectedWindow", "Oracle"]
 _MakeRows = Callable[[int, torch.Generator], torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a row comes from; `topk_pos` is -1 where one row stands for all choices of a rank."""
 
     source_idx: int
@@ -290,12 +290,13 @@ class Oracle:
                 sums = arithmetic.sum_rows(rows, places, topk_weights)
         pulled = None
         if row_weights is not None:
-            pulled = torch.zeros(len(tokens), num_topk, dtype=row_weights[0].dtype)
-            for token_idx, topk_pos in itertools.product(tokens, range(num_topk)):
-                place = self._place_of_choice(rank_idx, token_idx, topk_pos)
-                if place is not None:
-                    weight = row_weights[place[0]][place[1]]
-                    pulled[token_idx, topk_pos] = weight[topk_pos] if weight.dim() else weight
+            width = row_weights[0].shape[1] if row_weights[0].dim() > 1 else 1
+            elements = [
+                -1 if place is None else (first_row[place[0]] + place[1]) * width + topk_pos % width
+                for token in self._places_of_choices(rank_idx)
+                for topk_pos, place in enumerate(token)
+            ]
+            pulled = _elements(row_weights, elements).reshape(len(tokens), num_topk)
         return ExpectedSums(x=sums, topk_weights=pulled)
 
     def rows(self, key: object, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -382,6 +383,20 @@ class Oracle:
         offsets = [idx * num_places for idx in range(len(experts) + 1)]
         return ExpectedWindow(rows, kept_sizes, dropped, offsets, len(rows))
 
+    @functools.cached_property
+    def _known_places(self) -> dict[int, list[list[tuple[int, int] | None]]]:
+        return {}
+
+    def _places_of_choices(self, rank_idx: int) -> list[list[tuple[int, int] | None]]:
+        """`[token][k]`: receiving rank and row of its window."""
+        if rank_idx not in self._known_places:
+            num_tokens, num_topk = self.inputs[rank_idx].topk_idx.shape
+            self._known_places[rank_idx] = [
+                [self._place_of_choice(rank_idx, token_idx, k) for k in range(num_topk)]
+                for token_idx in range(num_tokens)
+            ]
+        return self._known_places[rank_idx]
+
     def _place_of_choice(
         self, rank_idx: int, token_idx: int, topk_pos: int
     ) -> tuple[int, int] | None:
@@ -396,8 +411,7 @@ class Oracle:
 
     def _places_of_token(self, rank_idx: int, token_idx: int) -> list[tuple[int, int] | None]:
         """In the order in which they are added: by choice, or RANK_MAJOR by rank."""
-        num_topk = self.inputs[rank_idx].topk_idx.shape[1]
-        places = [self._place_of_choice(rank_idx, token_idx, k) for k in range(num_topk)]
+        places = self._places_of_choices(rank_idx)[token_idx]
         if self.case.layout is not Layout.RANK_MAJOR:
             return places
         distinct = sorted({place for place in places if place is not None})
@@ -420,18 +434,21 @@ class Oracle:
         rows = self.windows[rank_idx].rows
         by_choice = self.case.layout is Layout.RANK_MAJOR
         num_columns = self.case.num_recv_topk if by_choice else 1
-        sent = torch.zeros(len(rows), num_columns, dtype=topk_weights[0].dtype)
+        first = [0, *itertools.accumulate(weights.numel() for weights in topk_weights)]
+        elements = [[-1] * num_columns for _ in rows]
         for row, origin in enumerate(rows):
             if origin is None:
                 continue
-            weights = topk_weights[origin.source_idx][origin.token_idx]
+            num_topk = topk_weights[origin.source_idx].shape[1]
+            place = first[origin.source_idx] + origin.token_idx * num_topk
             if not by_choice:
-                sent[row, 0] = weights[origin.topk_pos]
+                elements[row][0] = place + origin.topk_pos
                 continue
             for k, expert_idx in enumerate(self.choices[origin.source_idx][origin.token_idx]):
                 if expert_idx >= 0 and self.owner[expert_idx] == rank_idx:
-                    sent[row, k] = weights[k]
-        return sent if by_choice else sent[:, 0]
+                    elements[row][k] = place + k
+        sent = _elements(topk_weights, list(itertools.chain(*elements)))
+        return sent.reshape(len(rows), num_columns) if by_choice else sent
 
     def _form_of_scales(
         self, rank_idx: int, x_sf: torch.Tensor | None, quantization: Quantization | None
@@ -470,6 +487,13 @@ class Oracle:
                 rows[start : start + size] = make(size, seeded(key, "expert", expert_idx))
             windows.append(rows)
         return windows
+
+
+def _elements(parts: Sequence[torch.Tensor], places: list[int]) -> torch.Tensor:
+    """Element `places[i]` of all parts end to end; zero where it is -1."""
+    # One more element, zero, is the last one, which -1 means.
+    source = torch.cat([*(part.reshape(-1) for part in parts), parts[0].new_zeros(1)])
+    return source[torch.tensor(places, dtype=torch.int64)]
 
 
 def _taken(rows: Sequence[torch.Tensor], origin: list[int]) -> torch.Tensor:
