@@ -26,6 +26,7 @@ from moe_comm.survivors import (
     failed_text,
     largest_node_size,
     make_grown,
+    meet,
     rebuild,
 )
 
@@ -162,7 +163,7 @@ class ElasticRanks:
         native = self.require_native()
         reported, problem = check_failed_ranks(failed_ranks, self.rank_idx, self.num_ranks)
         agreed = f"num_local_ranks={num_local_ranks!r}, require_majority={require_majority!r}"
-        found = native.shrink_agree(reported, agreed, problem, bool(require_majority))
+        found = native.shrink_agree(reported, "shrink", agreed, problem, bool(require_majority))
 
         def make(decision: Decision) -> Communicator:
             size = num_local_ranks
@@ -225,7 +226,7 @@ class ElasticRanks:
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = f"grow: {str(error).splitlines()[0]}"
         agreed = f"num_new_ranks={num_new_ranks!r}, num_local_ranks={num_local_ranks!r}"
-        failed_ranks, _, _ = native.shrink_agree([], f"grow: {agreed}", problem, True)
+        failed_ranks, _, _ = native.shrink_agree([], "grow", agreed, problem, True)
         if failed_ranks:
             text = failed_text(failed_ranks)
             native.shrink_refuse(text, False)
@@ -241,7 +242,7 @@ class ElasticRanks:
 
         def make(newcomers: Newcomers) -> Communicator:
             made = self._successor(newcomers, num_local_ranks=size)
-            made.all_gather(b"")  # whoever is past it needs the store no more
+            meet(made)
             return made
 
         newcomers = Newcomers(native, host, timeout_s)
@@ -294,16 +295,20 @@ class ElasticRanks:
             raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
         newcomer = Newcomer(open_store(rendezvous, False, timeout_s), rank_idx, timeout_s)
         invitation = newcomer.invitation
-        communicator: Any = cls(
-            newcomer,
-            device,
-            max_heap_bytes=max_heap_bytes,
-            num_threads=num_threads,
-            with_huge_pages=with_huge_pages,
-            num_sms=num_sms,
-            **invitation.options,
-        )
-        communicator.all_gather(b"")
+        try:
+            communicator: Any = cls(
+                newcomer,
+                device,
+                max_heap_bytes=max_heap_bytes,
+                num_threads=num_threads,
+                with_huge_pages=with_huge_pages,
+                num_sms=num_sms,
+                **invitation.options,
+            )
+        except BaseException as error:
+            newcomer.give_up(error)
+            raise
+        meet(communicator, newcomer.give_up)
         communicator.bootstrap = OwnSockets(communicator.require_native())
         new_ranks = [rank for rank, former in enumerate(invitation.former_ranks) if former < 0]
         return Grown(

@@ -37,8 +37,9 @@ def connect_group(
         parent: The native group of the parent, or None.
 
     Raises:
-        ValueError: A rank has no interface that others can reach.
-        OSError: The machine refused a socket or memory.
+        ValueError: A rank has no interface that others can reach, or its machine refused a socket;
+            on every rank.
+        OSError: The machine refused a connection or memory.
     """
     from moe_comm import _host
 
@@ -60,49 +61,61 @@ def connect_group(
             num_local_ranks,
             num_machine_ranks,
         )
-    mesh = _listen(bootstrap, places, num_local_ranks)
-    addresses = bootstrap.all_gather(mesh.address())
+    mesh, addresses = _listen(bootstrap, places, num_local_ranks)
+    # Where ranks come from another communicator, it says who has given up meanwhile.
+    check = getattr(bootstrap, "check", None)
     mesh.connect(
         bootstrap.rank_idx,
         addresses,
         CONNECT_TIMEOUT_S,
-        # Who dies while they connect is found by the group from which they come.
-        getattr(bootstrap, "shrunk_group", None),
+        check,
         num_local_ranks,
         options.stall_timeout_s,
     )
-    heap = _host.ShmHeap.create(
-        mesh, options.max_heap_bytes or 0, options.with_huge_pages, env.poison_windows()
-    )
-    return _host.Group.create(
-        mesh,
-        heap,
-        channel,
-        options.stall_timeout_s,
-        options.arrival_timeout_s,
-        num_threads,
-        num_local_ranks,
-        num_machine_ranks,
-    )
+    try:
+        heap = _host.ShmHeap.create(
+            mesh, options.max_heap_bytes or 0, options.with_huge_pages, env.poison_windows()
+        )
+        return _host.Group.create(
+            mesh,
+            heap,
+            channel,
+            options.stall_timeout_s,
+            options.arrival_timeout_s,
+            num_threads,
+            num_local_ranks,
+            num_machine_ranks,
+            check,
+        )
+    except BaseException as error:
+        if (give_up := getattr(bootstrap, "give_up", None)) is not None:
+            give_up(error)
+        # The error keeps the sockets open, while peers wait for what this rank will never say.
+        mesh.leave()
+        raise
 
 
 def _listen(
     bootstrap: Bootstrap, places: Sequence[RankPlace], num_local_ranks: int
-) -> _host.PeerMesh:
-    """The sockets at which peers of this node, and of others, reach this rank. Collective."""
+) -> tuple[_host.PeerMesh, list[bytes]]:
+    """The sockets at which peers reach this rank, and the addresses of those of all. Collective."""
     from moe_comm import _host
 
-    if num_local_ranks == len(places):
-        return _host.PeerMesh.create()
-    is_one_machine = len({place.machine for place in places}) == 1
     mesh = None
+    address = b""
     problem = None
     try:
-        mesh = _host.PeerMesh.create_over_nodes(
-            is_one_machine, env.socket_interface() or "", env.master_address() or ""
-        )
+        if num_local_ranks == len(places):
+            mesh = _host.PeerMesh.create()
+        else:
+            is_one_machine = len({place.machine for place in places}) == 1
+            mesh = _host.PeerMesh.create_over_nodes(
+                is_one_machine, env.socket_interface() or "", env.master_address() or ""
+            )
+        address = mesh.address()
     except (ValueError, OSError) as error:  # an interface that only this machine lacks
         problem = str(error)
-    raise_together(bootstrap.all_gather(problem))
+    problems, addresses = zip(*bootstrap.all_gather((problem, address)), strict=True)
+    raise_together(problems)
     assert mesh is not None
-    return mesh
+    return mesh, list(addresses)

@@ -6,7 +6,7 @@ sockets. What is in the store is trusted, as torch.distributed trusts it.
 Keys, below the prefix `moe_comm`: `tickets`, how many processes have come; `ticket/<i>`, what the i-th
 asks for; `taken`, how many of them were called or given up; `call/<i>`, what it is told. Then, below a
 random name: `up/<k>/<j>`, what the j-th says in the k-th exchange; `down/<k>`, what everybody said;
-`over`, why nothing comes of it.
+`over`, why nothing comes of it; `failed/<j>`, why nothing comes of the j-th.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ if TYPE_CHECKING:
 
     from moe_comm import _host
 
-__all__ = ["Host", "Invitation", "Newcomer", "Newcomers", "assign_ranks", "open_store"]
+__all__ = [
+    "Host",
+    "Invitation",
+    "Newcomer",
+    "Newcomers",
+    "assign_ranks",
+    "first_line",
+    "open_store",
+]
 
 POLL_S = 0.01
 ResultT = TypeVar("ResultT")
@@ -90,6 +98,14 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
             f"{type(rendezvous).__name__}"
         )
     return dist.PrefixStore("moe_comm", rendezvous)  # type: ignore[attr-defined]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says to other ranks; the name of its type says what its text does not."""
+    text = str(error).split("\n", 1)[0]
+    if isinstance(error, (TypeError, ValueError, PeerFailedError, PeerTimeoutError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _set(store: Store, key: str, value: bytes) -> None:
@@ -162,12 +178,23 @@ class Newcomer:
         items: list[Any] = pickle.loads(gathered)
         return items
 
+    def check(self) -> None:
+        """Raise where the living have given up, for who waits elsewhere for them. Local."""
+        if self._over and self._store.check([self._over]):
+            text = self._store.get(self._over).decode()
+            raise PeerFailedError(f"join: {text}", operation="join")
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the living ranks why nothing comes of this process. Local."""
+        invitation = self.invitation
+        text = f"rank {self.rank_idx}, which joins: {first_line(error)}"
+        with contextlib.suppress(Exception):  # the store ends with the call of the living
+            self._store.set(f"{invitation.prefix}/failed/{invitation.position}", text)
+
     def _await(self, key: str, what: str) -> bytes:
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([key]):
-            if self._over and self._store.check([self._over]):
-                text = self._store.get(self._over).decode()
-                raise PeerFailedError(f"join: {text}", operation="join")
+            self.check()
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"join: the living ranks did not {what} within {self._timeout_s} s",
@@ -219,6 +246,14 @@ class Host:
             return None
         return [pickle.loads(self._store.get(key)) for key in keys]
 
+    def failure(self) -> str:
+        """Why nothing comes of one of those that came; "" if there is no such one."""
+        for j in range(self._num_new_ranks):
+            key = f"{self._prefix}/failed/{j}"
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return ""
+
     def tell(self, gather_idx: int, items: list[Any]) -> None:
         """Say what everybody said."""
         _set(self._store, f"{self._prefix}/down/{gather_idx}", pickle.dumps(items))
@@ -226,6 +261,10 @@ class Host:
     def end(self, text: str) -> None:
         """Say why nothing comes of it."""
         self._store.set(f"{self._prefix}/over", text)
+
+
+class _JoinerFailed(Exception):  # noqa: N818 - told to all, and raised as what it is then
+    """What a process that joins has met."""
 
 
 class Newcomers:
@@ -293,15 +332,39 @@ class Newcomers:
         mine = [pickle.loads(part) for part in self.shrunk_group.shrink_gather(pickle.dumps(item))]
         gather_idx = self._num_gathers
         self._num_gathers += 1
-        theirs: list[Any] = self._in_step(
-            lambda host: host.hear(gather_idx), lambda _: "the processes that join to go on"
-        )
+
+        def hear(host: Host) -> list[Any] | None:
+            heard = host.hear(gather_idx)
+            if heard is None and (why := host.failure()):
+                raise _JoinerFailed(why)
+            return heard
+
+        theirs: list[Any] = self._in_step(hear, lambda _: "the processes that join to go on")
         gathered = [mine[former] if former >= 0 else None for former in self.former_ranks]
         for rank_idx, item_of_joined in zip(self._joined, theirs, strict=True):
             gathered[rank_idx] = item_of_joined
         if self._host is not None:
             self._host.tell(gather_idx, gathered)
         return gathered
+
+    def check(self) -> None:
+        """Raise what `all_gather` would, for who waits elsewhere for ranks. Local."""
+        self.shrunk_group.shrink_check()
+        if self._host is not None and (why := self._host.failure()):
+            raise PeerFailedError(why, operation="grow")
+
+    def explain(self, why: str) -> str:
+        """Why nothing came of it although all living ranks live, as the lowest rank knows it.
+
+        Collective over the living.
+
+        Args:
+            why: What this rank knows.
+        """
+        if self._host is not None:
+            why = self._host.failure() or why
+        told = self.shrunk_group.shrink_gather(why.encode())[0].decode()
+        return f"grow: a rank that joins failed: {told}"
 
     def end(self, text: str) -> None:
         """Tell those that come why nothing comes of it. Local."""
@@ -318,6 +381,7 @@ class Newcomers:
             what: For what it has waited, when time is up.
 
         Raises:
+            PeerFailedError: A process that joins has failed, on every rank.
             PeerTimeoutError: It found nothing in time, on every rank.
             RuntimeError: The store failed, on every rank.
         """
@@ -334,6 +398,8 @@ class Newcomers:
                 self._hear_everybody()
             if state == "late":
                 raise PeerTimeoutError(f"grow: {value}", operation="grow")
+            if state == "joiner":
+                raise PeerFailedError(value, operation="grow")
             if state == "failed":
                 raise RuntimeError(f"grow: the rendezvous failed on the lowest rank: {value}")
             time.sleep(POLL_S)
@@ -355,6 +421,8 @@ class Newcomers:
             found = poll(self._host)
             if found is None and time.monotonic() > deadline:
                 return "late", f"waited {self._timeout_s} s for {what(self._host)}"
+        except _JoinerFailed as error:
+            return "joiner", str(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            return "failed", str(error).split("\n", 1)[0]
+            return "failed", first_line(error)
         return ("wait", None) if found is None else ("found", found)

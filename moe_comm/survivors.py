@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from moe_comm.errors import EvictedError, PeerFailedError, PeerTimeoutError
-from moe_comm.rendezvous import Newcomers
+from moe_comm.rendezvous import Newcomers, first_line
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -24,6 +24,7 @@ __all__ = [
     "failed_text",
     "largest_node_size",
     "make_grown",
+    "meet",
     "rebuild",
 ]
 
@@ -34,6 +35,10 @@ NUM_MAX_REBUILDS = 8
 
 class _Destroyable(Protocol):
     def destroy(self) -> None: ...
+
+
+class _Gathering(_Destroyable, Protocol):
+    def all_gather(self, payload: bytes) -> list[bytes]: ...
 
 
 CommunicatorT = TypeVar("CommunicatorT", bound=_Destroyable)
@@ -65,6 +70,10 @@ class Survivors:
         """Every survivor's `item`, in rank order. Collective."""
         gathered = self.shrunk_group.shrink_gather(pickle.dumps(item))
         return [pickle.loads(payload) for payload in gathered]
+
+    def check(self) -> None:
+        """Raise what `all_gather` would, for who waits elsewhere for survivors. Local."""
+        self.shrunk_group.shrink_check()
 
 
 class OwnSockets:
@@ -143,8 +152,7 @@ def rebuild(
         except (EvictedError, PeerTimeoutError):
             raise
         except BaseException as error:
-            text = str(error).split("\n", 1)[0]
-            native.shrink_refuse(f"rank {native.rank_idx}: {text}", True)
+            _refuse(native, error)
             raise
         try:
             later = native.shrink_finish(made is not None)
@@ -192,15 +200,14 @@ def make_grown(
     except EvictedError:
         raise
     except BaseException as error:
-        text = str(error).split("\n", 1)[0]
-        newcomers.end(text)
-        native.shrink_refuse(f"rank {native.rank_idx}: {text}", not isinstance(error, RuntimeError))
+        newcomers.end(_refuse(native, error))
         raise
     try:
         later = native.shrink_finish(made is not None)
-    except BaseException:
+    except BaseException as error:
         if made is not None:
             made.destroy()
+        newcomers.end(first_line(error))
         raise
     if later is None:
         assert made is not None
@@ -208,10 +215,38 @@ def make_grown(
     if made is not None:
         made.destroy()
     failed_ranks = tuple(later[0])
-    text = failed_text(failed_ranks) if failed_ranks else f"grow: a rank that joins failed: {why}"
+    try:
+        text = failed_text(failed_ranks) if failed_ranks else newcomers.explain(why)
+    except PeerFailedError as error:  # another rank has explained it to all already
+        text = first_line(error)
     newcomers.end(text)
     native.shrink_refuse(text, False)
     raise PeerFailedError(text, ranks=failed_ranks, operation="grow")
+
+
+def meet(
+    communicator: _Gathering, give_up: Callable[[BaseException], object] | None = None
+) -> None:
+    """Return once every rank has the communicator, and needs the store no more. Collective.
+
+    Args:
+        communicator: Just made.
+        give_up: Tells the others of an error, before they see that this rank has left.
+    """
+    try:
+        communicator.all_gather(b"")
+    except BaseException as error:
+        if give_up is not None:
+            give_up(error)
+        communicator.destroy()
+        raise
+
+
+def _refuse(native: _host.Group, error: BaseException) -> str:
+    """End the attempt on every rank for what this rank alone has met; what the others raise."""
+    is_mistake = isinstance(error, (TypeError, ValueError))
+    text = f"rank {native.rank_idx}: {first_line(error)}"
+    return text if native.shrink_refuse(text, is_mistake) else first_line(error)
 
 
 def failed_text(failed_ranks: Sequence[int]) -> str:

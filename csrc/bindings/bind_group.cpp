@@ -7,6 +7,7 @@
 #include "bindings/shared/dlpack.h"
 #include "bindings/shared/heap_stats.h"
 #include "bindings/shared/native_group.h"
+#include "bindings/shared/peer_check.h"
 #include "core/dtype.h"
 
 namespace moe::bindings {
@@ -22,7 +23,9 @@ std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
                                           double arrival_timeout_s,
                                           int num_threads,
                                           int num_local_ranks,
-                                          int num_machine_ranks) {
+                                          int num_machine_ranks,
+                                          const py::object& check) {
+  const host::InterruptCheck interrupt_check = interrupt_check_with(check);
   const py::gil_scoped_release no_gil;
   std::vector<int> members(static_cast<size_t>(mesh->num_ranks()));
   std::iota(members.begin(), members.end(), 0);
@@ -35,7 +38,7 @@ std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
                                              arrival_timeout_s,
                                              num_threads,
                                              false,
-                                             signal_check(),
+                                             interrupt_check,
                                              num_local_ranks,
                                              num_machine_ranks);
   return std::make_shared<NativeGroup>(NativeGroup{mesh, heap, group, true});
@@ -145,7 +148,8 @@ void bind_group(py::module_& module) {
                   py::arg("arrival_timeout_s"),
                   py::arg("num_threads"),
                   py::arg("num_local_ranks") = 0,
-                  py::arg("num_machine_ranks") = 0)
+                  py::arg("num_machine_ranks") = 0,
+                  py::arg("check") = py::none())
       .def_static("create_child",
                   &create_child,
                   py::arg("parent"),

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/shared/native_group.h"
+#include "bindings/shared/peer_check.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
 #include "heap/window_allocator.h"
@@ -87,26 +87,20 @@ void bind_mesh(py::module_& module) {
              int rank_idx,
              const std::vector<std::string>& addresses,
              double timeout_s,
-             const std::shared_ptr<NativeGroup>& shrunk_group,
+             const py::object& check,
              int num_local_ranks,
              double link_timeout_s) {
-            PeerMesh::ConnectOptions options{
-                timeout_s, signal_check(), num_local_ranks, link_timeout_s};
-            // Whoever dies while survivors connect is found by the group they come from.
-            if (shrunk_group != nullptr)
-              options.interrupt_check = [&] {
-                signal_check()();
-                shrunk_group->group->shrink_agreement().check_round();
-              };
+            const PeerMesh::ConnectOptions options{
+                timeout_s, interrupt_check_with(check), num_local_ranks, link_timeout_s};
+            const py::gil_scoped_release no_gil;
             self.connect(rank_idx, addresses, options);
           },
           py::arg("rank_idx"),
           py::arg("addresses"),
           py::arg("timeout_s"),
-          py::arg("shrunk_group") = nullptr,
+          py::arg("check") = py::none(),
           py::arg("num_local_ranks") = 0,
-          py::arg("link_timeout_s") = 30.0,
-          NoGil())
+          py::arg("link_timeout_s") = 30.0)
       .def_property_readonly("rank_idx", &PeerMesh::rank_idx)
       .def_property_readonly("num_ranks", &PeerMesh::num_ranks)
       .def("state", &PeerMesh::state, py::arg("rank_idx"))

@@ -20,11 +20,15 @@ py::tuple to_tuple(const host::ShrinkDecision& decision) {
 
 py::tuple shrink_agree(NativeGroup& native,
                        std::vector<int> failed_ranks,
+                       std::string call,
                        std::string agreed,
                        std::string problem,
                        bool needs_majority) {
-  host::ShrinkAgreement::Arguments arguments{
-      std::move(failed_ranks), std::move(agreed), std::move(problem), needs_majority};
+  host::ShrinkAgreement::Arguments arguments{std::move(failed_ranks),
+                                             std::move(call),
+                                             std::move(agreed),
+                                             std::move(problem),
+                                             needs_majority};
   host::ShrinkDecision decision;
   {
     const py::gil_scoped_release no_gil;
@@ -61,6 +65,7 @@ void bind_shrink(py::class_<NativeGroup, std::shared_ptr<NativeGroup>>& group) {
       .def("shrink_agree",
            &shrink_agree,
            py::arg("failed_ranks"),
+           py::arg("call"),
            py::arg("agreed"),
            py::arg("problem"),
            py::arg("needs_majority"))
@@ -73,7 +78,7 @@ void bind_shrink(py::class_<NativeGroup, std::shared_ptr<NativeGroup>>& group) {
       .def(
           "shrink_refuse",
           [](NativeGroup& self, const std::string& text, bool is_mistake) {
-            self.group->shrink_agreement().refuse(text, is_mistake);
+            return self.group->shrink_agreement().refuse(text, is_mistake);
           },
           py::arg("text"),
           py::arg("is_mistake"),

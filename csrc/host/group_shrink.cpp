@@ -13,24 +13,10 @@ namespace moe::host {
 
 namespace {
 
-constexpr char kBallot = 'b';
-constexpr char kDone = 'd';
-constexpr char kResignation = 'v';
-constexpr char kRefusal = 'e';
-
-// The first character of a refusal's text.
-constexpr char kMistake = 'a';
-constexpr char kFailure = 'm';
-
 // A rank that is about to be found dead counts against those who go on until it is.
 constexpr int64_t kPatienceNs = 1'000'000'000;
 
 }  // namespace
-
-// A message: [0] kind. Of a ballot then: uint32 round; uint32 has_group; uint32 needs_majority;
-// num_ranks bytes of members; uint64 bytes of `agreed`, and they; one BufferEpochs per buffer. Of
-// kDone: uint32 round. Of a refusal: kMistake, text; or kFailure, num_ranks bytes of members (those
-// that have failed are named by the error), text.
 
 ShrinkAgreement::ShrinkAgreement(Group& group)
     : group_(group),
@@ -42,10 +28,11 @@ ShrinkAgreement::ShrinkAgreement(Group& group)
 
 ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
                                       const std::function<void()>& interrupt_check) {
-  group_.check_process("shrink");
+  group_.check_process(arguments.call.c_str());
   std::vector<int> living;
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
+    call_ = arguments.call;
     hear_locked();
     throw_outcome_locked();
     if (!arguments.problem.empty()) {
@@ -62,12 +49,12 @@ ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
     needs_majority_ = arguments.needs_majority;
     Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
     own.needs_majority = arguments.needs_majority ? 1 : 0;
-    own.agreed = arguments.agreed;
+    own.agreed = concat(call_, "(", arguments.agreed, ")");
   }
   group_.is_shrink_unfinished_.store(true, std::memory_order_relaxed);
   if (!living.empty())
     abort_evicted(living);
-  group_.end_operations(interrupt_check, "shrink");
+  group_.end_operations(interrupt_check, call_.c_str());
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
     Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
@@ -80,13 +67,16 @@ ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
     own.has_spoken = false;  // says it again, with what this call knows
     short_since_ns_ = 0;
   }
-  return *await(interrupt_check, group_.arrival_timeout_ns(), "call shrink()");
+  return *await(interrupt_check, group_.arrival_timeout_ns(), concat("call ", call_, "()").c_str());
 }
 
 std::optional<ShrinkDecision> ShrinkAgreement::finish(
     bool has_group, const std::function<void()>& interrupt_check) {
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
+    throw_outcome_locked();
+    if (!is_decided_)  // its end was heard on the way, and no other rank comes here
+      throw_refusal_locked(ended_by_);
     Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
     if (has_group) {
       own.ballot.has_group = 1;
@@ -96,7 +86,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::finish(
     }
     own.has_spoken = false;
   }
-  return await(interrupt_check, group_.stall_timeout_ns(), "finish shrink()");
+  return await(interrupt_check, group_.stall_timeout_ns(), concat("finish ", call_, "()").c_str());
 }
 
 /// Waits until a round is decided, or every survivor has the new group (then returns nothing).
@@ -116,7 +106,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
       [&] {
         if (interrupt_check)
           interrupt_check();
-        group_.check_process("shrink");
+        group_.check_process(call_.c_str());
         const int64_t now_ns = sync::now_ns();
         int missing = -1;
         {
@@ -128,7 +118,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
           // come.
           const Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
           if (now_ns - start_ns > kPatienceNs && !ranks_with(own.ballot.members, kFailed).empty())
-            group_.abort_to("shrink");
+            group_.abort_to(call_.c_str());
         }
         // Not under the lock: whoever hears the warning may call here.
         if (now_ns - warned_ns > warning_interval_ns()) {
@@ -151,8 +141,8 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
                                    static_cast<double>(limit_ns) / 1e9,
                                    " s of rank ",
                                    group_.rank_idx(),
-                                   "; shrink() may be called again, with it among failed_ranks"),
-                            FailureSite{{missing}, "shrink", "idle", -1});
+                                   "; call shrink() with it among failed_ranks"),
+                            FailureSite{{missing}, call_, "idle", -1});
       });
   return decision;
 }
@@ -278,13 +268,13 @@ void ShrinkAgreement::check_agreed_locked() {
     const Voice& voice = voices_[static_cast<size_t>(rank)];
     if (voice.agreed == first.agreed)
       continue;
-    end_attempt_locked(kMistake + concat("arguments of shrink() differ: rank ",
+    end_attempt_locked(kMistake + concat("ranks call differently: rank ",
                                          survivors[0],
-                                         " has ",
+                                         " ",
                                          first.agreed,
                                          ", rank ",
                                          rank,
-                                         " has ",
+                                         " ",
                                          voice.agreed));
     throw_outcome_locked();
   }
@@ -310,129 +300,20 @@ ShrinkDecision ShrinkAgreement::decide_locked() {
   return decision;
 }
 
-void ShrinkAgreement::become_done_locked() {
-  is_done_ = true;
-  std::string message(1, kDone);
-  append_value(&message, built_round_);
-  post(message);
-}
-
-void ShrinkAgreement::say_locked() {
-  Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
-  own.has_spoken = true;
-  if (own.ballot.has_group != 0)
-    built_round_ = own.ballot.round;
-  std::string message(1, kBallot);
-  append_value(&message, own.ballot.round);
-  append_value(&message, own.ballot.has_group);
-  append_value(&message, own.needs_majority);
-  message += own.ballot.members;
-  append_value(&message, static_cast<uint64_t>(own.agreed.size()));
-  message += own.agreed;
-  message += own.epochs;
-  post(message);
-}
-
-void ShrinkAgreement::hear_locked() {
-  std::string message;
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
-      continue;
-    const auto idx = static_cast<size_t>(peer_rank);
-    // The attempt ends where a message says so: what follows belongs to another.
-    while (
-        group_.link()->take(group_.members()[idx], group_.shrink_channel(), attempt_, &message)) {
-      const bool is_heeded = !is_failed_locked(peer_rank);
-      size_t position = 1;
-      switch (message.empty() ? '\0' : message[0]) {
-        case kBallot:
-          hear_ballot_locked(peer_rank, message, is_heeded);
-          break;
-        case kResignation:
-          voices_[idx].has_resigned = true;
-          break;
-        case kDone:
-          if (is_heeded && !is_done_ && built_round_ == read_value<uint32_t>(message, &position))
-            become_done_locked();
-          break;
-        case kRefusal:
-          if (is_heeded && !is_done_)
-            end_attempt_locked(message.substr(1));
-          break;
-        default:
-          break;
-      }
-    }
-  }
-}
-
-void ShrinkAgreement::hear_ballot_locked(int peer_rank,
-                                         const std::string& message,
-                                         bool is_heeded) {
-  const auto num_ranks = static_cast<size_t>(group_.num_ranks());
-  size_t position = 1;
-  Voice heard;
-  heard.has_spoken = true;
-  heard.ballot.round = read_value<uint32_t>(message, &position);
-  heard.ballot.has_group = read_value<uint32_t>(message, &position);
-  heard.needs_majority = read_value<uint32_t>(message, &position);
-  heard.ballot.members = message.substr(position, num_ranks);
-  position += num_ranks;
-  const auto agreed_bytes = read_value<uint64_t>(message, &position);
-  heard.agreed = message.substr(position, agreed_bytes);
-  heard.epochs = message.substr(position + agreed_bytes);
-  Voice& voice = voices_[static_cast<size_t>(peer_rank)];
-  if ((heard.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0 &&
-      counts(heard)) {
-    named_by_ = peer_rank;
-    position = 0;
-    const uint64_t last_completed =
-        heard.epochs.empty() ? 0 : read_value<BufferEpochs>(heard.epochs, &position).last_completed;
-    named_after_ = last_completed == 0 ? -1 : static_cast<int64_t>(last_completed);
-    if (is_heeded)
-      resign_locked();
-  }
-  heard.has_resigned = voice.has_resigned;
-  voice = std::move(heard);
-}
-
-/// This rank is no part of what comes: nobody needs to wait for a word of it.
-void ShrinkAgreement::resign_locked() {
-  if (is_evicted_)
-    return;
-  is_evicted_ = true;
-  post(std::string(1, kResignation));
-}
-
-void ShrinkAgreement::end_attempt_locked(const std::string& text) {
-  post(kRefusal + text);
-  ++attempt_;
-  std::fill(reported_.begin(), reported_.end(), '\0');
-  for (Voice& voice : voices_) {
-    const bool has_resigned = voice.has_resigned;
-    voice = Voice{};
-    voice.has_resigned = has_resigned;
-    voice.ballot.members = reported_;
-  }
-  built_round_ = kNoRound;
-  is_decided_ = false;
-  refusal_ = text;
-  if (text[0] == kFailure && named_by_ >= 0)  // by ranks that this one takes for failed
-    resign_locked();
-  group_.is_shrink_unfinished_.store(false, std::memory_order_relaxed);
-}
-
 void ShrinkAgreement::throw_outcome_locked() {
   if (is_evicted_)
     throw_evicted_locked();
   if (refusal_.empty())
     return;
-  const std::string text = std::exchange(refusal_, {});
+  throw_refusal_locked(std::exchange(refusal_, {}));
+}
+
+void ShrinkAgreement::throw_refusal_locked(const std::string& text) const {
   if (text[0] == kFailure) {
     const auto num_ranks = static_cast<size_t>(group_.num_ranks());
     throw PeerFailed(
         text.substr(1 + num_ranks),
-        FailureSite{ranks_with(text.substr(1, num_ranks), kFailed), "shrink", "idle", -1});
+        FailureSite{ranks_with(text.substr(1, num_ranks), kFailed), call_, "idle", -1});
   }
   throw InvalidArgument(text.substr(1));
 }
@@ -448,13 +329,14 @@ void ShrinkAgreement::throw_evicted_locked() const {
                 FailureSite{{named_by_}, "shrink", "idle", named_after_});
 }
 
-void ShrinkAgreement::refuse(const std::string& text, bool is_mistake) {
+bool ShrinkAgreement::refuse(const std::string& text, bool is_mistake) {
   const std::lock_guard<sync::Mutex> lock(mutex_);
-  if (!is_decided_)  // another rank has ended it
-    return;
+  if (!is_decided_)
+    return false;
   const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
   end_attempt_locked(is_mistake ? kMistake + text : kFailure + members + text);
   refusal_.clear();
+  return true;
 }
 
 void ShrinkAgreement::check_evicted() {
@@ -473,7 +355,9 @@ void ShrinkAgreement::check_nobody_shrinks(const char* what) {
     if (static_cast<int>(idx) != group_.rank_idx() && voices_[idx].has_spoken)
       throw PeerFailed(concat("rank ",
                               idx,
-                              " called shrink() while rank ",
+                              " called ",
+                              voices_[idx].call(),
+                              "() while rank ",
                               group_.rank_idx(),
                               " was in ",
                               what,
@@ -492,10 +376,10 @@ void ShrinkAgreement::check_round() {
                          (voice.has_resigned || group_.state(rank) != PeerState::kAlive);
     if (is_gone || voice.ballot.round > own.round ||
         (voice.ballot.round == own.round && !have_same_failed(voice.ballot.members, own.members)))
-      throw PeerFailed(is_gone
-                           ? concat("rank ", rank, " ended during shrink()")
-                           : concat("rank ", rank, " found another rank failed during shrink()"),
-                       FailureSite{{rank}, "shrink", "idle", -1});
+      throw PeerFailed(
+          is_gone ? concat("rank ", rank, " ended during ", call_, "()")
+                  : concat("rank ", rank, " found another rank failed during ", call_, "()"),
+          FailureSite{{rank}, call_, "idle", -1});
   }
 }
 
@@ -504,9 +388,8 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
   uint64_t sequence = 0;
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
-    const uint32_t round = voices_[static_cast<size_t>(group_.rank_idx())].ballot.round;
-    // Apart from the attempts, which are counted from 0.
-    sequence = (uint64_t{attempt_} + 1) << 40 | uint64_t{round} << 20 | gather_idx_++;
+    sequence = gather_sequence(
+        attempt_, voices_[static_cast<size_t>(group_.rank_idx())].ballot.round, gather_idx_++);
   }
   std::vector<std::string> payloads(survivors_.size());
   for (size_t i = 0; i < survivors_.size(); ++i) {
@@ -534,30 +417,23 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
         [&] {
           if (interrupt_check)
             interrupt_check();
-          group_.check_process("shrink");
+          group_.check_process(call_.c_str());
           check_round();
           if (sync::now_ns() - start_ns > group_.stall_timeout_ns())
             throw PeerTimeout(
                 concat("rank ",
                        rank,
-                       " stopped in shrink(): rank ",
+                       " stopped in ",
+                       call_,
+                       "(): rank ",
                        group_.rank_idx(),
                        " waited ",
                        static_cast<double>(group_.stall_timeout_ns()) / 1e9,
                        " s; shrink() may be called again, with it among failed_ranks"),
-                FailureSite{{rank}, "shrink", "idle", -1});
+                FailureSite{{rank}, call_, "idle", -1});
         });
   }
   return payloads;
-}
-
-void ShrinkAgreement::post(const std::string& message) {
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank)
-    if (peer_rank != group_.rank_idx() && group_.is_active(peer_rank))
-      group_.link()->post(group_.members()[static_cast<size_t>(peer_rank)],
-                          group_.shrink_channel(),
-                          attempt_,
-                          message);
 }
 
 bool ShrinkAgreement::is_failed_locked(int rank_idx) const {

@@ -41,7 +41,8 @@ class ShrinkAgreement {
  public:
   struct Arguments {
     std::vector<int> failed_ranks;  ///< that this rank reports
-    std::string agreed;             ///< has to be equal on every survivor
+    std::string call = "shrink";    ///< what the caller called: "shrink" or "grow"
+    std::string agreed;             ///< its arguments that have to be equal on every survivor
     std::string problem;            ///< what is wrong with the call of this rank; "" if nothing
     bool needs_majority = true;
   };
@@ -71,9 +72,9 @@ class ShrinkAgreement {
                                        const std::function<void()>& interrupt_check);
 
   /// Ends the attempt on every rank, between agree() and finish(): the others throw InvalidArgument
-  /// with @p text, or PeerFailed where it is no mistake. Does nothing where another rank has ended
-  /// it.
-  void refuse(const std::string& text, bool is_mistake);
+  /// with @p text, or PeerFailed where it is no mistake.
+  /// @return Whether this ended it; not where another rank has done so before.
+  bool refuse(const std::string& text, bool is_mistake);
 
   /// Throws Evicted where a peer that this rank does not take for failed takes this rank for it.
   void check_evicted();
@@ -90,11 +91,13 @@ class ShrinkAgreement {
   };
   /// What a rank has said last.
   struct Voice {
+    std::string call() const { return agreed.substr(0, agreed.find('(')); }
+
     bool has_spoken = false;
     bool has_resigned = false;
     Ballot ballot;
     uint32_t needs_majority = 1;
-    std::string agreed;
+    std::string agreed;  ///< the call with its arguments: "grow(num_new_ranks=1)"
     std::string epochs;  ///< BufferEpochs, one after the other
   };
 
@@ -117,6 +120,7 @@ class ShrinkAgreement {
   void resign_locked();
   void end_attempt_locked(const std::string& text);
   void throw_outcome_locked();
+  [[noreturn]] void throw_refusal_locked(const std::string& text) const;
   [[noreturn]] void throw_evicted_locked() const;
   void post(const std::string& message);
   bool is_failed_locked(int rank_idx) const;
@@ -135,7 +139,9 @@ class ShrinkAgreement {
   int64_t short_since_ns_ = 0;  ///< when too few were found to go on; 0 if they are not
   uint32_t gather_idx_ = 0;
   std::vector<int> survivors_;
-  std::string refusal_;  ///< what ended an attempt of which the caller has not heard
+  std::string call_ = "shrink";  ///< the one that this rank is in, or was in last
+  std::string ended_by_;         ///< the refusal that ended the attempt before this one
+  std::string refusal_;          ///< what ended an attempt of which the caller has not heard
   bool is_evicted_ = false;
   int named_by_ = -1;  ///< who takes this rank for failed
   int64_t named_after_ = -1;

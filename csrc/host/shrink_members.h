@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,10 @@ namespace moe::host {
 
 inline constexpr char kFailed = 1;
 inline constexpr char kEnded = 2;  // it cannot become part of another group
+
+// The first character of the text of a refusal.
+inline constexpr char kMistake = 'a';
+inline constexpr char kFailure = 'm';
 
 inline std::vector<int> ranks_with(const std::string& members, char bit) {
   std::vector<int> ranks;
@@ -43,6 +48,16 @@ inline bool have_majority(const std::string& members) {
   return twice > possible.size() ||
          (twice == possible.size() && !survivors.empty() && survivors[0] == possible[0]);
 }
+
+/// Of the message of one exchange between survivors. Apart from those of ballots, which bear the
+/// attempt, counted from 0. The number of the exchange may wrap within its round: nobody is more
+/// than one exchange ahead of another, and what is older has been taken.
+constexpr uint64_t gather_sequence(uint32_t attempt, uint32_t round, uint32_t gather_idx) {
+  constexpr uint32_t kGatherBits = 20;
+  return (uint64_t{attempt} + 1) << 40 | uint64_t{round} << kGatherBits |
+         gather_idx % (1u << kGatherBits);
+}
+static_assert(gather_sequence(0, 0, 1u << 20) == gather_sequence(0, 0, 0));
 
 inline void unite(std::string* members, const std::string& others) {
   for (size_t rank = 0; rank < members->size(); ++rank)

@@ -395,9 +395,9 @@ def test_mistakes_are_raised_on_every_rank() -> None:
         r"rank 0: failed_ranks: 7 is not a rank of a communicator of 3",
         r"rank 0: failed_ranks: 0 is the rank that calls",
         r"rank 0: failed_ranks must hold integers",
-        r"differ: rank 0 has num_local_ranks=1, .* has num_local_ranks=None",
+        r"differently: rank 0 shrink\(num_local_ranks=1, .* shrink\(num_local_ranks=None",
         r"num_local_ranks must divide the number of ranks, 3, got 2",
-        r"differ: rank 0 has .*=True, rank 1 has .*=False",
+        r"differently: rank 0 shrink\(.*=True\), rank 1 shrink\(.*=False\)",
     ]
     for texts in results:
         for text, pattern in zip(texts, patterns, strict=True):

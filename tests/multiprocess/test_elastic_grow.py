@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError
+from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError, _host
 from moe_comm.rendezvous import Newcomer, Newcomers, assign_ranks, open_store
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
@@ -186,7 +186,7 @@ def test_the_living_go_on_when_nobody_comes(tmp_path: Path) -> None:
     results = run_ranks(_nobody_comes, 2, str(tmp_path / "store"))
     wanted = [
         ("PeerTimeoutError", "waited 0.5 s for processes to join: 0 of 1 came"),
-        ("ValueError", "num_new_ranks=1"),
+        ("ValueError", "ranks call differently: rank 0 grow(num_new_ranks=1, "),
         ("ValueError", "num_new_ranks must be >= 1, got 0"),
         ("ValueError", "'nowhere'"),
         ("ValueError", "timeout_s must be > 0, got 0.0"),
@@ -272,6 +272,65 @@ def test_refused_and_dead_newcomers_do_no_harm(tmp_path: Path) -> None:
     assert results[0][3] == results[1][2] == (0, 1, -1)
 
 
+def _no_memory(*_: object, **__: object) -> Any:
+    raise OSError("no memory here")
+
+
+def _come_in_vain(where: str) -> Any:
+    """A process that joins, and gets no memory when it has met the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_host.ShmHeap, "create", _no_memory)
+        return _come(where, None)
+
+
+def _fail_alone(context: RankContext, where: str) -> list[str]:
+    """First rank 1, then the process that comes meets an error that nobody else can see."""
+    comm = Communicator(backend="host", stall_timeout_s=20.0, arrival_timeout_s=LIMIT_S)
+    is_first = context.rank_idx == 0
+    kept: list[BaseException] = []  # and with it whatever its frames hold
+    texts = []
+    for call, at in (
+        ("_come", "PeerMesh"),
+        ("_come", "ShmHeap"),
+        ("_come", "meet"),
+        ("_come_in_vain", ""),
+    ):
+        arguments = f"({where!r}, None)" if call == "_come" else f"({where!r})"
+        newcomer = _start(call + arguments) if is_first else None
+        with pytest.MonkeyPatch.context() as patch:
+            if context.rank_idx == 1 and at == "meet":
+                patch.setattr(Communicator, "all_gather", _no_memory)
+            elif context.rank_idx == 1 and at:
+                patch.setattr(getattr(_host, at), "create", _no_memory)
+            try:
+                comm.grow(_store(where), timeout_s=20.0)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                kept.append(error)
+        texts.append(f"{type(kept[-1]).__name__}: {kept[-1]}")
+        if newcomer is not None:
+            texts.append(str(_outcome(newcomer)))
+        _work(comm, 1)  # it goes on
+    comm.destroy()
+    return texts
+
+
+def test_what_one_rank_alone_meets_is_told_to_all(tmp_path: Path) -> None:
+    first, second, third = run_ranks(_fail_alone, 3, str(tmp_path / "store"), fresh=True)
+    text = "rank 1: OSError: no memory here"
+    joiners = "rank 3, which joins: OSError: no memory here"
+    assert first[0] == second[0] == third[0] == "ValueError: rank 1: no memory here"
+    assert (second[1], second[2]) == ("OSError: no memory here",) * 2
+    for told_first, told_third, joiner in (
+        (first[2], third[1], first[3]),
+        (first[4], third[2], first[5]),
+    ):
+        assert told_first == told_third == f"PeerFailedError: {text}"
+        assert joiner.startswith("('PeerFailedError'"), joiner  # it may see only who has left
+    assert first[6] == second[3] == third[3]
+    assert first[6] == f"PeerFailedError: grow: a rank that joins failed: {joiners}"
+    assert first[7] == str(("OSError", "no memory here"))
+
+
 def _die_while_growing(context: RankContext, where: str) -> tuple[int, ...]:
     """Rank 1 dies while the living wait for somebody to come."""
     comm = Communicator(backend="host", arrival_timeout_s=LIMIT_S)
@@ -304,7 +363,7 @@ def _hear_all_at_once(context: RankContext, where: str) -> PeerFailedError:
     steps_until_error(buffer)
     if context.rank_idx == 0:
         error = error_of(comm.recover)
-        assert "rank 2 called shrink()" in str(error), repr(error)  # it has said what it knows
+        assert "rank 2 called grow()" in str(error), repr(error)  # it has said what it knows
         os.kill(pids[2], signal.SIGSTOP)
         wait_for(lambda: has_stopped(pids[2]))
     error = error_of(lambda: comm.grow(_store(where), timeout_s=LIMIT_S))

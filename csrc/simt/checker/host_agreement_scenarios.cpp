@@ -56,7 +56,7 @@ using Outcomes = std::vector<std::vector<int>>;
 /// Here the new group is who said what in one gather.
 std::vector<int> shrink(HostRank& rank, const std::vector<int>& failed_ranks) {
   host::ShrinkAgreement& agreement = rank.group()->shrink_agreement();
-  host::ShrinkDecision decision = agreement.agree({failed_ranks, "", "", true}, {});
+  host::ShrinkDecision decision = agreement.agree({failed_ranks, "shrink", "", "", true}, {});
   while (true) {
     bool has_group = true;
     try {
