@@ -87,6 +87,11 @@ std::vector<std::string> EndpointBase::connect(int depth,
   const Window& own_window = *control_windows_.back();
   sync::fill_shared(own_window.data(), 0, static_cast<size_t>(bytes));
   buffer_number_ = group_->next_gather_sequence();
+  const layout::Workspace own(own_window.data(), num_ranks(), config_.num_experts, depth);
+  std::vector<uint64_t*> closed_words;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+    closed_words.push_back(&own.closed(peer_rank).epoch);
+  group_->watch_ends(buffer_number_, std::move(closed_words));
   const Offer offer = own_window.offer();
   std::string payload(reinterpret_cast<const char*>(&offer), sizeof(offer));
   payload += extra;
@@ -117,10 +122,40 @@ std::vector<std::string> EndpointBase::connect(int depth,
         layout::Workspace(base, num_ranks(), config_.num_experts, depth);
     extras[static_cast<size_t>(peer_rank)] = said.substr(sizeof(Offer), extra.size());
   }
+  group_->answer_for(buffer_number_, [this] { return awaited_rank(); });
   return extras;
 }
 
+int EndpointBase::awaited_rank() const {
+  const layout::Workspace& workspace = own_workspace();
+  const auto& activity = workspace.activity();
+  const auto peer_rank = static_cast<int>(sync::load_relaxed(activity.waiting_for)) - 1;
+  if (peer_rank < 0 || peer_rank >= num_ranks())
+    return -1;
+  const uint64_t flag_epoch = sync::load_relaxed(activity.waiting_epoch);
+  uint64_t seen_epoch = 0;
+  switch (static_cast<layout::Phase>(sync::load_relaxed(activity.waiting_phase))) {
+    case layout::Phase::kIdle:  // for no flag, but for what that rank sends or takes
+      return peer_rank;
+    case layout::Phase::kRows:
+      seen_epoch = sync::load_relaxed(workspace.row(flag_epoch, peer_rank).epoch);
+      break;
+    case layout::Phase::kOffers:
+      seen_epoch = sync::load_relaxed(workspace.second_offer(flag_epoch, peer_rank).epoch);
+      break;
+    default:
+      seen_epoch = sync::load_relaxed(workspace.done(flag_epoch, peer_rank).epoch);
+  }
+  if (seen_epoch >= flag_epoch)
+    return -1;
+  // What a rank of another node has to say is written here by the rank of its rail.
+  const NodeLayout& nodes = group_->nodes();
+  const int relay_rank = nodes.rail_rank(peer_rank, nodes.node_idx(rank_idx()));
+  return group_->is_local(peer_rank) || relay_rank == rank_idx() ? peer_rank : relay_rank;
+}
+
 void EndpointBase::give_up_connecting() {
+  group_->forget_buffer(buffer_number_);
   for (auto& window : control_windows_)
     window->quarantine();
 }
@@ -174,31 +209,6 @@ void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
   }
 }
 
-void EndpointBase::note_remote_ends() {
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    std::string said;
-    if (group_->is_local(peer_rank) ||
-        !group_->link()->take(group_->members()[static_cast<size_t>(peer_rank)],
-                              group_->rail_channel(),
-                              end_sequence(),
-                              &said))
-      continue;
-    group_->take_remote_aborts();  // what made that rank destroy it comes first
-    sync::store_release(own_workspace().closed(peer_rank).epoch, uint64_t{std::stoull(said)});
-  }
-}
-
-void EndpointBase::tell_other_nodes() {
-  if (group_->is_leaving() || group_->is_destroyed())
-    return;  // peers hear that this rank has left
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
-    if (!group_->is_local(peer_rank) && group_->is_active(peer_rank))
-      group_->link()->post(group_->members()[static_cast<size_t>(peer_rank)],
-                           group_->rail_channel(),
-                           end_sequence(),
-                           std::to_string(next_epoch_));
-}
-
 void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
   if (is_destroyed_ || group_->is_forked_child())
     return;
@@ -206,7 +216,8 @@ void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
   is_destroyed_ = true;
   progress_.stop();
   end_device_operations();
-  tell_other_nodes();
+  group_->forget_buffer(buffer_number_);
+  group_->post_end(buffer_number_, next_epoch_);
   if (own_workspace().base() == nullptr)
     return;
   std::vector<uint64_t*> peer_words;

@@ -95,14 +95,14 @@ class EndpointBase : public Recoverable {
   bool is_idle() const override { return progress_.is_idle(); }
   void restart(uint64_t next_epoch) override;
 
+  /// Whom this rank waits for in an operation, -1 when what it waits for has arrived or it does not
+  /// wait. From any thread.
+  int awaited_rank() const;
+
   /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
   /// peers, and gives the control area back once they all did. Local, idempotent.
   void destroy(const InterruptCheck& interrupt_check);
   bool is_destroyed() const { return is_destroyed_; }
-
-  /// Takes from the link which ranks of other nodes have destroyed this buffer: their closed flags
-  /// in own_workspace() are raised here, where those of this node raise them themselves.
-  void note_remote_ends();
 
  protected:
   EndpointBase(std::shared_ptr<Group> group, EndpointConfig config);
@@ -133,9 +133,6 @@ class EndpointBase : public Recoverable {
   };
 
   void end_operations(const InterruptCheck& interrupt_check);
-  void tell_other_nodes();
-  /// Of messages about this buffer's end. Rails over the sockets use the numbers from 0 on.
-  uint64_t end_sequence() const { return ~buffer_number_; }
 
   std::shared_ptr<Group> group_;
   EndpointConfig config_;

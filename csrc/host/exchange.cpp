@@ -33,8 +33,6 @@ Exchange::Exchange(Endpoint& endpoint,
 void Exchange::check_closed() const {
   if (MOE_MUTANT(closed_not_looked_at))
     return;
-  if (endpoint_.is_across_nodes())
-    endpoint_.note_remote_ends();
   const auto& workspace = endpoint_.own_workspace();
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))

@@ -134,8 +134,6 @@ class Exchange : public BufferOperation {
   void check_closed() const;
   /// For peers: this rank waits for a flag of @p peer_rank.
   void show_wait(int peer_rank, layout::Phase phase, uint64_t flag_epoch);
-  /// Whom @p rank_idx waits for, -1 when what it waits for has arrived or it does not wait.
-  int awaited_by(int rank_idx) const;
   /// Books the time since @p start_ns as waited for @p peer_rank.
   void end_wait(int64_t start_ns, int peer_rank);
 

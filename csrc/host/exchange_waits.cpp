@@ -140,7 +140,7 @@ void Exchange::await_rail(int peer_rank, const std::function<bool()>& is_ready) 
   const WaitSite where = site(Phase::kData);
   GoneWatch remote_end;
   wait_until(group_, wait_ladder(group_.has_spare_cores()), is_ready, [&] {
-    show_wait(peer_rank, Phase::kData, epoch_);
+    show_wait(peer_rank, Phase::kIdle, epoch_);
     if (interrupt_check_)
       interrupt_check_();
     if (is_ready())
@@ -153,7 +153,7 @@ void Exchange::await_rail(int peer_rank, const std::function<bool()>& is_ready) 
       return group_.is_local(gone_rank) || remote_end.has_passed(now_ns, kRemoteGraceNs);
     });
     if (now_ns - start_ns > group_.stall_timeout_ns())
-      host::give_up_stalled(group_, where, endpoint_.buffer_number(), peer_rank, peer_rank);
+      give_up_stalled(peer_rank, where);
   });
   sync::store_relaxed(endpoint_.own_workspace().activity().waiting_for, uint32_t{0});
   end_wait(start_ns, peer_rank);
@@ -198,35 +198,20 @@ void Exchange::show_wait(int peer_rank, Phase phase, uint64_t flag_epoch) {
   sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
 }
 
-int Exchange::awaited_by(int rank_idx) const {
-  const auto& workspace = endpoint_.workspace(rank_idx);
-  const auto& activity = workspace.activity();
-  const auto peer_rank = static_cast<int>(sync::load_relaxed(activity.waiting_for)) - 1;
-  if (peer_rank < 0 || peer_rank >= group_.num_ranks() || !group_.is_active(peer_rank))
-    return -1;
-  const uint64_t flag_epoch = sync::load_relaxed(activity.waiting_epoch);
-  uint64_t seen_epoch = 0;
-  switch (static_cast<Phase>(sync::load_relaxed(activity.waiting_phase))) {
-    case Phase::kRows:
-      seen_epoch = sync::load_relaxed(workspace.row(flag_epoch, peer_rank).epoch);
-      break;
-    case Phase::kOffers:
-      seen_epoch = sync::load_relaxed(workspace.second_offer(flag_epoch, peer_rank).epoch);
-      break;
-    default:
-      seen_epoch = sync::load_relaxed(workspace.done(flag_epoch, peer_rank).epoch);
-  }
-  return seen_epoch < flag_epoch ? peer_rank : -1;
-}
-
 void Exchange::give_up_stalled(int peer_rank, const WaitSite& where) {
-  // A peer that itself waits for somebody is not the one to blame: follow the chain to its end.
-  int culprit = peer_rank;
-  for (int hops = 0; hops < group_.num_ranks(); ++hops) {
-    const int next = awaited_by(culprit);
-    if (next < 0 || next == group_.rank_idx())
+  // A peer that itself waits for somebody is not the one to blame: follow the chain to its end,
+  // over all nodes. Every rank is asked, because what a stopped one has written down is old.
+  int culprit = watched_rank(peer_rank);
+  if (culprit == group_.rank_idx())
+    culprit = peer_rank;
+  std::vector<uint8_t> has_asked(static_cast<size_t>(group_.num_ranks()));
+  has_asked[static_cast<size_t>(group_.rank_idx())] = 1;
+  while (true) {
+    has_asked[static_cast<size_t>(culprit)] = 1;
+    const std::optional<int> next = group_.ask_awaited(culprit, endpoint_.buffer_number(), where);
+    if (!next || *next < 0 || *next >= group_.num_ranks() || has_asked[static_cast<size_t>(*next)])
       break;
-    culprit = next;
+    culprit = *next;
   }
   host::give_up_stalled(group_, where, endpoint_.buffer_number(), culprit, peer_rank);
 }

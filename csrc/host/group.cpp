@@ -99,7 +99,8 @@ Group::Group(std::shared_ptr<PeerLink> link,
     remote = reinterpret_cast<layout::ControlBlock*>(remote_control_->data());
   }
   listener_id_ = link_->add_listener([this] {
-    take_remote_aborts();
+    take_remote_news();
+    answer_questions();
     sync::ring(own_->doorbell);
   });
   try {
@@ -327,31 +328,6 @@ void Group::spread_abort() {
   layout::AbortRecord record{};
   sync::read_body<sizeof(record.state)>(record, *own_abort_);
   store_abort_at_peers(record);
-}
-
-/// Stores here what ranks of other nodes have sent.
-void Group::take_remote_aborts() {
-  if (nodes_.num_nodes() == 1)
-    return;
-  const std::lock_guard<sync::Mutex> lock(remote_aborts_mutex_);
-  take_remote_aborts_locked();
-}
-
-void Group::take_remote_aborts_locked() {
-  std::string message;
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    const int link_rank = members_[static_cast<size_t>(peer_rank)];
-    while (!is_local(peer_rank) &&
-           link_->take(link_rank, channel_ | kAbortChannelBit, generation(), &message)) {
-      layout::AbortRecord record{};
-      if (message.size() != sizeof(record))
-        continue;
-      std::memcpy(&record, message.data(), sizeof(record));
-      record.message[layout::AbortRecord::kMessageBytes - 1] = '\0';
-      record.num_ranks = std::clamp(record.num_ranks, 0, layout::AbortRecord::kMaxRanks);
-      store_abort(*own_, record);
-    }
-  }
 }
 
 void Group::store_abort(layout::ControlBlock& control, const layout::AbortRecord& record) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -171,10 +172,6 @@ class Group {
   /// before its caller may write to what peers read: a peer that read it hears of the abort before
   /// it takes what it read for good. Does nothing when nobody aborted.
   void spread_abort();
-  /// Stores what ranks of other nodes have aborted for, as far as it has arrived. The service
-  /// thread does so too; whoever took another message of such a rank makes sure of what came before
-  /// it.
-  void take_remote_aborts();
   [[noreturn]] void throw_abort() const;
   bool is_aborted() const {
     const uint32_t word = sync::load_relaxed(own_abort_->state);
@@ -207,6 +204,23 @@ class Group {
                      const std::vector<uint64_t*>& peer_words,
                      std::vector<const uint64_t*> own_words,
                      uint64_t next_epoch = 1);
+
+  /// Ranks of other nodes that end that buffer raise their words from now on, before any wait looks
+  /// at them; the service thread does so.
+  /// @param closed_words  By rank, its word in this rank's control area.
+  void watch_ends(uint64_t buffer_number, std::vector<uint64_t*> closed_words);
+  /// From now on the service thread tells peers whom this rank waits for in an operation of that
+  /// buffer.
+  /// @param awaited_rank  Returns it, -1 for nobody.
+  void answer_for(uint64_t buffer_number, std::function<int()> awaited_rank);
+  /// The service thread has nothing more to do for that buffer.
+  void forget_buffer(uint64_t buffer_number);
+  /// Asks a rank whom it waits for in an operation of that buffer; its service thread answers.
+  /// @return That rank, -1 for nobody; nothing where there is no answer: it is stopped, or gone.
+  std::optional<int> ask_awaited(int rank_idx, uint64_t buffer_number, const WaitSite& site);
+  /// Tells ranks of other nodes that this rank has destroyed a buffer, as close_control() does on
+  /// this node.
+  void post_end(uint64_t buffer_number, uint64_t next_epoch);
 
   /// Every active rank's payload, in rank order; "" for excluded ranks. Collective.
   std::vector<std::string> all_gather(const std::string& payload,
@@ -248,9 +262,11 @@ class Group {
   static constexpr uint64_t kAbortChannelBit = uint64_t{1} << 61;
   static constexpr uint64_t kRailChannelBit = uint64_t{1} << 60;
   static constexpr uint64_t kShrinkChannelBit = uint64_t{1} << 59;
-  static constexpr uint64_t kReservedChannelBits = kRecoveryChannelBit | kLeaveChannelBit |
-                                                   kAbortChannelBit | kRailChannelBit |
-                                                   kShrinkChannelBit;
+  static constexpr uint64_t kEndChannelBit = uint64_t{1} << 58;
+  static constexpr uint64_t kAwaitedChannelBit = uint64_t{1} << 57;
+  static constexpr uint64_t kReservedChannelBits =
+      kRecoveryChannelBit | kLeaveChannelBit | kAbortChannelBit | kRailChannelBit |
+      kShrinkChannelBit | kEndChannelBit | kAwaitedChannelBit;
   friend class ShrinkAgreement;
 
   /// What ranks have said in the recovery that is under way. Outlives a call that ended early, so
@@ -263,6 +279,9 @@ class Group {
 
   void store_abort(layout::ControlBlock& control, const layout::AbortRecord& record);
   void store_abort_at_peers(const layout::AbortRecord& record);
+  void take_remote_news();
+  void answer_questions();
+  void take_remote_ends_locked();
   void take_remote_aborts_locked();
   /// Whether what aborted this rank is known here in full; waits for its writer a little.
   bool await_abort_record() const;
@@ -306,7 +325,10 @@ class Group {
   std::vector<layout::ControlBlock*> controls_;
   layout::ControlBlock* own_ = nullptr;
   layout::AbortRecord* own_abort_ = nullptr;
-  sync::Mutex remote_aborts_mutex_;        ///< the link's thread takes them, and recovery
+  sync::Mutex remote_news_mutex_;  ///< the link's thread takes them, and recovery
+  std::map<uint64_t, std::vector<uint64_t*>> closed_words_;  ///< by buffer number, then by rank
+  std::map<uint64_t, std::function<int()>> awaited_ranks_;   ///< by buffer number
+  std::atomic<uint64_t> num_questions_{0};
   std::atomic<uint32_t> posted_abort_{0};  ///< 1 + generation of the last abort sent to other nodes
   std::vector<uint8_t> is_active_;
   mutable std::vector<std::atomic<bool>> has_left_;  ///< this communicator, not the link

@@ -79,7 +79,6 @@ void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
 }
 
 void DeviceExchange::check_closed() {
-  endpoint_.note_remote_ends();
   const auto& workspace = endpoint_.own_workspace();
   const uint64_t epoch = epoch_ == 0 ? endpoint_.next_epoch() : epoch_;
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {

@@ -101,9 +101,9 @@ def test_every_rank_learns_of_it_and_goes_on() -> None:
         assert "on rank 1" in text
 
 
-def _destroy_one(context: RankContext) -> list[str]:
+def _destroy_one(context: RankContext, options: dict[str, Any]) -> list[str]:
     """Rank 1 destroys its buffer while the others wait in a dispatch, and go on calling."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, **options)
     other = EpBuffer(buffer.communicator, buffer.config)
     step(buffer, 0)
     texts = []
@@ -124,8 +124,11 @@ def _destroy_one(context: RankContext) -> list[str]:
     return texts
 
 
-def test_buffer_destroyed_on_one_rank() -> None:
-    results = run_ranks(_destroy_one, 3)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_local_ranks": 1, "rail": "sockets"}], ids=["one node", "three nodes"]
+)
+def test_buffer_destroyed_on_one_rank(options: dict[str, Any]) -> None:
+    results = run_ranks(_destroy_one, 3, options)
     for rank_idx in (0, 2):
         assert len(results[rank_idx]) == 12
         assert all("rank 1 has destroyed this buffer" in text for text in results[rank_idx])

@@ -233,6 +233,36 @@ def test_stopped_rank_is_named_by_all_and_everybody_recovers(tmp_path: Path) -> 
         assert later[:2] == ("PeerTimeoutError", (2,)), (rank_idx, later)
 
 
+def _stop_elsewhere(context: RankContext, folder: str) -> Told:
+    """Rank 3 is stopped on node 1; rank 0 waits for rank 2, which waits for what rank 3 passes on."""
+    options = {"num_local_ranks": 2, "rail": "sockets", "stall_timeout_s": SHORT_S}
+    buffer = make_buffer(context, **options)
+    comm = buffer.communicator
+    step(buffer, 0)
+    pids = gather_pids(comm)
+    entered = Path(folder) / "entered"
+    if context.rank_idx == 3:
+        when_waiting(entered.touch)
+    else:
+        wait_for(entered.exists)
+        if context.rank_idx == 0:
+            os.kill(pids[3], signal.SIGSTOP)
+        wait_for(lambda: has_stopped(pids[3]))
+    error = error_of(lambda: step(buffer, 1))
+    if context.rank_idx == 0:
+        os.kill(pids[3], signal.SIGCONT)
+    assert comm.recover().failed_ranks == ()
+    step(buffer, 2)
+    buffer.destroy()
+    comm.destroy()
+    return told(error)
+
+
+def test_a_stopped_rank_of_another_node_is_named_by_all(tmp_path: Path) -> None:
+    for rank_idx, error in enumerate(run_ranks(_stop_elsewhere, 4, str(tmp_path))):
+        assert error[:2] == ("PeerTimeoutError", (3,)), (rank_idx, error)
+
+
 def _never_come(context: RankContext, folder: str) -> Told | None:
     buffer = make_buffer(context, arrival_timeout_s=SHORT_S)
     done = Path(folder) / "done"
