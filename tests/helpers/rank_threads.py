@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import moe_comm
+from moe_comm.testing import RankContext, RankError, run_ranks
 
 T = TypeVar("T")
 
@@ -19,23 +19,21 @@ def on_ranks(num_ranks: int, body: Callable[[moe_comm.Communicator], T], **optio
         body: Gets the rank's communicator.
         **options: Of the communicator; the backend is "host" where they name none.
     """
-    ranks = moe_comm.RankThreads(num_ranks)
     failures: list[BaseException] = []
 
-    def be_rank(rank_idx: int) -> T:
-        with moe_comm.Communicator(ranks[rank_idx], **{"backend": "host", **options}) as comm:
+    def be_rank(context: RankContext) -> T:
+        with moe_comm.Communicator(context.group, **{"backend": "host", **options}) as comm:
             try:
                 result = body(comm)
                 comm.bootstrap.all_gather(None)  # nobody leaves while others compare
             except BaseException as error:
                 failures.append(error)
-                ranks.abort()
                 raise
             return result
 
-    with ThreadPoolExecutor(num_ranks) as pool:
-        futures = [pool.submit(be_rank, rank_idx) for rank_idx in range(num_ranks)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in failures + errors:
-        raise error
-    return [future.result() for future in futures]
+    try:
+        return run_ranks(be_rank, num_ranks, mode="threads")
+    except RankError as error:
+        first = failures[0] if failures else error.__cause__
+    assert first is not None
+    raise first

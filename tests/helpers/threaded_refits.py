@@ -14,7 +14,7 @@ from tests.helpers.sharded_nets import ShardedNet
 
 
 def threads(fn: Any, num_ranks: int, *args: Any) -> list[Any]:
-    return run_ranks(fn, num_ranks, *args, mode="threads", timeout_s=60)
+    return run_ranks(fn, num_ranks, *args, mode="threads")
 
 
 def nets(context: RankContext, src: str, dst: str, **options: Any) -> tuple[ShardedNet, ShardedNet]:

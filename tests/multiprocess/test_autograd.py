@@ -229,7 +229,7 @@ def one_rank_differs(context: RankContext, backend: str, how: str) -> list[str]:
 )
 @pytest.mark.parametrize(("backend", "mode"), [("reference", "threads"), ("host", "processes")])
 def test_no_rank_waits_for_one_that_differs(backend: str, mode: str, how: str) -> None:
-    used, skipped = run_ranks(one_rank_differs, 2, backend, how, mode=mode, timeout_s=30)
+    used, skipped = run_ranks(one_rank_differs, 2, backend, how, mode=mode)
     assert used == skipped == ["dispatch", "combine", "cached dispatch", "combine"]
 
 

@@ -216,7 +216,7 @@ def one_rank_differs(context: RankContext, backend: str, how: str) -> list[str]:
 )
 @pytest.mark.parametrize(("backend", "mode"), MODES[:2])
 def test_no_rank_waits_for_one_that_differs(backend: str, mode: str, how: str) -> None:
-    used, skipped = run_ranks(one_rank_differs, 2, backend, how, mode=mode, timeout_s=30)
+    used, skipped = run_ranks(one_rank_differs, 2, backend, how, mode=mode)
     assert used == skipped == ["dispatch", "combine", "cached dispatch", "combine"]
 
 
@@ -258,6 +258,6 @@ def bad_option(context: RankContext, backend: str, what: str) -> str:
 def test_a_mistake_is_raised_on_every_rank(
     backend: str, mode: str, what: str, kind: str, said: str
 ) -> None:
-    for caught in run_ranks(bad_option, 2, backend, what, mode=mode, timeout_s=30):
+    for caught in run_ranks(bad_option, 2, backend, what, mode=mode):
         assert caught.startswith(kind)
         assert said in caught

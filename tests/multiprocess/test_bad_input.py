@@ -394,7 +394,7 @@ def err(
 
 
 def check(backend: str, mode: str, num_ranks: int, drawn: list[tuple[str, int]]) -> None:
-    by_rank = run_ranks(err, num_ranks, backend, drawn, mode=mode, timeout_s=60)
+    by_rank = run_ranks(err, num_ranks, backend, drawn, mode=mode)
     for found in by_rank:
         for (name, bad_rank), (kind, message, works) in zip(drawn, found, strict=True):
             _, _, error, pieces = MISTAKES[name]

@@ -194,7 +194,7 @@ def _make_buffers(context: RankContext) -> list[str]:
 
 
 def test_configuration_of_one_rank() -> None:
-    by_rank = run_ranks(_make_buffers, 2, timeout_s=30)
+    by_rank = run_ranks(_make_buffers, 2)
     pieces = [("64", "65"), ("host", "reference"), ("nonsense",), ("EpConfig", "str"), ("5",)]
     for texts in by_rank:
         for text, expected in zip(texts, pieces, strict=True):

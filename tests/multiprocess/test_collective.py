@@ -104,7 +104,7 @@ def lose_a_peer(context: RankContext, with_pending: bool) -> list[str]:
 
 @pytest.mark.parametrize("with_pending", [False, True])
 def test_a_dead_peer_ends_the_operation_and_every_later_one(with_pending: bool) -> None:
-    survivors = run_ranks(lose_a_peer, 3, with_pending, fresh=True, expect_dead=[1], timeout_s=60)
+    survivors = run_ranks(lose_a_peer, 3, with_pending, fresh=True, expect_dead=[1])
     for raised in (survivors[0], survivors[2]):
         assert len(raised) == 2
         assert all(

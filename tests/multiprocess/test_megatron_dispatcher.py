@@ -336,4 +336,4 @@ def test_operations_begin_without_their_peers() -> None:
             rows = dispatcher.token_combine(rows)
         assert torch.equal(dispatcher.combine_postprocess(rows), batch.x * 2)
 
-    run_ranks(rank_main, 2, mode="threads", timeout_s=60.0)
+    run_ranks(rank_main, 2, mode="threads")

@@ -352,9 +352,7 @@ def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
     ],
 )
 def test_a_lost_peer_is_named(kind: str, dies: bool, errors: dict[int, str]) -> None:
-    results = run_ranks(
-        _lose_a_peer, 3, kind, dies, fresh=True, expect_dead=[1] if dies else [], timeout_s=60
-    )
+    results = run_ranks(_lose_a_peer, 3, kind, dies, fresh=True, expect_dead=[1] if dies else [])
     for rank, pattern in errors.items():
         assert re.search(pattern, results[rank]), results
 

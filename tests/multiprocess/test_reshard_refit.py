@@ -230,7 +230,7 @@ def _dies(context: RankContext, method: str, is_first: bool) -> object:
     ("method", "is_first"), [("symmetric", False), ("gloo", True), ("gloo", False)]
 )
 def test_a_peer_that_died_ends_the_refit(method: str, is_first: bool) -> None:
-    told = run_ranks(_dies, 3, method, is_first, fresh=True, expect_dead=[1], timeout_s=60)
+    told = run_ranks(_dies, 3, method, is_first, fresh=True, expect_dead=[1])
     assert told[1] is None
     for result in (told[0], told[2]):
         assert result[:2] == ("PeerFailedError", (1,)), result
@@ -283,9 +283,7 @@ def _asks_at_once(context: RankContext, method: str, dies: bool) -> object:
     [("service", True), ("service", False), ("symmetric", True), ("nvshmem", True)],
 )
 def test_the_dead_and_the_late_are_named_at_once(method: str, dies: bool) -> None:
-    told = run_ranks(
-        _asks_at_once, 4, method, dies, fresh=True, expect_dead=[2] if dies else [], timeout_s=60
-    )
+    told = run_ranks(_asks_at_once, 4, method, dies, fresh=True, expect_dead=[2] if dies else [])
     kind = "PeerFailedError" if dies else "PeerTimeoutError"
     for rank_idx in (0, 1, 3):
         assert told[rank_idx] == [kind, (2,), False]
@@ -331,5 +329,5 @@ def _ends_in_the_barrier(context: RankContext) -> list[object]:
 
 
 def test_a_peer_that_died_before_the_barrier_is_named() -> None:
-    told = run_ranks(_ends_in_the_barrier, 3, fresh=True, expect_dead=[1], timeout_s=60)
+    told = run_ranks(_ends_in_the_barrier, 3, fresh=True, expect_dead=[1])
     assert told[0] == told[2] == ["PeerFailedError", (1,), True]

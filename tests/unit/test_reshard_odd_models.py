@@ -30,7 +30,7 @@ def _no_caches() -> Iterator[None]:
 
 
 def _threads(fn: Any) -> list[Any]:
-    return run_ranks(fn, 2, mode="threads", timeout_s=20)
+    return run_ranks(fn, 2, mode="threads")
 
 
 def _module(context: RankContext, **tensors: torch.Tensor) -> nn.Module:
