@@ -27,8 +27,6 @@ using heap::HeapWindow;
 using heap::SegmentTable;
 using heap::Token;
 
-// Above it sums of sizes and offsets could overflow.
-constexpr uint64_t kMostBytes = uint64_t{1} << 47;
 // For streams to come to the end of what used a window.
 constexpr auto kRetiredLimit = std::chrono::seconds(5);
 
@@ -191,7 +189,6 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   }
 
  private:
-  uint64_t growth_bytes() const;
   void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
   NewDeviceSegment make_segment(uint64_t* least_bytes, uint64_t wanted_bytes) const;
   Block* await_retired(uint64_t bytes);
@@ -214,16 +211,9 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   int listener_id_ = -1;
 };
 
-uint64_t IpcHeap::growth_bytes() const {
-  if (core_->options.limit_bytes == 0)
-    return std::numeric_limits<uint64_t>::max();
-  const uint64_t used = core_->segment_bytes.load(std::memory_order_relaxed);
-  return core_->options.limit_bytes - std::min(core_->options.limit_bytes, used);
-}
-
 uint64_t IpcHeap::available_bytes() const {
   core_->origin.check("the heap");
-  const uint64_t growth = growth_bytes();
+  const uint64_t growth = core_->growth_bytes();
   const std::lock_guard lock(core_->mutex);
   const uint64_t free_bytes =
       core_->allocator.counters().free_bytes + core_->retired_bytes.load(std::memory_order_relaxed);
@@ -233,7 +223,7 @@ uint64_t IpcHeap::available_bytes() const {
 uint64_t IpcHeap::largest_available_bytes() const {
   core_->origin.check("the heap");
   core_->reclaim();
-  const uint64_t growth = growth_bytes();
+  const uint64_t growth = core_->growth_bytes();
   const std::lock_guard lock(core_->mutex);
   return std::max(growth, core_->allocator.largest_free_bytes());
 }
@@ -255,7 +245,7 @@ NewDeviceSegment IpcHeap::make_segment(uint64_t* least_bytes, uint64_t wanted_by
 /// The caller holds memory_mutex.
 void IpcHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
   uint64_t bytes = round_up(least_bytes, granularity_);
-  const uint64_t room_bytes = growth_bytes() / granularity_ * granularity_;
+  const uint64_t room_bytes = core_->growth_bytes() / granularity_ * granularity_;
   if (bytes > room_bytes)
     throw CapacityError(concat("the device heap of rank ",
                                rank_idx_,
@@ -295,7 +285,7 @@ std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
   core_->origin.check("the heap");
   if (bytes == 0)
     return std::make_shared<CudaWindow>(core_, nullptr, nullptr, Offer{});
-  if (bytes > kMostBytes)
+  if (bytes > HeapCore::kMostBytes)
     throw CapacityError(concat("a window of ", bytes, " bytes is beyond any device"), bytes, 0);
   const auto try_allocate = [&] {
     core_->reclaim();
@@ -342,30 +332,17 @@ Block* IpcHeap::await_retired(uint64_t bytes) {
 std::shared_ptr<Window> IpcHeap::allocate_free(uint64_t most_bytes) {
   core_->origin.check("the heap");
   core_->reclaim();
-  Block* block = nullptr;
-  {
-    const auto lock = core_->lock_with_nodes();
-    block = core_->allocator.allocate_largest(std::min(most_bytes, kMostBytes));
-  }
+  Block* const block = core_->allocate_largest(most_bytes);
   if (block == nullptr)
     return nullptr;
   return make_window(block, std::min(most_bytes, block->bytes));
 }
 
 std::shared_ptr<Window> IpcHeap::make_window(Block* block, uint64_t bytes) {
-  const SegmentTable::Entry* entry = core_->table.find(block->segment_idx);
-  std::byte* data = entry->data.load(std::memory_order_relaxed) + block->offset;
-  std::shared_ptr<CudaWindow> window;
-  try {
-    window = std::make_shared<CudaWindow>(
-        core_, block, data, Offer{block->segment_idx, 0, block->offset, bytes});
-  } catch (...) {
-    core_->release(block);
-    throw;
-  }
+  auto window = CudaWindow::over(core_, block, bytes);
   // Before anybody else hears of the window.
   if (core_->options.poison)
-    core_->device->pool().fill(data, 0xFF, static_cast<int64_t>(block->bytes));
+    core_->device->pool().fill(window->data(), 0xFF, static_cast<int64_t>(block->bytes));
   return window;
 }
 
@@ -391,7 +368,7 @@ std::byte* IpcHeap::try_resolve(int rank_idx, const Offer& offer) {
 
 void IpcHeap::reserve(uint64_t bytes) {
   core_->origin.check("the heap");
-  if (bytes > kMostBytes)
+  if (bytes > HeapCore::kMostBytes)
     throw CapacityError(concat("a segment of ", bytes, " bytes is beyond any device"), bytes, 0);
   const std::lock_guard memory_lock(core_->memory_mutex);
   {

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -31,6 +33,9 @@ struct OwnSegment {
 
 /// What windows keep alive: the memory and who holds which part of it. It knows no peers.
 struct HeapCore {
+  /// Above it sums of sizes and offsets could overflow.
+  static constexpr uint64_t kMostBytes = uint64_t{1} << 47;
+
   ForkOrigin origin;
   HeapOptions options;
 
@@ -57,6 +62,21 @@ struct HeapCore {
       allocator.add_nodes(std::move(nodes));
     }
     return lock;
+  }
+
+  /// Bytes of memory that the limit still allows. What trim() returned is none.
+  uint64_t growth_bytes() const {
+    if (options.limit_bytes == 0)
+      return std::numeric_limits<uint64_t>::max();
+    const uint64_t used =
+        segment_bytes.load(std::memory_order_relaxed) - cold_bytes.load(std::memory_order_relaxed);
+    return options.limit_bytes - std::min(options.limit_bytes, used);
+  }
+
+  /// The largest free block, of @p most_bytes at most; null where nothing is free.
+  WindowAllocator::Block* allocate_largest(uint64_t most_bytes) {
+    const auto lock = lock_with_nodes();
+    return allocator.allocate_largest(std::min(most_bytes, kMostBytes));
   }
 
   /// Whether [address, address + bytes) lies whole in one segment; if so sets @p offer.

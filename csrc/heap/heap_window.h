@@ -27,6 +27,20 @@ class HeapWindow final : public Window {
     data_ = data;
     offer_ = offer;
   }
+  /// The first @p bytes of @p block, which the window owns: whatever throws gives it back.
+  static std::shared_ptr<HeapWindow> over(const std::shared_ptr<Core>& core,
+                                          WindowAllocator::Block* block,
+                                          uint64_t bytes) {
+    std::byte* const segment =
+        core->table.find(block->segment_idx)->data.load(std::memory_order_relaxed);
+    try {
+      return std::make_shared<HeapWindow>(
+          core, block, segment + block->offset, Offer{block->segment_idx, 0, block->offset, bytes});
+    } catch (...) {
+      core->release(block);
+      throw;
+    }
+  }
   ~HeapWindow() override { core_->release(block_); }
 
   void shrink(uint64_t bytes) override {

@@ -21,11 +21,6 @@ namespace {
 using Block = WindowAllocator::Block;
 using ShmWindow = HeapWindow<HeapCore>;
 
-// Above it sums of sizes and offsets could overflow.
-constexpr uint64_t kMostBytes = uint64_t{1} << 47;
-// A new segment is larger than the request by this fraction, so that a slightly larger one fits
-// later.
-
 uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -54,7 +49,6 @@ class MemfdHeap final : public ShmHeap {
   HeapStats stats(bool verify_huge_pages) const override;
 
  private:
-  uint64_t growth_bytes() const;
   uint64_t headroom_bytes(uint64_t bytes) const;
   uint64_t return_free_pages();
   void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
@@ -67,19 +61,10 @@ class MemfdHeap final : public ShmHeap {
   std::atomic<uint64_t> num_growths_{0};
 };
 
-/// Bytes of memory that the limit still allows. What trim() returned is none.
-uint64_t MemfdHeap::growth_bytes() const {
-  if (core_->options.limit_bytes == 0)
-    return std::numeric_limits<uint64_t>::max();
-  const uint64_t used = core_->segment_bytes.load(std::memory_order_relaxed) -
-                        core_->cold_bytes.load(std::memory_order_relaxed);
-  return core_->options.limit_bytes - std::min(core_->options.limit_bytes, used);
-}
-
 uint64_t MemfdHeap::available_bytes() const {
   core_->origin.check("the heap");
   // Asked once per operation: what the machine has left would cost more to read than to move rows.
-  const uint64_t growth = growth_bytes();
+  const uint64_t growth = core_->growth_bytes();
   const std::lock_guard lock(core_->mutex);
   const uint64_t cold_bytes = core_->cold_bytes.load(std::memory_order_relaxed);
   const uint64_t all_free_bytes = core_->allocator.counters().free_bytes;
@@ -90,7 +75,7 @@ uint64_t MemfdHeap::available_bytes() const {
 
 uint64_t MemfdHeap::largest_available_bytes() const {
   core_->origin.check("the heap");
-  const uint64_t growth = growth_bytes();
+  const uint64_t growth = core_->growth_bytes();
   const uint64_t cold_bytes = core_->cold_bytes.load(std::memory_order_relaxed);
   const std::lock_guard lock(core_->mutex);
   // The largest free range may be cold, and its pages beyond the limit.
@@ -111,7 +96,7 @@ uint64_t MemfdHeap::headroom_bytes(uint64_t bytes) const {
 void MemfdHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
   const uint64_t page_bytes = system_page_bytes();
   least_bytes = round_up(least_bytes, page_bytes);
-  const uint64_t room_bytes = round_down(growth_bytes(), page_bytes);
+  const uint64_t room_bytes = round_down(core_->growth_bytes(), page_bytes);
   if (least_bytes > room_bytes) {
     uint64_t largest_bytes = 0;
     {
@@ -160,7 +145,7 @@ std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
   core_->origin.check("the heap");
   if (bytes == 0)
     return std::make_shared<ShmWindow>(core_, nullptr, nullptr, Offer{});
-  if (bytes > kMostBytes)
+  if (bytes > HeapCore::kMostBytes)
     throw CapacityError(concat("a window of ", bytes, " bytes is beyond any machine"),
                         bytes,
                         machine_available_bytes());
@@ -189,31 +174,17 @@ std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
 
 std::shared_ptr<Window> MemfdHeap::allocate_free(uint64_t most_bytes) {
   core_->origin.check("the heap");
-  Block* block = nullptr;
-  {
-    const auto lock = core_->lock_with_nodes();
-    block = core_->allocator.allocate_largest(std::min(most_bytes, kMostBytes));
-  }
+  Block* const block = core_->allocate_largest(most_bytes);
   if (block == nullptr)
     return nullptr;
   return make_window(block, std::min(most_bytes, block->bytes));
 }
 
 std::shared_ptr<Window> MemfdHeap::make_window(Block* block, uint64_t bytes) {
-  // From here on the window owns the block: whatever throws gives it back.
-  const SegmentTable::Entry* entry = core_->table.find(block->segment_idx);
-  std::byte* data = entry->data.load(std::memory_order_relaxed) + block->offset;
-  std::shared_ptr<ShmWindow> window;
-  try {
-    window = std::make_shared<ShmWindow>(
-        core_, block, data, Offer{block->segment_idx, 0, block->offset, bytes});
-  } catch (...) {
-    core_->release(block);
-    throw;
-  }
+  auto window = ShmWindow::over(core_, block, bytes);
   warm(*block);
   if (core_->options.poison)
-    std::memset(data, 0xFF, block->bytes);
+    std::memset(window->data(), 0xFF, block->bytes);
   return window;
 }
 
@@ -234,9 +205,9 @@ void MemfdHeap::warm(const Block& block) {
   uint64_t cold_bytes = 0;
   for (const RangeSet::Range& range : cold_ranges)
     cold_bytes += range.bytes();
-  if (cold_bytes > growth_bytes()) {
+  if (cold_bytes > core_->growth_bytes()) {
     return_free_pages();
-    if (cold_bytes > growth_bytes())
+    if (cold_bytes > core_->growth_bytes())
       throw CapacityError(concat("the heap of rank ",
                                  rank_idx_,
                                  " cannot hold a window of ",
@@ -244,10 +215,10 @@ void MemfdHeap::warm(const Block& block) {
                                  " bytes: its limit is ",
                                  core_->options.limit_bytes,
                                  " bytes, of which ",
-                                 growth_bytes(),
+                                 core_->growth_bytes(),
                                  " are left"),
                           block.bytes,
-                          growth_bytes());
+                          core_->growth_bytes());
   }
   for (const RangeSet::Range& range : cold_ranges) {
     const uint64_t huge_bytes =
@@ -284,7 +255,7 @@ void MemfdHeap::end_quarantine() {
 
 void MemfdHeap::reserve(uint64_t bytes) {
   core_->origin.check("the heap");
-  if (bytes > kMostBytes)
+  if (bytes > HeapCore::kMostBytes)
     throw CapacityError(concat("a segment of ", bytes, " bytes is beyond any machine"),
                         bytes,
                         machine_available_bytes());

@@ -142,11 +142,7 @@ std::shared_ptr<Window> WorldHeap::allocate(uint64_t bytes) {
 }
 
 std::shared_ptr<Window> WorldHeap::allocate_free(uint64_t most_bytes) {
-  WindowAllocator::Block* block = nullptr;
-  {
-    const auto lock = core_->lock_with_nodes();
-    block = core_->allocator.allocate_largest(most_bytes);
-  }
+  WindowAllocator::Block* const block = core_->allocate_largest(most_bytes);
   return block == nullptr ? nullptr : make_window(block, std::min(most_bytes, block->bytes));
 }
 
