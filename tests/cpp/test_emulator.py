@@ -60,7 +60,7 @@ def programs() -> dict[str, Path]:
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(program), *arguments], capture_output=True, text=True, check=False, timeout=60
+        [str(program), *arguments], capture_output=True, text=True, check=False, timeout=300
     )
 
 

@@ -67,14 +67,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bytes_are_those_of_the_cpu_backend(program: Path) -> None:
-    ended = subprocess.run([program], capture_output=True, text=True, check=False, timeout=200)
+    ended = subprocess.run([program], capture_output=True, text=True, check=False, timeout=300)
     assert (ended.returncode, ended.stdout) == (0, "ok\n"), ended.stderr
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_faults_are_seen(program: Path, mutant: str) -> None:
     ended = subprocess.run(
-        [program, mutant], capture_output=True, text=True, check=False, timeout=200
+        [program, mutant], capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.returncode == 1, f"{mutant} passes"
     assert "differs" in ended.stderr or "differ," in ended.stderr, ended.stderr

@@ -21,5 +21,5 @@ def test_ranks_take_the_same_region(tmp_path: Path) -> None:
         ["c++", *flags, *sources, "-o", program], capture_output=True, text=True, check=False
     )
     assert built.returncode == 0, built.stderr
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout

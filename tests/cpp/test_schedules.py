@@ -38,7 +38,7 @@ NUM_SCHEDULES_OF = {
 }
 NUM_LITMUS_SCHEDULES = 300
 # Several nodes of several ranks: long schedules.
-NUM_INTERNODE_SCHEDULES = 60
+NUM_INTERNODE_SCHEDULES = 50
 # The rarest fault shows in one schedule of 400: what moves a few accesses must not hide it.
 NUM_MOST_UNTIL_FOUND = 6000
 
@@ -100,7 +100,7 @@ def explore(
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=600,
     )
     where = f"schedules --scenario {scenario} --mutant {mutant}"
     assert done.returncode in (0, 1), f"{where}: {done.returncode}\n{done.stderr[-2000:]}"

@@ -190,6 +190,7 @@ def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
                 capture_output=True,
                 text=True,
                 check=False,
+                timeout=2 * WAIT_S,
                 cwd=Path.cwd(),
                 env=python_environment(),
             )

@@ -24,6 +24,7 @@ from moe_comm import (
 )
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
+    PROGRAM_S,
     SHORT_S,
     config_for,
     die,
@@ -154,7 +155,11 @@ except moe_comm.CapacityError as error:
 def test_the_first_error_of_a_process_may_come_from_the_heap() -> None:
     """The heap is another module's: its exceptions cross into the emulator's, which has thrown none."""
     done = subprocess.run(
-        [sys.executable, "-c", _FIRST_ERROR], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _FIRST_ERROR],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PROGRAM_S,
     )
     assert (done.returncode, done.stdout.strip()) == (0, str(4 * 2 << 20)), done.stderr
 
