@@ -180,11 +180,9 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
                             (group_.link()->is_link_lost(group_.members()[idx]) ? 0 : kEnded));
   }
   for (size_t idx = 0; idx < voices_.size(); ++idx)
-    if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken && counts(voices_[idx]))
+    if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken && counts(voices_[idx]) &&
+        !MOE_MUTANT(reports_not_heeded))
       unite(&members, voices_[idx].ballot.members);
-  // Whoever has decided stands by it within its round.
-  if ((is_decided_ || before.has_group != 0) && !have_same_failed(members, before.members))
-    ++own.ballot.round;
   bool has_heard_all = true;
   for (size_t idx = 0; idx < voices_.size(); ++idx)
     if ((members[idx] & kFailed) == 0) {

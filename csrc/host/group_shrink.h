@@ -27,9 +27,13 @@ struct ShrinkDecision {
 ///
 /// Every rank says where it stands in ballots: (round, whether it has the new group of that round,
 /// and of every rank whether it has failed). A round is decided once every rank outside its failed
-/// set says the same; a rank that hears of one more failure opens the next round. Failed sets only
-/// grow. What a rank outside the failed set reports counts; what a rank inside it says is not
-/// heeded, so no promise made without it can be overtaken by it.
+/// set says the same. A rank that cannot make the group of its round, because a survivor is gone,
+/// opens the next one. If all survivors have the group, it counts, although another of its ranks
+/// may have died by then: the next operation finds that. No round has two groups: whoever makes one
+/// waits for a word of all its ranks, and a rank that is to decide otherwise in that round needs
+/// the word of one that does not give it. Failed sets only grow. What a rank outside the failed set
+/// reports counts; what a rank inside it says is not heeded, so no promise made without it can be
+/// overtaken by it.
 ///
 /// Where ranks that are not known to have ended stay behind, at most one side may go on: the
 /// majority of those not known to have ended, of two halves the one with the lowest rank. A rank

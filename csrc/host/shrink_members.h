@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "core/mutant.h"
+
 // What a rank takes the others for while survivors of failures agree: one byte per rank.
 
 namespace moe::host {
@@ -52,12 +54,16 @@ inline bool have_majority(const std::string& members) {
 /// Of the message of one exchange between survivors. Apart from those of ballots, which bear the
 /// attempt, counted from 0. The number of the exchange may wrap within its round: nobody is more
 /// than one exchange ahead of another, and what is older has been taken.
-constexpr uint64_t gather_sequence(uint32_t attempt, uint32_t round, uint32_t gather_idx) {
+inline uint64_t gather_sequence(uint32_t attempt, uint32_t round, uint32_t gather_idx) {
+#if defined(MOE_SIMT_CHECKED)
+  constexpr uint32_t kGatherBits = 2;  // wraps in a schedule of a bearable length
+#else
   constexpr uint32_t kGatherBits = 20;
-  return (uint64_t{attempt} + 1) << 40 | uint64_t{round} << kGatherBits |
-         gather_idx % (1u << kGatherBits);
+#endif
+  const uint32_t wrapped =
+      MOE_MUTANT(gather_counter_overflows) ? gather_idx : gather_idx % (1u << kGatherBits);
+  return (uint64_t{attempt} + 1) << 40 | ((uint64_t{round} << kGatherBits) + wrapped);
 }
-static_assert(gather_sequence(0, 0, 1u << 20) == gather_sequence(0, 0, 0));
 
 inline void unite(std::string* members, const std::string& others) {
   for (size_t rank = 0; rank < members->size(); ++rank)

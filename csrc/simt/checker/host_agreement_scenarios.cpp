@@ -53,17 +53,22 @@ class Deaths {
 using Outcomes = std::vector<std::vector<int>>;
 
 /// What a caller of the agreement does: it makes the new group again until all survivors have it.
-/// Here the new group is who said what in one gather.
-std::vector<int> shrink(HostRank& rank, const std::vector<int>& failed_ranks) {
+/// Here the new group is who said what in so many gathers.
+std::vector<int> shrink(HostRank& rank,
+                        const std::vector<int>& failed_ranks,
+                        int64_t num_gathers = 1) {
   host::ShrinkAgreement& agreement = rank.group()->shrink_agreement();
   host::ShrinkDecision decision = agreement.agree({failed_ranks, "shrink", "", "", true}, {});
   while (true) {
     bool has_group = true;
     try {
-      const auto said = agreement.all_gather(std::to_string(rank.rank_idx()), {});
-      for (size_t i = 0; i < said.size(); ++i)
-        if (said[i] != std::to_string(decision.survivors[i]))
-          rank.fail(concat("rank ", decision.survivors[i], " said ", said[i]));
+      for (int64_t gather_idx = 0; gather_idx < num_gathers; ++gather_idx) {
+        const auto words = [gather_idx](int from) { return concat(from, " in ", gather_idx); };
+        const auto said = agreement.all_gather(words(rank.rank_idx()), {});
+        for (size_t i = 0; i < said.size(); ++i)
+          if (said[i] != words(decision.survivors[i]))
+            rank.fail(concat("rank ", decision.survivors[i], " said ", said[i]));
+      }
     } catch (const PeerFailed&) {
       has_group = false;
     }
@@ -103,6 +108,35 @@ MOE_SCENARIO(host_shrink, "CPU: ranks die at any step while the survivors agree 
           std::find(survivors.begin(), survivors.end(), peer_rank) == survivors.end())
         rank.fail(concat("rank ", peer_rank, " lives, and is no part of the new group"));
     check_outcomes(rank, world, outcomes);
+  });
+}
+
+MOE_SCENARIO(host_shrink_gathers, "CPU: a rank dies while survivors exchange more than once") {
+  HostWorld world(run, draw_options(run, 3, 3));
+  const Deaths deaths(run.random(), world.num_ranks(), 900);
+  Outcomes outcomes(static_cast<size_t>(world.num_ranks()));
+  world.run([&](HostRank& rank) {
+    world.meet();
+    deaths.doom(rank);
+    outcomes[static_cast<size_t>(rank.rank_idx())] = shrink(rank, {}, 6);
+    check_outcomes(rank, world, outcomes);
+  });
+}
+
+MOE_SCENARIO(host_stopped, "CPU: a rank that lives and says nothing is reported by one alone") {
+  HostWorld world(run, draw_options(run, 3, 4));
+  const auto stopped = static_cast<int>(run.random().between(0, world.num_ranks() - 1));
+  const auto others = static_cast<int>(run.random().between(1, world.num_ranks() - 1));
+  const int reporter = (stopped + others) % world.num_ranks();
+  world.run([&](HostRank& rank) {
+    world.meet();
+    if (rank.rank_idx() != stopped) {
+      const std::vector<int> survivors = shrink(
+          rank, rank.rank_idx() == reporter ? std::vector<int>{stopped} : std::vector<int>{});
+      if (static_cast<int>(survivors.size()) != world.num_ranks() - 1)
+        rank.fail(concat(survivors.size(), " ranks go on"));
+    }
+    world.meet();
   });
 }
 
