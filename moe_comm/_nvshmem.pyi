@@ -30,7 +30,7 @@ class InternodeHeap(_cuda.Heap):
         unique_id: bytes,
     ) -> InternodeHeap: ...
 
-class Endpoint(_cuda.Endpoint):
+class Endpoint(_cuda.Endpoint):  # type: ignore[misc]  # whose methods it has
     @staticmethod
     def create(  # type: ignore[override]
         group: _host.Group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -21,6 +21,7 @@ from moe_comm.backends.base import (
 )
 from moe_comm.backends.native_dtypes import DLPACK_TYPES, SUMMABLE_TYPES, as_dtype, dlpack_type
 from moe_comm.backends.native_endpoint import (
+    EndpointPlan,
     NativeEndpoint,
     NativeGroupOwner,
     Settings,
@@ -307,6 +308,6 @@ def _write_records(path: str, rank_idx: int, endpoint: NativeEndpoint) -> None:
     write_trace(path, rank_idx, _take_records(endpoint, rank_idx))
 
 
-def _native_plan(plan: Plan) -> Any:
+def _native_plan(plan: Plan) -> EndpointPlan:
     assert isinstance(plan, NativePlan)
     return plan.native

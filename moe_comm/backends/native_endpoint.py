@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from moe_comm import _host
 
 __all__ = [
+    "EndpointPlan",
     "NativeEndpoint",
     "NativeGroupOwner",
     "PendingNative",
@@ -18,6 +19,25 @@ __all__ = [
     "SubmittedCombine",
     "SubmittedDispatch",
 ]
+
+
+class EndpointPlan(Protocol):
+    """A plan as the endpoint that made it has it."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """num_tokens, num_topk, num_recv_tokens, num_recv_topk."""
+        ...
+
+    @property
+    def expert_alignment(self) -> int:
+        """See `EpBuffer.dispatch`."""
+        ...
+
+    @property
+    def layout(self) -> int:
+        """Number of a `Layout`."""
+        ...
 
 
 class PendingNative(Protocol):
@@ -31,7 +51,7 @@ class PendingNative(Protocol):
 class SubmittedDispatch(PendingNative, Protocol):
     """A dispatch; its tensors are DLPack capsules."""
 
-    def plan(self) -> Any:
+    def plan(self) -> EndpointPlan:
         """Blocks until the end, raises what ended it."""
         ...
 
@@ -89,7 +109,7 @@ class SubmittedCombine(PendingNative, Protocol):
 
 
 class NativeEndpoint(Protocol):
-    """One buffer of one rank, as every extension module has it. Plans are the module's own."""
+    """One buffer of one rank, as every extension module has it."""
 
     @property
     def buffer_number(self) -> int:
@@ -102,7 +122,7 @@ class NativeEndpoint(Protocol):
         x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        plan: Any,
+        plan: EndpointPlan | None,
         dtype: int,
         layout: int,
         expert_alignment: int,
@@ -118,7 +138,7 @@ class NativeEndpoint(Protocol):
     def combine(
         self,
         x: torch.Tensor | None,
-        plan: Any,
+        plan: EndpointPlan,
         topk_weights: torch.Tensor | None,
         row_weights: torch.Tensor | None,
         out: torch.Tensor | None,
@@ -133,7 +153,7 @@ class NativeEndpoint(Protocol):
         """Raises what every rank raises."""
         ...
 
-    def empty_rows(self, plan: Any, hidden: int, row_bytes: int, dtype: int) -> Any:
+    def empty_rows(self, plan: EndpointPlan, hidden: int, row_bytes: int, dtype: int) -> Any:
         """A window for the rows of a plan."""
         ...
 
@@ -148,13 +168,13 @@ class NativeEndpoint(Protocol):
         """See `Backend.weighted_gradient`."""
         ...
 
-    def export_plan(self, plan: Any) -> tuple[Any, Any, Any]:
+    def export_plan(self, plan: EndpointPlan) -> tuple[Any, Any, Any]:
         """(counts, slots, topk_idx)."""
         ...
 
     def import_plan(
         self, counts: torch.Tensor, topk_idx: torch.Tensor, layout: int, expert_alignment: int
-    ) -> Any:
+    ) -> EndpointPlan:
         """A plan of its tensors, which lie in host memory."""
         ...
 

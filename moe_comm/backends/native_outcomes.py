@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 from moe_comm.backends.base import PlanTensors
 from moe_comm.backends.native_dtypes import as_dtype
 from moe_comm.backends.native_endpoint import (
+    EndpointPlan,
     NativeEndpoint,
     PendingNative,
     SubmittedCombine,
@@ -62,12 +63,11 @@ class NativePlan:
         "num_topk",
     )
 
-    def __init__(self, native: Any, endpoint: NativeEndpoint) -> None:
+    def __init__(self, native: EndpointPlan, endpoint: NativeEndpoint) -> None:
         self.native = native
         self._endpoint = endpoint
         # In one call: a decode step sees what a call costs.
-        sizes: tuple[int, int, int, int] = native.sizes
-        self.num_tokens, self.num_topk, self.num_recv_tokens, self.num_recv_topk = sizes
+        self.num_tokens, self.num_topk, self.num_recv_tokens, self.num_recv_topk = native.sizes
 
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
