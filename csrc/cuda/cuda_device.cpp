@@ -182,4 +182,8 @@ void CudaDevice::activate() {
   device::check_cuda(cudaSetDevice(device_idx_), "making a device current");
 }
 
+std::shared_ptr<void> CudaDevice::activate_for_now() {
+  return std::make_shared<CurrentDevice>(device_idx_);
+}
+
 }  // namespace moe::cuda

@@ -58,6 +58,7 @@ class CudaDevice final : public runtime::Device {
   /// @param handle  torch.cuda.Stream.cuda_stream. The stream outlives this device.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
   void activate() override;
+  std::shared_ptr<void> activate_for_now() override;
 
   const DeviceInfo& info() const { return info_; }
   MemoryPool& pool() const { return *pool_; }

@@ -17,6 +17,24 @@ BufferOperation::BufferOperation(EndpointBase& endpoint,
   group_.check_usable(operation);
 }
 
+BufferOperation::BufferOperation(EndpointBase& endpoint,
+                                 layout::Operation operation,
+                                 uint64_t epoch,
+                                 std::vector<std::shared_ptr<Window>> offered,
+                                 const InterruptCheck& interrupt_check)
+    : group_(endpoint.group()),
+      operation_(operation),
+      interrupt_check_(interrupt_check),
+      epoch_(epoch),
+      step_(layout::Phase::kData),
+      offered_(std::move(offered)),
+      buffer_(endpoint),
+      phase_("done") {
+  if (buffer_.tracer().is_enabled())
+    phase_start_ns_ = sync::now_ns();
+  group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
+}
+
 void BufferOperation::check_rails() const {
   const NodeLayout& nodes = group_.nodes();
   if (nodes.num_nodes() == 1)

@@ -37,6 +37,13 @@ class BufferOperation {
   BufferOperation(EndpointBase& endpoint,
                   layout::Operation operation,
                   const InterruptCheck& interrupt_check);
+  /// Goes on with an operation of which a part has ended well.
+  /// @param offered  What peers may still touch.
+  BufferOperation(EndpointBase& endpoint,
+                  layout::Operation operation,
+                  uint64_t epoch,
+                  std::vector<std::shared_ptr<Window>> offered,
+                  const InterruptCheck& interrupt_check);
   ~BufferOperation() = default;
 
   /// Across nodes, before begin(), on every rank alike.
@@ -70,17 +77,12 @@ class BufferOperation {
   const char* phase_ = "prepare";
 };
 
-/// Runs @p body(exchange) as one operation of @p endpoint. Where it throws after the epoch was
-/// taken and before every rank knows the same end, the communicator is aborted.
-template <typename Exchange, typename Endpoint, typename Body>
-auto run_operation(Endpoint& endpoint,
-                   layout::Operation operation,
-                   const InterruptCheck& interrupt_check,
-                   Body&& body) {
-  const Group::OperationScope scope(endpoint.group());
-  Exchange exchange(endpoint, operation, interrupt_check);
+/// Runs @p body() as the last part of @p exchange. Where it throws after the epoch was taken and
+/// before every rank knows the same end, the communicator is aborted.
+template <typename Exchange, typename Body>
+auto run_to_end(Exchange& exchange, Body&& body) {
   try {
-    auto outcome = body(exchange);
+    auto outcome = body();
     exchange.complete();
     return outcome;
   } catch (const std::exception& error) {
@@ -90,6 +92,17 @@ auto run_operation(Endpoint& endpoint,
     exchange.fail("an exception without a message");
     throw;
   }
+}
+
+/// Runs @p body(exchange) as one operation of @p endpoint; see run_to_end().
+template <typename Exchange, typename Endpoint, typename Body>
+auto run_operation(Endpoint& endpoint,
+                   layout::Operation operation,
+                   const InterruptCheck& interrupt_check,
+                   Body&& body) {
+  const Group::OperationScope scope(endpoint.group());
+  Exchange exchange(endpoint, operation, interrupt_check);
+  return run_to_end(exchange, [&] { return body(exchange); });
 }
 
 }  // namespace moe::host

@@ -14,14 +14,20 @@ namespace moe::host {
 /// Whether results are copied out of the heap.
 enum class CopyOut { kAuto, kAlways, kNever };
 
-/// The end of an operation that runs on in a stream, which the caller's stream is still to wait
-/// for. Whoever looks at the results joins it; so does whoever drops them, before their memory
-/// goes.
+/// The end of an operation that runs on in a stream, which the caller is still to wait for. Whoever
+/// looks at the results joins it; where the caller is a stream, so does whoever drops them, before
+/// their memory goes. Thread-safe.
 class CallerJoin {
  public:
   virtual ~CallerJoin() = default;
-  /// What the caller's stream is given from now on runs after the end. Idempotent, thread-safe.
-  virtual void join() = 0;
+  /// What the caller's stream is given from now on runs after the end; where the caller is the
+  /// host, blocks until the end. Idempotent. @throws what ended it, the same every time.
+  virtual void join(const InterruptCheck& interrupt_check) = 0;
+  /// Whether join() would return or throw at once. Who asks wants the end: what join() would start
+  /// is started.
+  virtual bool is_complete() { return true; }
+  /// Nanoseconds waited for every rank behind the outcome, [num_ranks] or empty. After join().
+  virtual std::vector<int64_t> waited_ns() const { return {}; }
 };
 
 struct DispatchParams {
@@ -54,6 +60,9 @@ struct DispatchParams {
   std::shared_ptr<Window> window;  ///< low-latency: to receive in; null where none was to be had
   std::shared_ptr<const PlanHeader> plan;  ///< cached dispatch: of the endpoint's own kind
   CopyOut copy_out = CopyOut::kAuto;
+  /// The caller asks for the end later, by DispatchOutcome::end where there is one: rows for this
+  /// rank may be on their way when the call returns.
+  bool is_async = false;
   /// Of an operation that a progress thread runs: EndpointBase::mark_caller() as it was issued.
   std::shared_ptr<const void> caller_mark;
 
@@ -82,7 +91,7 @@ struct DispatchOutcome {
   layout::ScaleMap scale_map;
   std::vector<int64_t> num_dropped_per_expert;  ///< [num_local_experts]
   int64_t num_required_rows = 0;
-  std::vector<int64_t> waited_ns;          ///< [num_ranks]
+  std::vector<int64_t> waited_ns;          ///< [num_ranks]; CallerJoin::waited_ns() comes on top
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
   std::shared_ptr<CallerJoin> end;         ///< or null; last, so that it goes first
 };

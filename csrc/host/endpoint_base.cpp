@@ -203,6 +203,9 @@ void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
   try {
     if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
       give_up();
+    start_last_phase();
+    if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
+      give_up();
   } catch (...) {
     give_up();
     throw;

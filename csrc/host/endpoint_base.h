@@ -76,6 +76,8 @@ class EndpointBase : public Recoverable {
   /// Where the caller's stream is now, for an operation issued now that begins later; null where
   /// the caller is the host.
   virtual std::shared_ptr<const void> mark_caller() { return nullptr; }
+  /// Whether operations are recorded into a graph instead of run.
+  virtual bool is_capturing() const { return false; }
 
   /// A window of about the size of recent needs, without growing the heap; may be empty.
   std::shared_ptr<Window> guess_window();
@@ -121,7 +123,10 @@ class EndpointBase : public Recoverable {
   /// After connect() threw: peers may write to the control area at any time.
   void give_up_connecting();
 
-  /// What of operations is still in flight once the progress thread is idle; called by destroy().
+  /// Starts what is left of an operation whose caller has not asked for its end. Does not wait;
+  /// called by destroy() once the progress thread is idle.
+  virtual void start_last_phase() {}
+  /// What of operations is still in flight once that has ended, too; called by destroy().
   virtual void end_device_operations() {}
 
   void set_next_epoch(uint64_t epoch) { next_epoch_ = epoch; }

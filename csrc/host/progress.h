@@ -25,8 +25,14 @@ class Pending {
     return is_complete_;
   }
 
-  /// Blocks until the end; rethrows what ended it, the same every time.
-  const Outcome& wait(const InterruptCheck& interrupt_check) {
+  /// Null while it runs, and where it ended by an exception.
+  const Outcome* outcome() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return outcome_ ? &*outcome_ : nullptr;
+  }
+
+  /// Blocks until the end, whatever that is.
+  void await(const InterruptCheck& interrupt_check) {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!end_.wait_for(lock, std::chrono::milliseconds(50), [this] { return is_complete_; })) {
       lock.unlock();
@@ -34,6 +40,11 @@ class Pending {
         interrupt_check();
       lock.lock();
     }
+  }
+
+  /// Blocks until the end; rethrows what ended it, the same every time.
+  const Outcome& wait(const InterruptCheck& interrupt_check) {
+    await(interrupt_check);
     if (error_)
       std::rethrow_exception(error_);
     return *outcome_;

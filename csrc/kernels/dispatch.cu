@@ -13,9 +13,9 @@ namespace {
 // Grid: any number of blocks; warps take tokens in turn, and the rows of the padding.
 // Protocol: the exchange in front of this kernel acquired the rows of every peer, which hand their
 //   windows to this rank. Rows and what travels beside them are written until the blocks have
-//   counted themselves in finish(); its done flags hand the windows back, and it waits for those of
-//   every rank that writes here. Nothing before finish() waits for a peer, so nothing before it
-//   leaves: after an abort the rows still go where memory is kept for them.
+//   counted themselves in finish_rows(), whose done flags hand the windows back. Nothing here waits
+//   for a peer, so nothing leaves: after an abort the rows still go where memory is kept for them.
+//   Rows that come here are whole behind receive().
 // Example: 1 warp, tokens 0 and 1 with slots [a, b] and [none, c], rows of one piece. Row 0 is
 //   loaded into stage 0; the slots of token 1 are found and row 1 is loaded into stage 1 while row
 //   0 is stored to a and b; row 1 is stored to c.
@@ -26,11 +26,7 @@ MOE_KERNEL void dispatch(const DispatchParams params) {
   const DispatchShape shape = DispatchShape::make(params, device::num_threads());
   std::byte* const shared = device::shared_memory();
   const auto end = [&] {
-    finish(
-        params.buffer,
-        params.tables,
-        params.is_cached != 0 ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch,
-        reinterpret_cast<int32_t*>(shared));
+    finish_rows(params.buffer, params.tables, reinterpret_cast<int32_t*>(shared));
   };
   const bool ends_early = MOE_MUTANT(done_before_rows_were_written);
   if (ends_early)

@@ -43,9 +43,9 @@ struct DispatchParams {
   int32_t is_plain = 0;  ///< loads and stores instead of bulk copies
 };
 
-/// Moves rows to their final slots, zeroes this rank's padding, releases done flags and waits for
-/// those of every rank that sends here. Returns at once unless Tables::may_move. Peer::rows of this
-/// rank is its own window, whether it sends itself rows or not.
+/// Sends: moves rows to their final slots, zeroes this rank's padding and releases done flags.
+/// launch_receive() waits for those of others. Returns at once unless Tables::may_move. Peer::rows
+/// of this rank is its own window, whether it sends itself rows or not.
 /// @param launch  num_blocks is the number of SMs to use.
 /// @throws InvalidArgument  rows of that dtype cannot be quantised.
 void launch_dispatch(const device::Launch& launch, const DispatchParams& params);

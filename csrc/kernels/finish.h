@@ -27,20 +27,19 @@ MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
   }
 }
 
-/// The end of a kernel that moved rows; all threads of all its blocks call it.
+/// The end of moving rows; all threads of all blocks of the kernel call it.
 ///
 /// Every thread waits for its bulk stores, the blocks count themselves, and the last of them raises
-/// the done flags and waits for those of every rank that has rows here. Rows are then whole
-/// (dispatch), or pulled by everybody (combine), when the kernel has ended.
+/// the done flags: this rank needs nothing more of its peers' windows in this operation.
 /// @param scratch  shared, a word per warp and at least two
 /// @param release  release(epoch), by all threads of the last block: raises the done flags; false
 ///   where the operation ends without
+/// @return the same on all threads of a block: true in the one that has raised them.
 template <typename Release>
-MOE_DEVICE void finish(const Buffer& buffer,
-                       const Tables& tables,
-                       layout::Operation operation,
-                       int32_t* scratch,
-                       const Release& release) {
+MOE_DEVICE bool finish_rows(const Buffer& buffer,
+                            const Tables& tables,
+                            int32_t* scratch,
+                            const Release& release) {
   if (MOE_MUTANT(only_sources_of_bulk_stores_awaited))
     device::await_bulk_reads<0>();
   else if (!MOE_MUTANT(no_wait_for_bulk_stores))
@@ -64,15 +63,32 @@ MOE_DEVICE void finish(const Buffer& buffer,
   const bool is_last = device::load(scratch) != 0;
   device::sync_block();
   if (!is_last)
-    return;
-  const uint64_t epoch = device::load(tables.epoch);
-  if (!release(epoch)) {
-    if (device::thread_idx() == 0)
-      device::store(tables.status, static_cast<int32_t>(OperationStatus::kLeft));
-    return;
-  }
+    return false;
+  if (release(device::load(tables.epoch)))
+    return true;
+  if (device::thread_idx() == 0)
+    device::store(tables.status, static_cast<int32_t>(OperationStatus::kLeft));
+  return false;
+}
+
+/// The same within one node.
+MOE_DEVICE bool finish_rows(const Buffer& buffer, const Tables& tables, int32_t* scratch) {
+  return finish_rows(buffer, tables, scratch, [&](uint64_t epoch) {
+    release_done(buffer, epoch);
+    return true;
+  });
+}
+
+/// A block waits for the done flags of every rank that has rows here. Rows are whole (dispatch), or
+/// pulled by everybody (combine), for what follows in the stream.
+/// @param scratch  shared, a word per warp
+MOE_DEVICE void await_done(const Buffer& buffer,
+                           const Tables& tables,
+                           layout::Operation operation,
+                           int32_t* scratch) {
   if (MOE_MUTANT(no_wait_for_done))
     return;
+  const uint64_t epoch = device::load(tables.epoch) - (MOE_MUTANT(done_of_epoch_before) ? 1 : 0);
   const layout::Workspace own = workspace(buffer, buffer.rank_idx);
   const WaitSite site{layout::Phase::kData, static_cast<int32_t>(operation), epoch};
   const bool all_done = block_await_flags(
@@ -87,15 +103,13 @@ MOE_DEVICE void finish(const Buffer& buffer,
     device::store(tables.status, static_cast<int32_t>(OperationStatus::kLeft));
 }
 
-/// The same within one node.
+/// Both, of a kernel that ends when its peers have ended.
 MOE_DEVICE void finish(const Buffer& buffer,
                        const Tables& tables,
                        layout::Operation operation,
                        int32_t* scratch) {
-  finish(buffer, tables, operation, scratch, [&](uint64_t epoch) {
-    release_done(buffer, epoch);
-    return true;
-  });
+  if (finish_rows(buffer, tables, scratch))
+    await_done(buffer, tables, operation, scratch);
 }
 
 }  // namespace moe::kernels

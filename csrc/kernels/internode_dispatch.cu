@@ -20,17 +20,16 @@ MOE_HOST_DEVICE int64_t scratch_bytes(int num_threads) {
 }
 
 // Grid: any number of blocks that can run at a time; every warp first sends, then forwards, chunks
-// in
-//   turn.
+//   in turn.
 // Protocol: nothing waits before this rank's last chunk is on its way, so chunks come whatever
-// their
-//   readers do. An area of a peer is free: that peer's row of this epoch, which the exchange
+//   their readers do. An area of a peer is free: that peer's row of this epoch, which the exchange
 //   acquired, was published after its kernels of earlier epochs had ended. Chunks arrive in any
 //   order; each has a signal of its own. Done flags of remote ranks are raised at this node by
-//   whoever forwards their rows, once all blocks have counted themselves in finish().
+//   whoever forwards their rows, once all blocks have counted themselves in finish_rows(). Rows are
+//   forwarded here and not in receive(): other ranks of the node wait for them, whenever this one's
+//   caller asks for its own.
 // Example: 2 nodes of 1 rank, chunks of 2 tokens, 3 tokens on rank 0: its warps put two chunks;
-// rank
-//   1 waits for signals of chunks 0 and 1 of node 0, and writes each record to its slots.
+//   rank 1 waits for signals of chunks 0 and 1 of node 0, and writes each record to its slots.
 template <typename Source>
 MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
   const DispatchParams& params = both.operation;
@@ -39,14 +38,7 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
     return;
   std::byte* const shared = device::shared_memory();
   auto* const scratch = reinterpret_cast<int32_t*>(shared);
-  const auto end = [&] {
-    internode_finish(
-        params.buffer,
-        params.tables,
-        rails,
-        params.is_cached != 0 ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch,
-        scratch);
-  };
+  const auto end = [&] { internode_finish_rows(params.buffer, params.tables, rails, scratch); };
   const bool ends_early = MOE_MUTANT(rail_done_before_forwarding);
   const bool has_left = block_has_left(params.buffer, scratch);
   ProgressShower progress(params.buffer);

@@ -18,21 +18,31 @@ MOE_DEVICE bool block_has_left(const Buffer& buffer, int32_t* scratch) {
   return has_left;
 }
 
-/// finish() across nodes: every warp's puts have been delivered; done flags are also those of the
-/// rail's other ranks, whose rows this rank has moved here. None is released where some warp left.
-MOE_DEVICE void internode_finish(const Buffer& buffer,
-                                 const Tables& tables,
-                                 const Rails& rails,
-                                 layout::Operation operation,
-                                 int32_t* scratch) {
+/// finish_rows() across nodes: every warp's puts have been delivered; done flags are also those of
+/// the rail's other ranks, whose rows this rank has moved here. None is released where some warp
+/// left.
+MOE_DEVICE bool internode_finish_rows(const Buffer& buffer,
+                                      const Tables& tables,
+                                      const Rails& rails,
+                                      int32_t* scratch) {
   if (!MOE_MUTANT(rows_without_quiet))
     device::quiet();
-  finish(buffer, tables, operation, scratch, [&](uint64_t epoch) {
+  return finish_rows(buffer, tables, scratch, [&](uint64_t epoch) {
     if (block_has_left(buffer, scratch))
       return false;
     release_rail_done(buffer, rails, epoch);
     return true;
   });
+}
+
+/// finish() across nodes.
+MOE_DEVICE void internode_finish(const Buffer& buffer,
+                                 const Tables& tables,
+                                 const Rails& rails,
+                                 layout::Operation operation,
+                                 int32_t* scratch) {
+  if (internode_finish_rows(buffer, tables, rails, scratch))
+    await_done(buffer, tables, operation, scratch);
 }
 
 }  // namespace moe::kernels

@@ -10,6 +10,7 @@
 #include "runtime/combine_launches.h"
 #include "runtime/device_dispatch.h"
 #include "runtime/dispatch_launches.h"
+#include "runtime/receive_phase.h"
 
 namespace moe::runtime {
 
@@ -29,6 +30,7 @@ class Capture {
               ": async_op has no meaning in a capture, the graph says when it runs");
     endpoint.group().check_usable(operation);
     endpoint.device().activate();
+    endpoint.settle_receive({});
     endpoint.follow_caller();
     const auto memory = endpoint.device().allocate(2 * static_cast<int64_t>(sizeof(int32_t)));
     status_ = keep(std::shared_ptr<int32_t>(memory, reinterpret_cast<int32_t*>(memory.get())));
@@ -148,15 +150,23 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
     row.is_masked = reinterpret_cast<const uint8_t*>(values.get());
   }
   capture.exchange(row, params.plan.get());
-  launches.move_rows();
-
+  launches.send_rows();
   const auto copy_out =
       params.copy_out == host::CopyOut::kAlways && arrangement.layout != RowLayout::kLowLatency
           ? host::CopyOut::kAlways
           : host::CopyOut::kNever;
+  const bool receives_later = params.is_async && copy_out == host::CopyOut::kNever;
+  if (!receives_later)
+    endpoint.launch_receive(launches.receive_params());
   outcome.owner = capture.keep(copy_out_window(
       endpoint, window, static_cast<uint64_t>(layout.bytes), copy_out, &outcome.rows));
-  endpoint.lead_caller();
+  if (receives_later) {
+    auto phase = ReceivePhase::captured(endpoint, launches.receive_params());
+    endpoint.leave_to_receive(phase);
+    outcome.end = ReceivePhase::end_of(std::move(phase));
+  } else {
+    endpoint.lead_caller();
+  }
   outcome.scale_map = layout.scales;
   if (params.num_scales > 0)
     outcome.scales = outcome.rows + layout.scales_offset;

@@ -67,6 +67,8 @@ class Device {
 
   /// Makes the device current on the calling thread.
   virtual void activate() = 0;
+  /// The same while the result lives, for a thread of the caller's.
+  virtual std::shared_ptr<void> activate_for_now() = 0;
 };
 
 }  // namespace moe::runtime

@@ -56,7 +56,13 @@ class DeviceDispatch {
 
   void move_rows() {
     exchange_.enter("data");
-    launches_.move_rows();
+    launches_.send_rows();
+    is_copied_out_ = !is_low_latency() &&
+                     host::is_copied_out(endpoint_, needed(endpoint_.rank_idx()), params_.copy_out);
+    // What is copied out has to be whole.
+    receives_later_ = params_.is_async && !is_copied_out_;
+    if (!receives_later_)
+      endpoint_.launch_receive(launches_.receive_params());
     is_moving_ = true;
   }
 
@@ -209,10 +215,14 @@ class DeviceDispatch {
     const ReceiveWindow& window = windows_[static_cast<size_t>(own_rank)];
     if (!window_)
       window_ = endpoint_.memory().allocate(0);
-    const auto copy_out = is_low_latency() ? host::CopyOut::kNever : params_.copy_out;
+    const auto copy_out = is_copied_out_ ? host::CopyOut::kAlways : host::CopyOut::kNever;
     auto owner = copy_out_window(endpoint_, window_, needed(own_rank), copy_out, &outcome_.rows);
-    exchange_.enter("done");
-    outcome_.end = exchange_.finish();
+    if (receives_later_) {
+      outcome_.end = exchange_.receive_later(launches_.receive_params());
+    } else {
+      exchange_.enter("done");
+      outcome_.end = exchange_.finish();
+    }
     exchange_.withdraw_offers();
     if (!is_low_latency())
       window_->shrink(needed(own_rank));
@@ -244,6 +254,8 @@ class DeviceDispatch {
   std::shared_ptr<Window> window_;
   std::vector<ReceiveWindow> windows_;
   bool is_moving_ = false;
+  bool is_copied_out_ = false;
+  bool receives_later_ = false;
 };
 
 }  // namespace

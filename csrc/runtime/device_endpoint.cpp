@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "runtime/receive_phase.h"
 
 namespace moe::runtime {
 
@@ -41,13 +42,13 @@ class StreamJoin : public host::CallerJoin {
       : caller_(std::move(caller)), end_(std::move(end)) {}
   ~StreamJoin() override {
     try {
-      join();
+      join({});
     } catch (...) {
       // The device has failed: nothing runs on it any more.
     }
   }
 
-  void join() override {
+  void join(const host::InterruptCheck&) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!end_)
       return;
@@ -279,6 +280,11 @@ void DeviceEndpoint::launch_offers(const kernels::OffersParams& params) const {
     internode_->kernels().offers(launch(1), params, internode_->rails());
 }
 
+void DeviceEndpoint::launch_receive(kernels::ReceiveParams params) const {
+  params.buffer = buffer();
+  kernels::launch_receive(launch(1), params);
+}
+
 void DeviceEndpoint::set_caller_stream(uintptr_t handle,
                                        const host::InterruptCheck& interrupt_check) {
   std::shared_ptr<Stream> stream = device_->caller_stream(handle);
@@ -306,8 +312,31 @@ void DeviceEndpoint::lead_caller() {
     caller_stream_->wait(*stream_->record());
 }
 
-std::shared_ptr<host::CallerJoin> DeviceEndpoint::join_caller() {
-  return std::make_shared<StreamJoin>(caller_stream_, stream_->record());
+std::shared_ptr<host::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Stream> caller) {
+  return std::make_shared<StreamJoin>(std::move(caller), stream_->record());
+}
+
+void DeviceEndpoint::leave_to_receive(std::shared_ptr<ReceivePhase> phase) {
+  const std::lock_guard<std::mutex> lock(phase_mutex_);
+  receive_phase_ = std::move(phase);
+}
+
+std::shared_ptr<ReceivePhase> DeviceEndpoint::receive_phase() const {
+  const std::lock_guard<std::mutex> lock(phase_mutex_);
+  return receive_phase_;
+}
+
+void DeviceEndpoint::settle_receive(const host::InterruptCheck& interrupt_check) {
+  const std::shared_ptr<ReceivePhase> phase = receive_phase();
+  if (phase == nullptr)
+    return;
+  phase->settle(interrupt_check);
+  leave_to_receive(nullptr);
+}
+
+void DeviceEndpoint::start_last_phase() {
+  if (const auto phase = receive_phase())
+    phase->start();
 }
 
 const Row& DeviceEndpoint::read_row(int rank_idx) const {
@@ -432,6 +461,11 @@ void DeviceEndpoint::drain() noexcept {
 }
 
 bool DeviceEndpoint::is_idle() const {
+  if (!EndpointBase::is_idle())
+    return false;
+  // Who asks wants it to become so.
+  if (const auto phase = receive_phase())
+    phase->start();
   return EndpointBase::is_idle() && stream_->record()->is_complete();
 }
 

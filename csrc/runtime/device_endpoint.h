@@ -10,6 +10,7 @@
 #include "host/dispatch.h"
 #include "host/endpoint_base.h"
 #include "kernels/exchange.h"
+#include "kernels/receive.h"
 #include "runtime/device.h"
 #include "runtime/device_memory.h"
 #include "runtime/device_watch.h"
@@ -17,6 +18,8 @@
 #include "runtime/segment_bases.h"
 
 namespace moe::runtime {
+
+class ReceivePhase;
 
 /// How kernels of one buffer are launched.
 struct LaunchShape {
@@ -71,13 +74,19 @@ class DeviceEndpoint : public host::EndpointBase {
   void set_caller_stream(uintptr_t handle, const host::InterruptCheck& interrupt_check);
   /// For local work that is the caller's alone.
   Stream& caller_stream() const { return *caller_stream_; }
+  const std::shared_ptr<Stream>& shared_caller_stream() const { return caller_stream_; }
   std::shared_ptr<const void> mark_caller() override;
   /// Kernels launched from now on run after what the caller's stream holds, or held at @p mark.
   void follow_caller(const void* mark = nullptr);
   /// What the caller's stream is given from now on runs after the kernels launched so far.
   void lead_caller();
-  /// The same put off until somebody joins.
-  std::shared_ptr<host::CallerJoin> join_caller();
+  /// The same of @p caller, put off until somebody joins.
+  std::shared_ptr<host::CallerJoin> join_caller(std::shared_ptr<Stream> caller);
+
+  /// The last operation is a dispatch that has sent and is yet to receive.
+  void leave_to_receive(std::shared_ptr<ReceivePhase> phase);
+  /// Before the next operation; see ReceivePhase::settle().
+  void settle_receive(const host::InterruptCheck& interrupt_check);
 
   /// What kernels of this buffer share, as it is now.
   kernels::Buffer buffer() const;
@@ -96,6 +105,8 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Launches the exchange of rows, within a node or across.
   void launch_exchange(const kernels::ExchangeParams& params) const;
   void launch_offers(const kernels::OffersParams& params) const;
+  /// @param params  All but what belongs to the buffer.
+  void launch_receive(kernels::ReceiveParams params) const;
   /// Whether rows at @p source cannot move by bulk copies.
   bool needs_plain_copies(const std::byte* source) const {
     return !device_->has_bulk_copies() || reinterpret_cast<uintptr_t>(source) % 16 != 0;
@@ -117,7 +128,9 @@ class DeviceEndpoint : public host::EndpointBase {
   }
 
   /// Whether operations are being recorded into a graph.
-  bool is_capturing() const { return stream_->is_capturing() || caller_stream_->is_capturing(); }
+  bool is_capturing() const override {
+    return stream_->is_capturing() || caller_stream_->is_capturing();
+  }
   /// Keeps what a captured operation needs until the buffer is destroyed.
   void keep(std::shared_ptr<const void> owned);
   size_t num_kept() const { return kept_.size(); }
@@ -165,6 +178,8 @@ class DeviceEndpoint : public host::EndpointBase {
   Word read_word(const Word& word) const;
   template <typename Word>
   void write_word(Word& word, Word value);
+  std::shared_ptr<ReceivePhase> receive_phase() const;
+  void start_last_phase() override;
   void end_device_operations() override;
 
   std::shared_ptr<SymmetricMemory> memory_;
@@ -203,6 +218,8 @@ class DeviceEndpoint : public host::EndpointBase {
   uint64_t last_ticket_ = 0;
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;
+  mutable std::mutex phase_mutex_;
+  std::shared_ptr<ReceivePhase> receive_phase_;    ///< under phase_mutex_; null for none
   std::vector<std::shared_ptr<const void>> kept_;  ///< by captured operations
   std::unique_ptr<DeviceWatch> watch_;             ///< looks at the above
 };

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "core/sync.h"
 #include "host/dispatch_rules.h"
+#include "runtime/receive_phase.h"
 
 namespace moe::runtime {
 
@@ -19,6 +21,8 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                layout::Operation operation,
                                const host::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
+  endpoint_.settle_receive(interrupt_check);
+  group_.check_abort();
   // An operation that the host did not wait for may have left since.
   check_left();
   check_closed();
@@ -30,6 +34,15 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
     endpoint_.take_waited_ns();
   begin();
 }
+
+DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
+                               layout::Operation operation,
+                               uint64_t epoch,
+                               std::vector<std::shared_ptr<Window>> offered,
+                               const host::InterruptCheck& interrupt_check)
+    : BufferOperation(endpoint, operation, epoch, std::move(offered), interrupt_check),
+      endpoint_(endpoint),
+      has_launched_(true) {}
 
 std::shared_ptr<Window> DeviceExchange::allocate(uint64_t bytes) {
   if (auto window = endpoint_.memory().allocate_free(bytes); window && window->bytes() >= bytes)
@@ -176,10 +189,15 @@ std::shared_ptr<host::CallerJoin> DeviceExchange::finish() {
     endpoint_.leave_running();
     // What the caller puts into its stream until it asks for the results runs beside the rows.
     if (endpoint_.is_on_progress_thread())
-      return endpoint_.join_caller();
+      return endpoint_.join_caller(endpoint_.shared_caller_stream());
     endpoint_.lead_caller();
     return nullptr;
   }
+  await_stream();
+  return nullptr;
+}
+
+void DeviceExchange::await_stream() {
   const auto event = endpoint_.stream().record();
   await(Phase::kData, [&event] { return event->is_complete(); });
   check_left();
@@ -187,7 +205,28 @@ std::shared_ptr<host::CallerJoin> DeviceExchange::finish() {
   // overwritten its rows since.
   std::atomic_thread_fence(std::memory_order_acquire);
   group_.check_abort();
-  return nullptr;
+}
+
+std::shared_ptr<host::CallerJoin> DeviceExchange::receive_later(
+    const kernels::ReceiveParams& params) {
+  // The caller's inputs are read until then.
+  if (endpoint_.is_host_caller())
+    await_stream();
+  else
+    endpoint_.leave_running();
+  auto phase = ReceivePhase::make(endpoint_, params, epoch_, std::exchange(offered_, {}));
+  endpoint_.leave_to_receive(phase);
+  // The phase completes the epoch.
+  enter(nullptr);
+  close();
+  return ReceivePhase::end_of(std::move(phase));
+}
+
+std::vector<int64_t> DeviceExchange::receive(const kernels::ReceiveParams& params) {
+  endpoint_.launch_receive(params);
+  await_stream();
+  withdraw_offers();
+  return endpoint_.take_waited_ns();
 }
 
 void DeviceExchange::fail(const std::string& reason) {

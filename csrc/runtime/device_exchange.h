@@ -24,6 +24,12 @@ class DeviceExchange : public host::BufferOperation {
   DeviceExchange(DeviceEndpoint& endpoint,
                  layout::Operation operation,
                  const host::InterruptCheck& interrupt_check);
+  /// Goes on with operation @p epoch behind receive_later().
+  DeviceExchange(DeviceEndpoint& endpoint,
+                 layout::Operation operation,
+                 uint64_t epoch,
+                 std::vector<std::shared_ptr<Window>> offered,
+                 const host::InterruptCheck& interrupt_check);
 
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
   std::shared_ptr<Window> allocate(uint64_t bytes);
@@ -58,12 +64,20 @@ class DeviceExchange : public host::BufferOperation {
   /// @return on the progress thread of a caller that is a stream: what is to be joined first.
   std::shared_ptr<host::CallerJoin> finish();
 
+  /// In place of finish(): ends when this rank's rows are sent, where the caller is the host, and
+  /// leaves it to the phase to receive. @return what is to be joined.
+  std::shared_ptr<host::CallerJoin> receive_later(const kernels::ReceiveParams& params);
+  /// The rest, where the caller is the host. @return nanoseconds waited for every rank in it.
+  std::vector<int64_t> receive(const kernels::ReceiveParams& params);
+
   /// Ends by an exception.
   void fail(const std::string& reason);
 
  private:
   /// Waits for what kernels do, answering signals and looking for whatever keeps them from it.
   void await(layout::Phase phase, const std::function<bool()>& is_ready);
+  /// Waits for what was launched.
+  void await_stream();
   void await_ticket(layout::Phase phase, uint64_t ticket);
   void look_around(layout::Phase phase, int64_t now_ns);
   void check_closed();

@@ -118,7 +118,15 @@ kernels::DispatchParams DispatchLaunches::kernel_params() const {
   return params;
 }
 
-void DispatchLaunches::move_rows() const {
+kernels::ReceiveParams DispatchLaunches::receive_params() const {
+  kernels::ReceiveParams params;
+  params.tables = tables_.tables;
+  params.operation =
+      params_.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch;
+  return params;
+}
+
+void DispatchLaunches::send_rows() const {
   kernels::DispatchParams params = kernel_params();
   if (const Internode* const internode = endpoint_.internode()) {
     const InternodeKernels& kernels = internode->kernels();

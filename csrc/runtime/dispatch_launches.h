@@ -6,6 +6,7 @@
 
 #include "host/dispatch.h"
 #include "kernels/dispatch.h"
+#include "kernels/receive.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {
@@ -35,8 +36,10 @@ class DispatchLaunches {
 
   /// What the exchange is told, all but the offer and what belongs to the buffer.
   kernels::ExchangeParams row() const;
-  /// Launches what moves the rows.
-  void move_rows() const;
+  /// Launches what sends this rank's rows.
+  void send_rows() const;
+  /// What DeviceEndpoint::launch_receive() is told, behind that.
+  kernels::ReceiveParams receive_params() const;
   /// What is wrong with this dispatch for the memory between nodes, or "".
   std::string find_shortage() const;
 

@@ -38,6 +38,7 @@ class SimtDevice final : public runtime::Device {
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
 
   void activate() override {}
+  std::shared_ptr<void> activate_for_now() override { return nullptr; }
 
  private:
   const int rank_idx_;

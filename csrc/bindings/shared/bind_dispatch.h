@@ -23,7 +23,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
                     const host::DispatchParams& params,
                     int64_t hidden,
                     bool is_async)
-      : Submitted(std::move(endpoint), std::move(inputs), std::move(body), is_async),
+      : Submitted(std::move(endpoint), std::move(inputs), std::move(body), is_async, true),
         hidden_(hidden),
         row_bytes_(params.row_bytes),
         dtype_(params.dtype),
@@ -137,8 +137,15 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
   py::object wait_ns() {
-    const auto& waited_ns = wait().waited_ns;
-    return vector_dlpack(waited_ns, {static_cast<int64_t>(waited_ns.size())}, kInt64);
+    const host::DispatchOutcome& outcome = wait();
+    std::vector<int64_t> waited_ns = outcome.waited_ns;
+    if (outcome.end) {
+      const std::vector<int64_t> more_ns = outcome.end->waited_ns();
+      for (size_t i = 0; i < more_ns.size(); ++i)
+        waited_ns[i] += more_ns[i];
+    }
+    const auto num_ranks = static_cast<int64_t>(waited_ns.size());
+    return vector_dlpack(std::move(waited_ns), {num_ranks}, kInt64);
   }
 
  private:
@@ -243,6 +250,7 @@ void bind_dispatch(py::module_& module,
                                     is_async};
         int64_t hidden = 0;
         host::DispatchParams params = dispatch_params_of(*endpoint, arguments, &hidden);
+        params.is_async = is_async;
         if (is_async)
           params.caller_mark = endpoint->mark_caller();
         std::shared_ptr<void> inputs;

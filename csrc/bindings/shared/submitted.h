@@ -64,16 +64,22 @@ template <typename Outcome>
 class Submitted {
  public:
   /// @param body  Runs the operation to its end.
+  /// @param runs_in_captures  What is asynchronous is recorded, too; others are refused.
   Submitted(std::shared_ptr<host::EndpointBase> endpoint,
             std::shared_ptr<void> inputs,
             std::function<Outcome(const host::InterruptCheck&)> body,
-            bool is_async)
+            bool is_async,
+            bool runs_in_captures = false)
       : endpoint_(std::move(endpoint)), pending_(std::make_shared<host::Pending<Outcome>>()) {
     // Kernels may read them when the host has long done its part.
     if (is_async && endpoint_->dlpack_device_type() != kDlpackCpu)
       inputs_ = inputs;
     const py::gil_scoped_release no_gil;
-    if (!is_async && endpoint_->progress().is_idle()) {
+    const bool is_captured = (is_async ? runs_in_captures : !endpoint_->progress().is_idle()) &&
+                             endpoint_->is_capturing();
+    if (is_captured)  // what came before is no part of the graph
+      endpoint_->progress().wait_idle(signal_check());
+    if ((!is_async || is_captured) && endpoint_->progress().is_idle()) {
       pending_->run([&body] { return body(signal_check()); });
       pending_->wait({});
       return;
@@ -87,19 +93,25 @@ class Submitted {
       return;
     const Outcome& outcome = pending_->wait(signal_check());
     if (outcome.end)
-      outcome.end->join();
+      outcome.end->join(signal_check());
   }
 
   bool is_complete() const {
     check_fork();
-    return pending_->is_complete();
+    const Outcome* const outcome = pending_->outcome();
+    if (outcome == nullptr || !outcome->end)
+      return pending_->is_complete();
+    const py::gil_scoped_release no_gil;
+    return outcome->end->is_complete();
   }
 
   const Outcome& wait() {
     check_fork();
     const Outcome& outcome = await_host();
-    if (outcome.end)
-      outcome.end->join();
+    if (outcome.end) {
+      const py::gil_scoped_release no_gil;
+      outcome.end->join(signal_check());
+    }
     inputs_ = nullptr;
     return outcome;
   }

@@ -35,7 +35,16 @@ void bind_graph(py::module_& module, DeviceEndpointClass& endpoint) {
       .def_property_readonly("num_nodes", &BufferGraph::num_nodes)
       .def("replay", &BufferGraph::replay, no_gil)
       .def("synchronize", &BufferGraph::synchronize, no_gil);
-  endpoint.def("begin_capture", [](DeviceEndpoint& self) { stream_of(self).begin_capture(); })
+  endpoint
+      .def(
+          "begin_capture",
+          [](DeviceEndpoint& self) {
+            // What was issued before is no part of the graph.
+            self.progress().wait_idle(signal_check());
+            self.settle_receive(signal_check());
+            stream_of(self).begin_capture();
+          },
+          no_gil)
       .def("end_capture",
            [](std::shared_ptr<DeviceEndpoint> self) { return BufferGraph(std::move(self)); });
 }

@@ -1,4 +1,4 @@
-// What a KernelWorld compares after its operations.
+// What a KernelWorld compares after its operations, and how they end.
 
 #include <algorithm>
 #include <cstring>
@@ -103,6 +103,16 @@ void KernelWorld::check_tables(int rank_idx, const Step& step, uint64_t epoch, b
     expect_equal(int{read(tables.counts + i)}, int{step.kept.counts[i]}, concat("count ", i));
 }
 
+void KernelWorld::check(int rank_idx, const Step& step, const Sent& sent) {
+  ++num_checks_due_;
+  rank(rank_idx).stream->call("check of a dispatch", [this, rank_idx, &step, sent] {
+    check_tables(rank_idx, step, sent.epoch, false);
+    check_dispatch(rank_idx, step, sent.segment_idx, sent.handle.slots);
+  });
+  count_traffic(rank_idx, step, false, true);
+  count_puts(rank_idx, step, layout::Operation::kDispatch, false);
+}
+
 void KernelWorld::check_dispatch(int rank_idx,
                                  const Step& step,
                                  int segment_idx,
@@ -117,6 +127,21 @@ void KernelWorld::check_dispatch(int rank_idx,
     expect_equal(read(slots + i), expected.slots[i], concat("slot ", i));
   // What was received is its owner's to write over.
   overwrite(window.base, expected.window.bytes / 16 * 16);
+}
+
+void KernelWorld::overwrite_window(int rank_idx, const Step& step, int segment_idx) {
+  rank(rank_idx).stream->call("writing over a window", [this, rank_idx, &step, segment_idx] {
+    const int64_t bytes = step.dispatched[static_cast<size_t>(rank_idx)].window.bytes;
+    overwrite(rank(rank_idx).segments[static_cast<size_t>(segment_idx)].base, bytes / 16 * 16);
+  });
+}
+
+void KernelWorld::abort(int rank_idx) {
+  memory::atomic_store(&rank(rank_idx).abort->state,
+                       layout::AbortRecord::word(0, layout::AbortRecord::kSet),
+                       4,
+                       Order::kRelease,
+                       Reach::kSystem);
 }
 
 void KernelWorld::run_all() {

@@ -8,6 +8,7 @@
 #include "kernels/internode_combine.h"
 #include "kernels/internode_dispatch.h"
 #include "kernels/internode_exchange.h"
+#include "kernels/receive.h"
 #include "simt/memory.h"
 
 namespace moe::simt::checker {
@@ -304,28 +305,32 @@ void KernelWorld::launch_rows(int rank_idx, const kernels::DispatchParams& param
   kernels::launch_dispatch(launch, params);
 }
 
+void KernelWorld::receive(int rank_idx, layout::Operation operation) {
+  const Rank& own = rank(rank_idx);
+  kernels::launch_receive(shape_of(rank_idx, 1), {own.buffer, own.tables, operation});
+}
+
 KernelWorld::Handle KernelWorld::dispatch(int rank_idx, const Step& step) {
-  Rank& own = rank(rank_idx);
-  const int segment_idx = own.num_dispatched % kNumWindows;
-  const Handle handle = dispatch_unchecked(rank_idx, step);
-  const uint64_t epoch = own.epoch;
-  ++num_checks_due_;
-  own.stream->call("check of a dispatch", [this, rank_idx, &step, segment_idx, handle, epoch] {
-    check_tables(rank_idx, step, epoch, false);
-    check_dispatch(rank_idx, step, segment_idx, handle.slots);
-  });
-  count_traffic(rank_idx, step, false, true);
-  count_puts(rank_idx, step, layout::Operation::kDispatch, false);
-  return handle;
+  const Sent sent = send(rank_idx, step);
+  receive(rank_idx);
+  check(rank_idx, step, sent);
+  return sent.handle;
 }
 
 KernelWorld::Handle KernelWorld::dispatch_unchecked(int rank_idx, const Step& step) {
+  const Handle handle = send(rank_idx, step).handle;
+  receive(rank_idx);
+  return handle;
+}
+
+KernelWorld::Sent KernelWorld::send(int rank_idx, const Step& step) {
   Rank& own = rank(rank_idx);
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const Inputs place = put_inputs(rank_idx, inputs);
   const kernels::Choices choices = choices_of(rank_idx, inputs, place.topk_idx);
-  const int segment_idx = own.num_dispatched++ % kNumWindows;
-  Handle handle;
+  Sent sent;
+  sent.segment_idx = own.num_dispatched++ % kNumWindows;
+  Handle& handle = sent.handle;
   handle.topk_idx = place.topk_idx;
   handle.slots = unwritten<int64_t>(rank_idx,
                                     Ownership::kDevice,
@@ -336,11 +341,11 @@ KernelWorld::Handle KernelWorld::dispatch_unchecked(int rank_idx, const Step& st
                         own.buffer,
                         choices);
   const auto params =
-      dispatch_exchange(rank_idx, inputs, choices, place, offer_of(rank_idx, segment_idx));
+      dispatch_exchange(rank_idx, inputs, choices, place, offer_of(rank_idx, sent.segment_idx));
   launch_exchange(rank_idx, params);
   launch_rows(rank_idx, dispatch_rows(rank_idx, choices, place, handle.slots));
-  ++own.epoch;
-  return handle;
+  sent.epoch = ++own.epoch;
+  return sent;
 }
 
 void KernelWorld::dispatch_cached(int rank_idx, const Step& cached, const Handle& handle) {
@@ -363,6 +368,7 @@ void KernelWorld::dispatch_cached(int rank_idx, const Step& cached, const Handle
   rows.is_cached = 1;
   rows.with_topk_idx = 0;
   launch_rows(rank_idx, rows);
+  receive(rank_idx, layout::Operation::kCachedDispatch);
   const uint64_t epoch = ++own.epoch;
   ++num_checks_due_;
   own.stream->call("check of a cached dispatch",
@@ -578,19 +584,12 @@ void KernelWorld::dispatch_by_host(int rank_idx,
     return;
   }
   launch_rows(rank_idx, dispatch_rows(rank_idx, choices, place, slots));
+  receive(rank_idx);
   ++num_checks_due_;
   own.stream->call("check of a dispatch", [this, rank_idx, &step, segment_idx, slots, epoch] {
     check_tables(rank_idx, step, epoch, false);
     check_dispatch(rank_idx, step, segment_idx, slots);
   });
-}
-
-void KernelWorld::abort(int rank_idx) {
-  memory::atomic_store(&rank(rank_idx).abort->state,
-                       layout::AbortRecord::word(0, layout::AbortRecord::kSet),
-                       4,
-                       Order::kRelease,
-                       Reach::kSystem);
 }
 
 }  // namespace moe::simt::checker

@@ -43,9 +43,20 @@ class KernelWorld {
     const int32_t* kept = nullptr;      ///< device
   };
 
-  /// Puts the three kernels of a dispatch into the stream of a rank, and the checks behind them.
+  /// Puts the four kernels of a dispatch into the stream of a rank, and the checks behind them.
   Handle dispatch(int rank_idx, const Step& step);
-  /// The same without checks: the operation may end early.
+  /// The same in two: what is put into the stream between them runs beside the rows of peers.
+  struct Sent {
+    Handle handle;
+    int segment_idx = 0;
+    uint64_t epoch = 0;
+  };
+  Sent send(int rank_idx, const Step& step);
+  void receive(int rank_idx, layout::Operation operation = layout::Operation::kDispatch);
+  void check(int rank_idx, const Step& step, const Sent& sent);
+  /// The owner of the window writes over what it holds.
+  void overwrite_window(int rank_idx, const Step& step, int segment_idx);
+  /// All kernels without checks: the operation may end early.
   Handle dispatch_unchecked(int rank_idx, const Step& step);
   /// The same rows again with the handle of @p step; @p cached has other contents.
   void dispatch_cached(int rank_idx, const Step& cached, const Handle& handle);

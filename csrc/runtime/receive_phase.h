@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "host/dispatch.h"
+#include "kernels/receive.h"
+
+namespace moe::runtime {
+
+class DeviceEndpoint;
+
+/// The second phase of a dispatch whose caller asks for its end later: the receive kernel.
+///
+/// A dispatch that is asynchronous ends on the host when this rank's rows are on their way. What is
+/// left is a kernel that waits for those of its peers; it starts when somebody wants to know, so
+/// that until then nothing of this rank waits on an SM or holds up the stream. No peer depends on
+/// it: done flags are raised by those who send. The tables that it reads are the next operation's
+/// too, so that one starts it first, as do recover() and destroy(); windows that peers may still
+/// write to are kept until then. Thread-safe.
+class ReceivePhase : public host::CallerJoin {
+ public:
+  /// Of what has been captured: a plan's status says what came of it, and nobody waits.
+  static std::shared_ptr<ReceivePhase> captured(DeviceEndpoint& endpoint,
+                                                const kernels::ReceiveParams& params);
+  /// Of operation @p epoch. @param offered  Windows that peers write to in it.
+  static std::shared_ptr<ReceivePhase> make(DeviceEndpoint& endpoint,
+                                            const kernels::ReceiveParams& params,
+                                            uint64_t epoch,
+                                            std::vector<std::shared_ptr<Window>> offered);
+
+  /// Starts it, unless somebody has. Does not wait.
+  virtual void start() = 0;
+  /// Before the next operation: work put into the stream from now on runs behind it, and where the
+  /// caller is the host, it has ended. What ended it is join()'s to say.
+  virtual void settle(const host::InterruptCheck& interrupt_check) = 0;
+  /// Nobody will join it any more.
+  virtual void drop() noexcept {}
+
+  /// What the outcome has of @p phase.
+  static std::shared_ptr<host::CallerJoin> end_of(std::shared_ptr<ReceivePhase> phase);
+};
+
+}  // namespace moe::runtime
