@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from moe_comm.resharding import intervals
 from moe_comm.resharding.intervals import Box, Intervals, Piece, Run
-from moe_comm.resharding.layouts import Holder, Layout, resolve_layouts
+from moe_comm.resharding.layouts import resolve_layouts
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.plan_check import PlanError
+from moe_comm.resharding.tensor_layout import Holder, Layout
 
 __all__ = ["Assignment", "PieceOfLayout"]
 

@@ -10,80 +10,13 @@ from typing import NamedTuple, cast
 from moe_comm.resharding import intervals
 from moe_comm.resharding.disagreement import Part, describe_disagreement
 from moe_comm.resharding.intervals import Interval, Intervals
+from moe_comm.resharding.mesh_layouts import check_pending_sums, mesh_layout
 from moe_comm.resharding.metadata import MeshLayout, ParameterMetadata
 from moe_comm.resharding.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan_check import PlanError
+from moe_comm.resharding.tensor_layout import Holder, Layout, Shape, common_shape, refine
 
-__all__ = ["Holder", "Layout", "mesh_intervals", "resolve_layouts"]
-
-Shape = tuple[int, ...]
-
-
-class Holder(NamedTuple):
-    """A rank and what it says about a parameter that it holds."""
-
-    rank: int
-    meta: ParameterMetadata
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where one rank's tensor lies: the product, over dimensions, of intervals.
-
-    Args:
-        view: Shape that the rank's tensor is viewed as.
-        global_shape: Of the whole tensor, with as many dimensions.
-        dims: Per dimension, what the rank holds.
-    """
-
-    view: Shape
-    global_shape: Shape
-    dims: tuple[Intervals, ...]
-
-
-# ------------------------------------------------------------------------------------------------
-# DTensor.
-
-
-def mesh_intervals(mesh: MeshLayout, rank: int) -> tuple[Intervals, ...] | None:
-    """Per tensor dimension, what a rank of a device mesh holds; None for a rank outside it.
-
-    Placements cut from the first mesh dimension to the last, as `torch.distributed.tensor` does.
-    """
-    if rank not in mesh.mesh_ranks:
-        return None
-    dims = [intervals.whole(size) for size in mesh.global_shape]
-    number = mesh.mesh_ranks.index(rank)
-    steps = [intervals.num_elements(mesh.mesh_shape[dim + 1 :]) for dim in range(_ndim(mesh))]
-    for placement, size, step in zip(mesh.placements, mesh.mesh_shape, steps, strict=True):
-        coordinate = number // step % size
-        dim = placement.dim
-        if placement.kind == "shard":
-            dims[dim] = intervals.chunk(dims[dim], size, coordinate)
-        elif placement.kind == "strided_shard":
-            dims[dim] = intervals.strided_chunk(dims[dim], placement.split_factor, size, coordinate)
-    return tuple(dims)
-
-
-def _ndim(mesh: MeshLayout) -> int:
-    return len(mesh.mesh_shape)
-
-
-def _mesh_layout(name: str, holder: Holder, mesh: MeshLayout) -> Layout | None:
-    dims = mesh_intervals(mesh, holder.rank)
-    if dims is None:
-        return None
-    shape = tuple(intervals.total_length(held) for held in dims)
-    if shape != holder.meta.shape:
-        raise PlanError(
-            f"{name}: rank {holder.rank} holds shape {holder.meta.shape}, but its part of the "
-            f"DTensor of shape {mesh.global_shape} over mesh {mesh.mesh_shape} has shape {shape}"
-        )
-    return Layout(shape, mesh.global_shape, dims)
-
-
-# ------------------------------------------------------------------------------------------------
-# Attributes: tensor and expert parallel groups.
+__all__ = ["resolve_layouts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,82 +305,6 @@ def _unmarked_layout(
 # One shape for all.
 
 
-def _prefix_products(shape: Shape) -> set[int]:
-    return {1, *itertools.accumulate(shape, lambda a, b: a * b)}
-
-
-def _common_shape(shapes: Iterable[Shape]) -> Shape | None:
-    """The finest of shapes that are views of each other, without sizes of 1; None where none is."""
-    distinct = set(shapes)
-    if len(distinct) == 1:
-        return distinct.pop()
-    cuts = [_prefix_products(shape) for shape in distinct]
-    finest = max(cuts, key=len)
-    is_view = len({max(products) for products in cuts}) == 1 and 0 not in finest
-    if not is_view or not all(products <= finest for products in cuts):
-        return None
-    return tuple(after // before for before, after in itertools.pairwise(sorted(finest)))
-
-
-def _split(held: Intervals, factors: Shape) -> list[tuple[int, Intervals]] | None:
-    """One dimension as several: per factor, the local size and what is held; None if uneven."""
-    if len(factors) == 1:
-        return [(intervals.total_length(held), held)]
-    inner = intervals.num_elements(factors[1:])
-    if all(start % inner == 0 and length % inner == 0 for start, _, length in held):
-        outer = tuple(Interval(*(number // inner for number in part)) for part in held)
-        rest = [(size, intervals.whole(size)) for size in factors[1:]]
-        return [(intervals.total_length(outer), outer), *rest]
-    if len(held) == 1:
-        start, _, length = held[0]
-        if start // inner == (start + length - 1) // inner:
-            rest_held = _split((Interval(start % inner, 0, length),), factors[1:])
-            if rest_held is not None:
-                return [(1, (Interval(start // inner, 0, 1),)), *rest_held]
-    return None
-
-
-def _refined(layout: Layout, shape: Shape) -> Layout | None:
-    """The same layout with the whole tensor viewed as `shape`, which cuts it more finely."""
-    if layout.global_shape == shape:
-        return layout
-    remaining = list(shape)
-    view: list[int] = []
-    dims: list[Intervals] = []
-    for size, held in zip(layout.global_shape, layout.dims, strict=True):
-        factors: list[int] = []
-        while intervals.num_elements(factors) < size:
-            factors.append(remaining.pop(0))
-        if not factors:
-            continue
-        split = _split(held, tuple(factors))
-        if split is None:
-            return None
-        for local_size, part in split:
-            view.append(local_size)
-            dims.append(part)
-    return Layout(tuple(view), shape, tuple(dims))
-
-
-def _check_pending_sums(name: str, sources: Sequence[Holder]) -> None:
-    """All ranks of a sum take part in it: one that knows of none would let the others wait."""
-    by_rank = dict(sources)
-    checked: set[MeshLayout] = set()
-    for rank, meta in sources:
-        mesh = meta.mesh
-        if mesh is None or mesh in checked:
-            continue
-        checked.add(mesh)
-        if all(placement.kind != "partial" for placement in mesh.placements):
-            continue
-        for member in mesh.mesh_ranks:
-            if member not in by_rank or by_rank[member].mesh != mesh:
-                raise PlanError(
-                    f"{name}: rank {rank} holds a pending sum over ranks {list(mesh.mesh_ranks)}, "
-                    f"of which rank {member} does not hold the same DTensor"
-                )
-
-
 def resolve_layouts(
     name: str, sources: Sequence[Holder], destinations: Sequence[Holder]
 ) -> tuple[list[Layout | None], list[Layout | None]]:
@@ -471,12 +328,12 @@ def resolve_layouts(
                 f"{name}: rank {holder.rank} would receive a DTensor with Partial placement; only "
                 "sources may be pending sums"
             )
-    _check_pending_sums(name, sources)
+    check_pending_sums(name, sources)
     holders = [*sources, *destinations]
     # The groups of a side are those of its own model, so members are looked up on that side.
     frames = [*_frames(name, "source", sources), *_frames(name, "target", destinations)]
     mesh_layouts = [
-        None if holder.meta.mesh is None else _mesh_layout(name, holder, holder.meta.mesh)
+        None if holder.meta.mesh is None else mesh_layout(name, holder, holder.meta.mesh)
         for holder in holders
     ]
     distinct_frames = list(dict.fromkeys(frame for frame in frames if frame is not None))
@@ -489,7 +346,7 @@ def resolve_layouts(
     held_shapes = {layout.global_shape for layout in layouts if layout is not None}
     if not held_shapes:
         return [None] * len(sources), [None] * len(destinations)
-    shape = _common_shape(held_shapes)
+    shape = common_shape(held_shapes)
     assert shape is not None
     cache: dict[Layout, Layout] = {}
     result: list[Layout | None] = []
@@ -498,7 +355,7 @@ def resolve_layouts(
             result.append(None)
             continue
         if layout not in cache:
-            refined = _refined(layout, shape)
+            refined = refine(layout, shape)
             if refined is None:
                 raise PlanError(
                     f"{name}: rank {holder.rank} holds {layout.view} of {layout.global_shape}, cut "
@@ -535,7 +392,7 @@ def _choose(
             if choice.has_stated_tp_dim and len(expert_dims) == 1:
                 stated = layouts
             shapes = [layout.global_shape for layout in (*layouts.values(), *meshes)]
-            if not shapes or _common_shape(shapes) is not None:
+            if not shapes or common_shape(shapes) is not None:
                 agreed.append(layouts)
         if len(agreed) > 1 and not _are_equivalent(distinct_frames, meshes, expert_dims):
             raise PlanError(
@@ -591,5 +448,5 @@ def _disagreement(
         for number, (holder, frame) in enumerate(zip(holders, frames, strict=True))
     ]
     return describe_disagreement(
-        name, parts, lambda one, other: _common_shape([one, other]) is not None
+        name, parts, lambda one, other: common_shape([one, other]) is not None
     )

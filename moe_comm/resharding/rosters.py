@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moe_comm.resharding.assignment import Assignment
-from moe_comm.resharding.layouts import Holder
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.plan_check import PlanError
+from moe_comm.resharding.tensor_layout import Holder
 
 __all__ = [
     "Destination",

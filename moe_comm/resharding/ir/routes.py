@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from moe_comm.resharding.intervals import Intervals
 from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.transfer import REDUCE_OPS, TransferType
-from moe_comm.resharding.layouts import mesh_intervals
+from moe_comm.resharding.mesh_layouts import mesh_intervals
 from moe_comm.resharding.metadata import MeshLayout, MeshPlacement
 
 __all__ = ["Endpoint", "M2MMap", "Mesh", "Route", "Side", "get_m2m_map"]
