@@ -206,7 +206,6 @@ USERS_OF_NATIVE = {
         "moe_comm.backends.native",
         "moe_comm.backends.rails",
         "moe_comm.resharding.batched_copy",
-        "moe_comm.resharding.tensor_layout",
         "moe_comm.resharding.tensor_table",
         "moe_comm.cli",
     ),
