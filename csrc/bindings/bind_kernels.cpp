@@ -128,7 +128,8 @@ void sum_rows(const std::string& isa,
               const std::optional<py::buffer>& weights,
               const py::buffer& dst,
               bool streaming,
-              const std::vector<py::buffer>& prefetch) {
+              const std::vector<py::buffer>& prefetch,
+              const std::optional<std::pair<int, int>>& group) {
   const RowKernels& kernels = row_kernels(isa);
   const DType dtype = parse_dtype(dtype_text);
   const int64_t alignment = element_bytes(dtype);
@@ -148,17 +149,38 @@ void sum_rows(const std::string& isa,
     factors.emplace(*weights, false);
     factors->check(rows.size() * weight_bytes, weight_bytes, "weights");
   }
+  if (group)
+    MOE_CHECK(0 <= group->first && group->first <= group->second && group->second <= rows.size(),
+              "group: expected a part of ",
+              rows.size(),
+              " sources, got [",
+              group->first,
+              ", ",
+              group->second,
+              ")");
+  const void* const applied = factors ? factors->data() : nullptr;
+  const int64_t hidden = sum.size() / alignment;
   const py::gil_scoped_release release;
   const FloatingPointScope scope;
-  kernels.sum_rows(dtype,
-                   rows.data(),
-                   factors ? factors->data() : nullptr,
-                   rows.size(),
-                   sum.size() / alignment,
-                   sum.data(),
-                   store_mode(streaming),
-                   next_rows.data(),
-                   next_rows.size());
+  if (group)
+    kernels.sum_grouped_rows(dtype,
+                             rows.data(),
+                             applied,
+                             rows.size(),
+                             {group->first, group->second},
+                             hidden,
+                             sum.data(),
+                             store_mode(streaming));
+  else
+    kernels.sum_rows(dtype,
+                     rows.data(),
+                     applied,
+                     rows.size(),
+                     hidden,
+                     sum.data(),
+                     store_mode(streaming),
+                     next_rows.data(),
+                     next_rows.size());
   kernels.store_fence();
 }
 
@@ -315,7 +337,8 @@ void bind_kernels(py::module_& parent) {
         py::arg("dst"),
         py::kw_only(),
         py::arg("streaming"),
-        py::arg("prefetch") = std::vector<py::buffer>{});
+        py::arg("prefetch") = std::vector<py::buffer>{},
+        py::arg("group") = std::nullopt);
   m.def("scale_and_dot",
         &scale_and_dot,
         py::arg("isa"),

@@ -1,7 +1,9 @@
 #include "host/combine.h"
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/math.h"
@@ -135,8 +137,37 @@ class CombineOperation {
 
   void add_across_nodes() {
     const layout::PulledRow pulled{row_bytes_, params_.row_weight_bytes, 1};
-    remote_.emplace(endpoint_, plan_, exchange_, pulled, bases_);
+    std::optional<Addition> addition;
+    if (is_reduced()) {
+      widen_weights();
+      const std::byte* const weights =
+          wide_weights_.empty() ? params_.weights
+                                : reinterpret_cast<const std::byte*>(wide_weights_.data());
+      addition = {params_.dtype,
+                  params_.hidden,
+                  weights,
+                  plan_.arrangement.is_by_rank() ? 0 : added_bytes()};
+    }
+    by_node_ = addition;
+    remote_.emplace(endpoint_, plan_, exchange_, pulled, bases_, addition);
     remote_->run([&](int64_t begin, int64_t end) { add(begin, end); });
+  }
+
+  bool is_reduced() const { return endpoint_.config().node_reduction && row_bytes_ > 0; }
+  /// Of one number of the type that rows are added in.
+  int64_t added_bytes() const { return params_.dtype == DType::kFloat64 ? 8 : 4; }
+
+  /// float32 weights of float64 rows, in the type the rows are added in.
+  void widen_weights() {
+    if (params_.weights == nullptr || params_.weight_bytes == added_bytes())
+      return;
+    const int64_t num_weights = plan_.num_tokens * plan_.num_topk;
+    wide_weights_.resize(static_cast<size_t>(num_weights));
+    for (int64_t i = 0; i < num_weights; ++i) {
+      float narrow;
+      std::memcpy(&narrow, params_.weights + i * 4, sizeof(narrow));
+      wide_weights_[static_cast<size_t>(i)] = narrow;
+    }
   }
 
   void add(int64_t begin, int64_t end) {
@@ -152,8 +183,96 @@ class CombineOperation {
         endpoint_.store_mode(plan_.num_tokens * pulled_bytes * endpoint_.num_ranks());
     endpoint_.for_tokens(last - first, (last - first) * pulled_bytes, [&](auto begin, auto end) {
       const FloatingPointScope scope;
-      add_tokens(first + begin, first + end, begin == 0, mode);
+      if (by_node_)
+        add_tokens_by_node(first + begin, first + end, begin == 0, mode);
+      else
+        add_tokens(first + begin, first + end, begin == 0, mode);
     });
+  }
+
+  /// What is added for one token with EpConfig.node_reduction, in the order of the nodes.
+  struct NodeTerms {
+    std::vector<const std::byte*> places;
+    std::vector<std::byte> weights;             ///< one by one; those of sums are 1
+    SourceGroup own;                            ///< rows of the own node
+    std::vector<std::pair<int, int64_t>> sums;  ///< other nodes, and the position of a slot there
+  };
+
+  void list_terms(int64_t token_idx, NodeTerms* terms) const {
+    const NodeLayout& nodes = endpoint_.group().nodes();
+    const int own_node = nodes.node_idx(endpoint_.rank_idx());
+    const int64_t* const slots = plan_.slots.data() + token_idx * plan_.num_slots;
+    terms->places.clear();
+    terms->weights.clear();
+    terms->sums.clear();
+    for (int64_t i = 0; i < plan_.num_slots; ++i) {
+      const int node_idx =
+          slots[i] == Slot::kNone ? own_node : nodes.node_idx(Slot::rank_idx(slots[i]));
+      if (node_idx != own_node)
+        terms->sums.emplace_back(node_idx, i);
+    }
+    // One slot of each node is enough: all of them have the node's sum.
+    std::sort(terms->sums.begin(), terms->sums.end());
+    const auto is_same_node = [](const auto& a, const auto& b) { return a.first == b.first; };
+    terms->sums.erase(std::unique(terms->sums.begin(), terms->sums.end(), is_same_node),
+                      terms->sums.end());
+    auto next = terms->sums.begin();
+    for (; next != terms->sums.end() && next->first < own_node; ++next)
+      add_term(remote_->row(token_idx, next->second), nullptr, terms);
+    terms->own.begin = static_cast<int>(terms->places.size());
+    for (int64_t i = 0; i < plan_.num_slots; ++i) {
+      if (slots[i] == Slot::kNone || nodes.node_idx(Slot::rank_idx(slots[i])) != own_node)
+        continue;
+      const std::byte* const base = bases_.rows[static_cast<size_t>(Slot::rank_idx(slots[i]))];
+      const std::byte* const weight =
+          by_node_->weights == nullptr
+              ? nullptr
+              : offset_ptr(by_node_->weights, token_idx * plan_.num_topk + i, added_bytes());
+      add_term(offset_ptr(base, Slot::row_idx(slots[i]), row_bytes_), weight, terms);
+    }
+    terms->own.end = static_cast<int>(terms->places.size());
+    for (; next != terms->sums.end(); ++next)
+      add_term(remote_->row(token_idx, next->second), nullptr, terms);
+  }
+
+  /// @param weight  Null for one.
+  void add_term(const std::byte* place, const std::byte* weight, NodeTerms* terms) const {
+    constexpr float kNarrowOne = 1;
+    constexpr double kWideOne = 1;
+    terms->places.push_back(place);
+    if (by_node_->weights == nullptr)
+      return;
+    if (weight == nullptr)
+      weight = reinterpret_cast<const std::byte*>(
+          added_bytes() == 8 ? static_cast<const void*>(&kWideOne) : &kNarrowOne);
+    terms->weights.insert(terms->weights.end(), weight, weight + added_bytes());
+  }
+
+  void add_tokens_by_node(int64_t begin, int64_t end, bool shows_progress, StoreMode mode) {
+    NodeTerms terms;
+    for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
+      list_terms(token_idx, &terms);
+      endpoint_.kernels().sum_grouped_rows(params_.dtype,
+                                           terms.places.data(),
+                                           terms.weights.empty() ? nullptr : terms.weights.data(),
+                                           static_cast<int>(terms.places.size()),
+                                           terms.own,
+                                           params_.hidden,
+                                           offset_ptr(sums_, token_idx, row_bytes_),
+                                           mode);
+      if (!go_on(token_idx, shows_progress))
+        break;
+    }
+    endpoint_.kernels().store_fence();
+  }
+
+  /// Now and then shows progress; @return false once the operation has been aborted.
+  bool go_on(int64_t token_idx, bool shows_progress) {
+    if (token_idx % kTokensPerProgress != 0)
+      return true;
+    if (shows_progress)
+      exchange_.progress();
+    return !exchange_.is_aborted();
   }
 
   /// Addresses of the rows of a token, in the order they are added; @return how many.
@@ -204,11 +323,7 @@ class CombineOperation {
                        mode,
                        mode == StoreMode::kStreaming ? next_places.data() : nullptr,
                        mode == StoreMode::kStreaming ? num_next : 0);
-      if (token_idx % kTokensPerProgress != 0)
-        continue;
-      if (shows_progress)
-        exchange_.progress();
-      if (exchange_.is_aborted())
+      if (!go_on(token_idx, shows_progress))
         break;
     }
     kernels.store_fence();
@@ -308,6 +423,8 @@ class CombineOperation {
   std::byte* sums_ = nullptr;
   bool was_copied_in_ = false;
   PullBases bases_;
+  std::vector<double> wide_weights_;
+  std::optional<Addition> by_node_;  ///< with EpConfig.node_reduction, across nodes
   std::optional<InternodeCombine> remote_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cstring>
 #include <iterator>
 #include <stdexcept>
 #include <utility>
@@ -16,6 +17,10 @@ using layout::InternodeCut;
 using layout::PullChunks;
 using layout::PulledRow;
 using layout::Slot;
+using layout::SumRequest;
+
+template <typename Scalar>
+constexpr Scalar kOne = 1;
 
 // Rows added at one go, so that other nodes are served meanwhile.
 constexpr int64_t kBytesPerStep = int64_t{4} << 20;
@@ -24,6 +29,21 @@ PulledRow pulled_by(const Plan& plan, PulledRow pulled, int src_rank) {
   if (plan.arrangement.is_by_rank())
     pulled.num_weights = plan.counts.num_topk(src_rank);
   return pulled;
+}
+
+/// Bytes of one message: rows, then the weights of the rows that were asked for.
+/// @param first_request  As in Wanted.
+int64_t chunk_bytes(const PulledRow& pulled,
+                    const PullChunks& chunks,
+                    const std::vector<int64_t>& first_request,
+                    int64_t chunk_idx) {
+  const int64_t num_rows = chunks.rows_of(chunk_idx);
+  if (first_request.empty())
+    return num_rows * pulled.bytes();
+  const auto first = static_cast<size_t>(chunk_idx * chunks.rows_per_chunk);
+  const int64_t num_requested =
+      first_request[first + static_cast<size_t>(num_rows)] - first_request[first];
+  return num_rows * pulled.row_bytes + num_requested * pulled.weights_bytes();
 }
 
 bool has_moved_or_failed(const Relay::Transfer& transfer) {
@@ -46,7 +66,8 @@ InternodeCombine::InternodeCombine(Endpoint& endpoint,
                                    const Plan& plan,
                                    Exchange& exchange,
                                    const PulledRow& pulled,
-                                   const PullBases& bases)
+                                   const PullBases& bases,
+                                   const std::optional<Addition>& addition)
     : endpoint_(endpoint),
       plan_(plan),
       exchange_(exchange),
@@ -55,26 +76,39 @@ InternodeCombine::InternodeCombine(Endpoint& endpoint,
       own_node_(nodes_.node_idx(endpoint.rank_idx())),
       pulled_(pulled_by(plan, pulled, endpoint.rank_idx())),
       bases_(bases),
+      addition_(addition),
       wanted_(static_cast<size_t>(nodes_.num_nodes())) {
   for (const int node_idx : relay_.nodes()) {
-    wanted_[static_cast<size_t>(node_idx)].chunks =
-        chunks_between(pulled_, endpoint.rank_idx(), node_idx);
+    Wanted& wanted = wanted_[static_cast<size_t>(node_idx)];
+    wanted.num_requested = num_requested(pulled_, endpoint.rank_idx(), node_idx);
+    wanted.chunks = cut_rows(pulled_, wanted.num_requested);
     Supply supply;
     supply.node_idx = node_idx;
     supply.src_rank = relay_.rail_rank(node_idx);
     supply.pulled = pulled_by(plan, pulled, supply.src_rank);
-    supply.chunks = chunks_between(supply.pulled, supply.src_rank, own_node_);
+    supply.num_requested = num_requested(supply.pulled, supply.src_rank, own_node_);
+    supply.chunks = cut_rows(supply.pulled, supply.num_requested);
     supplies_.push_back(std::move(supply));
   }
 }
 
-PullChunks InternodeCombine::chunks_between(const PulledRow& pulled,
-                                            int src_rank,
-                                            int node_idx) const {
-  const int64_t num_rows = layout::num_rows_on_node(
+int64_t InternodeCombine::num_requested(const PulledRow& pulled, int src_rank, int node_idx) const {
+  if (pulled.bytes() == 0)
+    return 0;
+  return layout::num_rows_on_node(
       plan_.counts, endpoint_.placement(), plan_.arrangement, nodes_, src_rank, node_idx);
-  return PullChunks::make(
-      pulled, pulled.bytes() > 0 ? num_rows : 0, plan_.num_recv_topk, nodes_.num_nodes());
+}
+
+PullChunks InternodeCombine::cut_rows(const PulledRow& pulled, int64_t num_rows) const {
+  return PullChunks::make(pulled, num_rows, plan_.num_recv_topk, nodes_.num_nodes());
+}
+
+PullChunks InternodeCombine::cut_sums(const PulledRow& pulled, int64_t num_sums) const {
+  return PullChunks::of_sums(pulled, num_sums, plan_.num_recv_topk, nodes_.num_nodes());
+}
+
+int64_t InternodeCombine::request_bytes(int64_t num_requested) const {
+  return SumRequest{num_requested, addition_ ? addition_->weight_bytes : 0}.bytes();
 }
 
 void InternodeCombine::run(const std::function<void(int64_t, int64_t)>& add_tokens) {
@@ -104,12 +138,12 @@ void InternodeCombine::ask() {
   const std::vector<Rail::Buffer> slots = list_slots();
   for (auto& supply : supplies_) {
     const auto& own = wanted_[static_cast<size_t>(supply.node_idx)];
-    if (own.chunks.num_rows > 0)
+    if (own.num_requested > 0)
       relay_.send(supply.node_idx,
                   slots[static_cast<size_t>(supply.node_idx)],
-                  static_cast<uint64_t>(own.chunks.num_rows) * sizeof(int64_t));
-    if (supply.chunks.num_rows > 0) {
-      const auto bytes = static_cast<uint64_t>(supply.chunks.num_rows) * sizeof(int64_t);
+                  static_cast<uint64_t>(request_bytes(own.num_requested)));
+    if (supply.num_requested > 0) {
+      const auto bytes = static_cast<uint64_t>(request_bytes(supply.num_requested));
       supply.request.buffer = relay_.buffer(bytes);
       supply.request.transfer = relay_.receive(supply.node_idx, supply.request.buffer, bytes);
     }
@@ -120,31 +154,60 @@ void InternodeCombine::ask() {
 /// What is asked of every node: slots in the order in which they are added.
 std::vector<Rail::Buffer> InternodeCombine::list_slots() {
   std::vector<Rail::Buffer> lists(wanted_.size());
-  std::vector<int64_t> num_listed(wanted_.size());
   for (size_t i = 0; i < wanted_.size(); ++i)
-    if (wanted_[i].chunks.num_rows > 0)
-      lists[i] = relay_.buffer(static_cast<uint64_t>(wanted_[i].chunks.num_rows) * sizeof(int64_t));
-  request_idx_.resize(plan_.slots.size());
+    if (wanted_[i].num_requested > 0)
+      lists[i] = relay_.buffer(static_cast<uint64_t>(request_bytes(wanted_[i].num_requested)));
+  requested_.resize(plan_.slots.size());
+  std::vector<int64_t> num_listed(wanted_.size());
+  std::vector<int64_t> last_token(wanted_.size(), -1);
   for (size_t i = 0; pulled_.bytes() > 0 && i < plan_.slots.size(); ++i) {
     const int64_t slot = plan_.slots[i];
     if (slot == Slot::kNone || node_of(slot) == own_node_)
       continue;
     const auto node_idx = static_cast<size_t>(node_of(slot));
-    request_idx_[i] = num_listed[node_idx]++;
-    assert(request_idx_[i] < wanted_[node_idx].chunks.num_rows);
-    reinterpret_cast<int64_t*>(lists[node_idx].get())[request_idx_[i]] = slot;
+    Wanted& wanted = wanted_[node_idx];
+    const int64_t request_idx = num_listed[node_idx]++;
+    assert(request_idx < wanted.num_requested);
+    requested_[i] = {request_idx, request_idx};
+    reinterpret_cast<int64_t*>(lists[node_idx].get())[request_idx] = slot;
+    if (!addition_)
+      continue;
+    const auto token_idx = static_cast<int64_t>(i) / plan_.num_slots;
+    if (std::exchange(last_token[node_idx], token_idx) != token_idx) {
+      wanted.first_request.push_back(request_idx);
+      reinterpret_cast<int64_t*>(lists[node_idx].get())[request_idx] |= SumRequest::kFirstOfToken;
+    }
+    requested_[i].row_idx = std::ssize(wanted.first_request) - 1;
+    list_weight(static_cast<int64_t>(i),
+                lists[node_idx].get() + request_weight_at(wanted.num_requested, request_idx));
   }
-  for (size_t i = 0; i < wanted_.size(); ++i)
-    assert(num_listed[i] == wanted_[i].chunks.num_rows);
+  for (size_t i = 0; i < wanted_.size(); ++i) {
+    assert(num_listed[i] == wanted_[i].num_requested);
+    if (!addition_ || num_listed[i] == 0)
+      continue;
+    wanted_[i].chunks = cut_sums(pulled_, std::ssize(wanted_[i].first_request));
+    wanted_[i].first_request.push_back(num_listed[i]);
+  }
   return lists;
+}
+
+/// The weight of a slot, one where none are applied.
+void InternodeCombine::list_weight(int64_t slot_idx, std::byte* weight) const {
+  const auto bytes = static_cast<size_t>(addition_->weight_bytes);
+  if (addition_->weights != nullptr)
+    std::memcpy(weight, offset_ptr(addition_->weights, slot_idx, addition_->weight_bytes), bytes);
+  else if (bytes == sizeof(double))
+    std::memcpy(weight, &kOne<double>, bytes);
+  else if (bytes == sizeof(float))
+    std::memcpy(weight, &kOne<float>, bytes);
 }
 
 void InternodeCombine::ask_for_chunks(int node_idx) {
   Wanted& wanted = wanted_[static_cast<size_t>(node_idx)];
   while (wanted.num_asked_chunks < wanted.chunks.num_chunks() &&
          std::ssize(wanted.kept) < InternodeCut::kChunksInFlight) {
-    const auto bytes =
-        static_cast<uint64_t>(wanted.chunks.rows_of(wanted.num_asked_chunks) * pulled_.bytes());
+    const auto bytes = static_cast<uint64_t>(
+        chunk_bytes(pulled_, wanted.chunks, wanted.first_request, wanted.num_asked_chunks));
     Chunk chunk;
     chunk.buffer = relay_.buffer(bytes);
     chunk.transfer = relay_.receive(node_idx, chunk.buffer, bytes);
@@ -182,14 +245,15 @@ int64_t InternodeCombine::find_ready_end() {
     for (int64_t i = first; pulled_.bytes() > 0 && i < first + num_slots; ++i) {
       const int64_t slot = plan_.slots[static_cast<size_t>(i)];
       if (slot != Slot::kNone && node_of(slot) != own_node_ &&
-          request_idx_[static_cast<size_t>(i)] >=
+          requested_[static_cast<size_t>(i)].row_idx >=
               wanted_[static_cast<size_t>(node_of(slot))].num_here)
         return token_idx;
     }
     for (int64_t i = first; pulled_.bytes() > 0 && i < first + num_slots; ++i) {
       const int64_t slot = plan_.slots[static_cast<size_t>(i)];
       if (slot != Slot::kNone && node_of(slot) != own_node_)
-        ++wanted_[static_cast<size_t>(node_of(slot))].num_passed;
+        wanted_[static_cast<size_t>(node_of(slot))].num_passed =
+            requested_[static_cast<size_t>(i)].row_idx + 1;
     }
   }
   return end;
@@ -211,22 +275,27 @@ void InternodeCombine::drop_passed_chunks() {
 InternodeCombine::Place InternodeCombine::find(int64_t token_idx, int64_t slot_pos) const {
   const auto slot_idx = static_cast<size_t>(token_idx * plan_.num_slots + slot_pos);
   const Wanted& wanted = wanted_[static_cast<size_t>(node_of(plan_.slots[slot_idx]))];
-  const int64_t chunk_idx = request_idx_[slot_idx] / wanted.chunks.rows_per_chunk;
-  const int64_t row_idx = request_idx_[slot_idx] % wanted.chunks.rows_per_chunk;
+  const auto [request_idx, row_idx] = requested_[slot_idx];
+  const int64_t chunk_idx = row_idx / wanted.chunks.rows_per_chunk;
+  const int64_t first_row = chunk_idx * wanted.chunks.rows_per_chunk;
+  const int64_t first_request =
+      addition_ ? wanted.first_request[static_cast<size_t>(first_row)] : first_row;
   const std::byte* const chunk =
       wanted.kept[static_cast<size_t>(chunk_idx - wanted.num_passed_chunks)].buffer.get();
-  return {offset_ptr(chunk, row_idx, pulled_.row_bytes),
+  return {offset_ptr(chunk, row_idx - first_row, pulled_.row_bytes),
           chunk + wanted.chunks.rows_of(chunk_idx) * pulled_.row_bytes +
-              row_idx * pulled_.num_weights * pulled_.weight_bytes};
+              (request_idx - first_request) * pulled_.weights_bytes()};
 }
 
 bool InternodeCombine::serve(Supply* supply) {
   if (supply->is_done)
     return false;
-  if (!supply->is_request_here && supply->chunks.num_rows > 0) {
+  if (!supply->is_request_here && supply->num_requested > 0) {
     if (!relay_.has_moved(supply->request.transfer, supply->node_idx))
       return false;
     supply->is_request_here = true;
+    if (addition_)
+      read_sum_request(supply);
     check_request(*supply);
   }
   bool has_sent = false;
@@ -238,8 +307,8 @@ bool InternodeCombine::serve(Supply* supply) {
   if (supply->num_sent_chunks < supply->chunks.num_chunks()) {
     if (std::ssize(supply->on_the_way) >= InternodeCut::kChunksInFlight)
       return has_sent;
-    const auto bytes = static_cast<uint64_t>(supply->chunks.rows_of(supply->num_sent_chunks) *
-                                             supply->pulled.bytes());
+    const auto bytes = static_cast<uint64_t>(chunk_bytes(
+        supply->pulled, supply->chunks, supply->first_request, supply->num_sent_chunks));
     Rail::Buffer chunk = relay_.buffer(bytes);
     gather(*supply, chunk.get());
     supply->on_the_way.push_back(relay_.send(supply->node_idx, std::move(chunk), bytes));
@@ -260,7 +329,7 @@ void InternodeCombine::check_request(const Supply& supply) const {
       num_rows[static_cast<size_t>(rank_idx)] =
           layout::num_window_rows(plan_.counts, endpoint_.placement(), plan_.arrangement, rank_idx);
   const auto* const slots = reinterpret_cast<const int64_t*>(supply.request.buffer.get());
-  for (int64_t i = 0; i < supply.chunks.num_rows; ++i) {
+  for (int64_t i = 0; i < supply.num_requested; ++i) {
     const int rank_idx = Slot::rank_idx(slots[i]);
     if (slots[i] < 0 || rank_idx >= nodes_.num_ranks ||
         Slot::row_idx(slots[i]) >= num_rows[static_cast<size_t>(rank_idx)])
@@ -278,37 +347,115 @@ void InternodeCombine::check_request(const Supply& supply) const {
   }
 }
 
-/// Copies the rows of the next chunk, then their weights.
+/// Where the tokens of a request begin; what is left of it are slots.
+void InternodeCombine::read_sum_request(Supply* supply) const {
+  auto* const slots = reinterpret_cast<int64_t*>(supply->request.buffer.get());
+  std::vector<int64_t>& first_request = supply->first_request;
+  for (int64_t i = 0; i < supply->num_requested; ++i) {
+    if ((slots[i] & SumRequest::kFirstOfToken) != 0)
+      first_request.push_back(i);
+    const int64_t num_of_token = first_request.empty() ? 0 : i + 1 - first_request.back();
+    if (num_of_token < 1 || num_of_token > plan_.num_recv_topk)
+      throw std::runtime_error(
+          concat("rank ",
+                 supply->src_rank,
+                 " asked rank ",
+                 endpoint_.rank_idx(),
+                 num_of_token < 1 ? " for a row of no token" : " for more rows of a token than ",
+                 num_of_token < 1 ? "" : concat(plan_.num_recv_topk)));
+    slots[i] &= ~SumRequest::kFirstOfToken;
+  }
+  supply->chunks = cut_sums(supply->pulled, std::ssize(first_request));
+  first_request.push_back(supply->num_requested);
+}
+
+/// Copies or adds the rows of the next chunk, then copies weights.
 void InternodeCombine::gather(const Supply& supply, std::byte* chunk) {
   const PulledRow& pulled = supply.pulled;
   const int64_t first = supply.num_sent_chunks * supply.chunks.rows_per_chunk;
   const int64_t count = supply.chunks.rows_of(supply.num_sent_chunks);
-  const auto* const slots = reinterpret_cast<const int64_t*>(supply.request.buffer.get()) + first;
-  const int64_t weights_per_place =
-      plan_.arrangement.is_by_rank() ? plan_.num_recv_topk : int64_t{1};
-  const int64_t weights_bytes = pulled.num_weights * pulled.weight_bytes;
-  std::byte* const weights = chunk + count * pulled.row_bytes;
-  endpoint_.for_tokens(count, count * pulled.bytes(), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const auto rank_idx = static_cast<size_t>(Slot::rank_idx(slots[i]));
-      const int64_t row_idx = Slot::row_idx(slots[i]);
-      // Not past the caches: the engine reads them next.
-      if (pulled.row_bytes > 0)
-        sync::pull_shared(offset_ptr(chunk, i, pulled.row_bytes),
-                          offset_ptr(bases_.rows[rank_idx], row_idx, pulled.row_bytes),
-                          static_cast<size_t>(pulled.row_bytes));
-      if (weights_bytes > 0)
-        sync::pull_shared(
-            offset_ptr(weights, i, weights_bytes),
-            bases_.weights[rank_idx] + row_idx * weights_per_place * pulled.weight_bytes,
-            static_cast<size_t>(weights_bytes));
-    }
+  const auto request_of = [&](int64_t row_idx) {
+    return addition_ ? supply.first_request[static_cast<size_t>(row_idx)] : row_idx;
+  };
+  const int64_t first_request = request_of(first);
+  const int64_t num_requested = request_of(first + count) - first_request;
+  const int64_t read_bytes = num_requested * pulled.bytes();
+  endpoint_.for_tokens(count, read_bytes, [&](int64_t begin, int64_t end) {
+    if (addition_)
+      add_rows(supply, first + begin, first + end, offset_ptr(chunk, begin, pulled.row_bytes));
+    else
+      copy_rows(supply, first + begin, first + end, offset_ptr(chunk, begin, pulled.row_bytes));
+    copy_weights(supply,
+                 request_of(first + begin),
+                 request_of(first + end),
+                 chunk + count * pulled.row_bytes +
+                     (request_of(first + begin) - first_request) * pulled.weights_bytes());
   });
   // Nothing of an owner that had given up by then is sent on: its source could not hear of that in
   // time.
   sync::fence_acquire();
   endpoint_.group().check_abort();
   sync::confirm_pulls();
+}
+
+void InternodeCombine::copy_rows(const Supply& supply,
+                                 int64_t begin,
+                                 int64_t end,
+                                 std::byte* rows) const {
+  const int64_t row_bytes = supply.pulled.row_bytes;
+  const auto* const slots = reinterpret_cast<const int64_t*>(supply.request.buffer.get());
+  // Not past the caches: the engine reads them next.
+  for (int64_t i = begin; row_bytes > 0 && i < end; ++i)
+    sync::pull_shared(offset_ptr(rows, i - begin, row_bytes),
+                      row_at(slots[i], row_bytes),
+                      static_cast<size_t>(row_bytes));
+}
+
+/// Sums of the tokens [begin, end) of a request.
+void InternodeCombine::add_rows(const Supply& supply,
+                                int64_t begin,
+                                int64_t end,
+                                std::byte* sums) const {
+  const FloatingPointScope scope;
+  const int64_t row_bytes = supply.pulled.row_bytes;
+  const std::byte* const request = supply.request.buffer.get();
+  const auto* const slots = reinterpret_cast<const int64_t*>(request);
+  std::vector<const std::byte*> rows;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t first = supply.first_request[static_cast<size_t>(i)];
+    const int64_t last = supply.first_request[static_cast<size_t>(i) + 1];
+    rows.clear();
+    for (int64_t k = first; k < last; ++k)
+      rows.push_back(row_at(slots[k], row_bytes));
+    endpoint_.kernels().sum_rows(addition_->dtype,
+                                 rows.data(),
+                                 addition_->weight_bytes > 0
+                                     ? request + request_weight_at(supply.num_requested, first)
+                                     : nullptr,
+                                 static_cast<int>(rows.size()),
+                                 addition_->hidden,
+                                 offset_ptr(sums, i - begin, row_bytes),
+                                 StoreMode::kCached,
+                                 nullptr,
+                                 0);
+  }
+}
+
+/// Weights of the rows [begin, end) of a request.
+void InternodeCombine::copy_weights(const Supply& supply,
+                                    int64_t begin,
+                                    int64_t end,
+                                    std::byte* weights) const {
+  const int64_t weights_bytes = supply.pulled.weights_bytes();
+  const int64_t weights_per_place =
+      plan_.arrangement.is_by_rank() ? plan_.num_recv_topk : int64_t{1};
+  const auto* const slots = reinterpret_cast<const int64_t*>(supply.request.buffer.get());
+  for (int64_t i = begin; weights_bytes > 0 && i < end; ++i)
+    sync::pull_shared(offset_ptr(weights, i - begin, weights_bytes),
+                      offset_ptr(bases_.weights[static_cast<size_t>(Slot::rank_idx(slots[i]))],
+                                 Slot::row_idx(slots[i]),
+                                 weights_per_place * supply.pulled.weight_bytes),
+                      static_cast<size_t>(weights_bytes));
 }
 
 bool InternodeCombine::is_finished() const {

@@ -25,6 +25,12 @@ struct RowQuantization {
   int64_t num_blocks() const { return (hidden + block - 1) / block; }
 };
 
+/// Which sources of a sum are added among themselves first: [begin, end).
+struct SourceGroup {
+  int begin = 0;
+  int end = 0;
+};
+
 /// The inner loops over rows, one table per instruction set; all tables give the same bits.
 ///
 /// Sources may have any alignment of their element type. Destinations of `fan_out` are aligned to
@@ -55,6 +61,17 @@ struct RowKernels {
                    StoreMode mode,
                    const std::byte* const* prefetch,
                    int num_prefetch);
+
+  /// As sum_rows, but the sources of @p group are added among themselves, in ascending k from +0.0,
+  /// and their sum, not rounded to @p dtype, is one term after those before them.
+  void (*sum_grouped_rows)(DType dtype,
+                           const std::byte* const* src,
+                           const void* weights,
+                           int num_src,
+                           SourceGroup group,
+                           int64_t hidden,
+                           std::byte* dst,
+                           StoreMode mode);
 
   /// Returns <gradient, value> (element i into lane i mod 32 in ascending i, from +0.0, product
   /// rounded before it is added; then lanes pairwise 16, 8, 4, 2, 1), and stores

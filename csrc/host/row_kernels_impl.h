@@ -190,6 +190,108 @@ void sum_row(const SumRequest<Number>& request, int64_t bytes) {
   sum_rest<Number, kWeighted>(request, at, bytes);
 }
 
+/// Adds the sources [begin, end) of @p bytes at @p at, at most a register's, to @p acc.
+template <typename Number, bool kWeighted>
+MOE_FORCE_INLINE void add_sources(const SumRequest<Number>& request,
+                                  int begin,
+                                  int end,
+                                  int64_t at,
+                                  int64_t bytes,
+                                  typename Number::Register* acc) {
+  for (int k = begin; k < end; ++k) {
+    if (bytes == Simd::kRegisterBytes) {
+      add_elements<Number, kWeighted>(request, k, load(request.src[k] + at), acc);
+      continue;
+    }
+    Simd::Words padded = {};
+    std::memcpy(&padded, request.src[k] + at, bytes);
+    add_elements<Number, kWeighted>(request, k, padded, acc);
+  }
+}
+
+/// The sum of @p bytes at @p at, at most a register's.
+template <typename Number, bool kWeighted>
+MOE_FORCE_INLINE Simd::Words sum_grouped(const SumRequest<Number>& request,
+                                         SourceGroup group,
+                                         int64_t at,
+                                         int64_t bytes) {
+  typename Number::Register acc[Number::kWidth] = {};
+  typename Number::Register own[Number::kWidth] = {};
+  add_sources<Number, kWeighted>(request, 0, group.begin, at, bytes, acc);
+  add_sources<Number, kWeighted>(request, group.begin, group.end, at, bytes, own);
+  for (int j = 0; j < Number::kWidth; ++j)
+    acc[j] += own[j];
+  add_sources<Number, kWeighted>(request, group.end, request.num_src, at, bytes, acc);
+  return Number::narrow(acc);
+}
+
+template <typename Number, bool kWeighted, bool kStream>
+void sum_grouped_row(const SumRequest<Number>& request, SourceGroup group, int64_t bytes) {
+  const int64_t head = kStream ? bytes_to_line(request.dst, bytes) : 0;
+  const int64_t body_end = head + ((bytes - head) & -kLineBytes);
+  const int64_t distance = prefetch_distance(request.num_src, bytes);
+  for (int64_t at = 0; at < bytes;) {
+    const int64_t end = at < head ? head : at < body_end ? body_end : bytes;
+    const int64_t left = end - at;
+    const int64_t step = left < Simd::kRegisterBytes ? left : Simd::kRegisterBytes;
+    if ((at - head) % kLineBytes == 0 && at + distance < bytes)
+      for (int k = 0; k < request.num_src; ++k)
+        __builtin_prefetch(request.src[k] + at + distance);
+    const Simd::Words sums = sum_grouped<Number, kWeighted>(request, group, at, step);
+    if (at >= head && at < body_end)
+      put<kStream>(request.dst + at, sums);
+    else
+      std::memcpy(request.dst + at, &sums, step);
+    at += step;
+  }
+}
+
+template <typename Number>
+void sum_grouped_rows_of(const std::byte* const* src,
+                         const void* weights,
+                         int num_src,
+                         SourceGroup group,
+                         int64_t hidden,
+                         std::byte* dst,
+                         StoreMode mode) {
+  using Scalar = typename Number::Scalar;
+  const SumRequest<Number> request{
+      src, static_cast<const Scalar*>(weights), num_src, dst, nullptr, 0};
+  const int64_t bytes = hidden * Number::kElementBytes;
+  const bool is_streaming = mode == StoreMode::kStreaming;
+  if (weights && is_streaming)
+    sum_grouped_row<Number, true, true>(request, group, bytes);
+  else if (weights)
+    sum_grouped_row<Number, true, false>(request, group, bytes);
+  else if (is_streaming)
+    sum_grouped_row<Number, false, true>(request, group, bytes);
+  else
+    sum_grouped_row<Number, false, false>(request, group, bytes);
+}
+
+void sum_grouped_rows(DType dtype,
+                      const std::byte* const* src,
+                      const void* weights,
+                      int num_src,
+                      SourceGroup group,
+                      int64_t hidden,
+                      std::byte* dst,
+                      StoreMode mode) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return sum_grouped_rows_of<BFloat16>(src, weights, num_src, group, hidden, dst, mode);
+    case DType::kFloat16:
+      return sum_grouped_rows_of<Float16>(src, weights, num_src, group, hidden, dst, mode);
+    case DType::kFloat32:
+      return sum_grouped_rows_of<Float32>(src, weights, num_src, group, hidden, dst, mode);
+    case DType::kFloat64:
+      return sum_grouped_rows_of<Float64>(src, weights, num_src, group, hidden, dst, mode);
+    case DType::kBytes:
+      break;
+  }
+  assert(false && "sum_grouped_rows: bytes cannot be added");
+}
+
 template <typename Number>
 void sum_rows_of(const std::byte* const* src,
                  const void* weights,
@@ -310,7 +412,15 @@ void store_fence() {
 }
 
 constexpr RowKernels make_row_kernels(const char* name) {
-  return {name, fan_out, sum_rows, scale_and_dot, copy, zero, store_fence, quantize_row};
+  return {name,
+          fan_out,
+          sum_rows,
+          sum_grouped_rows,
+          scale_and_dot,
+          copy,
+          zero,
+          store_fence,
+          quantize_row};
 }
 
 }  // namespace

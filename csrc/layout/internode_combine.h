@@ -15,11 +15,13 @@ struct PulledRow {
   int64_t weight_bytes = 0;  ///< of one; 0 for none
   int64_t num_weights = 0;   ///< with a row: 1, or (rank-major) the choices of a source's token
 
-  int64_t bytes() const { return row_bytes + num_weights * weight_bytes; }
+  int64_t weights_bytes() const { return num_weights * weight_bytes; }
+  int64_t bytes() const { return row_bytes + weights_bytes(); }
 };
 
 /// How the rows that one rank pulls from one other node are cut into messages, each [rows][weights
-/// of those rows]; InternodeCut says how many bytes and how many at a time.
+/// of those rows]; InternodeCut says how many bytes and how many at a time. With node_reduction a
+/// row is the sum of a token's rows on that node, and has the weights of all of them.
 struct PullChunks {
   int64_t num_rows = 0;
   int64_t rows_per_chunk = 1;
@@ -32,6 +34,18 @@ struct PullChunks {
     const int64_t most_rows =
         InternodeCut::chunk_bytes(num_nodes) / std::max<int64_t>(pulled.bytes(), 1);
     return {num_rows, std::max({most_rows, num_slots, int64_t{1}})};
+  }
+
+  /// With node_reduction.
+  /// @param num_sums  Tokens with rows on that node.
+  static PullChunks of_sums(const PulledRow& pulled,
+                            int64_t num_sums,
+                            int64_t num_slots,
+                            int num_nodes) {
+    const int64_t most_bytes = pulled.row_bytes + num_slots * pulled.weights_bytes();
+    const int64_t most_sums =
+        InternodeCut::chunk_bytes(num_nodes) / std::max<int64_t>(most_bytes, 1);
+    return {num_sums, std::max<int64_t>(most_sums, 1)};
   }
 
   int64_t num_chunks() const { return (num_rows + rows_per_chunk - 1) / rows_per_chunk; }
@@ -50,6 +64,37 @@ inline int64_t internode_combine_bytes(int64_t num_wanted_rows,
                                        int64_t num_supplied_rows) {
   return num_wanted_rows * static_cast<int64_t>(sizeof(int64_t)) +
          num_supplied_rows * supplied.bytes();
+}
+
+/// The rows that one rank wants added on one other node, in the order of its tokens and their
+/// slots.
+///
+/// Byte map, n rows: [0, 8 n) slots, the first of every token with kFirstOfToken;
+///   [8 n, + n * weight_bytes) weights to apply, 1 where the combine has none. Rank-major: no
+///   weights.
+struct SumRequest {
+  /// A bit that no slot has.
+  static constexpr int64_t kFirstOfToken = int64_t{1} << 62;
+
+  int64_t num_rows = 0;
+  int64_t weight_bytes = 0;  ///< of one: those of the type rows are added in
+
+  int64_t weights_at() const { return num_rows * static_cast<int64_t>(sizeof(int64_t)); }
+  int64_t bytes() const { return weights_at() + num_rows * weight_bytes; }
+};
+
+/// internode_combine_bytes() with node_reduction.
+/// @param wanted             What this rank asks for.
+/// @param num_supplied_sums  Tokens of the other rank with rows on this node.
+/// @param num_supplied_rows  Those rows, each with its pulled weights.
+///
+/// Example: bf16, hidden 4096, four rows of a token there: 48 bytes go out for 8192 that come back.
+inline int64_t internode_reduction_bytes(const SumRequest& wanted,
+                                         const PulledRow& supplied,
+                                         int64_t num_supplied_sums,
+                                         int64_t num_supplied_rows) {
+  return wanted.bytes() + num_supplied_sums * supplied.row_bytes +
+         num_supplied_rows * supplied.weights_bytes();
 }
 
 /// Rows of the tokens of @p src_rank on ranks of @p node_idx, from the count matrix alone.

@@ -21,6 +21,7 @@ class HostBackend(NativeBackend):
     """Operations by threads of the CPU; see `Backend`."""
 
     name = "host"
+    has_node_reduction = True
     _endpoint: _host.Endpoint
     _rail_engine: RailEngine | None = None
 

@@ -6,6 +6,7 @@ exact float64 arithmetic, so it shares no method with the kernels.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +181,51 @@ def test_sum_rows(rng: np.random.Generator, isa: str, name: str, num_src: int) -
             for weights in (None, make_weights(rng, fmt, num_src)):
                 check_sum(isa, fmt, rows, weights, streaming=True)
                 check_sum(isa, fmt, rows, weights, streaming=False, prefetch=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("num_src", "group"),
+    [(1, (0, 1)), (5, (1, 3)), (6, (0, 4)), (6, (4, 6)), (9, (3, 3)), (0, (0, 0))],
+)
+def test_sum_grouped_rows(
+    rng: np.random.Generator, isa: str, name: str, num_src: int, group: tuple[int, int]
+) -> None:
+    """A group is added among itself and is one term: in float arithmetic, one addition at a time."""
+    fmt = FORMATS[name]
+    begin, end = group
+    for hidden, kind, streaming, offset in itertools.product(
+        (1, 33, 40, 1000), ("bits", "normal", "huge"), (False, True), (0, 16)
+    ):
+        rows = [make_codes(rng, fmt, kind, hidden) for _ in range(num_src)]
+        for weights in (None, make_weights(rng, fmt, num_src)):
+            factors = np.ones(num_src, fmt.number) if weights is None else weights
+            acc = np.zeros(hidden, fmt.number)
+            own = np.zeros(hidden, fmt.number)
+            with np.errstate(all="ignore"):
+                for k, row in enumerate(rows):
+                    term = widen(row, fmt) * factors[k]
+                    if begin <= k < end:
+                        own = own + term
+                    else:
+                        acc = acc + term
+                    if k == end - 1:
+                        acc = acc + own
+            target = Guarded(hidden * fmt.element_bytes, offset)
+            kernels.sum_rows(
+                isa,
+                name,
+                [place(row, 0) for row in rows],
+                None if weights is None else weights.view(np.uint8),
+                target.bytes,
+                streaming=streaming,
+                group=group,
+            )
+            assert np.array_equal(target.bytes.copy().view(fmt.code), narrow(acc, fmt))
+            target.check_margins()
+    with pytest.raises(ValueError, match="group: expected a part of"):
+        kernels.sum_rows(isa, name, [], None, Guarded(64).bytes, streaming=False, group=(0, 1))
 
 
 @pytest.mark.parametrize("isa", ISAS)

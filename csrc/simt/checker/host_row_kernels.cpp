@@ -62,6 +62,21 @@ void sum_rows(DType dtype,
     kPortableRowKernels.sum_rows(dtype, src, weights, num_src, hidden, dst, mode, nullptr, 0);
 }
 
+void sum_grouped_rows(DType dtype,
+                      const std::byte* const* src,
+                      const void* weights,
+                      int num_src,
+                      SourceGroup group,
+                      int64_t hidden,
+                      std::byte* dst,
+                      StoreMode mode) {
+  const int64_t bytes = hidden * element_bytes(dtype);
+  for (int k = 0; k < num_src; ++k)
+    note_pull(src[k], bytes);
+  if (note_store(dst, bytes, mode))
+    kPortableRowKernels.sum_grouped_rows(dtype, src, weights, num_src, group, hidden, dst, mode);
+}
+
 double scale_and_dot(
     DType dtype, std::byte* gradient, const std::byte* value, double weight, int64_t hidden) {
   const int64_t bytes = hidden * element_bytes(dtype);
@@ -105,7 +120,14 @@ void quantize_row(const RowQuantization& quantization,
 
 }  // namespace
 
-constinit const RowKernels kCheckedRowKernels = {
-    "checked", fan_out, sum_rows, scale_and_dot, copy, zero, store_fence, quantize_row};
+constinit const RowKernels kCheckedRowKernels = {"checked",
+                                                 fan_out,
+                                                 sum_rows,
+                                                 sum_grouped_rows,
+                                                 scale_and_dot,
+                                                 copy,
+                                                 zero,
+                                                 store_fence,
+                                                 quantize_row};
 
 }  // namespace moe::host
