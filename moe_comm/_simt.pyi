@@ -15,6 +15,7 @@ def rail_region_bytes(
     num_max_tokens: int,
     num_max_topk: int,
     max_row_bytes: int,
+    node_reduction: bool,
 ) -> int: ...
 def strided_copies(
     targets: list[torch.Tensor], sources: list[torch.Tensor], num_sms: int = 0

@@ -259,12 +259,14 @@ def rail_region_bytes(
     num_experts: int,
     row_bytes: int,
     depth: int = 4,
+    node_reduction: bool = False,
 ) -> int:
     """Memory between nodes of one buffer on one rank, with backend "nvshmem" or "simt".
 
     For each other node, two areas of the same size, for what is sent and what comes: each holds all
     rows of a dispatch with their slots, ids and weights, or the requests of a combine and 64 chunks
-    of replies, and at least 256 KiB. Besides, the rows of the exchange and a signal for every chunk.
+    of replies (a row for each slot, or one for each token with `node_reduction`), and at least
+    256 KiB. Besides, the rows of the exchange and a signal for every chunk.
 
     Args:
         num_ranks: R.
@@ -274,6 +276,7 @@ def rail_region_bytes(
         num_experts: E.
         row_bytes: `EpConfig.rail_row_bytes`.
         depth: `EpConfig.num_max_in_flight`.
+        node_reduction: As in `EpConfig`.
 
     Example:
         16 ranks, 8 a node, 4096 tokens, top-8, 256 experts, bfloat16, hidden 7168: an area has 512
@@ -291,9 +294,13 @@ def rail_region_bytes(
     num_chunks = max(-(-num_tokens // num_chunk_tokens), 1)
     num_words = min(num_topk, num_ranks) + 2 * num_topk  # slots, ids and weights
     record_bytes = _round_up(_round_up(row_bytes, 16) + 8 * num_words, 16)
-    reply_bytes = _round_up(_round_up(row_bytes, 8) + 8 * num_topk, 16)
-    request_stride = RAIL_HEADER_BYTES + _round_up(8 * num_chunk_tokens * num_topk, 16)
-    replies_bytes = min(num_chunks, RAIL_REPLY_PLACES) * num_chunk_tokens * num_topk * reply_bytes
+    num_chunk_slots = num_chunk_tokens * num_topk
+    num_reply_rows = num_chunk_tokens if node_reduction else num_chunk_slots
+    reply_bytes = num_reply_rows * _round_up(row_bytes, 16) + num_chunk_slots * 8 * num_topk
+    # The weights that a node applies come with the slots.
+    slot_bytes = 16 if node_reduction else 8
+    request_stride = RAIL_HEADER_BYTES + _round_up(slot_bytes * num_chunk_slots, 16)
+    replies_bytes = min(num_chunks, RAIL_REPLY_PLACES) * _round_up(reply_bytes, 16)
     area_bytes = max(
         num_chunks * (RAIL_HEADER_BYTES + num_chunk_tokens * record_bytes),
         num_chunks * request_stride + replies_bytes,

@@ -313,6 +313,7 @@ class EpConfig:
             num_experts=self.num_experts,
             row_bytes=self.rail_row_bytes,
             depth=self.num_max_in_flight,
+            node_reduction=self.node_reduction,
         )
 
 

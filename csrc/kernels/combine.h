@@ -29,6 +29,8 @@ struct CombineParams {
   std::byte* pulled = nullptr;  ///< device or heap [num_tokens, num_topk] of pulled_bytes
   int32_t pulled_bytes = 0;     ///< of a weight that is pulled, 0 for none
   int32_t is_plain = 0;         ///< loads and stores instead of bulk copies
+  /// Across nodes: every other node adds a token's rows there, and one row of it travels.
+  int32_t node_reduction = 0;
 };
 
 /// Threads of a block, at most; registers do not reach for more.

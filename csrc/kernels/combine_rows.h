@@ -176,15 +176,39 @@ class LaneSums {
     }
   }
 
-  /// Nobody reads the sum in this kernel, and lanes write adjacent units: ordinary stores fill
-  /// whole sectors, need no shared memory and no wait for a bulk store.
+  /// Adds other sums as they are.
+  MOE_DEVICE void add(const LaneSums& other) {
+#pragma unroll
+    for (int i = 0; i < kUnitsPerLane; ++i)
+#pragma unroll
+      for (int j = 0; j < kElements; ++j)
+        sums_[i][j] = device::add(sums_[i][j], other.sums_[i][j]);
+  }
+
+  /// What they would be once stored.
+  MOE_DEVICE LaneSums rounded() const {
+    LaneSums sums;
+    for (int i = 0; i < kUnitsPerLane; ++i)
+      device::widen_unit<Number, Unit>(device::narrow_unit<Number, Unit>(sums_[i]), sums.sums_[i]);
+    return sums;
+  }
+
+  /// Lanes write adjacent units: ordinary stores fill whole sectors, need no shared memory and no
+  /// wait for a bulk store.
+  /// @tparam kIsReadSoon  by whoever sends it on; else nobody reads the sum in this kernel
+  template <bool kIsReadSoon = false>
   MOE_DEVICE void store(std::byte* piece, int num_units) const {
     auto* const to = reinterpret_cast<Unit*>(piece);
 #pragma unroll
     for (int i = 0; i < kUnitsPerLane; ++i) {
       const int unit_idx = i * device::kWarpSize + device::lane_idx();
-      if (unit_idx < num_units)
-        device::store_streaming(to + unit_idx, device::narrow_unit<Number, Unit>(sums_[i]));
+      if (unit_idx >= num_units)
+        continue;
+      const Unit sum = device::narrow_unit<Number, Unit>(sums_[i]);
+      if constexpr (kIsReadSoon)
+        device::store(to + unit_idx, sum);
+      else
+        device::store_streaming(to + unit_idx, sum);
     }
   }
 

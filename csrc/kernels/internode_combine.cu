@@ -19,29 +19,53 @@ MOE_HOST_DEVICE int64_t scratch_bytes(int num_threads) {
   return round_up((num_threads / 32 > 2 ? num_threads / 32 : 2) * int64_t{4}, 128);
 }
 
-/// Adds the rows of a token that was found, in slot order.
-template <typename Number, bool kWeighted, typename Unit>
+/// The sums of all nodes of a token that was found, in the order of nodes.
+/// @param own  of this node, not rounded
+template <typename Number, typename Unit>
+MOE_DEVICE LaneSums<Number, Unit> add_nodes(const CombineParams& params,
+                                            const Rails& rails,
+                                            const TokenSources<true>& sources,
+                                            const LaneSums<Number, Unit>& own,
+                                            int64_t offset,
+                                            int num_units) {
+  const int own_node = rails.nodes.node_idx(params.buffer.rank_idx);
+  LaneSums<Number, Unit> sums;
+  for (int i = 0; i < rails.map.num_nodes; ++i) {
+    const int node_idx = MOE_MUTANT(nodes_added_backwards) ? rails.map.num_nodes - 1 - i : i;
+    if (node_idx == own_node) {
+      sums.add(MOE_MUTANT(own_rows_rounded) ? own.rounded() : own);
+      continue;
+    }
+    const std::byte* const from = sources.sum(node_idx);
+    if (from == nullptr)
+      continue;
+    LaneUnits<Unit> row;
+    row.load(from + offset, num_units);
+    sums.template add<false>(row, 0);
+  }
+  return sums;
+}
+
+/// Adds the rows of a token that was found: all of them in slot order, or (kReduces) node after
+/// node, those of this node in slot order among themselves.
+template <typename Number, bool kWeighted, bool kReduces, typename Unit>
 MOE_DEVICE void add_rows(const CombineParams& params,
-                         const TokenSources& sources,
+                         const Rails& rails,
+                         const TokenSources<kReduces>& sources,
                          int64_t token_idx,
                          int64_t row_bytes) {
+  using Scalar = typename Number::Scalar;
   const auto load_weight = [&](int i) {
-    using Scalar = typename Number::Scalar;
-    if constexpr (kWeighted) {
-      const int64_t choice = token_idx * params.num_topk + i;
-      if constexpr (sizeof(Scalar) == 8)
-        if (params.weight_bytes == 8)
-          return device::load_constant(reinterpret_cast<const double*>(params.weights) + choice);
-      return static_cast<Scalar>(
-          device::load_constant(reinterpret_cast<const float*>(params.weights) + choice));
-    } else {
-      return Scalar{0};
-    }
+    if (!kWeighted || params.weights == nullptr)
+      return Scalar{1};  // a product with it is the row
+    const int64_t choice = token_idx * params.num_topk + i;
+    if constexpr (sizeof(Scalar) == 8)
+      if (params.weight_bytes == 8)
+        return device::load_constant(reinterpret_cast<const double*>(params.weights) + choice);
+    return static_cast<Scalar>(
+        device::load_constant(reinterpret_cast<const float*>(params.weights) + choice));
   };
-  for (int64_t offset = 0; offset < row_bytes; offset += kPieceBytes<Unit>) {
-    const int64_t left = row_bytes - offset;
-    const int64_t bytes = left < kPieceBytes<Unit> ? left : kPieceBytes<Unit>;
-    const auto num_units = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit)));
+  for_pieces<Unit>(row_bytes, [&](int64_t offset, int num_units) {
     LaneSums<Number, Unit> sums;
     for (int i = 0; i < params.num_slots; ++i) {
       const int slot_idx = MOE_MUTANT(rail_rows_added_backwards) ? params.num_slots - 1 - i : i;
@@ -52,24 +76,30 @@ MOE_DEVICE void add_rows(const CombineParams& params,
       row.load(from + offset, num_units);
       sums.template add<kWeighted>(row, load_weight(slot_idx));
     }
+    if constexpr (kReduces)
+      sums = add_nodes<Number>(params, rails, sources, sums, offset, num_units);
     sums.store(params.sums + token_idx * row_bytes + offset, num_units);
-  }
+  });
 }
 
 /// Whether every row that the token was found to have, and its sum, is in units of 16 bytes.
-MOE_DEVICE bool is_aligned(const CombineParams& params,
-                           const TokenSources& sources,
-                           int64_t row_bytes) {
+template <bool kReduces>
+MOE_DEVICE bool is_token_aligned(const CombineParams& params,
+                                 const Rails& rails,
+                                 const TokenSources<kReduces>& sources,
+                                 int64_t row_bytes) {
   uint64_t bits = static_cast<uint64_t>(row_bytes) | reinterpret_cast<uint64_t>(params.sums);
   for (int i = device::lane_idx(); i < params.num_slots; i += device::kWarpSize)
     bits |= reinterpret_cast<uint64_t>(sources.row(i));
-  return device::all(bits % sizeof(Bytes16) == 0);
+  for (int i = device::lane_idx(); kReduces && i < rails.map.num_nodes; i += device::kWarpSize)
+    bits |= reinterpret_cast<uint64_t>(sources.sum(i));
+  return is_aligned(bits);
 }
 
 /// Weights of the token that was found, as they lie at its rows' owners; 0 where no row went.
-template <typename Weight>
+template <typename Weight, bool kReduces>
 MOE_DEVICE void pull_weights(const CombineParams& params,
-                             const TokenSources& sources,
+                             const TokenSources<kReduces>& sources,
                              int64_t token_idx) {
   using layout::Slot;
   for (int k = device::lane_idx(); k < params.num_topk; k += device::kWarpSize) {
@@ -95,24 +125,26 @@ MOE_DEVICE void pull_weights(const CombineParams& params,
   }
 }
 
-template <typename Number, bool kWeighted>
+template <typename Number, bool kWeighted, bool kReduces>
 MOE_DEVICE void add_chunk(const CombineParams& params,
-                          const TokenSources& sources,
-                          const RailRequests& requests,
+                          const Rails& rails,
+                          const TokenSources<kReduces>& sources,
+                          const RailRequests<Number, kReduces>& requests,
                           int64_t chunk_idx,
                           int64_t place,
                           ProgressShower* progress) {
   const int64_t row_bytes = combined_row_bytes(params);
-  sources.begin_chunk();
   for (int64_t token_idx = requests.first_token(chunk_idx);
        token_idx < requests.end_token(chunk_idx);
        ++token_idx) {
     sources.find(token_idx, place);
     if (row_bytes > 0) {
-      if (is_aligned(params, sources, row_bytes))
-        add_rows<Number, kWeighted, Bytes16>(params, sources, token_idx, row_bytes);
+      if (is_token_aligned(params, rails, sources, row_bytes))
+        add_rows<Number, kWeighted, kReduces, Bytes16>(
+            params, rails, sources, token_idx, row_bytes);
       else
-        add_rows<Number, kWeighted, typename Number::Bits>(params, sources, token_idx, row_bytes);
+        add_rows<Number, kWeighted, kReduces, typename Number::Bits>(
+            params, rails, sources, token_idx, row_bytes);
     }
     if (params.pulled_bytes == 8)
       pull_weights<uint64_t>(params, sources, token_idx);
@@ -125,13 +157,13 @@ MOE_DEVICE void add_chunk(const CombineParams& params,
 
 /// What one warp does: asks ahead, then in turns answers a chunk of every other node, adds one of
 /// its own, and asks for the next. @return false when the kernel is to leave.
-template <typename Number, bool kWeighted>
+template <typename Number, bool kWeighted, bool kReduces>
 MOE_DEVICE bool combine_chunks(const CombineParams& params, const Rails& rails, std::byte* shared) {
   const layout::RailReply reply = rail_reply(params, rails);
   const ReplyTurns turns = ReplyTurns::make(reply);
   const RailMemory rail(params.buffer, rails);
-  const TokenSources sources(params, rails, reply, shared);
-  const RailRequests requests(params, rails, reply, sources);
+  const TokenSources<kReduces> sources(params, rails, reply, shared);
+  const RailRequests<Number, kReduces> requests(params, rails, reply, sources, shared);
   ProgressShower progress(params.buffer);
   const int64_t num_own = rails.num_chunks(params.num_tokens);
   if (turns.first_chunk >= turns.num_units)
@@ -157,7 +189,7 @@ MOE_DEVICE bool combine_chunks(const CombineParams& params, const Rails& rails, 
     if (!requests.await_rows(chunk_idx))
       return false;
     add_chunk<Number, kWeighted>(
-        params, sources, requests, chunk_idx, turns.place(chunk_idx), &progress);
+        params, rails, sources, requests, chunk_idx, turns.place(chunk_idx), &progress);
     const int64_t next = turns.chunk(turn + num_ahead);
     if (next < num_own)
       requests.ask(next, turns.place(next));
@@ -171,10 +203,10 @@ MOE_DEVICE bool combine_chunks(const CombineParams& params, const Rails& rails, 
 //   its own, which peers make when they come to c; so the least chunk that anybody has not added
 //   never waits for a later one. A request says which place of an area the reply goes to; a place
 //   is named again once its rows were added, which also tells the answerer that its copy was sent.
-// Example: 2 nodes of 1 rank, chunks of 1 token, a token with slots [a of node 0, b of node 1].
-// Rank
-//   0 asks rank 1 for b; rank 1 copies b and puts it to rank 0, which adds a, then b.
-template <typename Number, bool kWeighted>
+// Example: 2 nodes of 1 rank, chunks of 1 token, a token with slots [a of node 0, b and c of node
+//   1]. Rank 0 asks rank 1 for b and c; rank 1 copies them, side by side, and puts them to rank 0,
+//   which adds a, b, c. With kReduces rank 1 puts b + c, rounded, and rank 0 adds a and that.
+template <typename Number, bool kWeighted, bool kReduces>
 MOE_KERNEL void internode_combine(const InternodeCombineParams both) {
   const CombineParams& params = both.operation;
   const Rails& rails = both.rails;
@@ -183,7 +215,7 @@ MOE_KERNEL void internode_combine(const InternodeCombineParams both) {
   std::byte* const shared = device::shared_memory();
   auto* const scratch = reinterpret_cast<int32_t*>(shared);
   if (!block_has_left(params.buffer, scratch))
-    combine_chunks<Number, kWeighted>(
+    combine_chunks<Number, kWeighted, kReduces>(
         params,
         rails,
         shared + scratch_bytes(device::num_threads()) +
@@ -194,10 +226,13 @@ MOE_KERNEL void internode_combine(const InternodeCombineParams both) {
 template <typename Number>
 void launch_internode_combine_of(const device::Launch& launch,
                                  const InternodeCombineParams& params) {
-  if (params.operation.weights != nullptr)
-    device::launch(&internode_combine<Number, true>, launch, params);
+  // Requests of others may have weights where this rank applies none: one kernel for both.
+  if (reduces_rows(params.operation))
+    device::launch(&internode_combine<Number, true, true>, launch, params);
+  else if (params.operation.weights != nullptr)
+    device::launch(&internode_combine<Number, true, false>, launch, params);
   else
-    device::launch(&internode_combine<Number, false>, launch, params);
+    device::launch(&internode_combine<Number, false, false>, launch, params);
 }
 
 }  // namespace

@@ -3,45 +3,11 @@
 #include <cstdint>
 
 #include "device/row_copy.h"
-#include "kernels/combine_rows.h"
-#include "kernels/rail_peers.h"
+#include "kernels/internode_combine_sources.h"
 
-// How a warp asks other nodes for rows, answers what they ask for, and adds the rows of its tokens.
+// How a warp asks other nodes for rows, and answers what they ask for.
 
 namespace moe::kernels {
-
-/// A warp's shared memory: [num_slots] addresses of rows, [num_slots] of their weights,
-/// [num_nodes] requests of a chunk.
-struct CombineWarpShape {
-  int64_t weights_offset = 0;
-  int64_t counts_offset = 0;
-  int64_t bytes = 0;
-
-  MOE_HOST_DEVICE static CombineWarpShape make(const CombineParams& params, const Rails& rails) {
-    CombineWarpShape shape;
-    shape.weights_offset = int64_t{8} * params.num_slots;
-    shape.counts_offset = 2 * shape.weights_offset;
-    shape.bytes = round_up(shape.counts_offset + int64_t{4} * rails.map.num_nodes, 128);
-    return shape;
-  }
-};
-
-/// 0 where only weights are pulled.
-MOE_HOST_DEVICE inline int64_t combined_row_bytes(const CombineParams& params) {
-  return params.hidden == 0 ? 0 : params.hidden * element_bytes(params.dtype);
-}
-
-MOE_HOST_DEVICE inline layout::RailReply rail_reply(const CombineParams& params,
-                                                    const Rails& rails) {
-  const bool is_by_rank = params.arrangement.is_by_rank();
-  return layout::RailReply::make(
-      rails.map,
-      rails.tokens_per_chunk,
-      layout::num_slots_per_token(
-          params.arrangement.layout, params.num_recv_topk, params.buffer.num_ranks),
-      combined_row_bytes(params),
-      int64_t{params.pulled_bytes} * (is_by_rank ? params.num_recv_topk : 1));
-}
 
 /// Which chunks a warp asks for and adds, and which places replies to them have. Warps use as many
 /// places as there are, each the same number; a place is asked for again once its rows were added.
@@ -63,130 +29,139 @@ struct ReplyTurns {
   MOE_DEVICE int64_t place(int64_t chunk_idx) const { return chunk_idx % (num_units * num_ahead); }
 };
 
-/// The rows of one rank's tokens where they lie: on this node where their owners offer them, else
-/// where replies come. All lanes of a warp call.
-class TokenSources {
+/// Whether @p bits, of addresses and sizes or-ed together, are in units of 16 bytes on every lane.
+MOE_DEVICE bool is_aligned(uint64_t bits) {
+  return device::all(bits % sizeof(device::Bytes16) == 0);
+}
+
+/// Calls @p function(offset, num_units) for the pieces of a row, one after another.
+template <typename Unit, typename Function>
+MOE_DEVICE void for_pieces(int64_t row_bytes, const Function& function) {
+  for (int64_t offset = 0; offset < row_bytes; offset += kPieceBytes<Unit>) {
+    const int64_t left = row_bytes - offset;
+    const int64_t bytes = left < kPieceBytes<Unit> ? left : kPieceBytes<Unit>;
+    function(offset, static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit))));
+  }
+}
+
+/// Sums of rows on this node that a rank of another node asked for, one token after another. All
+/// lanes of a warp call.
+template <typename Number>
+class NodeSums {
  public:
-  MOE_DEVICE TokenSources(const CombineParams& params,
+  using Scalar = typename Number::Scalar;
+
+  /// @param request  as it came
+  /// @param shared   of the warp; what TokenSources found is lost
+  MOE_DEVICE NodeSums(const CombineParams& params,
+                      const Rails& rails,
+                      const TokenSources<true>& sources,
+                      const layout::RailReply::Header& header,
+                      const std::byte* request,
+                      std::byte* shared)
+      : sources_(sources),
+        slots_(reinterpret_cast<const int64_t*>(request + sizeof(header))),
+        request_weights_(request + layout::RailReply::request_bytes(header.num_slots)),
+        num_slots_(header.num_slots),
+        weight_bytes_(header.weight_bytes),
+        row_bytes_(combined_row_bytes(params)),
+        rows_(reinterpret_cast<uint64_t*>(shared)),
+        weights_(reinterpret_cast<Scalar*>(shared +
+                                           CombineWarpShape::make(params, rails).weights_offset)) {}
+
+  /// Adds the rows of the next token, in the order of the request, and rounds once.
+  MOE_DEVICE void add_next(std::byte* to) {
+    take();
+    uint64_t bits = static_cast<uint64_t>(row_bytes_) | reinterpret_cast<uint64_t>(to);
+    for (int i = device::lane_idx(); i < num_rows_; i += device::kWarpSize)
+      bits |= device::load(rows_ + i);
+    if (is_aligned(bits))
+      add<device::Bytes16>(to);
+    else
+      add<typename Number::Bits>(to);
+    device::sync_warp();
+  }
+
+ private:
+  /// Every lane looks up slots, until one is the first of the next token.
+  MOE_DEVICE void take() {
+    using layout::RailReply;
+    uint32_t ends = 0;
+    for (num_rows_ = 0; ends == 0;) {
+      const int64_t i = next_ + num_rows_ + device::lane_idx();
+      const int64_t slot = i < num_slots_ ? device::load(slots_ + i) : RailReply::kFirstOfToken;
+      ends = device::ballot(i > next_ && (slot & RailReply::kFirstOfToken) != 0);
+      const int count = ends == 0 ? device::kWarpSize : device::first_bit(ends);
+      if (device::lane_idx() < count) {
+        const int place = num_rows_ + device::lane_idx();
+        const std::byte* const row = sources_.local_row(slot & ~RailReply::kFirstOfToken);
+        device::store(rows_ + place, reinterpret_cast<uint64_t>(row));
+        device::store(weights_ + place, load_weight(i));
+      }
+      num_rows_ += count;
+    }
+    if (MOE_MUTANT(node_sum_without_last_row) && num_rows_ > 1)
+      --num_rows_;
+    next_ += num_rows_;
+    device::sync_warp();
+  }
+
+  /// 1 where none is applied: a product with it is the row.
+  MOE_DEVICE Scalar load_weight(int64_t i) const {
+    if (MOE_MUTANT(weight_of_next_slot) && i + 1 < num_slots_)
+      ++i;
+    if (weight_bytes_ == 0)
+      return Scalar{1};
+    if constexpr (sizeof(Scalar) == 8)
+      if (weight_bytes_ == 8)
+        return device::load(reinterpret_cast<const double*>(request_weights_) + i);
+    return device::load(reinterpret_cast<const float*>(request_weights_) + i);
+  }
+
+  template <typename Unit>
+  MOE_DEVICE void add(std::byte* to) const {
+    for_pieces<Unit>(row_bytes_, [&](int64_t offset, int num_units) {
+      LaneSums<Number, Unit> sums;
+      for (int i = 0; i < num_rows_; ++i) {
+        LaneUnits<Unit> row;
+        row.load(reinterpret_cast<const std::byte*>(device::load(rows_ + i)) + offset, num_units);
+        sums.template add<true>(row, device::load(weights_ + i));
+      }
+      sums.template store<true>(to + offset, num_units);
+    });
+  }
+
+  const TokenSources<true>& sources_;
+  const int64_t* slots_;
+  const std::byte* request_weights_;
+  int64_t num_slots_;
+  int32_t weight_bytes_;
+  int64_t row_bytes_;
+  uint64_t* rows_;
+  Scalar* weights_;
+  int64_t next_ = 0;
+  int num_rows_ = 0;
+};
+
+/// Requests and replies. All lanes of a warp call.
+/// @tparam kReduces  as of TokenSources
+template <typename Number, bool kReduces>
+class RailRequests {
+ public:
+  /// @param shared  of the warp
+  MOE_DEVICE RailRequests(const CombineParams& params,
                           const Rails& rails,
                           const layout::RailReply& reply,
+                          const TokenSources<kReduces>& sources,
                           std::byte* shared)
       : params_(params),
         rails_(rails),
         rail_(params.buffer, rails),
         reply_(reply),
-        row_bytes_(combined_row_bytes(params)) {
-    const CombineWarpShape shape = CombineWarpShape::make(params, rails);
-    rows_ = reinterpret_cast<uint64_t*>(shared);
-    weights_ = reinterpret_cast<uint64_t*>(shared + shape.weights_offset);
-    counts_ = reinterpret_cast<int32_t*>(shared + shape.counts_offset);
-  }
-
-  MOE_DEVICE void begin_chunk() const {
-    device::sync_warp();
-    for (int i = device::lane_idx(); i < rails_.map.num_nodes; i += device::kWarpSize)
-      device::store(counts_ + i, int32_t{0});
-    device::sync_warp();
-  }
-  /// Slots of a node so far in this chunk.
-  MOE_DEVICE int32_t count(int node_idx) const { return device::load(counts_ + node_idx); }
-
-  /// Counts the slots of a token, in order: requests and sums walk alike.
-  /// @param use  use(i, slot, node_idx, idx) on the lane that has slot i: the idx-th of its node in
-  ///   the chunk. Not called for no slot.
-  template <typename Use>
-  MOE_DEVICE void walk(int64_t token_idx, const Use& use) const {
-    for (int first = 0; first < params_.num_slots; first += device::kWarpSize) {
-      const int i = first + device::lane_idx();
-      const int64_t slot =
-          i < params_.num_slots
-              ? device::load_constant(params_.slots + token_idx * params_.num_slots + i)
-              : layout::Slot::kNone;
-      const bool has_row = slot != layout::Slot::kNone;
-      const int node_idx =
-          has_row ? rails_.nodes.node_idx(layout::Slot::rank_idx(slot)) : rails_.map.num_nodes;
-      const uint32_t alike = device::match_any(static_cast<uint32_t>(node_idx));
-      const uint32_t below = alike & ((uint32_t{1} << device::lane_idx()) - 1);
-      const int32_t before = has_row ? device::load(counts_ + node_idx) : 0;
-      device::sync_warp();
-      if (has_row && below == 0)
-        device::store(counts_ + node_idx, before + device::population(alike));
-      if (has_row)
-        use(i, slot, node_idx, before + device::population(below));
-      device::sync_warp();
-    }
-  }
-
-  /// Finds addresses of a token's rows and weights. @param place  of the chunk's replies
-  MOE_DEVICE void find(int64_t token_idx, int64_t place) const {
-    for (int i = device::lane_idx(); i < params_.num_slots; i += device::kWarpSize) {
-      device::store(rows_ + i, uint64_t{0});
-      device::store(weights_ + i, uint64_t{0});
-    }
-    device::sync_warp();
-    walk(token_idx, [&](int i, int64_t slot, int node_idx, int32_t idx) {
-      if (node_idx == rail_.own_node()) {
-        device::store(rows_ + i, reinterpret_cast<uint64_t>(local_row(slot)));
-        device::store(weights_ + i, reinterpret_cast<uint64_t>(local_weights(slot)));
-        return;
-      }
-      if (MOE_MUTANT(reply_of_next_slot))
-        ++idx;
-      const std::byte* const record =
-          rail_.at(rails_.map.area_in(rail_.own_node(), node_idx) + reply_.replies_offset +
-                   place * reply_.window_bytes() + idx * reply_.reply_bytes);
-      device::store(rows_ + i, reinterpret_cast<uint64_t>(record));
-      device::store(weights_ + i, reinterpret_cast<uint64_t>(record + reply_.weights_offset));
-    });
-  }
-
-  /// Of slot @p i of the token that was found; null for none.
-  MOE_DEVICE const std::byte* row(int i) const {
-    return reinterpret_cast<const std::byte*>(device::load(rows_ + i));
-  }
-  MOE_DEVICE const std::byte* weights(int i) const {
-    return reinterpret_cast<const std::byte*>(device::load(weights_ + i));
-  }
-
-  /// Where the owner, a rank of this node, offers a row.
-  MOE_DEVICE const std::byte* local_row(int64_t slot) const {
-    const Peer& peer = params_.tables.peers[layout::Slot::rank_idx(slot)];
-    return offset_ptr(device::load_constant(&peer.rows), layout::Slot::row_idx(slot), row_bytes_);
-  }
-  MOE_DEVICE const std::byte* local_weights(int64_t slot) const {
-    const Peer& peer = params_.tables.peers[layout::Slot::rank_idx(slot)];
-    return offset_ptr(device::load_constant(&peer.weights),
-                      layout::Slot::row_idx(slot),
-                      params_.pulled_bytes * weights_per_row());
-  }
-  MOE_DEVICE int64_t weights_per_row() const {
-    return params_.arrangement.is_by_rank() ? params_.num_recv_topk : 1;
-  }
-
- private:
-  const CombineParams& params_;
-  const Rails& rails_;
-  RailMemory rail_;
-  const layout::RailReply& reply_;
-  int64_t row_bytes_;
-  uint64_t* rows_;
-  uint64_t* weights_;
-  int32_t* counts_;
-};
-
-/// Requests and replies. All lanes of a warp call.
-class RailRequests {
- public:
-  MOE_DEVICE RailRequests(const CombineParams& params,
-                          const Rails& rails,
-                          const layout::RailReply& reply,
-                          const TokenSources& sources)
-      : params_(params),
-        rails_(rails),
-        rail_(params.buffer, rails),
-        reply_(reply),
         sources_(sources),
+        shared_(shared),
         row_bytes_(combined_row_bytes(params)),
+        weight_bytes_(kReduces && params.weights != nullptr ? params.weight_bytes : 0),
         epoch_(device::load(params.tables.epoch)) {}
 
   MOE_DEVICE int64_t first_token(int64_t chunk_idx) const {
@@ -205,29 +180,31 @@ class RailRequests {
   /// Asks every other node for the rows of a chunk, or for none.
   MOE_DEVICE void ask(int64_t chunk_idx, int64_t place) const {
     const int own_node = rail_.own_node();
-    sources_.begin_chunk();
     const int64_t offset = chunk_idx * reply_.request_stride;
+    if constexpr (kReduces)
+      sources_.count(first_token(chunk_idx), end_token(chunk_idx));
+    else
+      sources_.begin_chunk();
     for (int64_t token = first_token(chunk_idx); token < end_token(chunk_idx); ++token)
-      sources_.walk(token, [&](int, int64_t slot, int node_idx, int32_t idx) {
-        if (node_idx != own_node)
-          device::store(rail_.at<int64_t>(rails_.map.area_out(own_node, node_idx) + offset +
-                                          reply_.request_bytes(idx)),
-                        slot);
+      sources_.walk(token, [&](const typename TokenSources<kReduces>::Place& at) {
+        if (at.node_idx != own_node)
+          write_slot(token, at, rails_.map.area_out(own_node, at.node_idx) + offset);
       });
     for (int i = 0; i < rail_.num_remote_nodes(); ++i) {
       const int node_idx = rail_.remote_node(i);
       if (!rail_.is_active(rail_.rank_of(node_idx)))
         continue;
       const int64_t from = rails_.map.area_out(own_node, node_idx) + offset;
-      const int64_t num_slots = sources_.count(node_idx);
-      if (device::lane_idx() == 0) {
-        device::store(rail_.at<int64_t>(from), num_slots);
-        device::store(rail_.at<int64_t>(from) + 1, place);
-      }
+      const layout::RailReply::Header header{sources_.num_slots(node_idx),
+                                             sources_.num_rows(node_idx),
+                                             static_cast<int32_t>(place),
+                                             weight_bytes_};
+      if (device::lane_idx() == 0)
+        write_header(header, from);
       rail_.put(node_idx,
                 rails_.map.area_in(node_idx, own_node) + offset,
                 from,
-                reply_.request_bytes(num_slots),
+                reply_.request_bytes(header.num_slots, header.weight_bytes),
                 rails_.map.chunk_signal(node_idx, own_node, chunk_idx),
                 epoch_);
     }
@@ -238,39 +215,42 @@ class RailRequests {
   /// kernel is to leave.
   MOE_DEVICE bool answer(int src_node, int64_t chunk_idx, ProgressShower* progress) const {
     const int own_node = rail_.own_node();
-    if (!await(src_node, rails_.map.chunk_signal(own_node, src_node, chunk_idx)))
+    if (!MOE_MUTANT(no_wait_for_requests) &&
+        !await(src_node, rails_.map.chunk_signal(own_node, src_node, chunk_idx)))
       return false;
-    const auto* const request = rail_.at<const int64_t>(rails_.map.area_in(own_node, src_node) +
-                                                        chunk_idx * reply_.request_stride);
-    const int64_t num_slots = device::load(request);
-    if (num_slots == 0)
+    const std::byte* const request =
+        rail_.at(rails_.map.area_in(own_node, src_node) + chunk_idx * reply_.request_stride);
+    const layout::RailReply::Header header = read_header(request);
+    if (header.num_slots == 0)
       return true;
-    const int64_t offset =
-        reply_.replies_offset + device::load(request + 1) * reply_.window_bytes();
+    const int64_t offset = reply_.replies_offset + header.place * reply_.window_bytes();
     const int64_t from = rails_.map.area_out(own_node, src_node) + offset;
-    for (int64_t i = 0; i < num_slots; ++i) {
-      copy_row(device::load(request + 2 + i), rail_.at(from + i * reply_.reply_bytes));
-      progress->tick();
-    }
-    rail_.put(src_node,
-              rails_.map.area_in(src_node, own_node) + offset,
-              from,
-              num_slots * reply_.reply_bytes,
-              rails_.map.reply_signal(src_node, own_node, chunk_idx),
-              epoch_);
+    const auto put = [&] {
+      rail_.put(src_node,
+                rails_.map.area_in(src_node, own_node) + offset,
+                from,
+                reply_.reply_bytes(header.num_rows, header.num_slots),
+                rails_.map.reply_signal(src_node, own_node, chunk_idx),
+                epoch_);
+    };
+    if (MOE_MUTANT(reply_put_before_rows))
+      put();
+    write_rows(header, request, rail_.at(from), progress);
+    if (params_.pulled_bytes > 0)
+      write_weights(header, request, rail_.at(from + reply_.reply_bytes(header.num_rows, 0)));
+    if (!MOE_MUTANT(reply_put_before_rows))
+      put();
     device::sync_warp();
     return true;
   }
 
-  /// Waits for the rows of a chunk from every node that has some. @return false when the kernel is
-  /// to leave.
+  /// Waits for the rows of a chunk from every node that has some, and leaves it counted. @return
+  /// false when the kernel is to leave.
   MOE_DEVICE bool await_rows(int64_t chunk_idx) const {
-    sources_.begin_chunk();
-    for (int64_t token = first_token(chunk_idx); token < end_token(chunk_idx); ++token)
-      sources_.walk(token, [](int, int64_t, int, int32_t) {});
+    sources_.count(first_token(chunk_idx), end_token(chunk_idx));
     for (int i = 0; i < rail_.num_remote_nodes(); ++i) {
       const int node_idx = rail_.remote_node(i);
-      if (sources_.count(node_idx) > 0 && !MOE_MUTANT(no_wait_for_replies) &&
+      if (sources_.total_rows(node_idx) > 0 && !MOE_MUTANT(no_wait_for_replies) &&
           !await(node_idx, rails_.map.reply_signal(rail_.own_node(), node_idx, chunk_idx)))
         return false;
     }
@@ -278,34 +258,102 @@ class RailRequests {
   }
 
  private:
+  using Header = layout::RailReply::Header;
+
   MOE_DEVICE bool await(int src_node, int64_t signal) const {
     const WaitSite site{
         layout::Phase::kData, static_cast<int32_t>(layout::Operation::kCombine), epoch_, false};
     return rail_.await(site, src_node, signal, epoch_, params_.buffer.stall_limit_ns);
   }
 
-  MOE_DEVICE void copy_row(int64_t slot, std::byte* to) const {
-    if (row_bytes_ > 0)
-      copy_bytes(sources_.local_row(slot), to, row_bytes_);
-    if (params_.pulled_bytes > 0)
-      copy_bytes(sources_.local_weights(slot),
-                 to + reply_.weights_offset,
-                 params_.pulled_bytes * sources_.weights_per_row());
+  /// A slot of the own tokens, with its weight where that travels. By one lane.
+  /// @param request  offset in the region
+  MOE_DEVICE void write_slot(int64_t token_idx,
+                             const typename TokenSources<kReduces>::Place& at,
+                             int64_t request) const {
+    const int64_t mark = at.is_first ? layout::RailReply::kFirstOfToken : 0;
+    device::store(rail_.at<int64_t>(request + reply_.request_bytes(at.idx)), at.slot | mark);
+    if (weight_bytes_ == 0)
+      return;
+    const int64_t choice = token_idx * params_.num_topk + at.slot_idx;
+    const int64_t place = request + reply_.request_bytes(sources_.total_slots(at.node_idx)) +
+                          int64_t{at.idx} * weight_bytes_;
+    if (weight_bytes_ == 8)
+      device::store(
+          rail_.at<uint64_t>(place),
+          device::load_constant(reinterpret_cast<const uint64_t*>(params_.weights) + choice));
+    else
+      device::store(
+          rail_.at<uint32_t>(place),
+          device::load_constant(reinterpret_cast<const uint32_t*>(params_.weights) + choice));
   }
 
-  static MOE_DEVICE void copy_bytes(const std::byte* from, std::byte* to, int64_t bytes) {
+  MOE_DEVICE void write_header(const Header& header, int64_t request) const {
+    auto* const to = rail_.at<Header>(request);
+    device::store(&to->num_slots, header.num_slots);
+    device::store(&to->num_rows, header.num_rows);
+    device::store(&to->place, header.place);
+    device::store(&to->weight_bytes, header.weight_bytes);
+  }
+  static MOE_DEVICE Header read_header(const std::byte* request) {
+    const auto* const from = reinterpret_cast<const Header*>(request);
+    return {device::load(&from->num_slots),
+            device::load(&from->num_rows),
+            device::load(&from->place),
+            device::load(&from->weight_bytes)};
+  }
+  static MOE_DEVICE int64_t slot_at(const std::byte* request, int64_t i) {
+    const auto* const slots = reinterpret_cast<const int64_t*>(request + sizeof(Header));
+    return device::load(slots + i) & ~layout::RailReply::kFirstOfToken;
+  }
+
+  MOE_DEVICE void write_rows(const Header& header,
+                             const std::byte* request,
+                             std::byte* to,
+                             ProgressShower* progress) const {
+    if constexpr (kReduces) {
+      NodeSums<Number> sums(params_, rails_, sources_, header, request, shared_);
+      for (int64_t i = 0; i < header.num_rows; ++i) {
+        sums.add_next(to + i * reply_.row_stride);
+        progress->tick();
+      }
+    } else {
+      for (int64_t i = 0; row_bytes_ > 0 && i < header.num_rows; ++i) {
+        copy_row(sources_.local_row(slot_at(request, i)), to + i * reply_.row_stride);
+        progress->tick();
+      }
+    }
+  }
+
+  MOE_DEVICE void copy_row(const std::byte* from, std::byte* to) const {
     const int unit =
         device::widest_unit(reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to) |
-                            static_cast<uint64_t>(bytes));
-    device::copy_row(from, bytes, unit, 1, [&](int) { return to; });
+                            static_cast<uint64_t>(row_bytes_));
+    device::copy_row(from, row_bytes_, unit, 1, [&](int) { return to; });
+  }
+
+  /// Weights that are pulled, word by word.
+  MOE_DEVICE void write_weights(const Header& header,
+                                const std::byte* request,
+                                std::byte* to) const {
+    constexpr auto kWordBytes = static_cast<int64_t>(sizeof(uint32_t));
+    const auto words_per_slot = static_cast<int32_t>(reply_.weights_stride / kWordBytes);
+    for (int32_t i = device::lane_idx(); i < header.num_slots * words_per_slot;
+         i += device::kWarpSize) {
+      const std::byte* const from = sources_.local_weights(slot_at(request, i / words_per_slot));
+      device::store(reinterpret_cast<uint32_t*>(to) + i,
+                    device::load(reinterpret_cast<const uint32_t*>(from) + i % words_per_slot));
+    }
   }
 
   const CombineParams& params_;
   const Rails& rails_;
   RailMemory rail_;
   const layout::RailReply& reply_;
-  const TokenSources& sources_;
+  const TokenSources<kReduces>& sources_;
+  std::byte* shared_;
   int64_t row_bytes_;
+  int32_t weight_bytes_;
   uint64_t epoch_;
 };
 

@@ -145,36 +145,54 @@ struct RailRecord {
 };
 
 /// What a combine moves over a rail: requests (slots, in the order of tokens and positions) and
-/// replies (a row and its weights for each). Both lie in an area side by side: first the requests
-/// of all chunks, then `num_windows` places for replies, which chunks use in turn.
+/// replies. Both lie in an area side by side: first the requests of all chunks, then `num_windows`
+/// places for replies, which chunks use in turn.
 ///
-/// Byte map of a request: header (kHeaderBytes: int64 number of slots, int64 place of the reply),
-///   then as many slots. A reply has no header; record i answers slot i:
-///   [0, row_bytes) the row, [weights_offset, ..) its weights; `reply_bytes` is a multiple of 16.
+/// Byte map of a request: header (kHeaderBytes), `num_slots` slots (int64), then with
+/// node_reduction
+///   as many weights of `weight_bytes`, which may be 0. With node_reduction the first slot of each
+///   token has kFirstOfToken set.
+/// Byte map of a reply, r rows for a request of s slots: r x row_stride, then s x weights_stride of
+///   weights that are pulled. Row i answers slot i; with node_reduction it is the sum for the i-th
+///   token.
 struct RailReply {
-  static constexpr int64_t kHeaderBytes = 16;
+  struct Header {
+    int32_t num_slots;
+    int32_t num_rows;
+    int32_t place;  ///< of the reply
+    int32_t weight_bytes;
+  };
+  static constexpr int64_t kHeaderBytes = sizeof(Header);
+  /// A bit that no slot has.
+  static constexpr int64_t kFirstOfToken = int64_t{1} << 62;
 
   int64_t tokens_per_chunk = 0;
   int64_t num_slots = 0;
-  int64_t weights_offset = 0;
-  int64_t reply_bytes = 0;  ///< of one record
+  int64_t row_stride = 0;
+  int64_t weights_stride = 0;
+  int64_t rows_per_token = 0;  ///< from one node, at most
   int64_t request_stride = 0;
   int64_t replies_offset = 0;  ///< in an area
   int64_t num_windows = 0;     ///< 0 where an area is too small for one
 
-  /// @param num_slots    of a token, the most of any rank
-  /// @param weight_bytes of the weights that are pulled with a row, all of them
+  /// @param num_slots     of a token, the most of any rank
+  /// @param pulled_bytes  of the weights that are pulled with a row, all of them
+  /// @param weight_bytes  of a weight that is applied, at most: with node_reduction it travels
   MOE_HOST_DEVICE static RailReply make(const RailRegion& region,
                                         int64_t tokens_per_chunk,
                                         int64_t num_slots,
                                         int64_t row_bytes,
+                                        int64_t pulled_bytes,
+                                        bool node_reduction,
                                         int64_t weight_bytes) {
+    const int64_t slot_bytes = 8 + (node_reduction ? weight_bytes : 0);
     RailReply reply;
     reply.tokens_per_chunk = tokens_per_chunk;
     reply.num_slots = num_slots;
-    reply.weights_offset = round_up(row_bytes, 8);
-    reply.reply_bytes = round_up(reply.weights_offset + weight_bytes, 16);
-    reply.request_stride = kHeaderBytes + round_up(tokens_per_chunk * num_slots * 8, 16);
+    reply.row_stride = round_up(row_bytes, 16);
+    reply.weights_stride = pulled_bytes;
+    reply.rows_per_token = node_reduction ? 1 : num_slots;
+    reply.request_stride = kHeaderBytes + round_up(tokens_per_chunk * num_slots * slot_bytes, 16);
     reply.replies_offset = region.num_max_chunks * reply.request_stride;
     const int64_t left = region.area_bytes - reply.replies_offset;
     const int64_t window = reply.window_bytes();
@@ -182,11 +200,17 @@ struct RailReply {
     return reply;
   }
 
+  /// Of a place for a reply.
   MOE_HOST_DEVICE int64_t window_bytes() const {
-    return tokens_per_chunk * num_slots * reply_bytes;
+    return round_up(reply_bytes(tokens_per_chunk * rows_per_token, tokens_per_chunk * num_slots),
+                    16);
   }
-  MOE_HOST_DEVICE int64_t request_bytes(int64_t num_requested) const {
-    return kHeaderBytes + num_requested * 8;
+  MOE_HOST_DEVICE int64_t reply_bytes(int64_t num_rows, int64_t num_requested) const {
+    return num_rows * row_stride + num_requested * weights_stride;
+  }
+  /// @param weight_bytes  of each weight in this request
+  MOE_HOST_DEVICE static int64_t request_bytes(int64_t num_requested, int64_t weight_bytes = 0) {
+    return kHeaderBytes + num_requested * (8 + weight_bytes);
   }
 };
 

@@ -25,6 +25,8 @@ kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const host::Combi
   kernel.weight_bytes = params.weight_bytes;
   kernel.pulled_bytes = params.row_weight_bytes;
   kernel.is_plain = endpoint.device().has_bulk_copies() ? 0 : 1;
+  const Internode* const internode = endpoint.internode();
+  kernel.node_reduction = internode != nullptr && internode->node_reduction() ? 1 : 0;
   return kernel;
 }
 

@@ -49,7 +49,9 @@ int64_t area_bytes(const InternodeConfig& config,
                                           num_chunk_tokens,
                                           config.num_max_topk,
                                           config.max_row_bytes,
-                                          kMostWeightBytes * config.num_max_topk);
+                                          kMostWeightBytes * config.num_max_topk,
+                                          config.node_reduction,
+                                          kMostWeightBytes);
   const int64_t needed_bytes =
       round_up(std::max(empty.num_max_chunks * chunk_bytes,
                         reply.replies_offset +
@@ -91,7 +93,8 @@ Internode::Internode(host::Group& group,
                      const host::InterruptCheck& interrupt_check)
     : kernels_(config.kernels),
       num_max_tokens_(config.num_max_tokens),
-      max_row_bytes_(config.max_row_bytes) {
+      max_row_bytes_(config.max_row_bytes),
+      node_reduction_(config.node_reduction) {
   rails_.nodes = group.nodes();
   rails_.map = rail_region(config, rails_.nodes, num_experts, depth);
   rails_.tokens_per_chunk = tokens_per_chunk(num_max_tokens_);

@@ -36,6 +36,8 @@ struct InternodeConfig {
   int64_t num_max_tokens = 0;  ///< of one rank; -1 where unknown, which is refused
   int64_t num_max_topk = 0;
   int64_t max_row_bytes = 0;  ///< of a row with its scale factors
+  /// A node sends sums of rows to the others, one for a token.
+  bool node_reduction = false;
 };
 
 /// Memory between nodes that a buffer takes on every rank; `moe_comm.budget.rail_region_bytes` is
@@ -65,6 +67,7 @@ class Internode {
 
   const kernels::Rails& rails() const { return rails_; }
   const InternodeKernels& kernels() const { return kernels_; }
+  bool node_reduction() const { return node_reduction_; }
 
   /// What is wrong with operations whose rows take @p needed_bytes of an area, or "".
   /// @param num_tokens, row_bytes  Of the operation, for the text.
@@ -74,6 +77,7 @@ class Internode {
   InternodeKernels kernels_;
   int64_t num_max_tokens_;
   int64_t max_row_bytes_;
+  bool node_reduction_;
   std::shared_ptr<std::byte> region_;
   std::shared_ptr<std::byte> pes_staging_;
   std::shared_ptr<std::byte> pes_;

@@ -17,7 +17,6 @@ class NvshmemBackend(CudaBackend):
     """Operations by kernels, in the order of the caller's current stream; see `Backend`."""
 
     name = "nvshmem"
-    has_node_reduction = False
 
     def _make_endpoint(
         self, settings: Settings, agreed: list[tuple[str, str]], num_sms: int

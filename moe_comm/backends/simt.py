@@ -22,6 +22,7 @@ class SimtBackend(NativeBackend):
     """Operations by emulated kernels; see `Backend`."""
 
     name = "simt"
+    has_node_reduction = True
 
     def _create_endpoint(self, settings: Settings) -> _simt.Endpoint:
         return _simt.Endpoint.create(

@@ -68,6 +68,9 @@ def budget(
     capacity_rows_per_expert: Annotated[
         int | None, typer.Option(min=0, help="Most rows of an expert; more are dropped.")
     ] = None,
+    node_reduction: Annotated[
+        bool, typer.Option("--node-reduction", help="Rows are added on their node first.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how many bytes a configuration needs before anything is allocated."""
@@ -78,6 +81,7 @@ def budget(
             hidden=hidden,
             num_max_tokens_per_rank=tokens,
             dtype=DTYPES[dtype.value],
+            node_reduction=node_reduction,
         )
         capacity = None
         if capacity_rows is not None or capacity_rows_per_expert is not None:

@@ -256,7 +256,7 @@ def _reduced(name: str, num_nodes: int, num_local_ranks: int, **fields: Any) -> 
 
 
 def _node_reduction_cases() -> Iterator[Case]:
-    for num_nodes, num_local_ranks in ((2, 2), (3, 2), (3, 1), (2, 3)):
+    for num_nodes, num_local_ranks in ((2, 2), (3, 2), (2, 1), (3, 1), (2, 3)):
         for layout in Layout:
             yield _reduced(_dashed(layout.name), num_nodes, num_local_ranks, layout=layout)
     for dtype in (torch.float16, torch.float32, torch.float64):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_comm import Capacity, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm.arithmetic import sum_rows_by_node
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import error_of
 
@@ -58,7 +59,9 @@ class Inputs:
         self.weights.copy_(torch.rand(self.weights.shape, generator=generator))
 
 
-def _buffer(context: RankContext, num_local_ranks: int | None = None) -> EpBuffer:
+def _buffer(
+    context: RankContext, num_local_ranks: int | None = None, node_reduction: bool = False
+) -> EpBuffer:
     comm = Communicator(
         context.group, backend="simt", num_local_ranks=num_local_ranks, arrival_timeout_s=60.0
     )
@@ -69,6 +72,7 @@ def _buffer(context: RankContext, num_local_ranks: int | None = None) -> EpBuffe
             num_topk=NUM_TOPK,
             hidden=HIDDEN,
             num_max_tokens_per_rank=NUM_TOKENS,
+            node_reduction=node_reduction,
         ),
     )
 
@@ -105,17 +109,28 @@ def _check_replay(
             place += 1
     assert not result.x[place:].any()
     wanted = torch.zeros(NUM_TOKENS, HIDDEN)
+    rows = torch.full((NUM_TOKENS, NUM_TOPK), -1)
     for token in range(NUM_TOKENS):
         for k in range(NUM_TOPK):
             if (own.rank_idx, token, k) in kept:
                 wanted[token] += own.x[token].float() * own.weights[token, k]
-    assert torch.equal(y, wanted.to(torch.bfloat16))
+                rows[token, k] = token
+    sums = wanted.to(torch.bfloat16)
+    if buffer.config.node_reduction:
+        communicator = buffer.communicator
+        ranks = torch.cat((buffer.expert_rank, torch.tensor([-1])))[own.topk_idx]
+        nodes = ranks // communicator.num_local_ranks
+        sums = sum_rows_by_node(own.x, rows, nodes, communicator.node_idx, own.weights)
+    assert torch.equal(y, sums)
 
 
 def _replay_often(
-    context: RankContext, num_replays: int, num_local_ranks: int | None = None
+    context: RankContext,
+    num_replays: int,
+    num_local_ranks: int | None = None,
+    node_reduction: bool = False,
 ) -> list[str]:
-    buffer = _buffer(context, num_local_ranks)
+    buffer = _buffer(context, num_local_ranks, node_reduction)
     rank_idx = context.rank_idx
     everyone = [Inputs(r) for r in range(context.num_ranks)]
     own = everyone[rank_idx]
@@ -168,8 +183,9 @@ def test_replays_advance_by_themselves(mode: str) -> None:
         assert "this handle was made in a capture" in failures[1]
 
 
-def test_replays_across_nodes() -> None:
-    run_ranks(_replay_often, 4, 20, 2, mode="threads", timeout_s=240)
+@pytest.mark.parametrize("node_reduction", [False, True])
+def test_replays_across_nodes(node_reduction: bool) -> None:
+    run_ranks(_replay_often, 4, 20, 2, node_reduction, mode="threads", timeout_s=240)
 
 
 def _overflow(context: RankContext) -> None:

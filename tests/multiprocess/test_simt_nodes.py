@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import Communicator, EpBuffer, EpConfig, PeerFailedError
+from moe_comm import Communicator, EpBuffer, EpConfig, Layout, PeerFailedError
 from moe_comm.bootstrap import bootstrap_for
 from moe_comm.testing import RankContext, run_ranks
-from moe_comm.testing.case_list import CASES
+from moe_comm.testing.case_list import CASES, NODE_REDUCTION_CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import CHECKS, check_case
 from moe_comm.testing.target import Target
@@ -64,6 +64,42 @@ def runs_of_cases() -> list[object]:
 @pytest.mark.parametrize(("mode", "num_local_ranks", "case"), runs_of_cases())
 def test_case(mode: str, num_local_ranks: int, case: Case) -> None:
     check_case(target(num_local_ranks), case, mode=mode)
+
+
+# Of these `make test` runs one of each layout and number of nodes, and one with special values.
+FEW_REDUCED = (
+    "2x2-expert-major",
+    "2x1-low-latency",
+    "3x1-rank-major",
+    "2x2-special-bfloat16",
+    "2x2-mask",
+)
+
+
+def reduced_cases() -> list[object]:
+    fitting = [case for case in NODE_REDUCTION_CASES if not case.is_elastic]
+    names = {f"node-reduction-{name}" for name in FEW_REDUCED}
+    assert names <= {case.name for case in fitting}
+    return [
+        pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.slow)
+        for case in fitting
+    ]
+
+
+@pytest.mark.parametrize("case", reduced_cases())
+def test_node_reduction(case: Case) -> None:
+    check_case(Target(name="simt"), case, mode="threads")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", Layout)
+def test_node_reduction_between_processes(layout: Layout) -> None:
+    (case,) = (
+        case
+        for case in NODE_REDUCTION_CASES
+        if case.name == f"node-reduction-2x2-{layout.name.lower().replace('_', '-')}"
+    )
+    check_case(Target(name="simt"), case, mode="processes")
 
 
 @pytest.mark.parametrize(

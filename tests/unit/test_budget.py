@@ -100,13 +100,19 @@ def test_workspace_is_the_native_one(num_ranks: int, num_experts: int, depth: in
     assert budget.workspace_bytes(num_ranks, num_experts, depth) == native_bytes
 
 
+@pytest.mark.parametrize("node_reduction", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 255, 700, 4096])
-@pytest.mark.parametrize("num_topk", [1, 8])
+@pytest.mark.parametrize("num_topk", [1, 7, 8])
 @pytest.mark.parametrize(
     ("num_ranks", "num_local_ranks", "num_experts"), [(2, 1, 4), (6, 2, 257), (32, 8, 64)]
 )
 def test_memory_between_nodes_is_the_native_one(
-    num_ranks: int, num_local_ranks: int, num_experts: int, num_tokens: int, num_topk: int
+    num_ranks: int,
+    num_local_ranks: int,
+    num_experts: int,
+    num_tokens: int,
+    num_topk: int,
+    node_reduction: bool,
 ) -> None:
     simt = pytest.importorskip("moe_comm._simt")
     for hidden, dtype, depth in ((8, torch.bfloat16, 2), (7168, torch.float32, 5)):
@@ -117,6 +123,7 @@ def test_memory_between_nodes_is_the_native_one(
             num_max_tokens_per_rank=num_tokens,
             dtype=dtype,
             num_max_in_flight=depth,
+            node_reduction=node_reduction,
         )
         native_bytes = simt.rail_region_bytes(
             num_ranks=num_ranks,
@@ -126,6 +133,7 @@ def test_memory_between_nodes_is_the_native_one(
             num_max_tokens=num_tokens,
             num_max_topk=num_topk,
             max_row_bytes=config.rail_row_bytes,
+            node_reduction=node_reduction,
         )
         assert config.rail_region_bytes(num_ranks, num_local_ranks) == native_bytes
 
@@ -306,6 +314,12 @@ def test_command_prints_what_to_reserve() -> None:
     nodes = runner.invoke(app, [*arguments, *across, "--json"])
     assert nodes.exit_code == 0, nodes.output
     assert json.loads(nodes.output)["rail_region_bytes"] == config.rail_region_bytes(2, 1)
+    few = dataclasses.replace(config, num_max_tokens_per_rank=64)
+    reduced = dataclasses.replace(few, node_reduction=True).rail_region_bytes(2, 1)
+    assert reduced < few.rail_region_bytes(2, 1)
+    sums = ["--tokens", "64", "--node-reduction", "--json"]
+    of_sums = runner.invoke(app, [*arguments, *across, *sums])
+    assert json.loads(of_sums.output)["rail_region_bytes"] == reduced
     assert json.loads(nodes.output)["rank_bytes"] == document["rank_bytes"]
     assert json.loads(nodes.output)["machine_bytes"] == document["rank_bytes"]
     assert document["rail_region_bytes"] == 0

@@ -60,7 +60,8 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
                                      "",
                                      std::move(agreed));
   config.shape = {num_sms, num_threads, tokens_per_chunk};
-  config.internode = {heap.world, internode_kernels(), num_max_tokens, num_max_topk, max_row_bytes};
+  config.internode = {
+      heap.world, internode_kernels(), num_max_tokens, num_max_topk, max_row_bytes, node_reduction};
   heap.device->activate();
   return create_device_endpoint(native, heap.heap, heap.device, std::move(config));
 }

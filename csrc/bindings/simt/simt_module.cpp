@@ -42,7 +42,8 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
                       internode_kernels(),
                       num_max_tokens,
                       num_max_topk,
-                      max_row_bytes};
+                      max_row_bytes,
+                      node_reduction};
   // Emulated kernels reach whatever this process has mapped: the heap of the CPU backend.
   return create_device_endpoint(native,
                                 native.group->shared_memory(),
@@ -56,11 +57,13 @@ int64_t rail_region_bytes(int num_ranks,
                           int depth,
                           int64_t num_max_tokens,
                           int64_t num_max_topk,
-                          int64_t max_row_bytes) {
+                          int64_t max_row_bytes,
+                          bool node_reduction) {
   runtime::InternodeConfig config;
   config.num_max_tokens = num_max_tokens;
   config.num_max_topk = num_max_topk;
   config.max_row_bytes = max_row_bytes;
+  config.node_reduction = node_reduction;
   return runtime::rail_region(config, {num_ranks, num_local_ranks}, num_experts, depth).bytes;
 }
 
@@ -85,7 +88,8 @@ PYBIND11_MODULE(_simt, module) {
              py::arg("depth"),
              py::arg("num_max_tokens"),
              py::arg("num_max_topk"),
-             py::arg("max_row_bytes"));
+             py::arg("max_row_bytes"),
+             py::arg("node_reduction"));
   module.def(
       "strided_copies",
       [](const pybind11::list& targets, const pybind11::list& sources, int num_sms) {

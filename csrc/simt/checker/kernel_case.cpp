@@ -335,38 +335,122 @@ Step draw_cached_step(const KernelCase& shape,
 
 // --- What a combine delivers -------------------------------------------------------------------
 
+namespace {
+
+using Sum = std::vector<std::byte>;
+
+Sum add(DType dtype,
+        const std::vector<const std::byte*>& rows,
+        const std::vector<float>* weights,
+        int64_t hidden) {
+  Sum sum(static_cast<size_t>(hidden * element_bytes(dtype)));
+  host::find_row_kernels("portable")
+      ->sum_rows(dtype,
+                 rows.data(),
+                 weights == nullptr ? nullptr : weights->data(),
+                 static_cast<int>(rows.size()),
+                 hidden,
+                 sum.data(),
+                 host::StoreMode::kCached,
+                 nullptr,
+                 0);
+  return sum;
+}
+
+/// As float32.
+Sum widen(DType dtype, const std::byte* row, int64_t hidden) {
+  std::vector<float> numbers;
+  for (int64_t i = 0; i < hidden; ++i) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, row + i * element_bytes(dtype), static_cast<size_t>(element_bytes(dtype)));
+    numbers.push_back(dtype == DType::kBFloat16  ? bfloat16_to_float(static_cast<uint16_t>(bits))
+                      : dtype == DType::kFloat16 ? float16_to_float(static_cast<uint16_t>(bits))
+                                                 : std::bit_cast<float>(bits));
+  }
+  Sum wide(numbers.size() * sizeof(float));
+  std::memcpy(wide.data(), numbers.data(), wide.size());
+  return wide;
+}
+
+Sum narrow(DType dtype, const Sum& wide) {
+  if (dtype == DType::kFloat32)
+    return wide;
+  Sum row(wide.size() / 2);
+  for (size_t i = 0; i < row.size() / 2; ++i) {
+    float number;
+    std::memcpy(&number, wide.data() + 4 * i, sizeof(number));
+    const uint16_t bits =
+        dtype == DType::kBFloat16 ? float_to_bfloat16(number) : float_to_float16(number);
+    std::memcpy(row.data() + 2 * i, &bits, sizeof(bits));
+  }
+  return row;
+}
+
+/// Rows of one token that lie on one node, in the order of slots.
+struct NodeRows {
+  std::vector<const std::byte*> rows;
+  std::vector<float> weights;
+};
+
+/// Sums of other nodes are rounded, the own one is not.
+Sum add_nodes(const KernelCase& shape,
+              const std::vector<NodeRows>& nodes,
+              int own_node,
+              bool is_weighted) {
+  std::vector<Sum> sums;
+  for (int node_idx = 0; node_idx < std::ssize(nodes); ++node_idx) {
+    const NodeRows& node = nodes[static_cast<size_t>(node_idx)];
+    const std::vector<float>* const weights = is_weighted ? &node.weights : nullptr;
+    if (node_idx != own_node) {
+      const Sum sum = add(shape.dtype, node.rows, weights, shape.hidden);
+      sums.push_back(widen(shape.dtype, sum.data(), shape.hidden));
+      continue;
+    }
+    std::vector<Sum> wide;
+    std::vector<const std::byte*> rows;
+    for (const std::byte* const row : node.rows)
+      wide.push_back(widen(shape.dtype, row, shape.hidden));
+    for (const Sum& row : wide)
+      rows.push_back(row.data());
+    sums.push_back(add(DType::kFloat32, rows, weights, shape.hidden));
+  }
+  std::vector<const std::byte*> rows;
+  for (const Sum& sum : sums)
+    rows.push_back(sum.data());
+  return narrow(shape.dtype, add(DType::kFloat32, rows, nullptr, shape.hidden));
+}
+
+}  // namespace
+
 ExpectedBytes expected_sums(const KernelCase& shape,
                             const Step& step,
                             const std::vector<std::vector<std::byte>>& outputs,
                             int rank_idx,
                             bool is_weighted) {
-  const host::RowKernels& kernels = *host::find_row_kernels("portable");
   const host::FloatingPointScope floating_point;
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const ExpectedDispatch& own = step.dispatched[static_cast<size_t>(rank_idx)];
   const int64_t row_bytes = shape.source_row_bytes();
+  // Without node_reduction all ranks are as one node.
+  const int num_local_ranks = shape.node_reduction ? shape.num_local_ranks : shape.num_ranks;
   ExpectedBytes sums(inputs.num_tokens * row_bytes);
-  std::vector<std::byte> sum(static_cast<size_t>(row_bytes));
   for (int64_t token_idx = 0; token_idx < inputs.num_tokens; ++token_idx) {
-    std::vector<const std::byte*> rows;
-    std::vector<float> weights;
+    std::vector<NodeRows> nodes(static_cast<size_t>(shape.num_ranks / num_local_ranks));
     for (int64_t i = 0; i < own.num_slots; ++i) {
       const int64_t slot = own.slots[static_cast<size_t>(token_idx * own.num_slots + i)];
       if (slot == Slot::kNone)
         continue;
-      rows.push_back(outputs[static_cast<size_t>(Slot::rank_idx(slot))].data() +
-                     Slot::row_idx(slot) * row_bytes);
-      weights.push_back(inputs.weights[static_cast<size_t>(token_idx * shape.num_topk + i)]);
+      NodeRows& node = nodes[static_cast<size_t>(Slot::rank_idx(slot) / num_local_ranks)];
+      node.rows.push_back(outputs[static_cast<size_t>(Slot::rank_idx(slot))].data() +
+                          Slot::row_idx(slot) * row_bytes);
+      node.weights.push_back(inputs.weights[static_cast<size_t>(token_idx * shape.num_topk + i)]);
     }
-    kernels.sum_rows(shape.dtype,
-                     rows.data(),
-                     is_weighted ? weights.data() : nullptr,
-                     static_cast<int>(rows.size()),
-                     shape.hidden,
-                     sum.data(),
-                     host::StoreMode::kCached,
-                     nullptr,
-                     0);
+    const Sum sum = shape.node_reduction
+                        ? add_nodes(shape, nodes, rank_idx / num_local_ranks, is_weighted)
+                        : add(shape.dtype,
+                              nodes[0].rows,
+                              is_weighted ? &nodes[0].weights : nullptr,
+                              shape.hidden);
     sums.set(token_idx * row_bytes, sum.data(), row_bytes);
   }
   return sums;

@@ -20,6 +20,7 @@ struct KernelCase {
   int num_local_ranks = 0;       ///< of a node; 0 where all ranks share one
   int64_t tokens_per_chunk = 1;  ///< of rows between nodes
   int64_t num_reply_places = 1;  ///< of a combine between nodes: the least a rail region has
+  bool node_reduction = false;   ///< a node sends one sum for a token of another
   int num_experts = 4;
   int num_blocks = 2;
   int num_threads = 32;
@@ -103,7 +104,8 @@ Step draw_cached_step(const KernelCase& shape,
 /// Rows of numbers whose sums depend on their order.
 std::vector<std::byte> draw_rows(DType dtype, int64_t num_elements, Random* random);
 
-/// What combine makes of @p outputs ([num_rows, hidden] by rank) on @p rank_idx.
+/// What combine makes of @p outputs ([num_rows, hidden] by rank) on @p rank_idx. With
+/// node_reduction rows are float32, bfloat16 or float16.
 /// @param is_weighted  the weights of the step are applied
 ExpectedBytes expected_sums(const KernelCase& shape,
                             const Step& step,

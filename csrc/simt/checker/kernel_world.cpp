@@ -463,6 +463,7 @@ void KernelWorld::combine(int rank_idx,
     params.pulled_bytes = 4;
   }
   params.is_plain = shape_.is_plain;
+  params.node_reduction = shape_.node_reduction ? 1 : 0;
   device::Launch launch = shape_of(rank_idx, shape_.num_blocks);
   if (has_nodes()) {
     launch.shared_bytes =
@@ -496,7 +497,7 @@ void KernelWorld::combine(int rank_idx,
                      ++num_checks_made_;
                    });
   count_traffic(rank_idx, step, true, false);
-  count_puts(rank_idx, step, layout::Operation::kCombine, pulls_weights);
+  count_puts(rank_idx, step, layout::Operation::kCombine, pulls_weights, is_weighted);
 }
 
 // --- A host that waits for sizes ---------------------------------------------------------------

@@ -160,7 +160,11 @@ class KernelWorld {
   bool has_nodes() const { return shape_.num_local_ranks > 0; }
   int64_t area_bytes() const;
   void make_rails();
-  void count_puts(int rank_idx, const Step& step, layout::Operation operation, bool pulls_weights);
+  void count_puts(int rank_idx,
+                  const Step& step,
+                  layout::Operation operation,
+                  bool pulls_weights,
+                  bool is_weighted = false);
   void launch_exchange(int rank_idx, const kernels::ExchangeParams& params);
   device::Launch shape_of(int rank_idx, int num_blocks);
   Inputs put_inputs(int rank_idx, const RankInputs& inputs);

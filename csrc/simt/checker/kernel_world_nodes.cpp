@@ -26,7 +26,9 @@ int64_t KernelWorld::area_bytes() const {
       shape_.tokens_per_chunk,
       layout::num_slots_per_token(shape_.layout, shape_.num_topk, shape_.num_ranks),
       shape_.source_row_bytes(),
-      int64_t{4} * shape_.num_topk);
+      int64_t{4} * shape_.num_topk,
+      shape_.node_reduction,
+      4);
   return std::max(num_chunks * record.chunk_bytes(shape_.tokens_per_chunk),
                   reply.replies_offset + shape_.num_reply_places * reply.window_bytes());
 }
@@ -69,7 +71,8 @@ void KernelWorld::launch_exchange(int rank_idx, const kernels::ExchangeParams& p
 void KernelWorld::count_puts(int rank_idx,
                              const Step& step,
                              layout::Operation operation,
-                             bool pulls_weights) {
+                             bool pulls_weights,
+                             bool is_weighted) {
   if (!has_nodes())
     return;
   using layout::Operation;
@@ -110,13 +113,12 @@ void KernelWorld::count_puts(int rank_idx,
     return;
   }
   const int64_t weights_per_row = shape_.is_by_rank() ? step.num_recv_topk : 1;
-  const auto reply = layout::RailReply::make(rails.map,
-                                             rails.tokens_per_chunk,
-                                             expected.num_slots,
-                                             shape_.source_row_bytes(),
-                                             pulls_weights ? 4 * weights_per_row : 0);
-  traffic_.put +=
-      num_headers * layout::RailReply::kHeaderBytes + num_remote_slots * (8 + reply.reply_bytes);
+  const int64_t pulled_bytes = pulls_weights ? 4 * weights_per_row : 0;
+  const int64_t applied_bytes = shape_.node_reduction && is_weighted ? 4 : 0;
+  const int64_t num_rows = shape_.node_reduction ? num_records : num_remote_slots;
+  traffic_.put += num_headers * layout::RailReply::kHeaderBytes +
+                  num_remote_slots * (8 + applied_bytes + pulled_bytes) +
+                  num_rows * round_up(shape_.source_row_bytes(), 16);
 }
 
 }  // namespace moe::simt::checker

@@ -81,6 +81,42 @@ MOE_SCENARIO(internode_low_latency, "places that follow from shapes alone, acros
   run_operations(run, shape, 2);
 }
 
+MOE_SCENARIO(internode_node_sums, "every other node sends one sum for a token") {
+  KernelCase shape = expert_major(run);
+  shape.node_reduction = true;
+  shape.num_topk = run.random().chance(1, 8) ? 40 : 4;  // more slots than a warp has lanes
+  if (shape.num_topk > 32)
+    shape.num_max_tokens = 2;
+  const bool is_wide = run.random().chance(1, 2);
+  shape.dtype = is_wide ? DType::kFloat32 : DType::kFloat16;
+  shape.hidden = run.random().chance(1, 4) ? 9 : 8;
+  shape.with_weights = run.random().chance(1, 2);
+  run_operations(run, shape, 1);
+}
+
+MOE_SCENARIO(internode_node_sums_epochs, "sums of nodes in three rounds; places are used again") {
+  KernelCase shape = expert_major(run);
+  shape.node_reduction = true;
+  shape.num_threads = 32;
+  shape.num_max_tokens = 3;
+  shape.num_reply_places = 1;
+  run_operations(run, shape, 3);
+}
+
+MOE_SCENARIO(internode_node_sums_layouts, "sums of nodes by rank, or in places of shapes alone") {
+  KernelCase shape;
+  shape.node_reduction = true;
+  shape.hidden = 16;
+  shape.num_topk = 3;
+  const bool is_by_rank = run.random().chance(1, 2);
+  shape.layout = is_by_rank ? RowLayout::kRankMajor : RowLayout::kLowLatency;
+  shape.with_weights = is_by_rank;
+  shape.with_masks = !is_by_rank;
+  shape = across_nodes(run, shape);
+  shape.num_max_tokens = 3;
+  run_operations(run, shape, is_by_rank ? 1 : 2);
+}
+
 MOE_SCENARIO(internode_fp8, "rows quantised before they leave the node") {
   KernelCase shape;
   shape.is_quantized = true;
