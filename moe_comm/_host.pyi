@@ -180,6 +180,14 @@ class internode:
         weight_bytes: int,
         num_weights: int,
     ) -> int: ...
+    @staticmethod
+    def reduction_bytes(
+        *,
+        num_wanted_rows: int,
+        applied_bytes: int,
+        num_supplied_sums: int,
+        row_bytes: int,
+    ) -> int: ...
 
 class kernels:
     @staticmethod

@@ -45,6 +45,20 @@ void bind_internode(py::module_& module) {
       py::arg("num_rows"),
       py::arg("num_nodes"));
   formulas.def(
+      "reduction_bytes",
+      [](int64_t num_wanted_rows,
+         int64_t applied_bytes,
+         int64_t num_supplied_sums,
+         int64_t row_bytes) {
+        return layout::internode_reduction_bytes(
+            {num_wanted_rows, applied_bytes}, {row_bytes, 0, 0}, num_supplied_sums, 0);
+      },
+      py::kw_only(),
+      py::arg("num_wanted_rows"),
+      py::arg("applied_bytes"),
+      py::arg("num_supplied_sums"),
+      py::arg("row_bytes"));
+  formulas.def(
       "combine_bytes",
       [](int64_t num_wanted_rows,
          int64_t num_supplied_rows,

@@ -129,6 +129,12 @@ def dispatch_combine(
         ),
     ] = None,
     rail: Annotated[RailName, typer.Option(help="What joins nodes.")] = RailName.AUTO,
+    node_reduction: Annotated[
+        bool,
+        typer.Option(
+            "--node-reduction", help="Add rows on their node before they cross; compared with not."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of data and routing.")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
@@ -137,11 +143,13 @@ def dispatch_combine(
 ) -> None:
     """Dispatch and combine between processes of this machine.
 
-    With --quantization, --api hybrid-ep or --layout low-latency the same input is also exchanged
+    With --quantization, --api hybrid-ep, --layout low-latency or --node-reduction the same input is also exchanged
     without it, in turns, and the table has the ratio.
     """
     console = wide_console()
     try:
+        if node_reduction and local_ranks is None:
+            raise ValueError("--node-reduction needs --local-ranks: one node has nothing to reduce")
         topk, experts = _resolve_routing(routing, topk, experts)
         case = BenchCase(
             num_ranks=ranks,
@@ -157,6 +165,7 @@ def dispatch_combine(
             skew=skew,
             routing=routing,
             with_huge_page_x=huge_page_x,
+            reduced_local_ranks=local_ranks if node_reduction else None,
             seed=seed,
         )
         options = BenchOptions(

@@ -110,6 +110,22 @@ def test_nodes_are_checked_timed_and_their_bytes_counted(tmp_path: Path) -> None
         assert row["speedup"]["collective"] > 0.0
 
 
+def test_node_reduction_is_checked_and_compared_with_none(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *("--ranks", "4", "--local-ranks", "2", "--rail", "sockets", "--node-reduction"),
+        *("--tokens", "150", "--hidden", "2048", "--topk", "4", "--experts", "8"),
+        *("--repeats", "1", "--operations", "combine"),
+    )
+    row = rows["combine"]
+    assert row["node_reduction"]
+    assert row["check"] == "ok"
+    # A sum for every token and the other node, at most; rows would be about twice as many.
+    assert row["internode_bytes"] == row["internode_formula_bytes"] < 4 * 151 * 4096 * 1.02
+    assert row["baseline"]["name"] == "unreduced"
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -121,6 +137,8 @@ def test_nodes_are_checked_timed_and_their_bytes_counted(tmp_path: Path) -> None
         dataclasses.replace(CASE, num_ranks=4, layout=Layout.LOW_LATENCY),
         dataclasses.replace(CASE, num_ranks=4, hidden=1024, quantization=FP8_BLOCK128),
         dataclasses.replace(CASE, num_ranks=4, hidden=1024, quantization=COLUMNS),
+        "reduced",
+        "reduced-rank-major",
     ],
     ids=[
         "plain",
@@ -131,13 +149,20 @@ def test_nodes_are_checked_timed_and_their_bytes_counted(tmp_path: Path) -> None
         "low-latency",
         "fp8",
         "fp8-columns",
+        "reduced",
+        "reduced-rank-major",
     ],
 )
 @pytest.mark.parametrize("num_local_ranks", [1, 2])
 def test_bytes_between_nodes_are_those_of_the_formula(
-    case: BenchCase, num_local_ranks: int
+    case: BenchCase | str, num_local_ranks: int
 ) -> None:
     pytest.importorskip("moe_comm._host")
+    if isinstance(case, str):
+        layout = Layout.RANK_MAJOR if case.endswith("rank-major") else Layout.EXPERT_MAJOR
+        case = dataclasses.replace(
+            CASE, num_ranks=4, layout=layout, reduced_local_ranks=num_local_ranks
+        )
 
     def body(comm: Communicator) -> list[int]:
         exchange = NativeExchange(comm, case, comm.rank_idx, make_x(case, comm.rank_idx))

@@ -54,6 +54,8 @@ class BenchCase:
             proportional to `1 / i ** s`. 0 is uniform, 1 is Zipf.
         routing: Trace file to replay instead of drawing; see `moe_comm.routing_trace`.
         with_huge_page_x: x lies in 2 MiB pages instead of wherever torch puts it.
+        reduced_local_ranks: Ranks of a node where combine adds rows on their node first
+            (`EpConfig.node_reduction`); None where it does not.
         seed: Of data and routing.
     """
 
@@ -71,6 +73,7 @@ class BenchCase:
     skew: float = 0.0
     routing: Path | None = None
     with_huge_page_x: bool = False
+    reduced_local_ranks: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,6 +100,8 @@ class BenchCase:
     def _check_hybrid_ep(self) -> None:
         if self.layout is not Layout.EXPERT_MAJOR:
             raise ValueError(f"HybridEP permutes rows by expert, got layout {self.layout.name}")
+        if self.reduced_local_ranks is not None:
+            raise ValueError("HybridEP is compared without node_reduction, got it")
         if self.quantization is not None:
             raise ValueError(
                 f"HybridEP is compared unquantised, got {self.quantization.format.name}"
@@ -121,6 +126,8 @@ class BenchCase:
             return "unquantized", dataclasses.replace(self, quantization=None)
         if self.layout is Layout.LOW_LATENCY:
             return "expert_major", dataclasses.replace(self, layout=Layout.EXPERT_MAJOR)
+        if self.reduced_local_ranks is not None:
+            return "unreduced", dataclasses.replace(self, reduced_local_ranks=None)
         return None
 
     @property
@@ -152,6 +159,7 @@ class BenchCase:
             hidden=self.hidden,
             num_max_tokens_per_rank=self.num_tokens,
             dtype=self.torch_dtype,
+            node_reduction=self.reduced_local_ranks is not None,
         )
 
 

@@ -57,7 +57,18 @@ def internode_bytes(case: BenchCase, num_local_ranks: int) -> dict[str, int]:
                 num_rows=num_tokens[node_idx],
                 num_nodes=num_nodes,
             )
-            total["combine"] += messages + _host.internode.combine_bytes(
+            total["combine"] += messages
+            if case.reduced_local_ranks is not None:
+                total["combine"] += _host.internode.reduction_bytes(
+                    num_wanted_rows=num_rows[rank_idx][node_idx],
+                    applied_bytes=0 if is_rank_major else max(case.torch_dtype.itemsize, 4),
+                    num_supplied_sums=_num_tokens_by_node(case, rail_rank, num_local_ranks)[
+                        own_node
+                    ],
+                    row_bytes=case.row_bytes,
+                )
+                continue
+            total["combine"] += _host.internode.combine_bytes(
                 num_wanted_rows=num_rows[rank_idx][node_idx],
                 num_supplied_rows=num_rows[rail_rank][own_node],
                 row_bytes=case.row_bytes,

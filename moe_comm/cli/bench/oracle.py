@@ -8,6 +8,7 @@ the seed, one source rank at a time; nothing is gathered.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -258,7 +259,10 @@ def check_combine(
         x = dequantize(data, scales, case.quantization, case.torch_dtype)
     for block in _blocks(case.num_tokens):
         y_rows = y[block]
-        expected = _sum_in_order(case, x[block], label[block])
+        add = _sum_in_order
+        if case.reduced_local_ranks is not None:
+            add = functools.partial(_sum_by_node, rank_idx=rank_idx)
+        expected = add(case, x[block], label[block])
         is_off = _bits(y_rows) != _bits(expected)
         if max_ulps > 0:
             is_off &= (_ordered_bits(y_rows) - _ordered_bits(expected)).abs() > max_ulps
@@ -280,6 +284,31 @@ def _blocks(num_rows: int) -> list[slice]:
 
 
 def _sum_in_order(case: BenchCase, x_rows: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return _accumulated(case, x_rows, label).to(case.torch_dtype)
+
+
+def _sum_by_node(
+    case: BenchCase, x_rows: torch.Tensor, label: torch.Tensor, rank_idx: int
+) -> torch.Tensor:
+    """With `EpConfig.node_reduction`, for tokens of a rank; docs/nodes.md."""
+    num_local_ranks = case.reduced_local_ranks
+    assert num_local_ranks is not None
+    rank = label
+    if case.layout is not Layout.RANK_MAJOR:
+        expert_rank = default_expert_rank(case.num_experts, case.num_ranks).to(torch.int64)
+        rank = expert_rank[label.clamp(min=0)]
+    node = rank.div(num_local_ranks, rounding_mode="floor")
+    acc = torch.zeros_like(x_rows, dtype=_accumulator(case.torch_dtype))
+    for node_idx in range(case.num_ranks // num_local_ranks):
+        partial = _accumulated(case, x_rows, torch.where(node == node_idx, label, -1))
+        if node_idx != rank_idx // num_local_ranks:
+            partial = partial.to(case.torch_dtype).to(partial.dtype)
+        acc = acc + partial
+    return acc.to(case.torch_dtype)
+
+
+def _accumulated(case: BenchCase, x_rows: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Rows of one token after the other, not rounded at the end."""
     accumulator = _accumulator(case.torch_dtype)
     wide_x = x_rows.to(accumulator)
     acc = torch.zeros_like(wide_x)
@@ -288,7 +317,7 @@ def _sum_in_order(case: BenchCase, x_rows: torch.Tensor, label: torch.Tensor) ->
         row = (wide_x * scale[:, None]).to(case.torch_dtype).to(accumulator)
         contributes = (label[:, position] >= 0)[:, None]
         acc = torch.where(contributes, acc + row, acc)
-    return acc.to(case.torch_dtype)
+    return acc
 
 
 def _labels_in_order(case: BenchCase, rank_idx: int) -> torch.Tensor:

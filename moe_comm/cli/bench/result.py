@@ -83,6 +83,7 @@ class BenchRow:
             "skew": case.skew,
             "routing": None if case.routing is None else case.routing.name,
             "huge_page_x": case.with_huge_page_x,
+            "node_reduction": case.reduced_local_ranks is not None,
             "seed": case.seed,
             **values,
             **self.extra,
