@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from moe_comm import _host
-from moe_comm.backends.native_endpoint import NativeEndpoint
+from moe_comm.backends.native_endpoint import NativeEndpoint, Settings
 
 ARCHITECTURES: str
 CUDA_VERSION: int
@@ -39,17 +39,7 @@ class Heap:
 class Endpoint(NativeEndpoint):  # type: ignore[misc]  # whose methods it has
     @staticmethod
     def create(
-        group: _host.Group,
-        heap: Heap,
-        num_experts: int,
-        num_max_tokens: int,
-        expert_rank: list[int],
-        depth: int,
-        node_reduction: bool,
-        agreed: list[tuple[str, str]],
-        num_sms: int,
-        num_threads: int,
-        tokens_per_chunk: int,
+        settings: Settings, heap: Heap, num_sms: int, num_threads: int, tokens_per_chunk: int
     ) -> Endpoint: ...
     def set_caller_stream(self, handle: int) -> None: ...
     def lead_caller(self) -> None: ...

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_comm.backends.native_endpoint import NativeEndpoint
+from moe_comm.backends.native_endpoint import NativeEndpoint, Settings
 
 class PeerMesh:
     @staticmethod
@@ -116,17 +116,7 @@ class QueuedRail(Rail):
 class Endpoint(NativeEndpoint):  # type: ignore[misc]  # whose methods it has
     isa: str
     @staticmethod
-    def create(
-        group: Group,
-        num_experts: int,
-        num_max_tokens: int,
-        expert_rank: list[int],
-        depth: int,
-        node_reduction: bool,
-        isa: str,
-        agreed: list[tuple[str, str]],
-        rail: Rail | None,
-    ) -> Endpoint: ...
+    def create(settings: Settings, isa: str, rail: Rail | None) -> Endpoint: ...
     def internode_bytes(self) -> tuple[int, int]: ...
 
 class PreparedCopies:

@@ -17,6 +17,8 @@ def load_host_library(path: str) -> str: ...
 def is_initialised() -> bool: ...
 def make_unique_id() -> bytes: ...
 
+Endpoint = _cuda.Endpoint
+
 class InternodeHeap(_cuda.Heap):
     gpu_sharing: str
     symmetric_bytes: int
@@ -29,21 +31,3 @@ class InternodeHeap(_cuda.Heap):
         poison: bool,
         unique_id: bytes,
     ) -> InternodeHeap: ...
-
-class Endpoint(_cuda.Endpoint):  # type: ignore[misc]  # whose methods it has
-    @staticmethod
-    def create(  # type: ignore[override]
-        group: _host.Group,
-        heap: _cuda.Heap,
-        num_experts: int,
-        num_max_tokens: int,
-        expert_rank: list[int],
-        depth: int,
-        node_reduction: bool,
-        agreed: list[tuple[str, str]],
-        num_sms: int,
-        num_threads: int,
-        tokens_per_chunk: int,
-        num_max_topk: int,
-        max_row_bytes: int,
-    ) -> Endpoint: ...

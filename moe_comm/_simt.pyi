@@ -2,8 +2,7 @@
 
 import torch
 
-from moe_comm import _host
-from moe_comm.backends.native_endpoint import NativeEndpoint
+from moe_comm.backends.native_endpoint import NativeEndpoint, Settings
 
 def set_warning_interval(seconds: float) -> None: ...
 def rail_region_bytes(
@@ -29,18 +28,7 @@ class Graph:
 class Endpoint(NativeEndpoint):  # type: ignore[misc]  # whose methods it has
     @staticmethod
     def create(
-        group: _host.Group,
-        num_experts: int,
-        num_max_tokens: int,
-        expert_rank: list[int],
-        depth: int,
-        node_reduction: bool,
-        agreed: list[tuple[str, str]],
-        num_sms: int,
-        num_threads: int,
-        tokens_per_chunk: int,
-        num_max_topk: int,
-        max_row_bytes: int,
+        settings: Settings, num_sms: int, num_threads: int, tokens_per_chunk: int
     ) -> Endpoint: ...
     def begin_capture(self) -> None: ...
     def end_capture(self) -> Graph: ...

@@ -12,26 +12,15 @@ namespace moe::bindings {
 
 namespace {
 
-std::shared_ptr<host::Endpoint> create_endpoint(
-    const NativeGroup& native,
-    int num_experts,
-    int64_t num_max_tokens,
-    std::vector<int32_t> expert_rank,
-    int depth,
-    bool node_reduction,
-    std::string isa,
-    std::vector<std::pair<std::string, std::string>> agreed,
-    std::shared_ptr<Rail> rail) {
-  const py::gil_scoped_release no_gil;
-  host::EndpointConfig config = endpoint_config_of(num_experts,
-                                                   num_max_tokens,
-                                                   std::move(expert_rank),
-                                                   depth,
-                                                   node_reduction,
-                                                   std::move(isa),
-                                                   std::move(agreed));
+std::shared_ptr<host::Endpoint> create_endpoint(py::handle settings,
+                                                std::string isa,
+                                                std::shared_ptr<Rail> rail) {
+  const auto native = native_group_of(settings);
+  host::EndpointConfig config = endpoint_config_of(settings);
+  config.isa = std::move(isa);
   config.rail = std::move(rail);
-  return drop_without_gil(host::Endpoint::create(native.group, std::move(config), signal_check()));
+  const py::gil_scoped_release no_gil;
+  return drop_without_gil(host::Endpoint::create(native->group, std::move(config), signal_check()));
 }
 
 void weighted_gradient(host::Endpoint& endpoint,
@@ -84,7 +73,8 @@ void bind_buffer(py::module_& module) {
   bind_plan<host::Plan>(module);
   py::class_<host::Endpoint, std::shared_ptr<host::Endpoint>> endpoint(module, "Endpoint");
   bind_endpoint<host::Endpoint, host::Plan>(module, endpoint);
-  endpoint.def_static("create", &create_endpoint)
+  endpoint
+      .def_static("create", &create_endpoint, py::arg("settings"), py::arg("isa"), py::arg("rail"))
       .def("weighted_gradient", &weighted_gradient)
       .def("import_plan", &import_plan)
       .def("export_plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -40,7 +41,13 @@ class CudaBackend(NativeBackend):
         try:
             # Peers are about to compare, and must hear of a problem.
             agreed = [*settings.agreed, ("num_sms", problem or str(num_sms))]
-            self._cuda_endpoint = self._make_endpoint(settings, agreed, num_sms)
+            self._cuda_endpoint = self._endpoint_class().create(
+                dataclasses.replace(settings, agreed=agreed),
+                self._gpu.heap,
+                num_sms,
+                NUM_THREADS,
+                TOKENS_PER_CHUNK,
+            )
             if problem:
                 self._cuda_endpoint.destroy()
                 raise ValueError(problem)
@@ -50,25 +57,11 @@ class CudaBackend(NativeBackend):
         self._num_sms = num_sms
         return self._cuda_endpoint
 
-    def _make_endpoint(
-        self, settings: Settings, agreed: list[tuple[str, str]], num_sms: int
-    ) -> _cuda.Endpoint:
-        """The native part. Collective."""
+    def _endpoint_class(self) -> type[_cuda.Endpoint]:
+        """The native part."""
         from moe_comm import _cuda
 
-        return _cuda.Endpoint.create(
-            settings.group,
-            self._gpu.heap,
-            settings.num_experts,
-            settings.num_max_tokens,
-            settings.expert_rank,
-            settings.depth,
-            settings.node_reduction,
-            agreed,
-            num_sms,
-            NUM_THREADS,
-            TOKENS_PER_CHUNK,
-        )
+        return _cuda.Endpoint
 
     @property
     def num_sms(self) -> int:

@@ -34,17 +34,8 @@ class HostBackend(NativeBackend):
             raise
 
     def _create_endpoint(self, settings: Settings) -> _host.Endpoint:
-        return _host.Endpoint.create(
-            settings.group,
-            settings.num_experts,
-            settings.num_max_tokens,
-            settings.expert_rank,
-            settings.depth,
-            settings.node_reduction,
-            env.force_isa() or "",
-            settings.agreed,
-            None if self._rail_engine is None else self._rail_engine.rail,
-        )
+        rail = None if self._rail_engine is None else self._rail_engine.rail
+        return _host.Endpoint.create(settings, env.force_isa() or "", rail)
 
     @property
     def instruction_set(self) -> str:

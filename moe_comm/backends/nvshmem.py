@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_comm.backends.cuda import NUM_THREADS, TOKENS_PER_CHUNK, CudaBackend
-from moe_comm.backends.native import Settings
+from moe_comm.backends.cuda import CudaBackend
 
 if TYPE_CHECKING:
     from moe_comm import _cuda
@@ -18,23 +17,7 @@ class NvshmemBackend(CudaBackend):
 
     name = "nvshmem"
 
-    def _make_endpoint(
-        self, settings: Settings, agreed: list[tuple[str, str]], num_sms: int
-    ) -> _cuda.Endpoint:
+    def _endpoint_class(self) -> type[_cuda.Endpoint]:
         from moe_comm import _nvshmem
 
-        return _nvshmem.Endpoint.create(
-            settings.group,
-            self._gpu.heap,
-            settings.num_experts,
-            settings.num_max_tokens,
-            settings.expert_rank,
-            settings.depth,
-            settings.node_reduction,
-            agreed,
-            num_sms,
-            NUM_THREADS,
-            TOKENS_PER_CHUNK,
-            settings.num_max_topk,
-            settings.max_row_bytes,
-        )
+        return _nvshmem.Endpoint

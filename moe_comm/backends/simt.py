@@ -25,17 +25,4 @@ class SimtBackend(NativeBackend):
     has_node_reduction = True
 
     def _create_endpoint(self, settings: Settings) -> _simt.Endpoint:
-        return _simt.Endpoint.create(
-            settings.group,
-            settings.num_experts,
-            settings.num_max_tokens,
-            settings.expert_rank,
-            settings.depth,
-            settings.node_reduction,
-            settings.agreed,
-            NUM_SMS,
-            NUM_THREADS,
-            TOKENS_PER_CHUNK,
-            settings.num_max_topk,
-            settings.max_row_bytes,
-        )
+        return _simt.Endpoint.create(settings, NUM_SMS, NUM_THREADS, TOKENS_PER_CHUNK)

@@ -1,7 +1,4 @@
 #include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "bindings/cuda/bind_device_heap.h"
 #include "bindings/shared/errors.h"
@@ -11,29 +8,17 @@ namespace moe::bindings {
 
 namespace {
 
-std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
-    const NativeGroup& native,
-    const DeviceHeap& heap,
-    int num_experts,
-    int64_t num_max_tokens,
-    std::vector<int32_t> expert_rank,
-    int depth,
-    bool node_reduction,
-    std::vector<std::pair<std::string, std::string>> agreed,
-    int num_sms,
-    int num_threads,
-    int tokens_per_chunk) {
-  runtime::DeviceEndpointConfig config;
-  config.common = endpoint_config_of(num_experts,
-                                     num_max_tokens,
-                                     std::move(expert_rank),
-                                     depth,
-                                     node_reduction,
-                                     "",
-                                     std::move(agreed));
-  config.shape = {num_sms, num_threads, tokens_per_chunk};
+std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(py::handle settings,
+                                                         const DeviceHeap& heap,
+                                                         int num_sms,
+                                                         int num_threads,
+                                                         int tokens_per_chunk) {
   heap.device->activate();
-  return create_device_endpoint(native, heap.heap, heap.device, std::move(config));
+  return create_device_endpoint(
+      settings,
+      heap.heap,
+      heap.device,
+      device_config_of(settings, {num_sms, num_threads, tokens_per_chunk}));
 }
 
 }  // namespace
@@ -53,5 +38,11 @@ PYBIND11_MODULE(_cuda, module) {
                                       pybind11::arg("max_connections"),
                                       pybind11::arg("limit_bytes"),
                                       pybind11::arg("poison"));
-  bind_device_endpoint(module).def_static("create", &create_endpoint);
+  bind_device_endpoint(module).def_static("create",
+                                          &create_endpoint,
+                                          pybind11::arg("settings"),
+                                          pybind11::arg("heap"),
+                                          pybind11::arg("num_sms"),
+                                          pybind11::arg("num_threads"),
+                                          pybind11::arg("tokens_per_chunk"));
 }

@@ -71,13 +71,21 @@ DeviceEndpointClass bind_device_endpoint(py::module_& module) {
   return endpoint;
 }
 
-std::shared_ptr<DeviceEndpoint> create_device_endpoint(const NativeGroup& native,
+runtime::DeviceEndpointConfig device_config_of(py::handle settings, runtime::LaunchShape shape) {
+  runtime::DeviceEndpointConfig config;
+  config.common = endpoint_config_of(settings);
+  config.shape = shape;
+  return config;
+}
+
+std::shared_ptr<DeviceEndpoint> create_device_endpoint(py::handle settings,
                                                        std::shared_ptr<SymmetricMemory> memory,
                                                        std::shared_ptr<runtime::Device> device,
                                                        runtime::DeviceEndpointConfig config) {
+  const auto native = native_group_of(settings);
   const py::gil_scoped_release no_gil;
   return drop_without_gil(DeviceEndpoint::create(
-      native.group, std::move(memory), std::move(device), std::move(config), signal_check()));
+      native->group, std::move(memory), std::move(device), std::move(config), signal_check()));
 }
 
 }  // namespace moe::bindings

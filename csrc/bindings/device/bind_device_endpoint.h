@@ -1,9 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "bindings/shared/bind_endpoint.h"
 #include "runtime/device_plan.h"
@@ -17,9 +14,12 @@ using DeviceEndpointClass =
 /// module's own matter.
 DeviceEndpointClass bind_device_endpoint(py::module_& module);
 
+/// What @p settings (see endpoint_config_of()) say of an endpoint whose kernels reach one node.
+runtime::DeviceEndpointConfig device_config_of(py::handle settings, runtime::LaunchShape shape);
+
 /// Collective; see DeviceEndpoint::create(). Called with the GIL.
 std::shared_ptr<runtime::DeviceEndpoint> create_device_endpoint(
-    const NativeGroup& native,
+    py::handle settings,
     std::shared_ptr<SymmetricMemory> memory,
     std::shared_ptr<runtime::Device> device,
     runtime::DeviceEndpointConfig config);

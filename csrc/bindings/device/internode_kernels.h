@@ -1,5 +1,9 @@
 #pragma once
 
+#include <memory>
+#include <utility>
+
+#include "bindings/shared/bind_endpoint.h"
 #include "runtime/internode.h"
 
 namespace moe::bindings {
@@ -14,6 +18,20 @@ inline runtime::InternodeKernels internode_kernels() {
           &kernels::launch_internode_combine,
           &kernels::internode_combine_shared_bytes,
           &kernels::internode_combine_bytes};
+}
+
+/// What @p settings (see endpoint_config_of()) say of an endpoint that reaches other nodes through
+/// @p regions.
+inline runtime::InternodeConfig internode_config_of(
+    py::handle settings, std::shared_ptr<runtime::SymmetricRegions> regions) {
+  runtime::InternodeConfig config;
+  config.regions = std::move(regions);
+  config.kernels = internode_kernels();
+  config.num_max_tokens = settings.attr("num_max_tokens").cast<int64_t>();
+  config.num_max_topk = settings.attr("num_max_topk").cast<int64_t>();
+  config.max_row_bytes = settings.attr("max_row_bytes").cast<int64_t>();
+  config.node_reduction = settings.attr("node_reduction").cast<bool>();
+  return config;
 }
 
 }  // namespace moe::bindings

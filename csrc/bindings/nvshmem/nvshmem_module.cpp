@@ -1,7 +1,6 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "bindings/cuda/bind_device_heap.h"
 #include "bindings/device/internode_kernels.h"
@@ -37,33 +36,16 @@ std::shared_ptr<InternodeHeap> create_heap(const NativeGroup& native,
   return made;
 }
 
-std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
-    const NativeGroup& native,
-    const InternodeHeap& heap,
-    int num_experts,
-    int64_t num_max_tokens,
-    std::vector<int32_t> expert_rank,
-    int depth,
-    bool node_reduction,
-    std::vector<std::pair<std::string, std::string>> agreed,
-    int num_sms,
-    int num_threads,
-    int tokens_per_chunk,
-    int64_t num_max_topk,
-    int64_t max_row_bytes) {
-  runtime::DeviceEndpointConfig config;
-  config.common = endpoint_config_of(num_experts,
-                                     num_max_tokens,
-                                     std::move(expert_rank),
-                                     depth,
-                                     node_reduction,
-                                     "",
-                                     std::move(agreed));
-  config.shape = {num_sms, num_threads, tokens_per_chunk};
-  config.internode = {
-      heap.world, internode_kernels(), num_max_tokens, num_max_topk, max_row_bytes, node_reduction};
+std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(py::handle settings,
+                                                         const InternodeHeap& heap,
+                                                         int num_sms,
+                                                         int num_threads,
+                                                         int tokens_per_chunk) {
+  runtime::DeviceEndpointConfig config =
+      device_config_of(settings, {num_sms, num_threads, tokens_per_chunk});
+  config.internode = internode_config_of(settings, heap.world);
   heap.device->activate();
-  return create_device_endpoint(native, heap.heap, heap.device, std::move(config));
+  return create_device_endpoint(settings, heap.heap, heap.device, std::move(config));
 }
 
 void bind_library(py::module_& module) {
@@ -109,5 +91,11 @@ PYBIND11_MODULE(_nvshmem, module) {
                              [](const InternodeHeap& self) { return self.world->sharing(); })
       .def_property_readonly("symmetric_bytes",
                              [](const InternodeHeap& self) { return self.world->total_bytes(); });
-  bind_device_endpoint(module).def_static("create", &create_endpoint);
+  bind_device_endpoint(module).def_static("create",
+                                          &create_endpoint,
+                                          pybind11::arg("settings"),
+                                          pybind11::arg("heap"),
+                                          pybind11::arg("num_sms"),
+                                          pybind11::arg("num_threads"),
+                                          pybind11::arg("tokens_per_chunk"));
 }

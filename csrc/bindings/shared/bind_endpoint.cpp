@@ -4,21 +4,18 @@
 
 namespace moe::bindings {
 
-host::EndpointConfig endpoint_config_of(int num_experts,
-                                        int64_t num_max_tokens,
-                                        std::vector<int32_t> expert_rank,
-                                        int depth,
-                                        bool node_reduction,
-                                        std::string isa,
-                                        std::vector<std::pair<std::string, std::string>> agreed) {
+std::shared_ptr<NativeGroup> native_group_of(py::handle settings) {
+  return settings.attr("group").cast<std::shared_ptr<NativeGroup>>();
+}
+
+host::EndpointConfig endpoint_config_of(py::handle settings) {
   host::EndpointConfig config;
-  config.num_experts = num_experts;
-  config.num_max_tokens = std::max<int64_t>(num_max_tokens, 0);
-  config.expert_rank = std::move(expert_rank);
-  config.depth = depth;
-  config.node_reduction = node_reduction;
-  config.isa = std::move(isa);
-  config.agreed = std::move(agreed);
+  config.num_experts = settings.attr("num_experts").cast<int>();
+  config.num_max_tokens = std::max<int64_t>(settings.attr("num_max_tokens").cast<int64_t>(), 0);
+  config.expert_rank = settings.attr("expert_rank").cast<std::vector<int32_t>>();
+  config.depth = settings.attr("depth").cast<int>();
+  config.node_reduction = settings.attr("node_reduction").cast<bool>();
+  config.agreed = settings.attr("agreed").cast<std::vector<std::pair<std::string, std::string>>>();
   return config;
 }
 

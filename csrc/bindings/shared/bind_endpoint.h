@@ -11,13 +11,12 @@
 
 namespace moe::bindings {
 
-host::EndpointConfig endpoint_config_of(int num_experts,
-                                        int64_t num_max_tokens,
-                                        std::vector<int32_t> expert_rank,
-                                        int depth,
-                                        bool node_reduction,
-                                        std::string isa,
-                                        std::vector<std::pair<std::string, std::string>> agreed);
+/// The communicator's parts that @p settings, a `Settings` of moe_comm/backends/native_endpoint.py,
+/// names.
+std::shared_ptr<NativeGroup> native_group_of(py::handle settings);
+
+/// What @p settings say of an endpoint, whatever runs its operations.
+host::EndpointConfig endpoint_config_of(py::handle settings);
 
 py::list take_trace(host::EndpointBase& endpoint);
 

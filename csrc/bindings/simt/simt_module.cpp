@@ -1,7 +1,5 @@
 #include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "bindings/device/bind_device_endpoint.h"
 #include "bindings/device/bind_strided_copies.h"
@@ -16,38 +14,18 @@ namespace moe::bindings {
 
 namespace {
 
-std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(
-    const NativeGroup& native,
-    int num_experts,
-    int64_t num_max_tokens,
-    std::vector<int32_t> expert_rank,
-    int depth,
-    bool node_reduction,
-    std::vector<std::pair<std::string, std::string>> agreed,
-    int num_sms,
-    int num_threads,
-    int tokens_per_chunk,
-    int64_t num_max_topk,
-    int64_t max_row_bytes) {
-  runtime::DeviceEndpointConfig config;
-  config.common = endpoint_config_of(num_experts,
-                                     num_max_tokens,
-                                     std::move(expert_rank),
-                                     depth,
-                                     node_reduction,
-                                     "",
-                                     std::move(agreed));
-  config.shape = {num_sms, num_threads, tokens_per_chunk};
-  config.internode = {simt::make_shared_regions(),
-                      internode_kernels(),
-                      num_max_tokens,
-                      num_max_topk,
-                      max_row_bytes,
-                      node_reduction};
+std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(py::handle settings,
+                                                         int num_sms,
+                                                         int num_threads,
+                                                         int tokens_per_chunk) {
+  const auto group = native_group_of(settings)->group;
+  runtime::DeviceEndpointConfig config =
+      device_config_of(settings, {num_sms, num_threads, tokens_per_chunk});
+  config.internode = internode_config_of(settings, simt::make_shared_regions());
   // Emulated kernels reach whatever this process has mapped: the heap of the CPU backend.
-  return create_device_endpoint(native,
-                                native.group->shared_memory(),
-                                std::make_shared<simt::SimtDevice>(native.group->rank_idx()),
+  return create_device_endpoint(settings,
+                                group->shared_memory(),
+                                std::make_shared<simt::SimtDevice>(group->rank_idx()),
                                 std::move(config));
 }
 
@@ -77,7 +55,12 @@ PYBIND11_MODULE(_simt, module) {
   register_errors();
   bind_warnings(module);
   DeviceEndpointClass endpoint = bind_device_endpoint(module);
-  endpoint.def_static("create", &create_endpoint);
+  endpoint.def_static("create",
+                      &create_endpoint,
+                      pybind11::arg("settings"),
+                      pybind11::arg("num_sms"),
+                      pybind11::arg("num_threads"),
+                      pybind11::arg("tokens_per_chunk"));
   bind_graph(module, endpoint);
   module.def("rail_region_bytes",
              &rail_region_bytes,
