@@ -50,6 +50,10 @@ struct InternodeRow {
 ///   [weights_at, ...)      n * weight_bytes weights, one per choice
 ///   [ids_at, ...)          n * num_ids int32 expert ids
 ///
+/// Kernels have a map of their own for the same tokens, RailRecord. Here the number of rows is
+/// known before the first is packed, so that equal parts lie side by side, without gaps; a warp
+/// learns it last, and no offset of a record may depend on it.
+///
 /// Example: bf16, hidden 4096, top-8, expert-major, float32 weights: a row takes 8192 + 64 + 32
 /// bytes. 126 of them fit into 1 MiB: slots_at = 1032192, weights_at = 1040256, bytes = 1044288.
 struct InternodeChunk {

@@ -107,7 +107,8 @@ struct RailRegion {
 ///   [slots_offset, ..)   num_slots x int64, Slot::kNone for those of other nodes
 ///   [ids_offset, ..)     rank-major with weights or ids: num_topk x int64, global ids
 ///   [weights_offset, ..) num_topk weights
-/// A chunk is its header (kHeaderBytes: int64 number of records, rest unused) and its records.
+/// A chunk is its header (kHeaderBytes: int64 number of records, rest unused) and its records. On
+/// the CPU the same tokens have another map, InternodeChunk, which says why.
 struct RailRecord {
   static constexpr int64_t kHeaderBytes = 16;
 

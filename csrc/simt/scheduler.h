@@ -130,9 +130,6 @@ class Scheduler {
   /// Every live fiber that does not wait in block() is idle. Process mode gives the core away.
   virtual void on_all_idle();
 
-  /// Fibers that idle, for a pick or a report.
-  std::span<const int> idle_fibers() const { return idle_; }
-
  private:
   enum class State : uint8_t { kReady, kRunning, kBlocked, kIdle, kEnded };
   struct Fiber;

@@ -31,7 +31,6 @@ class SeededScheduler : public Scheduler {
 
   /// Begins another schedule.
   void reset(uint64_t seed);
-  const Policy& policy() const { return policy_; }
 
   /// Who a fiber is. Block -1: a thread of the host.
   void bind(int fiber, Machine::Thread* thread, int rank_idx, int64_t block);
