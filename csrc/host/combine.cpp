@@ -231,6 +231,8 @@ class CombineOperation {
       add_term(offset_ptr(base, Slot::row_idx(slots[i]), row_bytes_), weight, terms);
     }
     terms->own.end = static_cast<int>(terms->places.size());
+    if (MOE_MUTANT(own_rows_one_by_one))
+      terms->own.begin = terms->own.end;
     for (; next != terms->sums.end(); ++next)
       add_term(remote_->row(token_idx, next->second), nullptr, terms);
   }

@@ -53,6 +53,25 @@ MOE_SCENARIO(host_internode, "CPU: two nodes; layers, and calls that one rank's 
   });
 }
 
+MOE_SCENARIO(host_internode_reduced, "CPU: two nodes; combines that add rows on their node first") {
+  const HostWorld::Options options = draw_nodes(run);
+  HostWorld world(run, options);
+  HostLayer::Shape shape = draw_shape(run.random(), options.num_ranks);
+  shape.num_topk = run.random().between(2, 5);
+  if (run.random().chance(1, 4)) {
+    shape.layout = layout::RowLayout::kRankMajor;
+    shape.with_weights = false;
+  } else {
+    shape.with_factors = run.random().chance(3, 4);
+  }
+  world.run([&](HostRank& rank) {
+    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2, true), shape);
+    for (int64_t step = 0; step < 3; ++step)
+      layer.run(step);
+    world.meet();  // nothing that follows wakes anybody
+  });
+}
+
 MOE_SCENARIO(host_internode_abort,
              "CPU: two nodes; a rank gives up at any time, and all go on over another rail") {
   const HostWorld::Options options = draw_nodes(run);

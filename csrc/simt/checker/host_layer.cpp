@@ -8,6 +8,17 @@
 
 namespace moe::simt::checker {
 
+namespace {
+
+/// What combine multiplies the row of a choice with: large numbers that cancel, and small ones that
+/// are lost beside them.
+float factor_of(int64_t choice) {
+  constexpr float kFactors[] = {16777216.0f, 1.0f, -16777216.0f};
+  return kFactors[choice % 3];
+}
+
+}  // namespace
+
 HostLayer::Tokens HostLayer::tokens_of(int rank_idx, int64_t step, int64_t values) const {
   Random random(rank_.world().seed() * 1009 + static_cast<uint64_t>(step) * 31 +
                 static_cast<uint64_t>(rank_idx));
@@ -128,6 +139,13 @@ void HostLayer::combine(const host::DispatchOutcome& outcome, const Tokens& toke
     params.row_weights = outcome.weights;
     params.row_weight_bytes = 4;
   }
+  std::vector<float> factors;
+  if (shape_.with_factors) {
+    for (size_t i = 0; i < tokens.topk_idx.size(); ++i)
+      factors.push_back(factor_of(static_cast<int64_t>(i)));
+    params.weights = reinterpret_cast<const std::byte*>(factors.data());
+    params.weight_bytes = 4;
+  }
   const host::CombineOutcome sums = host::combine(*endpoint_, params, interrupt_check_);
   if (window)
     sync::fill_shared(window->data(), 0x7F, private_rows.size());
@@ -152,11 +170,30 @@ void HostLayer::combine(const host::DispatchOutcome& outcome, const Tokens& toke
     if (shape_.layout == layout::RowLayout::kRankMajor)
       num_choices = __builtin_popcountll(ranks);
     sync::read_shared(row.data(), sums.sums + token_idx * row_bytes(), row.size() * 4);
-    const float expected =
-        tokens.x[static_cast<size_t>(token_idx * shape_.hidden)] * static_cast<float>(num_choices);
+    const float expected = shape_.with_factors
+                               ? sum_of(tokens, token_idx)
+                               : tokens.x[static_cast<size_t>(token_idx * shape_.hidden)] *
+                                     static_cast<float>(num_choices);
     if (row[0] != expected)
       rank_.fail(concat("combine: token ", token_idx, " is ", row[0], " instead of ", expected));
   }
+}
+
+float HostLayer::sum_of(const Tokens& tokens, int64_t token_idx) const {
+  const NodeLayout& nodes = endpoint_->group().nodes();
+  const bool by_node = endpoint_->config().node_reduction;
+  const float value = tokens.x[static_cast<size_t>(token_idx * shape_.hidden)];
+  float sum = 0.0f;
+  for (int node_idx = 0; node_idx < (by_node ? nodes.num_nodes() : 1); ++node_idx) {
+    float partial = 0.0f;
+    for (int64_t i = token_idx * shape_.num_topk; i < (token_idx + 1) * shape_.num_topk; ++i) {
+      const int64_t expert_idx = tokens.topk_idx[static_cast<size_t>(i)];
+      if (expert_idx >= 0 && (!by_node || nodes.node_idx(rank_of(expert_idx)) == node_idx))
+        partial += value * factor_of(i);
+    }
+    sum += partial;
+  }
+  return sum;
 }
 
 void HostLayer::run(int64_t step) {

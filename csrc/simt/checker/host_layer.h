@@ -23,7 +23,8 @@ class HostLayer {
     int64_t alignment = 1;
     layout::RowLayout layout = layout::RowLayout::kExpertMajor;
     bool with_weights = false;
-    bool is_in_place = true;  ///< experts write into the heap
+    bool with_factors = false;  ///< combine applies weights whose sums depend on the order
+    bool is_in_place = true;    ///< experts write into the heap
     host::CopyOut copy_out = host::CopyOut::kNever;
   };
 
@@ -62,6 +63,8 @@ class HostLayer {
                  const float* expected,
                  const char* what) const;
   void combine(const host::DispatchOutcome& outcome, const Tokens& tokens);
+  /// The sum for a token, by the rules of EndpointConfig::node_reduction where that is on.
+  float sum_of(const Tokens& tokens, int64_t token_idx) const;
   int rank_of(int64_t expert_idx) const {
     return endpoint_->placement().expert_rank[static_cast<size_t>(expert_idx)];
   }

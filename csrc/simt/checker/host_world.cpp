@@ -29,8 +29,11 @@ SymmetricMemory& HostRank::heap() const {
   return world_.heap(rank_idx_);
 }
 
-std::shared_ptr<host::Endpoint> HostRank::make_endpoint(int num_experts, int depth) {
+std::shared_ptr<host::Endpoint> HostRank::make_endpoint(int num_experts,
+                                                        int depth,
+                                                        bool node_reduction) {
   host::EndpointConfig config;
+  config.node_reduction = node_reduction;
   config.num_experts = num_experts;
   config.depth = depth;
   // Experts in turn, so that every rank owns some wherever there are enough.

@@ -30,7 +30,9 @@ class HostRank {
   SymmetricMemory& heap() const;
 
   /// Collective.
-  std::shared_ptr<host::Endpoint> make_endpoint(int num_experts, int depth);
+  std::shared_ptr<host::Endpoint> make_endpoint(int num_experts,
+                                                int depth,
+                                                bool node_reduction = false);
   /// Ends a buffer before its rank does.
   void destroy(const std::shared_ptr<host::Endpoint>& endpoint);
 
