@@ -17,7 +17,7 @@ import torch
 
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import PeerFailedError
-from moe_comm.rendezvous import Host, Newcomer, Newcomers, open_store
+from moe_comm.rendezvous import Host, Newcomer, Newcomers, first_line, open_store
 from moe_comm.survivors import (
     Decision,
     OwnSockets,
@@ -162,8 +162,12 @@ class ElasticRanks:
         """
         native = self.require_native()
         reported, problem = check_failed_ranks(failed_ranks, self.rank_idx, self.num_ranks)
+        if not isinstance(require_majority, bool):
+            problem = problem or f"require_majority must be a bool, got {require_majority!r}"
         agreed = f"num_local_ranks={num_local_ranks!r}, require_majority={require_majority!r}"
-        found = native.shrink_agree(reported, "shrink", agreed, problem, bool(require_majority))
+        found = native.shrink_agree(
+            reported, "shrink", agreed, problem, require_majority is not False
+        )
 
         def make(decision: Decision) -> Communicator:
             size = num_local_ranks
@@ -224,7 +228,7 @@ class ElasticRanks:
             if self.rank_idx == 0:
                 host = Host(open_store(rendezvous, True, timeout_s), num_new_ranks)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            problem = f"grow: {str(error).splitlines()[0]}"
+            problem = f"grow: {first_line(error)}"
         agreed = f"num_new_ranks={num_new_ranks!r}, num_local_ranks={num_local_ranks!r}"
         failed_ranks, _, _ = native.shrink_agree([], "grow", agreed, problem, True)
         if failed_ranks:

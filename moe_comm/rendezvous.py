@@ -74,7 +74,7 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
     """
     if isinstance(rendezvous, str):
         host, colon, port = rendezvous.rpartition(":")
-        if not colon or not host or not port.isdecimal():
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f'rendezvous must be a store or "host:port", got {rendezvous!r}')
         try:
             rendezvous = dist.TCPStore(  # type: ignore[attr-defined]

@@ -104,8 +104,8 @@ def check_failed_ranks(
     """The ranks that the caller reports, ascending, and what is wrong with them ("" if nothing)."""
     try:
         reported = sorted({operator.index(rank) for rank in failed_ranks})
-    except TypeError as error:
-        return [], f"failed_ranks must hold integers: {error}"
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        return [], f"failed_ranks must hold integers: {first_line(error)}"
     for rank in reported:
         if not 0 <= rank < num_ranks:
             return [], f"failed_ranks: {rank} is not a rank of a communicator of {num_ranks}"

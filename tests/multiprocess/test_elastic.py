@@ -375,6 +375,8 @@ def _mistakes(context: RankContext) -> list[str]:
         lambda: comm.shrink([7] if is_first else []),
         lambda: comm.shrink([0] if is_first else []),
         lambda: comm.shrink(["x"] if is_first else []),  # type: ignore[list-item]
+        lambda: comm.shrink(1 // rank for rank in ([0] if is_first else [])),
+        lambda: comm.shrink(require_majority=torch.ones(2) if is_first else True),  # type: ignore[arg-type]
         lambda: comm.shrink(num_local_ranks=1 if is_first else None),
         lambda: comm.shrink(num_local_ranks=2),
         lambda: comm.shrink(require_majority=is_first),
@@ -395,6 +397,8 @@ def test_mistakes_are_raised_on_every_rank() -> None:
         r"rank 0: failed_ranks: 7 is not a rank of a communicator of 3",
         r"rank 0: failed_ranks: 0 is the rank that calls",
         r"rank 0: failed_ranks must hold integers",
+        r"rank 0: failed_ranks must hold integers: ZeroDivisionError: ",
+        r"rank 0: require_majority must be a bool, got tensor\(\[1., 1.\]\)",
         r"differently: rank 0 shrink\(num_local_ranks=1, .* shrink\(num_local_ranks=None",
         r"num_local_ranks must divide the number of ranks, 3, got 2",
         r"differently: rank 0 shrink\(.*=True\), rank 1 shrink\(.*=False\)",

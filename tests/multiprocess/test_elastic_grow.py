@@ -164,6 +164,13 @@ def test_growing_twice(tmp_path: Path) -> None:
 # What goes wrong.
 
 
+class _Speechless:
+    """A number that fails without a word."""
+
+    def __index__(self) -> int:
+        raise AssertionError
+
+
 def _nobody_comes(context: RankContext, where: str) -> list[str]:
     comm = Communicator(backend="host", arrival_timeout_s=LIMIT_S)
     texts = []
@@ -172,7 +179,9 @@ def _nobody_comes(context: RankContext, where: str) -> list[str]:
         lambda: comm.grow(_store(where), timeout_s=0.5),
         lambda: comm.grow(_store(where), 1 if is_first else 2, timeout_s=0.5),
         lambda: comm.grow(_store(where), 0, timeout_s=0.5),
+        lambda: comm.grow(_store(where), _Speechless() if is_first else 1, timeout_s=0.5),  # type: ignore[arg-type]
         lambda: comm.grow("nowhere", timeout_s=0.5),
+        lambda: comm.grow("127.0.0.1:0", timeout_s=0.5),
         lambda: comm.grow(_store(where), 1, timeout_s=0.0 if is_first else 1.0),
     ):
         error = error_of(call)
@@ -188,7 +197,9 @@ def test_the_living_go_on_when_nobody_comes(tmp_path: Path) -> None:
         ("PeerTimeoutError", "waited 0.5 s for processes to join: 0 of 1 came"),
         ("ValueError", "ranks call differently: rank 0 grow(num_new_ranks=1, "),
         ("ValueError", "num_new_ranks must be >= 1, got 0"),
+        ("ValueError", "rank 0: grow: AssertionError"),
         ("ValueError", "'nowhere'"),
+        ("ValueError", "'127.0.0.1:0'"),
         ("ValueError", "timeout_s must be > 0, got 0.0"),
     ]
     for texts in results:
