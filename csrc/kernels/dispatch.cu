@@ -1,6 +1,5 @@
 #include "kernels/dispatch.h"
 
-#include "core/error.h"
 #include "device/primitives.h"
 #include "kernels/dispatch_rows.h"
 #include "kernels/finish.h"
@@ -42,14 +41,6 @@ MOE_KERNEL void dispatch(const DispatchParams params) {
     end();
 }
 
-template <typename Source>
-void launch_dispatch_of(const device::Launch& launch, const DispatchParams& params) {
-  if (DispatchShape::make(params, launch.num_threads).is_bulk)
-    device::launch(&dispatch<Source, true>, launch, params);
-  else
-    device::launch(&dispatch<Source, false>, launch, params);
-}
-
 }  // namespace
 
 size_t dispatch_shared_bytes(const DispatchParams& params, int num_threads) {
@@ -57,21 +48,12 @@ size_t dispatch_shared_bytes(const DispatchParams& params, int num_threads) {
 }
 
 void launch_dispatch(const device::Launch& launch, const DispatchParams& params) {
-  if (params.quantize.is_on == 0)
-    return launch_dispatch_of<Bytes>(launch, params);
-  switch (params.quantize.dtype) {
-    case DType::kBFloat16:
-      return launch_dispatch_of<device::BFloat16>(launch, params);
-    case DType::kFloat16:
-      return launch_dispatch_of<device::Float16>(launch, params);
-    case DType::kFloat32:
-      return launch_dispatch_of<device::Float32>(launch, params);
-    case DType::kFloat64:
-    case DType::kBytes:
-      break;
-  }
-  throw InvalidArgument(concat("dispatch quantises bfloat16, float16 or float32 rows, got ",
-                               dtype_name(params.quantize.dtype)));
+  with_source(params.quantize, [&]<typename Source>(Source) {
+    if (DispatchShape::make(params, launch.num_threads).is_bulk)
+      device::launch(&dispatch<Source, true>, launch, params);
+    else
+      device::launch(&dispatch<Source, false>, launch, params);
+  });
 }
 
 }  // namespace moe::kernels

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/error.h"
 #include "device/quantize.h"
 #include "device/row_copy.h"
 #include "kernels/dispatch_shape.h"
@@ -276,6 +277,26 @@ class RowWalk {
 /// What rows are in memory: bytes that move as they are, or numbers (device::BFloat16 ...) that are
 /// quantised.
 struct Bytes {};
+
+/// Calls @p launch with a Bytes{}, device::BFloat16{} ... for what a dispatch reads. Host.
+template <typename Launch>
+void with_source(const Quantize& quantize, const Launch& launch) {
+  if (quantize.is_on == 0)
+    return launch(Bytes{});
+  switch (quantize.dtype) {
+    case DType::kBFloat16:
+      return launch(device::BFloat16{});
+    case DType::kFloat16:
+      return launch(device::Float16{});
+    case DType::kFloat32:
+      return launch(device::Float32{});
+    case DType::kFloat64:
+    case DType::kBytes:
+      break;
+  }
+  throw InvalidArgument(concat("dispatch quantises bfloat16, float16 or float32 rows, got ",
+                               dtype_name(quantize.dtype)));
+}
 
 /// A lane's elements of a row, widened; +0.0 behind its end.
 /// @param from   the first of them

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "core/error.h"
 #include "core/node_layout.h"
 #include "kernels/buffer.h"
 #include "layout/rail_region.h"
@@ -34,5 +35,16 @@ struct Rails {
     return (num_tokens + tokens_per_chunk - 1) / tokens_per_chunk;
   }
 };
+
+/// Refuses an operation whose rows do not fit what a rank has for each other node. Host.
+inline void check_area(const Rails& rails, const char* operation, int64_t needed_bytes) {
+  MOE_CHECK(needed_bytes <= rails.map.area_bytes,
+            "rows of this ",
+            operation,
+            " need ",
+            needed_bytes,
+            " bytes for each other node, areas have ",
+            rails.map.area_bytes);
+}
 
 }  // namespace moe::kernels

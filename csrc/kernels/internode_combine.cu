@@ -1,6 +1,5 @@
 #include "kernels/internode_combine.h"
 
-#include "core/error.h"
 #include "kernels/internode_combine_rows.h"
 #include "kernels/internode_finish.h"
 
@@ -253,12 +252,7 @@ int64_t internode_combine_bytes(const CombineParams& params, const Rails& rails)
 void launch_internode_combine(const device::Launch& launch,
                               const CombineParams& params,
                               const Rails& rails) {
-  const int64_t needed_bytes = internode_combine_bytes(params, rails);
-  MOE_CHECK(needed_bytes <= rails.map.area_bytes,
-            "rows of this combine need ",
-            needed_bytes,
-            " bytes for each other node, areas have ",
-            rails.map.area_bytes);
+  check_area(rails, "combine", internode_combine_bytes(params, rails));
   const InternodeCombineParams both{params, rails};
   device::Launch shape = launch;
   shape.num_threads = num_threads_of(launch.num_threads);

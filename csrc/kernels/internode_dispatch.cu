@@ -1,6 +1,5 @@
 #include "kernels/internode_dispatch.h"
 
-#include "core/error.h"
 #include "device/primitives.h"
 #include "kernels/internode_finish.h"
 #include "kernels/internode_rows.h"
@@ -77,12 +76,6 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
     end();
 }
 
-template <typename Source>
-void launch_internode_dispatch_of(const device::Launch& launch,
-                                  const InternodeDispatchParams& params) {
-  device::launch(&internode_dispatch<Source>, launch, params);
-}
-
 }  // namespace
 
 size_t internode_dispatch_shared_bytes(const DispatchParams& params,
@@ -101,30 +94,13 @@ int64_t internode_dispatch_bytes(const DispatchParams& params, const Rails& rail
 void launch_internode_dispatch(const device::Launch& launch,
                                const DispatchParams& params,
                                const Rails& rails) {
-  const int64_t needed_bytes = internode_dispatch_bytes(params, rails);
-  MOE_CHECK(needed_bytes <= rails.map.area_bytes,
-            "rows of this dispatch need ",
-            needed_bytes,
-            " bytes for each other node, areas have ",
-            rails.map.area_bytes);
+  check_area(rails, "dispatch", internode_dispatch_bytes(params, rails));
   const InternodeDispatchParams both{params, rails};
   device::Launch shape = launch;
   shape.num_threads = num_threads_of(launch.num_threads);
-  if (params.quantize.is_on == 0)
-    return launch_internode_dispatch_of<Bytes>(shape, both);
-  switch (params.quantize.dtype) {
-    case DType::kBFloat16:
-      return launch_internode_dispatch_of<device::BFloat16>(shape, both);
-    case DType::kFloat16:
-      return launch_internode_dispatch_of<device::Float16>(shape, both);
-    case DType::kFloat32:
-      return launch_internode_dispatch_of<device::Float32>(shape, both);
-    case DType::kFloat64:
-    case DType::kBytes:
-      break;
-  }
-  throw InvalidArgument(concat("dispatch quantises bfloat16, float16 or float32 rows, got ",
-                               dtype_name(params.quantize.dtype)));
+  with_source(params.quantize, [&]<typename Source>(Source) {
+    device::launch(&internode_dispatch<Source>, shape, both);
+  });
 }
 
 }  // namespace moe::kernels
