@@ -114,7 +114,7 @@ class DispatchResult:
             the experts would start after a local permute with the same alignment.
         status: None, or where the dispatch was captured into a graph int32 `[2]` on the device: how
             the last replay ended (0 well; nothing moved where an input was bad, 1, where `capacity`
-            says to raise, 2, or where ranks chose capacities that do not fit, 3; 4 where a peer
+            says to raise, 2, or where ranks make more choices than this one, 3; 4 where a peer
             failed), and how many choices of this rank's experts were dropped. Then
             `num_tokens_per_expert` is on the device too, and the host knows neither
             `num_dropped_per_expert` nor `num_required_rows` nor `has_overflow`.
