@@ -243,10 +243,10 @@ void Group::check_usable(layout::Operation operation) {
   check_process(name);
   check_abort();
   if (is_recovery_unfinished_.load(std::memory_order_relaxed)) [[unlikely]]
-    throw PeerFailed(concat(name, ": the last recover() of rank ", rank_idx_, " did not end"),
+    throw PeerFailed(concat(name, ": the last recover() of rank ", rank_idx_, " has not ended"),
                      FailureSite{missing_ranks(), name, "idle", -1});
   if (is_shrink_unfinished_.load(std::memory_order_relaxed)) [[unlikely]]
-    throw PeerFailed(concat(name, ": the last shrink() of rank ", rank_idx_, " did not end"),
+    throw PeerFailed(concat(name, ": the last shrink() of rank ", rank_idx_, " has not ended"),
                      FailureSite{missing_ranks(), name, "idle", -1});
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     if (!is_active(peer_rank) || peer_rank == rank_idx_)
