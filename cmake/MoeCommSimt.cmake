@@ -43,7 +43,8 @@ endfunction()
 
 moe_comm_add_emulated_program(emulator_kernels)
 moe_comm_add_emulated_program(emulator_memory)
-moe_comm_add_emulated_program(emulator_streams)
+moe_comm_add_emulated_program(emulator_streams
+  "${PROJECT_SOURCE_DIR}/csrc/runtime/stream_marks.cpp")
 
 add_executable(schedules EXCLUDE_FROM_ALL
   ${MOE_COMM_KERNEL_SOURCES} ${MOE_COMM_SIMT_SOURCES} ${MOE_COMM_CHECKER_SOURCES}

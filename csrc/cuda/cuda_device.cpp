@@ -151,11 +151,15 @@ CudaDevice::CudaDevice(int device_idx, int max_connections)
 CudaDevice::~CudaDevice() = default;
 
 std::shared_ptr<std::byte> CudaDevice::allocate(int64_t bytes) {
-  return pool_->allocate(MemoryKind::kDevice, bytes);
+  return pool_->allocate(MemoryKind::kDevice, bytes, true);
+}
+
+std::shared_ptr<std::byte> CudaDevice::allocate_unset(int64_t bytes) {
+  return pool_->allocate(MemoryKind::kDevice, bytes, false);
 }
 
 std::shared_ptr<std::byte> CudaDevice::allocate_host(int64_t bytes) {
-  return pool_->allocate(MemoryKind::kHost, bytes);
+  return pool_->allocate(MemoryKind::kHost, bytes, true);
 }
 
 std::shared_ptr<const std::byte> CudaDevice::map_host(const void* memory, int64_t bytes) {

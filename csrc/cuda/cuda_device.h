@@ -50,6 +50,7 @@ class CudaDevice final : public runtime::Device {
   bool has_bulk_copies() const override { return architecture_ >= 90; }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override;
+  std::shared_ptr<std::byte> allocate_unset(int64_t bytes) override;
   std::shared_ptr<std::byte> allocate_host(int64_t bytes) override;
   std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override;
   /// @throws InvalidArgument  this process would use more streams of the device than connections.

@@ -56,16 +56,21 @@ class Graveyard {
     return *instance;
   }
 
-  void bury(std::vector<std::shared_ptr<DeviceSegment>> segments, Events events) {
+  void bury(std::vector<std::shared_ptr<DeviceSegment>> segments, MemoryPool& pool) {
     const std::lock_guard lock(mutex_);
-    graves_.push_back({std::move(segments), std::move(events)});
-    std::erase_if(graves_, [](const Grave& grave) { return are_complete(grave.events); });
+    graves_.push_back({std::move(segments), &pool, pool.mark()});
+    // In two steps: asking throws where the device has failed.
+    for (Grave& grave : graves_)
+      if (grave.mark != nullptr && grave.pool->has_passed(*grave.mark))
+        grave.mark = nullptr;
+    std::erase_if(graves_, [](const Grave& grave) { return grave.mark == nullptr; });
   }
 
  private:
   struct Grave {
     std::vector<std::shared_ptr<DeviceSegment>> segments;
-    Events events;
+    MemoryPool* pool;  ///< lives as long as the process
+    std::shared_ptr<StreamMarks::Mark> mark;
   };
   std::mutex mutex_;
   std::vector<Grave> graves_;
@@ -76,7 +81,7 @@ class Graveyard {
 struct CudaCore : HeapCore {
   struct Retired {
     Block* block;
-    Events events;
+    std::shared_ptr<StreamMarks::Mark> mark;  ///< null once the block is free
   };
 
   std::shared_ptr<CudaDevice> device;
@@ -89,9 +94,8 @@ struct CudaCore : HeapCore {
     if (origin.is_forked_child() || own.empty())
       return;
     try {
-      Graveyard::get().bury(std::move(own), device->pool().record_all());
-    } catch (...) {  // the process is exiting: the driver takes the memory
-      static_cast<void>(new auto(std::move(own)));
+      Graveyard::get().bury(std::move(own), device->pool());
+    } catch (...) {  // the process is exiting: the driver takes the memory, which lies in its grave
     }
   }
 
@@ -99,30 +103,26 @@ struct CudaCore : HeapCore {
     if (block == nullptr || origin.is_forked_child())
       return;
     try {
-      Events events = device->pool().record_all();
-      if (!are_complete(events)) {
-        const std::lock_guard lock(retired_mutex);
-        retired_bytes.fetch_add(block->bytes, std::memory_order_relaxed);
-        retired.push_back({block, std::move(events)});
-        return;
-      }
-    } catch (...) {  // the process is exiting, or the context has failed
-      return;
+      auto mark = device->pool().mark();
+      const std::lock_guard lock(retired_mutex);
+      retired.push_back({block, std::move(mark)});
+      retired_bytes.fetch_add(block->bytes, std::memory_order_relaxed);
+    } catch (...) {  // the machine has no memory to note it in: nobody will use it again
     }
-    HeapCore::release(block);
   }
 
   /// Frees blocks whose work has ended. @return Whether some are left.
   bool reclaim() {
-    const RelaxedCapture relaxed;
     const std::lock_guard lock(retired_mutex);
-    std::erase_if(retired, [this](const Retired& entry) {
-      if (!are_complete(entry.events))
-        return false;
+    // In two steps: asking throws where the device has failed, and nothing may be freed twice.
+    for (Retired& entry : retired) {
+      if (entry.mark == nullptr || !device->pool().has_passed(*entry.mark))
+        continue;
+      entry.mark = nullptr;
       retired_bytes.fetch_sub(entry.block->bytes, std::memory_order_relaxed);
       HeapCore::release(entry.block);
-      return true;
-    });
+    }
+    std::erase_if(retired, [](const Retired& entry) { return entry.mark == nullptr; });
     return !retired.empty();
   }
 };

@@ -96,8 +96,28 @@ void CudaStream::fill(void* target, int value, int64_t bytes) {
     device::throw_cuda_error(code, concat("filling ", bytes, " bytes"));
 }
 
+/// The names of default streams mean those of the current device.
+std::optional<CurrentDevice> CudaStream::current() const {
+  const bool is_default =
+      reinterpret_cast<uintptr_t>(stream_) <= reinterpret_cast<uintptr_t>(cudaStreamPerThread);
+  return is_default ? std::make_optional<CurrentDevice>(device_idx_) : std::nullopt;
+}
+
 bool CudaStream::is_capturing() const {
+  const auto current_device = current();
   return is_captured(stream_);
+}
+
+bool CudaStream::is_idle() const {
+  const auto current_device = current();
+  const RelaxedCapture relaxed;
+  if (is_captured(stream_))
+    return false;
+  const cudaError_t code = cudaStreamQuery(stream_);
+  if (code == cudaErrorNotReady)
+    return false;
+  device::check_cuda(code, "asking whether a stream is idle");
+  return true;
 }
 
 }  // namespace moe::cuda

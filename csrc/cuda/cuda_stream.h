@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
+#include "cuda/driver.h"
 #include "runtime/device.h"
 
 namespace moe::cuda {
@@ -46,10 +48,13 @@ class CudaStream final : public runtime::Stream {
   void copy(void* target, const void* source, int64_t bytes) override;
   void fill(void* target, int value, int64_t bytes) override;
   bool is_capturing() const override;
+  bool is_idle() const override;
 
   bool is_own() const { return is_own_; }
 
  private:
+  std::optional<CurrentDevice> current() const;
+
   int device_idx_;
   bool is_own_;
   cudaStream_t stream_ = nullptr;

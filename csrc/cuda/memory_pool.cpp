@@ -14,11 +14,6 @@ constexpr uint64_t kAlignment = 256;
 
 }  // namespace
 
-bool are_complete(const Events& events) {
-  return std::all_of(
-      events.begin(), events.end(), [](const auto& event) { return event->is_complete(); });
-}
-
 MemoryPool::MemoryPool(int device_idx)
     : device_idx_(device_idx), side_stream_(std::make_shared<CudaStream>(device_idx)) {}
 
@@ -33,18 +28,14 @@ std::shared_ptr<MemoryPool> MemoryPool::of(int device_idx) {
 }
 
 void MemoryPool::watch(const std::shared_ptr<CudaStream>& stream) {
-  const std::lock_guard lock(mutex_);
-  std::erase_if(streams_, [](const auto& weak) { return weak.expired(); });
-  streams_.push_back(stream);
+  marks_.watch(stream);
 }
 
 void MemoryPool::unwatch(CudaStream& stream) noexcept {
   try {
     const RelaxedCapture relaxed;
-    const std::lock_guard lock(mutex_);
-    std::erase_if(last_events_, [](const auto& event) { return event->is_complete(); });
-    last_events_.push_back(std::static_pointer_cast<CudaEvent>(stream.record()));
-  } catch (...) {  // as in give_back()
+    marks_.unwatch(stream);
+  } catch (...) {  // the process is exiting, or the context has failed: nobody will use it again
   }
 }
 
@@ -70,7 +61,7 @@ MemoryPool::Block MemoryPool::make(MemoryKind kind, uint64_t bytes) {
         kind == MemoryKind::kDevice ? free_bytes : 0);
   }
   device::check_cuda(code, "allocating memory");
-  return Block{static_cast<std::byte*>(data), bytes, {}};
+  return Block{static_cast<std::byte*>(data), bytes, nullptr};
 }
 
 /// The smallest block given back that is large enough, not wastefully so, and idle.
@@ -79,7 +70,7 @@ bool MemoryPool::take(MemoryKind kind, uint64_t bytes, Block* block) {
   auto& free = free_[static_cast<size_t>(kind)];
   for (auto entry = free.lower_bound(bytes); entry != free.end() && entry->first <= 2 * bytes;
        ++entry) {
-    if (!are_complete(entry->second.events))
+    if (!marks_.has_passed(*entry->second.mark))
       continue;
     *block = std::move(entry->second);
     free.erase(entry);
@@ -104,7 +95,7 @@ void MemoryPool::fill(void* memory, int value, int64_t bytes) {
                      "filling memory");
 }
 
-std::shared_ptr<std::byte> MemoryPool::allocate(MemoryKind kind, int64_t bytes) {
+std::shared_ptr<std::byte> MemoryPool::allocate(MemoryKind kind, int64_t bytes, bool is_zeroed) {
   MOE_CHECK(bytes >= 0, "an allocation must have >= 0 bytes, got ", bytes);
   const CurrentDevice current(device_idx_);
   const RelaxedCapture relaxed;
@@ -114,41 +105,29 @@ std::shared_ptr<std::byte> MemoryPool::allocate(MemoryKind kind, int64_t bytes) 
   if (!take(kind, rounded, &block))
     block = make(kind, rounded);
   try {
-    zero(kind, block);
+    if (is_zeroed)
+      zero(kind, block);
   } catch (...) {
     give_back(kind, std::move(block));
     throw;
   }
   std::byte* data = block.data;
   return {data, [pool = shared_from_this(), kind, bytes = block.bytes](std::byte* memory) {
-            pool->give_back(kind, Block{memory, bytes, {}});
+            pool->give_back(kind, Block{memory, bytes, nullptr});
           }};
 }
 
-Events MemoryPool::record_all() {
+bool MemoryPool::has_passed(StreamMarks::Mark& mark) {
   const RelaxedCapture relaxed;
-  const std::lock_guard lock(mutex_);
-  return record_all_locked();
-}
-
-Events MemoryPool::record_all_locked() {
-  std::erase_if(last_events_, [](const auto& event) { return event->is_complete(); });
-  Events events = last_events_;
-  for (const auto& weak : streams_) {
-    const std::shared_ptr<CudaStream> stream = weak.lock();
-    if (stream != nullptr && !stream->is_capturing())
-      events.push_back(std::static_pointer_cast<CudaEvent>(stream->record()));
-  }
-  return events;
+  return marks_.has_passed(mark);
 }
 
 void MemoryPool::give_back(MemoryKind kind, Block block) noexcept {
   try {
-    const RelaxedCapture relaxed;
+    block.mark = marks_.mark();
     const std::lock_guard lock(mutex_);
-    block.events = record_all_locked();
     free_[static_cast<size_t>(kind)].emplace(block.bytes, std::move(block));
-  } catch (...) {  // the process is exiting, or the context has failed: nobody will use it again
+  } catch (...) {  // the machine has no memory to note it in: nobody will use it again
   }
 }
 

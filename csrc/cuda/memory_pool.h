@@ -5,32 +5,30 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "cuda/cuda_stream.h"
+#include "runtime/stream_marks.h"
 
 namespace moe::cuda {
 
 enum class MemoryKind { kDevice, kHost };
 
-using Events = std::vector<std::shared_ptr<CudaEvent>>;
+using runtime::StreamMarks;
 
-/// Whether all of them are complete.
-bool are_complete(const Events& events);
-
-/// Memory of one device that is handed out zeroed and reused, never returned: cudaFree waits for
-/// every stream of the process, and one of them may wait for what this thread does next.
+/// Memory of one device that is reused, never returned: cudaFree waits for every stream of the
+/// process, and one of them may wait for what this thread does next.
 ///
 /// A block is reused once all work has ended that was put, before it was given back, into any
-/// stream this pool knows. Giving back synchronises nothing and is legal while streams are captured
-/// and at exit.
+/// stream this pool knows; see StreamMarks. Giving back calls nothing of the driver and is legal
+/// while streams are captured and at exit.
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
  public:
   /// The pool of a device, one for all ranks of this process. Uses one stream.
   static std::shared_ptr<MemoryPool> of(int device_idx);
 
+  /// @param is_zeroed  Else it holds anything. Zeroing memory of the device has the host wait.
   /// @throws CapacityError  the device or the machine has no such memory.
-  std::shared_ptr<std::byte> allocate(MemoryKind kind, int64_t bytes);
+  std::shared_ptr<std::byte> allocate(MemoryKind kind, int64_t bytes, bool is_zeroed);
 
   /// For copies and fills that wait for nothing, so that all ranks of this process can share it.
   const std::shared_ptr<CudaStream>& side_stream() const { return side_stream_; }
@@ -42,17 +40,16 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   /// @p stream is about to end; what it still does counts until it is done.
   void unwatch(CudaStream& stream) noexcept;
 
-  /// Events that are complete once all work has ended that the streams hold now. Synchronises
-  /// nothing; leaves out streams that are captured: what is captured has not been submitted, and
-  /// whoever captured it keeps what the graph uses.
-  /// @throws CudaError  also at exit.
-  Events record_all();
+  /// As StreamMarks::mark().
+  std::shared_ptr<StreamMarks::Mark> mark() { return marks_.mark(); }
+  /// As StreamMarks::has_passed(). @throws CudaError  also at exit.
+  bool has_passed(StreamMarks::Mark& mark);
 
  private:
   struct Block {
     std::byte* data = nullptr;
     uint64_t bytes = 0;
-    Events events;  ///< complete once it may be used again
+    std::shared_ptr<StreamMarks::Mark> mark;  ///< once it has passed it may be used again
   };
 
   explicit MemoryPool(int device_idx);
@@ -61,13 +58,10 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   void give_back(MemoryKind kind, Block block) noexcept;
   void zero(MemoryKind kind, const Block& block);
 
-  Events record_all_locked();
-
   int device_idx_;
   std::shared_ptr<CudaStream> side_stream_;
+  StreamMarks marks_;
   std::mutex mutex_;
-  std::vector<std::weak_ptr<CudaStream>> streams_;
-  Events last_events_;                      ///< of streams that have ended
   std::multimap<uint64_t, Block> free_[2];  ///< by kind, by bytes
 };
 

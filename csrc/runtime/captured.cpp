@@ -113,7 +113,7 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
                   : host::arrangement_of(endpoint, params.layout, params.expert_alignment);
   Capture capture(endpoint,
                   params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch);
-  DispatchLaunches launches(endpoint, params, arrangement);
+  DispatchLaunches launches(endpoint, params, arrangement, Contents::kZero);
   host::DispatchOutcome outcome;
   if (params.plan) {
     launches.take_plan(static_cast<const DevicePlan&>(*params.plan));

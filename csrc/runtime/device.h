@@ -32,6 +32,8 @@ class Stream {
   virtual void fill(void* target, int value, int64_t bytes) = 0;
   /// Whether work is being recorded into a graph instead of run.
   virtual bool is_capturing() const = 0;
+  /// Whether everything put into it has ended. Never blocks; false while it is captured.
+  virtual bool is_idle() const = 0;
 };
 
 /// One GPU, or the emulator: what operations need besides kernels and the heap. Thread-safe.
@@ -51,6 +53,8 @@ class Device {
   /// Memory private to this rank, zeroed, aligned to 256 bytes; freed once the last owner is gone
   /// and work put into any stream by then has ended.
   virtual std::shared_ptr<std::byte> allocate(int64_t bytes) = 0;
+  /// The same holding anything, for whoever writes all of it: zeroing has the host wait.
+  virtual std::shared_ptr<std::byte> allocate_unset(int64_t bytes) = 0;
   /// Page-locked host memory, zeroed, that kernels reach at the same address.
   virtual std::shared_ptr<std::byte> allocate_host(int64_t bytes) = 0;
   /// The address under which kernels reach host memory that exists already; valid while the result

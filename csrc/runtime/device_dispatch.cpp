@@ -32,7 +32,7 @@ class DeviceDispatch {
         arrangement_(params.plan
                          ? params.plan->arrangement
                          : host::arrangement_of(endpoint, params.layout, params.expert_alignment)),
-        launches_(endpoint, params, arrangement_) {}
+        launches_(endpoint, params, arrangement_, Contents::kUnset) {}
 
   host::DispatchOutcome run() {
     endpoint_.follow_caller(params_.caller_mark.get());
@@ -269,7 +269,7 @@ std::shared_ptr<void> copy_out_window(DeviceEndpoint& endpoint,
     *data = window->data();
     return window;
   }
-  auto copy = endpoint.device().allocate(static_cast<int64_t>(bytes));
+  auto copy = endpoint.device().allocate_unset(static_cast<int64_t>(bytes));
   endpoint.stream().copy(copy.get(), window->data(), static_cast<int64_t>(bytes));
   *data = copy.get();
   return copy;

@@ -309,11 +309,22 @@ void DeviceEndpoint::follow_caller(const void* mark) {
 
 void DeviceEndpoint::lead_caller() {
   if (!is_host_caller())
-    caller_stream_->wait(*stream_->record());
+    lead_caller(*stream_->record());
 }
 
-std::shared_ptr<host::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Stream> caller) {
-  return std::make_shared<StreamJoin>(std::move(caller), stream_->record());
+void DeviceEndpoint::lead_caller(const Event& end) {
+  caller_stream_->wait(end);
+}
+
+std::shared_ptr<host::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Stream> caller,
+                                                              std::shared_ptr<Event> end) {
+  return std::make_shared<StreamJoin>(std::move(caller), std::move(end));
+}
+
+std::shared_ptr<Event> DeviceEndpoint::leave_running() {
+  auto end = stream_->record();
+  watch_->follow(end);
+  return end;
 }
 
 void DeviceEndpoint::leave_to_receive(std::shared_ptr<ReceivePhase> phase) {
@@ -466,7 +477,7 @@ bool DeviceEndpoint::is_idle() const {
   // Who asks wants it to become so.
   if (const auto phase = receive_phase())
     phase->start();
-  return EndpointBase::is_idle() && stream_->record()->is_complete();
+  return EndpointBase::is_idle() && stream_->is_idle();
 }
 
 void DeviceEndpoint::restart(uint64_t next_epoch) {

@@ -80,8 +80,11 @@ class DeviceEndpoint : public host::EndpointBase {
   void follow_caller(const void* mark = nullptr);
   /// What the caller's stream is given from now on runs after the kernels launched so far.
   void lead_caller();
-  /// The same of @p caller, put off until somebody joins.
-  std::shared_ptr<host::CallerJoin> join_caller(std::shared_ptr<Stream> caller);
+  /// The same behind @p end, which was recorded in the stream.
+  void lead_caller(const Event& end);
+  /// Puts off until somebody joins that @p caller waits for @p end.
+  static std::shared_ptr<host::CallerJoin> join_caller(std::shared_ptr<Stream> caller,
+                                                       std::shared_ptr<Event> end);
 
   /// The last operation is a dispatch that has sent and is yet to receive.
   void leave_to_receive(std::shared_ptr<ReceivePhase> phase);
@@ -134,8 +137,8 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Keeps what a captured operation needs until the buffer is destroyed.
   void keep(std::shared_ptr<const void> owned);
   size_t num_kept() const { return kept_.size(); }
-  /// Work put into the stream so far runs on with nobody waiting for it.
-  void leave_running() { watch_->follow(stream_->record()); }
+  /// Work put into the stream so far runs on with nobody waiting for it. @return its end.
+  std::shared_ptr<Event> leave_running();
   /// Graphs that ran have advanced the epoch on the device: waits for them and takes it over.
   void catch_up();
 

@@ -186,11 +186,11 @@ void DeviceExchange::settle(OperationStatus status) {
 
 std::shared_ptr<host::CallerJoin> DeviceExchange::finish() {
   if (!endpoint_.is_host_caller()) {
-    endpoint_.leave_running();
+    auto end = endpoint_.leave_running();
     // What the caller puts into its stream until it asks for the results runs beside the rows.
     if (endpoint_.is_on_progress_thread())
-      return endpoint_.join_caller(endpoint_.shared_caller_stream());
-    endpoint_.lead_caller();
+      return DeviceEndpoint::join_caller(endpoint_.shared_caller_stream(), std::move(end));
+    endpoint_.lead_caller(*end);
     return nullptr;
   }
   await_stream();

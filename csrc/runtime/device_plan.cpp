@@ -7,10 +7,19 @@ namespace moe::runtime {
 
 using layout::Row;
 
+namespace {
+
+std::shared_ptr<std::byte> allocate_memory(Device& device, int64_t bytes, Contents contents) {
+  return contents == Contents::kZero ? device.allocate(bytes) : device.allocate_unset(bytes);
+}
+
+}  // namespace
+
 std::shared_ptr<DevicePlan> DevicePlan::allocate(DeviceEndpoint& endpoint,
                                                  layout::RowLayout layout,
                                                  int64_t num_tokens,
-                                                 int64_t num_topk) {
+                                                 int64_t num_topk,
+                                                 Contents contents) {
   auto plan = std::make_shared<DevicePlan>();
   const int num_ranks = endpoint.num_ranks();
   const int64_t num_slots = layout::num_slots_per_token(layout, num_topk, num_ranks);
@@ -21,12 +30,14 @@ std::shared_ptr<DevicePlan> DevicePlan::allocate(DeviceEndpoint& endpoint,
         int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts));
     return carver.bytes();
   };
-  plan->memory = endpoint.device().allocate(lay(Carver(nullptr)));
+  plan->memory = allocate_memory(endpoint.device(), lay(Carver(nullptr)), contents);
   lay(Carver(plan->memory.get()));
   return plan;
 }
 
-DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint, int32_t* counts) {
+DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
+                                        int32_t* counts,
+                                        Contents contents) {
   DispatchTables made;
   made.tables = endpoint.tables();
   const int num_ranks = endpoint.num_ranks();
@@ -42,13 +53,14 @@ DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint, int32_t* count
     made.tables.counts = counts != nullptr ? counts : own_counts;
     return carver.bytes();
   };
-  made.memory = endpoint.device().allocate(lay(Carver(nullptr)));
+  made.memory = allocate_memory(endpoint.device(), lay(Carver(nullptr)), contents);
   lay(Carver(made.memory.get()));
   return made;
 }
 
 std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const host::Plan& plan) {
-  auto made = DevicePlan::allocate(endpoint, plan.layout(), plan.num_tokens, plan.num_topk);
+  auto made = DevicePlan::allocate(
+      endpoint, plan.layout(), plan.num_tokens, plan.num_topk, Contents::kUnset);
   static_cast<host::PlanHeader&>(*made) = plan;
   Stream& stream = endpoint.stream();
   const auto upload = [&](auto* target, const auto& values) {

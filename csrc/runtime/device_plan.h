@@ -9,6 +9,11 @@
 
 namespace moe::runtime {
 
+/// What memory of an operation holds before kernels write it. They write all of it, unless they
+/// leave; a run of a graph that leaves tells nobody but by the plan's status, so that what else can
+/// be read is zero.
+enum class Contents { kUnset, kZero };
+
 /// A plan whose slots lie in device memory. Immutable once the kernels that write it have run.
 struct DevicePlan : host::PlanHeader {
   std::shared_ptr<std::byte> memory;  ///< owner of the rest
@@ -23,7 +28,8 @@ struct DevicePlan : host::PlanHeader {
   static std::shared_ptr<DevicePlan> allocate(DeviceEndpoint& endpoint,
                                               layout::RowLayout layout,
                                               int64_t num_tokens,
-                                              int64_t num_topk);
+                                              int64_t num_topk,
+                                              Contents contents);
 };
 
 /// What a dispatch finds besides its plan, in device memory.
@@ -32,7 +38,7 @@ struct DispatchTables {
   kernels::Tables tables;  ///< all of them
 
   /// @param counts  Device memory for the count matrix, or null for some of its own.
-  static DispatchTables allocate(DeviceEndpoint& endpoint, int32_t* counts);
+  static DispatchTables allocate(DeviceEndpoint& endpoint, int32_t* counts, Contents contents);
 };
 
 /// The plan of a dispatch from its count matrix and this rank's choices, as host::Plan::make().

@@ -20,6 +20,7 @@ using layout::Phase;
 
 constexpr int kSpins = 200;
 constexpr int kYields = 200;
+constexpr int kLooksPerQuery = 256;
 constexpr auto kSleep = std::chrono::microseconds(50);
 constexpr int64_t kLookEveryNs = 2'000'000;
 // A peer may die or leave after its part of an operation that the others can complete.
@@ -55,10 +56,20 @@ void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
 
 void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
   const kernels::HostRead* const read = endpoint_.host_read();
-  // A kernel that fails in itself never gives its ticket.
-  const auto event = endpoint_.stream().record();
+  // A kernel that fails in itself never gives its ticket. Asking the device costs more than a look
+  // at the ticket, which comes soon as a rule.
+  std::shared_ptr<Event> event;
+  int num_looks = 0;
   const auto has_ticket = [&] { return sync::load_acquire(read->ticket) >= ticket; };
-  await(phase, [&] { return has_ticket() || event->is_complete(); });
+  await(phase, [&] {
+    if (has_ticket())
+      return true;
+    if (++num_looks % kLooksPerQuery != 0)
+      return false;
+    if (event == nullptr)
+      event = endpoint_.stream().record();
+    return event->is_complete();
+  });
   if (!has_ticket())
     throw std::logic_error(concat("the kernels of epoch ", epoch_, " ended without an answer"));
   if (read->status != static_cast<int32_t>(OperationStatus::kLeft))

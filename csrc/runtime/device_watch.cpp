@@ -49,8 +49,10 @@ void DeviceWatch::stop() {
 
 void DeviceWatch::follow(std::shared_ptr<const Event> work) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  work_ = std::move(work);
-  start();
+  // A thread that has work to look at comes by itself.
+  const bool has_work = std::exchange(work_, std::move(work)) != nullptr;
+  if (!has_work)
+    start();
 }
 
 void DeviceWatch::follow_always() {

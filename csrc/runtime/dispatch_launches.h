@@ -16,8 +16,9 @@ class DispatchLaunches {
  public:
   DispatchLaunches(DeviceEndpoint& endpoint,
                    const host::DispatchParams& params,
-                   const layout::Arrangement& arrangement)
-      : endpoint_(endpoint), params_(params), arrangement_(arrangement) {}
+                   const layout::Arrangement& arrangement,
+                   Contents contents)
+      : endpoint_(endpoint), params_(params), arrangement_(arrangement), contents_(contents) {}
 
   /// Uncached: launches the counting of this rank's choices, from a copy that the plan keeps.
   /// @param allocate  Of so many bytes, device memory for counting that outlives the kernels.
@@ -50,12 +51,14 @@ class DispatchLaunches {
   kernels::Choices shape_choices() const;
   kernels::DispatchParams kernel_params() const;
   void begin_counting();
+  bool has_inactive_ranks() const;
   int64_t lay_chunks(std::byte* memory);
   void end_counting();
 
   DeviceEndpoint& endpoint_;
   const host::DispatchParams& params_;
   layout::Arrangement arrangement_;
+  Contents contents_;  ///< of memory that is made
   std::shared_ptr<DevicePlan> made_plan_;
   DispatchTables tables_;
   kernels::Choices choices_;

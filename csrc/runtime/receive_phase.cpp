@@ -96,8 +96,7 @@ class StreamReceive final : public ReceivePhase {
       return;
     const auto active = endpoint_.device().activate_for_now();
     endpoint_.launch_receive(params_);
-    endpoint_.leave_running();
-    end_ = endpoint_.join_caller(caller_);
+    end_ = DeviceEndpoint::join_caller(caller_, endpoint_.leave_running());
     endpoint_.complete_epoch(epoch_);
     // Behind the kernel nobody writes to them; after an abort peers may, until the next operation.
     if (!endpoint_.group().is_aborted())

@@ -15,6 +15,8 @@ namespace {
 
 constexpr std::align_val_t kAlignment{256};
 constexpr int32_t kDlpackCpu = 1;
+// No count, index or slot that makes sense: whoever reads what nobody wrote finds out.
+constexpr int kUnset = 0x5A;
 
 void free_memory(std::byte* memory) {
   ::operator delete(memory, kAlignment);
@@ -31,11 +33,12 @@ class DeviceMemory {
   }
 
   static std::shared_ptr<std::byte> allocate(const std::shared_ptr<DeviceMemory>& self,
-                                             int64_t bytes) {
+                                             int64_t bytes,
+                                             int value) {
     MOE_CHECK(bytes >= 0, "device memory of ", bytes, " bytes");
     const size_t size = std::max<size_t>(static_cast<size_t>(bytes), 1);
     auto* const memory = static_cast<std::byte*>(::operator new(size, kAlignment));
-    std::memset(memory, 0, size);
+    std::memset(memory, value, size);
     return {memory, [self](std::byte* owned) { self->retire(owned); }};
   }
 
@@ -115,11 +118,18 @@ int32_t SimtDevice::dlpack_type() const {
 }
 
 std::shared_ptr<std::byte> SimtDevice::allocate(int64_t bytes) {
-  return DeviceMemory::allocate(memory_, bytes);
+  num_zeroed_allocations_.fetch_add(1, std::memory_order_relaxed);
+  return DeviceMemory::allocate(memory_, bytes, 0);
+}
+
+std::shared_ptr<std::byte> SimtDevice::allocate_unset(int64_t bytes) {
+  num_unset_allocations_.fetch_add(1, std::memory_order_relaxed);
+  return DeviceMemory::allocate(memory_, bytes, kUnset);
 }
 
 std::shared_ptr<std::byte> SimtDevice::allocate_host(int64_t bytes) {
-  return DeviceMemory::allocate(memory_, bytes);
+  num_host_allocations_.fetch_add(1, std::memory_order_relaxed);
+  return DeviceMemory::allocate(memory_, bytes, 0);
 }
 
 std::shared_ptr<const std::byte> SimtDevice::map_host(const void* memory, int64_t /*bytes*/) {

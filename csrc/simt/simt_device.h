@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -29,6 +31,7 @@ class SimtDevice final : public runtime::Device {
   bool has_bulk_copies() const override { return true; }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override;
+  std::shared_ptr<std::byte> allocate_unset(int64_t bytes) override;
   std::shared_ptr<std::byte> allocate_host(int64_t bytes) override;
   std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override;
 
@@ -36,6 +39,11 @@ class SimtDevice final : public runtime::Device {
   std::shared_ptr<runtime::Stream> side_stream() override { return caller_stream(0); }
   /// @throws InvalidArgument  a handle other than 0, the host's.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
+
+  // How often each was called, for tests of what operations cost the host.
+  int64_t num_zeroed_allocations() const { return num_zeroed_allocations_.load(); }
+  int64_t num_unset_allocations() const { return num_unset_allocations_.load(); }
+  int64_t num_host_allocations() const { return num_host_allocations_.load(); }
 
   void activate() override {}
   std::shared_ptr<void> activate_for_now() override { return nullptr; }
@@ -46,6 +54,9 @@ class SimtDevice final : public runtime::Device {
   const std::string name_;
   std::shared_ptr<DeviceMemory> memory_;
   std::shared_ptr<HostStream> host_stream_;
+  std::atomic<int64_t> num_zeroed_allocations_{0};
+  std::atomic<int64_t> num_unset_allocations_{0};
+  std::atomic<int64_t> num_host_allocations_{0};
 };
 
 }  // namespace moe::simt

@@ -172,6 +172,7 @@ void DeviceStream::put(Work work) {
 
 void DeviceStream::launch(Kernel kernel) {
   check_shape(kernel);
+  num_launches_.fetch_add(1, std::memory_order_relaxed);
   kernel.rank_idx = rank_idx_;
   put([kernel = std::move(kernel)](Scheduler& scheduler) {
     launch_grid(scheduler, kernel);
@@ -185,17 +186,20 @@ void* DeviceStream::handle() const {
 
 void DeviceStream::copy(void* target, const void* source, int64_t bytes) {
   MOE_CHECK(bytes >= 0, "a copy of ", bytes, " bytes");
+  num_copies_.fetch_add(1, std::memory_order_relaxed);
   if (bytes > 0)
     put([=](Scheduler&) { std::memmove(target, source, static_cast<size_t>(bytes)); });
 }
 
 void DeviceStream::fill(void* target, int value, int64_t bytes) {
   MOE_CHECK(bytes >= 0, "a fill of ", bytes, " bytes");
+  num_copies_.fetch_add(1, std::memory_order_relaxed);
   if (bytes > 0)
     put([=](Scheduler&) { std::memset(target, value, static_cast<size_t>(bytes)); });
 }
 
 std::shared_ptr<runtime::Event> DeviceStream::record() {
+  num_events_.fetch_add(1, std::memory_order_relaxed);
   if (const auto open = capture())
     return std::make_shared<StreamEvent>(open, open->known_to(this));
   return record_progress();

@@ -73,6 +73,12 @@ class DeviceStream : public runtime::Stream, public Stream {
   void copy(void* target, const void* source, int64_t bytes) override;
   void fill(void* target, int value, int64_t bytes) override;
   bool is_capturing() const override;
+  bool is_idle() const override { return !is_capturing() && has_run_all(); }
+
+  // How often each was called, for tests of what operations cost the host.
+  int64_t num_launches() const { return num_launches_.load(); }
+  int64_t num_copies() const { return num_copies_.load(); }
+  int64_t num_events() const { return num_events_.load(); }
 
   /// From now on work put into this stream, and into streams that wait for what was recorded in it,
   /// goes into a graph instead of being run. As on a GPU, events of outside cannot be waited for
@@ -90,6 +96,7 @@ class DeviceStream : public runtime::Stream, public Stream {
   virtual void run(Work work) = 0;
   virtual std::shared_ptr<StreamEvent> record_progress() = 0;
   virtual void wait_for(const StreamEvent& event) = 0;
+  virtual bool has_run_all() const = 0;
 
  private:
   friend class Graph;
@@ -98,6 +105,9 @@ class DeviceStream : public runtime::Stream, public Stream {
   std::shared_ptr<Capture> capture() const;
 
   const int rank_idx_;
+  std::atomic<int64_t> num_launches_{0};
+  std::atomic<int64_t> num_copies_{0};  ///< and fills
+  std::atomic<int64_t> num_events_{0};
   mutable std::mutex mutex_;
   std::shared_ptr<Capture> capture_;  ///< the last one it took part in
 };
@@ -116,6 +126,7 @@ class WorkerStream final : public DeviceStream {
   void run(Work work) override;
   std::shared_ptr<StreamEvent> record_progress() override;
   void wait_for(const StreamEvent& event) override;
+  bool has_run_all() const override { return progress_->is_complete(progress_->num_added()); }
 
   std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   std::function<void()> after_each_;
@@ -133,6 +144,7 @@ class HostStream final : public DeviceStream {
   void run(Work work) override;
   std::shared_ptr<StreamEvent> record_progress() override;
   void wait_for(const StreamEvent& event) override;
+  bool has_run_all() const override { return true; }
 };
 
 /// A point in a stream, or in a graph that is being captured.

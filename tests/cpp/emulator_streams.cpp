@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "emulated.h"
+#include "runtime/stream_marks.h"
 #include "simt/simt_device.h"
 
 namespace {
@@ -226,6 +227,96 @@ void test_capture_of_two_streams() {
   expect(!host->is_capturing() && !side->is_capturing(), "capture is over");
 }
 
+// --- Marks --------------------------------------------------------------------------------------
+
+simt::DeviceStream& emulated(runtime::Stream& stream) {
+  return dynamic_cast<simt::DeviceStream&>(stream);
+}
+
+/// What was given back is free once streams have ended what they held, and not before; events are
+/// recorded once for all of it, and none where streams are idle.
+void test_stream_marks() {
+  simt::SimtDevice device;
+  runtime::StreamMarks marks;
+  const auto busy = device.create_stream();
+  const auto idle = device.create_stream();
+  const auto host = device.caller_stream(0);
+  marks.watch(busy);
+  marks.watch(idle);
+  expect(marks.has_passed(*marks.mark()), "streams that hold nothing are passed at once");
+  expect_equal(emulated(*busy).num_events(), 0, "events of a stream that holds nothing");
+
+  uint32_t gate = 0;
+  int value = 0;
+  launch_add(*busy, {&value, 1, 1, &gate});
+  const auto first = marks.mark();
+  const auto second = marks.mark();
+  expect_equal(emulated(*busy).num_events(), 0, "events that giving back records");
+  for (int i = 0; i < 3; ++i)
+    expect(!marks.has_passed(*first) && !marks.has_passed(*second), "the kernel waits");
+  expect_equal(emulated(*busy).num_events(), 1, "events of two marks");
+  expect_equal(emulated(*idle).num_events(), 0, "events of an idle stream");
+
+  uint32_t later_gate = 0;
+  launch_add(*busy, {&value, 1, 1, &later_gate});
+  const auto later = marks.mark();
+  open_gate(&gate);
+  while (!marks.has_passed(*second))
+    std::this_thread::yield();
+  expect(marks.has_passed(*first), "both stand for the same");
+  expect(!marks.has_passed(*later), "a kernel behind them waits");
+  open_gate(&later_gate);
+  host->wait(*busy->record());
+  expect(marks.has_passed(*later), "all kernels have ended");
+}
+
+/// What a stream held before it was captured counts, though nothing can be recorded in it.
+void test_marks_of_captured_streams() {
+  simt::SimtDevice device;
+  runtime::StreamMarks marks;
+  const auto stream = device.create_stream();
+  const auto other = device.create_stream();
+  marks.watch(stream);
+  marks.watch(other);
+  uint32_t gate = 0;
+  int value = 0;
+  launch_add(*stream, {&value, 1, 1, &gate});
+  const auto recorded = marks.mark();
+  expect(!marks.has_passed(*recorded), "the kernel waits");
+  const auto mark = marks.mark();
+  emulated(*stream).begin_capture();
+  expect(!marks.has_passed(*mark), "what it held before waits");
+  open_gate(&gate);
+  while (!marks.has_passed(*recorded))
+    std::this_thread::yield();
+  expect(!marks.has_passed(*mark), "nobody can tell while it is captured");
+  expect_equal(emulated(*stream).end_capture()->num_nodes(), size_t{0}, "nodes that marks added");
+  expect(marks.has_passed(*mark), "it is idle");
+}
+
+/// A stream that ends takes nothing with it: what it still does counts.
+void test_marks_of_ended_streams() {
+  simt::SimtDevice device;
+  runtime::StreamMarks marks;
+  auto stream = device.create_stream();
+  const auto other = device.create_stream();
+  marks.watch(stream);
+  uint32_t gate = 0;
+  int value = 0;
+  launch_add(*other, {&value, 1, 1, &gate});
+  stream->wait(*other->record());
+  const auto mark = marks.mark();
+  marks.unwatch(*stream);
+  const std::weak_ptr<runtime::Stream> watched = stream;
+  std::thread ending([&] { stream.reset(); });
+  while (!watched.expired())
+    std::this_thread::yield();
+  expect(!marks.has_passed(*mark), "it has yet to end");
+  open_gate(&gate);
+  ending.join();
+  expect(marks.has_passed(*mark), "it has ended");
+}
+
 // --- Processes ----------------------------------------------------------------------------------
 
 void test_fork() {
@@ -272,7 +363,10 @@ const Cases kCases = {
     {"exit", test_exit},
     {"fork", test_fork},
     {"kernel_error", test_kernel_error},
+    {"marks_of_captured_streams", test_marks_of_captured_streams},
+    {"marks_of_ended_streams", test_marks_of_ended_streams},
     {"memory_lifetime", test_memory_lifetime},
+    {"stream_marks", test_stream_marks},
     {"stream_order", test_stream_order},
     {"two_streams", test_two_streams},
 };

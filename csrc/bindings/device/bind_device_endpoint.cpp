@@ -67,7 +67,10 @@ DeviceEndpointClass bind_device_endpoint(py::module_& module) {
             endpoint.set_caller_stream(handle, signal_check());
           },
           py::arg("handle"))
-      .def("lead_caller", &DeviceEndpoint::lead_caller, py::call_guard<py::gil_scoped_release>());
+      .def(
+          "lead_caller",
+          [](DeviceEndpoint& self) { self.lead_caller(); },
+          py::call_guard<py::gil_scoped_release>());
   return endpoint;
 }
 

@@ -1,5 +1,6 @@
 #include "bindings/simt/bind_graph.h"
 
+#include "simt/simt_device.h"
 #include "simt/stream.h"
 
 namespace moe::bindings {
@@ -10,6 +11,20 @@ using runtime::DeviceEndpoint;
 
 simt::DeviceStream& stream_of(DeviceEndpoint& endpoint) {
   return dynamic_cast<simt::DeviceStream&>(endpoint.stream());
+}
+
+/// How often the host called its device so far, for tests of what operations cost it.
+py::dict device_calls(const DeviceEndpoint& endpoint) {
+  const auto& device = dynamic_cast<const simt::SimtDevice&>(endpoint.device());
+  const auto& stream = dynamic_cast<const simt::DeviceStream&>(endpoint.stream());
+  py::dict calls;
+  calls["zeroed_allocations"] = device.num_zeroed_allocations();
+  calls["unset_allocations"] = device.num_unset_allocations();
+  calls["host_allocations"] = device.num_host_allocations();
+  calls["launches"] = stream.num_launches();
+  calls["copies"] = stream.num_copies();
+  calls["events"] = stream.num_events();
+  return calls;
 }
 
 /// A graph and the stream of the buffer it was captured in.
@@ -35,7 +50,7 @@ void bind_graph(py::module_& module, DeviceEndpointClass& endpoint) {
       .def_property_readonly("num_nodes", &BufferGraph::num_nodes)
       .def("replay", &BufferGraph::replay, no_gil)
       .def("synchronize", &BufferGraph::synchronize, no_gil);
-  endpoint
+  endpoint.def("device_calls", &device_calls)
       .def(
           "begin_capture",
           [](DeviceEndpoint& self) {

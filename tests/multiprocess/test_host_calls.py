@@ -1,0 +1,87 @@
+"""What operations by kernels ask of the device besides kernels, counted on the emulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import Communicator, EpBuffer, EpConfig, Layout
+from moe_comm.testing import RankContext, run_ranks
+
+NUM_EXPERTS = 6
+NUM_TOKENS = 5
+NUM_TOPK = 2
+HIDDEN = 16
+NUM_STEPS = 4
+Calls = dict[str, float]
+
+NOTHING = {
+    "zeroed_allocations": 0,
+    "unset_allocations": 0,
+    "host_allocations": 0,
+    "launches": 0,
+    "copies": 0,
+}
+# Counting, the exchange of rows, sending, receiving; the copy of the choices; plan and tables.
+DISPATCH = {**NOTHING, "unset_allocations": 2, "launches": 4, "copies": 1}
+# No counting: the choices are in the plan.
+CACHED_DISPATCH = {**NOTHING, "unset_allocations": 1, "launches": 3}
+# The exchange of rows and the sums, which lie in a window.
+COMBINE = {**NOTHING, "launches": 2}
+
+
+def _calls_per_step(buffer: EpBuffer, step: Any) -> Calls:
+    """Of steps behind one that makes what is made once."""
+    backend: Any = buffer._backend
+    step()
+    before = backend._endpoint.device_calls()
+    for _ in range(NUM_STEPS):
+        step()
+    after = backend._endpoint.device_calls()
+    return {name: (after[name] - before[name]) / NUM_STEPS for name in before}
+
+
+def _count_calls(context: RankContext, layout: Layout) -> dict[str, Calls]:
+    comm = Communicator(context.group, backend="simt", arrival_timeout_s=60.0)
+    config = EpConfig(
+        num_experts=NUM_EXPERTS,
+        num_topk=NUM_TOPK,
+        hidden=HIDDEN,
+        num_max_tokens_per_rank=NUM_TOKENS,
+    )
+    generator = torch.Generator().manual_seed(context.rank_idx)
+    x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
+    topk_idx = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator).topk(NUM_TOPK, dim=1)[1]
+    with EpBuffer(comm, config) as buffer:
+        result = buffer.dispatch(x, topk_idx, layout=layout)
+        calls = {
+            "dispatch": _calls_per_step(
+                buffer, lambda: buffer.dispatch(x, topk_idx, layout=layout)
+            ),
+            "cached": _calls_per_step(
+                buffer, lambda: buffer.dispatch(x, None, handle=result.handle)
+            ),
+            "combine": _calls_per_step(
+                buffer, lambda: buffer.combine(result.x, handle=result.handle)
+            ),
+        }
+        assert torch.equal(buffer.combine(result.x, handle=result.handle), x * NUM_TOPK)
+    comm.destroy()
+    return calls
+
+
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.LOW_LATENCY])
+def test_operations_make_few_calls_of_the_device(layout: Layout) -> None:
+    """Nothing is zeroed, which has the host wait, and nothing made anew but what results keep."""
+    for calls in run_ranks(_count_calls, 2, layout):
+        for operation, wanted in (
+            ("dispatch", DISPATCH),
+            ("cached", CACHED_DISPATCH),
+            ("combine", COMBINE),
+        ):
+            events = calls[operation].pop("events")
+            assert calls[operation] == wanted, operation
+            # The end, and where rows are late one more, for a kernel that fails.
+            assert 1 <= events <= 2, (operation, events)
