@@ -23,6 +23,7 @@ from moe_comm.survivors import (
     OwnSockets,
     Survivors,
     check_failed_ranks,
+    check_flag,
     failed_text,
     largest_node_size,
     make_grown,
@@ -162,8 +163,7 @@ class ElasticRanks:
         """
         native = self.require_native()
         reported, problem = check_failed_ranks(failed_ranks, self.rank_idx, self.num_ranks)
-        if not isinstance(require_majority, bool):
-            problem = problem or f"require_majority must be a bool, got {require_majority!r}"
+        problem = problem or check_flag("require_majority", require_majority)
         agreed = f"num_local_ranks={num_local_ranks!r}, require_majority={require_majority!r}"
         found = native.shrink_agree(
             reported, "shrink", agreed, problem, require_majority is not False

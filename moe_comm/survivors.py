@@ -21,6 +21,7 @@ __all__ = [
     "OwnSockets",
     "Survivors",
     "check_failed_ranks",
+    "check_flag",
     "failed_text",
     "largest_node_size",
     "make_grown",
@@ -112,6 +113,11 @@ def check_failed_ranks(
         if rank == rank_idx:
             return [], f"failed_ranks: {rank} is the rank that calls"
     return reported, ""
+
+
+def check_flag(name: str, value: object) -> str:
+    """What is wrong with an argument that has to be a bool ("" if nothing)."""
+    return "" if isinstance(value, bool) else f"{name} must be a bool, got {value!r}"
 
 
 def largest_node_size(home_nodes: Sequence[int]) -> int:
