@@ -24,13 +24,6 @@ void DispatchLaunches::begin_counting() {
       endpoint_, arrangement_.layout, params_.num_tokens, params_.num_topk, contents_);
   tables_ = DispatchTables::allocate(endpoint_, made_plan_->device_counts, contents_);
   slots_ = made_plan_->slots;
-  // Of ranks that are gone no row comes: they ask for nothing.
-  if (has_inactive_ranks())
-    endpoint_.stream().fill(
-        made_plan_->device_counts,
-        0,
-        int64_t{4} * endpoint_.num_ranks() *
-            layout::Row::num_counts(endpoint_.num_ranks(), endpoint_.config().num_experts));
   endpoint_.stream().copy(
       made_plan_->topk_idx, params_.topk_idx, params_.num_tokens * params_.num_topk * int64_t{8});
   choices_ = shape_choices();
@@ -39,13 +32,6 @@ void DispatchLaunches::begin_counting() {
       endpoint_.tokens_per_chunk(), (params_.num_tokens + kMostChunks - 1) / kMostChunks));
   choices_.num_chunks = static_cast<int32_t>((params_.num_tokens + choices_.tokens_per_chunk - 1) /
                                              choices_.tokens_per_chunk);
-}
-
-bool DispatchLaunches::has_inactive_ranks() const {
-  for (int rank_idx = 0; rank_idx < endpoint_.num_ranks(); ++rank_idx)
-    if (!endpoint_.group().is_active(rank_idx))
-      return true;
-  return false;
 }
 
 int64_t DispatchLaunches::lay_chunks(std::byte* memory) {

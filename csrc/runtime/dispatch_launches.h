@@ -51,7 +51,6 @@ class DispatchLaunches {
   kernels::Choices shape_choices() const;
   kernels::DispatchParams kernel_params() const;
   void begin_counting();
-  bool has_inactive_ranks() const;
   int64_t lay_chunks(std::byte* memory);
   void end_counting();
 
