@@ -4,6 +4,26 @@
 
 namespace moe::host {
 
+void check_rails(const Group& group, layout::Operation operation) {
+  const NodeLayout& nodes = group.nodes();
+  if (nodes.num_nodes() == 1)
+    return;
+  for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx) {
+    if (group.is_active(rank_idx))
+      continue;
+    for (int i = 0; i < nodes.num_local_ranks; ++i) {
+      const int neighbour = nodes.rank_of(nodes.node_idx(rank_idx), i);
+      MOE_CHECK(!group.is_active(neighbour),
+                layout::operation_name(operation),
+                ": rank ",
+                rank_idx,
+                " has failed, through which rows came to rank ",
+                neighbour,
+                " of its node; shrink the communicator to go on");
+    }
+  }
+}
+
 BufferOperation::BufferOperation(EndpointBase& endpoint,
                                  layout::Operation operation,
                                  const InterruptCheck& interrupt_check)
@@ -14,6 +34,7 @@ BufferOperation::BufferOperation(EndpointBase& endpoint,
   MOE_CHECK(!endpoint.is_destroyed(),
             layout::operation_name(operation),
             ": this buffer has been destroyed");
+  check_rails(group_, operation);
   group_.check_usable(operation);
 }
 
@@ -33,26 +54,6 @@ BufferOperation::BufferOperation(EndpointBase& endpoint,
   if (buffer_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
-}
-
-void BufferOperation::check_rails() const {
-  const NodeLayout& nodes = group_.nodes();
-  if (nodes.num_nodes() == 1)
-    return;
-  for (int rank_idx = 0; rank_idx < group_.num_ranks(); ++rank_idx) {
-    if (group_.is_active(rank_idx))
-      continue;
-    for (int i = 0; i < nodes.num_local_ranks; ++i) {
-      const int neighbour = nodes.rank_of(nodes.node_idx(rank_idx), i);
-      MOE_CHECK(!group_.is_active(neighbour),
-                layout::operation_name(operation_),
-                ": rank ",
-                rank_idx,
-                " has failed, through which rows came to rank ",
-                neighbour,
-                " of its node; shrink the communicator to go on");
-    }
-  }
 }
 
 void BufferOperation::begin() {

@@ -10,6 +10,10 @@
 
 namespace moe::host {
 
+/// Across nodes, before anything else is looked at, so that every rank says the same.
+/// @throws InvalidArgument  a rank has failed through which rows came to living ones of its node.
+void check_rails(const Group& group, layout::Operation operation);
+
 /// What every operation of a buffer has, whoever moves its rows: its epoch, its trace, and an end
 /// that every rank hears of.
 class BufferOperation {
@@ -32,8 +36,8 @@ class BufferOperation {
   void enter(const char* phase);
 
  protected:
-  /// @throws InvalidArgument  the buffer has been destroyed. Throws what keeps the communicator
-  ///   from being used.
+  /// @throws InvalidArgument  the buffer has been destroyed, or check_rails(). Throws what keeps the
+  ///   communicator from being used.
   BufferOperation(EndpointBase& endpoint,
                   layout::Operation operation,
                   const InterruptCheck& interrupt_check);
@@ -46,9 +50,6 @@ class BufferOperation {
                   const InterruptCheck& interrupt_check);
   ~BufferOperation() = default;
 
-  /// Across nodes, before begin(), on every rank alike.
-  /// @throws InvalidArgument  a rank has failed through which rows came to living ones of its node.
-  void check_rails() const;
   /// Takes the next epoch: from here on peers wait for this rank.
   void begin();
   /// Whether peers still wait for this rank's part.

@@ -20,10 +20,8 @@ Exchange::Exchange(Endpoint& endpoint,
       first_local_rank_(group_.nodes().rank_of(group_.nodes().node_idx(group_.rank_idx()), 0)),
       num_local_ranks_(group_.nodes().num_local_ranks) {
   check_closed();
-  if (endpoint_.is_across_nodes()) {
-    check_rails();
+  if (endpoint_.is_across_nodes())
     relay_ = std::make_unique<Relay>(endpoint_, *this);
-  }
   auto& activity = endpoint_.own_workspace().activity();
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
   sync::store_relaxed(activity.core, sync::current_core());

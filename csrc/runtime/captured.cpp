@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/buffer_operation.h"
 #include "host/combine_rules.h"
 #include "host/dispatch_rules.h"
 #include "runtime/combine_launches.h"
@@ -28,6 +29,7 @@ class Capture {
     MOE_CHECK(!endpoint.is_on_progress_thread(),
               layout::operation_name(operation),
               ": async_op has no meaning in a capture, the graph says when it runs");
+    host::check_rails(endpoint.group(), operation);
     endpoint.group().check_usable(operation);
     endpoint.device().activate();
     endpoint.settle_receive({});

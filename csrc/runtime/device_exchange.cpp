@@ -26,7 +26,6 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
   // An operation that the host did not wait for may have left since.
   check_left();
   check_closed();
-  check_rails();
   endpoint_.device().activate();
   endpoint_.catch_up();
   // What kernels of operations that ended otherwise, or of graphs, have waited is not this one's.

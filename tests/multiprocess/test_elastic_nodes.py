@@ -10,7 +10,14 @@ import torch
 
 from moe_comm import Communicator, EpBuffer, EvictedError, GradientSum, PeerFailedError
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.failing_ranks import config_for, die_after, error_of, step, steps_until_error
+from tests.helpers.failing_ranks import (
+    config_for,
+    die_after,
+    error_of,
+    step,
+    steps_until_error,
+    wait_for,
+)
 from tests.multiprocess.test_elastic_grow import LIMIT_S, RANKS_S, _outcome, _start, _store
 
 TIMEOUTS = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0}
@@ -62,6 +69,40 @@ def test_survivors_on_their_nodes(rail: str, victims: list[int], num_nodes: int)
     living = [rank for rank in range(4) if rank not in victims]
     want = (tuple(living), num_nodes, num_nodes > 1)
     assert [results[rank] for rank in living] == [want] * len(living)
+
+
+def _lose_a_rail(context: RankContext, backend: str, where: str) -> str:
+    """Rank 3 of 2 nodes of 2 dies; rank 0 tries to go on without shrink(), and leaves."""
+    comm = Communicator(context.group, backend=backend, num_local_ranks=2, **TIMEOUTS)
+    buffer = EpBuffer(comm, config_for(4))
+    step(buffer, 0)
+    comm.all_gather(b"")
+    if context.rank_idx == 3:
+        die_after(0.0)
+    error, _ = steps_until_error(buffer)
+    assert isinstance(error, PeerFailedError), repr(error)
+    assert comm.recover().failed_ranks == (3,)
+    has_left = Path(where)
+    if context.rank_idx != 0:
+        wait_for(has_left.exists)
+    refused = error_of(lambda: step(buffer, 1, [0, 1, 2]))
+    if context.rank_idx == 0:
+        comm.destroy()
+        has_left.touch()
+    assert isinstance(refused, ValueError), repr(refused)
+    return str(refused)
+
+
+@pytest.mark.parametrize("backend", ["host", "simt"])
+def test_who_left_does_not_hide_a_lost_rail(backend: str, tmp_path: Path) -> None:
+    results = run_ranks(
+        _lose_a_rail, 4, backend, str(tmp_path / "left"), fresh=True, expect_dead=[3]
+    )
+    said = (
+        "dispatch: rank 3 has failed, through which rows came to rank 2 of its node; "
+        "shrink the communicator to go on"
+    )
+    assert results[:3] == [said] * 3
 
 
 def _return(context: RankContext, where: str) -> Any:
