@@ -75,6 +75,8 @@ def budget(
 ) -> None:
     """Say how many bytes a configuration needs before anything is allocated."""
     try:
+        if node_reduction and local_ranks is None:
+            raise ValueError("--node-reduction needs --local-ranks: one node has nothing to reduce")
         config = EpConfig(
             num_experts=experts,
             num_topk=topk,

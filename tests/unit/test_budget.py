@@ -305,6 +305,7 @@ def test_command_prints_what_to_reserve() -> None:
         (["--quantization", "mxfp8", "--dtype", "fp64"], "got fp64"),
         (["--layout", "low-latency", "--capacity-rows", "1"], "takes no capacity"),
         (["--local-ranks", "3"], "got 3 and 2"),
+        (["--node-reduction"], "needs --local-ranks"),
     ):
         done = runner.invoke(app, [*arguments, *wrong])
         assert done.exit_code == 1
