@@ -36,7 +36,8 @@ class BufferOperation {
   void enter(const char* phase);
 
  protected:
-  /// @throws InvalidArgument  the buffer has been destroyed, or check_rails(). Throws what keeps the
+  /// @throws InvalidArgument  the buffer has been destroyed, or check_rails(). Throws what keeps
+  /// the
   ///   communicator from being used.
   BufferOperation(EndpointBase& endpoint,
                   layout::Operation operation,
