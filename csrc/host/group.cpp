@@ -92,12 +92,8 @@ Group::Group(std::shared_ptr<PeerLink> link,
   own_abort_ = &own_->abort;
   // Until peers' blocks are known every wait is for a message, which rings the own doorbell.
   std::fill(controls_.begin(), controls_.end(), own_);
-  layout::ControlBlock* remote = nullptr;
-  if (nodes_.num_nodes() > 1) {
-    remote_control_ = memory_->allocate(sizeof(layout::ControlBlock));
-    sync::fill_shared(remote_control_->data(), 0, sizeof(layout::ControlBlock));
-    remote = reinterpret_cast<layout::ControlBlock*>(remote_control_->data());
-  }
+  if (nodes_.num_nodes() > 1)
+    make_remote_control();
   listener_id_ = link_->add_listener([this] {
     take_remote_news();
     answer_questions();
@@ -110,14 +106,11 @@ Group::Group(std::shared_ptr<PeerLink> link,
     WaitSite site;
     site.interrupt_check = &interrupt_check;
     for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-      if (!is_local(peer_rank)) {
-        controls_[static_cast<size_t>(peer_rank)] = remote;
-        continue;
-      }
       Offer offer;
       std::memcpy(&offer, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(offer));
-      controls_[static_cast<size_t>(peer_rank)] =
-          reinterpret_cast<layout::ControlBlock*>(resolve(peer_rank, offer, site));
+      std::byte* const control =
+          is_local(peer_rank) ? find_control(peer_rank, offer, site) : make_remote_control();
+      controls_[static_cast<size_t>(peer_rank)] = reinterpret_cast<layout::ControlBlock*>(control);
     }
     // Nobody may write to a peer's block before that peer zeroed it: the gather above ordered that.
   } catch (...) {
@@ -125,6 +118,31 @@ Group::Group(std::shared_ptr<PeerLink> link,
     own_control_->quarantine();
     throw;
   }
+}
+
+/// A control block that nobody else sees.
+std::byte* Group::make_remote_control() {
+  if (!remote_control_) {
+    remote_control_ = memory_->allocate(sizeof(layout::ControlBlock));
+    sync::fill_shared(remote_control_->data(), 0, sizeof(layout::ControlBlock));
+  }
+  return remote_control_->data();
+}
+
+/// Where ranks are threads, one that had its group and left has taken its memory along: that is no
+/// failure, and there is nobody to ring any more.
+std::byte* Group::find_control(int peer_rank, const Offer& offer, const WaitSite& site) {
+  const int link_rank = members_[static_cast<size_t>(peer_rank)];
+  std::byte* control = memory_->try_resolve(link_rank, offer);
+  if (control != nullptr) [[likely]]
+    return control;
+  await_announcement(peer_rank, site, [&] {
+    // Looked at first: what a peer announced before it left is there once it is seen gone.
+    const bool has_left = state(peer_rank) == PeerState::kLeft;
+    control = memory_->try_resolve(link_rank, offer);
+    return control != nullptr || has_left;
+  });
+  return control != nullptr ? control : make_remote_control();
 }
 
 Group::~Group() {
@@ -213,28 +231,30 @@ std::byte* Group::resolve(SymmetricMemory& memory,
             rank_idx_,
             " on node ",
             nodes_.node_idx(rank_idx_));
-  const int64_t start_ns = sync::now_ns();
-  wait_until(
-      *this,
-      [&] { return (address = memory.try_resolve(link_rank, offer)) != nullptr; },
-      [&] {
-        check_abort();
-        if (site.interrupt_check != nullptr && *site.interrupt_check)
-          (*site.interrupt_check)();
-        check_peers(site, [&](int peer_rank) {
-          return peer_rank == rank_idx && memory.try_resolve(link_rank, offer) == nullptr;
-        });
-        if (sync::now_ns() - start_ns > stall_timeout_ns_) {
-          abort(
-              layout::AbortCause::kPeerTimeout,
-              site,
-              {rank_idx},
-              concat(
-                  "rank ", rank_idx, " offered memory it did not announce (", describe(site), ")"));
-          throw_abort();
-        }
-      });
+  await_announcement(
+      rank_idx, site, [&] { return (address = memory.try_resolve(link_rank, offer)) != nullptr; });
   return address;
+}
+
+/// Waits until @p is_here, for memory that @p rank_idx has said it has.
+void Group::await_announcement(int rank_idx,
+                               const WaitSite& site,
+                               const std::function<bool()>& is_here) {
+  const int64_t start_ns = sync::now_ns();
+  wait_until(*this, is_here, [&] {
+    check_abort();
+    if (site.interrupt_check != nullptr && *site.interrupt_check)
+      (*site.interrupt_check)();
+    check_peers(site, [&](int peer_rank) { return peer_rank == rank_idx && !is_here(); });
+    if (sync::now_ns() - start_ns > stall_timeout_ns_) {
+      abort(
+          layout::AbortCause::kPeerTimeout,
+          site,
+          {rank_idx},
+          concat("rank ", rank_idx, " offered memory it did not announce (", describe(site), ")"));
+      throw_abort();
+    }
+  });
 }
 
 void Group::check_usable(layout::Operation operation) {

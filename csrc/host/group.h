@@ -277,6 +277,9 @@ class Group {
     std::string decision;                ///< what this rank has committed to; "" for none yet
   };
 
+  std::byte* make_remote_control();
+  std::byte* find_control(int peer_rank, const Offer& offer, const WaitSite& site);
+  void await_announcement(int rank_idx, const WaitSite& site, const std::function<bool()>& is_here);
   void store_abort(layout::ControlBlock& control, const layout::AbortRecord& record);
   void store_abort_at_peers(const layout::AbortRecord& record);
   void take_remote_news();
@@ -321,7 +324,9 @@ class Group {
   bool is_child_;
 
   std::shared_ptr<Window> own_control_;
-  std::shared_ptr<Window> remote_control_;  ///< what stands for that of every remote rank
+  /// What stands for the blocks of ranks of other nodes, and of those that left before this was
+  /// made.
+  std::shared_ptr<Window> remote_control_;
   std::vector<layout::ControlBlock*> controls_;
   layout::ControlBlock* own_ = nullptr;
   layout::AbortRecord* own_abort_ = nullptr;
