@@ -39,6 +39,7 @@ bench low_latency_fp8_2_ranks --ranks 2 --tokens 8 --hidden 2048 --layout low-la
 
 # As if this machine were two nodes.
 bench nodes_2x2 --ranks 4 --local-ranks 2 --rail gloo --tokens 2048 --peers collective
+bench node_reduction_2x2 --ranks 4 --local-ranks 2 --rail gloo --tokens 2048 --node-reduction
 bench nodes_2x2_sockets --ranks 4 --local-ranks 2 --rail sockets --tokens 2048 --peers collective
 
 # Weights from one layout to another, into the heap and outside it; the peer is a service of ours.
