@@ -12,6 +12,7 @@ import torch
 from moe_comm import Capacity, Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.arithmetic import sum_rows_by_node
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.captured_graphs import Graph
 from tests.helpers.failing_ranks import error_of
 
 NUM_RANKS = 3
@@ -20,25 +21,6 @@ NUM_EXPERTS = 12
 NUM_TOPK = 2
 HIDDEN = 16
 OK, OVERFLOW = 0, 2
-
-
-class Graph:
-    """What is captured between `with` and its end runs at every replay."""
-
-    def __init__(self, buffer: EpBuffer) -> None:
-        backend: Any = buffer._backend
-        self._endpoint = backend._endpoint
-
-    def __enter__(self) -> Graph:
-        self._endpoint.begin_capture()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._native = self._endpoint.end_capture()
-
-    def replay(self) -> None:
-        self._native.replay()
-        self._native.synchronize()
 
 
 class Inputs:

@@ -10,6 +10,7 @@ import torch
 
 import moe_comm
 from moe_comm import EpBuffer, EpConfig, Layout
+from tests.helpers.internode_traffic import agreement_bytes, counted_combines, rows_of
 from tests.helpers.rank_threads import on_ranks
 
 pytest.importorskip("moe_comm._host")
@@ -53,11 +54,6 @@ class Case:
             0, self.num_experts, (num_tokens, self.num_topk), generator=draw
         ).masked_fill(torch.rand(num_tokens, self.num_topk, generator=draw) < 0.15, -1)
         return x, topk_idx, torch.rand(num_tokens, self.num_topk, generator=draw)
-
-
-def rows_of(x: torch.Tensor, rank_idx: int) -> torch.Tensor:
-    """What the experts of a rank make of its rows: other bits on every rank."""
-    return (x.double() * (1.0 + 0.125 * rank_idx) + 0.25).to(x.dtype)
 
 
 def same_bits_as_with_one_node(
@@ -188,26 +184,9 @@ def test_bytes_are_those_of_the_formula(
     num_nodes = num_ranks // num_local_ranks
 
     def body(comm: moe_comm.Communicator) -> list[tuple[int, int]]:
-        x, topk_idx, weights = case.batch(comm.rank_idx)
-        with_weights = layout is not Layout.LOW_LATENCY
-        found = []
-        with EpBuffer(comm, case.config) as buffer:
-            result = buffer.dispatch(x, topk_idx, weights if with_weights else None, layout=layout)
-            rows = rows_of(result.x, comm.rank_idx)
-            calls = [
-                lambda: buffer.combine(rows, result.handle),
-                lambda: buffer.combine(rows, result.handle, row_weights=result.topk_weights),
-                lambda: buffer.combine(None, result.handle, row_weights=result.topk_weights),
-            ]
-            for call in calls if with_weights else calls[:1]:
-                before = buffer._backend.internode_bytes()
-                call()
-                after = buffer._backend.internode_bytes()
-                found.append((after[0] - before[0], after[1] - before[1]))
-        return found
+        return counted_combines(comm, case.config, case.batch(comm.rank_idx), layout)
 
-    # 144 bytes and the counts (or 320 bytes of text), to a multiple of 64.
-    row = -(-(144 + max(320, 4 * (case.num_experts + num_ranks + 2))) // 64) * 64
+    row = agreement_bytes(case.num_experts, num_ranks)
     row_bytes = case.hidden * case.dtype.itemsize
     weight_bytes = 4 * (case.num_topk if layout is Layout.RANK_MAJOR else 1)
     counted = on_ranks(num_ranks, body, num_local_ranks=num_local_ranks, rail="sockets")

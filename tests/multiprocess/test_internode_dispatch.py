@@ -14,6 +14,7 @@ import moe_comm
 from moe_comm import EpBuffer, EpConfig, Layout
 from moe_comm.quantization import Quantization, QuantizationFormat
 from moe_comm.testing.launch import RankContext, run_ranks
+from tests.helpers.internode_traffic import agreement_bytes
 from tests.helpers.rank_threads import on_ranks
 from tests.helpers.scripted_rails import Message, ScriptedRails
 
@@ -89,7 +90,7 @@ def test_messages_are_those_of_the_formula(
     is_rank_major = layout is Layout.RANK_MAJOR
     num_slots = min(NUM_TOPK, num_local_ranks) if is_rank_major else NUM_TOPK
     parts = [2 * hidden, 8 * num_slots, 4 * NUM_TOPK, 4 * NUM_TOPK * is_rank_major]
-    row = up_to_64(144 + max(320, 4 * (NUM_EXPERTS + num_ranks + 2)))
+    row = agreement_bytes(NUM_EXPERTS, num_ranks)
     sent = [0] * num_ranks
     received = [0] * num_ranks
     assert len(rails.sizes) == num_ranks * (num_ranks // num_local_ranks - 1)

@@ -14,6 +14,7 @@ from moe_comm.testing.case_list import NODE_REDUCTION_CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import check_case
 from moe_comm.testing.target import Target
+from tests.helpers.internode_traffic import agreement_bytes, counted_combines, rows_of
 from tests.helpers.rank_threads import on_ranks
 
 pytest.importorskip("moe_comm._host")
@@ -91,10 +92,6 @@ class Shape:
         return tokens
 
 
-def rows_of(x: torch.Tensor, rank_idx: int) -> torch.Tensor:
-    return (x.double() * (1.0 + 0.125 * rank_idx) + 0.25).to(x.dtype)
-
-
 def combined_on(comm: moe_comm.Communicator, shape: Shape, backend: str) -> torch.Tensor:
     x, topk_idx, weights = shape.batch(comm.rank_idx)
     with EpBuffer(comm, shape.config, backend=backend) as buffer:
@@ -140,26 +137,9 @@ def test_bytes_are_those_of_the_formula(
     shape = Shape(layout=layout)
 
     def body(comm: moe_comm.Communicator) -> list[tuple[int, int]]:
-        x, topk_idx, weights = shape.batch(comm.rank_idx)
-        has_weights = layout is not Layout.LOW_LATENCY
-        found = []
-        with EpBuffer(comm, shape.config) as buffer:
-            result = buffer.dispatch(x, topk_idx, weights if has_weights else None, layout=layout)
-            rows = rows_of(result.x, comm.rank_idx)
-            calls = [
-                lambda: buffer.combine(rows, result.handle),
-                lambda: buffer.combine(rows, result.handle, row_weights=result.topk_weights),
-                lambda: buffer.combine(None, result.handle, row_weights=result.topk_weights),
-            ]
-            for call in calls if has_weights else calls[:1]:
-                before = buffer.internode_bytes()
-                call()
-                after = buffer.internode_bytes()
-                found.append((after[0] - before[0], after[1] - before[1]))
-        return found
+        return counted_combines(comm, shape.config, shape.batch(comm.rank_idx), layout)
 
-    # 144 bytes and the counts (or 320 bytes of text), to a multiple of 64.
-    row = -(-(144 + max(320, 4 * (shape.num_experts + num_ranks + 2))) // 64) * 64
+    row = agreement_bytes(shape.num_experts, num_ranks)
     by_rank = layout is Layout.RANK_MAJOR
 
     def rows_and_sums(src: int, node: int) -> tuple[int, int]:

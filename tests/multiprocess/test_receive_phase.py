@@ -19,6 +19,7 @@ from moe_comm import (
     PeerFailedError,
 )
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.captured_graphs import Graph
 from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of, wait_for
 
 NUM_EXPERTS = 12
@@ -338,29 +339,6 @@ def _dead_while_sending(context: RankContext) -> None:
 
 def test_a_peer_that_dies_while_it_sends_is_named() -> None:
     run_ranks(_dead_while_sending, 3, fresh=True, expect_dead=[1])
-
-
-class Graph:
-    """What is captured between `with` and its end runs at every replay."""
-
-    def __init__(self, buffer: EpBuffer) -> None:
-        backend: Any = buffer._backend
-        self._endpoint = backend._endpoint
-
-    def __enter__(self) -> Graph:
-        self._endpoint.begin_capture()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._native = self._endpoint.end_capture()
-
-    @property
-    def num_nodes(self) -> int:
-        return int(self._native.num_nodes)
-
-    def replay(self) -> None:
-        self._native.replay()
-        self._native.synchronize()
 
 
 def _captured(context: RankContext, num_local_ranks: int | None) -> None:

@@ -1,0 +1,30 @@
+"""Graphs of operations, captured on the emulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_comm import EpBuffer
+
+
+class Graph:
+    """What is captured between `with` and its end runs at every replay."""
+
+    def __init__(self, buffer: EpBuffer) -> None:
+        backend: Any = buffer._backend
+        self._endpoint = backend._endpoint
+
+    def __enter__(self) -> Graph:
+        self._endpoint.begin_capture()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._native = self._endpoint.end_capture()
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self._native.num_nodes)
+
+    def replay(self) -> None:
+        self._native.replay()
+        self._native.synchronize()
