@@ -56,6 +56,16 @@ BufferOperation::BufferOperation(EndpointBase& endpoint,
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
 }
 
+void BufferOperation::refuse_closed(int peer_rank) const {
+  throw InvalidArgument(concat("rank ",
+                               peer_rank,
+                               " has destroyed this buffer, rank ",
+                               group_.rank_idx(),
+                               " calls ",
+                               layout::operation_name(operation_),
+                               " on it"));
+}
+
 void BufferOperation::begin() {
   if (buffer_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();

@@ -51,6 +51,8 @@ class BufferOperation {
                   const InterruptCheck& interrupt_check);
   ~BufferOperation() = default;
 
+  /// @throws InvalidArgument  always: @p peer_rank has destroyed the buffer.
+  [[noreturn]] void refuse_closed(int peer_rank) const;
   /// Takes the next epoch: from here on peers wait for this rank.
   void begin();
   /// Whether peers still wait for this rank's part.

@@ -43,13 +43,7 @@ void Exchange::check_closed() const {
     if (epoch_ != 0 && sync::load_acquire(workspace.row(epoch_, peer_rank).epoch) >= epoch_)
       continue;
     group_.check_abort();  // it may have destroyed the buffer because of that
-    throw InvalidArgument(concat("rank ",
-                                 peer_rank,
-                                 " has destroyed this buffer, rank ",
-                                 group_.rank_idx(),
-                                 " calls ",
-                                 layout::operation_name(operation_),
-                                 " on it"));
+    refuse_closed(peer_rank);
   }
 }
 

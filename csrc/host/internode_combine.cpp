@@ -175,7 +175,7 @@ std::vector<Rail::Buffer> InternodeCombine::list_slots() {
     const auto token_idx = static_cast<int64_t>(i) / plan_.num_slots;
     if (std::exchange(last_token[node_idx], token_idx) != token_idx) {
       wanted.first_request.push_back(request_idx);
-      reinterpret_cast<int64_t*>(lists[node_idx].get())[request_idx] |= SumRequest::kFirstOfToken;
+      reinterpret_cast<int64_t*>(lists[node_idx].get())[request_idx] |= Slot::kFirstOfToken;
     }
     requested_[i].row_idx = std::ssize(wanted.first_request) - 1;
     list_weight(static_cast<int64_t>(i),
@@ -354,7 +354,7 @@ void InternodeCombine::read_sum_request(Supply* supply) const {
   auto* const slots = reinterpret_cast<int64_t*>(supply->request.buffer.get());
   std::vector<int64_t>& first_request = supply->first_request;
   for (int64_t i = 0; i < supply->num_requested; ++i) {
-    if ((slots[i] & SumRequest::kFirstOfToken) != 0)
+    if ((slots[i] & Slot::kFirstOfToken) != 0)
       first_request.push_back(i);
     const int64_t num_of_token = first_request.empty() ? 0 : i + 1 - first_request.back();
     if (num_of_token < 1 || num_of_token > plan_.num_recv_topk)
@@ -365,7 +365,7 @@ void InternodeCombine::read_sum_request(Supply* supply) const {
                  endpoint_.rank_idx(),
                  num_of_token < 1 ? " for a row of no token" : " for more rows of a token than ",
                  num_of_token < 1 ? "" : concat(plan_.num_recv_topk)));
-    slots[i] &= ~SumRequest::kFirstOfToken;
+    slots[i] &= ~Slot::kFirstOfToken;
   }
   supply->chunks = cut_sums(supply->pulled, std::ssize(first_request));
   first_request.push_back(supply->num_requested);

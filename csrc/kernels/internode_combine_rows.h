@@ -85,16 +85,16 @@ class NodeSums {
  private:
   /// Every lane looks up slots, until one is the first of the next token.
   MOE_DEVICE void take() {
-    using layout::RailReply;
+    using layout::Slot;
     uint32_t ends = 0;
     for (num_rows_ = 0; ends == 0;) {
       const int64_t i = next_ + num_rows_ + device::lane_idx();
-      const int64_t slot = i < num_slots_ ? device::load(slots_ + i) : RailReply::kFirstOfToken;
-      ends = device::ballot(i > next_ && (slot & RailReply::kFirstOfToken) != 0);
+      const int64_t slot = i < num_slots_ ? device::load(slots_ + i) : Slot::kFirstOfToken;
+      ends = device::ballot(i > next_ && (slot & Slot::kFirstOfToken) != 0);
       const int count = ends == 0 ? device::kWarpSize : device::first_bit(ends);
       if (device::lane_idx() < count) {
         const int place = num_rows_ + device::lane_idx();
-        const std::byte* const row = sources_.local_row(slot & ~RailReply::kFirstOfToken);
+        const std::byte* const row = sources_.local_row(slot & ~Slot::kFirstOfToken);
         device::store(rows_ + place, reinterpret_cast<uint64_t>(row));
         device::store(weights_ + place, load_weight(i));
       }
@@ -271,7 +271,7 @@ class RailRequests {
   MOE_DEVICE void write_slot(int64_t token_idx,
                              const typename TokenSources<kReduces>::Place& at,
                              int64_t request) const {
-    const int64_t mark = at.is_first ? layout::RailReply::kFirstOfToken : 0;
+    const int64_t mark = at.is_first ? layout::Slot::kFirstOfToken : 0;
     device::store(rail_.at<int64_t>(request + reply_.request_bytes(at.idx)), at.slot | mark);
     if (weight_bytes_ == 0)
       return;
@@ -304,7 +304,7 @@ class RailRequests {
   }
   static MOE_DEVICE int64_t slot_at(const std::byte* request, int64_t i) {
     const auto* const slots = reinterpret_cast<const int64_t*>(request + sizeof(Header));
-    return device::load(slots + i) & ~layout::RailReply::kFirstOfToken;
+    return device::load(slots + i) & ~layout::Slot::kFirstOfToken;
   }
 
   MOE_DEVICE void write_rows(const Header& header,

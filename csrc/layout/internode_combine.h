@@ -69,13 +69,10 @@ inline int64_t internode_combine_bytes(int64_t num_wanted_rows,
 /// The rows that one rank wants added on one other node, in the order of its tokens and their
 /// slots.
 ///
-/// Byte map, n rows: [0, 8 n) slots, the first of every token with kFirstOfToken;
+/// Byte map, n rows: [0, 8 n) slots, the first of every token with Slot::kFirstOfToken;
 ///   [8 n, + n * weight_bytes) weights to apply, 1 where the combine has none. Rank-major: no
 ///   weights.
 struct SumRequest {
-  /// A bit that no slot has.
-  static constexpr int64_t kFirstOfToken = int64_t{1} << 62;
-
   int64_t num_rows = 0;
   int64_t weight_bytes = 0;  ///< of one: those of the type rows are added in
 

@@ -152,7 +152,7 @@ struct RailRecord {
 /// Byte map of a request: header (kHeaderBytes), `num_slots` slots (int64), then with
 /// node_reduction
 ///   as many weights of `weight_bytes`, which may be 0. With node_reduction the first slot of each
-///   token has kFirstOfToken set.
+///   token has Slot::kFirstOfToken set.
 /// Byte map of a reply, r rows for a request of s slots: r x row_stride, then s x weights_stride of
 ///   weights that are pulled. Row i answers slot i; with node_reduction it is the sum for the i-th
 ///   token.
@@ -164,8 +164,6 @@ struct RailReply {
     int32_t weight_bytes;
   };
   static constexpr int64_t kHeaderBytes = sizeof(Header);
-  /// A bit that no slot has.
-  static constexpr int64_t kFirstOfToken = int64_t{1} << 62;
 
   int64_t tokens_per_chunk = 0;
   int64_t num_slots = 0;

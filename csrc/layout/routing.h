@@ -12,6 +12,9 @@ namespace moe::layout {
 struct Slot {
   static constexpr int kRowBits = 48;
   static constexpr int64_t kNone = -1;
+  /// A bit that no slot has: marks the first of a token's in the requests of a combine across
+  /// nodes.
+  static constexpr int64_t kFirstOfToken = int64_t{1} << 62;
 
   MOE_HOST_DEVICE static int64_t pack(int rank_idx, int64_t row_idx) {
     return (static_cast<int64_t>(rank_idx) << kRowBits) | row_idx;

@@ -105,13 +105,7 @@ void DeviceExchange::check_closed() {
       endpoint_.drain();
       close();
     }
-    throw InvalidArgument(concat("rank ",
-                                 peer_rank,
-                                 " has destroyed this buffer, rank ",
-                                 group_.rank_idx(),
-                                 " calls ",
-                                 layout::operation_name(operation_),
-                                 " on it"));
+    refuse_closed(peer_rank);
   }
 }
 
