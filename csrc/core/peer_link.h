@@ -34,6 +34,11 @@ class PeerLink {
   /// Takes the oldest message of @p rank_idx for (channel, sequence), if there is one.
   virtual bool take(int rank_idx, uint64_t channel, uint64_t sequence, std::string* payload) = 0;
 
+  /// Waits until what peers sent before this call can be taken, as far as it has reached this
+  /// machine: the service thread reads in its own time, and after a process was stopped it is no
+  /// sooner awake than others. At most a second; for errors, not for operations.
+  virtual void catch_up() {}
+
   /// Called by the service thread (and only there) after a message, segment or change of state.
   /// Returns an id for remove_listener(), which returns only when the callback does not run.
   virtual int add_listener(std::function<void()> on_change) = 0;

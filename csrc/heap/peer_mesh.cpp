@@ -31,6 +31,7 @@ using Clock = std::chrono::steady_clock;
 
 // A peer that is stopped may not read its last messages; leaving does not wait longer for it.
 constexpr auto kFlushLimit = std::chrono::seconds(1);
+constexpr auto kCatchUpLimit = std::chrono::seconds(1);
 constexpr int kRetryMs = 5;
 // Shorter silences come of loaded machines and of links that drop packets.
 constexpr double kLeastLinkTimeoutS = 2.0;
@@ -114,6 +115,7 @@ class SocketMesh final : public PeerMesh,
 
   void post(int rank_idx, uint64_t channel, uint64_t sequence, std::string payload) override;
   bool take(int rank_idx, uint64_t channel, uint64_t sequence, std::string* payload) override;
+  void catch_up() override;
   int add_listener(std::function<void()> on_change) override;
   void remove_listener(int id) override;
 
@@ -178,6 +180,8 @@ class SocketMesh final : public PeerMesh,
   std::mutex stop_mutex_;
   bool is_stopped_ = false;
   std::atomic<bool> is_stopping_{false};
+  std::atomic<std::thread::id> service_id_{};
+  std::atomic<uint64_t> num_rounds_{0};  ///< in which the service thread read from every peer
   OwnedFd epoll_;
   OwnedFd wake_fd_;
   std::unique_ptr<std::thread> service_;
@@ -333,6 +337,20 @@ bool SocketMesh::take(int rank_idx, uint64_t channel, uint64_t sequence, std::st
   return inbox.take(channel, sequence, payload);
 }
 
+void SocketMesh::catch_up() {
+  origin_.check("PeerMesh");
+  if (service_id_.load(std::memory_order_relaxed) == std::this_thread::get_id())
+    return;
+  // A round that is under way may have looked before a message came; the one after it has not.
+  const uint64_t wanted = num_rounds_.load(std::memory_order_acquire) + 2;
+  const Clock::time_point deadline = Clock::now() + kCatchUpLimit;
+  while (num_rounds_.load(std::memory_order_acquire) < wanted && Clock::now() < deadline &&
+         !is_stopping_.load(std::memory_order_acquire)) {
+    wake();
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
 int SocketMesh::add_listener(std::function<void()> on_change) {
   origin_.check("PeerMesh");
   return listeners_.add(std::move(on_change));
@@ -389,7 +407,8 @@ bool SocketMesh::take_memory(int rank_idx, AnnouncedMemory* memory) {
 }
 
 void SocketMesh::serve() {
-  std::vector<epoll_event> events(16);
+  service_id_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  std::vector<epoll_event> events(2 * peers_.size() + 1);  // a round hears everybody
   Clock::time_point flush_deadline{};
   while (true) {
     const bool is_stopping = is_stopping_.load(std::memory_order_acquire);
@@ -404,6 +423,7 @@ void SocketMesh::serve() {
     bool has_changed = false;
     for (int i = 0; i < num_events; ++i)
       has_changed |= handle_event(events[static_cast<size_t>(i)].data.u64);
+    num_rounds_.fetch_add(1, std::memory_order_release);
     has_changed |= has_remote_ && check_links();
     const PeerConnection::Flush flushed = flush_all();
     if (flushed == PeerConnection::Flush::kTryLater)  // the socket reports room, but the system has

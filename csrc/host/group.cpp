@@ -274,7 +274,7 @@ void Group::check_usable(layout::Operation operation) {
     const PeerState peer_state = state(peer_rank);
     if (peer_state == PeerState::kAlive) [[likely]]
       continue;
-    shrink_agreement_->check_evicted();
+    check_evicted();
     const std::string message = concat(end_of(peer_rank),
                                        peer_state == PeerState::kDead ? "" : " the communicator",
                                        " before this ",
@@ -384,8 +384,14 @@ bool Group::await_abort_record() const {
   return true;
 }
 
-void Group::throw_abort() const {
+/// Who goes on without this rank has said so before it let this rank find out.
+void Group::check_evicted() const {
+  link_->catch_up();
   shrink_agreement_->check_evicted();
+}
+
+void Group::throw_abort() const {
+  check_evicted();
   if (!await_abort_record()) {
     throw PeerFailed("a rank died while it aborted the communicator",
                      FailureSite{missing_ranks(), "", "idle", -1});

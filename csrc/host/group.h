@@ -288,6 +288,7 @@ class Group {
   void take_remote_aborts_locked();
   /// Whether what aborted this rank is known here in full; waits for its writer a little.
   bool await_abort_record() const;
+  void check_evicted() const;
   std::vector<int> missing_ranks() const;
   std::string end_of(int peer_rank) const;
   layout::Presence& presence(int rank_idx) const {
