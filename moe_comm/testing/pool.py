@@ -58,7 +58,7 @@ class _Job:
         import_path: `sys.path` of the caller, so that functions are found by name.
         num_ranks: Ranks of this job.
         store_path: Rendezvous file of the process group; another file means another group.
-        call: Pickled `(fn, args)`; unpickled once the import path is set.
+        call: Pickled `(fn, args)`; unpickled once the import path is set, before ranks meet.
     """
 
     import_path: list[str]
@@ -223,10 +223,11 @@ def _worker_main(rank_idx: int, connection: Connection, stacks_path: str) -> Non
             outcome = Outcome()
             try:
                 sys.path[:] = job.import_path
+                # Before ranks meet: what it imports takes seconds on a busy machine, on some later.
+                fn, args = pickle.loads(job.call)
                 if job.store_path != group_path:
                     _join_group(rank_idx, job)
                     group_path = job.store_path
-                fn, args = pickle.loads(job.call)
                 outcome.result = fn(rank_idx, job.num_ranks, *args)
             except BaseException as error:  # noqa: BLE001 - raised again by the caller of run_ranks
                 outcome = Outcome(error=error, trace=traceback.format_exc())
@@ -244,6 +245,8 @@ def _join_group(rank_idx: int, job: _Job) -> None:
         rank=rank_idx,
         world_size=job.num_ranks,
     )
+    # A rank that dies at once must not take others down that are still connecting to it.
+    dist.barrier()
 
 
 def _pickled(outcome: Outcome) -> bytes:
