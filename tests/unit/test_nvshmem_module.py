@@ -154,7 +154,9 @@ class TestFinding:
         library.parent.mkdir(parents=True)
         library.touch()
         for name in ("nvidia", "nvidia.nvshmem"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
+            # Set first: what is imported here is taken away again where there was none before.
+            monkeypatch.setitem(sys.modules, name, None)
+            del sys.modules[name]
         monkeypatch.delenv("NVSHMEM_HOME", raising=False)
         monkeypatch.syspath_prepend(str(tmp_path))
         assert nvshmem.find_host_library() == library
@@ -219,7 +221,8 @@ class TestAgreement:
         self, native: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pids = iter([7, 8])
-        monkeypatch.setattr(nvshmem.os, "getpid", lambda: next(pids))
+        # Not of the module `os` itself, which everything in this process asks.
+        monkeypatch.setattr(nvshmem, "os", types.SimpleNamespace(getpid=lambda: next(pids)))
         ranks = RankThreads(2)
         with ThreadPoolExecutor(2) as pool:
             told = list(pool.map(lambda rank_idx: nvshmem.agree(ranks[rank_idx]), range(2)))
@@ -229,7 +232,7 @@ class TestAgreement:
         self, native: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pids, initialised = iter([7, 8]), iter([True, False])
-        monkeypatch.setattr(nvshmem.os, "getpid", lambda: next(pids))
+        monkeypatch.setattr(nvshmem, "os", types.SimpleNamespace(getpid=lambda: next(pids)))
         native.is_initialised = lambda: next(initialised)
         first, second = on_threads(2, nvshmem.agree)
         assert first == second

@@ -282,11 +282,13 @@ def test_pools_are_written_one_after_the_other(
 
     plans: list[ReshardPlan] = []
     build = refit.build_local_reshard_plan
-    monkeypatch.setattr(
-        refit,
-        "build_local_reshard_plan",
-        lambda *args, **options: plans.append(build(*args, **options)) or plans[-1],
-    )
+
+    def kept(*args: Any, **options: Any) -> ReshardPlan:
+        plan = build(*args, **options)
+        plans.append(plan)
+        return plan
+
+    monkeypatch.setattr(refit, "build_local_reshard_plan", kept)
     threads(rank, 4)
     receivers = sorted(plan.rank for plan in plans if plan.recv_ops)
     assert len(plans) == 8
