@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from moe_comm.communicator import Communicator
 from moe_comm.config import Layout
 from moe_comm.quantization import FP8_BLOCK128, Quantization, QuantizationFormat
 from moe_comm.routing_trace import save_routing_trace
+from tests.helpers.failing_ranks import has_stopped, wait_for
 from tests.helpers.rank_threads import on_ranks
 
 CASE = BenchCase(num_ranks=2, num_tokens=40, hidden=128, num_topk=4, num_experts=8)
@@ -299,11 +302,23 @@ def test_failing_rank_is_named_and_none_is_left() -> None:
     assert not ranks.folder.exists()
 
 
-def test_dead_rank_is_named() -> None:
+@pytest.mark.parametrize("when", ["in a call", "before a call", "with a call unread"])
+def test_dead_rank_is_named(when: str) -> None:
     ranks = RankProcesses(CASE, backend="reference")
-    ranks._processes[1].kill()
-    with pytest.raises(WorkerError, match="rank 1 died"):
-        ranks._collect()
+    victim = ranks._processes[1]
+    assert victim.pid is not None
+    if when == "with a call unread":
+        os.kill(victim.pid, signal.SIGSTOP)
+        wait_for(lambda: has_stopped(victim.pid))
+        ranks._pipes[1].send(("check", ()))
+    victim.kill()
+    if when == "before a call":
+        victim.join()
+    with pytest.raises(WorkerError, match=r"rank 1 died \(exit code -9\)"):
+        if when == "before a call":
+            ranks.call("prepare_roof")
+        else:
+            ranks._collect()
     ranks.close()
     assert not ranks.folder.exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.connection
@@ -77,7 +78,8 @@ class WorkerProcesses:
             WorkerError: A rank raised or died.
         """
         for pipe in self._pipes:
-            pipe.send((method, arguments))
+            with contextlib.suppress(BrokenPipeError):  # died since: _collect() says who
+                pipe.send((method, arguments))
         return self._collect()
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class WorkerProcesses:
                 rank_idx = pending[pipe]
                 try:
                     status, value = self._pipes[rank_idx].recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):  # the latter with our call unread
                     process = self._processes[rank_idx]
                     process.join(JOIN_TIMEOUT_S)
                     raise WorkerError(
