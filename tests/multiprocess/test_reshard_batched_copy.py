@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_comm import CommunicationError, Communicator
 from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, PreparedCopies, checksum
@@ -39,7 +40,11 @@ def told(error: BaseException) -> Told:
 
 
 class Exchange:
-    """Every rank sends a tensor to every other, half of them in place and half through slots."""
+    """Every rank sends a tensor to every other, half of them in place and half through slots.
+
+    Before one leaves or fails, `dist.barrier()` sees to it that no rank is in a run any more: there it
+    would hear what others meet in the next one.
+    """
 
     def __init__(self, context: RankContext, **options: float) -> None:
         options = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0, **options}
@@ -87,7 +92,7 @@ def _die_and_recover(context: RankContext, delay_s: float) -> Told:
     prepared = exchange.prepare()
     exchange.run(prepared, 0)
     live_bytes = comm.heap_stats().live_bytes
-    comm.all_gather(b"")
+    dist.barrier()
     if context.rank_idx == 2:
         die_after(delay_s)
     error = run_until_error(exchange, prepared)
@@ -155,6 +160,7 @@ def _never_come(context: RankContext, folder: str) -> Told | None:
     prepared = exchange.prepare()
     done = Path(folder) / "done"
     error = None
+    dist.barrier()
     if context.rank_idx == 1:
         wait_for(done.exists)
     else:
@@ -181,6 +187,7 @@ def _interrupt(context: RankContext, folder: str) -> Told:
     prepared = exchange.prepare()
     exchange.run(prepared, 0)
     done = Path(folder) / "done"
+    dist.barrier()
     if context.rank_idx == 0:
         assert threading.current_thread() is threading.main_thread()
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -209,6 +216,7 @@ def _leave(context: RankContext, folder: str) -> str:
     exchange = Exchange(context)
     prepared = exchange.prepare()
     exchange.run(prepared, 0)
+    dist.barrier()
     if context.rank_idx == 1:
         exchange.comm.destroy()
         return "rank 1 left"

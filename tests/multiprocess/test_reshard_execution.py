@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -464,6 +465,7 @@ def _peer_dies(context: RankContext, transport: str, is_staged: bool, is_in_time
     assert target is not None
     model_shapes.fill(source, 1)
     execute_reshard_plan(refit.plan, source, target, refit.service)
+    dist.barrier()  # a rank still in it would hear what others meet in the next
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     if context.rank_idx == 1:
         if not is_in_time:

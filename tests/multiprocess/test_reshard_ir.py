@@ -23,6 +23,7 @@ from moe_comm.errors import CommunicationError
 from moe_comm.resharding import ir
 from moe_comm.resharding.ir import groups
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import HANG_S
 
 NUM_RANKS = 4
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "resharding_ir.md"
@@ -299,7 +300,9 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
 
 def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
     """Rank 1 does not come to the transfer of a cell, or to its reduction."""
-    group = dist.new_group(timeout=dt.timedelta(seconds=5))
+    # Who makes a group waits as long for the others, too: they have just met, and do little else.
+    limit = dt.timedelta(seconds=2 * HANG_S if dies else 5)
+    group = dist.new_group(timeout=limit)
     placements = [Partial()] if kind == "reduction" else [Shard(0)]
     target_mesh, target_placement = {
         "pair": ([2], Replicate()),
@@ -310,7 +313,8 @@ def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
         _Mesh([0, 1]), placements, _Mesh(target_mesh), [target_placement], group, global_shape=(4,)
     )
     source = torch.ones(4 if kind == "reduction" else 2)
-    reducers = dist.new_group([0, 1], timeout=dt.timedelta(seconds=5))
+    dist.barrier()
+    reducers = dist.new_group([0, 1], timeout=limit)
     partial_groups = [(reducers, "sum")] if kind == "reduction" else None
     chunks = ir.m2m_to_chunks(
         m2m, context.rank_idx, source, torch.zeros(4), source_partial_groups=partial_groups

@@ -21,6 +21,7 @@ from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCo
 from moe_comm.resharding.model_shapes import MoEShape, build_module, fill, find_differences
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import HANG_S
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
 from tests.helpers.threaded_refits import error_of, nets, swap, threads
 
@@ -216,6 +217,7 @@ def _dies(context: RankContext, method: str, is_first: bool) -> object:
     dst = ShardedNet(Parallelism(3), context.rank_idx)
     if not is_first:
         refit.swap_model_weights(src.fill(0), dst, method)
+        dist.barrier()  # a rank still in it would hear what others meet in the next
     if context.rank_idx == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -242,10 +244,11 @@ def _asks_at_once(context: RankContext, method: str, dies: bool) -> object:
     dst = ShardedNet(Parallelism(4), context.rank_idx)
     service: Any = method
     if method == "service":
-        communicator = Communicator(None, arrival_timeout_s=3.0)
+        communicator = Communicator(None, arrival_timeout_s=2 * HANG_S if dies else 3.0)
         service = SymmetricCopyService(communicator=communicator)
     told: list[object] = []
     refit.swap_model_weights(src, dst, service, group=dist.group.WORLD)
+    dist.barrier()  # a rank still in it would hear what others meet in the next
     group = dist.group.WORLD
     assert group is not None
     if context.rank_idx == 2:

@@ -229,10 +229,16 @@ def test_a_communicator_that_exists(name: str) -> None:
 # A rank that dies.
 
 
+def _move_together(service: CopyService, num_ranks: int) -> None:
+    """After it no rank is in a call of the service, where it would hear what others meet in the next."""
+    move(service, pattern("ring", num_ranks))
+    dist.barrier()
+
+
 def _symmetric_peer_dies(context: RankContext, is_in_time: bool) -> list[object]:
     communicator = Communicator(None, stall_timeout_s=20.0, arrival_timeout_s=40.0)
     service = SymmetricCopyService(communicator=communicator)
-    move(service, pattern("ring", context.num_ranks))
+    _move_together(service, context.num_ranks)
     if context.rank_idx == 1:
         if is_in_time:
             die_after(0.2)
@@ -265,7 +271,7 @@ def test_symmetric_names_the_dead_and_goes_on_among_the_living(is_in_time: bool)
 def _nvshmem_peer_dies(context: RankContext) -> list[object]:
     communicator = Communicator(None, stall_timeout_s=20.0, arrival_timeout_s=40.0)
     service = NVSHMEMCopyService(communicator=communicator)
-    move(service, pattern("ring", context.num_ranks))
+    _move_together(service, context.num_ranks)
     if context.rank_idx == 1:
         die_after(0.2)
     try:
@@ -282,15 +288,28 @@ def test_nvshmem_names_the_dead() -> None:
         assert (kind, ranks) == ("PeerFailedError", (1,)), text
 
 
+def _patient_group() -> dist.ProcessGroup:
+    """A Gloo group of all ranks; to make one takes as long as it takes."""
+    return dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=2 * TIMEOUT_S))
+
+
+def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Of what this rank begins from now on."""
+    backend = group._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(dt.timedelta(seconds=seconds))  # type: ignore[attr-defined]
+
+
 def _does_not_come(context: RankContext, name: str, folder: str) -> list[object]:
     """Rank 1 does not run until the others have given up."""
+    group = _patient_group()
+    service: CopyService
     if name == "gloo":
-        group = dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=3))
-        service: CopyService = GlooCopyService(group)
+        service = GlooCopyService(group)
     else:
         service = SymmetricCopyService(communicator=Communicator(None, arrival_timeout_s=3.0))
-    move(service, pattern("ring", context.num_ranks), num_rounds=1)
+    _move_together(service, context.num_ranks)
     target = torch.zeros(4)
+    _set_timeout(group, 3.0)
     if context.rank_idx == 1:
         wait_for(lambda: len(list(Path(folder).iterdir())) == 2)
         return []
@@ -316,9 +335,8 @@ def test_a_rank_that_does_not_run(name: str, tmp_path: Path) -> None:
 
 
 def _gloo_peer_dies(context: RankContext, is_late: bool) -> list[object]:
-    group = dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=10))
-    service = GlooCopyService(group)
-    move(service, pattern("ring", context.num_ranks))
+    service = GlooCopyService(_patient_group())
+    _move_together(service, context.num_ranks)
     if context.rank_idx == 1:
         if not is_late:
             die()
@@ -346,8 +364,7 @@ def test_gloo_names_what_failed_when_a_peer_dies(is_late: bool) -> None:
 
 def _gloo_peers_stop(context: RankContext, dies: bool, folder: str) -> list[object]:
     """Rank 0 waits for 1, which has agreed and moves nothing, and for 2, which may die instead."""
-    timeout = dt.timedelta(seconds=2 * TIMEOUT_S if dies else 3.0)
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    group = _patient_group()
     service = GlooCopyService(group)
     move(service, pattern("ring", context.num_ranks))
     ended = Path(folder) / "ended"
@@ -360,9 +377,12 @@ def _gloo_peers_stop(context: RankContext, dies: bool, folder: str) -> list[obje
     for peer in peers:
         service.submit_send(torch.ones(4 << 20), peer, context.rank_idx)
         service.submit_recv(torch.ones(8 << 20)[::2], peer, peer)
+    dist.barrier()
     if context.rank_idx != 0:
         service.run()
         return []
+    if not dies:
+        _set_timeout(group, 3.0)
     errors = [error_of(service.run), error_of(service.run)]
     ended.touch()
     return [[type(e).__name__, getattr(e, "ranks", None), str(e)] for e in errors]
@@ -389,8 +409,7 @@ def test_gloo_waits_for_all_peers_at_once(dies: bool, tmp_path: Path) -> None:
 def _default_timeout(context: RankContext) -> list[float]:
     group = dist.group.WORLD
     assert group is not None
-    backend = group._get_backend(torch.device("cpu"))
-    backend._set_default_timeout(dt.timedelta(seconds=77))  # type: ignore[attr-defined]
+    _set_timeout(group, 77.0)
     with contextlib.closing(GlooCopyService()) as service:
         return [timeout_of(group).total_seconds(), timeout_of(service._wire_group).total_seconds()]
 
