@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moe_comm.resharding.ir import groups, transfer
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Group:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.failing_ranks import PROGRAM_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SGLANG_BASE = """
@@ -110,7 +112,7 @@ def run(code: str, *folders: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PROGRAM_S,
     )
     assert ended.returncode == 0, ended.stderr
 

@@ -33,6 +33,7 @@ from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     SendRequest,
 )
 from moe_comm.resharding.plan import pack_task_id
+from tests.helpers.failing_ranks import PROGRAM_S
 from tests.helpers.rank_threads import on_ranks
 
 SLOT = 4096
@@ -370,7 +371,7 @@ def test_import_brings_in_no_device_library() -> None:
         "bad = {'nvshmem', 'cupy', 'megatron'} & {name.split('.')[0] for name in sys.modules}; "
         "assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PROGRAM_S)
 
 
 def test_documented_pattern() -> None:

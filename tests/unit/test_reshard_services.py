@@ -31,6 +31,7 @@ from moe_comm.resharding.copy_services.queued_copy_service import (
     QueuedCopyService,
     copy_pair,
 )
+from tests.helpers.failing_ranks import HANG_S
 
 # ---------------------------------------------------------------------------------------------
 # Copies within a rank.
@@ -111,7 +112,7 @@ def agreement_of(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     assert max(lengths) <= 1 << 20
     assert len(set(said)) == 1, said
