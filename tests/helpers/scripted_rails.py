@@ -25,6 +25,7 @@ class ScriptedRails:
         monkeypatch: Puts these rails into buffers that are made from now on, one of each rank.
         withhold: Messages that never arrive; none of that pair does after them.
         break_at: Messages at which the engine fails, with the text it gives.
+        rewrite: Changes what arrives of a message, in its bytes.
         delay_s: Every message waits so long.
     """
 
@@ -34,11 +35,13 @@ class ScriptedRails:
         *,
         withhold: Callable[[Message], bool] = lambda _: False,
         break_at: Callable[[Message], str | None] = lambda _: None,
+        rewrite: Callable[[Message, memoryview], None] = lambda _, __: None,
         delay_s: float = 0.0,
     ) -> None:
         self.sizes: dict[tuple[int, int], list[int]] = {}
         self._withhold = withhold
         self._break_at = break_at
+        self._rewrite = rewrite
         self._delay_s = delay_s
         self._rails: dict[int, _host.QueuedRail] = {}
         self._kept: list[Any] = []
@@ -93,6 +96,7 @@ class ScriptedRails:
             assert sent.num_bytes == received.num_bytes, message
             time.sleep(self._delay_s)
             memoryview(received)[:] = memoryview(sent)
+            self._rewrite(message, memoryview(received))
             sizes.append(sent.num_bytes)
             received.complete()
             sent.complete()
