@@ -310,7 +310,7 @@ def reset_hybrid_ep_buffer() -> None:
 
 
 def _forget_announcements() -> None:
-    for buffer in _hybrid_ep_buffers.values():
+    for buffer in list(_hybrid_ep_buffers.values()):  # other threads meet other groups meanwhile
         buffer.hidden_dim = buffer.max_num_of_tokens_per_rank = buffer.num_local_experts = 0
         buffer.use_fp8 = False
 
