@@ -16,6 +16,7 @@ from moe_comm.autograd.quantized_rows import QuantizedRows
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher, alignment_of
 from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import HANG_S
 from tests.helpers.routed import Batch, expected_rows, make_batches
 
 BACKENDS = ["host", "reference"]
@@ -316,7 +317,7 @@ class InTurn:
     @contextlib.contextmanager
     def turn(self, rank_idx: int) -> Iterator[None]:
         if rank_idx:
-            assert self.has_left[rank_idx - 1].wait(20.0), "a rank waits inside for its peers"
+            assert self.has_left[rank_idx - 1].wait(HANG_S), "a rank waits inside for its peers"
         yield
         self.has_left[rank_idx].set()
 
