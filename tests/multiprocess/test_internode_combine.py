@@ -218,10 +218,13 @@ def test_a_rank_that_left_is_named_on_every_rank() -> None:
         comm.bootstrap.all_gather(None)  # nobody is in the dispatch any more
         if comm.rank_idx == 3:
             comm.destroy()
-            return [3]
-        with pytest.raises(moe_comm.PeerFailedError) as failure:
-            buffer.combine(rows_of(result.x, comm.rank_idx), result.handle)
+            named = [3]
+        else:
+            with pytest.raises(moe_comm.PeerFailedError) as failure:
+                buffer.combine(rows_of(result.x, comm.rank_idx), result.handle)
+            named = list(failure.value.ranks)
         # The buffer is destroyed once all have raised: who still waited would name who destroyed it.
-        return list(failure.value.ranks)
+        comm.bootstrap.all_gather(None)
+        return named
 
     assert on_ranks(4, body, num_local_ranks=2, rail="sockets") == [[3]] * 4

@@ -167,11 +167,11 @@ def test_an_abort_reaches_every_node(num_ranks: int, num_local_ranks: int) -> No
 
 def _die_remote(context: RankContext, num_local_ranks: int) -> tuple[tuple[int, ...], list[bytes]]:
     comm = make(context, num_local_ranks)
-    comm.all_gather(b"")
     victim = context.num_ranks - 1
     if comm.rank_idx == victim:
-        time.sleep(0.2)
+        comm.all_gather(b"")
         die()
+    # In the call after the one that the victim ended, or still in that one.
     error = gather_until_error(comm)
     assert isinstance(error, PeerFailedError), repr(error)
     assert error.ranks == (victim,)
@@ -199,7 +199,9 @@ def _leave(context: RankContext, num_local_ranks: int) -> str:
     message = ""
     if comm.rank_idx == leaver:
         comm.destroy()
-    else:
+    # Who saw it gone in the next call would end the calls of those that are still in this one.
+    dist.barrier()
+    if comm.rank_idx != leaver:
         error = gather_until_error(comm)
         assert isinstance(error, PeerFailedError), repr(error)
         assert error.ranks == (leaver,)
