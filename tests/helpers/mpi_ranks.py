@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import time
 from typing import Any
+from unittest import mock
 
 import torch
 from mpi4py import MPI
@@ -19,6 +19,7 @@ from moe_comm.testing import RankContext
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.scripts import run_case
 from tests.helpers import node_ranks, rail_ranks
+from tests.helpers.failing_ranks import wait_for
 
 HANG_S = 300.0
 """Limit for what should take seconds; only a hang reaches it."""
@@ -47,9 +48,10 @@ def exchange_messages(bootstrap: MpiBootstrap, num_local_ranks: int) -> None:
             rail_ranks.exchange(comm, engine.rail, is_late=round_idx == 1)
             if round_idx == 1 and comm.rank_idx == 0:
                 # Nobody answers this one: it is cancelled, and the channel not used again.
-                engine.rail.receive(1, bytearray(10))
-                time.sleep(0.2)  # the thread has it
-                engine.rail.give_up("over")
+                with mock.patch.object(engine, "_begin", wraps=engine._begin) as begin:
+                    engine.rail.receive(1, bytearray(10))
+                    wait_for(lambda: begin.called)
+                    engine.rail.give_up("over")
             comm.all_gather(b"")
             engine.close()
             assert not any(thread.is_alive() for thread in engine._threads)
