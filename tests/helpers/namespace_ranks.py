@@ -147,6 +147,8 @@ def main(job_file: str, rank: str) -> None:
     path = outcome_path(folder, rank_idx)
     path.with_suffix(".part").write_text(json.dumps(dataclasses.asdict(outcome)))
     path.with_suffix(".part").rename(path)
+    # Threads of Gloo that outlive Python would abort the process now and then.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
