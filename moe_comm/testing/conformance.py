@@ -23,7 +23,7 @@ from moe_comm.testing.target import Target
 
 __all__ = ["CHECKS", "ConformanceError", "check_backend", "check_case"]
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 class ConformanceError(AssertionError):

@@ -71,9 +71,7 @@ def check_dispatcher(
     if not can_run(target, case):
         missing = sorted(case.features - target.features)
         raise ValueError(f"{target.name} does not offer {missing}, which {case.name} needs")
-    found = run_ranks(
-        _run_rank, case.num_ranks, target, case, backend, num_rounds, mode=mode, timeout_s=60.0
-    )
+    found = run_ranks(_run_rank, case.num_ranks, target, case, backend, num_rounds, mode=mode)
     faults = [text for rank_faults in found for text in rank_faults]
     if faults:
         what = f"{target.name} on {backend}, {case.name}"

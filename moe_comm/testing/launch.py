@@ -56,7 +56,7 @@ def run_ranks(
     num_ranks: int,
     *args: Any,
     mode: str = "processes",
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
     fresh: bool = False,
     expect_dead: Collection[int] = (),
 ) -> list[ResultT]:

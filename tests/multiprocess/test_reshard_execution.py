@@ -45,7 +45,7 @@ SHAPE = MoEShape(
 FUSED = dataclasses.replace(SHAPE, has_fused_experts=True)
 
 NUM_RANKS = 4
-TIMEOUT_S = 2 * HANG_S
+TIMEOUT_S = 5 * HANG_S
 
 
 @dataclasses.dataclass
