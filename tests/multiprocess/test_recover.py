@@ -90,17 +90,16 @@ def _die_in_recover(context: RankContext, delay_s: float | None) -> tuple[int, .
         if delay_s is None:
             die()
         die_after(delay_s or 0.0)
-    for _ in range(3):
+    while True:
         failed = comm.recover().failed_ranks
         living = [rank_idx for rank_idx in range(context.num_ranks) if rank_idx not in failed]
-        try:
-            for seed in range(200):
-                step(buffer, seed, living)
-        except PeerFailedError as error:
-            found = error.ranks
-        else:
+        if 1 in failed:
             break
-        assert found == (1,)
+        error, _ = steps_until_error(buffer, living=living)
+        assert isinstance(error, PeerFailedError), repr(error)
+        assert error.ranks == (1,)
+    for seed in range(50):
+        step(buffer, seed, living)
     buffer.destroy()
     comm.destroy()
     return failed
