@@ -39,6 +39,7 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
   end_operations(interrupt_check, "recover");
   const int64_t start_ns = sync::now_ns();
   int64_t warned_ns = start_ns;
+  int64_t decided_ns = 0;
   wait_until(
       *this,
       [this] { return step_recovery(); },
@@ -46,6 +47,11 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
         if (interrupt_check)
           interrupt_check();
         const int64_t now_ns = sync::now_ns();
+        if (!recovery_.decision.empty()) {
+          decided_ns = decided_ns == 0 ? now_ns : decided_ns;
+          if (now_ns - decided_ns > kPatienceNs)  // who gave this call up before all committed
+            shrink_agreement_->check_nobody_shrinks("recover");
+        }
         if (now_ns - start_ns > kPatienceNs)
           abort_to("recover");
         const int missing = first_missing_in_recovery();
@@ -120,8 +126,12 @@ void Group::abort_to(const char* purpose) {
 /// Hears what peers said and answers; @return whether every living rank has committed.
 bool Group::step_recovery() {
   const auto is_gone = missing_ranks();
-  // Who goes on without this rank says so before it leaves.
-  shrink_agreement_->check_nobody_shrinks("recover");
+  // Who goes on without this rank says so before it leaves. But once this rank has committed, a
+  // peer may have ended this call and be in the next, while others' commitments are on their way.
+  if (recovery_.decision.empty() || MOE_MUTANT(next_call_ends_recovery))
+    shrink_agreement_->check_nobody_shrinks("recover");
+  else
+    shrink_agreement_->check_evicted();
   const std::string& own = recovery_.proposals[static_cast<size_t>(rank_idx_)];
   std::string message;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {

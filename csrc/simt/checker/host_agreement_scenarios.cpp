@@ -185,4 +185,17 @@ MOE_SCENARIO(host_recover, "CPU: ranks die at any step while the survivors recov
   });
 }
 
+MOE_SCENARIO(host_recover_shrink, "CPU: ranks shrink while others are still in recover") {
+  HostWorld::Options options = draw_options(run, 2, 4);
+  options.threads.may_time_pass = false;
+  HostWorld world(run, options);
+  world.run([&](HostRank& rank) {
+    world.meet();
+    rank.group()->recover({});
+    const std::vector<int> survivors = shrink(rank, {});
+    if (static_cast<int>(survivors.size()) != world.num_ranks())
+      rank.fail(concat(survivors.size(), " ranks go on"));
+  });
+}
+
 }  // namespace moe::simt::checker
