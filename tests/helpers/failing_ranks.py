@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig
+from moe_comm.bootstrap import bootstrap_for
 from moe_comm.testing import RankContext
 
 NUM_TOPK = 2
@@ -41,6 +43,22 @@ def config_for(num_ranks: int, num_tokens: int = 64, hidden: int = 64) -> EpConf
 
 def gather_pids(comm: Communicator) -> list[int]:
     return [int(pid) for pid in comm.all_gather(str(os.getpid()).encode())]
+
+
+def meet(context: RankContext, living: Collection[int] | None = None) -> None:
+    """Return once all ranks, or all of `living`, have come; by no communicator.
+
+    So none of them is in a call of one any more. A rank may be in an `all_gather` that another has left,
+    and there it hears of what that one does next.
+    """
+    if context.group is not None:  # ranks that are threads
+        bootstrap_for(context.group).all_gather(None)
+        return
+    ranks = sorted(range(context.num_ranks) if living is None else living)
+    store = dist.distributed_c10d._get_default_store()
+    key = f"meet {ranks}"
+    num_meetings = -(-int(store.add(key, 1)) // len(ranks))
+    wait_for(lambda: int(store.add(key, 0)) >= num_meetings * len(ranks))
 
 
 def inputs(
