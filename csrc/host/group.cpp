@@ -533,7 +533,14 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
           if (interrupt_check)
             interrupt_check();
           check_process("a collective call");
-          check_abort();
+          if (is_aborted()) {
+            // Who has everything of this call may go on and abort: what this rank lacks of it was
+            // sent before, and may lie unread.
+            link_->catch_up();
+            if (!is_missing(peer_rank))
+              return;
+            throw_abort();
+          }
           check_peers(site, is_missing);
           const int64_t now_ns = sync::now_ns();
           if (now_ns - warned_ns > warning_interval_ns()) {
