@@ -211,8 +211,9 @@ def own_sockets() -> list[str]:
     """Names of the abstract sockets that this process has open."""
     inodes = set()
     for fd in Path("/proc/self/fd").iterdir():
-        target = os.readlink(fd) if fd.is_symlink() else ""
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as this listing's own is
+            target = os.readlink(fd)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
     fields = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return sorted({line[7] for line in fields if len(line) > 7 and line[6] in inodes})
