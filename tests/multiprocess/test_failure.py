@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,7 @@ def test_death_at_any_moment(num_ranks: int, victim: int, delay_s: float, hidden
 def _die_after_the_row(context: RankContext, folder: str) -> Told:
     """Rank 2 has published its row when it dies; rank 0 has not entered; rank 1 waits."""
     buffer = make_buffer(context)
+    buffer.communicator.all_gather(b"every rank has its buffer")
     died = Path(folder) / "died"
     if context.rank_idx == 2:
         x, topk_idx = inputs(buffer, 1)
@@ -116,6 +118,7 @@ def test_death_after_the_row(tmp_path: Path) -> None:
 def _die_while_another_idles(context: RankContext, folder: str) -> Told:
     """Rank 0 does not come for a long time: rank 1 must not wait for it to hear of rank 2."""
     buffer = make_buffer(context)
+    buffer.communicator.all_gather(b"every rank has its buffer")
     done = Path(folder) / "done"
     if context.rank_idx == 2:
         die()
@@ -149,6 +152,7 @@ def test_death_while_a_heap_grows() -> None:
 
 def _die_instead_of_a_buffer(context: RankContext) -> Told:
     comm = Communicator(context.group, backend="host", arrival_timeout_s=HANG_S)
+    comm.all_gather(b"every rank has its communicator")
     if context.rank_idx == 2:
         die()
     return told(error_of(lambda: EpBuffer(comm, config_for(context.num_ranks))))
@@ -159,15 +163,26 @@ def test_death_while_a_buffer_is_made() -> None:
     assert_all_told(results, PeerFailedError, 2)
 
 
-def _die_while_connecting(context: RankContext, victim: int) -> Told:
-    if context.rank_idx == victim:
-        _host.PeerMesh.connect = lambda *_: die()  # type: ignore[method-assign]
+def _die_while_connecting(context: RankContext, victim: int, folder: str) -> Told:
+    connect = _host.PeerMesh.connect
+
+    def connect_to_the_living(*arguments: Any) -> None:
+        # The exchange before this one is of the process group, which reports a death in its way.
+        (Path(folder) / str(context.rank_idx)).touch()
+        if context.rank_idx == victim:
+            wait_for(lambda: len(list(Path(folder).iterdir())) == context.num_ranks)
+            die()
+        connect(*arguments)
+
+    _host.PeerMesh.connect = connect_to_the_living  # type: ignore[method-assign]
     return told(error_of(lambda: Communicator(context.group, backend="host")))
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_death_while_a_communicator_is_made(victim: int) -> None:
-    results = run_ranks(_die_while_connecting, 3, victim, fresh=True, expect_dead=[victim])
+def test_death_while_a_communicator_is_made(victim: int, tmp_path: Path) -> None:
+    results = run_ranks(
+        _die_while_connecting, 3, victim, str(tmp_path), fresh=True, expect_dead=[victim]
+    )
     assert_all_told(results, PeerFailedError, victim)
 
 
@@ -416,6 +431,7 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 comm = moe_comm.Communicator(backend="host", stall_timeout_s=2.0, arrival_timeout_s=60.0)
 buffer = moe_comm.EpBuffer(comm, config_for(2))
 step(buffer, 0)
+dist.destroy_process_group()  # Gloo's threads may not outlive Python
 if rank == 1:
     if how == "in flight":
         pending = buffer.dispatch(*inputs(buffer, 1), async_op=True)

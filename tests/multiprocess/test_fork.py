@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -18,7 +20,6 @@ from moe_comm import Communicator, EpBuffer, GradientSum, PeerFailedError
 from moe_comm.resharding.copy_services import GlooCopyService
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
-    HANG_S,
     PROGRAM_S,
     config_for,
     die,
@@ -55,13 +56,18 @@ def _die_with_workers(context: RankContext, folder: str) -> tuple[int, ...]:
     if context.rank_idx == 1:
         workers = [worker.pid for worker in batches._workers]  # type: ignore[attr-defined]
         (Path(folder) / "workers").write_text(" ".join(map(str, workers)))
+        # They look for their parent now and then: stopped, they hold what they inherited.
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
         die()
     error, _ = steps_until_error(buffer)
     assert isinstance(error, PeerFailedError), repr(error)
-    # The dead rank's workers have not noticed yet: they still hold what they inherited.
     workers = [int(pid) for pid in (Path(folder) / "workers").read_text().split()]
     assert all(Path(f"/proc/{pid}").exists() for pid in workers)
     assert buffer.communicator.recover().failed_ranks == (1,)
+    if context.rank_idx == 0:
+        for pid in workers:  # who waits for the result of the dead rank waits for them, too
+            os.kill(pid, signal.SIGKILL)
     for seed in range(5):
         next(batches)
         step(buffer, seed, living=[0, 2])
@@ -69,7 +75,13 @@ def _die_with_workers(context: RankContext, folder: str) -> tuple[int, ...]:
 
 
 def test_death_is_seen_while_its_workers_live(tmp_path: Path) -> None:
-    results = run_ranks(_die_with_workers, 3, str(tmp_path), fresh=True, expect_dead=[1])
+    try:
+        results = run_ranks(_die_with_workers, 3, str(tmp_path), fresh=True, expect_dead=[1])
+    finally:
+        for path in tmp_path.iterdir():
+            for pid in path.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
     assert [results[0], results[2]] == [(1,)] * 2
 
 
@@ -113,7 +125,7 @@ def _end_of_interpreter() -> None:
 
 
 def _fork(context: RankContext) -> list[str]:
-    buffer = make_buffer(context, num_threads=2)
+    buffer = make_buffer(context, num_threads=2, arrival_timeout_s=100.0)
     comm = buffer.communicator
     x, topk_idx = inputs(buffer, 1)
     kept = buffer.dispatch(x, topk_idx, async_op=True)  # starts the progress thread
@@ -166,7 +178,7 @@ def _fork(context: RankContext) -> list[str]:
 
 
 def test_children_are_refused_and_disturb_nobody() -> None:
-    results = run_ranks(_fork, 2, fresh=True, timeout_s=HANG_S)
+    results = run_ranks(_fork, 2, fresh=True)
     for text in results[0]:
         assert "ValueError" in text, text
         assert "fork" in text, text

@@ -6,6 +6,7 @@ Limits of waits are far away, so that a rank that is named was named by who look
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.helpers.failing_ranks import (
     error_of,
     inputs,
     step,
+    wait_for,
 )
 
 NUM_RANKS = 3
@@ -68,6 +70,7 @@ class Replays:
 
 def _die(context: RankContext, when: str) -> None:
     replays = Replays(context)
+    replays.comm.all_gather(b"every rank has its graph")
     if context.rank_idx == VICTIM:
         if when == "between replays":
             replays.start(3)
@@ -115,7 +118,7 @@ def test_limit_of_one_rank_ends_waits_of_all() -> None:
     run_ranks(_never_come, NUM_RANKS, fresh=True, timeout_s=TIMEOUT_S)
 
 
-def _leave(context: RankContext) -> None:
+def _leave(context: RankContext, folder: Path) -> None:
     replays = Replays(context)
     replays.start(4)
     assert replays.status() == 0
@@ -132,6 +135,8 @@ def _leave(context: RankContext) -> None:
     assert str(error).startswith(f"rank {VICTIM} left the communicator before this dispatch")
     assert replays.status() == 0
     assert torch.equal(replays.y, 2 * replays.x)
+    (folder / str(context.rank_idx)).touch()
+    wait_for(lambda: len(list(folder.iterdir())) == NUM_RANKS - 1)  # nobody aborts before
     # A replay would wait for it for ever.
     replays.start(1)
     assert replays.status() == 4
@@ -140,5 +145,5 @@ def _leave(context: RankContext) -> None:
     assert f"rank {VICTIM} left while rank " in str(error)
 
 
-def test_who_leaves_in_good_order_aborts_nobody() -> None:
-    run_ranks(_leave, NUM_RANKS, fresh=True, timeout_s=TIMEOUT_S)
+def test_who_leaves_in_good_order_aborts_nobody(tmp_path: Path) -> None:
+    run_ranks(_leave, NUM_RANKS, tmp_path, fresh=True, timeout_s=TIMEOUT_S)

@@ -13,6 +13,8 @@ from moe_comm.testing import RankContext, RankError, RankTimeoutError, close_wor
 from tests.helpers.failing_ranks import wait_for
 
 MODES = ["threads", "processes"]
+is_over = threading.Event()
+"""Lets a hanging thread end with its test."""
 
 
 def describe(context: RankContext, offset: int) -> tuple[int, int, int]:
@@ -37,7 +39,7 @@ def hang_on_one(context: RankContext, marker: str) -> None:
 
 
 def wait_for_nothing() -> None:
-    threading.Event().wait(60.0)
+    is_over.wait(60.0)
 
 
 def die_on_one(context: RankContext) -> int:
@@ -84,9 +86,11 @@ def test_an_exception_is_raised_with_its_rank(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_hanging_rank_shows_its_stack(mode: str, tmp_path: Path) -> None:
     marker = tmp_path / "others are done"
+    is_over.clear()
     run_ranks(describe, 2, 0, mode=mode)  # processes may have to be started
     with pytest.raises(RankTimeoutError, match=r"ranks \[1\] did not end[^$]*wait_for_nothing"):
         run_ranks(hang_on_one, 2, str(marker), mode=mode, timeout_s=3.0)
+    is_over.set()
     assert marker.exists()
     assert len(run_ranks(describe, 2, 0, mode=mode)) == 2
 
