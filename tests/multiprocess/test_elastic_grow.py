@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError, _host
 from moe_comm.rendezvous import Newcomer, Newcomers, assign_ranks, open_store
+from moe_comm.survivors import _refuse
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     PROGRAM_S,
@@ -29,6 +30,7 @@ from tests.helpers.failing_ranks import (
     gather_pids,
     has_stopped,
     make_buffer,
+    meet,
     step,
     steps_until_error,
     wait_for,
@@ -97,7 +99,7 @@ def _return_to_old_place(context: RankContext, where: str) -> tuple[Any, ...]:
     buffer = make_buffer(context)
     comm = buffer.communicator
     step(buffer, 0)
-    comm.all_gather(b"")
+    meet(context)
     if context.rank_idx == 1:
         die()
     error, _ = steps_until_error(buffer)
@@ -234,11 +236,11 @@ def test_nobody_gives_up_before_all_know_why() -> None:
 
 
 def test_joining_where_nobody_listens() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(PeerTimeoutError, match=f"nobody listens at {where} within 0.2 s"):
-        Communicator.join(where, timeout_s=0.2)
+    with socket.socket() as silent:  # bound, so that nobody else listens there either
+        silent.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(PeerTimeoutError, match=f"nobody listens at {where} within 0.2 s"):
+            Communicator.join(where, timeout_s=0.2)
     # What can never be is said before anybody is looked for.
     with pytest.raises(ValueError, match="rank_idx must be >= 0, got -1"):
         Communicator.join(where, rank_idx=-1, timeout_s=0.2)
@@ -314,7 +316,7 @@ def _fail_alone(context: RankContext, where: str) -> list[str]:
             elif context.rank_idx == 1 and at:
                 patch.setattr(getattr(_host, at), "create", _no_memory)
             try:
-                comm.grow(_store(where), timeout_s=20.0)
+                comm.grow(_store(where), timeout_s=LIMIT_S)
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 kept.append(error)
         texts.append(f"{type(kept[-1]).__name__}: {kept[-1]}")
@@ -342,11 +344,25 @@ def test_what_one_rank_alone_meets_is_told_to_all(tmp_path: Path) -> None:
     assert first[7] == str(("OSError", "no memory here"))
 
 
+class _Refusals:
+    """The old sockets of rank 0, which is the first to end the attempt."""
+
+    rank_idx = 0
+
+    def shrink_refuse(self, text: str, is_mistake: bool) -> bool:
+        return bool(text) and is_mistake
+
+
+def test_whoever_gives_up_first_names_whose_error_it_is() -> None:
+    sockets: Any = _Refusals()
+    assert _refuse(sockets, ValueError("rank 1: no memory here")) == "rank 1: no memory here"
+    assert _refuse(sockets, ValueError("no memory here")) == "rank 0: no memory here"
+
+
 def _die_while_growing(context: RankContext, where: str) -> tuple[int, ...]:
     """Rank 1 dies while the living wait for somebody to come."""
     comm = Communicator(backend="host", arrival_timeout_s=LIMIT_S)
-    pids = gather_pids(comm)
-    assert pids
+    meet(context)
     if context.rank_idx == 1:
         threading.Timer(0.3, die).start()
     error = error_of(lambda: comm.grow(_store(where), timeout_s=LIMIT_S))
@@ -369,9 +385,11 @@ def _hear_all_at_once(context: RankContext, where: str) -> PeerFailedError:
     buffer = make_buffer(context)
     comm = buffer.communicator
     pids = gather_pids(comm)
+    meet(context)
     if context.rank_idx == 1:
         die()
     steps_until_error(buffer)
+    assert comm.recover().failed_ranks == (1,)  # both know it, however they heard of it
     if context.rank_idx == 0:
         error = error_of(comm.recover)
         assert "rank 2 called grow()" in str(error), repr(error)  # it has said what it knows
