@@ -36,6 +36,7 @@ from tests.helpers.failing_ranks import (
     has_stopped,
     interrupt_when_waiting,
     make_buffer,
+    meet,
     num_open_fds,
     step,
     steps_until_error,
@@ -67,9 +68,11 @@ def _lose_two(context: RankContext) -> tuple[Any, ...]:
     step(buffer, 0)
     kept = comm.empty(100, dtype=torch.float32).fill_(7.0)
     found = []
+    living = [0, 1, 2, 3]
     for victim in (2, 0):
-        comm.all_gather(b"")
-        if context.rank_idx == {2: 2, 0: 0}[victim]:
+        meet(context, living)
+        living.remove(victim)
+        if context.rank_idx == victim:
             die_after(0.02)
         error, _ = steps_until_error(buffer)
         assert isinstance(error, PeerFailedError), repr(error)
@@ -132,7 +135,7 @@ def _die_in_shrink(context: RankContext, seed: int) -> tuple[Any, ...]:
     buffer = make_buffer(context)
     comm = buffer.communicator
     step(buffer, 0)
-    comm.all_gather(b"")
+    meet(context)
     draw = random.Random(seed)
     delays = {victim: draw.choice([0.0, 0.0005, 0.002, 0.004, 0.008]) for victim in (1, 2)}
     if context.rank_idx == 4:
@@ -236,6 +239,7 @@ def _views(
 ) -> Shrunk | BaseException:
     comm = Communicator(context.group, backend="host", stall_timeout_s=20.0, arrival_timeout_s=20.0)
     _work(comm, 1)
+    meet(context)
     time.sleep(delays.get(context.rank_idx, 0.0))
     try:
         shrunk = comm.shrink(reports.get(context.rank_idx, []))
@@ -298,6 +302,7 @@ def _too_few(context: RankContext, folder: str) -> None:
     """Rank 1 of 2 goes on without rank 0, which is stopped: it may not, unless it insists."""
     comm = Communicator(backend="host", stall_timeout_s=5.0, arrival_timeout_s=10.0)
     pids = gather_pids(comm)
+    meet(context)
     is_over = Path(folder) / "over"
     if context.rank_idx == 0:
         wait_for(is_over.exists)
@@ -414,7 +419,7 @@ def _warned(context: RankContext, folder: str) -> list[BaseException]:
     buffer = make_buffer(context)
     comm = buffer.communicator
     step(buffer, 0)
-    comm.all_gather(b"")  # nobody is in the step when rank 0 ends it for all
+    meet(context)
     if context.rank_idx == 2:
         return [steps_until_error(buffer)[0]]
     heard: list[BaseException] = []

@@ -14,6 +14,7 @@ from tests.helpers.failing_ranks import (
     config_for,
     die_after,
     error_of,
+    meet,
     step,
     steps_until_error,
     wait_for,
@@ -43,7 +44,7 @@ def _lose(context: RankContext, rail: str, victims: list[int]) -> Any:
     for victim in victims:
         buffer = EpBuffer(comm, config_for(comm.num_ranks))
         step(buffer, 0)
-        comm.all_gather(b"")
+        meet(context, former)
         if context.rank_idx == victim:
             die_after(0.02)
         error, _ = steps_until_error(buffer)
@@ -76,7 +77,7 @@ def _lose_a_rail(context: RankContext, backend: str, where: str) -> str:
     comm = Communicator(context.group, backend=backend, num_local_ranks=2, **TIMEOUTS)
     buffer = EpBuffer(comm, config_for(4))
     step(buffer, 0)
-    comm.all_gather(b"")
+    meet(context)
     if context.rank_idx == 3:
         die_after(0.0)
     error, _ = steps_until_error(buffer)
@@ -110,7 +111,7 @@ def _return(context: RankContext, where: str) -> Any:
     comm = Communicator(context.group, backend="host", num_local_ranks=1, **TIMEOUTS)
     buffer = EpBuffer(comm, config_for(3))
     step(buffer, 0)
-    comm.all_gather(b"")
+    meet(context)
     if context.rank_idx == 1:
         die_after(0.0)
     error, _ = steps_until_error(buffer)
@@ -140,7 +141,7 @@ def _leave_one_behind(context: RankContext, num_local_ranks: int) -> Any:
     comm = Communicator(context.group, backend="simt", num_local_ranks=num_local_ranks, **TIMEOUTS)
     buffer = EpBuffer(comm, config_for(comm.num_ranks, 16))
     step(buffer, 0)
-    comm.all_gather(b"")  # nobody is in it any more
+    meet(context)
     last = context.num_ranks - 1
     if context.rank_idx == last:
         error = error_of(lambda: [comm.all_gather(b"") for _ in range(10**6)])

@@ -23,6 +23,7 @@ from tests.helpers.failing_ranks import (
     has_stopped,
     inputs,
     make_buffer,
+    meet,
     step,
     steps_until_error,
     wait_for,
@@ -40,7 +41,7 @@ def _two_deaths(context: RankContext) -> list[tuple[int, ...]]:
     live_bytes = comm.heap_stats().live_bytes
     found = []
     for victim in (3, 1):
-        comm.all_gather(b"")
+        meet(context, living)
         if context.rank_idx == victim:
             die_after(0.02)
         error, _ = steps_until_error(buffer, living=living)
@@ -82,7 +83,7 @@ def _die_in_recover(context: RankContext, delay_s: float | None) -> tuple[int, .
     buffer = make_buffer(context)
     comm = buffer.communicator
     step(buffer, 0)
-    comm.all_gather(b"")
+    meet(context)
     if context.rank_idx == 2:
         die()
     steps_until_error(buffer)
