@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,15 @@ import torch
 
 from moe_comm import CapacityError, Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.failing_ranks import config_for, error_of, inputs, make_buffer, step, wait_for
+from tests.helpers.failing_ranks import (
+    config_for,
+    error_of,
+    inputs,
+    interrupt_when_waiting,
+    make_buffer,
+    step,
+    wait_for,
+)
 
 Wrong = Callable[[EpBuffer, torch.Tensor, torch.Tensor], Any]
 
@@ -257,10 +263,9 @@ def _interrupt_a_queue(context: RankContext, folder: str) -> None:
     if context.rank_idx == 0:
         pending = buffer.dispatch(*inputs(buffer, 1), async_op=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        error = error_of(
-            lambda: buffer.dispatch(torch.full((4096, 64), 3.0).bfloat16(), to_rank_1.clone())
-        )
+        rows = [torch.full((4096, 64), 3.0).bfloat16()]
+        interrupt_when_waiting()
+        error = error_of(lambda: buffer.dispatch(rows.pop(), to_rank_1.clone()))
         assert isinstance(error, KeyboardInterrupt), repr(error)
         # Whoever gets the memory of the interrupted caller's tensors writes to it.
         others = [torch.full((4096, 64), 9.0).bfloat16() for _ in range(8)]

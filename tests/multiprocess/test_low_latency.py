@@ -243,6 +243,7 @@ def _after_a_death(context: RankContext) -> int:
     buffer = _buffer(context)
     x, topk_idx, _ = _inputs(buffer, 4)
     buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+    buffer.communicator.all_gather(b"every rank has its rows")
     if context.rank_idx == 2:
         die()
     error = _error_after(lambda: buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY))

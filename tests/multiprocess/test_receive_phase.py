@@ -170,9 +170,13 @@ def _counted(context: RankContext) -> None:
     buffer = _buffer(context)
     waited_ns = torch.zeros(2, dtype=torch.int64)
     for seed in range(3):
+        if context.rank_idx == 0:
+            first = _send(buffer, seed)
+        buffer.communicator.all_gather(b"rank 0 has sent")
         if context.rank_idx == 1:
             time.sleep(0.02)
-        first, second = _send(buffer, seed), _send(buffer, seed)
+            first = _send(buffer, seed)
+        second = _send(buffer, seed)
         second.event.wait()
         waited_ns += first.wait_ns + second.wait_ns
     assert torch.equal(buffer.wait_statistics().wait_ns, waited_ns)
@@ -305,6 +309,7 @@ def _dead_while_sending(context: RankContext) -> None:
     )
     buffer = EpBuffer(comm, config)
     # Rows of the victim take long: it dies before, between or behind its phases.
+    comm.all_gather(b"every rank has its buffer")
     count = num_tokens if context.rank_idx == 1 else 1
     x = torch.ones(count, hidden, dtype=torch.bfloat16)
     topk_idx = torch.arange(2 * count).view(count, 2) % NUM_EXPERTS

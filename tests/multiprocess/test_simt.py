@@ -265,11 +265,14 @@ def _stop(context: RankContext, folder: str) -> Told | None:
     buffer = make_buffer(context, arrival_timeout_s=SHORT_S, stall_timeout_s=SHORT_S)
     pids = gather_pids(buffer.communicator)
     stopped = Path(folder) / "stopped"
+    has_pids = Path(folder) / "has pids"
     if context.rank_idx == 0:
+        wait_for(has_pids.exists)
         os.kill(pids[1], signal.SIGSTOP)
         wait_for(lambda: has_stopped(pids[1]))
         stopped.touch()
     if context.rank_idx == 1:
+        has_pids.touch()
         wait_for(stopped.exists)
     error = error_of(lambda: step(buffer, 1))
     if context.rank_idx == 0:
