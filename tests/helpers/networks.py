@@ -20,7 +20,7 @@ from typing import Any
 
 TUNSETIFF = 0x400454CA
 IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class MissingPartError(RuntimeError):

@@ -17,6 +17,7 @@ from tests.helpers.namespace_ranks import HANG_S, Job, Outcome, outcome_path, st
 from tests.helpers.networks import BridgeNetwork, MissingPartError, Network, RelayNetwork
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = HANG_S + 90.0  # ranks load torch, and one that hangs says where
 KINDS = {"bridge": BridgeNetwork, "relay": RelayNetwork}
 
 
@@ -63,7 +64,7 @@ class Ranks:
         )
 
     def await_steps(self) -> None:
-        deadline_s = time.monotonic() + HANG_S
+        deadline_s = time.monotonic() + LIMIT_S
         ranks = range(self.job.num_ranks)
         while not all(started_path(self.folder, rank).exists() for rank in ranks):
             assert all(process.poll() is None for process in self.processes), self.logs()
@@ -72,7 +73,7 @@ class Ranks:
 
     def outcomes(self) -> list[Outcome]:
         """Of all ranks, which have left their processes in good order."""
-        deadline_s = time.monotonic() + HANG_S
+        deadline_s = time.monotonic() + LIMIT_S
         try:
             for process in self.processes:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
