@@ -37,6 +37,7 @@ from tests.helpers.failing_ranks import (
     inputs,
     interrupt_when_waiting,
     make_buffer,
+    meet,
     own_sockets,
     step,
     steps_until_error,
@@ -68,7 +69,7 @@ def assert_all_told(results: list[Told | None], kind: type[Exception], culprit: 
 def _die_at_random(context: RankContext, victim: int, delay_s: float, hidden: int) -> Told:
     buffer = make_buffer(context, num_tokens=512, hidden=hidden)
     step(buffer, 0)
-    buffer.communicator.all_gather(b"")
+    meet(context)
     if context.rank_idx == victim:
         die_after(delay_s)
     error, _ = steps_until_error(buffer)
@@ -97,7 +98,7 @@ def test_death_at_any_moment(num_ranks: int, victim: int, delay_s: float, hidden
 def _die_after_the_row(context: RankContext, folder: str) -> Told:
     """Rank 2 has published its row when it dies; rank 0 has not entered; rank 1 waits."""
     buffer = make_buffer(context)
-    buffer.communicator.all_gather(b"every rank has its buffer")
+    meet(context)
     died = Path(folder) / "died"
     if context.rank_idx == 2:
         x, topk_idx = inputs(buffer, 1)
@@ -118,7 +119,7 @@ def test_death_after_the_row(tmp_path: Path) -> None:
 def _die_while_another_idles(context: RankContext, folder: str) -> Told:
     """Rank 0 does not come for a long time: rank 1 must not wait for it to hear of rank 2."""
     buffer = make_buffer(context)
-    buffer.communicator.all_gather(b"every rank has its buffer")
+    meet(context)
     done = Path(folder) / "done"
     if context.rank_idx == 2:
         die()
@@ -136,7 +137,7 @@ def test_death_while_another_rank_idles(tmp_path: Path) -> None:
 
 def _die_while_a_heap_grows(context: RankContext) -> Told:
     buffer = make_buffer(context)
-    buffer.communicator.all_gather(b"")
+    meet(context)
     if context.rank_idx == 1:
         die_after(0.02)
         time.sleep(HANG_S)
@@ -152,7 +153,7 @@ def test_death_while_a_heap_grows() -> None:
 
 def _die_instead_of_a_buffer(context: RankContext) -> Told:
     comm = Communicator(context.group, backend="host", arrival_timeout_s=HANG_S)
-    comm.all_gather(b"every rank has its communicator")
+    meet(context)
     if context.rank_idx == 2:
         die()
     return told(error_of(lambda: EpBuffer(comm, config_for(context.num_ranks))))
@@ -190,7 +191,7 @@ def _leave_sockets(context: RankContext, folder: str) -> None:
     buffer = make_buffer(context)
     step(buffer, 0)
     (Path(folder) / f"sockets{context.rank_idx}").write_text("\n".join(own_sockets()))
-    buffer.communicator.all_gather(b"")
+    meet(context)
     if context.rank_idx == 0:
         die()
     steps_until_error(buffer)

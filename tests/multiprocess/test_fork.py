@@ -25,6 +25,7 @@ from tests.helpers.failing_ranks import (
     die,
     inputs,
     make_buffer,
+    meet,
     step,
     steps_until_error,
     wait_for,
@@ -52,7 +53,7 @@ def _die_with_workers(context: RankContext, folder: str) -> tuple[int, ...]:
     for seed in range(20):
         next(batches)
         step(buffer, seed)
-    buffer.communicator.all_gather(b"")
+    meet(context)
     if context.rank_idx == 1:
         workers = [worker.pid for worker in batches._workers]  # type: ignore[attr-defined]
         (Path(folder) / "workers").write_text(" ".join(map(str, workers)))

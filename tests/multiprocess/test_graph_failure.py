@@ -28,6 +28,7 @@ from tests.helpers.failing_ranks import (
     die_after,
     error_of,
     inputs,
+    meet,
     step,
     wait_for,
 )
@@ -70,7 +71,7 @@ class Replays:
 
 def _die(context: RankContext, when: str) -> None:
     replays = Replays(context)
-    replays.comm.all_gather(b"every rank has its graph")
+    meet(context)
     if context.rank_idx == VICTIM:
         if when == "between replays":
             replays.start(3)

@@ -19,7 +19,7 @@ from moe_comm import (
     dequantize,
 )
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.failing_ranks import die, error_of
+from tests.helpers.failing_ranks import die, error_of, meet
 
 
 def _error_after(call: Callable[[], object], limit: int = 4000) -> Exception:
@@ -243,7 +243,7 @@ def _after_a_death(context: RankContext) -> int:
     buffer = _buffer(context)
     x, topk_idx, _ = _inputs(buffer, 4)
     buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
-    buffer.communicator.all_gather(b"every rank has its rows")
+    meet(context)
     if context.rank_idx == 2:
         die()
     error = _error_after(lambda: buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY))

@@ -33,6 +33,7 @@ from tests.helpers.failing_ranks import (
     gather_pids,
     has_stopped,
     inputs,
+    meet,
     step,
     steps_until_error,
     wait_for,
@@ -207,7 +208,7 @@ def test_a_destroyed_buffer_is_named(waits: bool, tmp_path: Path) -> None:
 def _die_at_random(context: RankContext, victim: int, delay_s: float) -> Told:
     buffer = make_buffer(context)
     step(buffer, 0)
-    buffer.communicator.all_gather(b"")
+    meet(context)
     if context.rank_idx == victim:
         die_after(delay_s)
     error, _ = steps_until_error(buffer)
