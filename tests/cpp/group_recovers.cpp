@@ -1,0 +1,89 @@
+// A rank that gives up recover() after all have agreed, and shrinks, takes along those that are
+// still in it: they would wait in vain for the rank that never commits.
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/error.h"
+#include "host/group_shrink.h"
+#include "thread_rank.h"
+
+namespace {
+
+constexpr int kStays = 0;
+constexpr int kGivesUp = 1;
+constexpr int kSilent = 2;
+
+struct Interrupted : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] void fail(const std::string& text) {
+  std::fprintf(stderr, "%s\n", text.c_str());
+  std::abort();
+}
+
+}  // namespace
+
+int main() {
+  std::vector<moe::host::ThreadRank> ranks(3);
+  const std::vector<std::string> addresses = moe::host::make_meshes(&ranks);
+  std::atomic<int> num_looks{0};
+  std::atomic<bool> is_silent{false};
+  std::atomic<bool> is_over{false};
+  std::atomic<int> num_shrunk{0};
+  const auto run = [&](int rank_idx) {
+    moe::host::ThreadRank& rank = ranks[static_cast<size_t>(rank_idx)];
+    rank.connect(rank_idx, addresses);
+    rank.make_group();
+    if (rank_idx != kSilent)
+      is_silent.wait(false);
+    try {
+      rank.group->recover([&] {
+        if (rank_idx == kSilent) {  // it has proposed, and commits to nothing
+          is_silent = true;
+          is_silent.notify_all();
+          is_over.wait(false);
+        } else if (rank_idx == kStays) {
+          ++num_looks;
+        } else if (num_looks > 2) {  // both have committed
+          throw Interrupted("enough");
+        }
+      });
+      fail("a recovery has ended without rank 2");
+    } catch (const Interrupted&) {
+    } catch (const moe::Evicted&) {
+      if (rank_idx != kSilent)
+        fail("a rank that goes on was evicted");
+    } catch (const moe::PeerFailed& error) {
+      const std::string said = error.what();
+      if (rank_idx != kStays || said != "rank 1 called shrink() while rank 0 was in recover()")
+        fail(said);
+    }
+    if (rank_idx != kSilent) {
+      moe::host::ShrinkAgreement::Arguments arguments;
+      if (rank_idx == kGivesUp)
+        arguments.failed_ranks = {kSilent};
+      const auto decision = rank.group->shrink_agreement().agree(arguments, nullptr);
+      if (decision.survivors != std::vector<int>{kStays, kGivesUp})
+        fail("others go on");
+      if (++num_shrunk == 2) {
+        is_over = true;
+        is_over.notify_all();
+      }
+      is_over.wait(false);
+    }
+    rank.leave();
+  };
+  std::vector<std::thread> threads;
+  for (int rank_idx = 0; rank_idx < 3; ++rank_idx)
+    threads.emplace_back(run, rank_idx);
+  for (std::thread& thread : threads)
+    thread.join();
+  std::puts("ok");
+}
