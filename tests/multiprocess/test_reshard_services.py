@@ -411,6 +411,7 @@ def _default_timeout(context: RankContext) -> list[float]:
     assert group is not None
     _set_timeout(group, 77.0)
     with contextlib.closing(GlooCopyService()) as service:
+        dist.barrier()  # a rank that still connects cannot do so with one that has closed
         return [timeout_of(group).total_seconds(), timeout_of(service._wire_group).total_seconds()]
 
 
