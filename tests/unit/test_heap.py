@@ -509,8 +509,7 @@ def test_trim_returns_pages_and_reuse_faults_them_in(with_huge_pages: bool) -> N
 
 def test_windows_outlive_the_heap_and_its_mesh() -> None:
     gc.collect()
-    fds_before = num_fds()
-    earlier = mapped_segments()
+    fds_before, earlier = num_fds(), mapped_segments()
     with ranks(2) as group:
         window = group.heaps[0].allocate(MIB)
         view = group.resolve(1, 0, window)
@@ -558,8 +557,7 @@ def test_steady_state_costs_no_memory_descriptors_or_threads() -> None:
 def test_descriptors_and_threads_per_rank() -> None:
     for num_ranks in (1, 4, 8):
         gc.collect()
-        threads_before = num_service_threads()
-        fds_before = num_fds()
+        threads_before, fds_before = num_service_threads(), num_fds()
         with ranks(num_ranks) as group:
             for heap in group.heaps:
                 heap.allocate(10)
