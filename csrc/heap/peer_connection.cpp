@@ -80,6 +80,7 @@ PeerConnection::Flush PeerConnection::flush_locked() {
     transfer =
         send_bytes(socket_.get(), head, body, passes_fd ? frame.passed_fd->get() : -1, &sent_bytes);
     num_sent_bytes_ += sent_bytes;
+    sent_bytes_.fetch_add(sent_bytes, std::memory_order_relaxed);
     if (num_sent_bytes_ == frame.bytes()) {
       outbox_.pop_front();
       num_sent_bytes_ = 0;

@@ -51,6 +51,8 @@ class PeerConnection {
   /// Whether the peer is dead as far as can be seen because its machine does not answer.
   bool is_lost() const { return is_lost_.load(std::memory_order_relaxed); }
   bool is_open() const { return static_cast<bool>(socket_); }  ///< service thread only
+  /// What the socket has taken so far.
+  uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
   Inbox& inbox() { return inbox_; }
 
   /// Starts watching the socket and the pidfd; the keys are what @p epoll then reports.
@@ -129,6 +131,7 @@ class PeerConnection {
   bool wants_output_ = false;
   std::deque<OutFrame> outbox_;
   size_t num_sent_bytes_ = 0;  ///< of the first frame in the outbox
+  std::atomic<uint64_t> sent_bytes_{0};
 
   // The frame under way: its header until that is whole, then its payload.
   FrameHeader header_;

@@ -29,7 +29,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A peer that is stopped may not read its last messages; leaving does not wait longer for it.
+// A peer that is stopped may not read its last messages: leaving waits no longer than this for it
+// to take any. One that is slow gets all of them.
 constexpr auto kFlushLimit = std::chrono::seconds(1);
 constexpr auto kCatchUpLimit = std::chrono::seconds(1);
 constexpr int kRetryMs = 5;
@@ -166,6 +167,7 @@ class SocketMesh final : public PeerMesh,
   bool receive_from(int rank_idx, bool has_exited);
   void handle_frame(Peer& peer, const FrameHeader& header, std::string payload, OwnedFd fd);
   PeerConnection::Flush flush_all();
+  uint64_t sent_bytes() const;
   bool end_remote_sending();
 
   ForkOrigin origin_;
@@ -410,6 +412,7 @@ void SocketMesh::serve() {
   service_id_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   std::vector<epoll_event> events(2 * peers_.size() + 1);  // a round hears everybody
   Clock::time_point flush_deadline{};
+  uint64_t flushed_bytes = 0;
   while (true) {
     const bool is_stopping = is_stopping_.load(std::memory_order_acquire);
     int wait_ms = has_remote_ ? next_look_ms() : -1;
@@ -432,8 +435,10 @@ void SocketMesh::serve() {
     if (has_changed)
       listeners_.call();
     if (is_stopping) {
-      if (flush_deadline == Clock::time_point{})
+      const uint64_t sent = sent_bytes();
+      if (flush_deadline == Clock::time_point{} || sent != flushed_bytes)
         flush_deadline = Clock::now() + kFlushLimit;
+      flushed_bytes = sent;
       const bool is_flushed = flushed == PeerConnection::Flush::kEmpty && end_remote_sending();
       if (is_flushed || Clock::now() >= flush_deadline)
         return;
@@ -522,6 +527,14 @@ PeerConnection::Flush SocketMesh::flush_all() {
     if (peer->connection != nullptr)
       worst = std::max(worst, peer->connection->flush());
   return worst;
+}
+
+uint64_t SocketMesh::sent_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& peer : peers_)
+    if (peer->connection != nullptr)
+      bytes += peer->connection->sent_bytes();
+  return bytes;
 }
 
 /// A TCP socket that is closed while its peer still sends drops what is under way to the peer: the

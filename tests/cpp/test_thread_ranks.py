@@ -14,6 +14,7 @@ from tests.helpers.native_programs import build_program
     [
         "group_leaves",  # who leaves right after its group was made fails nobody who still makes it
         "group_evicts",  # who was given up hears of it at once, if others have gone on by then
+        "mesh_leaves",  # who leaves is heard to the end by a peer that reads slowly
         "group_gathers",  # a call that all have entered ends well, though one that left it aborts
         "group_recovers",  # who is in recover() hears that another has given it up and shrinks
     ],
