@@ -3,10 +3,8 @@
 
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "core/error.h"
@@ -23,24 +21,15 @@ struct Interrupted : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-[[noreturn]] void fail(const std::string& text) {
-  std::fprintf(stderr, "%s\n", text.c_str());
-  std::abort();
-}
-
 }  // namespace
 
 int main() {
-  std::vector<moe::host::ThreadRank> ranks(3);
-  const std::vector<std::string> addresses = moe::host::make_meshes(&ranks);
+  using moe::host::fail;
   std::atomic<int> num_looks{0};
   std::atomic<bool> is_silent{false};
   std::atomic<bool> is_over{false};
   std::atomic<int> num_shrunk{0};
-  const auto run = [&](int rank_idx) {
-    moe::host::ThreadRank& rank = ranks[static_cast<size_t>(rank_idx)];
-    rank.connect(rank_idx, addresses);
-    rank.make_group();
+  moe::host::run_group(3, [&](int rank_idx, moe::host::ThreadRank& rank) {
     if (rank_idx != kSilent)
       is_silent.wait(false);
     try {
@@ -78,12 +67,6 @@ int main() {
       }
       is_over.wait(false);
     }
-    rank.leave();
-  };
-  std::vector<std::thread> threads;
-  for (int rank_idx = 0; rank_idx < 3; ++rank_idx)
-    threads.emplace_back(run, rank_idx);
-  for (std::thread& thread : threads)
-    thread.join();
+  });
   std::puts("ok");
 }

@@ -1,9 +1,15 @@
 #pragma once
 
 #include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "heap/peer_mesh.h"
@@ -57,5 +63,68 @@ inline std::vector<std::string> make_meshes(std::vector<ThreadRank>* ranks) {
   }
   return addresses;
 }
+
+/// Ends the program, which then has not printed "ok".
+[[noreturn]] inline void fail(const std::string& text) {
+  std::fprintf(stderr, "%s\n", text.c_str());
+  std::abort();
+}
+
+/// What @p call says as it throws Error; fails with @p otherwise where it throws nothing.
+template <typename Error>
+std::string error_of(const std::function<void()>& call, const std::string& otherwise) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  fail(otherwise);
+}
+
+/// Runs @p body on threads that are the ranks of one group, which all of them have by then; they
+/// leave afterwards.
+inline void run_group(int num_ranks, const std::function<void(int, ThreadRank&)>& body) {
+  std::vector<ThreadRank> ranks(static_cast<size_t>(num_ranks));
+  const std::vector<std::string> addresses = make_meshes(&ranks);
+  std::barrier all_ready(num_ranks);
+  std::vector<std::thread> threads;
+  for (int rank_idx = 0; rank_idx < num_ranks; ++rank_idx)
+    threads.emplace_back([&, rank_idx] {
+      ThreadRank& rank = ranks[static_cast<size_t>(rank_idx)];
+      rank.connect(rank_idx, addresses);
+      rank.make_group();
+      all_ready.arrive_and_wait();
+      body(rank_idx, rank);
+      rank.leave();
+    });
+  for (std::thread& thread : threads)
+    thread.join();
+}
+
+/// Keeps the service thread of one rank busy, so that it reads nothing of what peers say.
+class HeldService {
+ public:
+  /// Called by that rank.
+  void hold(heap::PeerMesh& mesh) {
+    mesh.add_listener([this] {
+      is_held_ = true;
+      is_held_.notify_all();
+      is_released_.wait(false);
+      // As if it were the last thread to run, of those that go on now.
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    });
+    mesh.post(mesh.rank_idx(), 1, 0, "which wakes the service thread");
+  }
+  /// Called by any rank: from here on nothing is read until release().
+  void await() const { is_held_.wait(false); }
+  void release() {
+    is_released_ = true;
+    is_released_.notify_all();
+  }
+
+ private:
+  std::atomic<bool> is_held_{false};
+  std::atomic<bool> is_released_{false};
+};
 
 }  // namespace moe::host
