@@ -174,13 +174,16 @@ def num_open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def num_threads() -> int:
-    """Without those that are ending: the system lists a thread for a moment after it was joined."""
+def num_threads(name: str = "") -> int:
+    """Of this process, or those of that name; without those that are ending.
+
+    The system lists a thread for a moment after it was joined.
+    """
     num_alive = 0
     for stat in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):
-            flags = int(stat.read_text().rpartition(")")[2].split()[6])
-            num_alive += not flags & PF_EXITING
+            own_name, _, fields = stat.read_text().partition(" (")[2].rpartition(") ")
+            num_alive += name in ("", own_name) and not int(fields.split()[6]) & PF_EXITING
     return num_alive
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from moe_comm import _host
 from moe_comm.errors import CapacityError, PeerFailedError
-from tests.helpers.failing_ranks import PF_EXITING
+from tests.helpers.failing_ranks import num_threads
 
 PAGE = 4096
 MIB = 1 << 20
@@ -84,13 +84,7 @@ def num_fds() -> int:
 
 
 def num_service_threads() -> int:
-    """Without those that are ending: the system lists a thread for a moment after it was joined."""
-    num_alive = 0
-    for stat in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            name, _, fields = stat.read_text().partition(" (")[2].rpartition(") ")
-            num_alive += name == "moe-mesh" and not int(fields.split()[6]) & PF_EXITING
-    return num_alive
+    return num_threads("moe-mesh")
 
 
 # ------------------------------------------------------------------------------------- mesh
