@@ -60,3 +60,5 @@ if python -c 'import megatron.core' 2>/dev/null; then
 else
   echo "megatron_flex: not run, needs megatron-core (pip install megatron-core)"
 fi
+
+moe-comm bench summary "$out" --pictures "$out"

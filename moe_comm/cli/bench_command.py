@@ -18,6 +18,7 @@ from moe_comm.cli.bench.report import header_line, result_table, wide_console, w
 from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
 from moe_comm.cli.bench_reshard_command import bench_reshard
+from moe_comm.cli.bench_summary_command import bench_summary
 from moe_comm.cli.options import (
     DtypeName,
     LayoutName,
@@ -205,6 +206,7 @@ def dispatch_combine(
 
 
 bench_app.command("reshard")(bench_reshard)
+bench_app.command("summary")(bench_summary)
 
 
 def _resolve_routing(

@@ -1,0 +1,289 @@
+"""Recorded results as the Markdown tables of `docs/measured.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_comm.cli.bench.recorded import Recorded, machine_line
+from moe_comm.cli.bench.report import LABELS
+
+__all__ = ["BEGIN", "END", "markdown_tables", "write_between_marks"]
+
+BEGIN = "<!-- measured: begin -->"
+END = "<!-- measured: end -->"
+
+# What a case is compared with that is no peer: the same call without what the case asks for.
+BASELINES = {
+    "unquantized": "the same rows unquantized",
+    "native": "the native call",
+    "expert_major": "`EXPERT_MAJOR`",
+    "unreduced": "rows that cross one by one",
+}
+CLIENTS = {
+    "flex_manager": "Megatron's flex dispatcher with the manager of this package",
+    "flex_hybridep": "Megatron's flex dispatcher, `hybridep`, over the `deep_ep` of this package",
+    "flex_deepep": "Megatron's flex dispatcher, `deepep` (permutes in torch), over the `deep_ep` of this package",
+    "own_dispatcher": "the dispatcher of this package",
+}
+
+Case = dict[str, Any]
+Row = tuple[Recorded, Case]
+
+
+def markdown_tables(results: Mapping[str, Recorded]) -> str:
+    """Every recorded case once, in a table of its kind; a kind that was not recorded has no table.
+
+    Raises:
+        ValueError: The files come from different machines, or a case is of no known kind.
+    """
+    versions = sorted({recorded.environment["version"] for recorded in results.values()})
+    parts = [
+        f"Machine: {machine_line(results.values())}. Recorded with moe_comm {', '.join(versions)}."
+    ]
+    sorted_in: dict[Callable[[Sequence[Row]], str], list[Row]] = {table: [] for table in TABLES}
+    for recorded in results.values():
+        for case in recorded.cases:
+            table = _table_of(recorded.name, case)
+            if table is not None:
+                sorted_in[table].append((recorded, case))
+    parts += [table(rows) for table, rows in sorted_in.items() if rows]
+    return "\n\n".join(parts)
+
+
+def write_between_marks(page: Path, text: str) -> None:
+    """Replaces what stands between the two marks of a page.
+
+    Raises:
+        ValueError: The page does not have both marks, once each and in order.
+    """
+    content = page.read_text(encoding="utf-8")
+    before, _, rest = content.partition(BEGIN + "\n")
+    _, _, after = rest.partition(END)
+    if content.count(BEGIN) != 1 or content.count(END) != 1 or not rest or END not in rest:
+        raise ValueError(
+            f"{page} must have {BEGIN} and after it {END}, each once and on its own line"
+        )
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _table_of(name: str, case: Case) -> Callable[[Sequence[Row]], str] | None:
+    """The table that has a row for a case; None for what stands in another case's row, or only in its file."""
+    op = case["op"]
+    if op == "reshard":
+        return _reshard_table
+    if op.startswith("megatron_"):
+        has_row = op == "megatron_forward" and bool(case["speedup"])
+        return _megatron_table if has_row else None
+    if op in ("memory", "differentiable_overhead"):
+        return None
+    if op not in LABELS:
+        raise ValueError(f"{name}.json: no table shows the operation {op!r}")
+    if BASELINES.keys() & case["speedup"].keys():
+        return _baseline_table
+    if op == "dispatch+combine":
+        return _decode_table
+    return _node_table if "local_ranks" in case else _row_table
+
+
+def _row_table(rows: Sequence[Row]) -> str:
+    head = (
+        "ranks x tokens, hidden",
+        "operation",
+        "p50",
+        "of the roof",
+        "against Gloo",
+        "against OpenMPI",
+    )
+    body = (
+        (
+            _shape(case),
+            LABELS[case["op"]],
+            _ms(case["p50_us"]),
+            _share(case["fraction_of_roof"]),
+            _ratio(case, "gloo"),
+            _ratio(case, "mpi"),
+        )
+        for _, case in rows
+    )
+    return _table("Dispatch and combine", head, body, rows)
+
+
+def _decode_table(rows: Sequence[Row]) -> str:
+    head = (
+        "ranks x tokens, hidden",
+        "dispatch + combine from Python, p50",
+        "against Gloo",
+        "against OpenMPI",
+        "differentiable: more per dispatch",
+    )
+    body = (
+        (
+            _shape(case),
+            _us(case["p50_us"]),
+            _ratio(case, "gloo"),
+            _ratio(case, "mpi"),
+            _us(_p50(recorded, "differentiable_overhead")),
+        )
+        for recorded, case in rows
+    )
+    return _table("Small batches", head, body, rows)
+
+
+def _baseline_table(rows: Sequence[Row]) -> str:
+    head = (
+        "ranks x tokens, hidden",
+        "case",
+        "operation",
+        "p50",
+        "in turns with",
+        "p50",
+        "times as fast",
+    )
+    body = []
+    for _, case in rows:
+        baseline = next(name for name in BASELINES if name in case["speedup"])
+        unit = _us if case["op"] == "dispatch+combine" else _ms
+        body.append(
+            (
+                _shape(case),
+                _asked_for(case),
+                LABELS[case["op"]],
+                unit(case["p50_us"]),
+                BASELINES[baseline],
+                unit(case["peer_p50_us"][baseline]),
+                f"{case['speedup'][baseline]:.2f}",
+            )
+        )
+    return _table("Against the plain call", head, body, rows)
+
+
+def _node_table(rows: Sequence[Row]) -> str:
+    head = (
+        "ranks x tokens, hidden",
+        "nodes, rail",
+        "operation",
+        "p50",
+        "MB between nodes",
+        'against `backend="collective"`',
+    )
+    body = (
+        (
+            _shape(case),
+            f"{case['ranks'] // case['local_ranks']} of {case['local_ranks']} ranks, {case['rail']}",
+            LABELS[case["op"]],
+            _ms(case["p50_us"]),
+            f"{case['internode_bytes'] / 1e6:.1f}",
+            _ratio(case, "collective"),
+        )
+        for _, case in rows
+    )
+    return _table("One machine as several nodes", head, body, rows)
+
+
+def _megatron_table(rows: Sequence[Row]) -> str:
+    head = ("ranks x tokens, hidden", "dispatcher", "forward", "forward and backward")
+    body = []
+    for recorded, case in rows:
+        step = recorded.case("megatron_step", client=case["client"])
+        client = str(case["client"])
+        cells = (_ratio(one, "alltoall_gloo") for one in (case, step))
+        body.append((_shape(case), CLIENTS.get(client, client), *cells))
+    return _table("Times as fast as Megatron's all-to-all dispatcher over Gloo", head, body, rows)
+
+
+def _reshard_table(rows: Sequence[Row]) -> str:
+    head = (
+        "weights, second reshard of the same models",
+        "destination",
+        "p50",
+        "of the copy roof",
+        "against Gloo on the same plan",
+        "outside the copies",
+    )
+    body = (
+        (
+            _weights(case),
+            "in the heap" if case["destination"] == "heap" else "outside it, through slots",
+            _ms(case["p50_us"]),
+            _share(case["fraction_of_roof"]),
+            _ratio(case, "gloo"),
+            _ms(case["outside_copies_us"]),
+        )
+        for _, case in rows
+    )
+    return _table("Reshard", head, body, rows)
+
+
+TABLES = (_row_table, _decode_table, _baseline_table, _node_table, _megatron_table, _reshard_table)
+
+
+def _table(
+    title: str,
+    head: Sequence[str],
+    body: Iterable[Sequence[str]],
+    rows: Sequence[Row],
+) -> str:
+    files = dict.fromkeys(f"`{recorded.name}`" for recorded, _ in rows)
+    lines = [f"### {title}", "", f"Files: {', '.join(files)}.", ""]
+    lines.append(f"| {' | '.join(head)} |")
+    lines.append("|" + "---|" * len(head))
+    lines += [f"| {' | '.join(cells)} |" for cells in body]
+    return "\n".join(lines)
+
+
+def _shape(case: Case) -> str:
+    return f"{case['ranks']} x {case['tokens']}, {case['hidden']}"
+
+
+def _asked_for(case: Case) -> str:
+    """What a case asks for besides the plain call, in a few words."""
+    words = []
+    if case["quantization"] is not None:
+        order = ", column-major" if case["column_major_scales"] else ""
+        words.append(f"`{case['quantization']}`, `{case['scale_format']}` scales{order}")
+    if case["api"] != "native":
+        words.append("HybridEP's functions: routing map in, permuted rows out")
+    if case["layout"] != "EXPERT_MAJOR":
+        words.append(f"`{case['layout']}`")
+    if case.get("node_reduction"):
+        nodes = case["ranks"] // case["local_ranks"]
+        words.append(
+            f"`node_reduction`, {nodes} nodes of {case['local_ranks']} ranks over {case['rail']}"
+        )
+    return "; ".join(words)
+
+
+def _weights(case: Case) -> str:
+    shape = case["shape"]
+    if "num_tensors" in shape:
+        size = case["model_bytes"] / shape["num_tensors"] / 1024
+        what = f"{shape['num_tensors']:,} tensors of {size:g} KiB"
+    else:
+        what = f"{case['model_bytes'] / 2**30:.1f} GiB"
+    if case["disjoint"]:
+        where = f"{case['source_ranks']} ranks to {case['destination_ranks']} others"
+    else:
+        where = f"{case['ranks']} ranks"
+    return f"{what}, {case['from']} to {case['to']}, {where}"
+
+
+def _p50(recorded: Recorded, op: str) -> float | None:
+    return next((case["p50_us"] for case in recorded.cases if case["op"] == op), None)
+
+
+def _ratio(case: Case, peer: str) -> str:
+    return f"{case['speedup'][peer]:.1f} x" if peer in case["speedup"] else "-"
+
+
+def _share(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.2f}"
+
+
+def _ms(value_us: float | None) -> str:
+    return "-" if value_us is None else f"{value_us / 1e3:.1f} ms"
+
+
+def _us(value_us: float | None) -> str:
+    return "-" if value_us is None else f"{value_us:.0f} us"
