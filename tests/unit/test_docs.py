@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -92,30 +94,70 @@ def test_cli_commands_exist(document: str) -> None:
         assert outcome.exit_code == 0, f"moe-comm {command}: {outcome.output}"
 
 
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_readme_example_runs() -> None:
-    """On one rank, as printed; the sums are what its experts should give."""
-    example, options = code_blocks("README.md", "python")
+    """On one rank, as printed, then the pages on options with its names; results are as its experts give them."""
+    (example,) = code_blocks("README.md", "python")
     assert len(example.strip().splitlines()) <= 20
     check = (
         "w = topk_weights.sum(dim=1, keepdim=True)\n"
         "assert torch.allclose(y.float(), 2 * w * x.float(), rtol=2e-2, atol=2e-2)\n"
         "assert torch.allclose(x.grad.float(), (2 * w).expand(100, 64), rtol=2e-2, atol=2e-2)\n"
+        "x = x.detach()\n"
     )
-    check_options = (
-        "rows = 2 * x.shape[0]\n"
-        "assert fp8.x.data_fp8.dtype is torch.float8_e4m3fn and fp8.x.shape == (rows, 64)\n"
-        "assert fixed.x.shape == (256, 64) and int(fixed.num_dropped_per_expert.sum()) == 0\n"
-        "assert early.x.shape == (8 * 256, 64) and int(early.num_tokens_per_expert.sum()) == rows\n"
+    (quantization,) = code_blocks("docs/quantization.md", "python")
+    check_quantization = (
+        "assert result.x.dtype is torch.float8_e4m3fn and result.x.shape == (200, 64)\n"
+        "assert result.x_sf.dtype is torch.float32 and result.x_sf.shape == (200, 1)\n"
+        "assert torch.allclose(rows.float().sum(0), 2 * x.float().sum(0), atol=4.0)\n"
+    )
+    (capacity,) = code_blocks("docs/capacity.md", "python")
+    check_capacity = (
+        "assert result.x.shape == (8192, 64) and not result.has_overflow\n"
+        "assert result.handle.dropped_choices().shape == (100, 2)\n"
         "buffer.destroy(); comm.destroy(); print('done')\n"
     )
+    parts = (example, check, quantization, check_quantization, capacity, check_capacity)
     run = subprocess.run(
-        [sys.executable, "-c", example + check + options + check_options],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", "\n".join(parts)], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["done"]
+
+
+def test_names_in_the_readme_exist() -> None:
+    """What the table tells a reader to write can be imported."""
+    text = (ROOT / "README.md").read_text()
+    names = set(re.findall(r"\bmoe_comm(?:\.\w+)+", text))
+    for module, imported in re.findall(r"\bfrom (moe_comm[\w.]*) import (\w+(?:, \w+)*)", text):
+        names |= {f"{module}.{name}" for name in imported.split(", ")}
+    assert len(names) >= 15
+    if importlib.util.find_spec("torchtitan") is None:
+        names.remove(
+            "moe_comm.dispatcher.torchtitan.moe_comm_dispatcher"
+        )  # registered with torchtitan
+    assert [name for name in sorted(names) if not is_importable(name)] == []
+
+
+def is_importable(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), attribute) or bool(
+            importlib.util.find_spec(name)
+        )
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_pictures_exist_in_both_versions(document: str) -> None:
+    shown = re.findall(r'(?:src|srcset)="([^"]+)"', (ROOT / document).read_text())
+    assert [path for path in shown if not ((ROOT / document).parent / path).is_file()] == []
+    assert len(shown) % 2 == 0, "a picture has a light and a dark version"
 
 
 @pytest.mark.parametrize("name", moe_comm.__all__)
