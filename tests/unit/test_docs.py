@@ -211,10 +211,11 @@ def test_api_page_shows_the_real_signatures() -> None:
                 assert keyword.value.value == default, f"{name}({keyword.arg})"
 
 
-def test_version_is_in_the_changelog() -> None:
+def test_version_is_in_the_changelog_and_the_readme() -> None:
     from moe_comm._version import __version__
 
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"Version {__version__}." in (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_groups_is_what_groups_gives() -> None:
