@@ -1,3 +1,3 @@
 """The package's version; setup reads it without importing the package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
