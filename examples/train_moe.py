@@ -37,6 +37,7 @@ from moe_comm.routing_trace import save_routing_trace
 NUM_SHARDS = 4
 NUM_TRACED_STEPS = 4
 NUM_TABLE_ROWS = 10
+LINE_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,9 +332,11 @@ def run(num_ranks: int, options: Options, progress: Progress) -> RunResult:
     Raises:
         torch.multiprocessing.ProcessRaisedException: A rank failed; the message has its traceback.
     """
-    task = progress.add_task(
-        f"{num_ranks} rank{'s' * (num_ranks > 1)}", total=options.num_steps, loss=""
-    )
+    name = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+    task = progress.add_task(name, total=options.num_steps, loss="starting")
+    start = said_at = time.monotonic()
+    if not progress.console.is_terminal:
+        progress.console.print(f"{name}: starting")
     results = torch.multiprocessing.get_context("forkserver").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = torch.multiprocessing.start_processes(
@@ -345,16 +348,27 @@ def run(num_ranks: int, options: Options, progress: Progress) -> RunResult:
             start_method="forkserver",  # it loads torch once, for all ranks
         )
         result = None
+        num_steps = 0
+        text = "starting"
         has_ended = False
         while not has_ended:
             has_ended = ranks.join(timeout=0.1)
             while not results.empty():
                 item = results.get()
                 if isinstance(item, float):
-                    progress.update(task, advance=1, loss=f"loss {item:.4f}")
+                    num_steps += 1
+                    text = f"loss {item:.4f}"
+                    progress.update(task, completed=num_steps, loss=text)
                 else:
                     losses, topk_idx, seconds = item
                     result = RunResult(losses, torch.from_numpy(topk_idx), seconds)
+            now = time.monotonic()
+            # A bar moves on a terminal only.
+            if not progress.console.is_terminal and now - said_at > LINE_S:
+                said_at = now
+                progress.console.print(
+                    f"{name}: step {num_steps} of {options.num_steps}, {text}, {now - start:.0f} s"
+                )
     assert result is not None
     return result
 
