@@ -4,12 +4,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/ready
 DEMO := build/demo
 
-# With OpenMPI on the machine, the bench can compare itself with it.
-comma := ,
-EXTRAS := build,test,lint,plot$(if $(shell command -v mpirun),$(comma)mpi)
+# The environment grows in layers, each with a file that says that it is there: a demo needs no linter.
+TOOLS := $(VENV)/has-tools
+TORCH := $(VENV)/has-torch
+PACKAGE := $(VENV)/has-package
+READY := $(VENV)/ready
 
 # The project's own warnings are errors here, but not in a user's build of the package.
 export MOE_COMM_WERROR ?= 1
@@ -20,7 +21,11 @@ export MOE_COMM_CUDA_ARCHS ?= 90a
 # Where nvcc is, the module across nodes is built too; device code of NVSHMEM comes with its wheel,
 # unless torch has brought one.
 CUDA_MAJOR := $(shell nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
-NVSHMEM := nvidia-nvshmem-cu$(CUDA_MAJOR)==3.8.0
+
+# Bytecode is compiled where it is used: for all of torch it would take as long as to unpack it.
+with_tools = PATH="$(abspath $(BIN)):$$PATH"
+install = $(with_tools) $(BIN)/python tools/pip_install.py --no-compile -c constraints.txt
+compile = $(with_tools) $(BIN)/python setup.py --quiet build_ext --inplace
 
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess tests/gpu)
@@ -28,25 +33,47 @@ RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess tests/gpu)
 .DEFAULT_GOAL := help
 .PHONY: help
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): constraints.txt pyproject.toml
+$(TOOLS): constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel pybind11 cmake ninja torch
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet -c constraints.txt \
-	  --no-build-isolation -e '.[$(EXTRAS)]'
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps \
-	  "torchtitan; python_version >= '3.11'"
-	[ -z "$(CUDA_MAJOR)" ] || $(BIN)/python -c "import nvidia.nvshmem" 2>/dev/null \
-	  || $(BIN)/python -m pip install --quiet --no-deps "$(NVSHMEM)"
+	$(install) setuptools wheel pybind11 cmake ninja
 	touch $@
+
+$(TORCH): $(TOOLS)
+	$(install) torch
+	touch $@
+
+# The package with what it needs to run. pip would compile in silence: so it finds the module built.
+$(PACKAGE): $(TORCH) pyproject.toml
+	MOE_COMM_MODULES=host $(compile)
+	MOE_COMM_MODULES=host $(install) --no-build-isolation -e .
+	touch $@
+
+# What tests and linters need besides.
+$(READY): $(TORCH) pyproject.toml
+	MOE_COMM_MODULES=host $(compile)
+	MOE_COMM_MODULES=host $(install) --no-build-isolation -e '.[lint,plot,test,wheel]'
+	$(install) --no-deps "torchtitan; python_version >= '3.11'"
+	[ -z "$(CUDA_MAJOR)" ] || $(BIN)/python -c "import nvidia.nvshmem" 2>/dev/null \
+	  || $(install) --no-deps nvidia-nvshmem-cu$(CUDA_MAJOR)
+	touch $(PACKAGE) $@
+
+# Torch is fetched and unpacked on one core while the other compiles.
+.PHONY: first-minutes host
+first-minutes:
+	@$(MAKE) --no-print-directory -j2 $(TORCH) host
+	@$(MAKE) --no-print-directory $(PACKAGE)
+
+host: $(TOOLS)
+	MOE_COMM_MODULES=host $(compile)
 
 .PHONY: build
 build: $(READY)  ## Set up .venv and compile what has changed
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+	$(compile)
 
 .PHONY: demo
-demo: build  ## Train a small MoE on 4 ranks and on 1, then time dispatch on its recorded routing
+demo: first-minutes  ## Train a small MoE on 4 ranks and on 1, then time dispatch on its recorded routing
 	mkdir -p $(DEMO)
 	$(BIN)/python examples/train_moe.py --trace $(DEMO)/trace.npz
 	$(BIN)/moe-comm bench dispatch-combine --ranks 4 --tokens 2048 --hidden 2048 \
@@ -79,6 +106,23 @@ bench: build  ## Time dispatch and combine at the reference sizes, over 2 ranks
 .PHONY: gpu
 gpu: $(if $(GPU_PYTHON),,build)  ## On a machine with a GPU: build, conformance, benchmarks, compute-sanitizer, in stages
 	$(or $(GPU_PYTHON),$(BIN)/python) tests/gpu/run_stages.py $(GPU_ARGS)
+
+.PHONY: test-mpi
+test-mpi: build  ## What needs an MPI on this machine, where there is one
+	@if ! command -v mpirun >/dev/null; then \
+	  echo "test-mpi: SKIPPED: there is no mpirun in PATH, so nothing that needs MPI was tested"; \
+	else \
+	  set -ex; \
+	  $(install) --upgrade --target build/mpi mpi4py; \
+	  export PYTHONPATH="$(CURDIR)/build/mpi"; \
+	  mpirun --version; \
+	  $(BIN)/python -c "from mpi4py import MPI; print(MPI.Get_library_version())"; \
+	  $(BIN)/python -m pytest -m "not slow" -k mpi -rs tests/multiprocess $(TEST_ARGS); \
+	fi
+
+.PHONY: check-bare
+check-bare: $(READY)  ## What make installs: resolves on the plain index, suffices and is all there is
+	$(BIN)/python tools/check_bare.py
 
 .PHONY: wheel
 wheel: $(READY)  ## Build dist/moe_comm-*.whl
