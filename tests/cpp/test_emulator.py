@@ -86,7 +86,7 @@ def test_a_stack_that_overflows_faults(programs: dict[str, Path]) -> None:
     assert (ended.stdout, ended.returncode) == ("deep enough\n", -signal.SIGSEGV)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("switch", ["MOE_SIMT_UCONTEXT", "MOE_SIMT_BOOST_CONTEXT"])
 def test_other_ways_to_switch(switch: str, tmp_path: Path) -> None:
     """What CMake chooses on other machines than this one."""

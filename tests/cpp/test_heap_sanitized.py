@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {"socket_rail": ["core/*.cpp", "host/socket_rail.cpp"]}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["heap_stress", "mesh_stress", "socket_rail"])
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_heap_stress(sanitizer: str, name: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.helpers.source_tree import copy_source_tree, run
 RACE = re.compile(r"^SUMMARY: ThreadSanitizer: (.*)$", re.MULTILINE)
 EXIT_STATUS_OF_A_RACE = "66"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 def libtsan() -> str:

@@ -136,6 +136,7 @@ def check_gradient(context: RankContext, backend: str, case: Case) -> None:
     communicator.destroy()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", PLACES)
 @pytest.mark.parametrize(
     ("backend", "mode"),

@@ -98,6 +98,7 @@ def quantised_gradients(
         return {name: grad.clone() for name, grad in zip(names, grads, strict=True)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("backend", "mode"), MODES)
 def test_the_backward_of_a_quantised_dispatch_is_that_of_a_plain_one(
@@ -211,6 +212,7 @@ def one_rank_differs(context: RankContext, backend: str, how: str) -> list[str]:
     return operations
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how", ["skips its experts", "receives nothing", "detaches", "needs no gradient"]
 )
@@ -245,6 +247,7 @@ def bad_option(context: RankContext, backend: str, what: str) -> str:
     return caught
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "kind", "said"),
     [

@@ -129,6 +129,7 @@ def test_node_reduction_is_checked_and_compared_with_none(tmp_path: Path) -> Non
     assert row["baseline"]["name"] == "unreduced"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [

@@ -177,6 +177,7 @@ def check_normal_mode(context: RankContext, case: Case, backend: str) -> None:
         assert torch.equal(weights, mine.topk_weights.masked_fill(unused, 0.0))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_normal_mode(case: Case, backend: str) -> None:
@@ -253,6 +254,7 @@ def check_fp8(context: RankContext, case: Case, backend: str) -> None:
             assert sums.shape == mine.x.shape
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]], ids=str)
 def test_fp8_pairs(case: Case, backend: str) -> None:

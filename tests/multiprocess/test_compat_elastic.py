@@ -198,6 +198,7 @@ def check_dispatch_and_combine(
         assert handle.topk_idx.data_ptr() != mine.topk_idx.data_ptr() or not mine.num_tokens
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("expanded", [False, True], ids=["by_rank", "by_expert"])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -155,6 +155,7 @@ def check_permute(context: RankContext, case: Case, backend: str) -> None:
             assert torch.equal(bare, token)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_permute(case: Case, backend: str) -> None:
@@ -215,6 +216,7 @@ def check_limit(context: RankContext, case: Case, backend: str, limit: str) -> N
             assert len(everything) >= num_kept
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("case", [CASES[1], CASES[-1]], ids=str)
@@ -284,6 +286,7 @@ def check_plain(context: RankContext, case: Case, backend: str) -> None:
             assert token_probs is None or torch.equal(again_probs, token_probs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plain(case: Case, backend: str) -> None:

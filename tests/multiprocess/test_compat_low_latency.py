@@ -170,6 +170,7 @@ def check_options(context: RankContext, case: Case, backend: str) -> None:
         assert bool((waits >= 0).all())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_options(case: Case, backend: str) -> None:

@@ -9,15 +9,15 @@ from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import CHECKS, check_case
 from tests.helpers.node_ranks import target
 
-# Rail, how ranks run, most ranks a node, and every how many cases `make test` runs.
+# Rail, how ranks run, most ranks a node.
 RUNS = [
-    ("sockets", "threads", 2, 10),
-    ("sockets", "threads", 1, 16),
-    ("sockets", "threads", 3, 16),
-    ("sockets", "processes", 2, 40),
-    ("gloo", "processes", 2, 16),
-    ("gloo", "processes", 1, 20),
-    ("gloo", "processes", 3, 20),
+    ("sockets", "threads", 2),
+    ("sockets", "threads", 1),
+    ("sockets", "threads", 3),
+    ("sockets", "processes", 2),
+    ("gloo", "processes", 2),
+    ("gloo", "processes", 1),
+    ("gloo", "processes", 3),
 ]
 
 
@@ -28,25 +28,16 @@ def runs(case: Case, most_local_ranks: int) -> bool:
     )
 
 
-def runs_of_cases() -> list[object]:
-    parameters = []
-    for rail, mode, most_local_ranks, share in RUNS:
-        fitting = [case for case in CASES if runs(case, most_local_ranks)]
-        for idx, case in enumerate(fitting):
-            parameters.append(
-                pytest.param(
-                    rail,
-                    mode,
-                    most_local_ranks,
-                    case,
-                    id=f"{rail}-{mode}-{most_local_ranks}-{case.name}",
-                    marks=() if idx % min(share, len(fitting)) == 0 else pytest.mark.slow,
-                )
-            )
-    return parameters
+RUNS_OF_CASES = [
+    pytest.param(*run, case, id=f"{'-'.join(map(str, run))}-{case.name}")
+    for run in RUNS
+    for case in CASES
+    if runs(case, run[2])
+]
 
 
-@pytest.mark.parametrize(("rail", "mode", "most_local_ranks", "case"), runs_of_cases())
+@pytest.mark.sampled(1, 2)
+@pytest.mark.parametrize(("rail", "mode", "most_local_ranks", "case"), RUNS_OF_CASES)
 def test_case(rail: str, mode: str, most_local_ranks: int, case: Case) -> None:
     check_case(target(most_local_ranks, rail), case, mode=mode)
 
@@ -57,7 +48,7 @@ FAST_CHECKS = ("bad-input", "in-flight", "overwrite")
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(check, marks=() if check in FAST_CHECKS else pytest.mark.slow)
+        pytest.param(check, marks=() if check in FAST_CHECKS else pytest.mark.full)
         for check in CHECKS
     ],
 )
@@ -65,8 +56,8 @@ FAST_CHECKS = ("bad-input", "in-flight", "overwrite")
     ("rail", "mode", "most_local_ranks"),
     [
         ("sockets", "threads", 2),
-        pytest.param("gloo", "processes", 1, marks=pytest.mark.slow),
-        pytest.param("gloo", "processes", 2, marks=pytest.mark.slow),
+        pytest.param("gloo", "processes", 1, marks=pytest.mark.full),
+        pytest.param("gloo", "processes", 2, marks=pytest.mark.full),
     ],
 )
 def test_check(rail: str, mode: str, most_local_ranks: int, check: str) -> None:

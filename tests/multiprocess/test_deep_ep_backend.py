@@ -48,32 +48,20 @@ class CommunicatorWithDeepEp(Communicator):
 
 TARGET = Target(name="deep_ep", connect=CommunicatorWithDeepEp)
 
-# One of everything that differs on the way through DeepEP; the rest is slow.
-QUICK = (
-    "1-ranks", "3-ranks", "float64", "special-bfloat16", "masked", "repeated", "nothing", "top-17",
-    "alignment-8", "one-element-rows", "empty-first", "rank-without-experts", "interleaved-experts",
-    "elastic", "pair", "float32-rows-bfloat16-200", "float32-columns-float32-128",
-    "ue8m0-columns-float32-128", "mask-one", "drop", "fixed",
-)  # fmt: skip
 
-
-def cases() -> list[Any]:
-    return [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=() if any(name in case.name for name in QUICK) else pytest.mark.slow,
-        )
-        for case in CASES
-    ]
-
-
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     check_case(TARGET, case)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=() if check == "bad-input" else pytest.mark.full)
+        for check in CHECKS
+    ],
+)
 def test_check(check: str) -> None:
     CHECKS[check](TARGET)
 

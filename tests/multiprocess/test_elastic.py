@@ -28,6 +28,7 @@ from moe_comm import (
 )
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
+    SHORT_S,
     config_for,
     die,
     die_after,
@@ -165,7 +166,7 @@ def _die_in_shrink(context: RankContext, seed: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))]
 )
 def test_deaths_during_shrink(seed: int) -> None:
     results = run_ranks(_die_in_shrink, 5, seed, fresh=True, expect_dead=[1, 2, 4])
@@ -185,7 +186,7 @@ def _scribble() -> None:
 
 def _stop_one(context: RankContext, folder: str) -> tuple[str, tuple[int, ...]]:
     """Rank 2 is stopped in the middle of its steps and continues after the others have shrunk."""
-    buffer = make_buffer(context, stall_timeout_s=2.0, arrival_timeout_s=3.0)
+    buffer = make_buffer(context, stall_timeout_s=SHORT_S, arrival_timeout_s=SHORT_S + 1.0)
     comm = buffer.communicator
     pids = gather_pids(comm)
     step(buffer, 0)
@@ -229,6 +230,7 @@ def _stop_one(context: RankContext, folder: str) -> tuple[str, tuple[int, ...]]:
     return str(error), shrunk.failed_ranks
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_a_stopped_rank_is_evicted_and_cannot_write(tmp_path: Path) -> None:
     results = run_ranks(_stop_one, 3, str(tmp_path), fresh=True, expect_dead=[2])
     assert [results[0][1], results[1][1]] == [(2,)] * 2
@@ -326,7 +328,7 @@ def test_too_few_may_not_go_on(tmp_path: Path) -> None:
 
 def _come_late(context: RankContext, folder: str) -> None:
     """Rank 1 does not call; the others name it in their second call."""
-    comm = Communicator(backend="host", stall_timeout_s=5.0, arrival_timeout_s=2.0)
+    comm = Communicator(backend="host", stall_timeout_s=5.0, arrival_timeout_s=SHORT_S)
     is_over = Path(folder) / f"over {context.rank_idx}"
     comm.all_gather(b"")  # the others call shrink() together
     if context.rank_idx == 1:
@@ -349,6 +351,7 @@ def _come_late(context: RankContext, folder: str) -> None:
     shrunk.communicator.destroy()
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_a_rank_that_does_not_call_can_be_named_later(tmp_path: Path) -> None:
     run_ranks(_come_late, 3, str(tmp_path))
 

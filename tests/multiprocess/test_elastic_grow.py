@@ -126,7 +126,7 @@ def _free_address() -> str:
     pytest.skip("every port that was tried is taken")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.slow), "address"])
+@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.full), "address"])
 def test_a_rank_returns_to_its_old_place(tmp_path: Path, kind: str) -> None:
     where = str(tmp_path / "store") if kind == "file" else _free_address()
     results = run_ranks(

@@ -240,6 +240,7 @@ def _stop(context: RankContext, folder: str) -> tuple[Told, Told]:
     return told(first), told(comm_error)
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_stopped_rank_is_named_by_all_and_everybody_recovers(tmp_path: Path) -> None:
     results = run_ranks(_stop, 3, str(tmp_path))
     for rank_idx, (first, later) in enumerate(results):
@@ -274,6 +275,7 @@ def _stop_elsewhere(context: RankContext, folder: str) -> Told:
     return told(error)
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_a_stopped_rank_of_another_node_is_named_by_all(tmp_path: Path) -> None:
     for rank_idx, error in enumerate(run_ranks(_stop_elsewhere, 4, str(tmp_path))):
         assert error[:2] == ("PeerTimeoutError", (3,)), (rank_idx, error)
@@ -295,11 +297,15 @@ def _never_come(context: RankContext, folder: str) -> Told | None:
     return None if error is None else told(error)
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_absent_rank_is_named(tmp_path: Path) -> None:
     results = run_ranks(_never_come, 3, str(tmp_path))
     assert_all_told(results, PeerTimeoutError, 1)
     assert results[0] is not None
     assert "did not enter dispatch" in results[0][4]
+
+
+LATE_FOR = "s for rank 1"
 
 
 def _come_late(context: RankContext, folder: str) -> list[str]:
@@ -309,7 +315,8 @@ def _come_late(context: RankContext, folder: str) -> list[str]:
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
-            if len(warnings) == 2:
+            # On a busy machine the other rank may be late as well, for a moment.
+            if sum(f"{LATE_FOR} to enter dispatch" in text for text in warnings) == 2:
                 (Path(folder) / f"warned {context.rank_idx}").touch()
 
     handler = Keep()
@@ -329,7 +336,7 @@ def _come_late(context: RankContext, folder: str) -> list[str]:
 def test_late_rank_is_reported_until_it_comes(tmp_path: Path) -> None:
     results = run_ranks(_come_late, 3, str(tmp_path))
     for rank_idx in (0, 2):
-        waits = [text for text in results[rank_idx] if "s for rank 1 to enter dispatch" in text]
+        waits = [text for text in results[rank_idx] if f"{LATE_FOR} to enter dispatch" in text]
         assert len(waits) >= 2, results[rank_idx]
 
 
@@ -346,6 +353,7 @@ def _cross(context: RankContext) -> tuple[Told, int]:
     return told(error), context.rank_idx
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_blocking_calls_in_opposite_order_name_both_buffers() -> None:
     results = run_ranks(_cross, 2)
     assert [name for (name, *_), _ in results] == ["PeerTimeoutError"] * 2
@@ -429,7 +437,8 @@ from tests.helpers.failing_ranks import *
 import torch.distributed as dist
 rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-comm = moe_comm.Communicator(backend="host", stall_timeout_s=2.0, arrival_timeout_s=60.0)
+limit_s = 2.0 if how == "in flight" else 60.0  # what is in flight is given up after it
+comm = moe_comm.Communicator(backend="host", stall_timeout_s=limit_s, arrival_timeout_s=60.0)
 buffer = moe_comm.EpBuffer(comm, config_for(2))
 step(buffer, 0)
 dist.destroy_process_group()  # Gloo's threads may not outlive Python
@@ -447,7 +456,10 @@ print("told:", error)
 """
 
 
-@pytest.mark.parametrize("how", ["idle", "in flight"])
+@pytest.mark.parametrize(
+    "how",
+    ["idle", pytest.param("in flight", marks=pytest.mark.clock(usual_s=0.2, limit_s=2.0))],
+)
 def test_exit_without_destroy(how: str, tmp_path: Path) -> None:
     """Python ends in good order whatever is alive, and peers hear of it."""
 

@@ -105,6 +105,7 @@ def hybrid_layer(context: RankContext, backend: str, num_topk: int | None, pad: 
     del shared
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_topk", [2, None], ids=["top2", "any"])
 @pytest.mark.parametrize("pad", [None, 4])

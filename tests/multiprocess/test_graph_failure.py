@@ -115,6 +115,7 @@ def _never_come(context: RankContext) -> None:
     assert f"rank {VICTIM} did not enter dispatch" in str(error)
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_limit_of_one_rank_ends_waits_of_all() -> None:
     run_ranks(_never_come, NUM_RANKS, fresh=True, timeout_s=TIMEOUT_S)
 

@@ -73,6 +73,7 @@ def same_bits_as_with_one_node(
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (rank_idx, i)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "num_local_ranks"), NODE_LAYOUTS)
 @pytest.mark.parametrize("layout", list(Layout))
 def test_same_bits(num_ranks: int, num_local_ranks: int, layout: Layout) -> None:
@@ -175,6 +176,7 @@ def num_rows_on_node(case: Case, num_ranks: int, num_local_ranks: int, src: int,
     return num_rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "num_local_ranks"), NODE_LAYOUTS)
 @pytest.mark.parametrize("layout", list(Layout))
 def test_bytes_are_those_of_the_formula(

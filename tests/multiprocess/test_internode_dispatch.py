@@ -205,13 +205,14 @@ def failure_of(buffer: EpBuffer, batch: tuple[torch.Tensor, ...], num_calls: int
 LIMITS = {"stall_timeout_s": 3.0, "arrival_timeout_s": 4.5}
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=LIMITS["stall_timeout_s"])
 @pytest.mark.parametrize(
     "position",
     [
         pytest.param(0, id="row"),
-        pytest.param(1, id="header", marks=pytest.mark.slow),
+        pytest.param(1, id="header"),
         pytest.param(2, id="chunk"),
-        pytest.param(3, id="later-chunk", marks=pytest.mark.slow),
+        pytest.param(3, id="later-chunk"),
     ],
 )
 def test_a_message_that_never_comes(monkeypatch: pytest.MonkeyPatch, position: int) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.testing import RankContext, RankError, RankTimeoutError, close_workers, run_ranks
-from tests.helpers.failing_ranks import wait_for
+from tests.helpers.failing_ranks import SHORT_S, wait_for
 
 MODES = ["threads", "processes"]
 is_over = threading.Event()
@@ -83,13 +83,14 @@ def test_an_exception_is_raised_with_its_rank(mode: str) -> None:
     assert len(run_ranks(describe, 3, 0, mode=mode)) == 3
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_hanging_rank_shows_its_stack(mode: str, tmp_path: Path) -> None:
     marker = tmp_path / "others are done"
     is_over.clear()
     run_ranks(describe, 2, 0, mode=mode)  # processes may have to be started
     with pytest.raises(RankTimeoutError, match=r"ranks \[1\] did not end[^$]*wait_for_nothing"):
-        run_ranks(hang_on_one, 2, str(marker), mode=mode, timeout_s=3.0)
+        run_ranks(hang_on_one, 2, str(marker), mode=mode, timeout_s=SHORT_S)
     is_over.set()
     assert marker.exists()
     assert len(run_ranks(describe, 2, 0, mode=mode)) == 2

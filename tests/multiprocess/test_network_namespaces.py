@@ -106,9 +106,9 @@ def running(network: Network, job: Job, folder: Path) -> Iterator[Ranks]:
     ("num_ranks", "num_hosts", "rail"),
     [
         (4, 2, "gloo"),
-        pytest.param(4, 2, "sockets", marks=pytest.mark.slow),
-        pytest.param(3, 3, "gloo", marks=pytest.mark.slow),
-        pytest.param(6, 3, "sockets", marks=pytest.mark.slow),
+        pytest.param(4, 2, "sockets", marks=pytest.mark.full),
+        pytest.param(3, 3, "gloo", marks=pytest.mark.full),
+        pytest.param(6, 3, "sockets", marks=pytest.mark.full),
     ],
 )
 def test_hosts_of_their_own(tmp_path: Path, num_ranks: int, num_hosts: int, rail: str) -> None:
@@ -118,7 +118,7 @@ def test_hosts_of_their_own(tmp_path: Path, num_ranks: int, num_hosts: int, rail
             ranks.outcomes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rail", ["gloo", "sockets"])
 def test_links_that_delay_and_lose(tmp_path: Path, kind: str, rail: str) -> None:
@@ -134,22 +134,15 @@ def test_links_that_delay_and_lose(tmp_path: Path, kind: str, rail: str) -> None
 
 # What the kernel is told, and what nobody is told: two ways in which a host is suddenly alone.
 CUTS = ("unplug", "drop_all")
+STALL_TIMEOUT_S = 6.0
 
 
-@pytest.mark.parametrize(
-    ("cut", "rail"),
-    [
-        pytest.param(
-            cut, rail, marks=() if (cut, rail) == ("drop_all", "gloo") else pytest.mark.slow
-        )
-        for cut in CUTS
-        for rail in ("gloo", "sockets")
-    ],
-)
+@pytest.mark.clock(usual_s=0.5, limit_s=STALL_TIMEOUT_S)
+@pytest.mark.parametrize("rail", ["gloo", "sockets"])
+@pytest.mark.parametrize("cut", CUTS)
 def test_a_link_that_dies_is_named_on_every_rank(tmp_path: Path, cut: str, rail: str) -> None:
-    stall_timeout_s = 6.0
     with made("bridge", 2) as network:
-        job = Job(4, 2, network.address(0), rail, "until_error", stall_timeout_s)
+        job = Job(4, 2, network.address(0), rail, "until_error", STALL_TIMEOUT_S)
         with running(network, job, tmp_path) as ranks:
             ranks.await_steps()
             getattr(network, cut)(1)

@@ -19,12 +19,8 @@ from tests.helpers.rank_threads import on_ranks
 
 pytest.importorskip("moe_comm._host")
 
-# Backend, how ranks run (threads: over sockets, processes: over Gloo), every how many cases run.
-RUNS = [
-    ("host", "threads", 3),
-    ("host", "processes", 12),
-    ("collective", "processes", 12),
-]
+# Backend, how ranks run (threads: over sockets, processes: over Gloo).
+RUNS = [("host", "threads"), ("host", "processes"), ("collective", "processes")]
 NODE_LAYOUTS = [
     pytest.param(4, 2, id="2-nodes-of-2"),
     pytest.param(6, 2, id="3-nodes-of-2"),
@@ -33,21 +29,15 @@ NODE_LAYOUTS = [
 ]
 
 
-def runs_of_cases() -> list[object]:
-    return [
-        pytest.param(
-            name,
-            mode,
-            case,
-            id=f"{name}-{mode}-{case.name}",
-            marks=() if idx % share == 0 else pytest.mark.slow,
-        )
-        for name, mode, share in RUNS
-        for idx, case in enumerate(NODE_REDUCTION_CASES)
-    ]
+RUNS_OF_CASES = [
+    pytest.param(*run, case, id=f"{'-'.join(run)}-{case.name}")
+    for run in RUNS
+    for case in NODE_REDUCTION_CASES
+]
 
 
-@pytest.mark.parametrize(("name", "mode", "case"), runs_of_cases())
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("name", "mode", "case"), RUNS_OF_CASES)
 def test_case(name: str, mode: str, case: Case) -> None:
     check_case(Target(name=name), case, mode=mode)
 
@@ -116,6 +106,7 @@ def test_one_node_changes_nothing() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(plain, nodes, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_many_chunks(num_threads: int) -> None:
     """A chunk holds 128 sums: the ring goes round, on one thread and several."""
@@ -129,6 +120,7 @@ def test_many_chunks(num_threads: int) -> None:
         assert torch.equal(got.view(torch.int16), expected.view(torch.int16))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "num_local_ranks"), NODE_LAYOUTS)
 @pytest.mark.parametrize("layout", list(Layout))
 def test_bytes_are_those_of_the_formula(

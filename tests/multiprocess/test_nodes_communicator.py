@@ -27,7 +27,7 @@ from tests.helpers.failing_ranks import (
     wait_for,
 )
 
-LAYOUTS = [(4, 2), (3, 1), pytest.param(6, 2, marks=pytest.mark.slow)]
+LAYOUTS = [(4, 2), (3, 1), pytest.param(6, 2, marks=pytest.mark.full)]
 MIB = 1 << 20
 PATIENCE_S = 3.0
 """Long for ranks that start together."""
@@ -155,9 +155,10 @@ def _abort(context: RankContext, num_local_ranks: int) -> list[str]:
     return messages
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=PATIENCE_S)
 @pytest.mark.parametrize(
     ("num_ranks", "num_local_ranks"),
-    [(4, 2), *(pytest.param(*numbers, marks=pytest.mark.slow) for numbers in [(3, 1), (6, 2)])],
+    [(4, 2), (3, 1), (6, 2)],
 )
 def test_an_abort_reaches_every_node(num_ranks: int, num_local_ranks: int) -> None:
     (messages, *others) = run_ranks(_abort, num_ranks, num_local_ranks)

@@ -37,7 +37,7 @@ def mpirun(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_local_ranks"), [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+    ("num_ranks", "num_local_ranks"), [(4, 2), pytest.param(3, 1, marks=pytest.mark.full)]
 )
 def test_nodes_joined_by_mpi(num_ranks: int, num_local_ranks: int) -> None:
     done = mpirun(num_ranks, "-m", "tests.helpers.mpi_ranks", str(num_local_ranks))

@@ -125,9 +125,9 @@ def test_drawn_cases(name: str, mode: str, case: Case) -> None:
     ("rail", "mode", "most_local_ranks"),
     [
         ("sockets", "threads", 2),
-        pytest.param("sockets", "threads", 1, marks=pytest.mark.slow),
-        pytest.param("sockets", "threads", 3, marks=pytest.mark.slow),
-        pytest.param("gloo", "processes", 2, marks=pytest.mark.slow),
+        pytest.param("sockets", "threads", 1, marks=pytest.mark.full),
+        pytest.param("sockets", "threads", 3, marks=pytest.mark.full),
+        pytest.param("gloo", "processes", 2, marks=pytest.mark.full),
     ],
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -136,6 +136,7 @@ def _recover_late(context: RankContext, folder: str) -> Recovery:
     return recovery
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_recover_can_be_repeated(tmp_path: Path) -> None:
     results = run_ranks(_recover_late, 3, str(tmp_path))
     assert [recovery.failed_ranks for recovery in results] == [()] * 3
@@ -221,6 +222,7 @@ def _chain(context: RankContext, folder: str) -> tuple[str, tuple[int, ...]]:
     return str(error), error.ranks
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_the_end_of_the_chain_is_named(tmp_path: Path) -> None:
     results = run_ranks(_chain, 3, str(tmp_path))
     assert [ranks for _, ranks in results] == [(2,)] * 3, results

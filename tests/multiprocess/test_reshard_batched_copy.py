@@ -148,6 +148,7 @@ def _stop(context: RankContext, folder: str) -> Told:
     return told(error)
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_a_stopped_rank_is_named_and_everybody_recovers(tmp_path: Path) -> None:
     for name, ranks, operation, phase, text in run_ranks(_stop, 3, str(tmp_path)):
         assert (name, ranks, operation) == ("PeerTimeoutError", (2,), "batched copy"), text
@@ -172,6 +173,7 @@ def _never_come(context: RankContext, folder: str) -> Told | None:
     return error
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_an_absent_rank_is_named(tmp_path: Path) -> None:
     results = run_ranks(_never_come, 3, str(tmp_path))
     for rank_idx in (0, 2):

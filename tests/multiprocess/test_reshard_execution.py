@@ -143,6 +143,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("transport", "shape"),
     [("symmetric", SHAPE), ("heap", FUSED)],

@@ -21,7 +21,10 @@ from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCo
 from moe_comm.resharding.model_shapes import MoEShape, build_module, fill, find_differences
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.failing_ranks import HANG_S
+from tests.helpers.failing_ranks import (
+    HANG_S,
+    SHORT_S,
+)
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
 from tests.helpers.threaded_refits import error_of, nets, swap, threads
 
@@ -244,7 +247,7 @@ def _asks_at_once(context: RankContext, method: str, dies: bool) -> object:
     dst = ShardedNet(Parallelism(4), context.rank_idx)
     service: Any = method
     if method == "service":
-        communicator = Communicator(None, arrival_timeout_s=2 * HANG_S if dies else 3.0)
+        communicator = Communicator(None, arrival_timeout_s=2 * HANG_S if dies else SHORT_S)
         service = SymmetricCopyService(communicator=communicator)
     told: list[object] = []
     refit.swap_model_weights(src, dst, service, group=dist.group.WORLD)
@@ -283,7 +286,12 @@ def _asks_at_once(context: RankContext, method: str, dies: bool) -> object:
 
 @pytest.mark.parametrize(
     ("method", "dies"),
-    [("service", True), ("service", False), ("symmetric", True), ("nvshmem", True)],
+    [
+        ("service", True),
+        pytest.param("service", False, marks=pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)),
+        ("symmetric", True),
+        ("nvshmem", True),
+    ],
 )
 def test_the_dead_and_the_late_are_named_at_once(method: str, dies: bool) -> None:
     told = run_ranks(_asks_at_once, 4, method, dies, fresh=True, expect_dead=[2] if dies else [])

@@ -29,7 +29,14 @@ from tests.helpers.copy_services import (
     random_tasks,
     unregistered_group,
 )
-from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of, wait_for
+from tests.helpers.failing_ranks import (
+    HANG_S,
+    SHORT_S,
+    die,
+    die_after,
+    error_of,
+    wait_for,
+)
 
 TIMEOUT_S = 5 * HANG_S
 
@@ -45,12 +52,14 @@ def run(script: object, num_ranks: int, name: str, *args: object) -> list[object
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SERVICES)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_patterns(num_ranks: int, name: str) -> None:
     run(scripts.run_patterns, num_ranks, name, PATTERNS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SERVICES)
 @pytest.mark.parametrize(("num_ranks", "num_tasks"), [(1, 20), (2, 100), (3, 60), (4, 150)])
 def test_random_batches(num_ranks: int, num_tasks: int, name: str) -> None:
@@ -106,6 +115,7 @@ RAISED_BY_SUBMIT = {
 NEEDS_IDS = [name for name in SERVICES if not SERVICES[name].takes_no_task_ids]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mistake", "name"),
     [
@@ -306,10 +316,10 @@ def _does_not_come(context: RankContext, name: str, folder: str) -> list[object]
     if name == "gloo":
         service = GlooCopyService(group)
     else:
-        service = SymmetricCopyService(communicator=Communicator(None, arrival_timeout_s=3.0))
+        service = SymmetricCopyService(communicator=Communicator(None, arrival_timeout_s=SHORT_S))
     _move_together(service, context.num_ranks)
     target = torch.zeros(4)
-    _set_timeout(group, 3.0)
+    _set_timeout(group, SHORT_S)
     if context.rank_idx == 1:
         wait_for(lambda: len(list(Path(folder).iterdir())) == 2)
         return []
@@ -321,6 +331,7 @@ def _does_not_come(context: RankContext, name: str, folder: str) -> list[object]
     return [type(error).__name__, getattr(error, "ranks", None), str(error)]
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 @pytest.mark.parametrize("name", ["gloo", "symmetric"])
 def test_a_rank_that_does_not_run(name: str, tmp_path: Path) -> None:
     results = run_ranks(_does_not_come, 3, name, str(tmp_path), fresh=True, timeout_s=TIMEOUT_S)
@@ -382,13 +393,19 @@ def _gloo_peers_stop(context: RankContext, dies: bool, folder: str) -> list[obje
         service.run()
         return []
     if not dies:
-        _set_timeout(group, 3.0)
+        _set_timeout(group, SHORT_S)
     errors = [error_of(service.run), error_of(service.run)]
     ended.touch()
     return [[type(e).__name__, getattr(e, "ranks", None), str(e)] for e in errors]
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["stopped", "died"])
+@pytest.mark.parametrize(
+    "dies",
+    [
+        pytest.param(False, id="stopped", marks=pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)),
+        pytest.param(True, id="died"),
+    ],
+)
 def test_gloo_waits_for_all_peers_at_once(dies: bool, tmp_path: Path) -> None:
     results = run_ranks(
         _gloo_peers_stop,

@@ -284,6 +284,7 @@ def _stop(context: RankContext, folder: str) -> Told | None:
     return told(error)
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_a_stopped_rank_is_named_and_everybody_recovers(tmp_path: Path) -> None:
     results = run_ranks(_stop, 2, str(tmp_path))
     for result in results:

@@ -20,15 +20,14 @@ from moe_comm.testing.target import Target
 from tests.helpers.failing_ranks import config_for, step, steps_until_error
 from tests.helpers.rank_threads import on_ranks
 
-# How ranks run, ranks of a node, numbers of ranks, and every how many cases `make test` runs.
+# How ranks run, ranks of a node, numbers of ranks.
 RUNS = [
-    ("threads", 2, (4,), 8),
-    ("threads", 1, (2,), 20),
-    ("threads", 1, (3,), 20),
-    ("threads", 3, (6,), 1000),
-    ("processes", 2, (4,), 40),
-    ("processes", 1, (2, 3), 60),
-    ("processes", 4, (8,), 1000),
+    ("threads", 2, (4,)),
+    ("threads", 1, (2, 3)),
+    ("threads", 3, (6,)),
+    ("processes", 2, (4,)),
+    ("processes", 1, (2, 3)),
+    ("processes", 4, (8,)),
 ]
 
 
@@ -43,25 +42,22 @@ def target(num_local_ranks: int) -> Target:
     return Target(name="simt", connect=functools.partial(connect, num_local_ranks=num_local_ranks))
 
 
-def runs_of_cases() -> list[object]:
-    parameters = []
-    for mode, num_local_ranks, numbers, share in RUNS:
-        # Memory between nodes is made with the buffer, which has to know its sizes.
-        fitting = [case for case in CASES if case.num_ranks in numbers and not case.is_elastic]
-        for idx, case in enumerate(fitting):
-            parameters.append(
-                pytest.param(
-                    mode,
-                    num_local_ranks,
-                    case,
-                    id=f"{mode}-{case.num_ranks // num_local_ranks}x{num_local_ranks}-{case.name}",
-                    marks=() if idx % min(share, len(fitting)) == 0 else pytest.mark.slow,
-                )
-            )
-    return parameters
+RUNS_OF_CASES = [
+    pytest.param(
+        mode,
+        num_local_ranks,
+        case,
+        id=f"{mode}-{case.num_ranks // num_local_ranks}x{num_local_ranks}-{case.name}",
+    )
+    for mode, num_local_ranks, numbers in RUNS
+    for case in CASES
+    # Memory between nodes is made with the buffer, which has to know its sizes.
+    if case.num_ranks in numbers and not case.is_elastic
+]
 
 
-@pytest.mark.parametrize(("mode", "num_local_ranks", "case"), runs_of_cases())
+@pytest.mark.sampled(1, 2)
+@pytest.mark.parametrize(("mode", "num_local_ranks", "case"), RUNS_OF_CASES)
 def test_case(mode: str, num_local_ranks: int, case: Case) -> None:
     check_case(target(num_local_ranks), case, mode=mode)
 
@@ -81,7 +77,7 @@ def reduced_cases() -> list[object]:
     names = {f"node-reduction-{name}" for name in FEW_REDUCED}
     assert names <= {case.name for case in fitting}
     return [
-        pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.slow)
+        pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.full)
         for case in fitting
     ]
 
@@ -91,7 +87,7 @@ def test_node_reduction(case: Case) -> None:
     check_case(Target(name="simt"), case, mode="threads")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("layout", Layout)
 def test_node_reduction_between_processes(layout: Layout) -> None:
     (case,) = (
@@ -105,13 +101,13 @@ def test_node_reduction_between_processes(layout: Layout) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(check, marks=() if check == "bad-input" else pytest.mark.slow)
+        pytest.param(check, marks=() if check == "bad-input" else pytest.mark.full)
         for check in CHECKS
     ],
 )
 @pytest.mark.parametrize(
     ("mode", "num_local_ranks"),
-    [("threads", 1), pytest.param("processes", 2, marks=pytest.mark.slow)],
+    [("threads", 1), pytest.param("processes", 2, marks=pytest.mark.full)],
 )
 def test_check(mode: str, num_local_ranks: int, check: str) -> None:
     CHECKS[check](target(num_local_ranks), mode=mode)

@@ -52,6 +52,7 @@ def test_gradients_have_the_same_bits_as_on_one_rank() -> None:
     assert_same_bits({name: torch.cat([rank[name] for rank in together]) for name in alone}, alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", autograd.PLACES)
 def test_gradients_across_nodes(case: autograd.Case) -> None:
     run_on_nodes(autograd.check_gradient, len(case.num_tokens), 1, "host", case)
@@ -61,8 +62,8 @@ def test_gradients_across_nodes(case: autograd.Case) -> None:
     ("num_ranks", "num_local_ranks", "compiler"),
     [
         (2, 1, "aot_eager"),
-        pytest.param(4, 2, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(4, 2, "inductor", marks=pytest.mark.slow),
+        pytest.param(4, 2, "aot_eager", marks=pytest.mark.full),
+        pytest.param(4, 2, "inductor", marks=pytest.mark.full),
     ],
 )
 def test_compiled_steps(num_ranks: int, num_local_ranks: int, compiler: str) -> None:
@@ -80,7 +81,7 @@ DISPATCHER_RUNS = [
         target,
         case,
         id=f"{target.name}-{case.name}",
-        marks=() if case.name in FEW else pytest.mark.slow,
+        marks=() if case.name in FEW else pytest.mark.full,
     )
     for target in DISPATCHERS
     for case in DISPATCHER_CASES
@@ -95,6 +96,7 @@ def test_dispatchers(target: DispatcherTarget, case: DispatcherCase) -> None:
     assert [text for faults in found for text in faults] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("check", [hybrid_ep.check_permute, hybrid_ep.check_plain])
 @pytest.mark.parametrize(
     "case", [case for case in hybrid_ep.CASES if case.num_ranks > 1], ids=lambda case: case.name

@@ -92,6 +92,7 @@ def moe(
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "place"), PLACES)
 def test_gradcheck(buffer: EpBuffer, layout: Layout, place: str) -> None:
     x, topk_idx, topk_weights = inputs()
@@ -99,6 +100,7 @@ def test_gradcheck(buffer: EpBuffer, layout: Layout, place: str) -> None:
     assert torch.autograd.gradcheck(function, (x, topk_weights))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "place"), PLACES)
 def test_gradients_equal_those_of_plain_torch(buffer: EpBuffer, layout: Layout, place: str) -> None:
     x, topk_idx, topk_weights = inputs(num_tokens=9)
@@ -315,6 +317,7 @@ def test_bad_input_is_refused_and_the_buffer_goes_on(buffer: EpBuffer) -> None:
     assert torch.equal(y, x * (topk_idx >= 0).any(1, keepdim=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "place"), PLACES)
 def test_opcheck(buffer: EpBuffer, layout: Layout, place: str) -> None:
     x, topk_idx, topk_weights = inputs()

@@ -94,6 +94,7 @@ def moe(
     return y, result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("place", "is_compiled"), [("dispatch", False), ("combine", False), ("dispatch", True)]
 )
@@ -125,6 +126,7 @@ def test_what_is_dropped_has_no_gradient(
     assert has_overflow
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capacity", [*DROPS, Capacity(num_rows=40, on_overflow="raise")])
 def test_gradcheck(buffer: EpBuffer, capacity: Capacity) -> None:
     x, topk_idx, topk_weights = inputs(num_tokens=4)

@@ -74,6 +74,7 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_forward_has_the_bits_of_the_buffer_and_backward_those_without_quantisation(
@@ -414,6 +415,7 @@ def test_a_pair_has_no_gradient_and_its_weights_have(
         assert set(operations) <= {"cached dispatch"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_opcheck(buffer: EpBuffer, quantization: Quantization, layout: Layout) -> None:

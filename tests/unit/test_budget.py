@@ -100,6 +100,7 @@ def test_workspace_is_the_native_one(num_ranks: int, num_experts: int, depth: in
     assert budget.workspace_bytes(num_ranks, num_experts, depth) == native_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("node_reduction", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 255, 700, 4096])
 @pytest.mark.parametrize("num_topk", [1, 7, 8])

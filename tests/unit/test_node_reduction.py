@@ -143,7 +143,7 @@ def test_ranks_that_differ_are_told() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name, marks=() if idx % 12 == 0 else pytest.mark.slow)
+        pytest.param(case, id=case.name, marks=() if idx % 12 == 0 else pytest.mark.full)
         for idx, case in enumerate(NODE_REDUCTION_CASES)
     ],
 )

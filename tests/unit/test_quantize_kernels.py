@@ -164,6 +164,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -192,6 +193,7 @@ def test_any_address(isa: str, data: st.DataObject) -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("num_dst", range(10))
@@ -223,6 +225,7 @@ def test_every_16_bit_code(isa: str, dtype: torch.dtype, recipe: Recipe) -> None
         check(isa, blocks.reshape(-1), recipe, streaming=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)

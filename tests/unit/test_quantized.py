@@ -79,6 +79,7 @@ def test_rounding_is_to_nearest_even() -> None:
             assert codes(data) == [0x7E] + [code | bit for _, code in some]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", quantized.QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("hidden", [1, 31, 32, 128, 129, 416, 1000])
 @pytest.mark.parametrize("quantization", ALL.values(), ids=ALL)
@@ -196,6 +197,7 @@ def test_values_come_back_within_half_a_step(
     assert difference(rounded, values.to(dtype)) is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("quantization", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 16, 17])
 def test_column_major_keeps_values(quantization: Quantization, num_rows: int) -> None:

@@ -131,6 +131,7 @@ def num_bytes_of(pieces: list[Piece]) -> int:
 FORMS = ["plain", "transposed", "columns", "spread"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_heap", [False, True], ids=["slots", "heap"])
 @pytest.mark.parametrize("received_as", FORMS)
 @pytest.mark.parametrize("sent_as", [*FORMS, "expanded"])
@@ -522,6 +523,7 @@ def test_destroyed() -> None:
 # Checksums.
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "shape", [(), (0,), (1,), (63,), (17, 9), (5000, 3), (3, 5, 7, 2)], ids=str

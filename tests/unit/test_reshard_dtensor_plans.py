@@ -105,6 +105,7 @@ PLACED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("destination", PLACED, ids=str)
 @pytest.mark.parametrize("source", PLACED, ids=str)
 def test_placements_become_each_other(source: Placed, destination: Placed) -> None:

@@ -385,6 +385,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
 # Failure.
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_a_pe_that_does_not_call() -> None:
     def body(communicator: Communicator) -> None:
         service = service_on(communicator)
@@ -438,6 +439,7 @@ def test_a_pe_that_fails_in_the_middle() -> None:
     on_ranks(3, body)
 
 
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
 def test_a_pe_that_stops_in_the_middle() -> None:
     """It has entered the run, and then does nothing until the other has given up."""
     has_given_up = threading.Event()

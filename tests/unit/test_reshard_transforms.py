@@ -139,6 +139,7 @@ LAYOUTS: dict[str, Cuts] = {
 ALIGNED = ["whole", "rows", "columns", "both"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dst_cuts", ALIGNED)
 @pytest.mark.parametrize("src_cuts", LAYOUTS)
 @pytest.mark.parametrize("quantize_on_send", [False, True])
@@ -181,6 +182,7 @@ def test_fp8_blocks_are_those_of_the_destination() -> None:
         assert same_bits(buffer.scale, scale)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("src_cuts", LAYOUTS)
 @pytest.mark.parametrize("dst_cuts", ["whole", "rows", "odd-rows", "columns"])
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def make_weights(rng: np.random.Generator, fmt: Format, num_src: int) -> np.ndar
     return weights
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("num_src", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 64])
@@ -183,6 +184,7 @@ def test_sum_rows(rng: np.random.Generator, isa: str, name: str, num_src: int) -
                 check_sum(isa, fmt, rows, weights, streaming=False, prefetch=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
@@ -314,6 +316,7 @@ def test_product_is_rounded_before_it_is_added(isa: str) -> None:
     assert not target.bytes.any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("hidden", HIDDENS)
@@ -355,6 +358,7 @@ def test_subnormals_survive_a_caller_who_flushes_them(isa: str) -> None:
     assert flushes_again, "the caller's mode was not restored"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("num_dst", [0, 1, 2, 3, 8, 17, 65])

@@ -1,0 +1,140 @@
+"""What `make test` runs of a product of cases: every pair of values, nothing twice, in a fixed choice."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_comm.testing.case_list import CASES, NODE_REDUCTION_CASES
+from moe_comm.testing.dispatcher_oracle import DISPATCHER_CASES
+from tests.helpers.sampling import (
+    ALONE,
+    Attributes,
+    attributes_of,
+    idea_of,
+    mark_what_no_sample_has,
+    sample,
+)
+
+BACKENDS = ("reference", "collective", "host", "simt")
+
+
+def drawn(seed: int) -> Attributes:
+    draw = random.Random(seed)
+    return {name: draw.randrange(3 + idx) for idx, name in enumerate("abcdef")}
+
+
+PRODUCTS: dict[str, list[Attributes]] = {
+    "cases": [attributes_of({"case": case}) for case in CASES],
+    "cases of node reduction": [attributes_of({"case": case}) for case in NODE_REDUCTION_CASES],
+    "cases of dispatchers": [
+        attributes_of({"target": target, "case": case})
+        for target in ("plain", "megatron", "deep_ep")
+        for case in DISPATCHER_CASES
+    ],
+    "cases on backends": [
+        attributes_of({"backend": backend, "mode": mode, "case": case})
+        for backend, mode in itertools.product(BACKENDS, ("threads", "processes"))
+        for case in CASES
+    ],
+    "a grid": [dict(zip("abcd", v, strict=True)) for v in itertools.product(range(3), repeat=4)],
+    "drawn": [drawn(seed) for seed in range(300)],
+}
+
+
+def values_of(cases: list[Attributes]) -> set[Any]:
+    return {(name, case[name]) for case in cases for name in case}
+
+
+def together(values: set[Any]) -> set[Any]:
+    return {value for value in values if not value[0].startswith(ALONE)}
+
+
+def pairs_of(cases: list[Attributes]) -> set[object]:
+    return {
+        (first, case[first], second, case[second])
+        for case in cases
+        for first, second in itertools.permutations(case, 2)
+        if not first.startswith(ALONE) and not second.startswith(ALONE)
+    }
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_sample_has_every_value_and_every_pair_of_the_product(name: str) -> None:
+    product = PRODUCTS[name]
+    chosen = [product[idx] for idx in sample(product)]
+    assert values_of(chosen) == values_of(product)
+    assert len(pairs_of(product)) > len(values_of(product))
+    assert pairs_of(chosen) == pairs_of(product)
+    once = [product[idx] for idx in sample(product, 1)]
+    assert together(values_of(once)) == together(values_of(product))
+    assert len(once) < len(chosen)
+
+
+def test_a_sample_is_small() -> None:
+    assert len(sample(PRODUCTS["cases on backends"])) < len(PRODUCTS["cases on backends"]) / 10
+    assert 9 <= len(sample(PRODUCTS["a grid"])) <= 15
+    assert len(sample(PRODUCTS["a grid"], 1)) == 3
+
+
+def test_equal_cases_are_taken_once() -> None:
+    cases: list[Attributes] = [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}]
+    assert sample(cases) == [0, 2]
+    assert sample([]) == []
+
+
+@pytest.mark.parametrize("strength", [1, 2])
+def test_a_list_of_one_parameter_is_kept(strength: int) -> None:
+    values = (3, 1, 3, 2, 1)
+    assert sample([{"a": value} for value in values], strength) == [0, 1, 3]
+
+
+def test_every_idea_behind_a_case_is_in_the_sample() -> None:
+    chosen = [CASES[idx] for idx in sample(PRODUCTS["cases"])]
+    assert len({idea_of(case) for case in CASES}) > 100
+    for what in (idea_of, lambda case: case.quantization, lambda case: case.pair):
+        assert {what(case) for case in chosen} == {what(case) for case in CASES}
+
+
+class _Item(SimpleNamespace):
+    """Of `pytest.Item` what the marking looks at."""
+
+    def get_closest_marker(self, name: str) -> Any:
+        return self.marks.get(name)
+
+    def add_marker(self, name: str) -> None:
+        self.marks[name] = pytest.mark.__getattr__(name).mark
+
+
+def items(function: str, *marks: Any, **values: Any) -> list[Any]:
+    return [
+        _Item(
+            nodeid=f"{function}[{parameters}]",
+            callspec=SimpleNamespace(params=dict(zip(values, parameters, strict=True))),
+            marks={mark.mark.name: mark.mark for mark in marks},
+        )
+        for parameters in itertools.product(*values.values())
+    ]
+
+
+def test_what_is_outside_a_sample_is_marked() -> None:
+    whole = items("f", a=range(3), b=range(4), c=range(2))
+    pairs = items("g", pytest.mark.sampled(2), a=range(3), b=range(4), c=range(2))
+    single = items("h", pytest.mark.sampled(1), a=range(3), b=range(4), c=range(2))
+    both = items("i", pytest.mark.sampled(1, 2), a=range(3), b=range(4), c=range(2))
+    slow = items("h", pytest.mark.sampled(1), pytest.mark.slow, a=range(9))
+    mark_what_no_sample_has([*whole, *pairs, *single, *both, *slow])
+    kept = [sum("full" not in item.marks for item in tests) for tests in (whole, pairs, single)]
+    assert kept == [24, 12, 4]
+    assert [sum(name in item.marks for item in both) for name in ("full", "slow")] == [8, 12]
+    assert not any("full" in item.marks for item in slow)
+
+
+@pytest.mark.parametrize("arguments", [(), (0,), (3,), (2, 1)])
+def test_strengths_are_one_and_two(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(pytest.UsageError, match="sampled takes 1, 2, or 1 and 2, got"):
+        mark_what_no_sample_has(items("f", pytest.mark.sampled(*arguments), a=range(2)))
