@@ -28,7 +28,16 @@ install = $(with_tools) $(BIN)/python tools/pip_install.py --no-compile -c const
 compile = $(with_tools) $(BIN)/python setup.py --quiet build_ext --inplace
 
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
-RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess tests/gpu)
+
+# Every rung of what the marks select, cheapest first. Tests of one process share the cores; ranks have
+# them for themselves. Who selects tests with TEST_ARGS may leave a rung without any (status 5).
+PYTEST = $(BIN)/python -m pytest --durations=10 --durations-min=5 $(TEST_ARGS)
+MAY_BE_NONE = $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
+define rungs
+$(PYTEST) -n 2 --dist worksteal -m "$(1)" $(wildcard tests/unit) $(MAY_BE_NONE)
+$(PYTEST) -m "$(1)" $(RANKS) $(MAY_BE_NONE)
+endef
+RANKS := $(wildcard tests/cpp tests/multiprocess tests/gpu)
 
 .DEFAULT_GOAL := help
 .PHONY: help
@@ -88,12 +97,17 @@ lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
 	$(BIN)/codespell
 
 .PHONY: test
-test: build lint  ## Lint, then every test that takes no minutes, cheapest rung first
-	$(BIN)/python -m pytest -m "not slow" $(RUNGS) $(TEST_ARGS)
+test: build lint  ## Lint, then one of everything that can break, cheapest rung first
+	$(call rungs,not full and not clock and not slow)
+
+.PHONY: test-full
+test-full: test  ## And the whole products, 10,000 schedules, sanitizers; limits of the clock alone
+	$(call rungs,full and not clock and not slow)
+	$(PYTEST) -m "clock and not slow" tests/unit $(RANKS) $(MAY_BE_NONE)
 
 .PHONY: test-all
-test-all: build lint  ## The same with the slow tests: full sizes, the wheel
-	$(BIN)/python -m pytest $(RUNGS) $(TEST_ARGS)
+test-all: test-full  ## And what takes minutes or gigabytes: soak, the largest sizes, the wheel
+	$(call rungs,slow)
 
 .PHONY: tsan
 tsan: build  ## Ranks as threads under ThreadSanitizer

@@ -9,10 +9,9 @@ from multiprocessing import forkserver
 import pytest
 import torch
 
-from tests.helpers.sampling import mark_what_no_sample_has
+from tests.helpers.selection import check_margin, mark_what_no_sample_has
 
 BASE_SEED = 20260
-LEAST_MARGIN = 5
 # What test modules load; hundreds of ranks would each load it again.
 PRELOADED = ["pytest", "torch.distributed", "moe_comm.resharding", "moe_comm.cli.bench.worker"]
 
@@ -40,25 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in item.iter_markers("clock"):
             check_margin(item.nodeid, mark)
-
-
-def check_margin(nodeid: str, mark: pytest.Mark) -> None:
-    """Hold a mark `clock(usual_s=..., limit_s=...)` to the margin that a busy machine needs.
-
-    Raises:
-        pytest.UsageError: One of the two is missing, or the limit is less than `LEAST_MARGIN` times
-            what it usually takes.
-    """
-    usual_s, limit_s = (mark.kwargs.get(name) for name in ("usual_s", "limit_s"))
-    if mark.args or usual_s is None or limit_s is None or len(mark.kwargs) != 2:
-        raise pytest.UsageError(
-            f"{nodeid}: clock takes usual_s and limit_s, got {mark.args} {mark.kwargs}"
-        )
-    if not 0 < LEAST_MARGIN * usual_s <= limit_s:
-        raise pytest.UsageError(
-            f"{nodeid}: what takes {usual_s} s needs a limit of at least {LEAST_MARGIN * usual_s:g} s, "
-            f"got {limit_s}"
-        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,6 +22,7 @@ SOURCES = sorted(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_for_aarch64(source: str, tmp_path: Path) -> None:
     if shutil.which(COMPILER) is None:

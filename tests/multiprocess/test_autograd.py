@@ -165,6 +165,7 @@ def layer_gradients(context: RankContext, backend: str, num_tokens: int) -> dict
         return {name: tensor.clone() for name, tensor in results.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_have_the_same_bits_on_any_number_of_ranks(backend: str, num_ranks: int) -> None:
@@ -190,7 +191,9 @@ def compiled_and_eager(context: RankContext, backend: str, compiler: str, num_st
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("backend", ["reference", "host"])
 def test_compiled_ranks_have_the_bits_of_eager_ones(backend: str, compiler: str) -> None:
     run_ranks(compiled_and_eager, 2, backend, compiler, 3, timeout_s=280)
@@ -225,6 +228,7 @@ def one_rank_differs(context: RankContext, backend: str, how: str) -> list[str]:
     return operations
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how", ["skips its experts", "receives nothing", "detaches", "needs no gradient"]
 )

@@ -172,6 +172,7 @@ def compiled_and_eager(
 EAGER_KERNELS = {"backend": "inductor", "options": {"fallback_by_default": True}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("backend", "compiler", "layout"),
     [

@@ -77,6 +77,7 @@ def test_host_backend_is_timed_between_roofs(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["collective", "reference"])
 def test_other_backends_are_checked_and_timed_without_a_roof_of_windows(
     tmp_path: Path, backend: str
@@ -98,6 +99,7 @@ def test_other_backends_are_checked_and_timed_without_a_roof_of_windows(
     assert all(row["backend"] == backend and row["p50_us"] > 0.0 for row in rows.values())
 
 
+@pytest.mark.full
 def test_nodes_are_checked_timed_and_their_bytes_counted(tmp_path: Path) -> None:
     pytest.importorskip("moe_comm._host")
     rows = bench(
@@ -113,6 +115,7 @@ def test_nodes_are_checked_timed_and_their_bytes_counted(tmp_path: Path) -> None
         assert row["speedup"]["collective"] > 0.0
 
 
+@pytest.mark.full
 def test_node_reduction_is_checked_and_compared_with_none(tmp_path: Path) -> None:
     pytest.importorskip("moe_comm._host")
     rows = bench(
@@ -201,6 +204,7 @@ def test_trace_is_replayed(tmp_path: Path) -> None:
     assert row["bytes"] == (2 * (3 + 5) + 2 + 2 + 2) * 128
 
 
+@pytest.mark.full
 def test_rank_major_has_no_peers(tmp_path: Path) -> None:
     pytest.importorskip("moe_comm._host")
     small = ("--tokens", "16", "--hidden", "64", "--topk", "2", "--experts", "4", "--repeats", "1")
@@ -216,6 +220,7 @@ def test_rank_major_has_no_peers(tmp_path: Path) -> None:
 TINY = ("--tokens", "24", "--hidden", "256", "--topk", "2", "--experts", "4", "--repeats", "1")
 
 
+@pytest.mark.full
 def test_quantised_dispatch_takes_turns_with_the_plain_one(tmp_path: Path) -> None:
     pytest.importorskip("moe_comm._host")
     rows = bench(
@@ -238,6 +243,7 @@ def test_quantised_dispatch_takes_turns_with_the_plain_one(tmp_path: Path) -> No
     assert rows["memory"]["window_bytes"]["dispatch"] == num_written * 260
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["host", "reference"])
 def test_hybrid_ep_takes_turns_with_the_native_call(tmp_path: Path, backend: str) -> None:
     if backend == "host":
@@ -254,6 +260,7 @@ def test_hybrid_ep_takes_turns_with_the_native_call(tmp_path: Path, backend: str
         assert row["peer_p50_us"]["native"] > 0.0
 
 
+@pytest.mark.full
 def test_low_latency_takes_turns_with_expert_major(tmp_path: Path) -> None:
     rows = bench(
         tmp_path,
@@ -351,6 +358,7 @@ def test_missing_mpi_is_said_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert json.loads(out.read_text())["missing_peers"] == {"mpi": "needs mpirun (apt-get ...)"}
 
 
+@pytest.mark.full
 def test_trace_of_a_run(tmp_path: Path) -> None:
     pytest.importorskip("moe_comm._host")
     out = tmp_path / "trace.json"
@@ -367,6 +375,7 @@ def test_trace_of_a_run(tmp_path: Path) -> None:
     assert {"dispatch: data", "combine: data"} <= {event["name"] for event in events}
 
 
+@pytest.mark.full
 def test_rank_major_worker_serves_every_operation() -> None:
     case = BenchCase(
         num_ranks=2, num_tokens=8, hidden=64, num_topk=2, num_experts=4, layout=Layout.RANK_MAJOR

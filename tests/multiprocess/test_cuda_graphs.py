@@ -165,6 +165,7 @@ def test_replays_advance_by_themselves(mode: str) -> None:
         assert "this handle was made in a capture" in failures[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("node_reduction", [False, True])
 def test_replays_across_nodes(node_reduction: bool) -> None:
     run_ranks(_replay_often, 4, 20, 2, node_reduction, mode="threads", timeout_s=240)

@@ -35,7 +35,7 @@ FEW = ("ragged", "masked", "backward of masked and padded", "fp8 backward")
 BY_NAME = {target.name: target for target in DISPATCHERS}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("target", "case"), RUNS)
 def test_host(target: DispatcherTarget, case: DispatcherCase) -> None:
     check_dispatcher(target, case)
@@ -233,6 +233,7 @@ def plain_mistake(context: RankContext, mistake: dict[str, Any]) -> str:
     return text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [

@@ -156,6 +156,7 @@ def _grow_twice(context: RankContext, where: str) -> tuple[Any, ...]:
     return first, second
 
 
+@pytest.mark.full
 def test_growing_twice(tmp_path: Path) -> None:
     results = run_ranks(_grow_twice, 2, str(tmp_path / "store"), fresh=True, timeout_s=RANKS_S)
     for rank_idx, result in enumerate(results):

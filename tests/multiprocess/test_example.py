@@ -26,7 +26,7 @@ def train_moe() -> types.ModuleType:
     return module
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_losses_on_several_ranks_and_on_one_are_identical(tmp_path: Path, num_ranks: int) -> None:
     trace_path = tmp_path / "trace.npz"
     options = {"--ranks": num_ranks, "--steps": 6, "--text-bytes": 50_000, "--trace": trace_path}

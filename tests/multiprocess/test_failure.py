@@ -421,6 +421,7 @@ def _leave(context: RankContext, how: str, folder: str) -> Told | None:
     return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["processes", "threads"])
 @pytest.mark.parametrize("how", ["destroy", "drop"])
 def test_leaving_between_operations_fails_the_next_call_only(

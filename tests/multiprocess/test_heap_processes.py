@@ -69,6 +69,7 @@ def test_trimmed_memory_is_usable_again_by_peers() -> None:
         assert owner.call(steps.read_own, 0, 31 * MIB - 1, 5) == b"\0new\0"
 
 
+@pytest.mark.full
 def test_nothing_grows_over_ten_thousand_windows() -> None:
     with rank_processes(2) as workers:
         for worker in workers:

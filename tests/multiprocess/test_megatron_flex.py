@@ -16,6 +16,7 @@ CASE = megatron_flex.FlexCase(
 )
 
 
+@pytest.mark.full
 def test_every_client_is_checked_and_timed_in_the_form_of_the_other_benchmarks() -> None:
     rows = megatron_flex.bench(CASE)
     phases = (*megatron_flex.PHASES, "forward", "step")

@@ -81,6 +81,7 @@ def _large(context: RankContext, num_threads: int) -> None:
     comm.destroy()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_rows_and_scale_factors_of_a_large_call(num_threads: int) -> None:
     run_ranks(_large, 2, num_threads)

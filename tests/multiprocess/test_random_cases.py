@@ -113,7 +113,12 @@ def cases(draw: st.DrawFn, rank_counts: tuple[int, ...] = (1, 2, 3, 4)) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("reference", "threads"), ("host", "threads"), ("collective", "processes")]
+    ("name", "mode"),
+    [
+        pytest.param("reference", "threads", marks=pytest.mark.full),
+        ("host", "threads"),
+        pytest.param("collective", "processes", marks=pytest.mark.full),
+    ],
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())

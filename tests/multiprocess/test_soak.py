@@ -69,9 +69,8 @@ def _many_calls(context: RankContext, num_calls: int) -> tuple[list[_Usage], lis
     return usages, resident
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_calls"), [(2, 5000), pytest.param(4, 100_000, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "num_calls"), [(2, 5000), (4, 100_000)])
 def test_many_calls_leave_nothing(num_ranks: int, num_calls: int) -> None:
     for usages, resident in run_ranks(_many_calls, num_ranks, num_calls, timeout_s=280):
         assert usages[0] == usages[1] == usages[2]
@@ -103,6 +102,7 @@ def _ragged_calls(context: RankContext, num_calls: int) -> tuple[list[_Usage], l
     return usages, resident
 
 
+@pytest.mark.slow
 def test_ragged_calls_do_not_grow_the_heap() -> None:
     for usages, resident in run_ranks(_ragged_calls, 3, 700, timeout_s=200):
         assert usages[0] == usages[1] == usages[2]
@@ -132,6 +132,7 @@ def _many_buffers(context: RankContext) -> list[_Usage]:
     return usages
 
 
+@pytest.mark.slow
 def test_many_buffers_leave_nothing() -> None:
     for usages in run_ranks(_many_buffers, 3):
         assert usages[0] == usages[1] == usages[2]
@@ -150,6 +151,7 @@ def _many_communicators(context: RankContext) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_many_communicators_leave_nothing() -> None:
     for counts in run_ranks(_many_communicators, 2):
         assert len(set(counts)) == 1, counts
@@ -217,6 +219,7 @@ def use_much(context: RankContext) -> None:
     buffer.communicator.destroy()
 
 
+@pytest.mark.full
 def test_small_dev_shm(tmp_path: Path) -> None:
     script = tmp_path / "small_shm.py"
     script.write_text(_SMALL_SHM)

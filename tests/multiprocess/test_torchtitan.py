@@ -90,6 +90,7 @@ def compare_with_all_to_all(
     return faults
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "fields",

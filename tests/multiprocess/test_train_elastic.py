@@ -29,6 +29,7 @@ def test_losses_of_a_run_with_two_deaths() -> None:
     assert said.count("failed") == 2
 
 
+@pytest.mark.full
 def test_losses_of_a_run_with_a_rank_that_returns() -> None:
     said = _train("--ranks", "3", "--steps", "10", "--kills", "1")
     assert "identical: 10 losses on 3 ranks at the end, 1 killed" in said

@@ -58,13 +58,10 @@ def test_gradients_across_nodes(case: autograd.Case) -> None:
     run_on_nodes(autograd.check_gradient, len(case.num_tokens), 1, "host", case)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ranks", "num_local_ranks", "compiler"),
-    [
-        (2, 1, "aot_eager"),
-        pytest.param(4, 2, "aot_eager", marks=pytest.mark.full),
-        pytest.param(4, 2, "inductor", marks=pytest.mark.full),
-    ],
+    [(2, 1, "aot_eager"), (4, 2, "aot_eager"), (4, 2, "inductor")],
 )
 def test_compiled_steps(num_ranks: int, num_local_ranks: int, compiler: str) -> None:
     run_on_nodes(autograd.compiled_and_eager, num_ranks, num_local_ranks, "host", compiler, 3)
@@ -75,20 +72,15 @@ def test_no_rank_waits_for_one_that_differs() -> None:
         assert operations == ["dispatch", "combine", "cached dispatch", "combine"]
 
 
-FEW = ("ragged", "backward of masked and padded", "fp8 backward")
 DISPATCHER_RUNS = [
-    pytest.param(
-        target,
-        case,
-        id=f"{target.name}-{case.name}",
-        marks=() if case.name in FEW else pytest.mark.full,
-    )
+    pytest.param(target, case, id=f"{target.name}-{case.name}")
     for target in DISPATCHERS
     for case in DISPATCHER_CASES
     if can_run(target, case) and case.num_ranks > 1
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("target", "case"), DISPATCHER_RUNS)
 def test_dispatchers(target: DispatcherTarget, case: DispatcherCase) -> None:
     num_local_ranks = 2 if case.num_ranks == 4 else 1

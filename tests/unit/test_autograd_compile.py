@@ -172,6 +172,7 @@ def test_errors_of_a_compiled_layer_are_those_of_the_eager_one(buffer: EpBuffer)
     assert torch.equal(compiled(x), layer(x))
 
 
+@pytest.mark.full
 def test_windows_survive_what_inductor_does_with_memory(buffer: EpBuffer) -> None:
     """Inductor may write later values over the rows of a dispatch; saved rows must stay intact."""
 

@@ -289,6 +289,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("buffer", ["host"], indirect=True)
 @pytest.mark.parametrize(("quantization", "layout", "compiler"), COMPILED)
 def test_a_compiled_layer_has_the_bits_of_the_eager_one(

@@ -148,6 +148,7 @@ def test_predictions_of_equal_seeds_are_equal() -> None:
     assert predict(SMALL, stated, skew=0.5, seed=10, num_chunks=2) != first
 
 
+@pytest.mark.full
 def test_published_figures_lie_near() -> None:
     few = [figure for figure in PUBLISHED if figure.num_nodes * figure.num_local_ranks <= 16]
     low, median, high = spread([compare(figure) for figure in few])

@@ -120,6 +120,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run_python
 
 
+@pytest.mark.full
 def test_by_environment(tmp_path: Path, run: Run) -> None:
     (tmp_path / "program.py").write_text("import moe_comm\n" + PROGRAM)
     ran = run("program.py", "--x", names="deep_ep")
@@ -141,6 +142,7 @@ def test_run_programs_that_cannot_be_edited(tmp_path: Path, run: Run) -> None:
     assert ran.stdout == "moe_comm.compat.deep_ep.buffer ['--x']\n", ran.stderr
 
 
+@pytest.mark.full
 def test_enable_for_an_environment(tmp_path: Path, run: Run) -> None:
     """The line in site-packages, run as `site` runs it."""
     where = ["--site-packages", str(tmp_path)]

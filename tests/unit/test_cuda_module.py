@@ -68,6 +68,7 @@ def test_shared_memory_is_dynamic() -> None:
     assert lines == ["extern __shared__ __align__(128) std::byte dynamic_shared_memory[];"]
 
 
+@pytest.mark.full
 def test_importing_it_all_asks_for_no_gpu() -> None:
     # Ranks are forked from a process that has imported this, and CUDA does not survive a fork.
     code = (

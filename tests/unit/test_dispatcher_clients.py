@@ -136,6 +136,7 @@ def test_where_a_framework_fails_to_import(tmp_path: Path) -> None:
     run("import moe_comm.dispatcher.sglang, moe_comm.dispatcher.vllm", tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", ["dispatcher"])
 def test_the_code_of_a_page_runs(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()

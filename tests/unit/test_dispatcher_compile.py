@@ -38,7 +38,7 @@ def torchtitan(weight: torch.Tensor) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("make", [plain, torchtitan])
+@pytest.mark.parametrize("make", [plain, pytest.param(torchtitan, marks=pytest.mark.full)])
 def test_compiled_and_eager_have_the_same_bits(make: Any) -> None:
     draw = torch.Generator().manual_seed(1)
     weight = torch.randn(4, 32, 32, generator=draw).bfloat16().requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -263,6 +264,13 @@ def python_layer(module: str) -> int | None:
     return LAYER_OF_PREFIX[module]
 
 
+@functools.cache
+def import_statements(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """All of a source, in functions too."""
+    nodes = ast.walk(ast.parse(text))
+    return tuple(node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
+
+
 def imported_modules(text: str, modules: set[str]) -> Iterator[str]:
     """Modules of the package that the source imports, in functions and for type checkers too.
 
@@ -270,14 +278,14 @@ def imported_modules(text: str, modules: set[str]) -> Iterator[str]:
         text: Python source.
         modules: All modules of the package; tells `from package import module` from a name.
     """
-    for node in ast.walk(ast.parse(text)):
+    for node in import_statements(text):
         if isinstance(node, ast.Import):
             yield from (
                 alias.name for alias in node.names if alias.name.split(".")[0] == "moe_comm"
             )
-        elif isinstance(node, ast.ImportFrom) and node.level:
+        elif node.level:
             yield "." * node.level + (node.module or "")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "moe_comm":
+        elif (node.module or "").split(".")[0] == "moe_comm":
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 yield submodule if submodule in modules else str(node.module)

@@ -199,6 +199,7 @@ def test_arguments(make: Any, error: type[Exception], message: str) -> None:
     dispatcher.buffer.destroy()
 
 
+@pytest.mark.full
 def test_compiled_layer_has_the_bits_of_the_eager_one() -> None:
     dispatcher = TokenDispatcher(
         NUM_EXPERTS, group=RankThreads(1)[0], weighted_by="combine", expert_alignment=8

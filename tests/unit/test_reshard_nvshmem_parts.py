@@ -365,6 +365,7 @@ def test_moved_modules_of_cuda_core(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             del sys.modules[name]
 
 
+@pytest.mark.full
 def test_import_brings_in_no_device_library() -> None:
     code = (
         "import sys, moe_comm.resharding.nvshmem_copy_service as s; "

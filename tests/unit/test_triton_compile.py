@@ -83,7 +83,10 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("compute_capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "compute_capability",
+    [pytest.param(80, marks=pytest.mark.full), 90, pytest.param(100, marks=pytest.mark.full)],
+)
 def test_kernels_compile_to_ieee_operations(
     compute_capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

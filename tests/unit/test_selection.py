@@ -11,10 +11,11 @@ import pytest
 
 from moe_comm.testing.case_list import CASES, NODE_REDUCTION_CASES
 from moe_comm.testing.dispatcher_oracle import DISPATCHER_CASES
-from tests.helpers.sampling import (
+from tests.helpers.selection import (
     ALONE,
     Attributes,
     attributes_of,
+    check_margin,
     idea_of,
     mark_what_no_sample_has,
     sample,
@@ -138,3 +139,19 @@ def test_what_is_outside_a_sample_is_marked() -> None:
 def test_strengths_are_one_and_two(arguments: tuple[int, ...]) -> None:
     with pytest.raises(pytest.UsageError, match="sampled takes 1, 2, or 1 and 2, got"):
         mark_what_no_sample_has(items("f", pytest.mark.sampled(*arguments), a=range(2)))
+
+
+def test_a_limit_of_the_clock_states_its_margin() -> None:
+    check_margin("f", pytest.mark.clock(usual_s=0.2, limit_s=1.0).mark)
+    for mark in (
+        pytest.mark.clock,
+        pytest.mark.clock(0.2, 1.0),
+        pytest.mark.clock(limit_s=1.0),
+        pytest.mark.clock(usual_s=0.2),
+        pytest.mark.clock(usual_s=0.2, limit_s=1.0, of="a rank"),
+    ):
+        with pytest.raises(pytest.UsageError, match="f: clock takes usual_s and limit_s, got"):
+            check_margin("f", mark.mark)
+    for usual_s in (0.0, -1.0, 0.21):
+        with pytest.raises(pytest.UsageError, match=f"what takes {usual_s} s needs .* got 1.0"):
+            check_margin("f", pytest.mark.clock(usual_s=usual_s, limit_s=1.0).mark)

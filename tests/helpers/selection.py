@@ -1,4 +1,4 @@
-"""A sample of a product of test cases: `make test` runs it, `make test-full` what is left over.
+"""When a test runs: of a product of cases `make test` runs a sample, `make test-full` the rest.
 
 A fault of two things together (a layout and a dtype, a rail and a capacity) shows in some case of a
 sample of pairs. One that takes three at once may not: the whole product is for it.
@@ -24,6 +24,7 @@ ALONE = "alone: "
 """Begins the names of attributes whose values are wanted once, not with every value of others."""
 LATER = ("full", "slow", "clock", "gpu", "multinode", "benchmark")
 """Marks of tests that are in no sample: `make test` runs none of them."""
+LEAST_MARGIN = 5
 
 
 def sample(attributes: Sequence[Attributes], strength: int = 2) -> list[int]:
@@ -88,6 +89,25 @@ def mark_what_no_sample_has(items: Iterable[pytest.Item]) -> None:
                 if idx not in chosen:
                     item.add_marker(name)
             product = [product[idx] for idx in sorted(chosen)]
+
+
+def check_margin(nodeid: str, mark: pytest.Mark) -> None:
+    """Hold a mark `clock(usual_s=..., limit_s=...)` to the margin that a busy machine needs.
+
+    Raises:
+        pytest.UsageError: One of the two is missing, or the limit is less than `LEAST_MARGIN` times
+            what it usually takes.
+    """
+    usual_s, limit_s = (mark.kwargs.get(name) for name in ("usual_s", "limit_s"))
+    if mark.args or usual_s is None or limit_s is None or len(mark.kwargs) != 2:
+        raise pytest.UsageError(
+            f"{nodeid}: clock takes usual_s and limit_s, got {mark.args} {mark.kwargs}"
+        )
+    if not 0 < LEAST_MARGIN * usual_s <= limit_s:
+        raise pytest.UsageError(
+            f"{nodeid}: what takes {usual_s} s needs a limit of at least {LEAST_MARGIN * usual_s:g} s, "
+            f"got {limit_s}"
+        )
 
 
 def attributes_of(parameters: Mapping[str, Any]) -> dict[str, Hashable]:
