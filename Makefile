@@ -15,7 +15,9 @@ READY := $(VENV)/ready
 # The project's own warnings are errors here, but not in a user's build of the package.
 export MOE_COMM_WERROR ?= 1
 
-# One architecture compiles in a third of the time; a wheel for others has the default of setup.py.
+# One architecture compiles in a third of the time. A wheel has all of setup.py's, or those that the
+# caller names.
+WHEEL_ARCHS := $(MOE_COMM_CUDA_ARCHS)
 export MOE_COMM_CUDA_ARCHS ?= 90a
 
 # Where nvcc is, the module across nodes is built too; device code of NVSHMEM comes with its wheel,
@@ -26,6 +28,8 @@ CUDA_MAJOR := $(shell nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9]*\
 with_tools = PATH="$(abspath $(BIN)):$$PATH"
 install = $(with_tools) $(BIN)/python tools/pip_install.py --no-compile -c constraints.txt
 compile = $(with_tools) $(BIN)/python setup.py --quiet build_ext --inplace
+
+NVSHMEM_FOLDER = $(or $(NVSHMEM_HOME),$(wildcard $(abspath $(VENV))/lib/python3*/site-packages/nvidia/nvshmem))
 
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 
@@ -138,9 +142,19 @@ test-mpi: build  ## What needs an MPI on this machine, where there is one
 check-bare: $(READY)  ## What make installs: resolves on the plain index, suffices and is all there is
 	$(BIN)/python tools/check_bare.py
 
+# Built from the source distribution, in isolation: what that lacks, the wheel would lack. auditwheel
+# tags it with the oldest C library whose symbols its modules have.
 .PHONY: wheel
-wheel: $(READY)  ## Build dist/moe_comm-*.whl
-	MOE_COMM_WERROR=0 MOE_COMM_CUDA_ARCHS= $(BIN)/python -m pip wheel --no-deps -w dist .
+wheel: $(READY)  ## Build dist/moe_comm-*.tar.gz and a wheel of it, for the GPUs of MOE_COMM_CUDA_ARCHS or all
+	rm -rf build/wheel dist
+	MOE_COMM_WERROR=0 MOE_COMM_CUDA_ARCHS="$(WHEEL_ARCHS)" NVSHMEM_HOME="$(NVSHMEM_FOLDER)" \
+	  PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(BIN)/python -m build --outdir build/wheel
+	$(with_tools) auditwheel repair --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+
+.PHONY: check-wheel
+check-wheel: wheel  ## Try the wheel in clean environments, beside the oldest torch and the newest
+	$(BIN)/python tools/check_wheel.py dist/*.whl
 
 .PHONY: clean
 clean:  ## Remove everything that make has made

