@@ -172,7 +172,9 @@ class Resolver:
                 self._environment,
             )
         except CheckError as error:
-            raise CheckError(f"the package index cannot be reached: {error}") from error
+            raise CheckError(
+                f"the package index cannot be reached, or lacks uv: {error}"
+            ) from error
         self._uv = folder / "bin" / "uv"
 
     def resolve(
