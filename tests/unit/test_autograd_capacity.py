@@ -183,6 +183,7 @@ def test_growth_is_reported_and_drops_nothing(buffer: EpBuffer) -> None:
     assert torch.equal(result.num_dropped_per_expert, torch.zeros(NUM_EXPERTS, dtype=torch.int64))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
 def test_every_call_of_an_open_configuration_compiles(buffer: EpBuffer, layout: Layout) -> None:
     """Choices per token, hidden and dtype differ from call to call, one graph for each."""

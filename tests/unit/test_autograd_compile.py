@@ -29,7 +29,7 @@ INDUCTOR = {"backend": "inductor"}
 INDUCTOR_EAGER_KERNELS = {"backend": "inductor", "options": {"fallback_by_default": True}}
 AOT_EAGER_CASE = pytest.param(AOT_EAGER, "softmax", id="aot_eager")
 EAGER_KERNELS_CASE = pytest.param(INDUCTOR_EAGER_KERNELS, "linear", id="inductor-eager_kernels")
-INDUCTOR_CASE = pytest.param(INDUCTOR, "detached", id="inductor")
+INDUCTOR_CASE = pytest.param(INDUCTOR, "detached", id="inductor", marks=pytest.mark.full)
 COMPILERS = [AOT_EAGER_CASE, INDUCTOR_CASE]
 
 
@@ -55,7 +55,7 @@ def tokens(num_tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("weighted_by", "compiler", "router"),
     [
-        pytest.param(weighted_by, *case.values, id=f"{weighted_by}-{case.id}")
+        pytest.param(weighted_by, *case.values, id=f"{weighted_by}-{case.id}", marks=case.marks)
         for weighted_by, case in [
             ("dispatch", AOT_EAGER_CASE),
             ("combine", AOT_EAGER_CASE),

@@ -135,6 +135,16 @@ def test_what_is_outside_a_sample_is_marked() -> None:
     assert not any("full" in item.marks for item in slow)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_marking_is_in_force(request: pytest.FixtureRequest, first: int, second: int) -> None:
+    """Of these four tests `make test` runs two."""
+    name = request.node.originalname
+    here = [item for item in request.session.items if getattr(item, "originalname", "") == name]
+    assert sum(item.get_closest_marker("full") is None for item in here) <= 2
+
+
 @pytest.mark.parametrize("arguments", [(), (0,), (3,), (2, 1)])
 def test_strengths_are_one_and_two(arguments: tuple[int, ...]) -> None:
     with pytest.raises(pytest.UsageError, match="sampled takes 1, 2, or 1 and 2, got"):

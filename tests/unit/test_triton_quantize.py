@@ -67,7 +67,7 @@ def rows_of_every_size(dtype: torch.dtype, hidden: int) -> torch.Tensor:
     return torch.cat([rows, more]).to(DEVICE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quantization", FORMATS, ids=name_of)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [8, 128, 1000])
