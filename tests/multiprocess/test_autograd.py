@@ -194,7 +194,7 @@ def compiled_and_eager(context: RankContext, backend: str, compiler: str, num_st
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("backend", ["reference", "host"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.full), "host"])
 def test_compiled_ranks_have_the_bits_of_eager_ones(backend: str, compiler: str) -> None:
     run_ranks(compiled_and_eager, 2, backend, compiler, 3, timeout_s=280)
 

@@ -157,7 +157,7 @@ def _replay_often(
     return failures
 
 
-@pytest.mark.parametrize("mode", ["processes", "threads"])
+@pytest.mark.parametrize("mode", [pytest.param("processes", marks=pytest.mark.full), "threads"])
 def test_replays_advance_by_themselves(mode: str) -> None:
     num_replays = 1000 if mode == "processes" else 50
     for failures in run_ranks(_replay_often, NUM_RANKS, num_replays, mode=mode, timeout_s=240):
