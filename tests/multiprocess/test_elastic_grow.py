@@ -275,6 +275,7 @@ def _refuse_then_grow(context: RankContext, where: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_refused_and_dead_newcomers_do_no_harm(tmp_path: Path) -> None:
     results = run_ranks(
         _refuse_then_grow, 2, str(tmp_path / "store"), fresh=True, timeout_s=RANKS_S
@@ -328,6 +329,7 @@ def _fail_alone(context: RankContext, where: str) -> list[str]:
     return texts
 
 
+@pytest.mark.full
 def test_what_one_rank_alone_meets_is_told_to_all(tmp_path: Path) -> None:
     first, second, third = run_ranks(_fail_alone, 3, str(tmp_path / "store"), fresh=True)
     text = "rank 1: OSError: no memory here"

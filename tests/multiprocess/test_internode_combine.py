@@ -125,7 +125,10 @@ def test_weights_come_back_with_rows_and_alone(
         # A chunk holds 128 rows: tens of chunks to and from every rank, several times round the ring.
         Case(hidden=4096, num_tokens=(700, 0, 650), num_experts=6, num_topk=6),
         # A row is wider than a chunk should be, and one token takes a whole chunk.
-        Case(hidden=300_000, dtype=torch.float32, num_tokens=(9, 4), num_topk=4, num_experts=4),
+        pytest.param(
+            Case(hidden=300_000, dtype=torch.float32, num_tokens=(9, 4), num_topk=4, num_experts=4),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["many-chunks", "wide-rows"],
 )

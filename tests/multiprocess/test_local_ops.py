@@ -45,7 +45,7 @@ def run_interpreted(context: RankContext, case: Case) -> tuple[list[str], list[s
     return faults, sorted(used)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_collective_backend_with_triton(case: Case) -> None:
     assert len(SOME) == 2 * len(NAMES)

@@ -172,6 +172,7 @@ def over_the_deep_ep_module(context: RankContext) -> None:
                 compare(run_layer(oracle, experts, inputs), run_layer(flex, experts, inputs))
 
 
+@pytest.mark.full
 def test_megatron_over_the_deep_ep_module() -> None:
     # New processes, in which nothing has imported Megatron without a deep_ep.
     run_ranks(over_the_deep_ep_module, 2, fresh=True)

@@ -77,6 +77,7 @@ def changed_as_documented(context: RankContext, blocks: list[str]) -> None:
                 )
 
 
+@pytest.mark.full
 def test_a_layer_changed_as_documented() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
     assert "install" in blocks[0]

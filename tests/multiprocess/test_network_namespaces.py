@@ -102,13 +102,14 @@ def running(network: Network, job: Job, folder: Path) -> Iterator[Ranks]:
         ranks.end()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ranks", "num_hosts", "rail"),
     [
         (4, 2, "gloo"),
-        pytest.param(4, 2, "sockets", marks=pytest.mark.full),
-        pytest.param(3, 3, "gloo", marks=pytest.mark.full),
-        pytest.param(6, 3, "sockets", marks=pytest.mark.full),
+        (4, 2, "sockets"),
+        (3, 3, "gloo"),
+        (6, 3, "sockets"),
     ],
 )
 def test_hosts_of_their_own(tmp_path: Path, num_ranks: int, num_hosts: int, rail: str) -> None:

@@ -106,8 +106,7 @@ def test_one_node_changes_nothing() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(plain, nodes, strict=True))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_threads", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_many_chunks(num_threads: int) -> None:
     """A chunk holds 128 sums: the ring goes round, on one thread and several."""
     shape = Shape(hidden=4096, num_tokens=700, num_topk=6)
