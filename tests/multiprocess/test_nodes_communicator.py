@@ -234,6 +234,7 @@ def _stop(context: RankContext) -> None:
     comm.destroy()
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_not_taken_for_a_lost_link() -> None:
     run_ranks(_stop, 4, fresh=True)
 

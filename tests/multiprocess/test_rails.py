@@ -42,6 +42,7 @@ def test_a_peer_that_dies_fails_transfers() -> None:
     assert error.startswith("gloo: ")
 
 
+@pytest.mark.full
 def test_the_engine_does_not_judge_who_is_late() -> None:
     # The limit is that of connecting, too, which takes a busy machine a while.
     run_ranks(rail_ranks.run_late, 2, 5.0, fresh=True)

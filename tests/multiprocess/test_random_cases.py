@@ -126,13 +126,14 @@ def test_drawn_cases(name: str, mode: str, case: Case) -> None:
     check_case(Target(name=name), case, mode=mode)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rail", "mode", "most_local_ranks"),
     [
         ("sockets", "threads", 2),
-        pytest.param("sockets", "threads", 1, marks=pytest.mark.full),
-        pytest.param("sockets", "threads", 3, marks=pytest.mark.full),
-        pytest.param("gloo", "processes", 2, marks=pytest.mark.full),
+        ("sockets", "threads", 1),
+        ("sockets", "threads", 3),
+        ("gloo", "processes", 2),
     ],
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -44,6 +44,7 @@ def bench(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     return list(document["cases"])
 
 
+@pytest.mark.full
 def test_a_model_is_moved_into_the_heap_and_outside_it(tmp_path: Path) -> None:
     heap, outside = bench(
         tmp_path,
@@ -77,6 +78,7 @@ def test_a_list_of_tensors_goes_to_ranks_of_its_own(tmp_path: Path) -> None:
     assert case["bytes"] == 2 * 50 * 4096
 
 
+@pytest.mark.full
 def test_another_transport_is_measured(tmp_path: Path) -> None:
     (case,) = bench(
         tmp_path,

@@ -28,6 +28,7 @@ def reshard_moe() -> Iterator[types.ModuleType]:
             sys.modules[name] = module
 
 
+@pytest.mark.full
 def test_three_layouts_generate_the_same_bits() -> None:
     options = {
         "--steps": 3,

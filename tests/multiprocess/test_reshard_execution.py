@@ -288,6 +288,7 @@ def test_experts_of_megatron(layouts: tuple[str, str], kind: type[nn.Module]) ->
 # Refits that are run again.
 
 
+@pytest.mark.full
 def test_one_rank_prepares_anew_while_others_repeat() -> None:
     def script(context: RankContext) -> None:
         refit = make(context, ("tp2.ep2", "tp4"))
