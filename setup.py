@@ -2,10 +2,14 @@ import contextlib
 import fcntl
 import filecmp
 import os
+import re
+import select
 import shutil
 import subprocess
 import sys
-import sysconfig
+import termios
+import time
+import tty
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +19,11 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
+MODULES = ("host", "simt", "cuda", "nvshmem")
+DEVICE_MODULES = ("cuda", "nvshmem")
 MISSING_FOR = {
-    "moe_comm._cuda": "no nvcc that works",
-    "moe_comm._nvshmem": "no nvcc that works, or neither NVSHMEM's wheel nor NVSHMEM_HOME",
+    "cuda": "no nvcc that works",
+    "nvshmem": "no nvcc that works, or neither NVSHMEM's wheel nor NVSHMEM_HOME",
 }
 
 
@@ -45,6 +51,24 @@ def nvshmem_mode() -> str:
     return "off" if cuda_mode() == "off" else mode
 
 
+def wanted_modules() -> tuple[str, ...]:
+    """The modules that MOE_COMM_MODULES names, in the order of MODULES; without it, all."""
+    text = os.environ.get("MOE_COMM_MODULES")
+    if not text:
+        modes = {"cuda": cuda_mode(), "nvshmem": nvshmem_mode()}
+        return tuple(name for name in MODULES if modes.get(name) != "off")
+    named = [name.strip() for name in text.split(",")]
+    for name in named:
+        if name not in MODULES:
+            raise SystemExit(f"MOE_COMM_MODULES={text}: there is no {name!r}, only {MODULES}")
+    for name, mode in (("cuda", cuda_mode()), ("nvshmem", nvshmem_mode())):
+        if name in named and mode == "off":
+            raise SystemExit(
+                f"MOE_COMM_MODULES={text} names {name}, which other variables turn off"
+            )
+    return tuple(name for name in MODULES if name in named)
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock file at `path`, so that two builds in one checkout follow each other."""
@@ -70,8 +94,123 @@ def remove_module(name: str) -> None:
         stale.unlink()
 
 
+class Progress:
+    """Shows what a build compiles: one line that is rewritten on a terminal, else a line for each file.
+
+    Ninja tells when it starts a command only on a terminal, so it is given one to write to.
+    """
+
+    STATUS = "@%s %f %t@"
+    LINE = re.compile(r"@(\d+) (\d+) (\d+)@ (.*)")
+    ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+    HEARTBEAT_S = 3.0
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._running: dict[str, float] = {}  # what is compiled, and since when
+        self._num_started = self._num_finished = self._num_total = 0
+        self._shown_at = 0.0
+        self._is_after_status = False  # what ended without a new line
+
+    def run(self, command: list[str]) -> int:
+        """Runs a command that drives ninja; all but its status lines is shown as it is."""
+        ours, theirs = os.openpty()
+        tty.setraw(theirs, termios.TCSANOW)
+        environment = {**os.environ, "NINJA_STATUS": f"{self.STATUS} ", "TERM": "xterm"}
+        with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            pending = b""
+            while True:
+                readable, _, _ = select.select([ours], [], [], self.HEARTBEAT_S)
+                if readable:
+                    try:
+                        chunk = os.read(ours, 65536)
+                    except OSError:  # what Linux says once nobody writes any more
+                        break
+                    if not chunk:
+                        break
+                    *lines, pending = re.split(rb"(?<=[\r\n])", pending + chunk)
+                    # A status has no end until the next comes.
+                    if pending.endswith(b"\x1b[K"):
+                        lines.append(pending)
+                        pending = b""
+                    for line in lines:
+                        self._hear(line.decode(errors="replace"))
+                if time.monotonic() - self._shown_at > self.HEARTBEAT_S:
+                    self._show()
+            self._print(pending.decode(errors="replace"))
+        os.close(ours)
+        if self._is_terminal and self._num_total:
+            sys.stdout.write("\n")
+        return process.returncode
+
+    def _hear(self, line: str) -> None:
+        status = self.LINE.match(self.ESCAPE.sub("", line).strip())
+        if status is None:
+            if line != "\r" and not (line == "\n" and self._is_after_status):
+                self._print(line)
+            self._is_after_status &= line == "\r"
+            return
+        self._is_after_status = "\n" not in line
+        started, finished, self._num_total = (int(status[i]) for i in (1, 2, 3))
+        what = self._name(status[4])
+        is_news = started > self._num_started or finished > self._num_finished
+        if not is_news and what not in self._running:
+            # Ninja counts anew once it has looked for new files.
+            self._running.clear()
+            self._num_started = self._num_finished = 0
+        if started > self._num_started:
+            self._running[what] = time.monotonic()
+            self._num_started = started
+            self._show()
+        elif finished > self._num_finished:
+            self._running.pop(what, None)
+            self._num_finished = finished
+
+    @staticmethod
+    def _name(description: str) -> str:
+        """The file, of what CMake says ninja does."""
+        built = re.fullmatch(r"Building \S+ object .*\.dir/(.*)\.(?:o|gch)", description)
+        linked = re.fullmatch(r"Linking \S+ .* (\S+)", description)
+        return (built or linked or [None, description])[1]
+
+    def _show(self) -> None:
+        now = self._shown_at = time.monotonic()
+        if not self._running:
+            return
+        waited = now - min(self._running.values())
+        which = ", ".join(self._running) if waited > 1 else next(reversed(self._running))
+        text = f"compiling {self._num_started} of {self._num_total}: {which}"
+        if waited > 1:
+            text += f" ({waited:.0f} s)"
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stdout.write(f"\r{text[:width]}\x1b[K")
+        else:
+            sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    def _print(self, text: str) -> None:
+        if not self._is_terminal:
+            text = self.ESCAPE.sub("", text)
+        elif text and self._running:
+            sys.stdout.write("\r\x1b[K")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
 class CMakeBuild(build_ext):
     """Builds the extension modules with CMake and ninja instead of distutils' compiler."""
+
+    user_options = [  # noqa: RUF012 - as setuptools wants it
+        *build_ext.user_options,
+        ("test-programs", None, "build the programs of tests/cpp too (in place only)"),
+    ]
+    boolean_options = [*build_ext.boolean_options, "test-programs"]  # noqa: RUF012
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.test_programs = False
 
     def run(self) -> None:
         # setuptools clears `inplace` while it builds and copies the result afterwards.
@@ -84,7 +223,7 @@ class CMakeBuild(build_ext):
         if "off" in (os.environ.get("MOE_COMM_CUDA"), os.environ.get("MOE_COMM_NVSHMEM")):
             remove_module("_nvshmem")
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         # In-place builds keep their directory, for incremental rebuilds; a wheel is often built in
         # an isolated environment whose tools vanish afterwards, so it has one of its own.
         kind = "inplace" if self._keeps_build_dir else "wheel"
@@ -92,16 +231,27 @@ class CMakeBuild(build_ext):
         name = "-".join(filter(None, ["native", kind, sys.implementation.cache_tag, sanitize]))
         build_dir = ROOT / "build" / name
         with locked(build_dir.with_suffix(".lock")):
-            self._run_cmake(build_dir, sanitize)
-            file_name = ext.name.split(".")[-1] + sysconfig.get_config_var("EXT_SUFFIX")
-            built = build_dir / "lib" / file_name
-            if ext.optional and not built.exists():
-                self.warn(f"{ext.name} is not built: {MISSING_FOR[ext.name]}")
-                remove_module(ext.name.split(".")[-1])
-                return
-            replace_if_changed(built, Path(self.get_ext_fullpath(ext.name)))
+            wanted = wanted_modules()
+            cmake = self._configure(build_dir, sanitize, wanted)
+            # CMake writes which modules this machine can build.
+            possible = (build_dir / "modules.txt").read_text().split()
+            targets = [f"_{name}" for name in wanted if name in possible]
+            if self.test_programs:
+                targets.append("test_programs")
+            self._run([cmake, "--build", str(build_dir), "--target", *targets])
+            for ext in self.extensions:
+                module = ext.name.split("._")[-1]
+                if module in possible:
+                    built = build_dir / "lib" / Path(self.get_ext_filename(ext.name)).name
+                    replace_if_changed(built, Path(self.get_ext_fullpath(ext.name)))
+                else:
+                    self.warn(f"{ext.name} is not built: {MISSING_FOR[module]}")
+                    remove_module(f"_{module}")
+            if self._keeps_build_dir:
+                self._remove_older(build_dir, cmake, set(possible) - set(wanted))
 
-    def _run_cmake(self, build_dir: Path, sanitize: str) -> None:
+    def _configure(self, build_dir: Path, sanitize: str, wanted: tuple[str, ...]) -> str:
+        """Brings CMake's part up to date; returns the path of cmake."""
         import pybind11
 
         cmake = shutil.which("cmake")
@@ -110,9 +260,6 @@ class CMakeBuild(build_ext):
             raise SystemExit(f"cmake and ninja are needed, found {cmake=} and {ninja=}")
         definitions = {
             "CMAKE_MAKE_PROGRAM": ninja,
-            "MOE_COMM_CUDA": cuda_mode(),
-            "MOE_COMM_CUDA_ARCHS": os.environ.get("MOE_COMM_CUDA_ARCHS") or "80;90a;100",
-            "MOE_COMM_NVSHMEM": nvshmem_mode(),
             "MOE_COMM_SANITIZE": sanitize,
             "MOE_COMM_WERROR": "ON" if enabled("MOE_COMM_WERROR") else "OFF",
             "Python_EXECUTABLE": sys.executable,
@@ -123,14 +270,38 @@ class CMakeBuild(build_ext):
         tools = "\n".join([cmake, ninja, sys.executable, definitions["pybind11_DIR"]])
         if build_dir.exists() and (not stamp.exists() or stamp.read_text() != tools):
             shutil.rmtree(build_dir)
+        is_first = not (build_dir / "CMakeCache.txt").exists()
         build_dir.mkdir(parents=True, exist_ok=True)
         stamp.write_text(tools)
+        if not os.environ.get("MOE_COMM_MODULES") or set(wanted) & set(DEVICE_MODULES):
+            definitions["MOE_COMM_CUDA"] = cuda_mode()
+            definitions["MOE_COMM_CUDA_ARCHS"] = (
+                os.environ.get("MOE_COMM_CUDA_ARCHS") or "80;90a;100"
+            )
+            definitions["MOE_COMM_NVSHMEM"] = nvshmem_mode()
+        elif is_first:
+            # Without nvcc until somebody wants what it compiles. A directory that has it keeps it:
+            # CMake deletes the objects that it no longer knows.
+            definitions["MOE_COMM_CUDA"] = "off"
         arguments = [f"-D{key}={value}" for key, value in definitions.items()]
-        configure = [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *arguments]
-        for command in (configure, [cmake, "--build", str(build_dir)]):
-            returncode = subprocess.run(command, check=False).returncode
-            if returncode:
-                raise SystemExit(f"exit status {returncode} of: {' '.join(command)}")
+        self._run([cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *arguments])
+        return cmake
+
+    def _run(self, command: list[str]) -> None:
+        returncode = Progress().run(command)
+        if returncode:
+            raise SystemExit(f"exit status {returncode} of: {' '.join(command)}")
+
+    def _remove_older(self, build_dir: Path, cmake: str, others: set[str]) -> None:
+        """Removes those of the `others` that lie in the checkout and that an edit has outdated."""
+        for name in sorted(others):
+            if not list((ROOT / "moe_comm").glob(f"_{name}.*.so")):
+                continue
+            command = [cmake, "--build", str(build_dir), "--target", f"_{name}", "--", "-n"]
+            would = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            if "no work to do" not in would:
+                self.warn(f"moe_comm._{name} is removed: its sources are newer (MOE_COMM_MODULES)")
+                remove_module(f"_{name}")
 
     def copy_extensions_to_source(self) -> None:
         build_py = self.get_finalized_command("build_py")
@@ -142,12 +313,12 @@ class CMakeBuild(build_ext):
                 replace_if_changed(Path(built), in_package)
 
 
-extensions = [Extension(f"moe_comm.{name}", sources=[]) for name in ("_host", "_simt")]
-for name, mode in (("_cuda", cuda_mode()), ("_nvshmem", nvshmem_mode())):
-    if mode != "off":
-        extensions.append(Extension(f"moe_comm.{name}", sources=[], optional=mode == "auto"))
+MODES = {"cuda": cuda_mode(), "nvshmem": nvshmem_mode()}
 
 setup(
-    ext_modules=extensions,
+    ext_modules=[
+        Extension(f"moe_comm._{name}", sources=[], optional=MODES.get(name) == "auto")
+        for name in wanted_modules()
+    ],
     cmdclass={"build_ext": CMakeBuild},
 )
