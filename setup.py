@@ -170,7 +170,7 @@ class Progress:
     @staticmethod
     def _name(description: str) -> str:
         """The file, of what CMake says ninja does."""
-        built = re.fullmatch(r"Building \S+ object .*\.dir/(.*)\.(?:o|gch)", description)
+        built = re.fullmatch(r"Building \S+ object .*\.dir/(?:Unity/)?(.*)\.o", description)
         linked = re.fullmatch(r"Linking \S+ .* (\S+)", description)
         return (built or linked or [None, description])[1]
 

@@ -81,13 +81,20 @@ if(MOE_COMM_HAS_CUDA)
   add_library(moe_comm_cuda_kernels OBJECT ${cuda_sources})
   moe_comm_configure_kernels(moe_comm_cuda_kernels "device/ptx.cuh" -Xptxas=--warn-on-spills)
 
-  moe_comm_glob(MOE_COMM_CUDA_SOURCES cuda/*.cpp bindings/cuda/*.cpp)
-  moe_comm_add_module(_cuda ${MOE_COMM_CUDA_SOURCES}
-    $<TARGET_OBJECTS:moe_comm_device> $<TARGET_OBJECTS:moe_comm_cuda_kernels>
-    $<TARGET_OBJECTS:moe_comm_common>)
+  # What _cuda and _nvshmem share.
+  moe_comm_glob(MOE_COMM_CUDA_SOURCES cuda/*.cpp bindings/cuda/bind_*.cpp)
+  moe_comm_unite(cuda ${MOE_COMM_CUDA_SOURCES})
+  moe_comm_add_objects(moe_comm_cuda ${MOE_COMM_CUDA_SOURCES})
+  moe_comm_add_objects(moe_comm_cuda_module "${PROJECT_SOURCE_DIR}/csrc/bindings/cuda/cuda_module.cpp")
   string(REPLACE ";" ", " archs_text "${MOE_COMM_CUDA_ARCHS}")
-  target_compile_definitions(_cuda PRIVATE MOE_CUDA_ARCHS="${archs_text}")
-  target_include_directories(_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-  set_target_properties(_cuda PROPERTIES LINKER_LANGUAGE CXX CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
+  foreach(target moe_comm_cuda moe_comm_cuda_module)
+    target_compile_definitions(${target} PRIVATE MOE_CUDA_ARCHS="${archs_text}")
+    target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+    target_link_libraries(${target} PRIVATE pybind11::module)
+  endforeach()
+
+  moe_comm_add_module(_cuda moe_comm_cuda_module moe_comm_cuda moe_comm_device_bindings
+    moe_comm_runtime moe_comm_cuda_kernels)
+  set_target_properties(_cuda PROPERTIES CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
   target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
 endif()

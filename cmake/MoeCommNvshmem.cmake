@@ -68,15 +68,17 @@ if(NOT nvshmem_problem)
     CUDA_RESOLVE_DEVICE_SYMBOLS ON)
   target_link_libraries(moe_comm_nvshmem_kernels PRIVATE "${nvshmem_home}/lib/libnvshmem_device.a")
 
-  moe_comm_glob(MOE_COMM_NVSHMEM_SOURCES
-    cuda/*.cpp nvshmem/*.cpp bindings/cuda/bind_*.cpp bindings/nvshmem/*.cpp)
-  moe_comm_add_module(_nvshmem ${MOE_COMM_NVSHMEM_SOURCES}
-    $<TARGET_OBJECTS:moe_comm_device> $<TARGET_OBJECTS:moe_comm_cuda_kernels>
-    $<TARGET_OBJECTS:moe_comm_common>)
-  target_compile_definitions(_nvshmem PRIVATE MOE_CUDA_ARCHS="${archs_text}")
-  target_include_directories(_nvshmem SYSTEM PRIVATE
+  moe_comm_glob(MOE_COMM_NVSHMEM_SOURCES nvshmem/*.cpp bindings/nvshmem/*.cpp)
+  moe_comm_unite(nvshmem ${MOE_COMM_NVSHMEM_SOURCES})
+  moe_comm_add_objects(moe_comm_nvshmem ${MOE_COMM_NVSHMEM_SOURCES})
+  target_compile_definitions(moe_comm_nvshmem PRIVATE MOE_CUDA_ARCHS="${archs_text}")
+  target_include_directories(moe_comm_nvshmem SYSTEM PRIVATE
     ${CUDAToolkit_INCLUDE_DIRS} "${nvshmem_home}/include")
-  set_target_properties(_nvshmem PROPERTIES LINKER_LANGUAGE CXX CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
+  target_link_libraries(moe_comm_nvshmem PRIVATE pybind11::module)
+
+  moe_comm_add_module(_nvshmem moe_comm_nvshmem moe_comm_cuda moe_comm_device_bindings
+    moe_comm_runtime moe_comm_cuda_kernels)
+  set_target_properties(_nvshmem PROPERTIES CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
   # Whole: files of kernels name themselves when the module is loaded.
   target_link_libraries(_nvshmem PRIVATE
     -Wl,--whole-archive moe_comm_nvshmem_kernels -Wl,--no-whole-archive

@@ -19,36 +19,52 @@ function(moe_comm_use_simt target)
 endfunction()
 
 # The emulator and the kernels, for _simt and for programs that test them.
-add_library(moe_comm_simt OBJECT ${MOE_COMM_SIMT_SOURCES})
-add_library(moe_comm_kernels OBJECT ${MOE_COMM_KERNEL_SOURCES})
-foreach(target moe_comm_simt moe_comm_kernels)
-  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON)
-  moe_comm_configure(${target})
+moe_comm_add_objects(moe_comm_simt ${MOE_COMM_SIMT_SOURCES})
+moe_comm_add_objects(moe_comm_kernels ${MOE_COMM_KERNEL_SOURCES})
+moe_comm_add_objects(moe_comm_simt_bindings ${MOE_COMM_SIMT_BINDINGS})
+target_link_libraries(moe_comm_simt_bindings PRIVATE pybind11::module)
+foreach(target moe_comm_simt moe_comm_kernels moe_comm_simt_bindings)
   moe_comm_use_simt(${target})
 endforeach()
 
-moe_comm_add_module(_simt ${MOE_COMM_SIMT_BINDINGS}
-  $<TARGET_OBJECTS:moe_comm_device> $<TARGET_OBJECTS:moe_comm_kernels>
-  $<TARGET_OBJECTS:moe_comm_simt> $<TARGET_OBJECTS:moe_comm_common>)
+moe_comm_add_module(_simt moe_comm_simt_bindings moe_comm_device_bindings moe_comm_runtime
+  moe_comm_kernels moe_comm_simt)
 moe_comm_use_simt(_simt)
 
-# Programs of tests/cpp that run on the emulator; built by the tests that run them.
-function(moe_comm_add_emulated_program name)
-  add_executable(${name} EXCLUDE_FROM_ALL "${PROJECT_SOURCE_DIR}/tests/cpp/${name}.cpp"
-    $<TARGET_OBJECTS:moe_comm_simt> $<TARGET_OBJECTS:moe_comm_common> ${ARGN})
-  moe_comm_configure(${name})
+# Programs of tests/cpp that run on the emulator.
+foreach(name emulator_kernels emulator_memory emulator_streams)
+  set(objects moe_comm_simt moe_comm_common moe_comm_rows)
+  if(name STREQUAL "emulator_streams")
+    list(PREPEND objects moe_comm_runtime moe_comm_kernels)
+  endif()
+  moe_comm_add_program(${name} ${objects})
   moe_comm_use_simt(${name})
-  target_compile_options(${name} PRIVATE -O1)
-endfunction()
+endforeach()
 
-moe_comm_add_emulated_program(emulator_kernels)
-moe_comm_add_emulated_program(emulator_memory)
-moe_comm_add_emulated_program(emulator_streams
-  "${PROJECT_SOURCE_DIR}/csrc/runtime/stream_marks.cpp")
+# Kernels with faults that can be switched on, for programs that compare the bytes they make.
+set(faulty_sources
+  core/*.cpp layout/*.cpp host/row_kernels.cpp kernels/combine.cu kernels/dispatch.cu
+  kernels/strided_copy.cu kernels/weighted_gradient.cu simt/direct_memory.cpp simt/fiber.cpp
+  simt/grid.cpp simt/scheduler.cpp)
+moe_comm_glob(faulty_sources ${faulty_sources})
+moe_comm_add_objects(moe_comm_faulty ${faulty_sources})
+foreach(name dispatch_kernel kernel_rows)
+  moe_comm_add_program(${name} moe_comm_faulty moe_comm_rows)
+endforeach()
+target_sources(kernel_rows PRIVATE "${PROJECT_SOURCE_DIR}/tests/cpp/kernel_copies.cpp")
+foreach(target moe_comm_faulty dispatch_kernel kernel_rows)
+  moe_comm_use_simt(${target})
+  target_compile_definitions(${target} PRIVATE MOE_WITH_MUTANTS)
+endforeach()
 
+# The whole, with such faults, and every access checked.
+moe_comm_add_objects(moe_comm_checked ${MOE_COMM_COMMON_SOURCES} ${MOE_COMM_KERNEL_SOURCES}
+  ${MOE_COMM_SIMT_SOURCES} ${MOE_COMM_CHECKER_SOURCES})
+moe_comm_use_simt(moe_comm_checked)
+target_compile_definitions(moe_comm_checked PRIVATE MOE_SIMT_CHECKED MOE_WITH_MUTANTS)
 add_executable(schedules EXCLUDE_FROM_ALL
-  ${MOE_COMM_KERNEL_SOURCES} ${MOE_COMM_SIMT_SOURCES} ${MOE_COMM_CHECKER_SOURCES}
-  ${MOE_COMM_COMMON_SOURCES})
+  $<TARGET_OBJECTS:moe_comm_checked> $<TARGET_OBJECTS:moe_comm_rows>)
+set_target_properties(schedules PROPERTIES LINKER_LANGUAGE CXX)
 moe_comm_configure(schedules)
 moe_comm_use_simt(schedules)
-target_compile_definitions(schedules PRIVATE MOE_SIMT_CHECKED MOE_WITH_MUTANTS)
+add_dependencies(test_programs schedules)

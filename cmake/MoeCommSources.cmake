@@ -1,11 +1,16 @@
 # Sets the sources of every target, baseline files first:
 #   MOE_COMM_COMMON_SOURCES    core, layout, heap, host: linked into every module
+#   MOE_COMM_ROW_SOURCES       those of host whose loops over rows take the time
 #   MOE_COMM_BINDING_SOURCES   what bindings of every module share
-#   MOE_COMM_HOST_BINDINGS, MOE_COMM_DEVICE_BINDINGS, MOE_COMM_SIMT_BINDINGS
+#   MOE_COMM_HOST_BINDINGS, MOE_COMM_HOST_GLUE, MOE_COMM_DEVICE_BINDINGS,
+#   MOE_COMM_SIMT_BINDINGS
 #   MOE_COMM_RUNTIME_SOURCES   operations on a device, driven from the host
 #   MOE_COMM_KERNEL_SOURCES    *.cu: kernels, for nvcc or (as C++) for the emulator
 #   MOE_COMM_INTERNODE_SOURCES those among them that put rows into memory of other nodes
 #   MOE_COMM_SIMT_SOURCES      the emulator; MOE_COMM_CHECKER_SOURCES its checks and scenarios
+#
+# Most of a compilation is headers, and templates that every file needs: files of one unit are
+# compiled as one. -DCMAKE_UNITY_BUILD=OFF compiles each alone.
 #
 # Files for one instruction set (*_avx2.cpp, *_avx512.cpp) are compiled with its flags and linked
 # last. An inline function that several files instantiate is kept from the first of them, so the
@@ -17,9 +22,19 @@ function(moe_comm_glob result)
   set(${result} ${files} PARENT_SCOPE)
 endfunction()
 
+# moe_comm_unite(unit sources...)
+function(moe_comm_unite unit)
+  set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${unit})
+endfunction()
+
 moe_comm_glob(MOE_COMM_COMMON_SOURCES core/*.cpp layout/*.cpp heap/*.cpp host/*.cpp)
+moe_comm_glob(MOE_COMM_ROW_SOURCES host/row_kernels_*.cpp host/strided_copy.cpp)
+list(REMOVE_ITEM MOE_COMM_COMMON_SOURCES ${MOE_COMM_ROW_SOURCES})
 moe_comm_glob(MOE_COMM_BINDING_SOURCES bindings/shared/*.cpp)
 moe_comm_glob(MOE_COMM_HOST_BINDINGS bindings/*.cpp)
+moe_comm_glob(MOE_COMM_HOST_GLUE bindings/host_module.cpp bindings/bind_group.cpp
+  bindings/bind_heap.cpp bindings/bind_kernels.cpp bindings/bind_rail.cpp bindings/bind_shrink.cpp)
+list(REMOVE_ITEM MOE_COMM_HOST_BINDINGS ${MOE_COMM_HOST_GLUE})
 moe_comm_glob(MOE_COMM_DEVICE_BINDINGS bindings/device/*.cpp)
 moe_comm_glob(MOE_COMM_SIMT_BINDINGS bindings/simt/*.cpp)
 moe_comm_glob(MOE_COMM_RUNTIME_SOURCES runtime/*.cpp)
@@ -37,12 +52,38 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
 endif()
 foreach(isa AVX2 AVX512)
   string(TOLOWER ${isa} suffix)
-  set(isa_sources ${MOE_COMM_COMMON_SOURCES})
+  set(isa_sources ${MOE_COMM_ROW_SOURCES})
   list(FILTER isa_sources INCLUDE REGEX "_${suffix}\\.cpp$")
-  list(FILTER MOE_COMM_COMMON_SOURCES EXCLUDE REGEX "_${suffix}\\.cpp$")
+  list(FILTER MOE_COMM_ROW_SOURCES EXCLUDE REGEX "_${suffix}\\.cpp$")
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     set_source_files_properties(${isa_sources} PROPERTIES COMPILE_OPTIONS
       "${MOE_COMM_${isa}_FLAGS}")
-    list(APPEND MOE_COMM_COMMON_SOURCES ${isa_sources})
+    list(APPEND MOE_COMM_ROW_SOURCES ${isa_sources})
   endif()
 endforeach()
+
+# By what changes together, in units of about ten files.
+moe_comm_glob(files core/*.cpp layout/*.cpp heap/*.cpp)
+moe_comm_unite(heap ${files})
+moe_comm_glob(files host/*.cpp)
+list(REMOVE_ITEM files ${MOE_COMM_ROW_SOURCES})
+moe_comm_unite(exchange ${files})
+moe_comm_glob(files host/group*.cpp host/agreement.cpp host/endpoint*.cpp host/progress.cpp
+  host/thread_pool.cpp host/warn.cpp)
+moe_comm_unite(group ${files})
+moe_comm_glob(files host/copy_*.cpp host/batched_copy.cpp host/prepared_copies.cpp
+  host/internode_*.cpp host/*rail*.cpp host/relay.cpp)
+moe_comm_unite(copies ${files})
+moe_comm_unite(bindings ${MOE_COMM_BINDING_SOURCES})
+moe_comm_unite(host_bindings ${MOE_COMM_HOST_BINDINGS})
+moe_comm_unite(host_glue ${MOE_COMM_HOST_GLUE})
+moe_comm_unite(device_bindings ${MOE_COMM_DEVICE_BINDINGS})
+moe_comm_unite(runtime ${MOE_COMM_RUNTIME_SOURCES})
+moe_comm_unite(kernels ${MOE_COMM_KERNEL_SOURCES})
+moe_comm_unite(internode_kernels ${MOE_COMM_INTERNODE_SOURCES})
+moe_comm_unite(simt ${MOE_COMM_SIMT_SOURCES})
+moe_comm_unite(simt_bindings ${MOE_COMM_SIMT_BINDINGS})
+# Host and kernels have words of their own for the order of an access.
+moe_comm_unite(kernel_checker ${MOE_COMM_CHECKER_SOURCES})
+moe_comm_glob(files simt/checker/host_*.cpp)
+moe_comm_unite(host_checker ${files})

@@ -22,7 +22,7 @@ using layout::ReceiveEntry;
 namespace {
 
 /// Attribute names, made once: a lookup by an interned name compares addresses.
-struct Names {
+struct TensorNames {
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* is_conj = PyUnicode_InternFromString("is_conj");
@@ -33,8 +33,8 @@ struct Names {
   PyObject* stride = PyUnicode_InternFromString("stride");
 };
 
-const Names& names() {
-  static const Names interned;
+const TensorNames& tensor_names() {
+  static const TensorNames interned;
   return interned;
 }
 
@@ -57,22 +57,23 @@ class TensorReader {
  public:
   /// Fills in all of @p item but the ends' ranks and task. @throws InvalidArgument
   void read(py::handle tensor, CopyItem* item) {
-    const Dtype& dtype = find_dtype(attribute(tensor, names().dtype));
-    MOE_CHECK(attribute(tensor, names().is_cpu).cast<bool>(),
+    const Dtype& dtype = find_dtype(attribute(tensor, tensor_names().dtype));
+    MOE_CHECK(attribute(tensor, tensor_names().is_cpu).cast<bool>(),
               "a tensor must be in CPU memory, got device ",
               py::str(tensor.attr("device")).cast<std::string>());
-    MOE_CHECK(!(dtype.is_complex && call(tensor, names().is_conj).cast<bool>()) &&
-                  !call(tensor, names().is_neg).cast<bool>(),
+    MOE_CHECK(!(dtype.is_complex && call(tensor, tensor_names().is_conj).cast<bool>()) &&
+                  !call(tensor, tensor_names().is_neg).cast<bool>(),
               "a tensor's conjugate or negative is not in its memory; resolve it first");
-    const py::tuple shape = attribute(tensor, names().shape);
-    const py::tuple strides = call(tensor, names().stride);
+    const py::tuple shape = attribute(tensor, tensor_names().shape);
+    const py::tuple strides = call(tensor, tensor_names().stride);
     sizes_.clear();
     strides_.clear();
     for (const py::handle size : shape)
       sizes_.push_back(PyLong_AsLongLong(size.ptr()));
     for (const py::handle stride : strides)
       strides_.push_back(PyLong_AsLongLong(stride.ptr()));
-    item->data = reinterpret_cast<std::byte*>(call(tensor, names().data_ptr).cast<uintptr_t>());
+    item->data =
+        reinterpret_cast<std::byte*>(call(tensor, tensor_names().data_ptr).cast<uintptr_t>());
     item->shape = layout::make_strided(
         sizes_.data(), strides_.data(), static_cast<int>(sizes_.size()), dtype.bytes);
     MOE_CHECK(item->data != nullptr || item->shape.bytes == 0,
@@ -98,7 +99,7 @@ class TensorReader {
     const size_t dot = text.rfind('.');
     const std::string name = dot == std::string::npos ? text : text.substr(dot + 1);
     std::memcpy(dtype.name, name.data(), std::min(name.size(), sizeof(dtype.name)));
-    dtype.bytes = attribute(object, names().itemsize).cast<int64_t>();
+    dtype.bytes = attribute(object, tensor_names().itemsize).cast<int64_t>();
     dtype.is_complex = object.attr("is_complex").cast<bool>();
     return dtypes_.emplace(object.ptr(), dtype).first->second;
   }

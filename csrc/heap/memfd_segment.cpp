@@ -30,7 +30,7 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr uint64_t kSpareBytes = uint64_t{32} << 20;
 
 // Faulted in between two looks at what the machine has left.
-constexpr uint64_t kStepBytes = uint64_t{8} << 20;
+constexpr uint64_t kFaultStepBytes = uint64_t{8} << 20;
 
 // Each failure may have made the kernel compact memory, which takes long.
 constexpr int kMostCollapseFailures = 8;
@@ -152,10 +152,10 @@ uint64_t system_page_bytes() {
 uint64_t fault_in(std::byte* data, uint64_t bytes, bool with_huge_pages) {
   int num_failures = 0;
   uint64_t huge_bytes = 0;
-  for (uint64_t offset = 0; offset < bytes; offset += kStepBytes) {
+  for (uint64_t offset = 0; offset < bytes; offset += kFaultStepBytes) {
     // The kernel kills rather than refuse, so look again: other ranks may be growing as well.
     check_machine(bytes - offset);
-    const uint64_t step_bytes = std::min(kStepBytes, bytes - offset);
+    const uint64_t step_bytes = std::min(kFaultStepBytes, bytes - offset);
     if (with_huge_pages && num_failures < kMostCollapseFailures)
       huge_bytes += collapse(data + offset, step_bytes, &num_failures);
     // Maps what is there, allocates what collapsing left out.

@@ -11,7 +11,7 @@ namespace moe::heap {
 namespace {
 
 // Mapped between two looks at the sockets: some milliseconds where pages are small.
-constexpr uint64_t kStepBytes = uint64_t{32} << 20;
+constexpr uint64_t kMapStepBytes = uint64_t{32} << 20;
 
 }  // namespace
 
@@ -51,7 +51,7 @@ void PeerSegments::map_step() {
   if (unmapped_.empty())
     return;
   Unmapped& job = unmapped_.back();
-  const uint64_t bytes = std::min(kStepBytes, job.segment->bytes() - job.num_mapped_bytes);
+  const uint64_t bytes = std::min(kMapStepBytes, job.segment->bytes() - job.num_mapped_bytes);
   const bool is_mapped = map_pages(job.segment->data() + job.num_mapped_bytes, bytes);
   job.num_mapped_bytes += bytes;
   if (!is_mapped || job.num_mapped_bytes == job.segment->bytes())

@@ -21,10 +21,6 @@ namespace {
 using Block = WindowAllocator::Block;
 using ShmWindow = HeapWindow<HeapCore>;
 
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 uint64_t round_down(uint64_t value, uint64_t multiple) {
   return value / multiple * multiple;
 }

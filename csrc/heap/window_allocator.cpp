@@ -11,10 +11,6 @@
 namespace moe::heap {
 namespace {
 
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 uint64_t alignment_of(uint64_t rounded) {
   return rounded < WindowAllocator::kPageBytes ? WindowAllocator::kSmallBytes
                                                : WindowAllocator::kPageBytes;

@@ -7,6 +7,10 @@
 
 namespace moe::heap {
 
+inline uint64_t round_up(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 /// Which bytes of which segment are free: bookkeeping only, it never touches the memory.
 ///
 /// Every byte of a segment belongs to exactly one block; blocks of a segment form a list in address

@@ -18,8 +18,6 @@ namespace {
 using layout::RowStatus;
 using layout::Slot;
 
-constexpr int64_t kTokensPerProgress = 64;
-
 /// One combine between its start and its end.
 class CombineOperation {
  public:

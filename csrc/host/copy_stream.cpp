@@ -8,12 +8,12 @@ namespace moe::host {
 
 namespace {
 
-constexpr int64_t kAlignment = 64;
+constexpr int64_t kLineBytes = 64;
 
 }  // namespace
 
 void CopyStream::add(const Place& src, const Place& dst, int64_t bytes) {
-  const int64_t position = round_up(end_, kAlignment);
+  const int64_t position = round_up(end_, kLineBytes);
   pieces_.push_back({src, dst, bytes, position});
   end_ = position + bytes;
 }

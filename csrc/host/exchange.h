@@ -15,6 +15,9 @@
 
 namespace moe::host {
 
+/// How many tokens a loop over rows handles between two looks at the exchange.
+constexpr int64_t kTokensPerProgress = 64;
+
 /// What a rank says in its row.
 struct RowMessage {
   layout::OperationArguments arguments;

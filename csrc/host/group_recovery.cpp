@@ -21,7 +21,7 @@ namespace moe::host {
 namespace {
 
 // A peer that waits for this rank in an operation would never learn that it will not come.
-constexpr int64_t kPatienceNs = 1'000'000'000;
+constexpr int64_t kAbortPatienceNs = 1'000'000'000;
 constexpr char kProposal = 'p';
 constexpr char kCommitment = 'c';
 
@@ -49,10 +49,10 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
         const int64_t now_ns = sync::now_ns();
         if (!recovery_.decision.empty()) {
           decided_ns = decided_ns == 0 ? now_ns : decided_ns;
-          if (now_ns - decided_ns > kPatienceNs)  // who gave this call up before all committed
+          if (now_ns - decided_ns > kAbortPatienceNs)  // who gave this call up before all committed
             shrink_agreement_->check_nobody_shrinks("recover");
         }
-        if (now_ns - start_ns > kPatienceNs)
+        if (now_ns - start_ns > kAbortPatienceNs)
           abort_to("recover");
         const int missing = first_missing_in_recovery();
         if (missing < 0)
@@ -104,7 +104,7 @@ void Group::end_operations(const InterruptCheck& interrupt_check, const char* pu
   while (has_running_operations()) {
     if (interrupt_check)
       interrupt_check();
-    if (sync::now_ns() - start_ns > kPatienceNs)
+    if (sync::now_ns() - start_ns > kAbortPatienceNs)
       abort_to(purpose);
     sync::sleep_ns(1'000'000);
   }

@@ -14,7 +14,7 @@ namespace moe::host {
 namespace {
 
 // A rank that is about to be found dead counts against those who go on until it is.
-constexpr int64_t kPatienceNs = 1'000'000'000;
+constexpr int64_t kDeathPatienceNs = 1'000'000'000;
 
 }  // namespace
 
@@ -117,7 +117,8 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
           // A peer that waits for this rank in an operation would never learn that it will not
           // come.
           const Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
-          if (now_ns - start_ns > kPatienceNs && !ranks_with(own.ballot.members, kFailed).empty())
+          if (now_ns - start_ns > kDeathPatienceNs &&
+              !ranks_with(own.ballot.members, kFailed).empty())
             group_.abort_to(call_.c_str());
         }
         // Not under the lock: whoever hears the warning may call here.
@@ -239,7 +240,7 @@ bool ShrinkAgreement::has_majority_locked() {
   const int64_t now_ns = sync::now_ns();
   if (short_since_ns_ == 0)
     short_since_ns_ = now_ns;
-  if (now_ns - short_since_ns_ < kPatienceNs)
+  if (now_ns - short_since_ns_ < kDeathPatienceNs)
     return false;
   const std::vector<int> possible = ranks_without(members, kEnded);
   std::vector<int> silent;

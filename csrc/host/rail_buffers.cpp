@@ -15,7 +15,7 @@ namespace moe::host {
 namespace {
 
 constexpr uint64_t kLeastBytes = 4096;
-constexpr size_t kAlignment = 4096;
+constexpr size_t kPageBytes = 4096;
 
 }  // namespace
 
@@ -40,7 +40,7 @@ class RailBuffers::Store {
         return memory;
       }
     }
-    auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, size));
+    auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPageBytes, size));
     if (memory == nullptr)
       throw std::bad_alloc();
     return memory;

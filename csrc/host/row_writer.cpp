@@ -8,7 +8,6 @@ namespace {
 
 using layout::Slot;
 
-constexpr int64_t kTokensPerProgress = 64;
 constexpr int64_t kRowUnit = 16;  // what the fan-out kernel copies in
 
 }  // namespace

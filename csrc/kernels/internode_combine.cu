@@ -14,7 +14,7 @@ struct InternodeCombineParams {
   Rails rails;
 };
 
-MOE_HOST_DEVICE int64_t scratch_bytes(int num_threads) {
+MOE_HOST_DEVICE int64_t combine_scratch_bytes(int num_threads) {
   return round_up((num_threads / 32 > 2 ? num_threads / 32 : 2) * int64_t{4}, 128);
 }
 
@@ -217,7 +217,7 @@ MOE_KERNEL void internode_combine(const InternodeCombineParams both) {
     combine_chunks<Number, kWeighted, kReduces>(
         params,
         rails,
-        shared + scratch_bytes(device::num_threads()) +
+        shared + combine_scratch_bytes(device::num_threads()) +
             device::warp_idx() * CombineWarpShape::make(params, rails).bytes);
   internode_finish(params.buffer, params.tables, rails, layout::Operation::kCombine, scratch);
 }
@@ -240,7 +240,7 @@ size_t internode_combine_shared_bytes(const CombineParams& params,
                                       const Rails& rails,
                                       int num_threads) {
   num_threads = num_threads_of(num_threads);
-  return static_cast<size_t>(scratch_bytes(num_threads) +
+  return static_cast<size_t>(combine_scratch_bytes(num_threads) +
                              num_threads / 32 * CombineWarpShape::make(params, rails).bytes);
 }
 

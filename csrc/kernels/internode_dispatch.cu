@@ -14,7 +14,7 @@ struct InternodeDispatchParams {
   Rails rails;
 };
 
-MOE_HOST_DEVICE int64_t scratch_bytes(int num_threads) {
+MOE_HOST_DEVICE int64_t dispatch_scratch_bytes(int num_threads) {
   return round_up(num_threads / 32 * int64_t{4} + 4, 128);
 }
 
@@ -48,7 +48,7 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
     const RailPacker<Source> packer(
         params,
         rails,
-        shared + scratch_bytes(device::num_threads()) +
+        shared + dispatch_scratch_bytes(device::num_threads()) +
             device::warp_idx() * RailWarpShape::make(params, rails).bytes);
     const int64_t num_chunks = rails.num_chunks(params.choices.num_tokens);
     for (int64_t chunk_idx = own_unit; chunk_idx < num_chunks; chunk_idx += num_units)
@@ -82,7 +82,7 @@ size_t internode_dispatch_shared_bytes(const DispatchParams& params,
                                        const Rails& rails,
                                        int num_threads) {
   num_threads = num_threads_of(num_threads);
-  return static_cast<size_t>(scratch_bytes(num_threads) +
+  return static_cast<size_t>(dispatch_scratch_bytes(num_threads) +
                              num_threads / 32 * RailWarpShape::make(params, rails).bytes);
 }
 

@@ -21,7 +21,7 @@ using layout::Phase;
 constexpr int kSpins = 200;
 constexpr int kYields = 200;
 constexpr int kLooksPerQuery = 256;
-constexpr auto kSleep = std::chrono::microseconds(50);
+constexpr auto kSleepBetweenLooks = std::chrono::microseconds(50);
 constexpr int64_t kLookEveryNs = 2'000'000;
 // A peer may die or leave after its part of an operation that the others can complete.
 constexpr int64_t kDeathGraceNs = 300'000'000;
@@ -41,7 +41,7 @@ void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
     else if (i < kSpins + kYields)
       sync::yield();
     else
-      std::this_thread::sleep_for(kSleep);
+      std::this_thread::sleep_for(kSleepBetweenLooks);
     const int64_t now_ns = sync::now_ns();
     if (now_ns - looked_ns < kLookEveryNs)
       continue;

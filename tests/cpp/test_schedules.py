@@ -5,13 +5,9 @@ docs/emulator.md says what is modelled, and how to replay what a failure prints.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
-import shutil
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.mutant_catalogue import CATALOGUE, Mutant
+from tests.helpers.native_programs import build_program
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
@@ -48,32 +45,9 @@ NUM_MOST_UNTIL_FOUND_OF = {
 }
 
 
-def build_folder() -> Path:
-    """Where the package was built in place, so that nothing is configured twice; else its own."""
-    in_place = ROOT / "build" / f"native-inplace-{sys.implementation.cache_tag}"
-    return in_place if (in_place / "build.ninja").exists() else ROOT / "build" / "schedules"
-
-
 @pytest.fixture(scope="session")
 def program() -> Path:
-    """The program `schedules`, built when it is not up to date."""
-    pybind11 = pytest.importorskip("pybind11")
-    cmake = shutil.which("cmake")
-    if cmake is None or shutil.which("ninja") is None or shutil.which("g++") is None:
-        pytest.skip("needs cmake, ninja and g++")
-    folder = build_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "build.ninja").exists():
-            run_command(
-                *(cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"),
-                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-                f"-DPython_EXECUTABLE={sys.executable}",
-                f"-DPython_INCLUDE_DIR={sysconfig.get_path('include')}",
-            )
-        run_command(cmake, "--build", str(folder), "--target", "schedules", "--parallel", "2")
-    return folder / "schedules"
+    return build_program("schedules")
 
 
 def run_command(*command: str) -> str:

@@ -7,14 +7,14 @@ namespace py = pybind11;
 namespace {
 
 /// Attribute names, made once: a lookup by an interned name compares addresses.
-struct Names {
+struct ViewNames {
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* element_size = PyUnicode_InternFromString("element_size");
   PyObject* shape = PyUnicode_InternFromString("shape");
 };
 
-const Names& names() {
-  static const Names interned;
+const ViewNames& view_names() {
+  static const ViewNames interned;
   return interned;
 }
 
@@ -35,10 +35,10 @@ TensorView view_tensor(py::handle tensor) {
   TensorView view;
   if (tensor.is_none())
     return view;
-  view.data = reinterpret_cast<std::byte*>(call_int(tensor, names().data_ptr));
-  view.element_bytes = call_int(tensor, names().element_size);
+  view.data = reinterpret_cast<std::byte*>(call_int(tensor, view_names().data_ptr));
+  view.element_bytes = call_int(tensor, view_names().element_size);
   const auto shape =
-      py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor.ptr(), names().shape));
+      py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor.ptr(), view_names().shape));
   if (!shape)
     throw py::error_already_set();
   const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape.ptr());

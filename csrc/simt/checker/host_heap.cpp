@@ -15,7 +15,7 @@ namespace {
 using heap::HeapCore;
 using heap::WindowAllocator;
 
-constexpr int kPoison = 0xA5;
+constexpr int kWindowPoison = 0xA5;
 
 /// As the windows of the real heap, and tells the checker which bytes are in use.
 class WorldWindow final : public Window {
@@ -32,7 +32,7 @@ class WorldWindow final : public Window {
     if (block_ == nullptr || !threads_.step_quietly())
       return;
     threads_.memory().allocate(threads_.thread(), data_, offer_.bytes);
-    std::memset(data_, kPoison, offer_.bytes);
+    std::memset(data_, kWindowPoison, offer_.bytes);
   }
 
   ~WorldWindow() override {

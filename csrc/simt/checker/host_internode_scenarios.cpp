@@ -21,7 +21,7 @@ HostWorld::Options draw_nodes(Run& run) {
   return options;
 }
 
-HostLayer::Shape draw_shape(Random& random, int num_ranks) {
+HostLayer::Shape draw_shape_across_nodes(Random& random, int num_ranks) {
   HostLayer::Shape shape;
   shape.num_experts = static_cast<int>(random.between(num_ranks, 2 * num_ranks));
   shape.num_topk = random.between(1, 3);
@@ -36,7 +36,7 @@ HostLayer::Shape draw_shape(Random& random, int num_ranks) {
 MOE_SCENARIO(host_internode, "CPU: two nodes; layers, and calls that one rank's input ends") {
   const HostWorld::Options options = draw_nodes(run);
   HostWorld world(run, options);
-  HostLayer::Shape shape = draw_shape(run.random(), options.num_ranks);
+  HostLayer::Shape shape = draw_shape_across_nodes(run.random(), options.num_ranks);
   if (run.random().chance(1, 4)) {
     shape.layout = layout::RowLayout::kRankMajor;
     shape.with_weights = false;
@@ -56,7 +56,7 @@ MOE_SCENARIO(host_internode, "CPU: two nodes; layers, and calls that one rank's 
 MOE_SCENARIO(host_internode_reduced, "CPU: two nodes; combines that add rows on their node first") {
   const HostWorld::Options options = draw_nodes(run);
   HostWorld world(run, options);
-  HostLayer::Shape shape = draw_shape(run.random(), options.num_ranks);
+  HostLayer::Shape shape = draw_shape_across_nodes(run.random(), options.num_ranks);
   shape.num_topk = run.random().between(2, 5);
   if (run.random().chance(1, 4)) {
     shape.layout = layout::RowLayout::kRankMajor;
@@ -76,7 +76,7 @@ MOE_SCENARIO(host_internode_abort,
              "CPU: two nodes; a rank gives up at any time, and all go on over another rail") {
   const HostWorld::Options options = draw_nodes(run);
   HostWorld world(run, options);
-  const HostLayer::Shape shape = draw_shape(run.random(), options.num_ranks);
+  const HostLayer::Shape shape = draw_shape_across_nodes(run.random(), options.num_ranks);
   const int quitter = static_cast<int>(run.random().between(0, options.num_ranks - 1));
   const int64_t num_spins = run.random().between(0, 200);
   world.run([&](HostRank& rank) {

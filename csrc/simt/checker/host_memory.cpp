@@ -12,7 +12,7 @@ using sync::checked::Order;
 
 namespace {
 
-constexpr int64_t kAlignment = 4096;
+constexpr int64_t kPageBytes = 4096;
 // How often a load that may see an old value does.
 constexpr uint32_t kStaleOf = 3;
 
@@ -27,11 +27,11 @@ uint64_t cut(uint64_t value, size_t bytes) {
 }  // namespace
 
 HostMemory::HostMemory()
-    : storage_(std::make_unique<std::byte[]>(static_cast<size_t>(kArenaBytes + kAlignment))),
+    : storage_(std::make_unique<std::byte[]>(static_cast<size_t>(kArenaBytes + kPageBytes))),
       pages_(static_cast<size_t>(kNumPages)),
       is_page_used_(static_cast<size_t>(kNumPages)) {
   const auto address = reinterpret_cast<uintptr_t>(storage_.get());
-  arena_ = storage_.get() + (kAlignment - address % kAlignment) % kAlignment;
+  arena_ = storage_.get() + (kPageBytes - address % kPageBytes) % kPageBytes;
 }
 
 void HostMemory::reset(Random* random, Findings* findings) {

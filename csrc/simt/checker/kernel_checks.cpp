@@ -9,17 +9,6 @@
 
 namespace moe::simt::checker {
 
-namespace {
-
-template <typename T>
-T read(const T* from) {
-  T value;
-  memory::load(from, &value, sizeof(T));
-  return value;
-}
-
-}  // namespace
-
 template <typename T>
 void KernelWorld::expect_equal(const T& got, const T& expected, const std::string& what) {
   if (got != expected)

@@ -21,13 +21,6 @@ int64_t num_chunks(int64_t num_tokens) {
   return std::max<int64_t>(1, (num_tokens + kTokensPerChunk - 1) / kTokensPerChunk);
 }
 
-template <typename T>
-T read(const T* from) {
-  T value;
-  memory::load(from, &value, sizeof(T));
-  return value;
-}
-
 }  // namespace
 
 // --- Memory ------------------------------------------------------------------------------------

@@ -14,8 +14,17 @@
 #include "layout/control.h"
 #include "simt/checker/kernel_case.h"
 #include "simt/checker/run.h"
+#include "simt/memory.h"
 
 namespace moe::simt::checker {
+
+/// What lies there of memory of the kernels' world, as a kernel would load it.
+template <typename T>
+T read(const T* from) {
+  T value;
+  memory::load(from, &value, sizeof(T));
+  return value;
+}
 
 /// Ranks with one buffer each, whose operations run on emulated devices alone: counts, epochs and
 /// statuses never leave them. What comes out is compared with what plain C++ makes of the inputs.

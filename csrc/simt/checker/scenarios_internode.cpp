@@ -26,7 +26,7 @@ KernelCase across_nodes(Run& run, KernelCase shape) {
   return shape;
 }
 
-KernelCase expert_major(Run& run) {
+KernelCase expert_major_across_nodes(Run& run) {
   KernelCase shape;
   shape.expert_alignment = run.random().chance(1, 2) ? 4 : 1;
   shape.hidden = run.random().chance(1, 2) ? 8 : 24;
@@ -35,26 +35,26 @@ KernelCase expert_major(Run& run) {
 }
 
 MOE_SCENARIO(internode_expert_major, "dispatch, combine, cached dispatch, combine across nodes") {
-  run_operations(run, expert_major(run), 1);
+  run_operations(run, expert_major_across_nodes(run), 1);
 }
 
 MOE_SCENARIO(internode_epochs,
              "three rounds, so that rail regions and ring entries are used again") {
-  KernelCase shape = expert_major(run);
+  KernelCase shape = expert_major_across_nodes(run);
   shape.num_threads = 32;
   shape.num_max_tokens = 3;
   run_operations(run, shape, 3);
 }
 
 MOE_SCENARIO(internode_dispatches, "one dispatch across nodes behind the other") {
-  KernelCase shape = expert_major(run);
+  KernelCase shape = expert_major_across_nodes(run);
   shape.num_threads = 32;
   shape.num_max_tokens = 3;
   run_operations(run, shape, 4, true);
 }
 
 MOE_SCENARIO(internode_weights, "rows of odd sizes or wide numbers, with weights") {
-  KernelCase shape = expert_major(run);
+  KernelCase shape = expert_major_across_nodes(run);
   shape.hidden = run.random().chance(1, 2) ? 9 : 8;
   shape.with_weights = true;
   shape.dtype = run.random().chance(1, 2) ? DType::kFloat32 : DType::kFloat16;
@@ -82,7 +82,7 @@ MOE_SCENARIO(internode_low_latency, "places that follow from shapes alone, acros
 }
 
 MOE_SCENARIO(internode_node_sums, "every other node sends one sum for a token") {
-  KernelCase shape = expert_major(run);
+  KernelCase shape = expert_major_across_nodes(run);
   shape.node_reduction = true;
   shape.num_topk = run.random().chance(1, 8) ? 40 : 4;  // more slots than a warp has lanes
   if (shape.num_topk > 32)
@@ -95,7 +95,7 @@ MOE_SCENARIO(internode_node_sums, "every other node sends one sum for a token") 
 }
 
 MOE_SCENARIO(internode_node_sums_epochs, "sums of nodes in three rounds; places are used again") {
-  KernelCase shape = expert_major(run);
+  KernelCase shape = expert_major_across_nodes(run);
   shape.node_reduction = true;
   shape.num_threads = 32;
   shape.num_max_tokens = 3;
@@ -136,7 +136,7 @@ MOE_SCENARIO(internode_fp8, "rows quantised before they leave the node") {
 }
 
 MOE_SCENARIO(internode_drops, "rows beyond capacities are dropped, or raise on all nodes") {
-  KernelCase shape = expert_major(run);
+  KernelCase shape = expert_major_across_nodes(run);
   const bool is_dropped = run.random().chance(1, 2);
   shape.rule.on_overflow = is_dropped ? layout::OnOverflow::kDrop : layout::OnOverflow::kRaise;
   shape.rule.expert_capacity = run.random().between(is_dropped ? 0 : 1, 4);
@@ -145,7 +145,7 @@ MOE_SCENARIO(internode_drops, "rows beyond capacities are dropped, or raise on a
 }
 
 MOE_SCENARIO(internode_host_read, "hosts wait for sizes; short ranks make second offers") {
-  run_host_reads(run, expert_major(run));
+  run_host_reads(run, expert_major_across_nodes(run));
 }
 
 /// Of R ranks on N nodes, a row of b bytes (a multiple of 16): every rank gets R rows and R done
@@ -193,11 +193,11 @@ MOE_SCENARIO(internode_row_bytes, "bytes of rows and flags grow as ranks times e
 }
 
 MOE_SCENARIO(internode_never_comes, "a rank stops taking part: all nodes name it and leave") {
-  run_to_an_early_end(run, expert_major(run), false);
+  run_to_an_early_end(run, expert_major_across_nodes(run), false);
 }
 
 MOE_SCENARIO(internode_aborted, "an abort at some moment across nodes: everybody leaves") {
-  run_to_an_early_end(run, expert_major(run), true);
+  run_to_an_early_end(run, expert_major_across_nodes(run), true);
 }
 
 }  // namespace
