@@ -100,8 +100,13 @@ lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
 
+# With the programs that tests/cpp runs.
+.PHONY: test-programs
+test-programs: $(READY)
+	$(compile) --test-programs
+
 .PHONY: test
-test: build lint  ## Lint, then one of everything that can break, cheapest rung first
+test: test-programs lint  ## Lint, then one of everything that can break, cheapest rung first
 	$(call rungs,not full and not clock and not slow)
 
 .PHONY: test-full

@@ -248,7 +248,7 @@ class CMakeBuild(build_ext):
                     self.warn(f"{ext.name} is not built: {MISSING_FOR[module]}")
                     remove_module(f"_{module}")
             if self._keeps_build_dir:
-                self._remove_older(build_dir, cmake, set(possible) - set(wanted))
+                self._remove_older(set(MODULES) - set(wanted))
 
     def _configure(self, build_dir: Path, sanitize: str, wanted: tuple[str, ...]) -> str:
         """Brings CMake's part up to date; returns the path of cmake."""
@@ -292,16 +292,14 @@ class CMakeBuild(build_ext):
         if returncode:
             raise SystemExit(f"exit status {returncode} of: {' '.join(command)}")
 
-    def _remove_older(self, build_dir: Path, cmake: str, others: set[str]) -> None:
-        """Removes those of the `others` that lie in the checkout and that an edit has outdated."""
+    def _remove_older(self, others: set[str]) -> None:
+        """Removes those of the `others` that lie in the checkout and that an edit may have outdated."""
+        edited = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*.*"))
         for name in sorted(others):
-            if not list((ROOT / "moe_comm").glob(f"_{name}.*.so")):
-                continue
-            command = [cmake, "--build", str(build_dir), "--target", f"_{name}", "--", "-n"]
-            would = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            if "no work to do" not in would:
-                self.warn(f"moe_comm._{name} is removed: its sources are newer (MOE_COMM_MODULES)")
-                remove_module(f"_{name}")
+            for module in (ROOT / "moe_comm").glob(f"_{name}.*.so"):
+                if module.stat().st_mtime < edited:
+                    self.warn(f"{module.name} is removed: there are newer sources")
+                    module.unlink()
 
     def copy_extensions_to_source(self) -> None:
         build_py = self.get_finalized_command("build_py")
