@@ -238,7 +238,8 @@ class CMakeBuild(build_ext):
             targets = [f"_{name}" for name in wanted if name in possible]
             if self.test_programs:
                 targets.append("test_programs")
-            self._run([cmake, "--build", str(build_dir), "--target", *targets])
+            if targets:
+                self._run([cmake, "--build", str(build_dir), "--target", *targets])
             for ext in self.extensions:
                 module = ext.name.split("._")[-1]
                 if module in possible:
