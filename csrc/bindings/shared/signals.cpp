@@ -2,11 +2,34 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string>
+
 #include "core/sync.h"
 
 namespace moe::bindings {
 
 namespace py = pybind11;
+
+namespace {
+
+/// What a handler of a signal raised. Peers are told its kind and message; where in this process's
+/// sources it was raised, which pybind11 adds to both, is of no use to them.
+class RaisedBySignal : public py::error_already_set {
+ public:
+  RaisedBySignal() : text_(py::str(type().attr("__name__"))) {
+    const std::string message = py::str(value());
+    if (PyErr_GivenExceptionMatches(type().ptr(), PyExc_KeyboardInterrupt) != 0)
+      text_ = "it was interrupted (" + text_ + ")";
+    if (!message.empty())
+      text_ += ": " + message;
+  }
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+}  // namespace
 
 const host::InterruptCheck& signal_check() {
   static const host::InterruptCheck check = [] {
@@ -19,7 +42,7 @@ const host::InterruptCheck& signal_check() {
     checked_ns = now_ns;
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0)
-      throw py::error_already_set();
+      throw RaisedBySignal();
   };
   return check;
 }
