@@ -77,10 +77,12 @@ ArrivalWatch::ArrivalWatch(Group& group,
       buffer_number_(buffer_number),
       peer_rank_(peer_rank),
       start_ns_(sync::now_ns()),
-      warned_ns_(start_ns_) {}
+      warned_ns_(start_ns_),
+      circle_(group, site, buffer_number, static_cast<uint64_t>(site.epoch), peer_rank) {}
 
-void ArrivalWatch::check() {
+void ArrivalWatch::check(const std::function<bool(int)>& is_missing) {
   const int64_t now_ns = sync::now_ns();
+  circle_.check(now_ns, is_missing);
   if (now_ns - warned_ns_ > warning_interval_ns()) {
     warned_ns_ = now_ns;
     warn(describe_absence(group_, site_, buffer_number_, peer_rank_, now_ns - start_ns_));

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
+#include "host/circle_watch.h"
 #include "host/group.h"
 
 namespace moe::host {
@@ -31,9 +33,10 @@ class ArrivalWatch {
   /// @param site  The operation and its epoch; outlives this.
   ArrivalWatch(Group& group, const WaitSite& site, uint64_t buffer_number, int peer_rank);
 
-  /// Called now and then while the peer has not come: warns once an interval, by name, and aborts
-  /// and throws when the arrival limit has run out.
-  void check();
+  /// Called now and then while the peer has not come: warns once an interval, by name; aborts and
+  /// throws when the arrival limit has run out, or at once where the peer cannot come.
+  /// @param is_missing  Whether a rank has not entered the operation.
+  void check(const std::function<bool(int)>& is_missing);
 
   int64_t start_ns() const { return start_ns_; }
 
@@ -44,6 +47,7 @@ class ArrivalWatch {
   int peer_rank_;
   int64_t start_ns_;
   int64_t warned_ns_;
+  CircleWatch circle_;
 };
 
 }  // namespace moe::host

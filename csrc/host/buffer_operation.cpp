@@ -70,6 +70,9 @@ void BufferOperation::begin() {
   if (buffer_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();
   epoch_ = buffer_.take_epoch();
+  if (!buffer_.is_on_progress_thread())
+    group_.entries()->add_caller();
+  group_.entries()->enter(buffer_.buffer_number(), epoch_);
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
 }
 

@@ -39,6 +39,8 @@ CopyRun::CopyRun(BatchedCopy& engine, const InterruptCheck& interrupt_check)
   group_.check_usable(layout::Operation::kBatchedCopy);
   check_closed();
   epoch_ = engine_.take_epoch();
+  group_.entries()->add_caller();
+  group_.entries()->enter(engine_.buffer_number(), epoch_);
   group_.show_presence(engine_.buffer_number(), epoch_, layout::Operation::kBatchedCopy);
 }
 

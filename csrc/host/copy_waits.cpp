@@ -46,7 +46,9 @@ void CopyRun::await_row(int peer_rank) {
       throw;
     }
     group_.check_peers(where, [&](int gone_rank) { return is_missing(gone_rank); });
-    arrival.check();
+    arrival.check([&](int rank_idx) {
+      return sync::load_acquire(engine_.own_workspace().row(rank_idx).epoch) < epoch_;
+    });
   });
 }
 

@@ -81,7 +81,9 @@ void Exchange::await_row(int peer_rank) {
         return group_.is_local(gone_rank) || remote_end.has_passed(now_ns, kRemoteGraceNs);
       return group_.state(gone_rank) == PeerState::kDead && death.has_passed(now_ns, kDeathGraceNs);
     });
-    arrival.check();
+    arrival.check([&](int rank_idx) {
+      return sync::load_acquire(endpoint_.own_workspace().row(epoch_, rank_idx).epoch) < epoch_;
+    });
   });
   sync::store_relaxed(activity.waiting_for, uint32_t{0});
   end_wait(arrival.start_ns(), peer_rank);

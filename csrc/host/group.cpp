@@ -9,6 +9,7 @@
 #include <numeric>
 #include <thread>
 
+#include "host/circle_watch.h"
 #include "host/wait.h"
 #include "host/warn.h"
 
@@ -97,6 +98,7 @@ Group::Group(std::shared_ptr<PeerLink> link,
   listener_id_ = link_->add_listener([this] {
     take_remote_news();
     answer_questions();
+    answer_probes();
     sync::ring(own_->doorbell);
   });
   try {
@@ -508,6 +510,8 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
   check_usable(layout::Operation::kNone);
   free_retired();
   const uint64_t sequence = gather_sequence_++;
+  entries_->add_caller();
+  entries_->enter(EntryTable::kCollectiveCall, sequence);
   post_to_peers(channel_, sequence, payload);
   std::vector<std::string> payloads(static_cast<size_t>(num_ranks()));
   std::vector<uint8_t> has_arrived(payloads.size());
@@ -524,8 +528,9 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
   const int64_t start_ns = sync::now_ns();
   int64_t warned_ns = start_ns;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (peer_rank == rank_idx_ || !is_active(peer_rank))
+    if (peer_rank == rank_idx_ || !is_active(peer_rank) || !is_missing(peer_rank))
       continue;
+    CircleWatch circle(*this, site, EntryTable::kCollectiveCall, sequence, peer_rank);
     wait_until(
         *this,
         [&] { return !is_missing(peer_rank); },
@@ -543,6 +548,7 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
           }
           check_peers(site, is_missing);
           const int64_t now_ns = sync::now_ns();
+          circle.check(now_ns, is_missing);
           if (now_ns - warned_ns > warning_interval_ns()) {
             warned_ns = now_ns;
             warn(concat("rank ",

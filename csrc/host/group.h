@@ -14,6 +14,7 @@
 #include "core/node_layout.h"
 #include "core/peer_link.h"
 #include "core/symmetric_memory.h"
+#include "host/entry_waits.h"
 #include "host/group_shrink.h"
 #include "layout/control.h"
 #include "layout/row.h"
@@ -218,6 +219,10 @@ class Group {
   /// Asks a rank whom it waits for in an operation of that buffer; its service thread answers.
   /// @return That rank, -1 for nobody; nothing where there is no answer: it is stopped, or gone.
   std::optional<int> ask_awaited(int rank_idx, uint64_t buffer_number, const WaitSite& site);
+  /// What this rank has entered, and for whose entry it waits.
+  const std::shared_ptr<EntryTable>& entries() const { return entries_; }
+  /// Of the link, for probes of who waits for whom.
+  uint64_t probe_channel() const { return channel_ | kProbeChannelBit; }
   /// Tells ranks of other nodes that this rank has destroyed a buffer, as close_control() does on
   /// this node.
   void post_end(uint64_t buffer_number, uint64_t next_epoch);
@@ -264,9 +269,10 @@ class Group {
   static constexpr uint64_t kShrinkChannelBit = uint64_t{1} << 59;
   static constexpr uint64_t kEndChannelBit = uint64_t{1} << 58;
   static constexpr uint64_t kAwaitedChannelBit = uint64_t{1} << 57;
+  static constexpr uint64_t kProbeChannelBit = uint64_t{1} << 56;
   static constexpr uint64_t kReservedChannelBits =
       kRecoveryChannelBit | kLeaveChannelBit | kAbortChannelBit | kRailChannelBit |
-      kShrinkChannelBit | kEndChannelBit | kAwaitedChannelBit;
+      kShrinkChannelBit | kEndChannelBit | kAwaitedChannelBit | kProbeChannelBit;
   friend class ShrinkAgreement;
 
   /// What ranks have said in the recovery that is under way. Outlives a call that ended early, so
@@ -284,6 +290,7 @@ class Group {
   void store_abort_at_peers(const layout::AbortRecord& record);
   void take_remote_news();
   void answer_questions();
+  void answer_probes();
   void take_remote_ends_locked();
   void take_remote_aborts_locked();
   /// Whether what aborted this rank is known here in full; waits for its writer a little.
@@ -340,6 +347,7 @@ class Group {
   mutable std::vector<std::atomic<bool>> has_left_;  ///< this communicator, not the link
   int listener_id_ = -1;
 
+  std::shared_ptr<EntryTable> entries_ = std::make_shared<EntryTable>();
   uint64_t gather_sequence_ = 0;
   Recovery recovery_;
   RecoveryResult recovery_result_;

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <utility>
 
+#include "host/circle_watch.h"
 #include "host/group.h"
 #include "host/message.h"
 #include "host/wait.h"
@@ -63,6 +64,7 @@ void Group::forget_buffer(uint64_t buffer_number) {
   const std::lock_guard<sync::Mutex> lock(remote_news_mutex_);
   closed_words_.erase(buffer_number);
   awaited_ranks_.erase(buffer_number);
+  entries_->forget(buffer_number);
 }
 
 // A question: sequence 0; uint64 its number, from 1 on; uint64 buffer number.
@@ -89,6 +91,14 @@ void Group::answer_questions() {
       link_->post(link_rank, channel_ | kAwaitedChannelBit, number, answer);
     }
   }
+}
+
+void Group::answer_probes() {
+  std::string message;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+    while (peer_rank != rank_idx_ &&
+           link_->take(members_[static_cast<size_t>(peer_rank)], probe_channel(), 0, &message))
+      answer_probe(*entries_, message);
 }
 
 std::optional<int> Group::ask_awaited(int rank_idx, uint64_t buffer_number, const WaitSite& site) {

@@ -3,11 +3,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "host/agreement.h"
 #include "host/buffer_operation.h"
+#include "host/circle_watch.h"
 #include "kernels/exchange.h"
 #include "runtime/device_endpoint.h"
 
@@ -99,6 +101,9 @@ class DeviceExchange : public host::BufferOperation {
   int64_t warned_ns_ = 0;
   int64_t death_ns_ = 0;
   int64_t remote_end_ns_ = 0;
+  host::WaitSite entry_site_;
+  std::optional<host::CircleWatch> circle_;  ///< of the first rank that has not come
+  int circle_rank_ = -1;
 };
 
 /// Publishes a row that says what is wrong on this rank in place of an operation, then throws it as

@@ -49,9 +49,11 @@ void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
     if (interrupt_check_)
       interrupt_check_();
     if (is_ready())
-      return;
+      break;
     look_around(phase, now_ns);
   }
+  circle_.reset();
+  circle_rank_ = -1;
 }
 
 void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
@@ -139,19 +141,31 @@ void DeviceExchange::check_peers(Phase phase, int64_t now_ns) {
   });
 }
 
-/// Warns of a peer that does not come. Its limit is the kernel's.
+/// Warns of a peer that does not come, and gives up where it cannot. Its limit is the kernel's.
 void DeviceExchange::check_arrivals(int64_t now_ns) {
+  const auto is_missing = [this](int rank_idx) {
+    return rank_idx != group_.rank_idx() && group_.is_active(rank_idx) &&
+           !endpoint_.has_row(epoch_, rank_idx);
+  };
+  int peer_rank = 0;
+  while (peer_rank < group_.num_ranks() && !is_missing(peer_rank))
+    ++peer_rank;
+  if (peer_rank == group_.num_ranks()) {
+    circle_.reset();
+    circle_rank_ = -1;
+    return;
+  }
+  if (peer_rank != circle_rank_) {
+    circle_rank_ = peer_rank;
+    entry_site_ = site(Phase::kRows);
+    circle_.emplace(group_, entry_site_, endpoint_.buffer_number(), epoch_, peer_rank);
+  }
+  circle_->check(now_ns, is_missing);
   if (now_ns - warned_ns_ <= host::warning_interval_ns())
     return;
   warned_ns_ = now_ns;
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank) ||
-        endpoint_.has_row(epoch_, peer_rank))
-      continue;
-    host::warn(host::describe_absence(
-        group_, site(Phase::kRows), endpoint_.buffer_number(), peer_rank, now_ns - start_ns_));
-    return;
-  }
+  host::warn(host::describe_absence(
+      group_, entry_site_, endpoint_.buffer_number(), peer_rank, now_ns - start_ns_));
 }
 
 void DeviceExchange::check_left() {

@@ -84,14 +84,21 @@ class Submitted {
       pending_->wait({});
       return;
     }
-    endpoint_->progress().submit(
-        [pending = pending_, body = std::move(body), inputs = std::move(inputs)] {
-          pending->run([&body] { return body({}); });
-        },
-        signal_check());
+    const auto& entries = endpoint_->group().entries();
+    entries->add_caller();
+    auto queued = std::make_shared<host::QueuedOperation>(entries, endpoint_->buffer_number());
+    {
+      const host::AwaitedScope awaited(entries, endpoint_->buffer_number());
+      endpoint_->progress().submit(
+          [pending = pending_, body = std::move(body), inputs = std::move(inputs), queued] {
+            pending->run([&body] { return body({}); });
+          },
+          signal_check());
+      queued.reset();
+    }
     if (is_async)
       return;
-    const Outcome& outcome = pending_->wait(signal_check());
+    const Outcome& outcome = await_progress();
     if (outcome.end)
       outcome.end->join(signal_check());
   }
@@ -127,6 +134,11 @@ class Submitted {
     if (pending_->is_complete())
       return pending_->wait({});
     const py::gil_scoped_release no_gil;
+    return await_progress();
+  }
+
+  const Outcome& await_progress() {
+    const host::AwaitedScope awaited(endpoint_->group().entries(), endpoint_->buffer_number());
     return pending_->wait(signal_check());
   }
 

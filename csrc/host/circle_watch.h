@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "host/entry_waits.h"
+#include "host/group.h"
+
+namespace moe::host {
+
+/// Finds out whether a peer that does not enter what this rank is in waits itself, in another call,
+/// for what cannot come before this rank goes on.
+///
+/// A probe goes from the waiting rank to the one it waits for, and from each rank that cannot come
+/// before a wait of its own has ended to the rank which that one is for. A probe that comes back
+/// to its wait has found a circle: nobody in it can go on. A rank hands a probe on only while it
+/// has not entered what the sender waits for, so that all waits of the circle last until then.
+class CircleWatch {
+ public:
+  /// @param site  The operation and its epoch; outlives this.
+  /// @param epoch  What the peer has to enter: the operation's, or the number of a collective call.
+  CircleWatch(
+      Group& group, const WaitSite& site, uint64_t buffer_number, uint64_t epoch, int peer_rank);
+  ~CircleWatch();
+  CircleWatch(const CircleWatch&) = delete;
+  CircleWatch& operator=(const CircleWatch&) = delete;
+
+  /// Called now and then while the peer has not come. Aborts and throws where it cannot.
+  /// @param is_missing  Whether a rank has not entered; fewer ranks are to blame than are not.
+  void check(int64_t now_ns, const std::function<bool(int)>& is_missing);
+
+ private:
+  [[noreturn]] void give_up(const std::string& circle, const std::function<bool(int)>& is_missing);
+
+  Group& group_;
+  const WaitSite& site_;
+  uint64_t buffer_number_;
+  uint64_t epoch_;
+  int peer_rank_;
+  int64_t start_ns_;
+  int64_t asked_ns_;
+  std::shared_ptr<EntryWait> wait_;  ///< null until it has lasted a little
+};
+
+/// Hands on a probe that a peer has sent. Called by the service thread.
+void answer_probe(const EntryTable& entries, const std::string& message);
+
+}  // namespace moe::host

@@ -1,0 +1,138 @@
+"""A rank whose backward ends early: the others are told what it does instead, as soon as that shows.
+
+Every limit is longer than a test may take, so that a rank which is told by a limit fails the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import moe_comm
+from moe_comm import Communicator, EpBuffer
+from moe_comm.resharding.batched_copy import BatchedCopy
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import (
+    config_for,
+    error_of,
+    inputs,
+    meet,
+    step,
+)
+
+LONG_S = 1000.0
+TEST_S = 150.0
+LOST = 2
+
+
+class _Experts(torch.autograd.Function):
+    """Experts of a user; their backward may fail."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, fails: bool) -> torch.Tensor:
+        ctx.fails = fails
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.fails:
+            raise ArithmeticError("a fault of the user's")
+        return gradients[0], None
+
+
+def _backward(buffer: EpBuffer, how: str, is_lost: bool) -> None:
+    """Forward of a layer, then its backward as far as it comes."""
+    x, topk_idx = inputs(buffer, 1)
+    result = moe_comm.dispatch(x.requires_grad_(), topk_idx, buffer=buffer)
+    rows = _Experts.apply(result.x, is_lost and how == "raises")
+    y = moe_comm.combine(rows, result.handle, buffer=buffer)
+    if not is_lost or how == "raises":
+        y.float().sum().backward()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Calls:
+    """What a rank may call next."""
+
+    own: EpBuffer
+    other: EpBuffer
+    child: EpBuffer
+    copy: BatchedCopy
+
+
+NEXT: dict[str, Callable[[_Calls], object]] = {
+    "same buffer": lambda on: step(on.own, 2),
+    "another buffer": lambda on: step(on.other, 2),
+    "another buffer, async": lambda on: on.other.dispatch(
+        *inputs(on.other, 2), async_op=True
+    ).event.wait(),
+    "a buffer of a child": lambda on: step(on.child, 2),
+    "a new buffer": lambda on: EpBuffer(on.own.communicator, on.own.config),
+    "an all-gather": lambda on: on.own.communicator.all_gather(b""),
+    "a copy": lambda on: on.copy.run(on.copy.prepare([], [])),
+    "recover": lambda on: on.own.communicator.recover(),
+    "destroy the buffer": lambda on: on.own.destroy(),
+    "destroy": lambda on: on.own.communicator.destroy(),
+}
+RETURNS = ("recover", "destroy the buffer", "destroy")
+"""These wait for nobody, or not for what the others are in."""
+
+
+def _lose(context: RankContext, how: str, what: str) -> tuple[str, tuple[int, ...], str]:
+    comm = Communicator(
+        context.group, backend="host", stall_timeout_s=LONG_S, arrival_timeout_s=LONG_S
+    )
+    own, other = (EpBuffer(comm, config_for(context.num_ranks)) for _ in range(2))
+    child = EpBuffer(Communicator(context.group, parent=comm, arrival_timeout_s=LONG_S), own.config)
+    on = _Calls(own, other, child, BatchedCopy(comm))
+    for buffer in (own, other, child):
+        step(buffer, 0)
+    meet(context)
+    error: BaseException | None = None
+    if context.rank_idx != LOST:
+        error = error_of(lambda: _backward(own, how, is_lost=False))
+    else:
+        if how == "skips":
+            _backward(own, how, is_lost=True)
+        else:
+            fault = error_of(lambda: _backward(own, how, is_lost=True))
+            assert isinstance(fault, ArithmeticError), repr(fault)
+        if what in RETURNS:
+            NEXT[what](on)
+        else:
+            error = error_of(lambda: NEXT[what](on))
+    told = type(error).__name__, getattr(error, "ranks", ()), str(error)
+    if what == "destroy":
+        meet(context)
+        return told
+    if what == "recover":
+        if context.rank_idx != LOST:
+            comm.recover()
+    elif isinstance(error, moe_comm.CommunicationError):
+        comm.recover()
+        child.communicator.recover()
+    meet(context)
+    for buffer in (other, child, *([] if what == "destroy the buffer" else [own])):
+        step(buffer, 3)
+    meet(context)
+    comm.destroy()
+    return told
+
+
+@pytest.mark.parametrize("mode", ["processes", "threads"])
+@pytest.mark.parametrize("what", NEXT)
+@pytest.mark.parametrize("how", ["raises", "skips"])
+def test_others_are_told_what_the_rank_does_instead(how: str, what: str, mode: str) -> None:
+    results = run_ranks(_lose, 3, how, what, mode=mode, timeout_s=TEST_S)
+    for rank_idx, (name, ranks, text) in enumerate(results):
+        if rank_idx == LOST:
+            continue
+        assert f"rank {LOST}" in text, (rank_idx, name, text)
+        if what in ("same buffer", "destroy the buffer"):
+            assert name == "ValueError", text
+        else:
+            assert ranks == (LOST,), (rank_idx, name, ranks, text)
