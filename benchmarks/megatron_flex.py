@@ -25,11 +25,13 @@ from rich.table import Table
 from moe_comm import fused_a2a
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import collect_environment
-from moe_comm.cli.bench.report import header_line, wide_console
+from moe_comm.cli.bench.report import header_line
 from moe_comm.cli.bench.result import BenchRow, to_json
 from moe_comm.cli.bench.statistics import Interval, makespan_us, percentile
+from moe_comm.cli.command_rules import wide_console
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.group_buffers import group_buffers
+from moe_comm.output_files import check_output
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.megatron import Routed, make_config, make_groups, on_cpu
 
@@ -291,6 +293,10 @@ def main() -> None:
     parser.add_argument("--clients", default=",".join(CLIENTS), help="comma-separated")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
+    try:
+        check_output("--json", args.json)
+    except ValueError as error:
+        parser.error(str(error))
     # By its importable name: ranks are other processes.
     from benchmarks import megatron_flex
 

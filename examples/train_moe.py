@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import importlib.util
 import struct
 import sys
 import sysconfig
@@ -32,6 +33,7 @@ from torch import nn
 import moe_comm
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.nn import MoELayer, Routing, TopKRouter
+from moe_comm.output_files import check_output
 from moe_comm.routing_trace import save_routing_trace
 
 NUM_SHARDS = 4
@@ -444,6 +446,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--steps must be >= 1, got {parsed.steps}")
     if parsed.text_bytes <= defaults.context + 1:
         parser.error(f"--text-bytes must be > {defaults.context + 1}, got {parsed.text_bytes}")
+    try:
+        check_output("--trace", parsed.trace)
+        check_output("--plot", parsed.plot)
+    except ValueError as error:
+        parser.error(str(error))
+    if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return parsed
 
 

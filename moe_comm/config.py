@@ -12,9 +12,11 @@ import torch
 from moe_comm import budget
 from moe_comm.quantization import Quantization
 
-__all__ = ["Capacity", "EpConfig", "Layout", "default_expert_rank"]
+__all__ = ["Capacity", "EpConfig", "Layout", "check_num_experts", "default_expert_rank"]
 
 ROW_BYTES_MULTIPLE = 16
+NUM_MAX_EXPERTS = 1 << 16
+"""Of a buffer. Ranks compare placements and exchange a count for every expert in each dispatch."""
 
 
 class Layout(enum.IntEnum):
@@ -104,7 +106,7 @@ class EpConfig:
     in the call, choices per token and tokens may even differ between them.
 
     Args:
-        num_experts: Experts over all ranks, >= 1.
+        num_experts: Experts over all ranks, in [1, 65536].
         num_topk: Choices per token, >= 1, or None. Any number; there is no upper limit.
         hidden: Elements per row, or None; `hidden * dtype.itemsize` is a multiple of 16 bytes.
         num_max_tokens_per_rank: Most tokens one rank may pass to a call, or None.
@@ -134,7 +136,7 @@ class EpConfig:
     node_reduction: bool = False
 
     def __post_init__(self) -> None:
-        _check_int("num_experts", self.num_experts, minimum=1)
+        check_num_experts(self.num_experts)
         for name, minimum in (("num_topk", 1), ("hidden", 1), ("num_max_tokens_per_rank", 0)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum=minimum)
@@ -335,6 +337,18 @@ def _quantized_sizes(
         scale_bytes=quantization.sf_dtype.itemsize,
         is_column_major=quantization.is_column_major,
     )
+
+
+def check_num_experts(num_experts: int) -> None:
+    """Experts over all ranks are so many that a buffer can serve them.
+
+    Raises:
+        ValueError: There are none, or more than `NUM_MAX_EXPERTS`.
+        TypeError: It is not an int.
+    """
+    _check_int("num_experts", num_experts, minimum=1)
+    if num_experts > NUM_MAX_EXPERTS:
+        raise ValueError(f"num_experts must be <= {NUM_MAX_EXPERTS}, got {num_experts}")
 
 
 def _check_int(name: str, value: object, *, minimum: int) -> None:

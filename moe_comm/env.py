@@ -10,6 +10,7 @@ import os
 import re
 
 __all__ = [
+    "columns",
     "compat_names",
     "cuda_max_connections",
     "cuda_mps_pipe_directory",
@@ -46,6 +47,12 @@ def compat_names() -> tuple[str, ...]:
     """`MOE_COMM_COMPAT=deep_ep`: `compat.install` this name (or several, with commas) at import."""
     value = os.environ.get("MOE_COMM_COMPAT", "")
     return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def columns() -> int | None:
+    """`COLUMNS`, which terminals and callers set: characters on a line of what is printed."""
+    value = os.environ.get("COLUMNS", "")
+    return int(value) if value.isdigit() and int(value) > 0 else None
 
 
 def cuda_max_connections() -> int:

@@ -12,7 +12,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["PhaseRecord", "read_trace", "trace_file_name", "write_trace"]
+from moe_comm.output_files import check_output
+
+__all__ = ["PhaseRecord", "check_trace_path", "read_trace", "trace_file_name", "write_trace"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,16 @@ class PhaseRecord:
 def trace_file_name(path: str | Path, rank_idx: int) -> Path:
     """`PATH.rank<N>.json`, the file of one rank."""
     return Path(f"{path}.rank{rank_idx}.json")
+
+
+def check_trace_path(path: str | None, rank_idx: int) -> None:
+    """Whether the file of one rank can be written, before the operations that it is to record.
+
+    Raises:
+        ValueError: `MOE_COMM_TRACE` names a place where it cannot.
+    """
+    if path is not None:
+        check_output("MOE_COMM_TRACE", trace_file_name(path, rank_idx))
 
 
 def write_trace(path: str | Path, rank_idx: int, records: Iterable[PhaseRecord]) -> Path:

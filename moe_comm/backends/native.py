@@ -36,7 +36,7 @@ from moe_comm.backends.native_outcomes import (
 from moe_comm.backends.native_scales import Scales, describe_scales
 from moe_comm.config import Capacity, EpConfig, Layout, default_expert_rank
 from moe_comm.quantization import Quantization
-from moe_comm.tracing import PhaseRecord, write_trace
+from moe_comm.tracing import PhaseRecord, check_trace_path, write_trace
 
 __all__ = ["NativeBackend", "NativeEndpoint", "NativePlan", "Settings"]
 
@@ -51,6 +51,7 @@ class NativeBackend(Backend):
         problem = ""
         try:
             placement = config.resolve_expert_rank(communicator.num_ranks)
+            check_trace_path(env.trace_path(), communicator.rank_idx)
         except ValueError as error:
             # Peers are about to compare configurations, and must hear of it.
             problem = str(error)

@@ -1,4 +1,4 @@
-"""The `moe-comm` command: bench, doctor, budget, trace, reshard."""
+"""The `moe-comm` command: bench, doctor, budget, model, trace, reshard."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of the `moe-comm` script."""
+    """The `moe-comm` command, for whoever has imported the package already."""
     # Here, because the package that a model imports must not pay for typer and rich.
     from moe_comm.cli.app import app
 
-    app()
+    app(prog_name="moe-comm")

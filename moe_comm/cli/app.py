@@ -6,23 +6,34 @@ import typer
 
 from moe_comm.cli.bench_command import bench_app
 from moe_comm.cli.budget_command import budget
+from moe_comm.cli.command_rules import example
 from moe_comm.cli.doctor_command import doctor
 from moe_comm.cli.model_command import model
 from moe_comm.cli.reshard_command import reshard_app
 from moe_comm.cli.trace_command import trace_app
+from moe_comm_command import COMMANDS, EXAMPLE, SUMMARY
 
 __all__ = ["app"]
 
+# Plain help: boxes of rich cut the names of options where a terminal is narrow.
 app = typer.Typer(
     name="moe-comm",
-    help="Measure, inspect and plan expert-parallel communication.",
+    help=SUMMARY,
+    epilog=example(EXAMPLE),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-app.add_typer(bench_app, name="bench")
-app.command()(doctor)
-app.command()(budget)
-app.command()(model)
-app.add_typer(trace_app, name="trace")
-app.add_typer(reshard_app, name="reshard")
+app.add_typer(bench_app, name="bench", short_help=COMMANDS["bench"])
+app.command(
+    short_help=COMMANDS["budget"],
+    epilog=example("moe-comm budget --ranks 8 --tokens 4096 --hidden 7168 --experts 256"),
+)(budget)
+app.command(short_help=COMMANDS["doctor"], epilog=example("moe-comm doctor --json"))(doctor)
+app.command(
+    short_help=COMMANDS["model"],
+    epilog=example("moe-comm model --nodes 4 --cluster h200-cx7 --wire fp8_block128"),
+)(model)
+app.add_typer(reshard_app, name="reshard", short_help=COMMANDS["reshard"])
+app.add_typer(trace_app, name="trace", short_help=COMMANDS["trace"])

@@ -14,24 +14,31 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import collect_environment
-from moe_comm.cli.bench.report import header_line, result_table, wide_console, write_plot
+from moe_comm.cli.bench.report import header_line, result_table, write_plot
 from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
 from moe_comm.cli.bench_reshard_command import bench_reshard
 from moe_comm.cli.bench_summary_command import bench_summary
+from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
 from moe_comm.cli.options import (
     DtypeName,
     LayoutName,
     QuantizationName,
     ScaleFormatName,
     quantization_of,
+    reduced_ranks,
 )
 from moe_comm.config import Layout
+from moe_comm.output_files import check_output
 from moe_comm.routing_trace import load_routing_trace
 
 __all__ = ["bench_app"]
 
-bench_app = typer.Typer(help="Check an operation, then time it against what the machine can do.")
+bench_app = typer.Typer(
+    help="Check an operation, then time it against what the machine can do.",
+    epilog=example("moe-comm bench dispatch-combine --ranks 2"),
+    rich_markup_mode=None,
+)
 
 
 class BackendName(str, enum.Enum):
@@ -65,17 +72,23 @@ def bench() -> None:
     """Check an operation, then time it against what the machine can do."""
 
 
-@bench_app.command("dispatch-combine")
+@bench_app.command(
+    "dispatch-combine",
+    epilog=example(
+        "moe-comm bench dispatch-combine --ranks 2 --tokens 1024 --hidden 2048 \\",
+        "    --peers gloo --json results.json",
+    ),
+)
 def dispatch_combine(
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
     topk: Annotated[
-        int | None, typer.Option(min=1, help="Choices per token \\[default: 8, or the trace's].")
+        int | None, typer.Option(min=1, help="Choices per token [default: 8, or the trace's].")
     ] = None,
     experts: Annotated[
         int | None,
-        typer.Option(min=1, help="Experts over all ranks \\[default: 64, or the trace's]."),
+        typer.Option(min=1, help="Experts over all ranks [default: 64, or the trace's]."),
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
     backend: Annotated[BackendName, typer.Option(help="Backend to measure.")] = BackendName.HOST,
@@ -98,7 +111,7 @@ def dispatch_combine(
     ] = QuantizationName.NONE,
     scale_format: Annotated[
         ScaleFormatName | None,
-        typer.Option(help="Of the scale factors \\[default: the format's first]."),
+        typer.Option(help="Of the scale factors [default: the format's first]."),
     ] = None,
     column_major_scales: Annotated[
         bool, typer.Option("--column-major-scales", help="Scale factors in columns.")
@@ -113,10 +126,10 @@ def dispatch_combine(
     repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
     operations: Annotated[
         str,
-        typer.Option(help=f"Of {','.join(OPERATIONS)} \\[default: what suits the size]."),
+        typer.Option(help=f"Of {','.join(OPERATIONS)} [default: what suits the size]."),
     ] = "",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of every rank \\[default: cores / ranks].")
+        int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
     ] = None,
     huge_pages: Annotated[bool, typer.Option(help="Ask for 2 MiB pages for windows.")] = True,
     pin: Annotated[
@@ -126,7 +139,7 @@ def dispatch_combine(
     local_ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ranks of a node: as if this machine were several \\[default: all]."
+            min=1, help="Ranks of a node: as if this machine were several [default: all]."
         ),
     ] = None,
     rail: Annotated[RailName, typer.Option(help="What joins nodes.")] = RailName.AUTO,
@@ -144,13 +157,12 @@ def dispatch_combine(
 ) -> None:
     """Dispatch and combine between processes of this machine.
 
-    With --quantization, --api hybrid-ep, --layout low-latency or --node-reduction the same input is also exchanged
+    With --quantization, --node-reduction, --api hybrid-ep or --layout low-latency the same input is also exchanged
     without it, in turns, and the table has the ratio.
     """
-    console = wide_console()
-    try:
-        if node_reduction and local_ranks is None:
-            raise ValueError("--node-reduction needs --local-ranks: one node has nothing to reduce")
+    with in_a_sentence("bench"):
+        check_output("--json", json_path)
+        check_output("--plot", plot)
         topk, experts = _resolve_routing(routing, topk, experts)
         case = BenchCase(
             num_ranks=ranks,
@@ -166,7 +178,7 @@ def dispatch_combine(
             skew=skew,
             routing=routing,
             with_huge_page_x=huge_page_x,
-            reduced_local_ranks=local_ranks if node_reduction else None,
+            reduced_local_ranks=reduced_ranks(local_ranks, node_reduction),
             seed=seed,
         )
         options = BenchOptions(
@@ -184,6 +196,7 @@ def dispatch_combine(
             # Found out before minutes of measuring, not after.
             raise ValueError("--plot needs matplotlib: pip install matplotlib")
         environment = collect_environment()
+        console = wide_console()
         console.print(header_line(environment), soft_wrap=True)
         with _progress(console) as progress:
             task = progress.add_task("start")
@@ -192,21 +205,23 @@ def dispatch_combine(
             ) as run:
                 rows = run.run()
                 missing_peers = run.missing_peers
-    except (ValueError, RuntimeError) as error:
-        typer.echo(f"moe-comm bench: {error}", err=True)
-        raise typer.Exit(1) from error
-    console.print(result_table(rows, missing_peers))
-    environment["pinned"] = pin
-    environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}
-    if json_path is not None:
-        document = to_json(environment, rows, missing_peers)
-        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if plot is not None:
-        write_plot(plot, rows, environment)
+        console.print(result_table(rows, missing_peers))
+        environment["pinned"] = pin
+        environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}
+        if json_path is not None:
+            document = to_json(environment, rows, missing_peers)
+            json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if plot is not None:
+            write_plot(plot, rows, environment)
 
 
-bench_app.command("reshard")(bench_reshard)
-bench_app.command("summary")(bench_summary)
+bench_app.command(
+    "reshard",
+    epilog=example("moe-comm bench reshard --ranks 4 --from tp2.ep2 --to tp4 --bytes 256MiB"),
+)(bench_reshard)
+bench_app.command("summary", epilog=example("moe-comm bench summary benchmarks/results/suite"))(
+    bench_summary
+)
 
 
 def _resolve_routing(

@@ -14,12 +14,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moe_comm.cli.bench.case import DTYPES
 from moe_comm.cli.bench.environment import collect_environment
-from moe_comm.cli.bench.report import header_line, wide_console
+from moe_comm.cli.bench.report import header_line
 from moe_comm.cli.bench.reshard.case import MEMORIES, ReshardCase, shape_of_bytes
 from moe_comm.cli.bench.reshard.report import reshard_document, reshard_table, write_reshard_plot
 from moe_comm.cli.bench.reshard.run import RESHARD_PEERS, ReshardOptions, run_case
+from moe_comm.cli.command_rules import in_a_sentence, wide_console
 from moe_comm.cli.options import DtypeName, parse_bytes
 from moe_comm.cli.reshard.world import PlanningCase
+from moe_comm.output_files import check_output
 from moe_comm.resharding.model_shapes import MoEShape, TensorList
 from moe_comm.resharding.parallelism import Parallelism
 
@@ -50,13 +52,13 @@ def bench_reshard(
         str | None,
         typer.Option(
             "--from",
-            help="Layout of the source \\[default: tp2.ep2, with --tensors ep of all ranks].",
+            help="Layout of the source [default: tp2.ep2, with --tensors ep of all ranks].",
         ),
     ] = None,
     destination: Annotated[
         str | None,
         typer.Option(
-            "--to", help="Layout of the destination \\[default: tp4, with --tensors single]."
+            "--to", help="Layout of the destination [default: tp4, with --tensors single]."
         ),
     ] = None,
     source_ranks: Annotated[
@@ -74,7 +76,7 @@ def bench_reshard(
     tensor_bytes: Annotated[str, typer.Option(help="Of one of these tensors.")] = "4KiB",
     dtype: Annotated[DtypeName, typer.Option(help="Of the source's weights.")] = DtypeName.BF16,
     destination_dtype: Annotated[
-        DtypeName | None, typer.Option(help="Of the destination's \\[default: the source's].")
+        DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
     ] = None,
     memory: Annotated[
         MemoryName, typer.Option("--destination", help="Where destinations lie.")
@@ -88,7 +90,7 @@ def bench_reshard(
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of every rank \\[default: cores / ranks].")
+        int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
     ] = None,
     huge_pages: Annotated[bool, typer.Option(help="Ask for 2 MiB pages in the heap.")] = True,
     pin: Annotated[
@@ -104,8 +106,9 @@ def bench_reshard(
 
     What is timed is a refit after the first one of the same models, as `swap_model_weights` does it.
     """
-    console = wide_console()
-    try:
+    with in_a_sentence("bench"):
+        check_output("--json", json_path)
+        check_output("--plot", plot)
         layouts = _layouts(
             (ranks, source_ranks, destination_ranks),
             source,
@@ -129,6 +132,7 @@ def bench_reshard(
             # Found out before minutes of measuring, not after.
             raise ValueError("--plot needs matplotlib: pip install matplotlib")
         environment = collect_environment()
+        console = wide_console()
         console.print(header_line(environment), soft_wrap=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
@@ -137,16 +141,13 @@ def bench_reshard(
                 run_case(case, options, lambda text: progress.update(task, description=text))
                 for case in cases
             ]
-    except (ValueError, RuntimeError) as error:
-        typer.echo(f"moe-comm bench: {error}", err=True)
-        raise typer.Exit(1) from error
-    console.print(reshard_table(rows))
-    environment["pinned"] = pin
-    if json_path is not None:
-        document = reshard_document(environment, rows)
-        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if plot is not None:
-        write_reshard_plot(plot, rows, environment)
+        console.print(reshard_table(rows))
+        environment["pinned"] = pin
+        if json_path is not None:
+            document = reshard_document(environment, rows)
+            json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if plot is not None:
+            write_reshard_plot(plot, rows, environment)
 
 
 def _shape(

@@ -10,6 +10,8 @@ import typer
 from moe_comm.cli.bench.picture import DARK, LIGHT, draw, picture_of
 from moe_comm.cli.bench.recorded import load_recorded
 from moe_comm.cli.bench.tables import markdown_tables, write_between_marks
+from moe_comm.cli.command_rules import in_a_sentence
+from moe_comm.output_files import check_output
 
 __all__ = ["bench_summary"]
 
@@ -33,7 +35,11 @@ def bench_summary(
 
     The same files always give the same bytes.
     """
-    try:
+    with in_a_sentence("bench"):
+        check_output("--page", page)
+        for palette in (LIGHT, DARK) if pictures is not None else ():
+            assert pictures is not None
+            check_output("--pictures", pictures / f"measured-{palette.name}.svg")
         results = load_recorded(folder)
         tables = markdown_tables(results)
         drawn = (
@@ -46,8 +52,5 @@ def bench_summary(
         for name, text in drawn.items():
             assert pictures is not None
             (pictures / f"measured-{name}.svg").write_text(text, encoding="utf-8")
-    except ValueError as error:
-        typer.echo(f"moe-comm bench: {error}", err=True)
-        raise typer.Exit(1) from error
-    if page is None:
-        typer.echo(tables)
+        if page is None:
+            typer.echo(tables)

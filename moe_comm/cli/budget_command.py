@@ -10,16 +10,19 @@ import typer
 from rich.table import Table
 
 from moe_comm import budget as formulas
-from moe_comm.cli.bench.case import DTYPES
-from moe_comm.cli.bench.report import wide_console
+from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.run import BenchOptions, check_options
+from moe_comm.cli.command_rules import folded, in_a_sentence, wide_console
 from moe_comm.cli.options import (
     DtypeName,
     LayoutName,
     QuantizationName,
     ScaleFormatName,
     quantization_of,
+    reduced_ranks,
 )
-from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.config import Capacity, Layout
+from moe_comm.validation import check_capacity
 
 __all__ = ["budget"]
 
@@ -27,7 +30,7 @@ __all__ = ["budget"]
 def budget(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks.")] = 8,
     local_ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of a node \\[default: all].")
+        int | None, typer.Option(min=1, help="Ranks of a node [default: all].")
     ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank and microbatch.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
@@ -57,7 +60,7 @@ def budget(
     ] = QuantizationName.NONE,
     scale_format: Annotated[
         ScaleFormatName | None,
-        typer.Option(help="Of the scale factors \\[default: the format's first]."),
+        typer.Option(help="Of the scale factors [default: the format's first]."),
     ] = None,
     column_major_scales: Annotated[
         bool, typer.Option("--column-major-scales", help="Scale factors in columns.")
@@ -74,17 +77,21 @@ def budget(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how many bytes a configuration needs before anything is allocated."""
-    try:
-        if node_reduction and local_ranks is None:
-            raise ValueError("--node-reduction needs --local-ranks: one node has nothing to reduce")
-        config = EpConfig(
-            num_experts=experts,
-            num_topk=topk,
+    with in_a_sentence("budget"):
+        # The case that the benchmark would run: what it refuses is refused here.
+        case = BenchCase(
+            num_ranks=ranks,
+            num_tokens=tokens,
             hidden=hidden,
-            num_max_tokens_per_rank=tokens,
-            dtype=DTYPES[dtype.value],
-            node_reduction=node_reduction,
+            num_topk=topk,
+            num_experts=experts,
+            dtype=dtype.value,
+            layout=Layout[layout.name],
+            quantization=quantization_of(quantization, scale_format, column_major_scales, dtype),
+            expert_alignment=alignment,
+            reduced_local_ranks=reduced_ranks(local_ranks, node_reduction),
         )
+        check_options(case, BenchOptions(num_local_ranks=local_ranks))
         capacity = None
         if capacity_rows is not None or capacity_rows_per_expert is not None:
             capacity = Capacity(
@@ -92,35 +99,32 @@ def budget(
                 num_rows_per_expert=capacity_rows_per_expert,
                 on_overflow="drop",
             )
-        sizes = config.window_sizes(
+            check_capacity(capacity, case.layout, alignment)
+        sizes = case.config.window_sizes(
             ranks,
             expert_alignment=alignment,
             imbalance=imbalance,
             worst_case=worst_case,
-            layout=Layout[layout.name],
-            quantization=quantization_of(quantization, scale_format, column_major_scales, dtype),
+            layout=case.layout,
+            quantization=case.quantization,
             capacity=capacity,
         )
-        rail_region_bytes = config.rail_region_bytes(ranks, local_ranks or ranks)
-    except ValueError as error:
-        typer.echo(f"moe-comm budget: {error}", err=True)
-        raise typer.Exit(1) from error
-    result = formulas.budget_bytes(
-        sizes,
-        num_ranks=ranks,
-        num_local_ranks=local_ranks,
-        num_moe_layers=moe_layers,
-        num_microbatches=microbatches,
-        recompute=recompute,
-        weights_in_combine=weights_in_combine,
-        rail_region_bytes=rail_region_bytes,
-    )
-    if as_json:
-        document = dataclasses.asdict(result) | {"machine_bytes": result.machine_bytes}
-        typer.echo(json.dumps(document, indent=1))
-        return
-    wide_console().print(_table(result))
-    typer.echo(f"before the first step: communicator.reserve({result.rank_bytes})")
+        result = formulas.budget_bytes(
+            sizes,
+            num_ranks=ranks,
+            num_local_ranks=local_ranks,
+            num_moe_layers=moe_layers,
+            num_microbatches=microbatches,
+            recompute=recompute,
+            weights_in_combine=weights_in_combine,
+            rail_region_bytes=case.config.rail_region_bytes(ranks, local_ranks or ranks),
+        )
+        if as_json:
+            document = dataclasses.asdict(result) | {"machine_bytes": result.machine_bytes}
+            typer.echo(json.dumps(document, indent=1))
+            return
+        wide_console().print(_table(result))
+        typer.echo(f"before the first step: communicator.reserve({result.rank_bytes})")
 
 
 def _table(result: formulas.Budget) -> Table:
@@ -155,4 +159,4 @@ def _table(result: formulas.Budget) -> Table:
     if is_across_nodes:
         region = f"{result.rail_region_bytes / 1e6:,.1f}"
         table.add_row("memory between nodes of one rank, on GPUs", "", "", region)
-    return table
+    return folded(table)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from moe_comm.cli.bench.report import wide_console
+from moe_comm.cli.command_rules import in_a_sentence, wide_console
 from moe_comm.cli.doctor import examine
 
 __all__ = ["doctor"]
@@ -22,23 +22,26 @@ def doctor(
 
     Exit code 0 when the default backend works.
     """
-    findings = examine()
-    works = all(finding.is_present for finding in findings if finding.is_required)
-    if as_json:
-        document = {
-            "works": works,
-            "findings": [dataclasses.asdict(finding) for finding in findings],
-        }
-        typer.echo(json.dumps(document, indent=1))
-    else:
-        table = Table()
-        for name in ("what", "here", "found", "if missing"):
-            table.add_column(name, overflow="fold")
-        for finding in findings:
-            here = "yes" if finding.is_present else ("NO" if finding.is_required else "no")
-            remedy = "" if finding.is_present else finding.remedy
-            table.add_row(finding.name, here, finding.detail, remedy)
-        wide_console().print(table)
-        typer.echo("the default backend works" if works else "the default backend does not work")
-    if not works:
-        raise typer.Exit(1)
+    with in_a_sentence("doctor"):
+        findings = examine()
+        works = all(finding.is_present for finding in findings if finding.is_required)
+        if as_json:
+            document = {
+                "works": works,
+                "findings": [dataclasses.asdict(finding) for finding in findings],
+            }
+            typer.echo(json.dumps(document, indent=1))
+        else:
+            table = Table()
+            for name in ("what", "here", "found", "if missing"):
+                table.add_column(name, overflow="fold")
+            for finding in findings:
+                here = "yes" if finding.is_present else ("NO" if finding.is_required else "no")
+                remedy = "" if finding.is_present else finding.remedy
+                table.add_row(finding.name, here, finding.detail, remedy)
+            wide_console().print(table)
+            typer.echo(
+                "the default backend works" if works else "the default backend does not work"
+            )
+        if not works:
+            raise typer.Exit(1)

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from moe_comm import budget as formulas
-from moe_comm.cli.bench.report import wide_console
+from moe_comm.cli.command_rules import folded, in_a_sentence, wide_console
 from moe_comm.cli.model.cluster import CLUSTERS, Cluster
 from moe_comm.cli.model.prediction import OperationPrediction, predict
 from moe_comm.cli.model.published import PUBLISHED, Comparison, compare, spread
@@ -76,7 +76,7 @@ def model(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Predict dispatch and combine on a cluster: time, bytes per link, heap, count rows."""
-    try:
+    with in_a_sentence("model"):
         machine = CLUSTERS[cluster.value]
         overrides = {"hbm_gbs": hbm_gbs, "nvlink_gbs": nvlink_gbs, "nic_gbs": nic_gbs}
         for name, value in overrides.items():
@@ -105,33 +105,32 @@ def model(
         )
         predictions = predict(workload, stated, skew=skew, seed=seed, num_chunks=chunks)
         heap = _heap_bytes(workload, stated, wire)
-    except ValueError as error:
-        typer.echo(f"moe-comm model: {error}", err=True)
-        raise typer.Exit(1) from error
-    comparisons = [compare(figure, seed=seed) for figure in PUBLISHED] if published else []
-    if as_json:
-        document = {
-            "cluster": dataclasses.asdict(stated),
-            "workload": dataclasses.asdict(workload),
-            "operations": [dataclasses.asdict(prediction) for prediction in predictions],
-            "heap_bytes": heap,
-            "published": [dataclasses.asdict(one) | {"ratio": one.ratio} for one in comparisons],
-        }
-        typer.echo(json.dumps(document, indent=1))
-        return
-    console = wide_console()
-    console.print(_table(predictions, stated))
-    typer.echo(f"heap of one rank, rows of one layer alive: {heap / 1e6:,.1f} MB")
-    if comparisons:
-        console.print(_published_table(comparisons))
-        low, median, high = spread(comparisons)
-        typer.echo(
-            f"published time over predicted: median {median:.2f}, from {low:.2f} to {high:.2f}. The "
-            "model knows links at their stated speed, no protocol overhead and no SM limit: what it "
-            "says is what a library could reach, not what it will."
-        )
-    else:
-        typer.echo("with --published: how far published figures lie from this model")
+        comparisons = [compare(figure, seed=seed) for figure in PUBLISHED] if published else []
+        if as_json:
+            document = {
+                "cluster": dataclasses.asdict(stated),
+                "workload": dataclasses.asdict(workload),
+                "operations": [dataclasses.asdict(prediction) for prediction in predictions],
+                "heap_bytes": heap,
+                "published": [
+                    dataclasses.asdict(one) | {"ratio": one.ratio} for one in comparisons
+                ],
+            }
+            typer.echo(json.dumps(document, indent=1))
+            return
+        console = wide_console()
+        console.print(_table(predictions, stated))
+        typer.echo(f"heap of one rank, rows of one layer alive: {heap / 1e6:,.1f} MB")
+        if comparisons:
+            console.print(_published_table(comparisons))
+            low, median, high = spread(comparisons)
+            typer.echo(
+                f"published time over predicted: median {median:.2f}, from {low:.2f} to {high:.2f}. The "
+                "model knows links at their stated speed, no protocol overhead and no SM limit: what it "
+                "says is what a library could reach, not what it will."
+            )
+        else:
+            typer.echo("with --published: how far published figures lie from this model")
 
 
 def _heap_bytes(workload: Workload, cluster: Cluster, wire: WireName) -> int:
@@ -188,7 +187,7 @@ def _table(predictions: list[OperationPrediction], cluster: Cluster) -> Table:
             f"{simulated.rows_us:,.0f}",
             f"{simulated.nic_busy:.2f} / {simulated.nvlink_busy:.2f} / {simulated.memory_busy:.2f}",
         )
-    return table
+    return folded(table)
 
 
 def _published_table(comparisons: list[Comparison]) -> Table:
@@ -211,4 +210,4 @@ def _published_table(comparisons: list[Comparison]) -> Table:
             *numbers,
             f"{one.ratio:.2f}",
         )
-    return table
+    return folded(table)

@@ -14,6 +14,7 @@ __all__ = [
     "ScaleFormatName",
     "parse_bytes",
     "quantization_of",
+    "reduced_ranks",
 ]
 
 
@@ -77,6 +78,19 @@ def quantization_of(
         scale_format=None if scale_format is None else ScaleFormat[scale_format.name],
         is_column_major=is_column_major,
     )
+
+
+def reduced_ranks(local_ranks: int | None, has_node_reduction: bool) -> int | None:
+    """Ranks of a node where `--node-reduction` is given, else None.
+
+    Raises:
+        ValueError: There is one node alone.
+    """
+    if not has_node_reduction:
+        return None
+    if local_ranks is None:
+        raise ValueError("--node-reduction needs --local-ranks: one node has nothing to reduce")
+    return local_ranks
 
 
 BYTE_UNITS: dict[str, int] = {

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moe_comm.cli.bench.case import DTYPES
-from moe_comm.cli.bench.report import wide_console
+from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
 from moe_comm.cli.options import DtypeName, parse_bytes
 from moe_comm.cli.reshard.report import WorldReport
 from moe_comm.cli.reshard.shapes import ModelName, shape_from_options
@@ -29,7 +29,11 @@ NUM_MAX_COMPARED_RANKS = 32
 NUM_MAX_RANKS = 64
 NUM_SAMPLED_RANKS = 16
 
-reshard_app = typer.Typer(help="Plan how weights move between two layouts.")
+reshard_app = typer.Typer(
+    help="Plan how weights move between two layouts.",
+    epilog=example("moe-comm reshard plan --from tp2.ep4 --to tp4"),
+    rich_markup_mode=None,
+)
 
 
 @reshard_app.callback()
@@ -37,7 +41,10 @@ def reshard() -> None:
     """Plan how weights move between two layouts."""
 
 
-@reshard_app.command("plan")
+@reshard_app.command(
+    "plan",
+    epilog=example("moe-comm reshard plan --from tp4.ep4 --to tp8 --model deepseek-v3 --json"),
+)
 def plan(
     source: Annotated[
         str, typer.Option("--from", help="Layout of the source: tpN, ppN, epN, etpN with dots.")
@@ -46,7 +53,7 @@ def plan(
     source_ranks: Annotated[int, typer.Option(min=1, help="Ranks of the source.")] = 8,
     destination_ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks of the destination \\[default: as many as the source]."),
+        typer.Option(min=1, help="Ranks of the destination [default: as many as the source]."),
     ] = None,
     disjoint: Annotated[
         bool, typer.Option(help="The destination has ranks of its own, after the source's.")
@@ -71,7 +78,7 @@ def plan(
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Of the source's parameters.")] = DtypeName.BF16,
     destination_dtype: Annotated[
-        DtypeName | None, typer.Option(help="Of the destination's \\[default: the source's].")
+        DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
     ] = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Plan this rank alone and list its pieces.")
@@ -81,7 +88,7 @@ def plan(
         typer.Option(
             min=0,
             help="Destination ranks to plan, spread evenly; 0 for all "
-            f"\\[default: all, or {NUM_SAMPLED_RANKS} of more than {NUM_MAX_RANKS}].",
+            f"[default: all, or {NUM_SAMPLED_RANKS} of more than {NUM_MAX_RANKS}].",
         ),
     ] = None,
     slot_bytes: Annotated[
@@ -102,7 +109,7 @@ def plan(
     Metadata of every rank is made, no tensor is; every plan is verified.
     """
     console = wide_console()
-    try:
+    with in_a_sentence("reshard"):
         case = PlanningCase(
             shape=shape_from_options(
                 model,
@@ -148,13 +155,10 @@ def plan(
             slot_bytes=num_slot_bytes,
             plan_s=time.perf_counter() - start,
         )
-    except ValueError as error:
-        typer.echo(f"moe-comm reshard: {error}", err=True)
-        raise typer.Exit(1) from error
-    if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=1))
-    else:
-        console.print(report.render())
+        if as_json:
+            typer.echo(json.dumps(report.to_dict(), indent=1))
+        else:
+            console.print(report.render())
 
 
 def _spread(ranks: range, count: int) -> list[int]:

@@ -11,20 +11,33 @@ import typer
 from rich.table import Table
 
 from moe_comm.cli.bench.case import BenchCase
-from moe_comm.cli.bench.processes import RankProcesses, WorkerError
-from moe_comm.cli.bench.report import wide_console
+from moe_comm.cli.bench.processes import RankProcesses
+from moe_comm.cli.command_rules import (
+    example,
+    folded,
+    in_a_sentence,
+    wide_console,
+)
 from moe_comm.cli.options import DtypeName
 from moe_comm.cli.trace_report import NO_PEER, PhaseSummary, perfetto_document, summarize_phases
+from moe_comm.output_files import check_output
 from moe_comm.tracing import PhaseRecord, read_trace
 
 __all__ = ["trace_app"]
 
-trace_app = typer.Typer(help="Show which rank waited for which, per phase.", no_args_is_help=True)
+trace_app = typer.Typer(
+    help="Show which rank waited for which, per phase.",
+    epilog=example("moe-comm trace run --ranks 2"),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 OUT_HELP = "Perfetto file to write."
 
 
-@trace_app.command("convert")
+@trace_app.command(
+    "convert", epilog=example("moe-comm trace convert run.rank*.json --out run.json")
+)
 def convert(
     files: Annotated[
         list[Path],
@@ -37,15 +50,12 @@ def convert(
     out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
 ) -> None:
     """Turn the trace files of all ranks of a run into one Perfetto file and a table."""
-    try:
-        records = [record for file_name in files for record in read_trace(file_name)]
-    except ValueError as error:
-        typer.echo(f"moe-comm trace: {error}", err=True)
-        raise typer.Exit(1) from error
-    _report(records, out)
+    with in_a_sentence("trace"):
+        check_output("--out", out)
+        _report([record for file_name in files for record in read_trace(file_name)], out)
 
 
-@trace_app.command("run")
+@trace_app.command("run", epilog=example("moe-comm trace run --ranks 4 --tokens 64 --out run.json"))
 def run(
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank.")] = 256,
@@ -58,7 +68,8 @@ def run(
     out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
 ) -> None:
     """Run dispatch and combine on the host backend and record every phase of every rank."""
-    try:
+    with in_a_sentence("trace"):
+        check_output("--out", out)
         case = BenchCase(
             num_ranks=ranks,
             num_tokens=tokens,
@@ -70,16 +81,12 @@ def run(
         )
         with RankProcesses(case, backend="host") as processes:
             per_rank = processes.call("record_trace", iterations)
-    except (ValueError, WorkerError) as error:
-        typer.echo(f"moe-comm trace: {error}", err=True)
-        raise typer.Exit(1) from error
-    _report([record for records in per_rank for record in records], out)
+        _report([record for records in per_rank for record in records], out)
 
 
 def _report(records: Sequence[PhaseRecord], out: Path) -> None:
     if not records:
-        typer.echo("moe-comm trace: there are no records", err=True)
-        raise typer.Exit(1)
+        raise ValueError("there are no records")
     out.write_text(json.dumps(perfetto_document(records)) + "\n", encoding="utf-8")
     wide_console().print(_table(summarize_phases(records)))
     typer.echo(f"{len(records)} records in {out}; open it at ui.perfetto.dev")
@@ -102,4 +109,4 @@ def _table(summaries: Sequence[PhaseSummary]) -> Table:
             f"{summary.p50_us:,.1f}",
             f"{summary.max_us:,.1f}",
         )
-    return table
+    return folded(table)

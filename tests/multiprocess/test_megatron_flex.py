@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from moe_comm.cli.bench.report import wide_console
 from moe_comm.cli.bench.result import to_json
+from moe_comm.cli.command_rules import wide_console
 
 pytest.importorskip("megatron.core")
 

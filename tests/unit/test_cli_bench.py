@@ -13,7 +13,7 @@ from moe_comm.cli.bench import oracle
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.memory import parse_smaps, total_bytes
 from moe_comm.cli.bench.peers.pipeline import AllToAllPipeline
-from moe_comm.cli.bench.report import case_title, result_table, wide_console, write_plot
+from moe_comm.cli.bench.report import case_title, result_table, write_plot
 from moe_comm.cli.bench.result import BenchRow, to_json
 from moe_comm.cli.bench.run import (
     BenchOptions,
@@ -23,6 +23,7 @@ from moe_comm.cli.bench.run import (
 from moe_comm.cli.bench.statistics import Pair, makespan_us, percentile
 from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
 from moe_comm.cli.bench.worker import Sample
+from moe_comm.cli.command_rules import wide_console
 from moe_comm.config import Layout
 from moe_comm.quantization import (
     FP8_BLOCK128,

@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
-from moe_comm.cli.bench.report import wide_console
 from moe_comm.cli.bench.reshard.case import ReshardCase, shape_of_bytes
 from moe_comm.cli.bench.reshard.report import (
     reshard_document,
@@ -22,6 +21,7 @@ from moe_comm.cli.bench.reshard.report import (
 )
 from moe_comm.cli.bench.reshard.run import ReshardOptions, ReshardRow
 from moe_comm.cli.bench_reshard_command import _layouts
+from moe_comm.cli.command_rules import wide_console
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.resharding.model_shapes import MoEShape, TensorList, roster
 from moe_comm.resharding.parallelism import Parallelism

@@ -197,7 +197,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.routing_trace",
         "moe_comm.tracing",
     },
-    {"moe_comm.budget"},
+    {"moe_comm.budget", "moe_comm.output_files"},
     {"moe_comm._nvshmem"},
     {"moe_comm._cuda", "moe_comm._host", "moe_comm._simt"},
 ]

@@ -11,6 +11,7 @@ import torch
 from moe_comm.config import EpConfig, Layout
 from moe_comm.quantization import Quantization
 from moe_comm.routing_trace import load_routing_trace
+from moe_comm.validation import check_dispatch, check_rows
 
 __all__ = [
     "APIS",
@@ -94,8 +95,19 @@ class BenchCase:
             raise ValueError(f"api must be one of {', '.join(APIS)}, got {self.api!r}")
         if self.api == "hybrid_ep":
             self._check_hybrid_ep()
-        # Checks the shapes the package itself has rules for.
-        self.config  # noqa: B018
+        # The rules of the package itself: of shapes, and of the arguments of a call.
+        config = self.config
+        rows, _ = check_rows(torch.empty(0, self.hidden, dtype=self.torch_dtype), self.quantization)
+        choices = torch.empty(0, self.num_topk, dtype=torch.int64)
+        check_dispatch(
+            config,
+            rows,
+            choices,
+            None,
+            self.layout,
+            self.expert_alignment,
+            is_quantized=False,
+        )
 
     def _check_hybrid_ep(self) -> None:
         if self.layout is not Layout.EXPERT_MAJOR:

@@ -27,7 +27,7 @@ JOIN_TIMEOUT_S = 20.0
 
 
 class WorkerError(RuntimeError):
-    """A rank of the benchmark failed; the message holds its traceback."""
+    """A rank of the benchmark failed; the message holds its own, or the traceback of a fault."""
 
 
 class WorkerProcesses:
@@ -124,7 +124,7 @@ class WorkerProcesses:
                         f"rank {rank_idx} died (exit code {process.exitcode})"
                     ) from None
                 if status == "error":
-                    raise WorkerError(f"rank {rank_idx} failed:\n{value}")
+                    raise WorkerError(f"rank {rank_idx}: {value}")
                 answers[rank_idx] = value
         return [answers[i] for i in range(len(self._pipes))]
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.result import BenchRow
+from moe_comm.cli.command_rules import folded
 
-__all__ = ["case_title", "header_line", "result_table", "wide_console", "write_plot"]
+__all__ = ["case_title", "header_line", "result_table", "write_plot"]
 
-PIPE_WIDTH = 168
 LABELS = {
     "dispatch": "dispatch",
     "combine": "combine, in place",
@@ -23,12 +23,6 @@ LABELS = {
     "dispatch+combine": "dispatch + combine",
     "differentiable_overhead": "differentiable overhead",
 }
-
-
-def wide_console() -> Console:
-    """Standard output; a file or pipe is given the width that the tables need."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def header_line(environment: dict[str, Any]) -> str:
@@ -100,7 +94,7 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
             row.check,
         )
     notes += [Text(f"{peer}: not compared, {why}") for peer, why in sorted(missing_peers.items())]
-    return Group(table, *notes)
+    return Group(folded(table), *notes)
 
 
 def write_plot(path: Path, rows: Sequence[BenchRow], environment: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import last_level_cache_bytes
 from moe_comm.cli.bench.internode_traffic import internode_bytes
@@ -31,6 +33,7 @@ __all__ = [
     "PEERS",
     "BenchOptions",
     "CaseRun",
+    "check_options",
     "default_operations",
     "operation_bytes",
 ]
@@ -119,6 +122,10 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
     Raises:
         ValueError: An option has no meaning for the case.
     """
+    if options.backend == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"the cuda backend needs a GPU on this machine, torch {torch.__version__} finds none"
+        )
     if options.peers and case.layout != Layout.EXPERT_MAJOR:
         raise ValueError(f"peers give expert-major rows, got layout {case.layout.name}")
     if options.peers and options.backend == "cuda":

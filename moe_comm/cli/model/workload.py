@@ -11,6 +11,7 @@ import math
 
 from moe_comm import budget
 from moe_comm.cli.model.cluster import Cluster
+from moe_comm.config import check_num_experts
 
 __all__ = [
     "Bytes",
@@ -70,6 +71,7 @@ class Workload:
         for name in ("num_tokens", "hidden", "num_topk", "num_experts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        check_num_experts(self.num_experts)
         if self.num_topk > self.num_experts:
             raise ValueError(
                 f"a token chooses {self.num_topk} distinct experts of {self.num_experts}"

@@ -1,0 +1,246 @@
+"""What commands say before and instead of their work: help, refusals, widths."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import moe_comm_command
+from moe_comm.cli.app import app
+from moe_comm.cli.bench import serve
+from moe_comm.cli.bench.run import CaseRun
+from moe_comm.config import NUM_MAX_EXPERTS
+
+ROOT = Path(__file__).resolve().parents[2]
+NARROW = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command and group, with the words that call it."""
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+COMMAND_IDS = ["-".join(path) or "all" for path, _ in COMMANDS]
+
+
+def run(*arguments: str, **options: Any) -> Any:
+    return CliRunner().invoke(app, arguments, prog_name="moe-comm", **options)
+
+
+def test_help_of_the_script_imports_no_torch() -> None:
+    program = (
+        "import sys; sys.argv = ['moe-comm', '--help']\n"
+        "import moe_comm_command\n"
+        "try:\n    moe_comm_command.main()\n"
+        "except SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "print([name for name in ('torch', 'typer', 'rich', 'moe_comm') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    text, _, loaded = done.stdout.rstrip("\n").rpartition("\n")
+    assert loaded == "[]"
+    assert text + "\n" == moe_comm_command.help_text()
+
+
+def test_the_script_is_the_module_beside_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'moe-comm = "moe_comm_command:main"' in text
+    assert 'py-modules = ["moe_comm_command"]' in text
+
+
+def test_help_of_the_script_is_that_of_the_commands() -> None:
+    done = run("--help", env=NARROW)
+    assert done.output == moe_comm_command.help_text()
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=COMMAND_IDS)
+def test_help_is_whole_on_80_columns(path: tuple[str, ...], command: Any) -> None:
+    done = run(*path, "--help", env=NARROW)
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if re.search(r"--[a-z-]*-$", line)], "an option is cut"
+    assert "…" not in done.output
+    for parameter in command.params:
+        for name in (*parameter.opts, *parameter.secondary_opts):
+            assert parameter.param_type_name == "argument" or name in re.findall(
+                r"--?[a-z0-9-]+", done.output
+            ), name
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=COMMAND_IDS)
+def test_the_example_of_every_command_names_real_options(
+    path: tuple[str, ...], command: Any
+) -> None:
+    text = run(*path, "--help", env=NARROW).output.partition("Example:")[2]
+    words = text.replace("\\\n", " ").split()
+    assert words[: len(path) + 1] == ["moe-comm", *path], words
+    of = dict(COMMANDS)
+    called: tuple[str, ...] = ()
+    for word in words[1:]:
+        if word.startswith("-") or (*called, word) not in of:
+            break
+        called = (*called, word)
+    known = {name for each in of[called].params for name in each.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+OUTPUTS = [
+    ("bench", "dispatch-combine", "--json"),
+    ("bench", "dispatch-combine", "--plot"),
+    ("bench", "reshard", "--json"),
+    ("bench", "reshard", "--plot"),
+    ("trace", "run", "--out"),
+]
+
+
+def test_every_command_that_writes_a_file_is_in_the_list() -> None:
+    writes = [
+        (*path, name)
+        for path, _ in COMMANDS
+        for name in re.findall(r"(--[a-z-]+) <path>", run(*path, "--help", env=NARROW).output)
+    ]
+    assert sorted(writes) == sorted([*OUTPUTS, ("trace", "convert", "--out")])
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids="-".join)
+@pytest.mark.parametrize("kind", ["missing folder", "folder", "read-only"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    arguments: tuple[str, ...], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("the work has begun")
+
+    for name in (
+        "moe_comm.cli.bench.processes.WorkerProcesses.__init__",
+        "moe_comm.cli.bench_reshard_command.run_case",
+    ):
+        monkeypatch.setattr(name, work)
+    path = tmp_path / "missing" / "file"
+    if kind == "folder":
+        path = tmp_path
+    elif kind == "read-only":
+        monkeypatch.setattr("moe_comm.output_files.os.access", lambda *_: False)
+        path = tmp_path / "file"
+    done = run(*arguments, str(path))
+    assert done.exit_code == 1
+    assert done.output.startswith(f"moe-comm {arguments[0]}: {arguments[-1]}")
+    assert str(path) in done.output
+    assert len(done.output.splitlines()) == 1
+
+
+def test_a_converted_trace_is_refused_before_traces_are_read(tmp_path: Path) -> None:
+    records = tmp_path / "trace.rank0.json"
+    records.write_text("not a record\n")
+    done = run("trace", "convert", str(records), "--out", str(tmp_path / "missing" / "file"))
+    assert (done.exit_code, "there is no folder" in done.output) == (1, True)
+
+
+def test_bench_of_a_gpu_that_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = run("bench", "dispatch-combine", "--backend", "cuda")
+    assert done.exit_code == 1
+    assert "the cuda backend needs a GPU" in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("command", ["bench dispatch-combine", "budget", "model", "trace run"])
+def test_too_many_experts_are_refused_by_their_own_limit(command: str) -> None:
+    done = run(*command.split(), "--experts", str(10**6))
+    assert done.exit_code == 1
+    assert f"num_experts must be <= {NUM_MAX_EXPERTS}, got 1000000" in done.output
+
+
+REFUSED = [
+    ("--topk", "9", "--experts", "8"),
+    ("--hidden", "7"),
+    ("--ranks", "3", "--local-ranks", "2"),
+    ("--node-reduction",),
+    ("--layout", "low-latency", "--alignment", "16"),
+    ("--quantization", "fp8_block128", "--dtype", "fp64"),
+    ("--quantization", "mxfp8", "--scale-format", "float32"),
+    ("--column-major-scales",),
+    ("--experts", "70000"),
+    ("--alignment", str(2**31)),
+]
+TAKEN = [
+    ("--ranks", "4", "--local-ranks", "2", "--node-reduction"),
+    ("--layout", "low-latency"),
+    ("--quantization", "fp8_block128"),
+    ("--tokens", "0"),
+    ("--ranks", "3", "--experts", "2", "--topk", "2"),
+]
+
+
+@pytest.mark.parametrize("arguments", [*REFUSED, *TAKEN], ids=" ".join)
+def test_budget_refuses_what_bench_refuses(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BegunError(RuntimeError):
+        """The case was taken."""
+
+    def begin(*_: object, **__: object) -> None:
+        raise BegunError("begun")
+
+    monkeypatch.setattr("moe_comm.cli.bench.run.RankProcesses", begin)
+    budget = run("budget", *arguments)
+    bench = run("bench", "dispatch-combine", *arguments)
+    if arguments in TAKEN:
+        assert (budget.exit_code, bench.output.splitlines()[-1]) == (0, "moe-comm bench: begun")
+        return
+    assert (budget.exit_code, bench.exit_code) == (1, 1)
+    said = bench.output.splitlines()[-1].removeprefix("moe-comm bench: ")
+    assert budget.output == f"moe-comm budget: {said}\n"
+    assert said != "begun"
+
+
+@pytest.mark.parametrize("width", [80, 120, 300])
+def test_piped_tables_have_the_width_that_is_asked_for(width: int) -> None:
+    done = run("model", "--nodes", "1", "--tokens", "8", env={"COLUMNS": str(width)})
+    assert done.exit_code == 0
+    widths = [len(line) for line in done.output.splitlines() if line[:1] in "┏┡└┃│"]
+    assert 0 < max(widths) <= width
+    assert "…" not in done.output
+
+
+def test_an_expected_error_of_a_rank_has_no_stack() -> None:
+    class Pipe:
+        def __init__(self) -> None:
+            self.sent: list[tuple[str, Any]] = []
+
+        def send(self, message: tuple[str, Any]) -> None:
+            self.sent.append(message)
+
+    for error, text in ((ValueError("no such thing"), "no such thing"), (KeyError("x"), "Trace")):
+
+        def make_worker(error: Exception = error) -> None:
+            raise error
+
+        pipe = Pipe()
+        with pytest.raises(SystemExit):
+            serve.serve_worker(make_worker, pipe)  # type: ignore[arg-type]
+        status, said = pipe.sent[-1]
+        assert status == "error"
+        assert said.strip().startswith(text)
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "results.json")
+
+    monkeypatch.setattr(CaseRun, "__init__", full)
+    done = run("bench", "dispatch-combine", "--json", str(tmp_path / "results.json"))
+    assert done.exit_code == 1
+    assert done.output.splitlines()[-1].startswith("moe-comm bench: [Errno 28] No space left")
