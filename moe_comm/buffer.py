@@ -6,6 +6,7 @@ import itertools
 import operator
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Literal, NoReturn, overload
@@ -83,6 +84,7 @@ class EpBuffer:
         self._in_dispatch = ExclusiveUse(self._busy, "dispatch")
         self._in_combine = ExclusiveUse(self._busy, "combine")
         self._is_destroyed = False
+        self._has_warned = False
         self._masked_ranks: tuple[int, ...] = ()
         self._waits_at_reset: torch.Tensor | None = None
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
@@ -113,7 +115,8 @@ class EpBuffer:
     ) -> DispatchResult:
         """Send each token to the ranks of its experts.
 
-        Collective: every rank calls it, in the same order.
+        Collective: every rank calls it, in the same order. Records no gradient, and warns once where
+        an input requires one; `moe_comm.dispatch` is the differentiable form.
 
         Args:
             x: `[num_tokens, hidden]`, dtype of the configuration, contiguous, on the communicator's
@@ -175,6 +178,7 @@ class EpBuffer:
                     capacity,
                     handle,
                 )
+                self._warn_of_gradients("dispatch", x=rows, topk_weights=topk_weights)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
             if handle is None:
@@ -304,7 +308,8 @@ class EpBuffer:
         """Return expert outputs to the ranks their tokens came from, and sum them.
 
         Collective: every rank calls it, in the same order. When it returns, this rank's sums are
-        complete and no peer reads `expert_out` any more.
+        complete and no peer reads `expert_out` any more. Records no gradient, and warns once where an
+        input requires one; `moe_comm.combine` is the differentiable form.
 
         Args:
             expert_out: `[num_recv_tokens, hidden]`, contiguous: bfloat16, float16, float32 or
@@ -339,6 +344,12 @@ class EpBuffer:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
                 self._check_handle(handle)
                 self._checks.check_combine(handle, expert_out, topk_weights, row_weights, out)
+                self._warn_of_gradients(
+                    "combine",
+                    expert_out=expert_out,
+                    topk_weights=topk_weights,
+                    row_weights=row_weights,
+                )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
             operation = self._backend.combine(
@@ -461,6 +472,20 @@ class EpBuffer:
         if self._is_destroyed:
             raise ValueError(self.communicator.buffer_end_text)
         self.communicator.check_process("EpBuffer")
+
+    def _warn_of_gradients(self, operation: str, **tensors: torch.Tensor | None) -> None:
+        """Say once that what an eager operation returns has no gradient, where one may be expected."""
+        if self._has_warned or not torch.is_grad_enabled():
+            return
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                self._has_warned = True
+                warnings.warn(
+                    f"EpBuffer.{operation} records no gradient, and {name} requires one: call "
+                    f"moe_comm.{operation}(..., buffer=buffer), or this under torch.no_grad()",
+                    stacklevel=3,
+                )
+                return
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         if not isinstance(handle, DispatchHandle):
