@@ -35,7 +35,10 @@ constexpr uint64_t kFaultStepBytes = uint64_t{8} << 20;
 // Each failure may have made the kernel compact memory, which takes long.
 constexpr int kMostCollapseFailures = 8;
 
-[[noreturn]] void throw_capacity(uint64_t bytes, const std::string& cause) {
+/// @param limit_bytes  Of a segment, where something else than the machine limits it.
+[[noreturn]] void throw_capacity(uint64_t bytes,
+                                 const std::string& cause,
+                                 uint64_t limit_bytes = UINT64_MAX) {
   const uint64_t available = machine_available_bytes();
   throw CapacityError(concat("cannot get ",
                              bytes,
@@ -45,7 +48,7 @@ constexpr int kMostCollapseFailures = 8;
                              available,
                              " bytes available"),
                       bytes,
-                      available);
+                      std::min(available, limit_bytes));
 }
 
 [[noreturn]] void throw_refused(uint64_t bytes, const char* call, int error) {
@@ -66,7 +69,8 @@ void check_file_size_limit(uint64_t bytes) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       bytes > limit.rlim_cur)
-    throw_capacity(bytes, concat("RLIMIT_FSIZE is ", limit.rlim_cur, " bytes"));
+    throw_capacity(
+        bytes, concat("RLIMIT_FSIZE is ", limit.rlim_cur, " bytes"), uint64_t{limit.rlim_cur});
 }
 
 int open_memfd() {

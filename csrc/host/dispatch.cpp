@@ -170,7 +170,23 @@ class DispatchOperation {
     if (const std::exception_ptr error = find_shortage(
             short_ranks, seconds, windows_, plan_->counts, endpoint_.placement(), arrangement_)) {
       exchange_.settle();
+      throw_shortage(error);
+    }
+  }
+
+  /// The rank that is short also says what keeps it from more, which the offer has no room for.
+  [[noreturn]] void throw_shortage(const std::exception_ptr& error) const {
+    try {
       std::rethrow_exception(error);
+    } catch (CapacityError& shortage) {
+      if (shortage_cause_.empty())
+        throw;
+      CapacityError full(concat(shortage.what(), "; here: ", shortage_cause_),
+                         shortage.needed_bytes,
+                         shortage.available_bytes);
+      full.ranks = shortage.ranks;
+      full.needed_rows = shortage.needed_rows;
+      throw full;
     }
   }
 
@@ -187,6 +203,7 @@ class DispatchOperation {
       offer = window_->offer();
     } catch (const CapacityError& error) {
       available_bytes = error.available_bytes;
+      shortage_cause_ = error.what();
     }
     exchange_.publish_second_offer(offer, bytes, available_bytes);
   }
@@ -345,6 +362,7 @@ class DispatchOperation {
   bool with_topk_idx_;
   DispatchOutcome outcome_;
   std::shared_ptr<const Plan> plan_;
+  std::string shortage_cause_;  ///< where this rank could not make its second offer
   std::shared_ptr<Window> window_;
   std::vector<Offer> offers_;
   std::vector<std::byte*> bases_;

@@ -21,7 +21,7 @@ namespace moe::host {
 namespace {
 
 // A peer that waits for this rank in an operation would never learn that it will not come.
-constexpr int64_t kAbortPatienceNs = 1'000'000'000;
+constexpr int64_t kAbortPatienceNs = 500'000'000;
 constexpr char kProposal = 'p';
 constexpr char kCommitment = 'c';
 
