@@ -168,6 +168,28 @@ def test_limits_of_the_process_are_errors_not_signals() -> None:
         assert f"small {MIB}" in ended.stdout
 
 
+def test_a_dispatch_names_the_limit_that_keeps_its_rows_out() -> None:
+    script = """
+        import resource, torch, moe_comm
+        config = moe_comm.EpConfig(
+            num_experts=2, num_topk=1, hidden=1024, num_max_tokens_per_rank=40000
+        )
+        buffer = moe_comm.EpBuffer(moe_comm.Communicator(backend="host"), config)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
+        x = torch.zeros(40000, 1024, dtype=torch.bfloat16)
+        try:
+            buffer.dispatch(x, torch.zeros(40000, 1, dtype=torch.int64))
+        except moe_comm.CapacityError as error:
+            print("refused", error.available_bytes, error)
+        """
+    # The whole package: run_python() has its native module alone.
+    program = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=2 * WAIT_S)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("refused 100000 rank 0 needs "), ended.stdout
+    assert "RLIMIT_FSIZE is 100000 bytes" in ended.stdout
+
+
 def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
     script = f"""
         import os

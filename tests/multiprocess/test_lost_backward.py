@@ -6,7 +6,10 @@ Every limit is longer than a test may take, so that a rank which is told by a li
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from moe_comm import Communicator, EpBuffer
 from moe_comm.resharding.batched_copy import BatchedCopy
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
+    PROGRAM_S,
     config_for,
     error_of,
     inputs,
@@ -61,6 +65,7 @@ class _Calls:
     own: EpBuffer
     other: EpBuffer
     child: EpBuffer
+    far: EpBuffer
     copy: BatchedCopy
 
 
@@ -71,6 +76,7 @@ NEXT: dict[str, Callable[[_Calls], object]] = {
         *inputs(on.other, 2), async_op=True
     ).event.wait(),
     "a buffer of a child": lambda on: step(on.child, 2),
+    "a buffer of another communicator": lambda on: step(on.far, 2),
     "a new buffer": lambda on: EpBuffer(on.own.communicator, on.own.config),
     "an all-gather": lambda on: on.own.communicator.all_gather(b""),
     "a copy": lambda on: on.copy.run(on.copy.prepare([], [])),
@@ -88,8 +94,12 @@ def _lose(context: RankContext, how: str, what: str) -> tuple[str, tuple[int, ..
     )
     own, other = (EpBuffer(comm, config_for(context.num_ranks)) for _ in range(2))
     child = EpBuffer(Communicator(context.group, parent=comm, arrival_timeout_s=LONG_S), own.config)
-    on = _Calls(own, other, child, BatchedCopy(comm))
-    for buffer in (own, other, child):
+    apart = Communicator(
+        context.group, backend="host", stall_timeout_s=LONG_S, arrival_timeout_s=LONG_S
+    )
+    far = EpBuffer(apart, own.config)
+    on = _Calls(own, other, child, far, BatchedCopy(comm))
+    for buffer in (own, other, child, far):
         step(buffer, 0)
     meet(context)
     error: BaseException | None = None
@@ -113,13 +123,14 @@ def _lose(context: RankContext, how: str, what: str) -> tuple[str, tuple[int, ..
         if context.rank_idx != LOST:
             comm.recover()
     elif isinstance(error, moe_comm.CommunicationError):
-        comm.recover()
-        child.communicator.recover()
+        for each in (comm, child.communicator, apart):
+            each.recover()
     meet(context)
-    for buffer in (other, child, *([] if what == "destroy the buffer" else [own])):
+    for buffer in (other, child, far, *([] if what == "destroy the buffer" else [own])):
         step(buffer, 3)
     meet(context)
-    comm.destroy()
+    for each in (apart, comm):
+        each.destroy()
     return told
 
 
@@ -136,3 +147,49 @@ def test_others_are_told_what_the_rank_does_instead(how: str, what: str, mode: s
             assert name == "ValueError", text
         else:
             assert ranks == (LOST,), (rank_idx, name, ranks, text)
+
+
+_ENDING_RANKS = """
+import sys, torch, moe_comm
+from tests.helpers.failing_ranks import *
+from tests.multiprocess.test_lost_backward import LONG_S, LOST, _backward
+import torch.distributed as dist
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+comm = moe_comm.Communicator(backend="host", stall_timeout_s=LONG_S, arrival_timeout_s=LONG_S)
+buffer = moe_comm.EpBuffer(comm, config_for(3))
+step(buffer, 0)
+dist.destroy_process_group()  # Gloo's threads may not outlive Python
+if how == "raises out of main" or rank != LOST:
+    try:
+        _backward(buffer, "raises", rank == LOST)
+    except moe_comm.PeerFailedError as error:
+        assert error.ranks == (LOST,), repr(error)
+        print("told:", error)
+        sys.exit(0)
+elif how == "exits":
+    error = error_of(lambda: _backward(buffer, "raises", True))
+    sys.exit(7)
+else:
+    error_of(lambda: _backward(buffer, "raises", True))
+    os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("how", ["exits", "raises out of main", "dies"])
+def test_others_are_told_that_the_process_ends(how: str, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _ENDING_RANKS, str(rank), str(tmp_path / "store"), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(3)
+    ]
+    output = [rank.communicate(timeout=PROGRAM_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks[:LOST]] == [0, 0], output
+    assert ranks[LOST].returncode == (1 if how == "raises out of main" else 7), output
+    for text in output[:LOST]:
+        assert f"told: rank {LOST} {'died' if how == 'dies' else 'left'}" in text, output
