@@ -191,6 +191,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.errors",
         "moe_comm.exclusive_use",
         "moe_comm.heap_stats",
+        "moe_comm.memory_overlap",
         "moe_comm.node_layout",
         "moe_comm.quantization",
         "moe_comm.quantized",
