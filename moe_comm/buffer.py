@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterable
-from typing import Literal, NoReturn, overload
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 
-from moe_comm import validation
+from moe_comm import missed_calls, validation
+from moe_comm.arguments import check_bool
 from moe_comm.backends.agreement import agree_on_backend
 from moe_comm.backends.base import DispatchOutput, Plan, PlanTensors
 from moe_comm.call_checks import CallChecks
@@ -22,6 +24,7 @@ from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.errors import interrupted_once
 from moe_comm.exclusive_use import ExclusiveUse
 from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
+from moe_comm.missed_calls import tells_peers
 from moe_comm.quantization import Quantization
 
 __all__ = ["EpBuffer", "resolve_buffer"]
@@ -31,6 +34,16 @@ CopyOut = bool | Literal["auto"]
 # The operator registry: torch.library operators carry a buffer as an int64 id.
 _buffers: weakref.WeakValueDictionary[int, EpBuffer] = weakref.WeakValueDictionary()
 _buffer_ids = itertools.count(1)
+
+
+def _reject_for(operation: str) -> Callable[[Exception, tuple[Any, ...], dict[str, Any]], None]:
+    """Tells peers, in place of an operation, of arguments that Python could not bind."""
+
+    def tell(error: Exception, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        if args and isinstance(args[0], EpBuffer):
+            args[0].reject(operation, error)
+
+    return tell
 
 
 def resolve_buffer(buffer_id: int) -> EpBuffer:
@@ -99,6 +112,7 @@ class EpBuffer:
         """Name of the backend."""
         return self._backend.name
 
+    @tells_peers(_reject_for("dispatch"))
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -164,8 +178,14 @@ class EpBuffer:
         """
         self._check_alive()
         with self._in_dispatch:
+            if missed_calls.kept.calls:
+                self._tell_missed("dispatch")
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
+                if async_op is not True and async_op is not False:
+                    check_bool("async_op", async_op)
+                if type(expert_alignment) is not int:
+                    expert_alignment = validation.check_alignment(expert_alignment)
                 if handle is not None:
                     self._check_handle(handle)
                 rows, scales = self._checks.check_dispatch(
@@ -294,6 +314,7 @@ class EpBuffer:
         async_op: bool = ...,
     ) -> torch.Tensor | CombineResult: ...
 
+    @tells_peers(_reject_for("combine"))
     def combine(
         self,
         expert_out: torch.Tensor | None,
@@ -340,8 +361,12 @@ class EpBuffer:
         """
         self._check_alive()
         with self._in_combine:
+            if missed_calls.kept.calls:
+                self._tell_missed("combine")
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
+                if async_op is not True and async_op is not False:
+                    check_bool("async_op", async_op)
                 self._check_handle(handle)
                 self._checks.check_combine(handle, expert_out, topk_weights, row_weights, out)
                 self._warn_of_gradients(
@@ -410,6 +435,15 @@ class EpBuffer:
         self._check_alive()
         with ExclusiveUse(self._busy, operation):
             self._backend.reject(operation, error)
+
+    def _tell_missed(self, call: str) -> None:
+        """Take part in the calls that peers are in and this rank has missed, then go on.
+
+        They are taken to be of this buffer.
+        """
+        for missed in missed_calls.take():
+            with contextlib.suppress(TypeError, ValueError):  # raised by the call that was missed
+                self._backend.reject(missed.operation, missed.told_by(call))
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from moe_comm import budget
+from moe_comm.arguments import as_int, check_bool
 from moe_comm.quantization import Quantization
 
 __all__ = ["Capacity", "EpConfig", "Layout", "check_num_experts", "default_expert_rank"]
@@ -72,7 +73,9 @@ class Capacity:
         for name in ("num_rows", "num_rows_per_expert"):
             value = getattr(self, name)
             if value is not None:
-                _check_int(name, value, minimum=0)
+                checked = as_int(name, value, 0)
+                if checked is not value:
+                    object.__setattr__(self, name, checked)
                 if value >= 2**31:
                     raise ValueError(f"{name} must be below 2**31, got {value}")
         if self.num_rows is None and self.num_rows_per_expert is None:
@@ -109,10 +112,10 @@ class EpConfig:
         num_experts: Experts over all ranks, in [1, 65536].
         num_topk: Choices per token, >= 1, or None. Any number; there is no upper limit.
         hidden: Elements per row, or None; `hidden * dtype.itemsize` is a multiple of 16 bytes.
-        num_max_tokens_per_rank: Most tokens one rank may pass to a call, or None.
-            `Layout.LOW_LATENCY` needs it.
-        dtype: Element type of dispatched rows, or None. Any dtype can be dispatched (rows move as
-            bytes); combine adds bfloat16, float16, float32 and float64.
+        num_max_tokens_per_rank: Most tokens one rank may pass to a call, or None, as where it is left
+            out. `Layout.LOW_LATENCY` needs it.
+        dtype: Element type of dispatched rows, or None. Any real dtype can be dispatched (rows move
+            as bytes); combine adds bfloat16, float16, float32 and float64.
         expert_rank: int32 `[num_experts]`, the rank of every expert, any number per rank including
             none; None for contiguous blocks (`default_expert_rank`). Local order is ascending id.
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
@@ -129,22 +132,31 @@ class EpConfig:
     num_experts: int
     num_topk: int | None
     hidden: int | None
-    num_max_tokens_per_rank: int | None
+    num_max_tokens_per_rank: int | None = None
     dtype: torch.dtype | None = torch.bfloat16
     expert_rank: torch.Tensor | Sequence[int] | None = None
     num_max_in_flight: int = 4
     node_reduction: bool = False
 
     def __post_init__(self) -> None:
+        for name, minimum, is_optional in (
+            ("num_experts", 1, False),
+            ("num_topk", 1, True),
+            ("hidden", 1, True),
+            ("num_max_tokens_per_rank", 0, True),
+            ("num_max_in_flight", 2, False),
+        ):
+            value = getattr(self, name)
+            if value is not None or not is_optional:
+                checked = as_int(name, value, minimum)
+                if checked is not value:
+                    object.__setattr__(self, name, checked)
         check_num_experts(self.num_experts)
-        for name, minimum in (("num_topk", 1), ("hidden", 1), ("num_max_tokens_per_rank", 0)):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), minimum=minimum)
-        _check_int("num_max_in_flight", self.num_max_in_flight, minimum=2)
-        if not isinstance(self.node_reduction, bool):
-            raise TypeError(f"node_reduction must be a bool, got {self.node_reduction!r}")
+        check_bool("node_reduction", self.node_reduction)
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {self.dtype!r}")
+        if self.dtype is not None and self.dtype.is_complex:
+            raise TypeError(f"dtype must be real, got {self.dtype}")
         if (
             self.hidden is not None
             and self.dtype is not None
@@ -346,13 +358,5 @@ def check_num_experts(num_experts: int) -> None:
         ValueError: There are none, or more than `NUM_MAX_EXPERTS`.
         TypeError: It is not an int.
     """
-    _check_int("num_experts", num_experts, minimum=1)
-    if num_experts > NUM_MAX_EXPERTS:
+    if as_int("num_experts", num_experts, 1) > NUM_MAX_EXPERTS:
         raise ValueError(f"num_experts must be <= {NUM_MAX_EXPERTS}, got {num_experts}")
-
-
-def _check_int(name: str, value: object, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} must be >= {minimum}, got {value}")

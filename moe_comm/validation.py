@@ -6,11 +6,15 @@ from typing import Literal
 
 import torch
 
+from moe_comm.arguments import as_int, shown
 from moe_comm.config import ROW_BYTES_MULTIPLE, Capacity, EpConfig, Layout
 from moe_comm.handles import DispatchHandle
+from moe_comm.memory_overlap import shares_bytes
 from moe_comm.quantization import Quantization
 
 __all__ = [
+    "check_alignment",
+    "check_apart",
     "check_cached_dispatch",
     "check_capacity",
     "check_combine",
@@ -28,11 +32,21 @@ QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 def check_copy_out(copy_out: bool | Literal["auto"]) -> bool | None:
     """True or False as given, None for "auto"."""
-    if copy_out == "auto":
-        return None
     if copy_out is True or copy_out is False:
         return copy_out
-    raise ValueError(f'copy_out must be True, False or "auto", got {copy_out!r}')
+    if isinstance(copy_out, str) and copy_out == "auto":
+        return None
+    raise ValueError(f'copy_out must be True, False or "auto", got {shown(copy_out)}')
+
+
+def check_apart(name: str, written: torch.Tensor, **read: torch.Tensor | None) -> None:
+    """What a call writes to, called `name`, shares no bytes with what it reads, by name."""
+    for other, tensor in read.items():
+        if tensor is not None and shares_bytes(written, tensor):
+            raise ValueError(
+                f"{name} and {other} share bytes: {name} is written while {other} is read; got "
+                f"{name} {_place_of(written)} and {other} {_place_of(tensor)}"
+            )
 
 
 def check_devices(device: torch.device, **tensors: object) -> None:
@@ -111,6 +125,7 @@ def check_dispatch(
     _check_tensor("topk_idx", topk_idx, 2)
     if not is_quantized and config.dtype is not None and x.dtype is not config.dtype:
         raise TypeError(f"x must have the configured dtype {config.dtype}, got {x.dtype}")
+    _check_real("x", x)
     if topk_idx.dtype is not torch.int64:
         raise TypeError(f"topk_idx must be torch.int64, got {topk_idx.dtype}")
     num_tokens, hidden = x.shape
@@ -136,7 +151,7 @@ def check_dispatch(
     _check_weights(topk_weights, num_tokens, num_topk, x.dtype)
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a Layout, got {layout!r}")
-    _check_alignment(expert_alignment)
+    check_alignment(expert_alignment)
     if layout is Layout.LOW_LATENCY:
         if most_tokens is None:
             raise ValueError(
@@ -170,6 +185,13 @@ def check_capacity(capacity: Capacity | None, layout: Layout, expert_alignment: 
         )
 
 
+def _check_real(name: str, rows: torch.Tensor) -> None:
+    if rows.is_complex():
+        raise TypeError(
+            f"{name} must be of a real dtype, got {rows.dtype}: give torch.view_as_real({name})"
+        )
+
+
 def check_cached_dispatch(
     handle: DispatchHandle,
     x: torch.Tensor,
@@ -186,13 +208,14 @@ def check_cached_dispatch(
         raise ValueError("topk_idx must be None with a handle, which already holds the choices")
     if layout is not Layout.EXPERT_MAJOR and layout != handle.layout:
         raise ValueError(f"layout is {layout!r}, the handle's is {handle.layout!r}")
-    if expert_alignment not in (1, handle.expert_alignment):
+    if as_int("expert_alignment", expert_alignment) not in (1, handle.expert_alignment):
         raise ValueError(
             f"expert_alignment is {expert_alignment}, the handle's is {handle.expert_alignment}"
         )
     if capacity is not None:
         raise ValueError(f"the capacity of the handle holds, got {capacity}")
     _check_tensor("x", x, 2)
+    _check_real("x", x)
     num_tokens, hidden = x.shape
     if num_tokens != handle.num_tokens:
         raise ValueError(
@@ -253,6 +276,11 @@ def check_combine(
                 f"row_weights must have shape {expected}, got {tuple(row_weights.shape)}"
             )
         _check_weight_dtype("row_weights", row_weights, rows_dtype)
+    if out is not None:
+        # Peers read the rows, too, for as long as this rank writes its sums.
+        check_apart(
+            "out", out, expert_out=expert_out, topk_weights=topk_weights, row_weights=row_weights
+        )
 
 
 def check_weighted_gradient(
@@ -273,6 +301,7 @@ def check_weighted_gradient(
             f"{tuple(weights.shape)} do not fit"
         )
     _check_weight_dtype("weights", weights, gradient.dtype)
+    check_apart("gradient", gradient, expert_out=expert_out, weights=weights)
 
 
 def _check_tensor(
@@ -315,8 +344,13 @@ def _check_weight_dtype(name: str, weights: torch.Tensor, rows_dtype: torch.dtyp
     )
 
 
-def _check_alignment(expert_alignment: int) -> None:
-    if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int):
-        raise TypeError(f"expert_alignment must be an int, got {expert_alignment!r}")
+def check_alignment(expert_alignment: int) -> int:
+    """An alignment that is one, as an int."""
+    expert_alignment = as_int("expert_alignment", expert_alignment)
     if not 1 <= expert_alignment < 2**31:
         raise ValueError(f"expert_alignment must be in [1, 2**31), got {expert_alignment}")
+    return expert_alignment
+
+
+def _place_of(tensor: torch.Tensor) -> str:
+    return f"of shape {tuple(tensor.shape)} at 0x{tensor.data_ptr():x}"

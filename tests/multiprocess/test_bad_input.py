@@ -45,6 +45,7 @@ class Calls:
     by_rank: DispatchHandle
     low_latency: DispatchHandle
     elastic: EpBuffer
+    received: torch.Tensor
 
     @property
     def rows(self) -> torch.Tensor:
@@ -318,6 +319,54 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     "out dtype": (
         "combine", lambda c: c.combine(out=torch.zeros(4, 16)), TypeError, ("bfloat16", "float32")
     ),
+    "out in the rows": (
+        "combine", lambda c: c.combine(**shared(c)), ValueError, ("out", "expert_out", "share bytes")
+    ),
+    "out in the weights": (
+        "combine", lambda c: c.combine(**shared_weights(c)), ValueError, ("out", "topk_weights", "share bytes")
+    ),
+    "out in the dispatched rows": (
+        "combine",
+        lambda c: c.combine(expert_out=c.received, out=c.received[:4]),
+        ValueError,
+        ("out", "expert_out", "share bytes"),
+    ),
+    "async_op": ("dispatch", lambda c: c.dispatch(async_op="yes"), TypeError, ("bool", "'yes'")),
+    "async_op of cached": ("cached", lambda c: c.cached(async_op=1), TypeError, ("bool", "1")),
+    "async_op of combine": (
+        "combine", lambda c: c.combine(async_op=None), TypeError, ("bool", "None")
+    ),
+    "copy_out that is compared": (
+        "combine", lambda c: c.combine(copy_out=c.weights), ValueError, ("copy_out", "tensor")
+    ),
+    "handle of cached": ("cached", lambda c: c.cached(handle=7), TypeError, ("DispatchHandle", "int")),
+    "complex x": (
+        "dispatch",
+        lambda c: c.dispatch(x=torch.zeros(4, 16, dtype=torch.complex64)),
+        TypeError,
+        ("bfloat16", "complex64"),
+    ),
+    "complex rows of an elastic buffer": (
+        "elastic",
+        lambda c: c.elastic.dispatch(torch.zeros(4, 16, dtype=torch.complex64), c.topk_idx),
+        TypeError,
+        ("real", "complex64"),
+    ),
+    "unknown keyword": (
+        "dispatch", lambda c: c.dispatch(expert_aligment=4), TypeError, ("dispatch", "expert_aligment")
+    ),
+    "unknown keyword of combine": (
+        "combine", lambda c: c.combine(topk_weight=c.weights), TypeError, ("combine", "topk_weight")
+    ),
+    "missing argument": (
+        "combine", lambda c: c.buffer.combine(c.rows), TypeError, ("combine", "handle")
+    ),
+    "too many arguments": (
+        "dispatch",
+        lambda c: c.buffer.dispatch(c.x, c.topk_idx, c.weights, Layout.RANK_MAJOR),
+        TypeError,
+        ("dispatch", "positional"),
+    ),
     "weights of RANK_MAJOR": (
         "combine by rank",
         lambda c: c.buffer.combine(by_rank_rows(c), c.by_rank, topk_weights=c.weights),
@@ -349,6 +398,20 @@ RIGHT: dict[str, Call] = {
 }
 
 
+def shared(calls: Calls) -> dict[str, torch.Tensor]:
+    """Rows, and sums that begin in the middle of the last of them."""
+    num_rows = calls.handle.num_recv_tokens
+    memory = torch.zeros((num_rows + 4) * 16, dtype=torch.bfloat16)
+    rows, sums = memory[: num_rows * 16], memory[num_rows * 16 - 8 :][: 4 * 16]
+    return {"expert_out": rows.view(-1, 16), "out": sums.view(4, 16)}
+
+
+def shared_weights(calls: Calls) -> dict[str, torch.Tensor]:
+    """Weights that lie where the sums are to be written."""
+    sums = torch.zeros(4, 16, dtype=torch.bfloat16)
+    return {"topk_weights": sums.view(torch.float32).flatten()[:8].view(4, 2), "out": sums}
+
+
 def by_rank_rows(calls: Calls) -> torch.Tensor:
     return torch.zeros(calls.by_rank.num_recv_tokens, 16, dtype=torch.bfloat16)
 
@@ -368,13 +431,15 @@ def err(
         x = torch.randn(4, 16, generator=generator).bfloat16()
         topk_idx = torch.randint(0, 6, (4, 2), generator=generator)
         weights = torch.ones(4, 2)
+        arrived = buffer.dispatch(x, topk_idx)
         calls = Calls(
             buffer, other, x, topk_idx, weights,
-            handle=buffer.dispatch(x, topk_idx).handle,
+            handle=arrived.handle,
             foreign=other.dispatch(x, topk_idx).handle,
             by_rank=buffer.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR).handle,
             low_latency=buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY).handle,
             elastic=elastic,
+            received=arrived.x,
         )  # fmt: skip
         found = []
         for name, bad_rank in drawn:

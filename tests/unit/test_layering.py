@@ -183,6 +183,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.triton"},
     {
         "moe_comm._version",
+        "moe_comm.arguments",
         "moe_comm.arithmetic",
         "moe_comm.bootstrap",
         "moe_comm.communicator_options",
@@ -192,6 +193,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.exclusive_use",
         "moe_comm.heap_stats",
         "moe_comm.memory_overlap",
+        "moe_comm.missed_calls",
         "moe_comm.node_layout",
         "moe_comm.quantization",
         "moe_comm.quantized",

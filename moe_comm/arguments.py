@@ -1,0 +1,45 @@
+"""What every layer asks of plain arguments: integers and flags. Messages hold both values."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+__all__ = ["as_int", "check_bool"]
+
+
+def as_int(name: str, value: Any, minimum: int | None = None) -> int:
+    """An integer of any type that is one, NumPy's too, as an int.
+
+    Raises:
+        TypeError: A bool, a tensor, a float or anything else.
+        ValueError: Below `minimum`.
+    """
+    if type(value) is not int:
+        if isinstance(value, bool | torch.Tensor) or not hasattr(type(value), "__index__"):
+            raise TypeError(f"{name} must be an int, got {shown(value)}")
+        value = operator.index(value)
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {value}")
+    result: int = value
+    return result
+
+
+def check_bool(name: str, value: Any) -> None:
+    """A bool and nothing that only counts as one.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be a bool, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value for a message: of a tensor what it is, not what it holds."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,84 @@
+"""Collective calls of this rank that came to nothing before its peers could hear of them.
+
+Peers are in such a call and wait. Most mistakes are told at once, in the place of the call. What is left
+is a call that Python itself rejects without an object to tell through, such as `dispatch(buffer="b")`:
+it is kept here, by thread because ranks may be threads, until the next collective call tells it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+__all__ = ["MissedCall", "keep", "kept", "take", "tells_peers"]
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+class MissedCall(NamedTuple):
+    """A call that peers wait in.
+
+    Args:
+        operation: "dispatch" or "combine" of a buffer, "gather" for an exchange of the communicator.
+        error: What this rank raised.
+    """
+
+    operation: str
+    error: Exception
+
+    def told_by(self, call: str) -> Exception:
+        """The error as peers get it; `call` is what this rank did next."""
+        kind = TypeError if isinstance(self.error, TypeError) else ValueError
+        return kind(f"{self.error}; this is told by its next call, {call}")
+
+
+class _Kept(threading.local):
+    calls: tuple[MissedCall, ...] = ()
+
+
+kept = _Kept()
+"""`kept.calls`: what this thread has still to tell, oldest first."""
+
+
+def keep(operation: str, error: Exception) -> None:
+    """Remember a call that raises `error` on this rank alone."""
+    kept.calls = (*kept.calls, MissedCall(operation, error))
+
+
+def take() -> tuple[MissedCall, ...]:
+    """What is to be told now; nothing is left."""
+    calls, kept.calls = kept.calls, ()
+    return calls
+
+
+def tells_peers(
+    tell: Callable[[Exception, tuple[Any, ...], dict[str, Any]], None],
+) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """A decorator for collective calls: peers hear of arguments that Python cannot bind.
+
+    An unknown keyword, a missing or a superfluous argument is a TypeError before the first line of a
+    function runs, so that the function itself could tell nobody.
+
+    Args:
+        tell: Called with the error and the arguments as they were given. Raises what every rank
+            raises; where it returns, the error is raised on this rank alone.
+    """
+
+    def decorate(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                trace = error.__traceback__
+                if trace is None or trace.tb_next is not None:
+                    raise  # out of the function itself
+                tell(error, args, kwargs)
+                raise
+
+        return called
+
+    return decorate
