@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import threading
@@ -10,7 +9,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -19,31 +18,45 @@ from moe_comm.arguments import check_bool
 from moe_comm.backends.agreement import agree_on_backend
 from moe_comm.backends.base import DispatchOutput, Plan, PlanTensors
 from moe_comm.call_checks import CallChecks
-from moe_comm.communicator import Communicator
+from moe_comm.communicator import Communicator, check_communicator, gathers
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.errors import interrupted_once
 from moe_comm.exclusive_use import ExclusiveUse
 from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
-from moe_comm.missed_calls import tells_peers
 from moe_comm.quantization import Quantization
 
-__all__ = ["EpBuffer", "resolve_buffer"]
+__all__ = ["EpBuffer", "rejects_unbound", "resolve_buffer"]
 
 CopyOut = bool | Literal["auto"]
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 # The operator registry: torch.library operators carry a buffer as an int64 id.
 _buffers: weakref.WeakValueDictionary[int, EpBuffer] = weakref.WeakValueDictionary()
 _buffer_ids = itertools.count(1)
 
 
-def _reject_for(operation: str) -> Callable[[Exception, tuple[Any, ...], dict[str, Any]], None]:
-    """Tells peers, in place of an operation, of arguments that Python could not bind."""
+def rejects_unbound(
+    operation: str, buffer_of: Callable[[tuple[Any, ...], dict[str, Any]], EpBuffer | None]
+) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """A decorator for collective calls: arguments that Python cannot bind are an error on every rank.
 
-    def tell(error: Exception, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-        if args and isinstance(args[0], EpBuffer):
-            args[0].reject(operation, error)
+    Args:
+        operation: "dispatch" or "combine": what peers are in.
+        buffer_of: The buffer of the call, from its arguments; None where they do not tell. Then peers
+            hear of the mistake by this rank's next call.
+    """
 
-    return tell
+    def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            buffer = buffer_of(args, kwargs)
+        except Exception:  # noqa: BLE001 - of an object that is not what it should be
+            buffer = None
+        if isinstance(buffer, EpBuffer):
+            buffer.reject(operation, error)
+        missed_calls.keep(operation, error)
+
+    return missed_calls.tells_peers(tell)
 
 
 def resolve_buffer(buffer_id: int) -> EpBuffer:
@@ -77,21 +90,22 @@ class EpBuffer:
         ValueError: Configurations differ between ranks; both values are named on every rank.
     """
 
+    @gathers
     def __init__(
         self, communicator: Communicator, config: EpConfig, *, backend: str | None = None
     ) -> None:
-        if not isinstance(communicator, Communicator):
-            raise TypeError(
-                f"communicator must be a Communicator, got {type(communicator).__name__}"
-            )
+        check_communicator(communicator)
         communicator.check_process("EpBuffer")
-        backend_class = agree_on_backend(communicator, config, backend or communicator.backend)
+        backend_class = agree_on_backend(
+            communicator, config, communicator.backend if backend is None else backend
+        )
         self.communicator = communicator
         self.config = config
         self.buffer_id = next(_buffer_ids)
         # A compiled graph takes the id as data, so that layers with other buffers share the graph.
         self.id_tensor = torch.tensor(self.buffer_id)
         self.generation = 0
+        self._reference = weakref.ref(self)
         self._checks = CallChecks(config, communicator.device)
         self._busy = threading.Lock()
         self._in_dispatch = ExclusiveUse(self._busy, "dispatch")
@@ -112,7 +126,7 @@ class EpBuffer:
         """Name of the backend."""
         return self._backend.name
 
-    @tells_peers(_reject_for("dispatch"))
+    @rejects_unbound("dispatch", lambda args, _: args[0])
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -178,12 +192,12 @@ class EpBuffer:
         """
         self._check_alive()
         with self._in_dispatch:
+            self.communicator.latest_buffer = self._reference
             if missed_calls.kept.calls:
-                self._tell_missed("dispatch")
+                self.communicator.tell_missed("dispatch", self._backend.reject)
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
-                if async_op is not True and async_op is not False:
-                    check_bool("async_op", async_op)
+                check_bool("async_op", async_op)
                 if type(expert_alignment) is not int:
                     expert_alignment = validation.check_alignment(expert_alignment)
                 if handle is not None:
@@ -314,7 +328,7 @@ class EpBuffer:
         async_op: bool = ...,
     ) -> torch.Tensor | CombineResult: ...
 
-    @tells_peers(_reject_for("combine"))
+    @rejects_unbound("combine", lambda args, _: args[0])
     def combine(
         self,
         expert_out: torch.Tensor | None,
@@ -361,12 +375,12 @@ class EpBuffer:
         """
         self._check_alive()
         with self._in_combine:
+            self.communicator.latest_buffer = self._reference
             if missed_calls.kept.calls:
-                self._tell_missed("combine")
+                self.communicator.tell_missed("combine", self._backend.reject)
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
-                if async_op is not True and async_op is not False:
-                    check_bool("async_op", async_op)
+                check_bool("async_op", async_op)
                 self._check_handle(handle)
                 self._checks.check_combine(handle, expert_out, topk_weights, row_weights, out)
                 self._warn_of_gradients(
@@ -435,15 +449,6 @@ class EpBuffer:
         self._check_alive()
         with ExclusiveUse(self._busy, operation):
             self._backend.reject(operation, error)
-
-    def _tell_missed(self, call: str) -> None:
-        """Take part in the calls that peers are in and this rank has missed, then go on.
-
-        They are taken to be of this buffer.
-        """
-        for missed in missed_calls.take():
-            with contextlib.suppress(TypeError, ValueError):  # raised by the call that was missed
-                self._backend.reject(missed.operation, missed.told_by(call))
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor

@@ -8,19 +8,21 @@ import math
 import os
 import types
 import weakref
+from collections.abc import Callable
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 
-from moe_comm import node_layout, nvshmem
+from moe_comm import missed_calls, node_layout, nvshmem
 from moe_comm.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
 from moe_comm.bootstrap import Bootstrap, bootstrap_for, raise_together
 from moe_comm.communicator_options import CommunicatorOptions
 from moe_comm.elastic import ElasticRanks
 from moe_comm.heap_stats import HeapStats
+from moe_comm.missed_calls import tells_peers
 from moe_comm.native_group import connect_group
 from moe_comm.rank_gpu import RankGpu
 
@@ -32,6 +34,49 @@ __all__ = ["Communicator", "HeapStats", "Recovery"]
 
 class _Destroyable(Protocol):
     def destroy(self) -> None: ...
+
+
+@runtime_checkable
+class _Rejecting(Protocol):
+    """A buffer, through which peers hear of an operation that a rank has missed."""
+
+    buffer_id: int
+
+    def reject(self, operation: str, error: Exception) -> NoReturn: ...
+
+
+# No payload of anybody else begins like this.
+_REJECTION = b"\0moe_comm:rejected\0\x9d\xb1\x5c\x02"
+_MOST_GATHERED_BYTES = 1 << 20
+_MOST_TEXT = 4096
+
+
+def _nothing() -> None:
+    return None
+
+
+def check_communicator(communicator: object) -> None:
+    """Refuse what is no `Communicator`; peers, who are in its exchange, hear of it by the next call.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(communicator, Communicator):
+        error = TypeError(f"communicator must be a Communicator, got {type(communicator).__name__}")
+        missed_calls.keep(missed_calls.GATHER, error)
+        raise error
+
+
+def _reject_gather(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell peers, who are in an exchange of a communicator that is among the arguments."""
+    for given in (*args, kwargs.get("communicator")):
+        if isinstance(given, Communicator):
+            given.reject(error)
+    missed_calls.keep(missed_calls.GATHER, error)
+
+
+gathers = tells_peers(_reject_gather)
+"""For collective calls that begin with an exchange of the communicator that they are given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +181,8 @@ class Communicator(ElasticRanks):
         # For the communicator that survivors of failures go on with.
         self._options: dict[str, Any] = dataclasses.asdict(options)
         self._dependants: weakref.WeakSet[_Destroyable] = weakref.WeakSet()
+        self.latest_buffer: Callable[[], _Rejecting | None] = _nothing
+        """Gives the buffer that this rank has used last."""
         self._retained: list[object] = []
 
         try:
@@ -262,18 +309,80 @@ class Communicator(ElasticRanks):
         """Keep `resource` as long as this object: memory that peers of a failed call may still write."""
         self._retained.append(resource)
 
+    @gathers
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's small `payload` (<= 1 MiB), in rank order. Collective.
 
         Travels over the communicator's own sockets (host) or its bootstrap. Failed ranks give b"".
 
         Raises:
+            TypeError: Some rank's payload is no bytes; on every rank.
+            ValueError: Some rank's payload is too long; on every rank.
             PeerFailedError: A peer died or left.
             PeerTimeoutError: A peer did not arrive in `arrival_timeout_s`.
         """
+        if missed_calls.kept.calls:
+            self.tell_missed("all_gather")
+        if not isinstance(payload, bytes):
+            self.reject(TypeError(f"payload must be bytes, got {type(payload).__name__}"))
+        if len(payload) > _MOST_GATHERED_BYTES:
+            self.reject(
+                ValueError(
+                    f"payload must have at most {_MOST_GATHERED_BYTES} bytes, got {len(payload)}"
+                )
+            )
+        return self._gather(payload)
+
+    def reject(self, error: Exception) -> NoReturn:
+        """Raise `error` on every rank, in place of an `all_gather` that they enter. Collective.
+
+        Args:
+            error: A ValueError or TypeError; its text is raised with this rank's number in front.
+        """
+        kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
+        text = str(error)[:_MOST_TEXT]
+        self._gather(_REJECTION + f"{kind}:{text}".encode(errors="backslashreplace"))
+        raise AssertionError("a rejected exchange did not raise") from error
+
+    def _gather(self, payload: bytes) -> list[bytes]:
         if self.native is not None:
-            return self.require_native().all_gather(payload)
-        return [bytes(item) for item in self.bootstrap.all_gather(payload)]
+            gathered = self.require_native().all_gather(payload)
+        else:
+            gathered = [bytes(item) for item in self.bootstrap.all_gather(payload)]
+        for rank_idx, item in enumerate(gathered):
+            if item.startswith(_REJECTION):
+                kind, _, text = item[len(_REJECTION) :].decode(errors="replace").partition(":")
+                raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank_idx}: {text}")
+        return gathered
+
+    def tell_missed(
+        self, call: str, reject: Callable[[str, Exception], NoReturn] | None = None
+    ) -> None:
+        """Take part in the calls that peers are in and this rank has missed. Collective.
+
+        What is missed of a buffer is taken to be of the buffer that is called now, else of the one
+        that this communicator has, or used last.
+
+        Args:
+            call: What this rank has called now.
+            reject: Of the buffer whose operation it has called, as `EpBuffer.reject`; None for none.
+        """
+        for missed in missed_calls.take():
+            error = missed.told_by(call)
+            # Every rank raises it, this one did so before.
+            with contextlib.suppress(TypeError, ValueError):
+                if missed.operation == missed_calls.GATHER:
+                    self.reject(error)
+                told = reject or self._reject_of_buffer()
+                if told is not None:
+                    told(missed.operation, error)
+
+    def _reject_of_buffer(self) -> Callable[[str, Exception], NoReturn] | None:
+        found = [each for each in self._dependants if isinstance(each, _Rejecting)]
+        latest = self.latest_buffer()
+        if latest in found:
+            return latest.reject
+        return found[0].reject if len(found) == 1 else None
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in this rank's symmetric heap, contents undefined. Local.

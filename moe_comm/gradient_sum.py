@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_comm.buffer import EpBuffer
-from moe_comm.communicator import Communicator
+from moe_comm.arguments import as_int, shown
+from moe_comm.buffer import EpBuffer, rejects_unbound
+from moe_comm.communicator import Communicator, check_communicator, gathers
 from moe_comm.config import EpConfig
 from moe_comm.handles import DispatchHandle
+from moe_comm.memory_overlap import first_meeting, has_element_twice
 
 __all__ = ["GradientSum"]
 
@@ -56,6 +58,7 @@ class GradientSum:
         ```
     """
 
+    @gathers
     def __init__(
         self,
         communicator: Communicator,
@@ -65,12 +68,17 @@ class GradientSum:
         part_ranks: Sequence[int] | None = None,
         backend: str | None = None,
     ) -> None:
+        check_communicator(communicator)
         num_ranks = communicator.num_ranks
-        ranks = [int(rank) for rank in (range(num_ranks) if part_ranks is None else part_ranks)]
+        try:
+            num_elements = as_int("num_elements", num_elements, 0)
+            ranks = _checked_ranks(part_ranks, num_ranks)
+            if dtype not in SUMMED_DTYPES:
+                raise ValueError(f"dtype must be one of {SUMMED_DTYPES}, got {shown(dtype)}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            communicator.reject(error)
         # Which rank holds which part is compared with the configuration of the buffer.
-        _agree(
-            communicator, num_elements, dtype, _problem_with(num_elements, dtype, ranks, num_ranks)
-        )
+        _agree(communicator, num_elements, dtype)
         self.num_elements = num_elements
         self.dtype = dtype
         self.part_idx = tuple(
@@ -110,10 +118,16 @@ class GradientSum:
         return self._buffer.dispatch(rows.to(device), topk_idx).handle
 
     @property
+    def buffer(self) -> EpBuffer:
+        """What it adds over."""
+        return self._buffer
+
+    @property
     def communicator(self) -> Communicator:
         """Owner of the peers."""
         return self._buffer.communicator
 
+    @rejects_unbound("combine", lambda args, _: args[0].buffer)
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their sums over the ranks, where each holds one part. Collective.
 
@@ -128,6 +142,7 @@ class GradientSum:
         """
         self.sum_parts([tensors], tensors)
 
+    @rejects_unbound("combine", lambda args, _: args[0].buffer)
     def sum_parts(
         self, parts: Sequence[Sequence[torch.Tensor]], out: Sequence[torch.Tensor]
     ) -> None:
@@ -144,8 +159,9 @@ class GradientSum:
             PeerTimeoutError: A peer stopped progressing.
         """
         try:
+            parts, out = [list(part) for part in parts], list(out)
             self._check(parts, out)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             self._buffer.reject("combine", error)
         rows = self._buffer.empty_expert_output(
             self._to_owners, hidden=self._hidden, dtype=self.dtype
@@ -171,6 +187,11 @@ class GradientSum:
             raise ValueError(
                 f"this rank holds parts {list(self.part_idx)}, got {len(parts)} of them"
             )
+        for tensor in itertools.chain(*parts, out):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"tensors are to be added, got {type(tensor).__name__}")
+            if tensor.layout is not torch.strided:
+                raise TypeError(f"tensors must be dense, got one of layout {tensor.layout}")
         for tensors in (*parts, out):
             num_elements = sum(tensor.numel() for tensor in tensors)
             if num_elements != self.num_elements:
@@ -183,6 +204,20 @@ class GradientSum:
                 raise TypeError(f"tensors must be of {self.dtype}, got {tensor.dtype}")
             if tensor.device != device:
                 raise ValueError(f"tensors must be on {device}, got one on {tensor.device}")
+        # Parts are read before `out` is written, and may lie in it.
+        for tensor in out:
+            if has_element_twice(tensor):
+                raise ValueError(
+                    f"a tensor of out has two elements in one place: shape {tuple(tensor.shape)}, "
+                    f"strides {tensor.stride()}"
+                )
+        meeting = first_meeting(out)
+        if meeting is not None:
+            raise ValueError(
+                f"out[{meeting.written}] and out[{meeting.other}] share bytes: each of them is "
+                f"written; their shapes are {tuple(out[meeting.written].shape)} and "
+                f"{tuple(out[meeting.other].shape)}"
+            )
 
     def destroy(self) -> None:
         """Release what it holds. Local, idempotent."""
@@ -200,37 +235,35 @@ class GradientSum:
         self.destroy()
 
 
-def _problem_with(num_elements: int, dtype: torch.dtype, ranks: list[int], num_ranks: int) -> str:
-    """What is wrong with this rank's arguments, or ""."""
-    if num_elements < 0:
-        return f"num_elements must be >= 0, got {num_elements}"
-    if dtype not in SUMMED_DTYPES:
-        return f"dtype must be one of {SUMMED_DTYPES}, got {dtype}"
+def _checked_ranks(part_ranks: Sequence[int] | None, num_ranks: int) -> list[int]:
+    """The rank of every part."""
+    if part_ranks is None:
+        return list(range(num_ranks))
+    ranks = [as_int(f"part_ranks[{part}]", rank) for part, rank in enumerate(part_ranks)]
     if not ranks:
-        return "part_ranks must name at least one part, got none"
+        raise ValueError("part_ranks must name at least one part, got none")
     for part, rank in enumerate(ranks):
         if not 0 <= rank < num_ranks:
-            return f"part_ranks[{part}] = {rank} is not a rank of a communicator of {num_ranks}"
-    return ""
+            raise ValueError(
+                f"part_ranks[{part}] = {rank} is not a rank of a communicator of {num_ranks}"
+            )
+    return ranks
 
 
-def _agree(communicator: Communicator, num_elements: int, dtype: torch.dtype, problem: str) -> None:
-    """Raise a mistake of one rank, or what differs between two, on every rank. Collective.
+def _agree(communicator: Communicator, num_elements: int, dtype: torch.dtype) -> None:
+    """Raise what differs between two ranks, on every rank. Collective.
 
     Slices of different vectors may have rows of one size: without this they would be added.
     """
-    own = json.dumps([problem, str(num_elements), str(dtype)]).encode()
+    own = json.dumps([num_elements, str(dtype)]).encode()
     # An excluded rank says nothing.
     said = [
         (rank_idx, *json.loads(payload))
         for rank_idx, payload in enumerate(communicator.all_gather(own))
         if payload
     ]
-    for rank_idx, its_problem, _, _ in said:
-        if its_problem:
-            raise ValueError(f"rank {rank_idx}: {its_problem}")
-    first_rank, _, *first = said[0]
-    for rank_idx, _, *its in said:
+    first_rank, *first = said[0]
+    for rank_idx, *its in said:
         for name, value, its_value in zip(("num_elements", "dtype"), first, its, strict=True):
             if value != its_value:
                 raise ValueError(

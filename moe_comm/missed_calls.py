@@ -12,17 +12,20 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["MissedCall", "keep", "kept", "take", "tells_peers"]
+__all__ = ["GATHER", "MissedCall", "keep", "kept", "take", "tells_peers"]
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
+
+
+GATHER = "gather"
 
 
 class MissedCall(NamedTuple):
     """A call that peers wait in.
 
     Args:
-        operation: "dispatch" or "combine" of a buffer, "gather" for an exchange of the communicator.
+        operation: "dispatch" or "combine" of a buffer, `GATHER` for an exchange of the communicator.
         error: What this rank raised.
     """
 

@@ -309,6 +309,8 @@ def _check_tensor(
 ) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(
             f"{name} must be a tensor with memory of its own, got {type(tensor).__name__}"

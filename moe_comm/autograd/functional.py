@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from moe_comm import missed_calls
 from moe_comm.autograd import formulas, operators
 from moe_comm.autograd.options import encode_capacity, encode_quantization
 from moe_comm.autograd.quantized_rows import wrap_rows
 from moe_comm.backends.base import Completed, Plan
-from moe_comm.buffer import EpBuffer, resolve_buffer
+from moe_comm.buffer import EpBuffer, rejects_unbound, resolve_buffer
 from moe_comm.config import Capacity, Layout
 from moe_comm.handles import CommEvent, DispatchHandle
 from moe_comm.quantization import Quantization
@@ -168,6 +169,7 @@ class DifferentiableDispatchResult:
         return CommEvent(Completed(None))
 
 
+@rejects_unbound("dispatch", lambda _, kwargs: kwargs.get("buffer"))
 def dispatch(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     topk_idx: torch.Tensor,
@@ -213,9 +215,10 @@ def dispatch(
         y = moe_comm.combine(rows * result.topk_weights[:, None], result.handle, buffer=buffer)
         ```
     """
+    _check_buffer("dispatch", buffer)
     data: Any = x
     scales = None
-    if isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], torch.Tensor):
+    if isinstance(x, tuple) and len(x) == 2 and _is_operand(x[1]):
         data, scales = x
     if not (
         _is_operand(data)
@@ -287,6 +290,7 @@ def dispatch(
     )
 
 
+@rejects_unbound("combine", lambda _, kwargs: kwargs.get("buffer"))
 def combine(
     expert_out: torch.Tensor,
     handle: DispatchHandle,
@@ -314,6 +318,7 @@ def combine(
         ValueError: See `EpBuffer.combine`; also the errors of the communication.
         TypeError: See `EpBuffer.combine`.
     """
+    _check_buffer("combine", buffer)
     if not (
         _is_operand(expert_out)
         and _is_operand(topk_weights, is_optional=True)
@@ -338,8 +343,18 @@ def combine(
     return y
 
 
+def _check_buffer(operation: str, buffer: Any) -> None:
+    if not isinstance(buffer, EpBuffer):
+        error = TypeError(f"buffer must be an EpBuffer, got {type(buffer).__name__}")
+        missed_calls.keep(operation, error)
+        raise error
+
+
 def _is_operand(value: Any, *, is_optional: bool = False) -> bool:
-    return isinstance(value, torch.Tensor) or (is_optional and value is None)
+    if isinstance(value, torch.Tensor):
+        # Of the others, PyTorch would ask for what the operators do not have.
+        return value.layout is torch.strided and not value.is_meta
+    return is_optional and value is None
 
 
 def _is_layout(layout: Any, expert_alignment: Any) -> bool:

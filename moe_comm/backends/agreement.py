@@ -104,7 +104,7 @@ def agree_on_backend(communicator: Askers, config: object, name: str) -> type[Ba
                 f"the {name} backend does not move tensors on {communicator.device}, the device of "
                 "the communicator"
             )
-    except (TypeError, ValueError) as raised:
+    except Exception as raised:  # noqa: BLE001 - whatever it is, peers must hear of it
         error = raised
     problem = "" if error is None else f"{type(error).__name__}:{error}"
     answers = communicator.all_gather(f"{name}\0{problem}".encode())

@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import shown
 from moe_comm.autograd import TensorHandle, combine, dispatch
 from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
+from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Capacity
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.group_buffers import group_buffers
@@ -116,6 +117,7 @@ class TokenDispatcher:
         """Itself: copies of a layer share the buffer, and a dispatcher holds no state of a call."""
         return self
 
+    @rejects_unbound("dispatch", lambda args, _: args[0].buffer)
     def dispatch(
         self,
         hidden: torch.Tensor,
@@ -178,6 +180,7 @@ class TokenDispatcher:
             shape=tuple(hidden.shape[:-1]),
         )
 
+    @rejects_unbound("combine", lambda args, _: args[0].buffer)
     def combine(self, expert_out: torch.Tensor, routed: DispatchedTokens) -> torch.Tensor:
         """Return the experts' outputs to their tokens and sum them. Collective.
 
@@ -213,6 +216,11 @@ class TokenDispatcher:
                 f"hidden and {name} must be tensors, got {type(hidden).__name__} and "
                 f"{type(choices).__name__}"
             )
+        if hidden.layout is not torch.strided or choices.layout is not torch.strided:
+            return TypeError(
+                f"hidden and {name} must be dense tensors, got layouts {hidden.layout} and "
+                f"{choices.layout}"
+            )
         is_bool = choices.dtype is torch.bool
         is_inexact = choices.is_floating_point() or choices.is_complex()
         if is_inexact or is_bool is (topk_idx is not None):
@@ -230,7 +238,9 @@ class TokenDispatcher:
         if probs is None:
             return None
         if not isinstance(probs, torch.Tensor) or not probs.is_floating_point():
-            return TypeError(f"probs must be a floating-point tensor, got {probs!r}")
+            return TypeError(f"probs must be a floating-point tensor, got {shown(probs)}")
+        if probs.layout is not torch.strided:
+            return TypeError(f"probs must be a dense tensor, got one of layout {probs.layout}")
         if probs.shape != choices.shape:
             return ValueError(
                 f"probs must have the shape of {name} {tuple(choices.shape)}, got {tuple(probs.shape)}"

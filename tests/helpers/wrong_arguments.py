@@ -1,0 +1,199 @@
+"""Wrong arguments, drawn from signatures: of one rank, one parameter after the other.
+
+Every rank makes the same call; one of them with a value that is wrong in type, shape, dtype, device or
+range, with an argument too many, or with one too few. Some values turn out to be allowed. What must hold
+is that all ranks end alike, at once, and that the next call works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_comm import CommunicationError, Communicator
+
+ARRIVAL_S = 2.0
+"""Limit of a wait for a rank that does not come: no wrong argument may lead to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A collective call.
+
+    Args:
+        function: Whose signature is read.
+        right: Arguments by name that are right on every rank.
+        check: Raises where the result of the right call is wrong.
+        untold: Parameters by which peers are found: a rank that errs there alone may raise alone, and
+            tells them by its next call.
+        left_out: Parameters that are not tried.
+        finish: What makes a result complete.
+    """
+
+    function: Callable[..., Any]
+    right: Mapping[str, Any]
+    check: Callable[[Any], None] = lambda result: None
+    untold: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
+    finish: Callable[[Any], Any] = lambda result: result
+
+    def call(self, change: Change | None = None) -> Any:
+        """The right call, or one that differs from it."""
+        arguments = dict(self.right)
+        more: tuple[Any, ...] = ()
+        if change is not None:
+            arguments.update(change.values)
+            for name in change.missing:
+                del arguments[name]
+            more = change.more
+        names = [
+            name
+            for name, parameter in inspect.signature(self.function).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if more and names:
+            positional = [arguments.pop(name, None) for name in names]
+            return self.finish(self.function(*positional, *more, **arguments))
+        return self.finish(self.function(**arguments))
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """How a call differs from the right one."""
+
+    name: str
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    more: tuple[Any, ...] = ()
+
+
+def wrong_tensors(right: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """Like `right`, but for one property."""
+    yield "dtype int8", right.to(torch.int8)
+    yield "dtype float64", right.to(torch.float64)
+    yield "dtype complex64", right.to(torch.complex64)
+    yield "dtype bool", right.to(torch.bool)
+    yield "meta device", right.to("meta")
+    yield "one dimension more", right[None]
+    yield "no dimension", right.new_zeros(())
+    if right.dim():
+        yield "a row more", torch.cat([right, right[:1]]) if len(right) else right.new_zeros(3)
+        yield "a row less", right[:-1]
+        yield "one dimension less", right.flatten()[: len(right)]
+    if right.dim() == 2 and right.shape[1] > 1:
+        yield "a column less", right[:, :-1].contiguous()
+        yield "strides", right.new_zeros(right.shape[::-1]).T
+        yield "sparse", right.to_sparse()
+    yield "as a list", right.tolist()
+
+
+def wrong_values(right: Any) -> Iterator[tuple[str, Any]]:
+    """What might be given in the place of `right`, and is most likely wrong."""
+    if isinstance(right, torch.Tensor):
+        yield from wrong_tensors(right)
+    elif isinstance(right, bool):
+        yield from (("2", 2), ("a tensor", torch.ones(2)))
+    elif isinstance(right, int):
+        yield from (("-1", -1), ("0", 0), ("2**40", 1 << 40), ("True", True), ("2.5", 2.5))
+    else:
+        yield from (("7", 7), ("-1", -1), ("True", True), ("a tensor", torch.ones(3)))
+    yield from (("None", None), ("a string", "b"), ("an empty list", []), ("an object", object()))
+
+
+def changes(entry: Entry) -> Iterator[Change]:
+    """Every change of one parameter, and of their number."""
+    parameters = inspect.signature(entry.function).parameters
+    for name, parameter in parameters.items():
+        if name in entry.left_out or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            continue
+        right = entry.right.get(name, parameter.default)
+        for what, value in wrong_values(right):
+            yield Change(f"{name}: {what}", {name: value})
+        if name in entry.right and parameter.default is parameter.empty:
+            yield Change(f"{name}: missing", missing=(name,))
+    yield Change("unknown keyword", {"no_such_argument": 1})
+    if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        yield Change("too many arguments", more=(None,) * (len(parameters) + 1))
+
+
+def outcome_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """Type and text of what a call raises; empty where it raises nothing."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is compared
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def try_all(
+    entries: Callable[[], Mapping[str, Entry]],
+    rank_idx: int,
+    num_ranks: int,
+    communicators: Callable[[], list[Communicator]],
+    only: str = "",
+) -> list[str]:
+    """Every change of every entry, on the last rank; what is not as it should be.
+
+    Args:
+        entries: Makes the calls, by name. Collective.
+        rank_idx: This rank.
+        num_ranks: Ranks of the default process group.
+        communicators: Those that an error may have left aborted.
+        only: Cases that have this in their name, for whoever looks for one.
+    """
+    found: list[str] = []
+    made = entries()
+    for entry_name, entry in made.items():
+        entry.check(entry.call())
+        for change in changes(entry):
+            name = f"{entry_name}({change.name})"
+            if only not in name:
+                continue
+            is_wrong = rank_idx == num_ranks - 1
+            outcome = outcome_of(lambda: entry.call(change if is_wrong else None))  # noqa: B023
+            after = outcome_of(lambda: entry.check(entry.call()))  # noqa: B023
+            gathered: list[Any] = [None] * num_ranks
+            dist.all_gather_object(gathered, (outcome, after))
+            problem = problem_with(gathered, is_untold=change.name.split(":")[0] in entry.untold)
+            if problem:
+                found.append(f"{name}: {problem}")
+                for communicator in communicators():
+                    if communicator.native is not None and any(
+                        "Peer" in kind for pair in gathered for kind, _ in pair
+                    ):
+                        communicator.recover()
+    return found
+
+
+def problem_with(
+    gathered: list[tuple[tuple[str, str], tuple[str, str]]], *, is_untold: bool
+) -> str:
+    """What is wrong with how the ranks ended, or nothing."""
+    outcomes = [outcome for outcome, _ in gathered]
+    bad_rank = len(gathered) - 1
+    for rank_idx, (_, (kind, text)) in enumerate(gathered):
+        if kind:
+            return f"the next call on rank {rank_idx}: {kind}: {text[:300]}; was {outcomes}"[:1500]
+    kinds = {kind for kind, _ in outcomes}
+    if len(kinds) > 1:
+        return f"ranks end differently: {outcomes}"[:1500]
+    (kind,) = kinds
+    if kind not in ("", "TypeError", "ValueError"):
+        return f"raised {outcomes}"[:1500]
+    for rank_idx, (_, text) in enumerate(outcomes):
+        if kind and f"rank {bad_rank}" not in text and not (rank_idx == bad_rank and is_untold):
+            return f"rank {rank_idx} does not name rank {bad_rank}: {text[:300]}"
+        if len(text) > 800:
+            return f"a text of {len(text)} characters: {text[:300]}"
+    return ""
+
+
+__all__ = ["ARRIVAL_S", "Change", "CommunicationError", "Entry", "changes", "try_all"]

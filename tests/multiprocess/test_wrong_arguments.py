@@ -1,0 +1,126 @@
+"""Every parameter of every collective call, wrong on one rank: all ranks end alike, and go on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import moe_comm
+from moe_comm import Communicator, EpBuffer, EpConfig, GradientSum
+from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.wrong_arguments import ARRIVAL_S, Entry, try_all
+
+CONFIG = EpConfig(num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=8)
+NUM_TOKENS = 4
+
+
+def equal(want: torch.Tensor, found: torch.Tensor) -> None:
+    assert torch.equal(found, want), (found, want)
+
+
+def buffer_calls(context: RankContext, communicator: Communicator) -> Mapping[str, Entry]:
+    buffer = EpBuffer(communicator, CONFIG)
+    generator = torch.Generator().manual_seed(context.rank_idx)
+    x = torch.randn(NUM_TOKENS, 16, generator=generator).bfloat16()
+    topk_idx = torch.randint(0, 6, (NUM_TOKENS, 2), generator=generator)
+    weights = torch.ones(NUM_TOKENS, 2)
+    arrived = buffer.dispatch(x, topk_idx)
+    want, handle = arrived.x.clone(), arrived.handle
+    rows = torch.zeros_like(arrived.x)
+    routed = {"x": x, "topk_idx": topk_idx, "topk_weights": weights}
+    combined = {"expert_out": rows, "handle": handle}
+    sums = torch.zeros(NUM_TOKENS, 16, dtype=torch.bfloat16)
+    rows_of = lambda result: equal(want, result.x)  # noqa: E731
+    is_zero = functools.partial(equal, sums)
+    dispatcher = TokenDispatcher(6, buffer=buffer)
+    tokens = dispatcher.dispatch(x, weights, topk_idx=topk_idx)
+    buffers = frozenset({"buffer"})
+    return {
+        "EpBuffer.dispatch": Entry(buffer.dispatch, routed, rows_of, finish=ended),
+        "EpBuffer.dispatch, cached": Entry(
+            buffer.dispatch, {"x": x, "topk_idx": None, "handle": handle}, rows_of, finish=ended
+        ),
+        "EpBuffer.combine": Entry(
+            buffer.combine,
+            {**combined, "topk_weights": weights, "out": sums},
+            is_zero,
+            finish=ended,
+        ),
+        "dispatch": Entry(moe_comm.dispatch, {**routed, "buffer": buffer}, rows_of, buffers),
+        "combine": Entry(
+            moe_comm.combine,
+            {**combined, "topk_weights": weights, "buffer": buffer},
+            is_zero,
+            buffers,
+        ),
+        "TokenDispatcher.dispatch": Entry(
+            dispatcher.dispatch,
+            {"hidden": x, "probs": weights, "topk_idx": topk_idx},
+            lambda result: equal(want, result.tokens),
+        ),
+        "TokenDispatcher.combine": Entry(
+            dispatcher.combine,
+            {"expert_out": torch.zeros_like(tokens.tokens), "routed": tokens},
+            is_zero,
+        ),
+    }
+
+
+def ended(result: Any) -> Any:
+    """The result of a call that may have been asynchronous."""
+    if hasattr(result, "event"):
+        result.event.wait()
+    return result
+
+
+def group_calls(context: RankContext, communicator: Communicator) -> Mapping[str, Entry]:
+    num_ranks = context.num_ranks
+    total = GradientSum(communicator, 12)
+    ones = [torch.ones(3, 4)]
+
+    def check_sums(_: object) -> None:
+        equal(torch.full((3, 4), float(num_ranks)), ones[0])
+        ones[0].fill_(1.0)
+
+    made = lambda made: made.destroy()  # noqa: E731
+    communicators = frozenset({"communicator"})
+    return {
+        "Communicator.all_gather": Entry(
+            communicator.all_gather,
+            {"payload": b"here"},
+            lambda said: None if said == [b"here"] * num_ranks else pytest.fail(repr(said)),
+        ),
+        "EpBuffer": Entry(
+            EpBuffer, {"communicator": communicator, "config": CONFIG}, made, communicators
+        ),
+        "GradientSum": Entry(
+            GradientSum, {"communicator": communicator, "num_elements": 8}, made, communicators
+        ),
+        "GradientSum.sum_": Entry(total.sum_, {"tensors": ones}, check_sums),
+        "GradientSum.sum_parts": Entry(total.sum_parts, {"parts": [ones], "out": ones}, check_sums),
+    }
+
+
+FAMILIES = {"buffer": buffer_calls, "group": group_calls}
+
+
+def try_family(context: RankContext, family: str, backend: str, only: str = "") -> list[str]:
+    with Communicator(context.group, backend=backend, arrival_timeout_s=ARRIVAL_S) as communicator:
+        return try_all(
+            lambda: FAMILIES[family](context, communicator),
+            context.rank_idx,
+            context.num_ranks,
+            lambda: [communicator],
+            only,
+        )
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("backend", ["host", "collective"])
+def test_all_ranks_end_alike(family: str, backend: str) -> None:
+    assert run_ranks(try_family, 2, family, backend)[0] == []
