@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from moe_comm.arguments import as_int, check_bool, shown
 from moe_comm.bootstrap import Bootstrap
+from moe_comm.missed_calls import tells_peers
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
-from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
-from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
-from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
-from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.execution import execute
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.module_tensors import ModuleState, module_state
@@ -48,6 +45,15 @@ from moe_comm.resharding.refit_models import (
     planned_destinations,
     unwrap_models,
 )
+from moe_comm.resharding.refit_services import (
+    RefitBackendName,
+    check_backend,
+    clear_service_cache,
+    get_or_create,
+    get_or_create_service,
+    known_service,
+    service_cache,
+)
 from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.resharding.verification import verify_refit
 
@@ -67,54 +73,22 @@ __all__ = [
     "swap_model_weights",
 ]
 
-RefitBackendName = Literal["gloo", "nccl", "nvshmem", "symmetric"]
-
 Verify = Literal["plan", "checksum"] | None
 """None; "plan": a plan is verified when it is made; "checksum": and every refit after it ran."""
 
 Group = dist.ProcessGroup | Bootstrap | None
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 _PlanCacheKey = PlanCacheKey
 
-_SERVICES: dict[str, Callable[[Any], CopyService]] = {
-    "gloo": GlooCopyService,
-    "nccl": NCCLCopyService,
-    "nvshmem": NVSHMEMCopyService,
-    "symmetric": SymmetricCopyService,
-}
 _VERIFY = (None, "plan", "checksum")
 
-_service_cache: dict[tuple[str, int], CopyService] = {}
 _plan_cache = PlanCache()
-_lock = threading.Lock()
 
 
 # ------------------------------------------------------------------------------------------------
 # Services.
-
-
-def get_or_create_service(backend: RefitBackendName, group: Group = None) -> CopyService:
-    """The copy service of a backend for a group; one per process for each.
-
-    Collective over the group where it makes one.
-
-    Args:
-        backend: "symmetric" (the shared heap of one machine), "gloo", "nccl" or "nvshmem".
-        group: A process group; None for the default group; for "symmetric" also a `Bootstrap`.
-
-    Raises:
-        ValueError: There is no such backend, or it cannot serve this group.
-    """
-    return _get_or_create(backend, RefitGroup(group), is_new=False)
-
-
-def clear_service_cache() -> None:
-    """Close and forget all services of this process."""
-    with _lock:
-        services = list(_service_cache.values())
-        _service_cache.clear()
-    for service in services:
-        service.close()
 
 
 def clear_plan_cache() -> None:
@@ -128,32 +102,6 @@ def clear_all_caches() -> None:
     clear_plan_cache()
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in _SERVICES:
-        unknown = "needs a library that this package does not drive" if backend == "nixl" else ""
-        what = f"backend 'nixl' {unknown}" if unknown else f"Unknown backend {backend!r}"
-        raise ValueError(f"{what}; there are {', '.join(sorted(_SERVICES))}")
-
-
-def _get_or_create(backend: str, group: RefitGroup, *, is_new: bool) -> CopyService:
-    _check_backend(backend)
-    if backend in ("gloo", "nccl") and not isinstance(group.handle, dist.ProcessGroup | None):
-        raise ValueError(
-            f"{backend} needs a torch.distributed process group, got {type(group.handle).__name__}"
-        )
-    key = backend, identity_of(group.key)
-    service = _service_cache.get(key)
-    if service is not None and is_new:
-        # Another rank has forgotten its part.
-        _service_cache.pop(key, None)
-        service.close()
-        service = None
-    if service is None:
-        service = _SERVICES[backend](group.handle)
-        _service_cache[key] = service
-    return service
-
-
 # ------------------------------------------------------------------------------------------------
 # A refit.
 
@@ -163,15 +111,16 @@ class _Options:
     """What all ranks must ask for alike, by the names that callers know."""
 
     function: str
-    refit_method: str
     verify: Verify
     strict: bool
     num_dst_pools: int
     pool_index: int
+    refit_method: str = ""
+    group: str = ""
 
     def __str__(self) -> str:
-        values = dataclasses.asdict(self).items()
-        return "\n".join(f"{name}={value!r}" for name, value in values)
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return "\n".join(f"{name}={shown(value)}".replace("\n", " ") for name, value in values)
 
 
 class _Pass:
@@ -188,16 +137,22 @@ class _Pass:
         service: CopyService | str | None,
         problem: Exception | None,
     ) -> None:
-        self.options = options
         self.rank_offsets = rank_offsets
-        self.service = service
-        self.problem = problem
+        self.group = RefitGroup(
+            group,
+            service if isinstance(service, CopyService) else None,
+            is_in_doubt=service is None and problem is not None,
+        )
+        self.service, refit_method = known_service(service, self.group)
+        self.options = dataclasses.replace(
+            options, refit_method=refit_method, group=str(self.group)
+        )
+        self.problem = problem or self.group.problem
         self.models = Models(None, None, None)
         self.transform: ReshardTransform | None = None
         # A look at ten thousand tensors takes long enough to take one of each model.
         self.states: tuple[ModuleState, ModuleState] | None = None
         self.target_model = target_model
-        self.group = RefitGroup(group, None if isinstance(service, str) else service)
         self.key = build_plan_cache_key(None, None, None, self.group)
         try:
             self._read(src_model, target_model, transform)
@@ -213,8 +168,11 @@ class _Pass:
             self.problem = self.problem or error
 
     def _read(self, src_model: Model, target_model: Model, transform: Any) -> None:
-        if self.options.verify not in _VERIFY:
+        if not (self.options.verify is None or self.options.verify in _VERIFY):
             raise ValueError(f"verify must be one of {_VERIFY}, got {self.options.verify!r}")
+        check_bool("strict", self.options.strict)
+        for side, offset in zip(("src", "dst"), self.rank_offsets, strict=True):
+            as_int(f"{side}_rank_offset", offset, 0)
         self.models = unwrap_models(src_model, target_model)
         self.transform = None if transform is None else as_reshard_transform(transform)
         if not isinstance(self.service, str):
@@ -242,7 +200,7 @@ class _Pass:
             self.group,
             problem=self.problem,
             options=str(self.options),
-            has_service=not is_named or known in _service_cache,
+            has_service=not is_named or known in service_cache,
             plan_ids=plan_ids,
             nonce=secrets.randbits(64),
         )
@@ -322,14 +280,14 @@ class _Pass:
         """Move the weights."""
         known = self.service
         if isinstance(known, str):
-            known = _service_cache.get((known, identity_of(self.group.key)))
+            known = service_cache.get((known, identity_of(self.group.key)))
         if isinstance(known, DistributedCopyService):
             # Ranks that lost each other have lost the group: they could not agree any more.
             known.check_usable()
         agreement = self.agree()
         service = self.service
         if isinstance(service, str):
-            service = _get_or_create(service, self.group, is_new=not agreement.has_service)
+            service = get_or_create(service, self.group, is_new=not agreement.has_service)
         assert isinstance(service, CopyService)
         try:
             self._run_over(service, agreement)
@@ -362,6 +320,28 @@ class _Pass:
             verify_refit(plan, source, target, self.group.handle, transform=transform)
 
 
+def _tells_group(position: int) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """A decorator for refits: peers hear of arguments that Python cannot bind.
+
+    Args:
+        position: Of `group` among the positional arguments.
+    """
+
+    def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        group = kwargs.get("group", args[position] if len(args) > position else None)
+        given = (*args, *kwargs.values())
+        service = next((each for each in given if isinstance(each, CopyService)), None)
+        _agree_on_nothing(RefitGroup(group, service, is_in_doubt=True), error)
+
+    return tells_peers(tell)
+
+
+def _agree_on_nothing(group: RefitGroup, problem: Exception) -> None:
+    """Raise what is wrong on this rank, after the others have heard of it."""
+    agree(group, problem=problem, options="", has_service=False, plan_ids=[], nonce=0)
+
+
+@_tells_group(2)
 def prepare_swap_model_weights(
     src_model: Model,
     target_model: Model,
@@ -405,12 +385,13 @@ def prepare_swap_model_weights(
             group,
             (src_rank_offset, dst_rank_offset),
             transform,
-            _Options("prepare_swap_model_weights", "", verify, strict, num_dst_pools, pool_index),
+            _Options("prepare_swap_model_weights", verify, strict, num_dst_pools, pool_index),
             None,
             problem,
         ).prepare()
 
 
+@_tells_group(3)
 def swap_model_weights(
     src_model: Model,
     target_model: Model,
@@ -466,7 +447,7 @@ def swap_model_weights(
     service: Any = refit_method
     if isinstance(service, str):
         try:
-            _check_backend(service)
+            check_backend(service)
         except ValueError as error:
             problem = error
     elif not isinstance(service, CopyService):
@@ -483,14 +464,13 @@ def swap_model_weights(
             group,
             (src_rank_offset, dst_rank_offset),
             transform,
-            _Options(
-                "swap_model_weights", _kind_of(service), verify, strict, num_dst_pools, pool_index
-            ),
+            _Options("swap_model_weights", verify, strict, num_dst_pools, pool_index),
             service,
             problem,
         ).run()
 
 
+@_tells_group(3)
 def reshard_model_weights(
     src_model: Model,
     target_model: Model,
@@ -532,26 +512,18 @@ def reshard_model_weights(
         group,
         (src_rank_offset, dst_rank_offset),
         transform,
-        _Options("reshard_model_weights", _kind_of(given), verify, strict, 1, pool_index),
+        _Options("reshard_model_weights", verify, strict, 1, pool_index),
         given,
         problem,
     ).run()
 
 
-def _kind_of(service: CopyService | str | None) -> str:
-    """The same word for a service and for its name: both ends must move by the same means."""
-    for name, kind in _SERVICES.items():
-        if service == name or (isinstance(kind, type) and isinstance(service, kind)):
-            return name
-    return "" if service is None else "other"
-
-
 def _problem_with_pools(num_dst_pools: Any, dst_pool_index: Any) -> Exception | None:
-    for name, number in (("num_dst_pools", num_dst_pools), ("dst_pool_index", dst_pool_index)):
-        if not isinstance(number, int):
-            return TypeError(f"{name} must be an int, got {number!r}")
-    if num_dst_pools < 1:
-        return ValueError(f"num_dst_pools must be >= 1, got {num_dst_pools}")
+    try:
+        num_dst_pools = as_int("num_dst_pools", num_dst_pools, 1)
+        dst_pool_index = as_int("dst_pool_index", dst_pool_index)
+    except (TypeError, ValueError) as error:
+        return error
     if not 0 <= dst_pool_index < num_dst_pools:
         return ValueError(f"dst_pool_index must be in [0, {num_dst_pools}), got {dst_pool_index}")
     return None

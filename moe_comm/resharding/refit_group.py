@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.arguments import shown
+from moe_comm.bootstrap import Bootstrap, bootstrap_for, process_group_of
 from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError, PeerFailedError
 from moe_comm.resharding.disagreement import name_ranks
@@ -38,6 +39,19 @@ _lock = threading.Lock()
 _wires: weakref.WeakKeyDictionary[Any, weakref.ref[Communicator]] = weakref.WeakKeyDictionary()
 
 
+def _nothing() -> None:
+    return None
+
+
+class _Latest(threading.local):
+    """The group of the last refit of this rank, of which a process may have several as threads."""
+
+    group: Callable[[], Any] = staticmethod(_nothing)
+
+
+_latest = _Latest()
+
+
 def identity_of(thing: Any) -> int:
     """A number that no other object of this process has or will have; 0 for None."""
     if thing is None:
@@ -52,47 +66,80 @@ def identity_of(thing: Any) -> int:
 class RefitGroup:
     """The ranks that take part in a refit.
 
+    They ask each other over one channel, which follows from who the ranks are and from the refits that
+    they had before, and from nothing else that a rank is given: so a mistake of one is heard by all.
+
     Args:
         group: A process group, a `Bootstrap`, or None for the ranks of `service`, and without one
             for the default group.
         service: A copy service, or None.
+        is_in_doubt: Whether this rank was given a service that is none, and `group` may be None for
+            that reason alone.
 
+    Raises:
+        ValueError: This process is no member of the group.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | Bootstrap | None, service: object | None = None
+        self,
+        group: dist.ProcessGroup | Bootstrap | None,
+        service: object | None = None,
+        *,
+        is_in_doubt: bool = False,
     ) -> None:
         self._communicator = _communicator_of(service)
+        self.problem: Exception | None = None
+        """What is wrong with `group`, for `agree` to tell."""
         if group is None and service is not None:
             # Who the ranks of a service are, if they are no process group.
             ranks = getattr(service, "communicator", None) or getattr(service, "ranks", None)
             group = getattr(service, "group", None) if ranks is None else ranks
+        if isinstance(group, Communicator):
+            group = group.group or process_group_of(group.bootstrap) or group.bootstrap
+        given: Any = group
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            # `dist.new_group` returns a number to processes that are not members.
+            raise ValueError(
+                "group must be a Bootstrap, or a process group that has this process as a "
+                f"member, got {group!r}"
+            )
+        if not (group is None or isinstance(group, dist.ProcessGroup) or _is_bootstrap(group)):
+            self.problem = TypeError(
+                "group must be a Bootstrap, or a process group that has this process as a "
+                f"member, got {shown(given)} of type {type(given).__name__}"
+            )
+            group, is_in_doubt = None, True
+        if group is None and is_in_doubt:
+            # Peers are taken to use what they used before.
+            group = _latest.group()
         if group is None and dist.is_available() and dist.is_initialized():
             # The object, by which the group is told from a default group that is made later.
-            self.key: Any = dist.group.WORLD
-        else:
-            self.key = group
-        self.handle: dist.ProcessGroup | Bootstrap | None
+            group = dist.group.WORLD
+        self.key: Any = group
+        self.handle: dist.ProcessGroup | Bootstrap | None = given if given is None else group
         """What planning and barriers take as their group."""
-        if isinstance(group, Communicator):
-            self.rank_idx, self.num_ranks = group.rank_idx, group.num_ranks
-            self.handle = group.group or group.bootstrap
-            self._exchange: Callable[[bytes], list[bytes]] = group.all_gather
-        elif isinstance(self.key, dist.ProcessGroup):
-            self.rank_idx, self.num_ranks = self.key.rank(), self.key.size()
-            self.handle = group
-            self._exchange = _exchange_of(self.key)
+        ranks_of = group if isinstance(group, dist.ProcessGroup) else bootstrap_for(group)
+        if isinstance(ranks_of, dist.ProcessGroup):
+            self.rank_idx, self.num_ranks = ranks_of.rank(), ranks_of.size()
+            self._channel: Any = _widest(ranks_of)
+            self._exchange: Callable[[bytes], list[bytes]] = _exchange_of(self._channel)
         else:
-            if group is not None and not hasattr(group, "rank_idx"):
-                # `dist.new_group` returns a number to processes that are not members.
-                raise ValueError(
-                    "group must be a Bootstrap, or a process group that has this process as a "
-                    f"member, got {group!r}"
-                )
-            bootstrap = bootstrap_for(group)
-            self.rank_idx, self.num_ranks = bootstrap.rank_idx, bootstrap.num_ranks
-            self.handle = group
-            self._exchange = bootstrap.all_gather
+            self.rank_idx, self.num_ranks = ranks_of.rank_idx, ranks_of.num_ranks
+            self._channel = group
+            self._exchange = ranks_of.all_gather
+
+    def __str__(self) -> str:
+        """The same on every rank that is given the same group."""
+        if self.key is None:
+            return "this rank alone"
+        if not isinstance(self.key, dist.ProcessGroup):
+            return f"a {type(self.key).__name__} of {self.num_ranks} ranks"
+        if self.key is dist.group.WORLD:
+            return "the default group"
+        try:
+            return f"process group {self.key.group_name!r}"
+        except RuntimeError:  # one that torch.distributed has not made
+            return f"a process group of {self.num_ranks} ranks"
 
     def check(self, service: object) -> None:
         """Raise ValueError where a copy service has other ranks."""
@@ -114,13 +161,15 @@ class RefitGroup:
         Raises:
             CommunicationError: A peer is gone.
         """
+        if self._channel is not None:
+            _latest.group = weakref.ref(self.key)
         wire = self._wire()
         if wire is not None:
             try:
                 return wire.all_gather(payload)
             except ValueError:
                 # Destroyed here, of which the others hear.
-                _wires.pop(self.key, None)
+                _wires.pop(self._channel, None)
             except CommunicationError as error:
                 text = str(error)
                 # Not one that went to `recover()`, and waits there.
@@ -129,7 +178,7 @@ class RefitGroup:
                 if not (has_left or is_replaced):
                     raise
                 # A rank closed its service and asks over the group, or all bring another service.
-                _wires.pop(self.key, None)
+                _wires.pop(self._channel, None)
         try:
             return self._exchange(payload)
         except CommunicationError:
@@ -147,18 +196,38 @@ class RefitGroup:
     def remember(self, service: object) -> None:
         """Ask over the communicator of `service` from the next refit of this group on."""
         communicator = _communicator_of(service)
-        if communicator is None or self.key is None or communicator is self.key:
+        if communicator is None or self._channel is None:
             return
-        _wires[self.key] = weakref.ref(communicator)
+        _wires[self._channel] = weakref.ref(communicator)
 
     def _wire(self) -> Communicator | None:
-        reference = None if self.key is None else _wires.get(self.key)
+        reference = None if self._channel is None else _wires.get(self._channel)
         return None if reference is None else reference()
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, cut where it is long, in rank order. Collective."""
-        encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        return [item.rstrip(b"\0").decode(errors="ignore") for item in self.all_gather(encoded)]
+        return _gather_text(text, self.all_gather)
+
+
+def _gather_text(text: str, all_gather: Callable[[bytes], list[bytes]]) -> list[str]:
+    encoded = text.encode(errors="backslashreplace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    return [item.rstrip(b"\0").decode(errors="ignore") for item in all_gather(encoded)]
+
+
+def _is_bootstrap(group: Any) -> bool:
+    return all(hasattr(group, name) for name in ("rank_idx", "num_ranks", "all_gather"))
+
+
+def _widest(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The default group in the place of another one of all its ranks: a rank may be given either."""
+    world = dist.group.WORLD
+    if world is None or world is group:
+        return group
+    try:
+        is_whole = dist.get_process_group_ranks(group) == dist.get_process_group_ranks(world)
+    except (KeyError, RuntimeError, ValueError):  # of worlds that were initialised apart
+        return group
+    return world if is_whole else group
 
 
 def _communicator_of(service: object) -> Communicator | None:
@@ -263,9 +332,10 @@ def agree_that_it_ran(group: RefitGroup, service: object, problem: Exception | N
         Exception: As `agree` raises a rank's problem.
         CommunicationError: A peer is gone.
     """
-    wire = RefitGroup(None, service) if getattr(service, "communicator", None) else group
+    communicator = getattr(service, "communicator", None)
+    wire = communicator if isinstance(communicator, Communicator) else group
     try:
-        texts = wire.all_gather_text(_text_of(problem))
+        texts = _gather_text(_text_of(problem), wire.all_gather)
     except CommunicationError:
         if problem is not None:
             raise problem from None

@@ -130,6 +130,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.resharding.plan_cache",
         "moe_comm.resharding.refit",
         "moe_comm.resharding.refit_models",
+        "moe_comm.resharding.refit_services",
     },
     {
         "moe_comm.resharding.execution",

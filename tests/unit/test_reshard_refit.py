@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.resharding import planner, refit, stale
+from moe_comm.resharding import planner, refit, refit_services, stale
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.plan_cache import PlanCacheKey
 from moe_comm.resharding.refit_models import unwrap_models
-from moe_comm.testing import RankContext
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.failing_ranks import HANG_S
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
 from tests.helpers.threaded_refits import count_plans, error_of, nets, swap, threads
 
@@ -202,14 +203,14 @@ def test_a_rank_that_closed_its_service_gets_a_new_one_with_the_others() -> None
         src, dst = nets(context, "tp2", "single")
         for seed in range(3):
             known = ("symmetric", refit.identity_of(context.group))
-            old = refit._service_cache.get(known)
+            old = refit_services.service_cache.get(known)
             if seed == 1 and context.rank_idx == 0:
-                refit._service_cache.pop(known).close()
+                refit_services.service_cache.pop(known).close()
             swap(context, src.fill(seed), dst)
             assert dst.wrong(seed) == []
             if seed == 1:
                 assert isinstance(old, SymmetricCopyService)
-                assert old is not refit._service_cache[known]
+                assert old is not refit_services.service_cache[known]
                 assert "destroyed" in error_of(lambda old=old: old.communicator.all_gather(b""))
 
     threads(rank, 2)
@@ -230,7 +231,7 @@ def test_over_a_service_of_the_callers() -> None:
         refit.swap_model_weights(src.fill(3), dst, pipeline, verify="checksum")
         assert dst.wrong(3) == []
         pipeline.close()
-        assert not refit._service_cache
+        assert not refit_services.service_cache
 
     threads(rank, 2)
 
@@ -470,6 +471,52 @@ def test_one_rank_with_bad_arguments(options: dict[str, Any], texts: list[str]) 
     for text in threads(rank, 2):
         for expected in texts:
             assert expected in text
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_name_on_one_rank_and_a_service_on_the_other(is_known: bool) -> None:
+    """They would wait in two places: whatever they were given, they ask over the same channel."""
+
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        communicator = moe_comm.Communicator(context.group)
+        service = SymmetricCopyService(communicator=communicator)
+        if is_known:  # the ranks have agreed over this service before
+            refit.swap_model_weights(src.fill(2), dst, service)
+            assert dst.wrong(2) == []
+        given = service if context.rank_idx == 1 else "symmetric"
+        group = None if context.rank_idx == 1 else context.group
+        text = error_of(lambda: refit.swap_model_weights(src, dst, given, group=group))
+        refit.swap_model_weights(src.fill(1), dst, service)
+        assert dst.wrong(1) == []
+        service.close()
+        communicator.destroy()
+        return text
+
+    for text in run_ranks(rank, 2, mode="threads", timeout_s=HANG_S):
+        assert "ValueError: ranks ask for different refits" in text
+        assert "refit_method='symmetric' on rank 0" in text
+        assert "refit_method='a SymmetricCopyService' on rank 1" in text
+
+
+@pytest.mark.parametrize("group", [5, "default", object()], ids=["int", "str", "object"])
+def test_a_group_that_is_none(group: Any) -> None:
+    """It tells over what it used before, which is where its peers wait."""
+
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        swap(context, src.fill(1), dst)
+        asked = group if context.rank_idx == 1 else context.group
+        text = error_of(lambda: refit.swap_model_weights(src, dst, "symmetric", group=asked))
+        swap(context, src.fill(2), dst)
+        assert dst.wrong(2) == []
+        return text
+
+    for rank_idx, text in enumerate(run_ranks(rank, 2, mode="threads", timeout_s=HANG_S)):
+        assert text.startswith("TypeError")
+        assert "group must be" in text
+        assert type(group).__name__ in text
+        assert rank_idx == 1 or "rank 1" in text
 
 
 def test_a_refit_is_no_preparation() -> None:
