@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm import Communicator, EpBuffer, EpConfig, GradientSum
+from moe_comm import Communicator, EpBuffer, EpConfig, GradientSum, fused_a2a
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers import wrong_argument_families as faces
 from tests.helpers.wrong_arguments import ARRIVAL_S, Entry, try_all
 
 CONFIG = EpConfig(num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=8)
@@ -118,6 +120,33 @@ def try_family(context: RankContext, family: str, backend: str, only: str = "") 
             lambda: [communicator],
             only,
         )
+
+
+def try_face(context: RankContext, family: str, only: str = "") -> list[str]:
+    """Faces that know their group alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "moe_comm.group_buffers.Communicator",
+            functools.partial(Communicator, arrival_timeout_s=ARRIVAL_S),
+        )
+        shared = group_buffers(context.group)
+    try:
+        return try_all(
+            lambda: faces.FAMILIES[family](context),
+            context.rank_idx,
+            context.num_ranks,
+            lambda: [shared.communicator],
+            only,
+        )
+    finally:
+        shared.destroy()
+        fused_a2a._buffers.clear()
+        fused_a2a._hybrid_ep_buffers.clear()
+
+
+@pytest.mark.parametrize("family", sorted(faces.FAMILIES))
+def test_all_ranks_of_a_face_end_alike(family: str) -> None:
+    assert run_ranks(try_face, 2, family)[0] == []
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

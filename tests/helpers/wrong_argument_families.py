@@ -1,0 +1,357 @@
+"""Right calls of every face of the package, for `wrong_arguments` to spoil."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from moe_comm import fused_a2a
+from moe_comm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from moe_comm.dispatcher.megatron_manager import MegatronManager
+from moe_comm.dispatcher.sglang import SglangDispatcher
+from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
+from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
+from moe_comm.group_buffers import group_buffers
+from moe_comm.resharding import refit
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.testing import RankContext
+from tests.helpers import deep_ep_oracle as oracle
+from tests.helpers.sharded_nets import ShardedNet
+from tests.helpers.wrong_arguments import Entry
+
+CASE = oracle.Case("wrong", 6, 2, 64, (5, 4), share_unused=0.0)
+NUM_MAX = 8
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [tensor for each in result for tensor in tensors_in(each)]
+    return []
+
+
+def same_as_first() -> Callable[[Any], None]:
+    """A check that every result has the bits of the first one."""
+    first: list[torch.Tensor] = []
+
+    def check(result: Any) -> None:
+        found = tensors_in(result)
+        assert found
+        if not first:
+            first.extend(tensor.clone() for tensor in found)
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True)), (first, found)
+
+    return check
+
+
+def compat_calls(context: RankContext) -> Mapping[str, Entry]:
+    mine = oracle.given(CASE, context.rank_idx)
+    buffer = Buffer(context.group)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mine.topk_idx, 6)
+    sending = {
+        "x": mine.x,
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "topk_idx": mine.topk_idx,
+        "topk_weights": mine.topk_weights,
+    }
+    rows, _, weights, _, handle, _ = buffer.dispatch(**sending)
+    sending_ll = {
+        "x": mine.x,
+        "topk_idx": mine.topk_idx,
+        "num_max_dispatch_tokens_per_rank": NUM_MAX,
+        "num_experts": 6,
+        "use_fp8": False,
+    }
+    rows_ll, _, handle_ll, _, _ = buffer.low_latency_dispatch(**sending_ll)
+    assert isinstance(rows_ll, torch.Tensor)
+    combining_ll = {
+        "x": torch.zeros_like(rows_ll),
+        "topk_idx": mine.topk_idx,
+        "topk_weights": mine.topk_weights,
+        "handle": handle_ll,
+        "out": torch.zeros_like(mine.x),
+    }
+    counts = same_as_first()
+    return {
+        "Buffer.dispatch": Entry(buffer.dispatch, sending, same_as_first(), finish=ended),
+        "Buffer.dispatch, cached": Entry(
+            buffer.dispatch, {"x": mine.x, "handle": handle}, same_as_first(), finish=ended
+        ),
+        "Buffer.combine": Entry(
+            buffer.combine,
+            {"x": rows, "handle": handle, "topk_weights": weights},
+            same_as_first(),
+            finish=ended,
+        ),
+        "Buffer.low_latency_dispatch": Entry(
+            buffer.low_latency_dispatch, sending_ll, lambda r: counts(r[1]), finish=ended
+        ),
+        "Buffer.low_latency_combine": Entry(
+            buffer.low_latency_combine, combining_ll, same_as_first(), finish=ended
+        ),
+    }
+
+
+def ended(result: Any) -> Any:
+    """A result of DeepEP's calls, whose event or hook has been waited for."""
+    for each in result if isinstance(result, tuple) else ():
+        if hasattr(each, "current_stream_wait") and getattr(each, "event", None) is not None:
+            each.current_stream_wait()
+        elif callable(each):
+            each()
+    return result
+
+
+def elastic_calls(context: RankContext) -> Mapping[str, Entry]:
+    mine = oracle.given(CASE, context.rank_idx)
+    buffer = ElasticBuffer(context.group, num_max_tokens_per_rank=NUM_MAX)
+    sending = {
+        "x": mine.x,
+        "topk_idx": mine.topk_idx,
+        "topk_weights": mine.topk_weights,
+        "num_experts": 6,
+    }
+    rows, _, weights, handle, _ = buffer.dispatch(**sending)
+    return {
+        "ElasticBuffer.dispatch": Entry(buffer.dispatch, sending, same_as_first(), finish=ended),
+        "ElasticBuffer.dispatch, cached": Entry(
+            buffer.dispatch, {"x": mine.x, "handle": handle}, same_as_first(), finish=ended
+        ),
+        "ElasticBuffer.combine": Entry(
+            buffer.combine,
+            {"x": rows, "handle": handle, "topk_weights": weights},
+            same_as_first(),
+            finish=ended,
+        ),
+        "ElasticBuffer.barrier": Entry(buffer.barrier, {}),
+    }
+
+
+def hybrid_calls(context: RankContext) -> Mapping[str, Entry]:
+    mine = oracle.given(CASE, context.rank_idx)
+    buffer = HybridEPBuffer(context.group, 64, NUM_MAX, 3)
+    routing_map = torch.zeros(mine.num_tokens, 6, dtype=torch.bool).scatter_(1, mine.topk_idx, True)
+    sending = {"hidden": mine.x, "routing_map": routing_map, "probs": routing_map.float()}
+    rows, probs, _, handle = buffer.dispatch(**sending)
+    permuted, permuted_probs, _, _, permuted_handle = buffer.dispatch_with_permute(**sending)
+    combining = {"hidden": rows, "probs": probs, "handle": handle}
+    unpermuting = {"hidden": permuted, "probs": permuted_probs, "handle": permuted_handle}
+    return {
+        "HybridEPBuffer.dispatch": Entry(buffer.dispatch, sending, same_as_first()),
+        "HybridEPBuffer.dispatch_with_permute": Entry(
+            buffer.dispatch_with_permute, sending, same_as_first()
+        ),
+        "HybridEPBuffer.combine": Entry(buffer.combine, combining, same_as_first()),
+        "HybridEPBuffer.combine_with_unpermute": Entry(
+            buffer.combine_with_unpermute, unpermuting, same_as_first()
+        ),
+    }
+
+
+def fused_calls(context: RankContext) -> Mapping[str, Entry]:
+    mine = oracle.given(CASE, context.rank_idx)
+    group = {"group": context.group}
+    routing_map = torch.zeros(mine.num_tokens, 6, dtype=torch.bool).scatter_(1, mine.topk_idx, True)
+    sending = {
+        "x": mine.x,
+        "token_indices": mine.topk_idx,
+        "token_probs": mine.topk_weights,
+        "num_experts": 6,
+        **group,
+    }
+    hybrid = {
+        "x": mine.x,
+        "routing_map": routing_map,
+        "probs": routing_map.float(),
+        "num_local_experts": 3,
+        **group,
+    }
+    rows, _, _, _, handle = fused_a2a.fused_dispatch(**sending)
+    permuted, _, _, _, permuted_handle = fused_a2a.hybrid_ep_dispatch(**hybrid)
+    # Peers are found by their group.
+    groups = frozenset({"group"})
+    return {
+        "fused_dispatch": Entry(
+            fused_a2a.fused_dispatch, sending, same_as_first(), groups, left_out=groups
+        ),
+        "fused_combine": Entry(
+            fused_a2a.fused_combine,
+            {"x": rows, "handle": handle, **group},
+            same_as_first(),
+            groups,
+            left_out=groups,
+        ),
+        "hybrid_ep_dispatch": Entry(
+            fused_a2a.hybrid_ep_dispatch, hybrid, same_as_first(), groups, left_out=groups
+        ),
+        "hybrid_ep_combine": Entry(
+            fused_a2a.hybrid_ep_combine,
+            {"x": permuted, "handle": permuted_handle},
+            same_as_first(),
+        ),
+    }
+
+
+def training_calls(context: RankContext) -> Mapping[str, Entry]:
+    mine = oracle.given(CASE, context.rank_idx)
+    titan = TorchtitanTokenDispatcher.Config(num_experts=6, top_k=2, score_before_experts=False)
+    dispatcher = titan.build()
+    dispatcher.wire_group(context.group)
+    sending = {
+        "x_TD": mine.x,
+        "topk_scores_TK": mine.topk_weights,
+        "topk_expert_ids_TK": mine.topk_idx,
+        "num_local_tokens_per_expert_E": torch.zeros(6),
+    }
+    rows, _, metadata = dispatcher.dispatch(**sending)
+    manager = MegatronManager(context.group, 3)
+    routing_map = torch.zeros(mine.num_tokens, 6, dtype=torch.bool).scatter_(1, mine.topk_idx, True)
+
+    def megatron(
+        hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        manager.setup_metadata(routing_map, probs)
+        manager.dispatch(hidden_states)
+        return manager.dispatch_rows if hasattr(manager, "dispatch_rows") else manager.tokens_per_expert
+
+    def megatron_combine(hidden_states: torch.Tensor) -> torch.Tensor:
+        manager.handle = kept
+        return manager.combine(hidden_states)
+
+    routed = {
+        "hidden_states": mine.x,
+        "routing_map": routing_map,
+        "probs": routing_map.float(),
+    }
+    manager.setup_metadata(routing_map, routing_map.float())
+    permuted = manager.dispatch(mine.x)
+    kept = manager.handle
+    return {
+        "TorchtitanTokenDispatcher.dispatch": Entry(
+            dispatcher.dispatch, sending, same_as_first()
+        ),
+        "TorchtitanTokenDispatcher.combine": Entry(
+            dispatcher.combine,
+            {"routed_output_RD": rows, "metadata": metadata, "x_TD": mine.x},
+            same_as_first(),
+        ),
+        "MegatronManager.dispatch": Entry(megatron, routed, same_as_first()),
+        "MegatronManager.combine": Entry(
+            megatron_combine, {"hidden_states": permuted}, same_as_first()
+        ),
+    }
+
+
+def serving_calls(context: RankContext) -> Mapping[str, Entry]:
+    mine = oracle.given(CASE, context.rank_idx)
+    buffer = group_buffers(context.group).get(6)
+    shape = VllmPrepareAndFinalize(buffer, ubatch_id=lambda: 0)
+    preparing = {
+        "a1": mine.x,
+        "topk_weights": mine.topk_weights,
+        "topk_ids": mine.topk_idx,
+        "num_experts": 6,
+        "expert_map": None,
+        "apply_router_weight_on_input": False,
+        "quant_config": types.SimpleNamespace(quant_dtype=None, block_shape=None),
+    }
+    rows, _, _, ids, weights = shape.prepare(**preparing)
+    prepared = dict(shape._prepared)
+    out = torch.zeros_like(mine.x)
+
+    def finalize(**arguments: Any) -> torch.Tensor:
+        shape._prepared.update(prepared)
+        shape.finalize(**arguments)
+        result: torch.Tensor = arguments["output"]
+        return result
+
+    finalize.__signature__ = __import__("inspect").signature(shape.finalize)  # type: ignore[attr-defined]
+    finalizing = {
+        "output": out,
+        "fused_expert_output": rows[:, None].expand(-1, 2, -1).contiguous(),
+        "topk_weights": weights,
+        "topk_ids": ids,
+        "apply_router_weight_on_input": False,
+    }
+    sglang = SglangDispatcher(context.group, 2, num_experts=6, deepep_mode="normal")
+    topk = types.SimpleNamespace(topk_ids=mine.topk_idx, topk_weights=mine.topk_weights)
+
+    def round_trip(
+        hidden_states: torch.Tensor, topk_output: Any, combine_input: Any
+    ) -> torch.Tensor:
+        sglang._micro_batches.clear()
+        arrived = sglang.dispatch(hidden_states, topk_output)
+        given = (arrived[0], arrived[2], arrived[3]) if combine_input == 0 else combine_input
+        return sglang.combine(given)
+
+    return {
+        "VllmPrepareAndFinalize.prepare": Entry(
+            shape.prepare,
+            preparing,
+            lambda result: same(result[0]),
+            left_out=frozenset({"expert_map"}),
+        ),
+        "VllmPrepareAndFinalize.finalize": Entry(finalize, finalizing, same_as_first()),
+        "SglangDispatcher": Entry(
+            round_trip,
+            {"hidden_states": mine.x, "topk_output": topk, "combine_input": 0},
+            same_as_first(),
+        ),
+    }
+
+
+def same(result: Any) -> None:
+    assert isinstance(result, torch.Tensor)
+
+
+def refit_calls(context: RankContext) -> Mapping[str, Entry]:
+    src = ShardedNet(Parallelism.parse("tp2", context.num_ranks), context.rank_idx)
+    dst = ShardedNet(Parallelism.parse("single", context.num_ranks), context.rank_idx)
+    src.fill(3)
+    models = {"src_model": src, "target_model": dst}
+    service = SymmetricCopyService(context.group)
+
+    def is_copied(_: object) -> None:
+        assert dst.wrong(3) == []
+        with torch.no_grad():
+            for tensor in dst.state_dict().values():
+                tensor.zero_()
+
+    return {
+        "swap_model_weights": Entry(
+            refit.swap_model_weights, {**models, "refit_method": "symmetric"}, is_copied
+        ),
+        "swap_model_weights over a service": Entry(
+            refit.swap_model_weights, {**models, "refit_method": service}, is_copied
+        ),
+        "reshard_model_weights": Entry(
+            refit.reshard_model_weights, {**models, "service": service}, is_copied
+        ),
+        "prepare_swap_model_weights": Entry(refit.prepare_swap_model_weights, models),
+        "get_or_create_service": Entry(
+            get_new_service, {"backend": "symmetric", "group": context.group}
+        ),
+    }
+
+
+def get_new_service(backend: Any, group: Any = None) -> None:
+    refit.clear_service_cache()
+    refit.get_or_create_service(backend, group)
+
+
+FAMILIES: dict[str, Callable[[RankContext], Mapping[str, Entry]]] = {
+    "compat": compat_calls,
+    "elastic": elastic_calls,
+    "hybrid": hybrid_calls,
+    "fused": fused_calls,
+    "training": training_calls,
+    "serving": serving_calls,
+    "refit": refit_calls,
+}
