@@ -284,6 +284,8 @@ def _plain(rows: torch.Tensor) -> torch.Tensor:
     """As combine takes them."""
     if not isinstance(rows, torch.Tensor):
         raise TypeError(f"rows must be a tensor, got {type(rows).__name__}")
+    if rows.layout is not torch.strided:
+        raise TypeError(f"rows must be a dense tensor, got one of layout {rows.layout}")
     rows = rows.detach()
     if isinstance(rows, QuantizedRows):
         rows = rows.dequantize()
@@ -297,6 +299,8 @@ def _choices(
     for name, tensor in (("x", x), ("routing_map", routing_map), ("probs", probs)):
         if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "probs"):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor is not None and tensor.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
     expected = (x.shape[0] if x.dim() else 0, buffer.config.num_experts)
     if routing_map.shape != expected:
         raise ValueError(

@@ -11,12 +11,14 @@ and streams. They are checked, and have no effect on the CPU: a call returns whe
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from moe_comm.buffer import EpBuffer
+from moe_comm import missed_calls
+from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Layout
 from moe_comm.dispatcher import permuted
 from moe_comm.dispatcher.permuted import PermutedHandle
@@ -144,9 +146,10 @@ class FusedDispatch(torch.autograd.Function):
                 raise TypeError(f"token_indices must be integers, got {token_indices.dtype}")
             topk_idx = token_indices.to(torch.int64).contiguous()
             weights = None if token_probs is None else token_probs.float().contiguous()
+            rows = x.contiguous()
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             buffer.reject("dispatch", error)
-        result = buffer.dispatch(x.contiguous(), topk_idx, weights, layout=Layout.RANK_MAJOR)
+        result = buffer.dispatch(rows, topk_idx, weights, layout=Layout.RANK_MAJOR)
         assert result.topk_idx is not None
         ctx.handle = FusedHandle(buffer, result.handle)
         ctx.probs_dtype = None if token_probs is None else token_probs.dtype
@@ -204,9 +207,10 @@ class FusedCombine(torch.autograd.Function):
             held = get_buffer(group, get_hidden_bytes(x))
             if held.ep_buffer(buffer.config.num_experts) is not buffer:
                 raise ValueError("handle belongs to the buffer of another group")
+            rows = x.contiguous()
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             buffer.reject("combine", error)
-        return buffer.combine(x.contiguous(), places), None
+        return buffer.combine(rows, places), None
 
     @staticmethod
     @once_differentiable
@@ -220,6 +224,29 @@ class FusedCombine(torch.autograd.Function):
         )
 
 
+def _latest_of(
+    buffers: dict[int, GroupBuffer], position: int
+) -> Callable[[tuple[Any, ...], dict[str, Any]], EpBuffer | None]:
+    """The buffer that peers of a call are taken to use: that of the call before, of its group.
+
+    Args:
+        buffers: Of every group.
+        position: Of `group` among the positional arguments, -1 where there is none.
+    """
+
+    def buffer_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> EpBuffer | None:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, FusedHandle | PermutedHandle):
+                return given.buffer
+        if position < 0:
+            return next(iter(buffers.values())).latest if len(buffers) == 1 else None
+        group = kwargs.get("group", args[position] if len(args) > position else None)
+        return held_buffer(buffers, group).latest
+
+    return buffer_of
+
+
+@rejects_unbound("dispatch", _latest_of(_buffers, 4))
 def fused_dispatch(
     x: torch.Tensor,
     token_indices: torch.Tensor,
@@ -251,6 +278,7 @@ def fused_dispatch(
     return dispatched
 
 
+@rejects_unbound("combine", _latest_of(_buffers, 1))
 def fused_combine(
     x: torch.Tensor,
     group: Group,
@@ -447,14 +475,22 @@ def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
         TypeError: 10, 11 or more than 13 positional arguments; a name is unknown or missing.
         ValueError: See `EpBuffer.dispatch`.
     """
-    name, order = "hybrid_ep_dispatch", dispatch_order(len(args))
-    given = named(name, order, args, kwargs, DISPATCH_MAIN, DISPATCH_FIXED)
+    try:
+        name, order = "hybrid_ep_dispatch", dispatch_order(len(args))
+        given = named(name, order, args, kwargs, DISPATCH_MAIN, DISPATCH_FIXED)
+    except TypeError as error:
+        buffer = _latest_of(_hybrid_ep_buffers, 3)(args, kwargs)
+        if buffer is not None:
+            buffer.reject("dispatch", error)
+        missed_calls.keep("dispatch", error)
+        raise
     defaults = {"fused": False, "num_sms_preprocessing_api": 108}
     values = [given.get(option, defaults.get(option)) for option in DISPATCH_MAIN]
     dispatched: HybridDispatched = HybridEPDispatch.apply(*values)  # type: ignore[no-untyped-call]
     return dispatched
 
 
+@rejects_unbound("combine", _latest_of(_hybrid_ep_buffers, -1))
 def hybrid_ep_combine(
     x: torch.Tensor,
     handle: PermutedHandle,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_comm.arguments import as_int, check_bool
+
 __all__ = [
     "DISPATCH_FIXED",
     "DISPATCH_MAIN",
@@ -71,16 +73,12 @@ def check_tuning(given: dict[str, Any]) -> None:
     for name in (*_SMS, *_BLOCKS, "num_sms_preprocessing_api"):
         if given.get(name) is not None:
             check_count(name, given[name])
-    if not isinstance(given.get("fused", False), bool):
-        raise TypeError(f"fused must be a bool, got {given['fused']!r}")
+    check_bool("fused", given.get("fused", False))
 
 
 def check_count(name: str, value: Any, minimum: int = 0) -> None:
     """An int of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} must be >= {minimum}, got {value}")
+    as_int(name, value, minimum)
 
 
 def check_type(name: str, value: Any, expected: type) -> None:
@@ -95,5 +93,4 @@ def check_flags(async_finish: Any, allocate_on_comm_stream: Any) -> None:
         ("async_finish", async_finish),
         ("allocate_on_comm_stream", allocate_on_comm_stream),
     ):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+        check_bool(name, value)

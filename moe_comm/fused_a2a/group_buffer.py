@@ -50,6 +50,11 @@ class GroupBuffer:
         self._latest = self._shared.get(num_experts)
         return self._latest
 
+    @property
+    def latest(self) -> EpBuffer | None:
+        """The buffer beneath of the call before; None before the first."""
+        return self._latest
+
     def reject(self, operation: str, error: Exception) -> NoReturn:
         """Raise `error` on every rank where this one cannot tell which buffer the call is for.
 

@@ -219,7 +219,11 @@ def training_calls(context: RankContext) -> Mapping[str, Entry]:
     ) -> torch.Tensor:
         manager.setup_metadata(routing_map, probs)
         manager.dispatch(hidden_states)
-        return manager.dispatch_rows if hasattr(manager, "dispatch_rows") else manager.tokens_per_expert
+        return (
+            manager.dispatch_rows
+            if hasattr(manager, "dispatch_rows")
+            else manager.tokens_per_expert
+        )
 
     def megatron_combine(hidden_states: torch.Tensor) -> torch.Tensor:
         manager.handle = kept
@@ -234,9 +238,7 @@ def training_calls(context: RankContext) -> Mapping[str, Entry]:
     permuted = manager.dispatch(mine.x)
     kept = manager.handle
     return {
-        "TorchtitanTokenDispatcher.dispatch": Entry(
-            dispatcher.dispatch, sending, same_as_first()
-        ),
+        "TorchtitanTokenDispatcher.dispatch": Entry(dispatcher.dispatch, sending, same_as_first()),
         "TorchtitanTokenDispatcher.combine": Entry(
             dispatcher.combine,
             {"routed_output_RD": rows, "metadata": metadata, "x_TD": mine.x},

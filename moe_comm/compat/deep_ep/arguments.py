@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moe_comm.arguments import as_int, check_bool
 from moe_comm.compat.deep_ep.config import Config
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 
@@ -23,17 +24,13 @@ __all__ = [
 def check_ints(minimum: int, **values: Any) -> None:
     """Every value is an int of at least `minimum`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < minimum:
-            raise ValueError(f"{name} must be >= {minimum}, got {value}")
+        as_int(name, value, minimum)
 
 
 def check_bools(**values: Any) -> None:
     """Every value is a bool."""
     for name, value in values.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+        check_bool(name, value)
 
 
 def check_tensor(
@@ -46,6 +43,8 @@ def check_tensor(
     """A tensor of one of the dtypes (any where none is given); None in `shape` is any size."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout}")
     if dtypes and value.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name} must be {wanted}, got {value.dtype}")

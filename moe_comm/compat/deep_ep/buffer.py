@@ -23,7 +23,12 @@ from moe_comm.compat.deep_ep.arguments import (
 )
 from moe_comm.compat.deep_ep.combining import Bias
 from moe_comm.compat.deep_ep.config import Config
-from moe_comm.compat.deep_ep.group import GroupOwner, MpiRanks, checked
+from moe_comm.compat.deep_ep.group import (
+    GroupOwner,
+    MpiRanks,
+    checked,
+    rejects_unbound_of,
+)
 from moe_comm.compat.deep_ep.handles import LowLatencyHandle, RankMajorHandle
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
@@ -236,6 +241,7 @@ class Buffer:
             passed(async_finish),
         )
 
+    @rejects_unbound_of("dispatch")
     def dispatch(
         self,
         x: Rows,
@@ -317,7 +323,7 @@ class Buffer:
             is_token_in_rank=is_token_in_rank,
             num_tokens_per_expert=num_tokens_per_expert,
             topk_idx=topk_idx,
-            topk_weights=None if topk_weights is None else topk_weights.detach(),
+            topk_weights=topk_weights,
             expert_alignment=expert_alignment,
             num_worst_tokens=num_worst_tokens,
             num_channels=channels,
@@ -332,6 +338,7 @@ class Buffer:
             passed(async_finish),
         )
 
+    @rejects_unbound_of("combine")
     def combine(
         self,
         x: torch.Tensor,
@@ -404,6 +411,7 @@ class Buffer:
         check_ints(0, num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank)
         check_ints(1, hidden=hidden, num_experts=num_experts)
 
+    @rejects_unbound_of("dispatch", "low latency")
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -460,6 +468,7 @@ class Buffer:
             use_ue8m0=use_ue8m0,
         )
 
+    @rejects_unbound_of("combine", "low latency")
     def low_latency_combine(
         self,
         x: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import arithmetic
+from moe_comm.arguments import as_int
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import elastic_rows
@@ -20,7 +21,7 @@ from moe_comm.compat.deep_ep.arguments import (
 )
 from moe_comm.compat.deep_ep.combining import Bias, check_biases, combine_rows
 from moe_comm.compat.deep_ep.elastic_rows import EPHandle, Sending
-from moe_comm.compat.deep_ep.group import GroupOwner, checked
+from moe_comm.compat.deep_ep.group import GroupOwner, checked, rejects_unbound_of
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 from moe_comm.compat.deep_ep.utils.math import align
@@ -235,6 +236,7 @@ class ElasticBuffer:
         check_ints(0, num_sms=num_sms)
         return self.num_allocated_qps
 
+    @rejects_unbound_of("dispatch")
     def dispatch(
         self,
         x: Rows,
@@ -347,6 +349,7 @@ class ElasticBuffer:
             passed(async_with_compute_stream),
         )
 
+    @rejects_unbound_of("combine")
     def combine(
         self,
         x: torch.Tensor,
@@ -415,11 +418,10 @@ class ElasticBuffer:
 
     def _buffer_for(self, num_experts: Any) -> EpBuffer:
         """The buffer for so many experts, or the latest for a call that is going to be refused."""
-        if isinstance(num_experts, int) and num_experts > 0:
-            return self._owner.buffer_for(num_experts)
-        return self._owner.buffer_for(
-            None, f"num_experts must be an int >= 1 (or an EPHandle be given), got {num_experts!r}"
-        )
+        try:
+            return self._owner.buffer_for(as_int("num_experts", num_experts, 1))
+        except (TypeError, ValueError) as error:
+            return self._owner.buffer_for(None, f"{error}; or an EPHandle is to be given")
 
     def _most_tokens(self, num_max_tokens_per_rank: Any, handle: object) -> int:
         if isinstance(handle, EPHandle):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
+from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.group_buffers import GroupBuffers, group_buffers
 
-__all__ = ["GroupOwner", "MpiRanks", "checked"]
+__all__ = ["GroupOwner", "MpiRanks", "checked", "rejects_unbound_of"]
 
+P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 
@@ -74,6 +75,10 @@ class GroupOwner:
         self._latest[mode] = buffer
         return buffer
 
+    def latest(self, mode: str) -> EpBuffer | None:
+        """The buffer that this rank has used last in a mode: "normal" or "low latency"."""
+        return self._latest.get(mode)
+
     def shared(self) -> GroupBuffers:
         """What this group shares.
 
@@ -114,5 +119,24 @@ def checked(buffer: EpBuffer, operation: str, check: Callable[[], ResultT]) -> R
     """
     try:
         return check()
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject(operation, error)
+
+
+def rejects_unbound_of(
+    operation: str, mode: str = "normal"
+) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """A decorator for methods of classes with a `GroupOwner`: see `rejects_unbound`.
+
+    Args:
+        operation: "dispatch" or "combine".
+        mode: As in `GroupOwner.latest`.
+    """
+
+    def buffer_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> EpBuffer | None:
+        # A handle says where peers are; else they are taken to be where they were before.
+        given = (*args[1:], *kwargs.values())
+        found = next((each.buffer for each in given if hasattr(each, "buffer")), None)
+        return found or args[0]._owner.latest(mode)
+
+    return rejects_unbound(operation, buffer_of)

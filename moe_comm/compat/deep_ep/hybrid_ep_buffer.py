@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moe_comm import arithmetic
 from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
+from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.compat.deep_ep import hybrid_rows as rows
 from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner, checked
@@ -173,6 +173,7 @@ class HybridEPBuffer:
             self._buffer = self._owner.buffer_for(num_local_experts * self.group_size)
         return config
 
+    @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
     def dispatch(
         self,
         hidden: torch.Tensor,
@@ -244,6 +245,7 @@ class HybridEPBuffer:
         token, received_probs, received_scales = wire.unpack(result)
         return token, received_probs, received_scales, made
 
+    @rejects_unbound("combine", lambda args, _: args[0]._buffer)
     def combine(
         self,
         hidden: torch.Tensor,
@@ -283,6 +285,7 @@ class HybridEPBuffer:
         sums = buffer.combine(padded, known.native)
         return combined.x, sums[:, : known.num_experts].contiguous()
 
+    @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
     def dispatch_with_permute(
         self,
         *,
@@ -387,6 +390,7 @@ class HybridEPBuffer:
         padded = result.expert_offsets.diff().to(torch.int64)
         return token, result.topk_weights, scales, padded, made
 
+    @rejects_unbound("combine", lambda args, _: args[0]._buffer)
     def combine_with_unpermute(
         self,
         *,

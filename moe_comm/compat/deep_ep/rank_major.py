@@ -91,7 +91,7 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
     result = buffer.dispatch(
         (data, wire_scales),
         choices,
-        sending.topk_weights,
+        None if sending.topk_weights is None else sending.topk_weights.detach(),
         layout=Layout.RANK_MAJOR,
         capacity=capacity,
     )
@@ -189,6 +189,8 @@ def combine(
 
     def prepare() -> tuple[torch.Tensor, list[torch.Tensor]]:
         rows = check_tensor("x", x, (native.num_recv_tokens, None), *arithmetic.ADDABLE_DTYPES)
+        if topk_weights is not None and not isinstance(topk_weights, torch.Tensor):
+            raise TypeError(f"topk_weights must be a tensor, got {type(topk_weights).__name__}")
         if topk_weights is not None and not handle.has_topk:
             raise ValueError("topk_weights are given, the handle's dispatch had no topk_idx")
         shape = (native.num_tokens, rows.shape[1])
