@@ -107,7 +107,7 @@ def first_meeting(
                 if other_place.device != place.device or not _meet(other_place, place):
                     continue
                 if is_read == other_is_read:
-                    return Meeting(position, other_position, is_read=False)
+                    return Meeting(other_position, position, is_read=False)
                 pair = (other_position, position) if is_read else (position, other_position)
                 if not is_harmless(*pair):
                     return Meeting(*pair, is_read=True)

@@ -28,6 +28,7 @@ from moe_comm.dispatcher.vllm_formats import (
     current_ubatch_id,
 )
 from moe_comm.handles import DispatchHandle
+from moe_comm.memory_overlap import shares_bytes
 from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 
 __all__ = [
@@ -338,7 +339,13 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                 )
             except (TypeError, ValueError) as error:
                 self.buffer.reject("combine", error)
-        takes_out = output.is_contiguous() and output.dtype is rows.dtype
+        # What cannot be written while rows are read is copied when all has come.
+        takes_out = (
+            output.is_contiguous()
+            and output.dtype is rows.dtype
+            and not shares_bytes(output, rows)
+            and not (isinstance(weights, torch.Tensor) and shares_bytes(output, weights))
+        )
         pending = begin_combine(
             self.buffer,
             rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -13,11 +13,19 @@ import torch.utils.dlpack
 
 from moe_comm import errors
 from moe_comm.communicator import Communicator
+from moe_comm.memory_overlap import first_meeting, is_same_place
 
 if TYPE_CHECKING:
     from moe_comm import _host
 
-__all__ = ["BatchedCopy", "CopyStats", "PreparedCopies", "SymmetricBytes", "checksum"]
+__all__ = [
+    "BatchedCopy",
+    "CopyStats",
+    "PreparedCopies",
+    "SymmetricBytes",
+    "checksum",
+    "problem_with_places",
+]
 
 CopyItem = tuple[int, torch.Tensor, int]
 """Task id, tensor, rank of the other end."""
@@ -118,14 +126,51 @@ class PreparedCopies:
     addresses they had when this was made.
     """
 
-    def __init__(self, engine: BatchedCopy, native: _host.PreparedCopies) -> None:
+    def __init__(
+        self, engine: BatchedCopy, native: _host.PreparedCopies, problem: str | None
+    ) -> None:
         self._engine = engine
         self._native = native
+        self._problem = problem
 
     @property
     def problem(self) -> str | None:
         """What is wrong with this rank's items, which every rank's run will raise; None if nothing."""
-        return self._native.problem or None
+        return self._problem
+
+
+def problem_with_places(
+    sends: Sequence[tuple[int | None, torch.Tensor, int]],
+    recvs: Sequence[tuple[int | None, torch.Tensor, int]],
+    rank_idx: int,
+) -> str | None:
+    """What is wrong with where this rank's sources and destinations lie, or None.
+
+    Peers write destinations while sources are still read, in no order that a rank could know.
+    """
+
+    def is_copy_to_itself(recv_idx: int, send_idx: int) -> bool:
+        recv_task, destination, src_rank = recvs[recv_idx]
+        send_task, source, dst_rank = sends[send_idx]
+        is_local = src_rank == dst_rank == rank_idx and recv_task == send_task
+        return is_local and is_same_place(destination, source)
+
+    meeting = first_meeting(
+        [tensor for _, tensor, _ in recvs], [tensor for _, tensor, _ in sends], is_copy_to_itself
+    )
+    if meeting is None:
+        return None
+    task_id, _, src_rank = recvs[meeting.written]
+    other_task, _, other_rank = (sends if meeting.is_read else recvs)[meeting.other]
+    if meeting.is_read:
+        return (
+            f"the destination of task {task_id} (from rank {src_rank}) and the source of task "
+            f"{other_task} (to rank {other_rank}) share bytes"
+        )
+    return (
+        f"the destinations of tasks {task_id} (from rank {src_rank}) and {other_task} (from rank "
+        f"{other_rank}) share bytes"
+    )
 
 
 class BatchedCopy:
@@ -194,17 +239,21 @@ class BatchedCopy:
 
         What is wrong with an item (a rank outside the communicator, a task id twice for one peer, a
         tensor outside CPU memory, a destination that shares bytes with itself or with another, more
-        than 8 dimensions that cannot be merged) is raised by the run, on every rank.
+        than 8 dimensions that cannot be merged) is raised by the run, on every rank. So is a source
+        that shares bytes with a destination, unless they are the two ends of one copy in the very
+        same place, which changes nothing.
 
         Args:
             sends: `(task_id, tensor, rank that receives)`. Tensors may repeat or share memory.
-            recvs: `(task_id, tensor, rank that sends)`. Strided destinations may interleave; that
-                they do not share elements with others is the caller's part.
+            recvs: `(task_id, tensor, rank that sends)`. Strided destinations may interleave.
 
         Raises:
             TypeError: An item is not such a tuple.
         """
-        return PreparedCopies(self, self._native.prepare(list(sends), list(recvs)))
+        sends, recvs = list(sends), list(recvs)
+        native = self._native.prepare(sends, recvs)
+        problem = native.problem or problem_with_places(sends, recvs, self.communicator.rank_idx)
+        return PreparedCopies(self, native, problem or None)
 
     def run(self, prepared: PreparedCopies) -> CopyStats:
         """Copy. Collective, blocking; returns when everything has landed on this rank.
@@ -219,6 +268,8 @@ class BatchedCopy:
         """
         if prepared._engine is not self:
             self.reject("the copies were prepared by another BatchedCopy")
+        if prepared.problem is not None:
+            self.reject(prepared.problem)
         return CopyStats(**self._native.run(prepared._native))
 
     def reject(self, message: str) -> NoReturn:

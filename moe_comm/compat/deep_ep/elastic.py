@@ -25,6 +25,7 @@ from moe_comm.compat.deep_ep.group import GroupOwner, checked, rejects_unbound_o
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 from moe_comm.compat.deep_ep.utils.math import align
+from moe_comm.missed_calls import tells_peers
 
 __all__ = [
     "EPHandle",
@@ -41,6 +42,10 @@ _NUM_TOPK_IF_UNKNOWN = 32
 _LEAST_NUM_SMS = 4
 _NUM_SMS_WITHOUT_OVERLAP = 64
 _NUM_QPS = 17
+
+
+def _reject_barrier(error: Exception, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+    args[0]._owner.shared().communicator.reject(error)
 
 
 class ElasticBuffer:
@@ -146,14 +151,19 @@ class ElasticBuffer:
         self._owner.release()
         self.runtime = None
 
+    @tells_peers(_reject_barrier)
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
         """All ranks arrive. Collective. The arguments are for GPUs and have no effect."""
-        check_bools(
-            use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential
-        )
-        self._owner.shared().communicator.all_gather(b"")
+        communicator = self._owner.shared().communicator
+        try:
+            check_bools(
+                use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential
+            )
+        except TypeError as error:
+            communicator.reject(error)
+        communicator.all_gather(b"")
 
     @staticmethod
     def capture() -> EventHandle:
@@ -401,6 +411,8 @@ class ElasticBuffer:
             shape = (handle.native.num_recv_tokens, None)
             rows = check_tensor("x", x, shape, *arithmetic.ADDABLE_DTYPES)
             sums_shape = (handle.native.num_tokens, rows.shape[1])
+            if topk_weights is not None and not isinstance(topk_weights, torch.Tensor):
+                raise TypeError(f"topk_weights must be a tensor, got {type(topk_weights).__name__}")
             return rows.detach(), check_biases(bias, sums_shape, rows.dtype)
 
         rows, biases = checked(buffer, "combine", prepare)

@@ -136,7 +136,8 @@ def rejects_unbound_of(
     def buffer_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> EpBuffer | None:
         # A handle says where peers are; else they are taken to be where they were before.
         given = (*args[1:], *kwargs.values())
-        found = next((each.buffer for each in given if hasattr(each, "buffer")), None)
-        return found or args[0]._owner.latest(mode)
+        buffers = (getattr(each, "buffer", None) for each in given)
+        owner: GroupOwner = args[0]._owner
+        return next((each for each in buffers if each is not None), owner.latest(mode))
 
     return rejects_unbound(operation, buffer_of)

@@ -17,6 +17,7 @@ from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.compat.deep_ep.utils.math import fp8_quantization
 from moe_comm.config import Layout
 from moe_comm.handles import CombineResult, DispatchResult
+from moe_comm.validation import check_apart
 
 __all__ = ["Completion", "Statistics", "combine", "dispatch", "next_combine_buffer"]
 
@@ -78,6 +79,12 @@ class Statistics:
                 torch.int32,
             )
         _check_wait_stats("dispatch_wait_recv_cost_stats", self.wait_ns, num_ranks)
+        if self.expert_counts is not None and self.wait_ns is not None:
+            check_apart(
+                "cumulative_local_expert_recv_stats",
+                self.expert_counts,
+                dispatch_wait_recv_cost_stats=self.wait_ns,
+            )
 
     def add(self, result: DispatchResult) -> None:
         """Add a dispatch that has ended."""
@@ -213,6 +220,8 @@ def combine(
         shape_of_out = (handle.topk_idx.shape[0], rows.shape[2])
         if out is not None:
             sums = check_tensor("out", out, shape_of_out, rows.dtype)
+            if wait_stats is not None:
+                check_apart("out", sums, combine_wait_recv_cost_stats=wait_stats)
         else:
             sums = rows.new_empty(shape_of_out)
         return rows.flatten(0, 1), weights.detach(), sums

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.communicator import Communicator
+from moe_comm.memory_overlap import has_element_twice
+from moe_comm.resharding.batched_copy import problem_with_places
 from moe_comm.resharding.copy_services.agreement import Transfer
 from moe_comm.resharding.copy_services.base import (
     CopyService,
@@ -79,7 +81,8 @@ class QueuedCopyService(CopyService):
     ) -> None:
         """Register `src_tensor` to be sent to `dest_rank` by the next `run()`.
 
-        It must not change before `run()` returns and must not overlap a destination of the batch.
+        It must not change before `run()` returns. Where it shares bytes with a destination of the
+        batch, `run()` refuses, unless both are the two ends of one copy in the same place.
 
         Raises:
             TypeError: It is no tensor, or a rank or id is no integer.
@@ -100,7 +103,7 @@ class QueuedCopyService(CopyService):
             ValueError: It is no tensor that this service moves, or there is no such rank.
         """
         task_id = self._check(dest_tensor, "src_rank", src_rank, task_id)
-        if not dest_tensor.is_contiguous() and _has_element_twice(dest_tensor):
+        if not dest_tensor.is_contiguous() and has_element_twice(dest_tensor):
             self._refuse(
                 ValueError(
                     "a destination must not have two elements in one place, got shape "
@@ -184,7 +187,13 @@ class QueuedCopyService(CopyService):
             for op in ops
             if not _has_memory(op.tensor)
         )
-        problems.extend(_overlaps(self._recvs))
+        shared = problem_with_places(
+            [(op.task_id, op.tensor, op.dest_rank) for op in self._sends],
+            [(op.task_id, op.tensor, op.src_rank) for op in self._recvs],
+            self.rank,
+        )
+        if shared is not None:
+            problems.append(shared)
         batch = Batch(sends, recvs, self._streams, problems[0] if problems else None)
         self._sends, self._recvs, self._streams, self._problem = [], [], set(), None
         return batch
@@ -218,47 +227,6 @@ def _no_memory(tensor: torch.Tensor) -> ValueError:
         f"the elements of the tensor of shape {tuple(tensor.shape)} have no memory: its storage "
         "was freed, or is fake"
     )
-
-
-def _has_element_twice(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a strided tensor share memory."""
-    if tensor.numel() == 0:
-        return False
-    dims = sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1
-    )
-    reach = 0
-    for stride, size in dims:
-        if stride <= reach:
-            break
-        reach += (size - 1) * stride
-    else:
-        return False
-    # Dimensions that interleave, such as strides (2, 3), may still keep clear of each other.
-    offsets = torch.zeros(1, dtype=torch.int64)
-    for stride, size in dims:
-        offsets = (offsets[:, None] + stride * torch.arange(size)).flatten()
-    return len(torch.unique(offsets)) < len(offsets)
-
-
-def _overlaps(recvs: Sequence[RecvOp]) -> list[str]:
-    """Destinations that share memory. Strided ones may interleave and are not looked at."""
-    places = sorted(
-        (op.tensor.data_ptr(), op.tensor.numel() * op.tensor.element_size(), position)
-        for position, op in enumerate(recvs)
-        if op.tensor.numel() > 0 and op.tensor.is_contiguous()
-    )
-    return [
-        f"the destinations of tasks {recvs[first_idx].task_id} (from rank "
-        f"{recvs[first_idx].src_rank}) and {recvs[second_idx].task_id} (from rank "
-        f"{recvs[second_idx].src_rank}) share {first_begin + first_bytes - second_begin} bytes"
-        for (first_begin, first_bytes, first_idx), (second_begin, _, second_idx) in (
-            itertools.pairwise(places)
-        )
-        if first_begin + first_bytes > second_begin
-    ]
 
 
 def transfers_of(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[list[Transfer]]:
