@@ -17,6 +17,7 @@ from moe_comm import missed_calls, validation
 from moe_comm.arguments import check_bool
 from moe_comm.backends.agreement import agree_on_backend
 from moe_comm.backends.base import DispatchOutput, Plan, PlanTensors
+from moe_comm.backends.gradients import check_word
 from moe_comm.call_checks import CallChecks
 from moe_comm.communicator import Communicator, check_communicator, gathers
 from moe_comm.config import Capacity, EpConfig, Layout
@@ -104,6 +105,9 @@ class EpBuffer:
         self.buffer_id = next(_buffer_ids)
         # A compiled graph takes the id as data, so that layers with other buffers share the graph.
         self.id_tensor = torch.tensor(self.buffer_id)
+        with torch.inference_mode(mode=False):
+            # Without elements; what autograd hangs an operation on that no tensor of this rank asks for.
+            self.gradient_anchor = torch.empty(0, requires_grad=True)
         self.generation = 0
         self._reference = weakref.ref(self)
         self._checks = CallChecks(config, communicator.device)
@@ -140,6 +144,7 @@ class EpBuffer:
         handle: DispatchHandle | None = None,
         copy_out: CopyOut = "auto",
         async_op: bool = False,
+        gradients: int = 0,
     ) -> DispatchResult:
         """Send each token to the ranks of its experts.
 
@@ -173,12 +178,17 @@ class EpBuffer:
                 less than one further window would stay free.
             async_op: Return at once. `result.event.wait()` before x is read or the input
                 overwritten; attributes of the result wait for their shape.
+            gradients: For a caller with a backward of its own, what it says of gradients: 0 that it
+                runs none; 1 that it can; 2 more where it needs the gradient of x, 4 more where it needs
+                that of the weights (`moe_comm.backends.gradients`). `result.gradients` is what all
+                ranks say together: where that needs any, every rank runs the backward.
 
         Returns:
             See `DispatchResult`.
 
         Raises:
-            ValueError: A rule above is broken on some rank, or ranks disagree.
+            ValueError: A rule above is broken on some rank, or ranks disagree; also where a gradient
+                is needed on some rank and another says 0.
             TypeError: A dtype or type is wrong on some rank.
             CapacityError: Some rank's heap cannot hold what it would receive, or `capacity` says to
                 raise; nothing was sent.
@@ -200,6 +210,8 @@ class EpBuffer:
                 check_bool("async_op", async_op)
                 if type(expert_alignment) is not int:
                     expert_alignment = validation.check_alignment(expert_alignment)
+                if gradients != 0:
+                    check_word(gradients)
                 if handle is not None:
                     self._check_handle(handle)
                 rows, scales = self._checks.check_dispatch(
@@ -229,6 +241,7 @@ class EpBuffer:
                     masked_ranks=self._masked_ranks if layout is Layout.LOW_LATENCY else (),
                     copy_out=copy,
                     async_op=async_op,
+                    gradients=gradients,
                 )
             else:
                 operation = self._backend.dispatch_cached(
@@ -239,6 +252,7 @@ class EpBuffer:
                     quantization=quantization,
                     copy_out=copy,
                     async_op=async_op,
+                    gradients=gradients,
                 )
             output = None if async_op else operation.wait()
         if handle is not None:
@@ -313,6 +327,7 @@ class EpBuffer:
         out: torch.Tensor | None = ...,
         copy_out: CopyOut = ...,
         async_op: Literal[False] = ...,
+        gradients: Literal[0] = ...,
     ) -> torch.Tensor: ...
 
     @overload
@@ -326,6 +341,7 @@ class EpBuffer:
         out: torch.Tensor | None = ...,
         copy_out: CopyOut = ...,
         async_op: bool = ...,
+        gradients: int = ...,
     ) -> torch.Tensor | CombineResult: ...
 
     @rejects_unbound("combine", lambda args, _: args[0])
@@ -339,6 +355,7 @@ class EpBuffer:
         out: torch.Tensor | None = None,
         copy_out: CopyOut = "auto",
         async_op: bool = False,
+        gradients: int = 0,
     ) -> torch.Tensor | CombineResult:
         """Return expert outputs to the ranks their tokens came from, and sum them.
 
@@ -360,10 +377,12 @@ class EpBuffer:
             out: `[num_tokens, hidden]`, contiguous, to write the sums to.
             copy_out: As in `dispatch`, for the sums.
             async_op: Return at once with a `CombineResult`.
+            gradients: As in `dispatch`; 2 more where any gradient is needed. Where it is,
+                `topk_weights` are given on every rank or on none.
 
         Returns:
             `[num_tokens, hidden]` sums in the dtype of `expert_out`; a `CombineResult` with
-            `async_op` or `row_weights`. RANK_MAJOR adds in rank order, the others in top-k order.
+            `async_op`, `row_weights` or `gradients`. RANK_MAJOR adds in rank order, the others in top-k order.
 
         Raises:
             ValueError: A rule above is broken on some rank, or ranks disagree.
@@ -381,6 +400,8 @@ class EpBuffer:
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
                 check_bool("async_op", async_op)
+                if gradients != 0:
+                    check_word(gradients)
                 self._check_handle(handle)
                 self._checks.check_combine(handle, expert_out, topk_weights, row_weights, out)
                 self._warn_of_gradients(
@@ -399,8 +420,9 @@ class EpBuffer:
                 out=out,
                 copy_out=copy,
                 async_op=async_op,
+                gradients=gradients,
             )
-            if async_op or row_weights is not None:
+            if async_op or gradients or row_weights is not None:
                 if not async_op:
                     operation.wait()
                 return CombineResult(operation)

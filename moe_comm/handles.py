@@ -118,6 +118,7 @@ class DispatchResult:
             failed), and how many choices of this rank's experts were dropped. Then
             `num_tokens_per_expert` is on the device too, and the host knows neither
             `num_dropped_per_expert` nor `num_required_rows` nor `has_overflow`.
+        gradients: What the ranks say of gradients, united; see `EpBuffer.dispatch`.
         handle: For `combine` and cached `dispatch`.
         event: End of the operation.
     """
@@ -212,6 +213,11 @@ class DispatchResult:
         return self._arrived().wait_ns
 
     @property
+    def gradients(self) -> int:
+        """See the class."""
+        return self._arrived().gradients
+
+    @property
     def expert_offsets(self) -> torch.Tensor:
         """See the class."""
         return self._arrived().expert_offsets
@@ -236,6 +242,7 @@ class CombineResult:
         x: `[num_tokens, hidden]` sums.
         topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, or None.
         wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation.
+        gradients: As in `DispatchResult`.
         event: End of the operation.
     """
 
@@ -262,3 +269,8 @@ class CombineResult:
     def wait_ns(self) -> torch.Tensor:
         """See the class."""
         return self._operation.wait().wait_ns
+
+    @property
+    def gradients(self) -> int:
+        """See the class."""
+        return self._operation.wait().gradients

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 
+#include "core/rank_list.h"
+
 namespace moe::host {
 
 namespace {
 
+using layout::GradientWord;
 using layout::Row;
 using layout::RowStatus;
 
@@ -34,6 +37,8 @@ std::string quantization_text(int32_t code) {
 
 bool is_agreed(const Rows& rows, const Group& group) {
   const Row* first = nullptr;
+  bool is_needed = false;
+  bool is_apart = false;
   for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
     if (!group.is_active(peer_rank))
       continue;
@@ -41,10 +46,69 @@ bool is_agreed(const Rows& rows, const Group& group) {
     if (first == nullptr)
       first = &header;
     if (header.status != static_cast<int32_t>(RowStatus::kOk) ||
-        !(header.arguments == first->arguments))
+        !header.arguments.is_same_as(first->arguments))
       return false;
+    is_needed = is_needed || GradientWord::is_needed(header.arguments.gradients);
+    is_apart =
+        is_apart || GradientWord::are_apart(header.arguments.gradients, first->arguments.gradients);
   }
-  return true;
+  return !(is_needed && is_apart);
+}
+
+/// What keeps ranks that do the same from running its backward together, "" for nothing.
+std::string describe_gradient_clash(const Rows& rows, const Group& group) {
+  std::vector<int> disabled;
+  std::vector<int> needing;
+  int first_rank = -1;
+  int other_rank = -1;
+  const auto word = [&rows](int rank_idx) {
+    return rows.headers[static_cast<size_t>(rank_idx)].arguments.gradients;
+  };
+  const auto weight_bytes = [&word](int rank_idx) {
+    return word(rank_idx) >> GradientWord::kWeightBytesShift;
+  };
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
+    if (!group.is_active(peer_rank))
+      continue;
+    if (!GradientWord::is_enabled(word(peer_rank)))
+      disabled.push_back(peer_rank);
+    if (GradientWord::is_needed(word(peer_rank)))
+      needing.push_back(peer_rank);
+    if (first_rank < 0)
+      first_rank = peer_rank;
+    else if (other_rank < 0 && weight_bytes(peer_rank) != weight_bytes(first_rank))
+      other_rank = peer_rank;
+  }
+  if (needing.empty())
+    return "";
+  const auto operation = static_cast<layout::Operation>(
+      rows.headers[static_cast<size_t>(first_rank)].arguments.operation);
+  if (!disabled.empty())
+    return concat("ranks disagree: a gradient of this ",
+                  layout::operation_name(operation),
+                  " is needed on ",
+                  rank_list(needing),
+                  ", and gradients are disabled on ",
+                  rank_list(disabled),
+                  " (torch.no_grad, inference mode, or an EpBuffer's own ",
+                  layout::operation_name(operation),
+                  "): every rank runs its backward or none does");
+  if (other_rank < 0)
+    return "";
+  const auto weights = [&weight_bytes](int rank_idx) {
+    const int32_t bytes = weight_bytes(rank_idx);
+    return bytes == 0 ? std::string("no weights") : concat("float", bytes * 8, " weights");
+  };
+  return concat("ranks disagree: a combine whose backward is needed on ",
+                rank_list(needing),
+                " applies ",
+                weights(first_rank),
+                " on rank ",
+                first_rank,
+                " and ",
+                weights(other_rank),
+                " on rank ",
+                other_rank);
 }
 
 }  // namespace
@@ -74,6 +138,14 @@ std::string describe(const layout::OperationArguments& arguments) {
   if (arguments.plan_hash != 0)
     text += concat(", handle ", arguments.plan_hash % 1000000);
   return text + ")";
+}
+
+int32_t unite_gradients(const Rows& rows, const Group& group) {
+  int32_t united = 0;
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank)
+    if (group.is_active(peer_rank))
+      united |= rows.headers[static_cast<size_t>(peer_rank)].arguments.gradients;
+  return united;
 }
 
 std::exception_ptr find_disagreement(const Rows& rows, const Group& group) {
@@ -107,7 +179,7 @@ std::exception_ptr find_disagreement(const Rows& rows, const Group& group) {
     if (first_rank < 0)
       first_rank = peer_rank;
     else if (other_rank < 0 &&
-             !(header.arguments == rows.headers[static_cast<size_t>(first_rank)].arguments))
+             !header.arguments.is_same_as(rows.headers[static_cast<size_t>(first_rank)].arguments))
       other_rank = peer_rank;
   }
   if (worst == RowStatus::kOk && other_rank >= 0) {
@@ -121,8 +193,12 @@ std::exception_ptr find_disagreement(const Rows& rows, const Group& group) {
                      " on rank ",
                      other_rank);
   }
-  if (worst == RowStatus::kOk)
-    return nullptr;
+  if (worst == RowStatus::kOk) {
+    message = describe_gradient_clash(rows, group);
+    if (message.empty())
+      return nullptr;
+    worst = RowStatus::kInvalidArgument;
+  }
   if (worst == RowStatus::kInvalidType)
     return std::make_exception_ptr(InvalidType(message));
   if (worst == RowStatus::kNoCapacity) {

@@ -22,6 +22,9 @@ struct Rows {
 /// "dispatch(expert-major, ...)": the arguments as a reader would write them.
 std::string describe(const layout::OperationArguments& arguments);
 
+/// What all ranks together say of gradients, see layout::GradientWord.
+int32_t unite_gradients(const Rows& rows, const Group& group);
+
 /// What every rank throws where some rank found something wrong or rows disagree, else null.
 std::exception_ptr find_disagreement(const Rows& rows, const Group& group);
 

@@ -43,6 +43,7 @@ class CombineOperation {
     exchange_.enter("rows");
     exchange_.publish(message_);
     const Rows rows = exchange_.collect(false);
+    gradients_ = unite_gradients(rows, endpoint_.group());
     exchange_.enter("data");
     resolve_bases(rows);
     if (MOE_MUTANT(done_before_rows_are_read))
@@ -395,6 +396,7 @@ class CombineOperation {
   CombineOutcome outcome() {
     CombineOutcome outcome;
     outcome.was_copied_in = was_copied_in_;
+    outcome.gradients = gradients_;
     outcome.waited_ns = exchange_.take_waited_ns();
     outcome.waited_ns.resize(static_cast<size_t>(endpoint_.num_ranks()));
     std::byte* base = nullptr;
@@ -422,6 +424,7 @@ class CombineOperation {
   std::shared_ptr<Window> window_;
   std::byte* sums_ = nullptr;
   bool was_copied_in_ = false;
+  int32_t gradients_ = 0;
   PullBases bases_;
   std::vector<double> wide_weights_;
   std::optional<Addition> by_node_;  ///< with EpConfig.node_reduction, across nodes

@@ -21,6 +21,7 @@ struct CombineParams {
   const std::byte* row_weights = nullptr;  ///< [M] or [M, num_recv_topk], pulled
   int32_t row_weight_bytes = 0;            ///< 4, 8, or 0 when none are pulled
   std::byte* out = nullptr;                ///< [num_tokens, row_bytes], or null
+  int32_t gradients = 0;                   ///< layout::GradientWord without bytes of weights
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
   CopyOut copy_out = CopyOut::kAuto;
   std::shared_ptr<const void> caller_mark;  ///< as in DispatchParams
@@ -32,6 +33,7 @@ struct CombineOutcome {
   std::byte* sums = nullptr;        ///< [num_tokens, row_bytes], null when only weights were pulled
   std::byte* weights = nullptr;     ///< [num_tokens, num_topk], null when none were pulled
   bool was_copied_in = false;       ///< x lay outside the heap
+  int32_t gradients = 0;            ///< as in DispatchOutcome
   std::vector<int64_t> waited_ns;   ///< [num_ranks]
   std::shared_ptr<CallerJoin> end;  ///< as in DispatchOutcome
 };

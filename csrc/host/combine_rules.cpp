@@ -16,9 +16,11 @@ layout::OperationArguments combine_arguments(const CombineParams& params) {
   arguments.expert_alignment = static_cast<int32_t>(plan.arrangement.expert_alignment);
   arguments.dtype = params.has_rows ? dlpack_type(params.dtype) : 0;
   arguments.row_bytes = combined_row_bytes(params);
-  // Weights applied while adding concern no peer; weights that peers pull must be there on every
-  // rank.
+  // Weights that peers pull must be there on every rank; weights applied while adding concern no
+  // peer but in the backward.
   arguments.weight_bytes = params.row_weight_bytes;
+  arguments.gradients = params.gradients | params.weight_bytes
+                                               << layout::GradientWord::kWeightBytesShift;
   arguments.plan_hash = plan.hash;
   return arguments;
 }

@@ -101,6 +101,7 @@ class DispatchOperation {
     exchange_.enter("rows");
     exchange_.publish(message);
     Rows rows = exchange_.collect(true);
+    outcome_.gradients = unite_gradients(rows, endpoint_.group());
     const int own_rank = endpoint_.rank_idx();
     outcome_.num_required_rows =
         layout::num_required_rows(rows.counts, endpoint_.placement(), arrangement_, own_rank);
@@ -228,6 +229,7 @@ class DispatchOperation {
     exchange_.enter("rows");
     exchange_.publish(message);
     const Rows rows = exchange_.collect(false);
+    outcome_.gradients = unite_gradients(rows, endpoint_.group());
     for (const auto& header : rows.headers)
       offers_.push_back(header.offer);
   }

@@ -56,6 +56,7 @@ struct DispatchParams {
   int64_t expert_alignment = 1;
   layout::CapacityRule capacity;
   int64_t fixed_rows = -1;         ///< rows of this rank's result; -1 for as many as arrive
+  int32_t gradients = 0;           ///< layout::GradientWord
   std::vector<int> masked_ranks;   ///< low-latency
   std::shared_ptr<Window> window;  ///< low-latency: to receive in; null where none was to be had
   std::shared_ptr<const PlanHeader> plan;  ///< cached dispatch: of the endpoint's own kind
@@ -91,6 +92,7 @@ struct DispatchOutcome {
   layout::ScaleMap scale_map;
   std::vector<int64_t> num_dropped_per_expert;  ///< [num_local_experts]
   int64_t num_required_rows = 0;
+  int32_t gradients = 0;                   ///< layout::GradientWord: what the ranks say, united
   std::vector<int64_t> waited_ns;          ///< [num_ranks]; CallerJoin::waited_ns() comes on top
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
   std::shared_ptr<CallerJoin> end;         ///< or null; last, so that it goes first

@@ -40,6 +40,7 @@ layout::OperationArguments dispatch_arguments(const DispatchParams& params,
   arguments.num_scales = static_cast<int32_t>(params.num_scales);
   arguments.scale_bytes = params.scale_bytes;
   arguments.on_overflow = static_cast<int32_t>(params.capacity.on_overflow);
+  arguments.gradients = params.gradients;
   arguments.expert_capacity = params.capacity.expert_capacity;
   arguments.plan_hash = params.plan ? params.plan->hash : 0;
   return arguments;

@@ -118,7 +118,7 @@ class ExchangeBlock {
       return OperationStatus::kLeft;
     if (MOE_MUTANT(done_before_rows_are_taken))
       peers_.release_done(epoch_);
-    const bool is_agreed = all(agrees());
+    const bool is_agreed = all(agrees()) && agrees_on_gradients();
     take_rows(is_agreed);
     if (!is_agreed)
       return OperationStatus::kRejected;
@@ -287,11 +287,34 @@ class ExchangeBlock {
                                  : device::load(&peer_row.status);
       if (status != static_cast<int32_t>(RowStatus::kOk) && !MOE_MUTANT(row_status_ignored))
         agrees = false;
-      if (load_struct(&peer_row.arguments) != params_.arguments &&
-          !MOE_MUTANT(agreement_not_checked))
+      const layout::OperationArguments arguments = load_struct(&peer_row.arguments);
+      if (!arguments.is_same_as(params_.arguments) && !MOE_MUTANT(agreement_not_checked))
+        agrees = false;
+      if (layout::GradientWord::do_clash(arguments.gradients, params_.arguments.gradients))
         agrees = false;
     }
     return agrees;
+  }
+
+  /// Whether no two other ranks exclude each other, where each gets along with this one. By all
+  /// threads.
+  MOE_DEVICE bool agrees_on_gradients() const {
+    using layout::GradientWord;
+    const int32_t own_word = params_.arguments.gradients;
+    // Whoever needs a gradient, or can have none, would itself exclude one of the two.
+    if (GradientWord::is_needed(own_word) || !GradientWord::is_enabled(own_word))
+      return true;
+    bool is_needed = false;
+    bool is_apart = false;
+    for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
+         rank_idx += device::num_threads()) {
+      if (!is_active(rank_idx))
+        continue;
+      const int32_t word = device::load(&own_.row(epoch_, rank_idx).arguments.gradients);
+      is_needed = is_needed || GradientWord::is_needed(word);
+      is_apart = is_apart || GradientWord::are_apart(word, own_word);
+    }
+    return all(!is_needed) || all(!is_apart);
   }
 
   /// Copies rows to where they stay: their ring entry is written again after the done flags.

@@ -40,7 +40,35 @@ enum class RowStatus : int32_t {
   kFailedRank = 5,
 };
 
-/// What a rank does in one operation; equal on every rank, compared by every rank.
+/// What a rank says of gradients in one operation, a word of bits. Ranks may say different things:
+/// each finds the same in all of them.
+///
+///   bits 0 to 2   see below
+///   bits 8 to 15  combine: bytes of a weight that is applied while adding, 0 for none
+struct GradientWord {
+  /// This rank can run a backward: its gradients are enabled and the call is differentiable.
+  static constexpr int32_t kEnabled = 1;
+  static constexpr int32_t kNeedsRows = 2;     ///< it needs the gradient of what rows are made of
+  static constexpr int32_t kNeedsWeights = 4;  ///< dispatch: that of the weights
+  static constexpr int kWeightBytesShift = 8;
+
+  MOE_HOST_DEVICE static constexpr bool is_enabled(int32_t word) { return (word & kEnabled) != 0; }
+  MOE_HOST_DEVICE static constexpr bool is_needed(int32_t word) {
+    return (word & (kNeedsRows | kNeedsWeights)) != 0;
+  }
+  /// Whether two ranks could not run one backward together.
+  MOE_HOST_DEVICE static constexpr bool are_apart(int32_t word, int32_t other) {
+    return !is_enabled(word) || !is_enabled(other) ||
+           word >> kWeightBytesShift != other >> kWeightBytesShift;
+  }
+  /// Whether two ranks exclude each other. What a third one needs may still set them apart.
+  MOE_HOST_DEVICE static constexpr bool do_clash(int32_t word, int32_t other) {
+    return (is_needed(word) || is_needed(other)) && are_apart(word, other);
+  }
+};
+
+/// What a rank does in one operation; equal on every rank but for `gradients`, compared by every
+/// rank.
 ///
 /// Byte map (64 bytes): see the fields; all are written.
 struct OperationArguments {
@@ -54,11 +82,16 @@ struct OperationArguments {
   int32_t num_scales = 0;    ///< scale factors that travel with a row
   int32_t scale_bytes = 0;   ///< of one
   int32_t on_overflow = 0;
-  int32_t reserved = 0;
+  int32_t gradients = 0;         ///< GradientWord
   int64_t expert_capacity = -1;  ///< most rows of one expert; -1 for no limit
   uint64_t plan_hash = 0;        ///< of the count matrix a handle holds; 0 without a handle
 
   bool operator==(const OperationArguments&) const = default;
+  /// Whether two ranks do the same, whatever each says of gradients.
+  MOE_HOST_DEVICE bool is_same_as(OperationArguments other) const {
+    other.gradients = gradients;
+    return *this == other;
+  }
 };
 static_assert(sizeof(OperationArguments) == 64);
 

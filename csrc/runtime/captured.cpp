@@ -79,6 +79,16 @@ void check_fixed(const host::DispatchParams& params) {
                                                                        : "\"raise\"");
 }
 
+/// What a rank says of gradients in a capture, which the host does not hear from the others: it
+/// needs all that it can have, as every rank that captures alike does.
+int32_t all_gradients(const layout::OperationArguments& arguments) {
+  using layout::GradientWord;
+  if (!GradientWord::is_enabled(arguments.gradients))
+    return arguments.gradients;
+  return arguments.gradients | GradientWord::kNeedsRows |
+         (arguments.weight_bytes > 0 ? GradientWord::kNeedsWeights : 0);
+}
+
 /// What is known of a plan before any run. Ranks agree on the hash where they capture alike.
 void describe_plan(const DeviceEndpoint& endpoint,
                    const host::DispatchParams& params,
@@ -140,6 +150,7 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   const auto window = params.window ? capture.keep(params.window) : capture.allocate(layout.bytes);
   kernels::ExchangeParams row = launches.row();
   row.offer = window->offer();
+  outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
   std::vector<uint8_t> is_masked(static_cast<size_t>(endpoint.num_ranks()));
   for (const int rank_idx : params.masked_ranks)
     is_masked[static_cast<size_t>(rank_idx)] = 1;
@@ -218,6 +229,7 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
   kernels::ExchangeParams row;
   row.tables = endpoint.tables();
   row.arguments = host::combine_arguments(params);
+  outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
   row.num_tokens = static_cast<int32_t>(plan->num_tokens);
   row.arrangement = plan->arrangement;
   row.kept_counts = plan->device_counts;

@@ -58,7 +58,7 @@ class DeviceCombine {
                 endpoint_.tables(),
                 params_.out != nullptr ? params_.out : window_->data(),
                 window_->data() + sums_window_.weights_offset);
-    exchange_.collect(false);
+    gradients_ = host::unite_gradients(exchange_.collect(false), endpoint_.group());
     return outcome();
   }
 
@@ -87,6 +87,7 @@ class DeviceCombine {
   host::CombineOutcome outcome() {
     host::CombineOutcome outcome;
     outcome.was_copied_in = was_copied_in_;
+    outcome.gradients = gradients_;
     std::byte* base = nullptr;
     auto result = copy_out_window(
         endpoint_, window_, static_cast<uint64_t>(sums_window_.bytes), params_.copy_out, &base);
@@ -123,6 +124,7 @@ class DeviceCombine {
   std::vector<std::shared_ptr<Window>> pulled_from_;
   std::shared_ptr<Window> window_;
   bool was_copied_in_ = false;
+  int32_t gradients_ = 0;
 };
 
 }  // namespace

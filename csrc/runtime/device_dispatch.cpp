@@ -106,6 +106,7 @@ class DeviceDispatch {
 
   /// Every rank finds the same in the same rows, before any row moves; so did the kernel.
   void judge(host::Rows rows) {
+    outcome_.gradients = host::unite_gradients(rows, endpoint_.group());
     const int own_rank = endpoint_.rank_idx();
     const layout::Placement& placement = endpoint_.placement();
     outcome_.num_required_rows =
@@ -207,7 +208,7 @@ class DeviceDispatch {
     exchange_.enter("rows");
     exchange_.publish(row_params());
     move_rows();  // every size is known
-    exchange_.collect(false);
+    outcome_.gradients = host::unite_gradients(exchange_.collect(false), endpoint_.group());
   }
 
   host::DispatchOutcome outcome() {

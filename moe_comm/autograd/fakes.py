@@ -24,6 +24,8 @@ def dispatch(
     expert_alignment: int,
     quantization: list[int],
     capacity: list[int],
+    gradients: int,
+    anchor: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """The rows are an unbacked size, except where layout or capacity fix it."""
     num_ranks, num_experts, num_local_experts, fixed_topk, num_max_tokens = sizes
@@ -55,7 +57,7 @@ def dispatch(
         topk_idx.new_empty((num_ranks, num_experts + num_ranks + 2), dtype=torch.int32),
         topk_idx.new_empty((num_tokens, num_slots)),
         topk_idx.new_empty((num_tokens, num_topk)),
-        buffer_id.new_empty(5),
+        buffer_id.new_empty(6),
     ]
     if capacity or layout == Layout.LOW_LATENCY:
         outputs += [buffer_id.new_empty(num_local_experts), buffer_id.new_empty(2)]
@@ -131,9 +133,11 @@ def combine(
     topk_idx: torch.Tensor,
     meta: torch.Tensor,
     link: torch.Tensor,
-) -> torch.Tensor:
-    """Sums."""
-    return expert_out.new_empty((slots.shape[0], expert_out.shape[1]))
+    gradients: int,
+) -> list[torch.Tensor]:
+    """Sums, and what ranks say of gradients where this one says anything."""
+    sums = expert_out.new_empty((slots.shape[0], expert_out.shape[1]))
+    return [sums, buffer_id.new_empty(1)] if gradients else [sums]
 
 
 def combine_backward(

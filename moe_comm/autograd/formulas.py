@@ -1,7 +1,8 @@
 """Backward formulas of the operators.
 
-What a formula runs depends only on what is equal on every rank: whether topk_weights were given, and
-the layout. Row counts, `needs_input_grad` and missing gradients change no collective operation.
+What a formula runs depends only on what is equal on every rank: whether topk_weights were given, the
+layout, and whether any rank needs a gradient. Row counts, `needs_input_grad` and missing gradients
+change no collective operation.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from torch._C import DispatchKeySet, _after_autograd_keyset, _AutoDispatchBelowA
 from torch.autograd.function import once_differentiable
 
 from moe_comm.autograd import operators
+from moe_comm.autograd.agreement import is_differentiated, needs_rows, needs_weights
 from moe_comm.validation import SUMMABLE
 
 __all__ = ["combine", "dispatch"]
 
 
+# Where a call is traced, nobody can look at what its ranks say together: `dispatch_word` and
+# `combine_word` then have this rank say all that can be needed, so that its own word is theirs.
+
+
 def _below_autograd(operator: Any, keyset: DispatchKeySet | None, *args: Any) -> Any:
-    with _AutoDispatchBelowAutograd():
+    with torch.no_grad(), _AutoDispatchBelowAutograd():
         if keyset is None:
             return operator(*args)
         return operator.redispatch(keyset & _after_autograd_keyset, *args)
@@ -29,35 +35,31 @@ def _below_autograd(operator: Any, keyset: DispatchKeySet | None, *args: Any) ->
 class _Dispatch(torch.autograd.Function):
     """Backward is an unweighted combine; the gradient of the weights is pulled with it.
 
-    Outputs are x, topk_weights and link. What has no gradient goes around autograd, into `others`:
-    an output costs time.
+    Outputs are x, topk_weights and link. What has no gradient goes around autograd: an output costs
+    time.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        others: list[torch.Tensor],
+        brought: list[torch.Tensor],
+        word: int,
         anchor: torch.Tensor | None,
-        keyset: DispatchKeySet | None,
-        *args: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        rows, weights, link, *integers = _below_autograd(operators.DISPATCH, keyset, *args)
-        others.extend(integers)
-        ctx.save_for_backward(*integers[3:7])  # the handle
+        rows, weights, link, *others = brought
+        ctx.save_for_backward(*others[3:7])  # the handle
         ctx.set_materialize_grads(False)
-        # needs_input_grad: others, anchor, keyset, x, x_sf, topk_idx, topk_weights, ...
-        # Rows whose gradients combine cannot add have none.
-        needs_x = ctx.needs_input_grad[3] and rows.dtype in SUMMABLE
-        ctx.needs = (needs_x, ctx.needs_input_grad[6])
         without_gradient = []
-        if not needs_x:
+        if not needs_rows(word):
             without_gradient.append(rows)
-        if not ctx.needs[1]:
+        if not needs_weights(word):
             without_gradient.append(weights)
         ctx.mark_non_differentiable(*without_gradient)
         ctx.num_recv_tokens, ctx.hidden = rows.shape
         ctx.dtype = rows.dtype
-        ctx.weights_dtype = None if args[3] is None else weights.dtype
+        ctx.weights_dtype = None if topk_weights is None else weights.dtype
         return rows, weights, link
 
     @staticmethod
@@ -72,13 +74,12 @@ class _Dispatch(torch.autograd.Function):
             ctx.dtype,
             ctx.weights_dtype,
         )
-        needs_x, needs_weights = ctx.needs
+        _, _, _, needs_x, needs_topk_weights = ctx.needs_input_grad
         return (
             *(None, None, None),
-            grad_x if needs_x else None,
-            *(None, None),
-            grad_weights if needs_weights else None,
-            *(None, None, None, None, None, None),
+            # Rows whose gradients combine cannot add have none.
+            grad_x if needs_x and ctx.dtype in SUMMABLE else None,
+            grad_weights if needs_topk_weights else None,
         )
 
 
@@ -86,17 +87,21 @@ class _Combine(torch.autograd.Function):
     """Backward is a cached dispatch; where weights were applied, a weights-only combine after it."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: DispatchKeySet | None, *args: Any) -> torch.Tensor:
-        y: torch.Tensor = _below_autograd(operators.COMBINE, keyset, *args)
-        expert_out, topk_weights, _, counts, slots, topk_idx, meta, _ = args
+    def forward(
+        ctx: Any,
+        brought: list[torch.Tensor],
+        expert_out: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        link: torch.Tensor,
+        *handle: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            *(counts, slots, topk_idx, meta),
-            *((expert_out, topk_weights) if topk_weights is not None else ()),
+            *handle, *((expert_out, topk_weights) if topk_weights is not None else ())
         )
         ctx.num_recv_tokens, ctx.hidden = expert_out.shape
         ctx.dtype = expert_out.dtype
-        return y
+        return brought[0]
 
     @staticmethod
     @once_differentiable
@@ -108,13 +113,14 @@ class _Combine(torch.autograd.Function):
             *(counts, slots, topk_idx, meta),
             *(ctx.num_recv_tokens, ctx.hidden, ctx.dtype),
         )
-        _, needs_expert_out, needs_weights, *_ = ctx.needs_input_grad
+        _, needs_expert_out, needs_topk_weights, *_ = ctx.needs_input_grad
         return (
             None,
             grad_expert_out if needs_expert_out else None,
-            grad_weights if needs_weights else None,
-            # The link too: the engine goes on to the dispatch whether or not its gradient is defined.
-            *(None, None, None, None, None, None),
+            grad_weights if needs_topk_weights else None,
+            # The link: the engine goes on to the dispatch whether or not its gradient is defined.
+            None,
+            *(None, None, None, None),
         )
 
 
@@ -124,25 +130,29 @@ _apply_combine: Callable[..., torch.Tensor] = _Combine.apply
 
 def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
     """The operator with its gradient; `keyset` is None outside the dispatcher of torch."""
-    if not torch.is_grad_enabled():
-        output: list[torch.Tensor] = _below_autograd(operators.DISPATCH, keyset, *args)
-        return output
-    x, _, _, topk_weights, *_ = args
-    anchor = None
-    if not (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)):
-        # Peers may need gradients where this rank does not: the link has a gradient on every rank.
-        anchor = torch.empty(0, requires_grad=True)
-    others: list[torch.Tensor] = []
-    rows, weights, link = _apply_dispatch(others, anchor, keyset, *args)
-    return [rows, weights, link, *others]
+    brought: list[torch.Tensor] = _below_autograd(operators.DISPATCH, keyset, *args)
+    x, _, _, topk_weights, *_, word, anchor = args
+    if not word or not torch.is_grad_enabled():
+        return brought
+    if keyset is None:
+        word = brought[9][operators.META_GRADIENTS].item()
+    if not is_differentiated(word):
+        return brought
+    rows, weights, link = _apply_dispatch(brought, word, anchor, x, topk_weights)
+    return [rows, weights, link, *brought[3:]]
 
 
-def combine(keyset: DispatchKeySet | None, *args: Any) -> torch.Tensor:
+def combine(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
     """The operator with its gradient; `keyset` is None outside the dispatcher of torch."""
-    if torch.is_grad_enabled():
-        return _apply_combine(keyset, *args)
-    y: torch.Tensor = _below_autograd(operators.COMBINE, keyset, *args)
-    return y
+    brought: list[torch.Tensor] = _below_autograd(operators.COMBINE, keyset, *args)
+    expert_out, topk_weights, _, *handle, link, word = args
+    if not word or not torch.is_grad_enabled():
+        return brought
+    if keyset is None:
+        word = brought[1].item()
+    if not is_differentiated(word):
+        return brought
+    return [_apply_combine(brought, expert_out, topk_weights, link, *handle), *brought[1:]]
 
 
 operators.library.impl("dispatch", dispatch, "Autograd", with_keyset=True)

@@ -10,6 +10,7 @@ import torch
 
 from moe_comm import missed_calls
 from moe_comm.autograd import formulas, operators
+from moe_comm.autograd.agreement import combine_word, dispatch_word
 from moe_comm.autograd.options import encode_capacity, encode_quantization
 from moe_comm.autograd.quantized_rows import wrap_rows
 from moe_comm.backends.base import Completed, Plan
@@ -35,7 +36,8 @@ class TensorHandle(DispatchHandle):
         counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; see `PlanTensors`.
         slots: int64 `[num_tokens, num_slots]`; see `PlanTensors`.
         topk_idx: int64 `[num_tokens, num_topk]`.
-        meta: int64 `[5]`: buffer id, generation, layout, expert alignment, received rows.
+        meta: int64 `[6]`: buffer id, generation, layout, expert alignment, received rows, and what the
+            ranks said of gradients.
         link: float32 `[0]`. Carries no data; ties the backward of combine to that of dispatch, so that
             every rank runs both even where a caller skipped its experts.
     """
@@ -183,9 +185,10 @@ def dispatch(
 ) -> DifferentiableDispatchResult:
     """Send each token to the ranks of its experts; differentiable in `x` and `topk_weights`.
 
-    Collective, and so is its backward: every rank calls it in the same order, with gradients enabled
-    on every rank or on none. Where gradients are enabled the backward runs on every rank that
-    differentiates through `combine`, whatever its row count, whether or not its experts used the rows.
+    Collective, and so is its backward: every rank calls it in the same order. Where any rank needs a
+    gradient of it, the rows of every rank require one, and the backward runs on every rank that
+    differentiates through `combine`, whatever its row count, whether or not its own x requires a
+    gradient or its experts used the rows. A rank whose gradients are disabled makes that an error.
 
     Args:
         x: `[num_tokens, hidden]`, dtype of the configuration; any strides. Or `(data, sf)`, rows that
@@ -205,7 +208,8 @@ def dispatch(
         except where `LOW_LATENCY` or `capacity` ("drop" or "raise") fix it.
 
     Raises:
-        ValueError: See `EpBuffer.dispatch`; also the errors of the communication.
+        ValueError: See `EpBuffer.dispatch`; also the errors of the communication. On every rank where
+            some rank needs a gradient and another has gradients disabled.
         TypeError: See `EpBuffer.dispatch`.
 
     Example:
@@ -247,7 +251,9 @@ def dispatch(
         config.num_topk or 0,
         config.num_max_tokens_per_rank or 0,
     ]
-    run = operators.DISPATCH if torch.compiler.is_compiling() else _eager_dispatch
+    is_traced = torch.compiler.is_compiling()
+    word = dispatch_word(data, topk_weights, is_traced=is_traced)
+    run = operators.DISPATCH if is_traced else _eager_dispatch
     (
         rows,
         row_weights,
@@ -271,6 +277,8 @@ def dispatch(
         expert_alignment,
         encode_quantization(quantization),
         encode_capacity(capacity),
+        word,
+        buffer.gradient_anchor if word else None,
     )
     limited = None
     if capacity is not None or layout is Layout.LOW_LATENCY:
@@ -301,7 +309,8 @@ def combine(
     """Return expert outputs to their tokens and sum them; differentiable.
 
     Collective, and so is its backward: every rank calls it in the same order, with `topk_weights` on
-    every rank or on none. A rank that received no rows passes its empty `[0, hidden]` output.
+    every rank or on none. Where any rank needs a gradient of it, its result requires one on every rank.
+    A rank that received no rows passes its empty `[0, hidden]` output.
 
     Args:
         expert_out: `[num_recv_tokens, hidden]`; any strides. Not changed in place before the backward
@@ -315,7 +324,9 @@ def combine(
         `[num_tokens, hidden]`, dtype of `expert_out`.
 
     Raises:
-        ValueError: See `EpBuffer.combine`; also the errors of the communication.
+        ValueError: See `EpBuffer.combine`; also the errors of the communication. On every rank where
+            some rank needs a gradient and another has gradients disabled, or others of them give
+            `topk_weights` than all.
         TypeError: See `EpBuffer.combine`.
     """
     _check_buffer("combine", buffer)
@@ -329,7 +340,12 @@ def combine(
         raise AssertionError("EpBuffer.combine took what the operator does not")
     if not isinstance(handle, TensorHandle):
         handle = _export(handle)
-    run = operators.COMBINE if torch.compiler.is_compiling() else _eager_combine
+    is_traced = torch.compiler.is_compiling()
+    link = handle.link
+    word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
+    if word and not link.requires_grad:
+        link = buffer.gradient_anchor
+    run = operators.COMBINE if is_traced else _eager_combine
     y: torch.Tensor = run(
         expert_out,
         topk_weights,
@@ -338,8 +354,9 @@ def combine(
         handle.slots,
         handle.topk_idx,
         handle.meta,
-        handle.link,
-    )
+        link,
+        word,
+    )[0]
     return y
 
 
@@ -374,8 +391,7 @@ def _export(handle: DispatchHandle) -> TensorHandle:
             handle.layout,
             handle.expert_alignment,
             handle.num_recv_tokens,
+            0,
         ]
     )
-    return TensorHandle(
-        plan.counts, plan.slots, plan.topk_idx, meta, torch.empty(0, requires_grad=True)
-    )
+    return TensorHandle(plan.counts, plan.slots, plan.topk_idx, meta, torch.empty(0))

@@ -40,7 +40,14 @@ __all__ = [
 ]
 
 # Layout of the `meta` tensor of a handle.
-META_BUFFER_ID, META_GENERATION, META_LAYOUT, META_ALIGNMENT, META_NUM_RECV_TOKENS = range(5)
+(
+    META_BUFFER_ID,
+    META_GENERATION,
+    META_LAYOUT,
+    META_ALIGNMENT,
+    META_NUM_RECV_TOKENS,
+    META_GRADIENTS,
+) = range(6)
 
 _HANDLE = "Tensor counts, Tensor slots, Tensor topk_idx, Tensor meta"
 
@@ -48,7 +55,8 @@ library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyp
 
 # x_sf: scale factors of rows that are quantised already. sizes: num_ranks, num_experts,
 # num_local_experts, num_topk and num_max_tokens_per_rank (0 where not configured). quantization and
-# capacity: as encoded in options.py.
+# capacity: as encoded in options.py. gradients: what this rank says, as in backends/gradients.py.
+# anchor: not read; requires a gradient where no other input may.
 # -> x, topk_weights, link, topk_idx as received, num_tokens_per_expert, expert_offsets, then the
 #    handle: counts, slots, topk_idx as sent, meta. A tensor that does not exist has 0 elements.
 #    With a capacity and in LOW_LATENCY: num_dropped_per_expert and int64 [2], num_required_rows and
@@ -56,8 +64,8 @@ library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyp
 #    first output then has the dtype of x, no memory and no values: it is there for its gradient.
 library.define(
     "dispatch(Tensor x, Tensor? x_sf, Tensor topk_idx, Tensor? topk_weights, Tensor buffer_id, "
-    "int[] sizes, int layout, int expert_alignment, int[] quantization, SymInt[] capacity) "
-    "-> Tensor[]"
+    "int[] sizes, int layout, int expert_alignment, int[] quantization, SymInt[] capacity, "
+    "int gradients, Tensor? anchor) -> Tensor[]"
 )
 # -> gradient of x, gradient of topk_weights (0 elements without row_weights).
 library.define(
@@ -65,9 +73,11 @@ library.define(
     f"{_HANDLE}, SymInt num_recv_tokens, SymInt hidden, ScalarType dtype, "
     "ScalarType? weights_dtype) -> Tensor[]"
 )
+# link: not read; requires a gradient where no other input may. -> sums; where this rank says anything
+# of gradients, also int64 [1], what all ranks say.
 library.define(
     "combine(Tensor expert_out, Tensor? topk_weights, Tensor buffer_id, "
-    f"{_HANDLE}, Tensor link) -> Tensor"
+    f"{_HANDLE}, Tensor link, int gradients) -> Tensor[]"
 )
 # -> gradient of expert_out, gradient of topk_weights (0 elements where none were applied).
 library.define(
@@ -93,7 +103,7 @@ def local_handle(
     A handle of another buffer or an earlier generation comes out as such, for `buffer` to refuse it
     together with its peers.
     """
-    buffer_id, generation, layout, expert_alignment, num_recv_tokens = meta.tolist()
+    buffer_id, generation, layout, expert_alignment, num_recv_tokens, _ = meta.tolist()
     if buffer_id == buffer.buffer_id and generation == buffer.generation:
         return buffer.import_handle(
             PlanTensors(counts, slots, topk_idx, Layout(layout), expert_alignment)
@@ -139,6 +149,8 @@ def _dispatch(
     expert_alignment: int,
     quantization: list[int],
     capacity: list[int],
+    gradients: int,
+    anchor: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     buffer = resolve_buffer(int(buffer_id))
     result = buffer.dispatch(
@@ -149,10 +161,14 @@ def _dispatch(
         expert_alignment=expert_alignment,
         quantization=decode_quantization(quantization),
         capacity=decode_capacity(capacity),
+        gradients=gradients,
     )
     rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
     plan = result.plan.to_tensors()
-    meta = [buffer.buffer_id, buffer.generation, layout, expert_alignment, rows.shape[0]]
+    meta = [
+        *(buffer.buffer_id, buffer.generation, layout, expert_alignment),
+        *(rows.shape[0], result.gradients),
+    ]
     is_quantized_here = scales is not None and x_sf is None
     outputs = [
         x.new_empty_strided(rows.shape, (0, 0)) if is_quantized_here else rows,
@@ -252,13 +268,18 @@ def _combine(
     topk_idx: torch.Tensor,
     meta: torch.Tensor,
     link: torch.Tensor,
-) -> torch.Tensor:
+    gradients: int,
+) -> list[torch.Tensor]:
     buffer = resolve_buffer(int(buffer_id))
-    return buffer.combine(
+    combined = buffer.combine(
         expert_out.contiguous(),
         local_handle(buffer, counts, slots, topk_idx, meta),
         topk_weights=None if topk_weights is None else topk_weights.contiguous(),
+        gradients=gradients,
     )
+    if isinstance(combined, CombineResult):
+        return [combined.x, torch.tensor([combined.gradients])]
+    return [combined]
 
 
 def _combine_backward(

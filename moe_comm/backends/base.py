@@ -144,6 +144,7 @@ class DispatchOutput:
             backend cannot tell.
         plan: For the handle.
         status: See `DispatchResult.status`.
+        gradients: What the ranks say of gradients, united; see `moe_comm.backends.gradients`.
     """
 
     x: torch.Tensor
@@ -157,6 +158,7 @@ class DispatchOutput:
     wait_ns: torch.Tensor
     plan: Plan
     status: torch.Tensor | None = None
+    gradients: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,11 +170,13 @@ class CombineOutput:
         topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, 0 where a choice is -1 or
             was dropped; None when none were given.
         wait_ns: As in `DispatchOutput`.
+        gradients: As in `DispatchOutput`.
     """
 
     x: torch.Tensor | None
     topk_weights: torch.Tensor | None
     wait_ns: torch.Tensor
+    gradients: int = 0
 
 
 class Backend(abc.ABC):
@@ -211,6 +215,7 @@ class Backend(abc.ABC):
         masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[DispatchOutput]:
         """Send rows.
 
@@ -228,6 +233,9 @@ class Backend(abc.ABC):
                 ranks: nothing goes to them or comes from them.
             copy_out: None means the backend decides.
             async_op: Return before the end.
+            gradients: What this rank says of gradients, see `moe_comm.backends.gradients`. Ranks read
+                it in what they exchange before rows move: the output has what all say, and where they
+                clash every rank raises ValueError.
         """
 
     @abc.abstractmethod
@@ -241,6 +249,7 @@ class Backend(abc.ABC):
         quantization: Quantization | None,
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[DispatchOutput]:
         """Send rows to the places of an earlier dispatch; another dtype or hidden size is allowed."""
 
@@ -255,6 +264,7 @@ class Backend(abc.ABC):
         out: torch.Tensor | None,
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[CombineOutput]:
         """Sum rows back to their tokens, and pull one weight per row or choice back with them.
 
@@ -267,6 +277,7 @@ class Backend(abc.ABC):
             out: `[num_tokens, hidden]` to write the sums to, or None.
             copy_out: As in `dispatch`, for the sums.
             async_op: Return before the end.
+            gradients: As in `dispatch`; weights that are applied belong to what ranks compare.
         """
 
     @abc.abstractmethod

@@ -1,6 +1,6 @@
 """Collectives of torch.distributed carry the rows: Gloo, NCCL or any other, over any number of machines.
 
-A call exchanges one row of numbers (status, hash of the call, counts), then bytes with
+A call exchanges one row of numbers (status, hash of the call, gradients, counts), then bytes with
 `all_to_all_single`. Senders sort rows by slot, so a receiver knows every row's place from the counts
 alone. Combine carries the rows of a token unreduced and adds them at home, in the order of
 every other backend; with `node_reduction` too, which here saves no bytes.
@@ -30,6 +30,7 @@ from moe_comm.backends.base import (
 from moe_comm.backends.carrier import Carrier, ProgressThread
 from moe_comm.backends.collective_plan import CollectivePlan
 from moe_comm.backends.collective_rows import RowMover
+from moe_comm.backends.gradients import applying, clash, unite
 from moe_comm.backends.routing import RowOrder
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import Quantization
@@ -40,7 +41,7 @@ OutputT = TypeVar("OutputT")
 
 _STATUS_OK = 0
 _STATUS_REJECTED = 1
-_NUM_HEADER_WORDS = 2
+_NUM_HEADER_WORDS = 3
 
 
 class _GroupPeers(Peers, Protocol):
@@ -89,6 +90,7 @@ class CollectiveBackend(Backend):
         masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch`."""
         del copy_out
@@ -105,7 +107,7 @@ class CollectiveBackend(Backend):
         order = RowOrder.of(layout, expert_alignment, self.config, self._placement.num_ranks)
 
         def work() -> DispatchOutput:
-            asked = self._exchange_counts(call, choices, capacity, masked_ranks)
+            asked, united = self._exchange_counts(call, choices, capacity, masked_ranks, gradients)
             itemsize = x.element_size() if quantization is None else 1
             admitted = admission.admit(
                 asked, self._placement, order, capacity, row_bytes=x.shape[1] * itemsize
@@ -113,7 +115,9 @@ class CollectiveBackend(Backend):
             counts = admitted.counts
             slots = routing.send_slots(self._rank_idx, choices, counts, self._placement, order)
             plan = self._plan(PlanTensors(counts, slots, choices, layout, expert_alignment))
-            return self._move_to_experts(x, x_sf, topk_weights, plan, quantization, admitted)
+            return self._move_to_experts(
+                x, x_sf, topk_weights, plan, quantization, admitted, united
+            )
 
         return self._run(work, async_op=async_op)
 
@@ -127,6 +131,7 @@ class CollectiveBackend(Backend):
         quantization: Quantization | None,
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch_cached`."""
         del copy_out
@@ -135,8 +140,8 @@ class CollectiveBackend(Backend):
         call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan.tensors, quantization)
 
         def work() -> DispatchOutput:
-            self._agree(call)
-            return self._move_to_experts(x, x_sf, topk_weights, known, quantization, None)
+            _, united = self._agree(call, gradients=gradients)
+            return self._move_to_experts(x, x_sf, topk_weights, known, quantization, None, united)
 
         return self._run(work, async_op=async_op)
 
@@ -150,6 +155,7 @@ class CollectiveBackend(Backend):
         out: torch.Tensor | None,
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[CombineOutput]:
         """See `Backend.combine`."""
         del copy_out
@@ -158,11 +164,12 @@ class CollectiveBackend(Backend):
         call = messages.describe_combine(x, row_weights, plan.tensors)
 
         def work() -> CombineOutput:
-            self._agree(call)
+            _, united = self._agree(call, gradients=applying(gradients, topk_weights))
             return CombineOutput(
                 x=None if x is None else self._rows.sum_home(x, known, topk_weights, out),
                 topk_weights=None if row_weights is None else self._rows.pull(row_weights, known),
                 wait_ns=torch.zeros(self._placement.num_ranks, dtype=torch.int64),
+                gradients=united,
             )
 
         return self._run(work, async_op=async_op)
@@ -220,8 +227,9 @@ class CollectiveBackend(Backend):
         topk_idx: torch.Tensor,
         capacity: Capacity | None,
         masked_ranks: tuple[int, ...],
-    ) -> Asked:
-        """What every rank asks for, or the error that every rank raises."""
+        gradients: int,
+    ) -> tuple[Asked, int]:
+        """What every rank asks for, and says of gradients; or the error that every rank raises."""
         num_experts, num_ranks = self._placement.num_experts, self._placement.num_ranks
         bad = routing.first_bad_expert_id(topk_idx, num_experts)
         if bad is not None:
@@ -229,36 +237,48 @@ class CollectiveBackend(Backend):
         is_masked = torch.zeros(num_ranks, dtype=torch.int32)
         is_masked[list(masked_ranks)] = 1
         mine = admission.ask(topk_idx, self._placement, capacity)
-        rows = self._agree(call, None, torch.cat([mine, is_masked]))
-        return Asked(counts=rows[:, :-num_ranks], is_masked=rows[:, -num_ranks:].any(dim=0))
+        rows, united = self._agree(call, None, torch.cat([mine, is_masked]), gradients)
+        is_masked = rows[:, -num_ranks:].any(dim=0)
+        return Asked(counts=rows[:, :-num_ranks], is_masked=is_masked), united
 
     def _agree(
-        self, call: str, error: Exception | None = None, asked: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        call: str,
+        error: Exception | None = None,
+        asked: torch.Tensor | None = None,
+        gradients: int = 0,
+    ) -> tuple[torch.Tensor, int]:
         """Exchange the row of a call.
 
         Args:
             call: What ranks must agree on.
             error: Why this rank cannot take part.
             asked: int32 `[E + R + 2 + R]`: its row of `Asked.counts`, then which ranks it masks.
+            gradients: What this rank says of gradients.
 
         Returns:
-            int32 `[R, E + R + 2 + R]`, those of every rank.
+            int32 `[R, E + R + 2 + R]`, those of every rank, and what all say of gradients.
 
         Raises:
-            Exception: On every rank: `error` of some rank, or ValueError where calls differ.
+            Exception: On every rank: `error` of some rank, or ValueError where calls differ or what
+                is said of gradients clashes.
         """
         num_words = self._placement.num_experts + 2 * self._placement.num_ranks + 2
         row = torch.zeros(_NUM_HEADER_WORDS + num_words, dtype=torch.int64)
         row[0] = _STATUS_OK if error is None else _STATUS_REJECTED
         row[1] = messages.call_hash(call)
+        row[2] = gradients
         if asked is not None:
             row[_NUM_HEADER_WORDS:] = asked
         operation = call.partition("(")[0]
         rows = self._carrier.all_gather_row(row, operation)
         if bool((rows[:, 0] != _STATUS_OK).any()) or bool((rows[:, 1] != rows[0, 1]).any()):
             self._raise_disagreement(operation, call, error)
-        return rows[:, _NUM_HEADER_WORDS:].to(torch.int32)
+        words = rows[:, 2].tolist()
+        clashing = clash(words, operation)
+        if clashing is not None:
+            raise clashing
+        return rows[:, _NUM_HEADER_WORDS:].to(torch.int32), unite(words)
 
     def _raise_disagreement(self, operation: str, call: str, error: Exception | None) -> NoReturn:
         # Every rank read the same rows, so every rank comes here.
@@ -280,6 +300,7 @@ class CollectiveBackend(Backend):
         plan: CollectivePlan,
         quantization: Quantization | None,
         admitted: Admission | None,
+        gradients: int,
     ) -> DispatchOutput:
         """Carry everything of a dispatch; cached where nothing had to be admitted."""
         if quantization is not None and x_sf is None:
@@ -315,4 +336,5 @@ class CollectiveBackend(Backend):
             expert_offsets=window.expert_offsets.to(x.device),
             wait_ns=torch.zeros(self._placement.num_ranks, dtype=torch.int64),
             plan=plan,
+            gradients=gradients,
         )

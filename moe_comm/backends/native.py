@@ -115,6 +115,7 @@ class NativeBackend(Backend):
         masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch`."""
         scales = self._describe_scales(x, x_sf, quantization, layout)
@@ -139,6 +140,7 @@ class NativeBackend(Backend):
             masked_ranks,
             copy_out,
             async_op,
+            gradients,
         )
         return self._dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
 
@@ -152,6 +154,7 @@ class NativeBackend(Backend):
         quantization: Quantization | None,
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch_cached`."""
         native_plan = _native_plan(plan)
@@ -171,6 +174,7 @@ class NativeBackend(Backend):
             (),
             copy_out,
             async_op,
+            gradients,
         )
         return self._dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
 
@@ -219,6 +223,7 @@ class NativeBackend(Backend):
         out: torch.Tensor | None,
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[CombineOutput]:
         """See `Backend.combine`."""
         native = self._endpoint.combine(
@@ -230,6 +235,7 @@ class NativeBackend(Backend):
             0 if x is None else SUMMABLE_TYPES[x.dtype],
             copy_out,
             async_op,
+            gradients,
         )
 
         if async_op:

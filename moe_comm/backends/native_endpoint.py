@@ -95,12 +95,20 @@ class SubmittedDispatch(PendingNative, Protocol):
         """int32 `[2]` of a dispatch that was captured, else None."""
         ...
 
+    def gradients(self) -> int:
+        """See `DispatchOutput`."""
+        ...
+
 
 class SubmittedCombine(PendingNative, Protocol):
     """A combine; its tensors are DLPack capsules."""
 
     def result(self) -> tuple[Any, Any]:
         """(sums or None, pulled weights or None); blocks until the end."""
+        ...
+
+    def gradients(self) -> int:
+        """See `DispatchOutput`."""
         ...
 
     def wait_ns(self) -> Any:
@@ -131,6 +139,7 @@ class NativeEndpoint(Protocol):
         masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         is_async: bool,
+        gradients: int,
     ) -> SubmittedDispatch:
         """Uncached with `topk_idx`, else to the places of `plan`."""
         ...
@@ -145,6 +154,7 @@ class NativeEndpoint(Protocol):
         dtype: int,
         copy_out: bool | None,
         is_async: bool,
+        gradients: int,
     ) -> SubmittedCombine:
         """Sums, pulled weights or both."""
         ...

@@ -186,6 +186,11 @@ class NativeDispatchOutput(_Ended):
         """See `DispatchOutput`."""
         return self._optional("status", self._native.status)
 
+    @property
+    def gradients(self) -> int:
+        """See `DispatchOutput`."""
+        return self._native.gradients()
+
     def _present(self, name: str, make_capsule: Callable[[], object]) -> torch.Tensor:
         tensor = self._optional(name, make_capsule)
         assert tensor is not None
@@ -220,3 +225,8 @@ class NativeCombineOutput(_Ended):
     def wait_ns(self) -> torch.Tensor:
         """See `CombineOutput`."""
         return from_dlpack(self._native.wait_ns())
+
+    @property
+    def gradients(self) -> int:
+        """See `CombineOutput`."""
+        return self._native.gradients()

@@ -26,6 +26,7 @@ from moe_comm.backends.base import (
     Plan,
     PlanTensors,
 )
+from moe_comm.backends.gradients import applying, clash, unite
 from moe_comm.backends.routing import NodeReduction, Placement, RowOrder
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import Quantization
@@ -120,6 +121,7 @@ def received(
     *,
     admitted: Admission | None,
     is_column_major: bool = False,
+    gradients: int = 0,
 ) -> DispatchOutput:
     """What a rank receives when every rank sends `sent[r]`.
 
@@ -133,6 +135,7 @@ def received(
         order: Of the rows.
         admitted: For the plans; None in a cached dispatch.
         is_column_major: Of the scale factors.
+        gradients: Of the output.
     """
     mine = sent[rank_idx].plan
     window = routing.window_of(rank_idx, mine.counts, placement, order)
@@ -197,6 +200,7 @@ def received(
         expert_offsets=window.expert_offsets,
         wait_ns=torch.zeros(placement.num_ranks, dtype=torch.int64),
         plan=plan,
+        gradients=gradients,
     )
 
 
@@ -264,6 +268,7 @@ class _Contribution:
     asked: torch.Tensor | None = None
     masked_ranks: tuple[int, ...] = ()
     plan: PlanTensors | None = None
+    gradients: int = 0
 
 
 class ReferenceBackend(Backend):
@@ -297,6 +302,7 @@ class ReferenceBackend(Backend):
         masked_ranks: tuple[int, ...],
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch`."""
         del copy_out, async_op
@@ -326,6 +332,7 @@ class ReferenceBackend(Backend):
                 topk_weights=topk_weights,
                 asked=admission.ask(topk_idx, placement, capacity),
                 masked_ranks=masked_ranks,
+                gradients=gradients,
             )
         )
         is_masked = torch.zeros(placement.num_ranks, dtype=torch.bool)
@@ -344,6 +351,7 @@ class ReferenceBackend(Backend):
                 order,
                 admitted=admitted,
                 is_column_major=rows.is_column_major,
+                gradients=_united(gathered),
             )
         )
 
@@ -357,6 +365,7 @@ class ReferenceBackend(Backend):
         quantization: Quantization | None,
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch_cached`."""
         del copy_out, async_op
@@ -370,6 +379,7 @@ class ReferenceBackend(Backend):
                 x_sf=rows.scale_bytes,
                 topk_weights=topk_weights,
                 plan=tensors,
+                gradients=gradients,
             )
         )
         return Completed(
@@ -380,6 +390,7 @@ class ReferenceBackend(Backend):
                 self._order_of(tensors),
                 admitted=None,
                 is_column_major=rows.is_column_major,
+                gradients=_united(gathered),
             )
         )
 
@@ -393,12 +404,14 @@ class ReferenceBackend(Backend):
         out: torch.Tensor | None,
         copy_out: bool | None,
         async_op: bool,
+        gradients: int = 0,
     ) -> Operation[CombineOutput]:
         """See `Backend.combine`."""
         del copy_out, async_op
         tensors = _tensors_of(plan)
         call = messages.describe_combine(x, row_weights, tensors)
-        gathered = self._exchange(_Contribution(call, x=x, row_weights=row_weights))
+        word = applying(gradients, topk_weights)
+        gathered = self._exchange(_Contribution(call, x=x, row_weights=row_weights, gradients=word))
         output = combined(
             tensors,
             topk_weights,
@@ -409,7 +422,7 @@ class ReferenceBackend(Backend):
         )
         if out is not None and output.x is not None:
             output = dataclasses.replace(output, x=out.copy_(output.x))
-        return Completed(output)
+        return Completed(dataclasses.replace(output, gradients=_united(gathered)))
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
@@ -453,7 +466,14 @@ class ReferenceBackend(Backend):
         differs = messages.calls_differ([rank.call for rank in gathered])
         if differs is not None:
             raise differs
+        clashing = clash([rank.gradients for rank in gathered], mine.call.partition("(")[0])
+        if clashing is not None:
+            raise clashing
         return gathered
+
+
+def _united(gathered: Sequence[_Contribution]) -> int:
+    return unite([rank.gradients for rank in gathered])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

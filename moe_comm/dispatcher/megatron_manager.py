@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm.autograd.agreement import combine_word, dispatch_word
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.dispatcher.permuted import (
     PendingCombine,
@@ -216,6 +217,7 @@ class MegatronManager:
             num_rows=self.budget(hidden_states.shape[0]),
             quantization=self.quantization,
             async_op=async_finish,
+            gradients=dispatch_word(hidden_states, probs),
         )
         self._in_flight = _InFlight(pending, probs)
         self.dispatched_probs = probs
@@ -267,7 +269,8 @@ class MegatronManager:
         if self.handle is None:
             raise RuntimeError("combine needs the handle of a dispatch, got none")
         handle, self.handle = self.handle, None
-        return start_combine(hidden_states, handle, async_op=async_op)
+        word = combine_word(hidden_states, handle.link)
+        return start_combine(hidden_states, handle, async_op=async_op, gradients=word)
 
     def grow_recv_capacity(self, new_capacity: int) -> None:
         """Raise the budget to `new_capacity` rows, such as `required_recv` of a step that dropped.

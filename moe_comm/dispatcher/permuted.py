@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from moe_comm.autograd.agreement import is_differentiated, needs_rows, needs_weights
 from moe_comm.autograd.quantized_rows import QuantizedRows
 from moe_comm.buffer import EpBuffer
 from moe_comm.config import Capacity
@@ -39,6 +40,7 @@ class PermutedHandle(NamedTuple):
         topk_idx: int64 `[num_tokens, num_topk]`, the routing map of this rank.
         probs_dtype: Of the probabilities that travelled, or None.
         num_required_rows: int64 `[1]`: rows this rank would get without a budget, padding included.
+        link: float32 `[0]`. Carries no data; ties the backward of combine to that of dispatch.
         overflow: int32 `[1]`: 1 where rows for this rank were dropped, else 0. Readers of the
             handles of others take the flag as the last element.
     """
@@ -48,6 +50,7 @@ class PermutedHandle(NamedTuple):
     topk_idx: torch.Tensor
     probs_dtype: torch.dtype | None
     num_required_rows: torch.Tensor
+    link: torch.Tensor
     overflow: torch.Tensor
 
 
@@ -105,6 +108,7 @@ class PendingDispatch:
             topk_idx=self.topk_idx,
             probs_dtype=self.probs_dtype,
             num_required_rows=torch.tensor([result.num_required_rows]),
+            link=torch.empty(0),
             overflow=torch.tensor([result.has_overflow], dtype=torch.int32),
         )
         return PermutedRows(
@@ -116,15 +120,21 @@ class PendingDispatch:
         )
 
     def wait_differentiable(self, x: torch.Tensor, probs: torch.Tensor | None) -> PermutedRows:
-        """The rows, with the gradients of what was sent.
+        """The rows, with the gradients of what was sent, where any rank needs one.
 
         Args:
             x: As given to `start_dispatch`.
             probs: As given to `start_dispatch`.
         """
-        hidden, row_probs, arrived = _Dispatch.apply(x, probs, self)  # type: ignore[no-untyped-call]
-        rows: PermutedRows = dataclasses.replace(arrived, hidden=hidden, probs=row_probs)
-        return rows
+        arrived = self.wait()
+        word = self.result.gradients
+        if not is_differentiated(word):
+            return arrived
+        hidden, row_probs, link = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            x, probs, self.buffer.gradient_anchor, arrived, word
+        )
+        handle = arrived.handle._replace(link=link)
+        return dataclasses.replace(arrived, hidden=hidden, probs=row_probs, handle=handle)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,6 +149,11 @@ class PendingCombine:
     result: CombineResult | torch.Tensor
     handle: PermutedHandle
 
+    @property
+    def gradients(self) -> int:
+        """What all ranks say of gradients; waits for the sums."""
+        return self.result.gradients if isinstance(self.result, CombineResult) else 0
+
     def wait(self) -> torch.Tensor:
         """The sums, not differentiable."""
         if isinstance(self.result, torch.Tensor):
@@ -148,8 +163,16 @@ class PendingCombine:
 
     def wait_differentiable(self, rows: torch.Tensor) -> torch.Tensor:
         """The sums, with the gradient of `rows`, which were given to `start_combine`."""
-        sums: torch.Tensor = _Combine.apply(rows, self)  # type: ignore[no-untyped-call]
-        return sums
+        sums = self.wait()
+        if not is_differentiated(self.gradients):
+            return sums
+        link = self.handle.link
+        if not link.requires_grad:
+            link = self.handle.buffer.gradient_anchor
+        summed: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+            rows, link, [sums], self.handle
+        )
+        return summed
 
 
 def start_dispatch(
@@ -162,6 +185,7 @@ def start_dispatch(
     num_rows: int | None = None,
     quantization: Quantization | None = None,
     async_op: bool = False,
+    gradients: int = 0,
 ) -> PendingDispatch:
     """Send every token to the experts of its row of the map.
 
@@ -176,6 +200,8 @@ def start_dispatch(
             fit is dropped. None for as many as arrive.
         quantization: Rows are quantised while they are written.
         async_op: Return while the rows are in flight; x must not be overwritten before the end.
+        gradients: What this rank says of them, for `wait_differentiable`; see
+            `autograd.agreement.dispatch_word`.
 
     Raises:
         ValueError: Shapes do not fit, on every rank; see also `EpBuffer.dispatch`.
@@ -196,6 +222,7 @@ def start_dispatch(
         quantization=quantization,
         capacity=capacity,
         async_op=async_op,
+        gradients=gradients,
     )
     return PendingDispatch(
         buffer=buffer,
@@ -208,7 +235,7 @@ def start_dispatch(
 
 
 def start_combine(
-    rows: torch.Tensor, handle: PermutedHandle, *, async_op: bool = False
+    rows: torch.Tensor, handle: PermutedHandle, *, async_op: bool = False, gradients: int = 0
 ) -> PendingCombine:
     """Sum rows back to their tokens, in ascending order of expert, unweighted.
 
@@ -216,12 +243,14 @@ def start_combine(
         rows: `[M, hidden]`; any strides. Rows of padding are not read.
         handle: Of the dispatch that brought them.
         async_op: Return while the sums are in flight; rows must not be overwritten before the end.
+        gradients: What this rank says of them, for `wait_differentiable`; see
+            `autograd.agreement.combine_word`.
     """
     try:
         plain = _plain(rows)
     except TypeError as error:
         handle.buffer.reject("combine", error)
-    result = handle.buffer.combine(plain, handle.places, async_op=async_op)
+    result = handle.buffer.combine(plain, handle.places, async_op=async_op, gradients=gradients)
     return PendingCombine(result=result, handle=handle)
 
 
@@ -252,32 +281,46 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, probs: torch.Tensor | None, pending: PendingDispatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None, PermutedRows]:
-        arrived = pending.wait()
+        ctx: Any,
+        x: torch.Tensor,
+        probs: torch.Tensor | None,
+        anchor: torch.Tensor,
+        arrived: PermutedRows,
+        word: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         ctx.handle = arrived.handle
-        return arrived.hidden, arrived.probs, arrived
+        if not needs_rows(word):
+            ctx.mark_non_differentiable(arrived.hidden)
+        elif arrived.probs is not None and not needs_weights(word):
+            ctx.mark_non_differentiable(arrived.probs)
+        return arrived.hidden, arrived.probs, torch.empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_rows: torch.Tensor, grad_probs: torch.Tensor | None, _: None
+        ctx: Any, grad_rows: torch.Tensor, grad_probs: torch.Tensor | None, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        return (*gradient_of_dispatch(grad_rows, grad_probs, ctx.handle), None)
+        return (*gradient_of_dispatch(grad_rows, grad_probs, ctx.handle), None, None, None)
 
 
 class _Combine(torch.autograd.Function):
     """Ties sums to the rows they are of; the backward is a dispatch to the places of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, pending: PendingCombine) -> torch.Tensor:
-        ctx.handle = pending.handle
-        return pending.wait()
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        link: torch.Tensor,
+        sums: list[torch.Tensor],
+        handle: PermutedHandle,
+    ) -> torch.Tensor:
+        ctx.handle = handle
+        return sums[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient_of_combine(grad_sums, ctx.handle), None
+        return gradient_of_combine(grad_sums, ctx.handle), None, None, None
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:

@@ -52,9 +52,10 @@ class DispatchedTokens:
 class TokenDispatcher:
     """Brings tokens to their experts and the experts' outputs back; differentiable and compilable.
 
-    Collective like the calls beneath: every rank of the group makes it, and calls it in the same order
-    with gradients enabled on every rank or on none. It holds no state of a call, so any number of
-    micro-batches may be between dispatch and combine. A mistake of one rank is raised on every rank.
+    Collective like the calls beneath: every rank of the group makes it, and calls it in the same order.
+    Where any rank needs a gradient, what it returns requires one on every rank. It holds no state of a
+    call, so any number of micro-batches may be between dispatch and combine. A mistake of one rank is
+    raised on every rank.
 
     Args:
         num_experts: Over all ranks.

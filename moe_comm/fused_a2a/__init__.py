@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moe_comm import missed_calls
+from moe_comm.autograd.agreement import combine_word, dispatch_word
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Layout
 from moe_comm.dispatcher import permuted
@@ -34,6 +35,13 @@ from moe_comm.fused_a2a.arguments import (
     check_type,
     dispatch_order,
     named,
+)
+from moe_comm.fused_a2a.collective_function import (
+    apply_collectively,
+    heard,
+    link_to,
+    said,
+    tie,
 )
 from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, held_buffer
 from moe_comm.handles import CombineResult, DispatchHandle
@@ -108,6 +116,7 @@ class FusedHandle(NamedTuple):
 
     buffer: EpBuffer
     places: DispatchHandle
+    link: torch.Tensor | None = None
 
 
 FusedDispatched: TypeAlias = tuple[
@@ -120,6 +129,12 @@ HybridDispatched: TypeAlias = tuple[
 
 class FusedDispatch(torch.autograd.Function):
     """Send every token once to every rank that has one of its experts; differentiable."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> FusedDispatched:
+        """See `fused_dispatch`."""
+        word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
+        return _linked(apply_collectively(super().apply, word, args))
 
     @staticmethod
     def forward(
@@ -149,7 +164,10 @@ class FusedDispatch(torch.autograd.Function):
             rows = x.contiguous()
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             buffer.reject("dispatch", error)
-        result = buffer.dispatch(rows, topk_idx, weights, layout=Layout.RANK_MAJOR)
+        result = buffer.dispatch(
+            rows, topk_idx, weights, layout=Layout.RANK_MAJOR, gradients=said()
+        )
+        heard(result.gradients)
         assert result.topk_idx is not None
         ctx.handle = FusedHandle(buffer, result.handle)
         ctx.probs_dtype = None if token_probs is None else token_probs.dtype
@@ -172,7 +190,7 @@ class FusedDispatch(torch.autograd.Function):
         grad_handle: None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Combine the gradients of the rows; those of the probabilities come back with them."""
-        buffer, places = ctx.handle
+        buffer, places, _ = ctx.handle
         if ctx.probs_dtype is None:
             return _gradients(ctx, {0: buffer.combine(grad_output.contiguous(), places)})
         assert grad_token_probs is not None
@@ -186,6 +204,12 @@ class FusedDispatch(torch.autograd.Function):
 
 class FusedCombine(torch.autograd.Function):
     """Sum the rows of a `FusedDispatch` back to their tokens, in rank order; differentiable."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> tuple[torch.Tensor, None]:
+        """See `fused_combine`."""
+        combined: tuple[torch.Tensor, None] = _apply_combine(super().apply, args, 2)
+        return combined
 
     @staticmethod
     def forward(
@@ -201,7 +225,8 @@ class FusedCombine(torch.autograd.Function):
             check_type("handle", handle, FusedHandle)
         except TypeError as error:
             held_buffer(_buffers, group).reject("combine", error)
-        buffer, places = ctx.handle = handle
+        ctx.handle = handle
+        buffer, places, _ = handle
         try:
             check_flags(async_finish, allocate_on_comm_stream)
             held = get_buffer(group, get_hidden_bytes(x))
@@ -210,7 +235,12 @@ class FusedCombine(torch.autograd.Function):
             rows = x.contiguous()
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             buffer.reject("combine", error)
-        return buffer.combine(rows, places), None
+        word = said()
+        combined = buffer.combine(rows, places, gradients=word)
+        if isinstance(combined, CombineResult):
+            heard(combined.gradients)
+            return combined.x, None
+        return combined, None
 
     @staticmethod
     @once_differentiable
@@ -218,7 +248,7 @@ class FusedCombine(torch.autograd.Function):
         ctx: Any, grad_output: torch.Tensor, previous_event: None = None
     ) -> tuple[torch.Tensor | None, ...]:
         """Dispatch the gradient to the places of the rows."""
-        buffer, places = ctx.handle
+        buffer, places, _ = ctx.handle
         return _gradients(
             ctx, {0: buffer.dispatch(grad_output.contiguous(), None, handle=places).x}
         )
@@ -272,10 +302,9 @@ def fused_dispatch(
         expert ids, -1 elsewhere; their probabilities float32 `[M, num_topk]`, 0 elsewhere, or None;
         tokens of every local expert, int64 on the host; the handle, opaque.
     """
-    dispatched: FusedDispatched = FusedDispatch.apply(  # type: ignore[no-untyped-call]
+    return FusedDispatch.apply(
         x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
     )
-    return dispatched
 
 
 @rejects_unbound("combine", _latest_of(_buffers, 1))
@@ -287,10 +316,7 @@ def fused_combine(
     allocate_on_comm_stream: bool = False,
 ) -> tuple[torch.Tensor, None]:
     """Sum rows `[M, hidden]` back to their tokens, unweighted: `[num_tokens, hidden]`, and None."""
-    combined: tuple[torch.Tensor, None] = FusedCombine.apply(  # type: ignore[no-untyped-call]
-        x, group, handle, async_finish, allocate_on_comm_stream
-    )
-    return combined
+    return FusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
 
 
 def init_hybrid_ep_buffer(*args: Any, **kwargs: Any) -> None:
@@ -346,6 +372,12 @@ def _forget_announcements() -> None:
 class HybridEPDispatch(torch.autograd.Function):
     """Send every token to its experts; rows arrive permuted. Differentiable in x and probs."""
 
+    @classmethod
+    def apply(cls, *args: Any) -> HybridDispatched:
+        """See `hybrid_ep_dispatch`."""
+        word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
+        return _linked(apply_collectively(super().apply, word, args))
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -379,7 +411,7 @@ class HybridEPDispatch(torch.autograd.Function):
                 )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             buffer.reject("dispatch", error)
-        arrived = permuted.start_dispatch(
+        pending = permuted.start_dispatch(
             buffer,
             x,
             routing_map,
@@ -387,7 +419,10 @@ class HybridEPDispatch(torch.autograd.Function):
             expert_alignment=pad_multiple or 1,
             num_rows=num_rows,
             quantization=FP8_BLOCK128 if held.use_fp8 else None,
-        ).wait()
+            gradients=said(),
+        )
+        arrived = pending.wait()
+        heard(pending.result.gradients)
         ctx.handle = arrived.handle
         return arrived.hidden, arrived.probs, arrived.sf, arrived.tokens_per_expert, arrived.handle
 
@@ -408,6 +443,12 @@ class HybridEPDispatch(torch.autograd.Function):
 
 class HybridEPCombine(torch.autograd.Function):
     """Sum the rows of a `HybridEPDispatch` back to their tokens; differentiable."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> torch.Tensor:
+        """See `hybrid_ep_combine`."""
+        combined: torch.Tensor = _apply_combine(super().apply, args, 1)
+        return combined
 
     @staticmethod
     def forward(
@@ -440,7 +481,9 @@ class HybridEPCombine(torch.autograd.Function):
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             handle.buffer.reject("combine", error)
         ctx.handle = handle
-        return permuted.start_combine(x, handle).wait()
+        pending = permuted.start_combine(x, handle, gradients=said())
+        heard(pending.gradients)
+        return pending.wait()
 
     @staticmethod
     @once_differentiable
@@ -486,8 +529,7 @@ def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
         raise
     defaults = {"fused": False, "num_sms_preprocessing_api": 108}
     values = [given.get(option, defaults.get(option)) for option in DISPATCH_MAIN]
-    dispatched: HybridDispatched = HybridEPDispatch.apply(*values)  # type: ignore[no-untyped-call]
-    return dispatched
+    return HybridEPDispatch.apply(*values)
 
 
 @rejects_unbound("combine", _latest_of(_hybrid_ep_buffers, -1))
@@ -510,10 +552,7 @@ def hybrid_ep_combine(
     Returns:
         `[num_tokens, hidden]`.
     """
-    combined: torch.Tensor = HybridEPCombine.apply(  # type: ignore[no-untyped-call]
-        x, handle, num_permuted_tokens, pad_multiple, fused
-    )
-    return combined
+    return HybridEPCombine.apply(x, handle, num_permuted_tokens, pad_multiple, fused)
 
 
 def _hybrid_buffer(group: Group) -> GroupBuffer:
@@ -524,6 +563,22 @@ def _hybrid_buffer(group: Group) -> GroupBuffer:
             _forget_announcements()  # the caller may have reset the name by hand
         _hybrid_ep_buffer = buffer
     return buffer
+
+
+def _linked(dispatched: Any) -> Any:
+    """What a dispatch returned, its handle with what ties the backward of combine to it."""
+    rows, *others, handle = dispatched
+    if not rows.requires_grad:
+        return dispatched
+    return (rows, *others, handle._replace(link=link_to(rows)))
+
+
+def _apply_combine(apply: Callable[..., Any], args: tuple[Any, ...], handle_idx: int) -> Any:
+    rows = args[0] if args else None
+    handle = args[handle_idx] if handle_idx < len(args) else None
+    link = getattr(handle, "link", None)
+    word = combine_word(rows, link)
+    return apply_collectively(apply, word, (tie(rows, link), *args[1:]) if word else args)
 
 
 def _gradients(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.autograd import operators
 from moe_comm.backends import BACKEND_CLASSES
+from moe_comm.backends.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS
 from tests.helpers.moe_layer import (
     MoeLayer,
     assert_same_bits,
@@ -327,14 +328,19 @@ def test_opcheck(buffer: EpBuffer, layout: Layout, place: str) -> None:
     sent = topk_weights if place == "dispatch" else None
     applied = topk_weights.detach() if place == "combine" else None
     alignment = 1 if layout is Layout.LOW_LATENCY else 4
-    arguments = (x, None, topk_idx, sent, buffer.id_tensor, sizes, int(layout), alignment, [], [])
+    arguments = (
+        *(x, None, topk_idx, sent, buffer.id_tensor, sizes, int(layout), alignment, [], []),
+        *(ENABLED | NEEDS_ANY, buffer.gradient_anchor),
+    )
     torch.library.opcheck(operators.DISPATCH, arguments, test_utils=utilities)
     with torch.no_grad():
         rows, weights, link, _, _, _, *rest = operators.DISPATCH(*arguments)
         handle = rest[:4]
     num_rows = len(rows)
     torch.library.opcheck(
-        operators.COMBINE, (rows, applied, buffer.id_tensor, *handle, link), test_utils=utilities
+        operators.COMBINE,
+        (rows, applied, buffer.id_tensor, *handle, link, ENABLED | NEEDS_ROWS),
+        test_utils=utilities,
     )
     grad_weights = None if sent is None else weights
     weights_dtype = None if sent is None else torch.float64
@@ -389,7 +395,7 @@ def test_operators_end_with_their_buffer(communicator: Communicator) -> None:
     buffer = EpBuffer(communicator, config)
     id_tensor = buffer.id_tensor
     arguments = (torch.zeros(1, 8).bfloat16(), None, torch.zeros(1, 2).long(), None)
-    options = ([1, 4, 4, 2, 4], 0, 1, [], [])
+    options = ([1, 4, 4, 2, 4], 0, 1, [], [], 0, None)
     operators.DISPATCH(*arguments, id_tensor, *options)
     del buffer
     with pytest.raises(ValueError, match=f"no living EpBuffer has id {int(id_tensor)}"):

@@ -427,11 +427,11 @@ def test_opcheck(buffer: EpBuffer, quantization: Quantization, layout: Layout) -
     utilities = ("test_faketensor",)  # that of the schema cannot compare FP8
     arguments = (topk_idx, topk_weights, buffer.id_tensor, sizes, int(layout), alignment(layout))
     torch.library.opcheck(
-        operators.DISPATCH, (x, None, *arguments, encoded, []), test_utils=utilities
+        operators.DISPATCH, (x, None, *arguments, encoded, [], 0, None), test_utils=utilities
     )
     data, scales = moe_comm.quantize(x, quantization)
     torch.library.opcheck(
-        operators.DISPATCH, (data, scales, *arguments, encoded, []), test_utils=utilities
+        operators.DISPATCH, (data, scales, *arguments, encoded, [], 0, None), test_utils=utilities
     )
     torch.library.opcheck(
         torch.ops.moe_comm.dequantize_rows.default,

@@ -45,6 +45,9 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
 
   bool was_copied_in() { return wait().was_copied_in; }
 
+  /// As SubmittedDispatch has it.
+  int32_t gradients() { return wait().gradients; }
+
   py::capsule wait_ns() {
     const auto& waited_ns = wait().waited_ns;
     return vector_dlpack(waited_ns, {static_cast<int64_t>(waited_ns.size())}, kInt64);
@@ -72,7 +75,8 @@ void bind_combine(py::module_& module,
                         py::object out,
                         int32_t dtype,
                         std::optional<bool> copy_out,
-                        bool is_async) {
+                        bool is_async,
+                        int32_t gradients) {
                        endpoint->group().check_process("combine");
                        const TensorView rows = view_tensor(x);
                        const TensorView weights = view_tensor(topk_weights);
@@ -89,6 +93,7 @@ void bind_combine(py::module_& module,
                        params.out = view_tensor(out).data;
                        params.plan = std::move(plan);
                        params.copy_out = copy_out_of(copy_out);
+                       params.gradients = gradients;
                        if (is_async)
                          params.caller_mark = endpoint->mark_caller();
                        std::shared_ptr<void> inputs;

@@ -81,6 +81,7 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
   params.masked_ranks = std::move(arguments.masked_ranks);
   params.plan = std::move(arguments.plan);
   params.copy_out = copy_out_of(arguments.copy_out);
+  params.gradients = arguments.gradients;
   const bool is_low_latency =
       (params.plan ? params.plan->layout() : params.layout) == layout::RowLayout::kLowLatency;
   if (is_low_latency) {
@@ -105,6 +106,7 @@ py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module) {
       .def("num_dropped_per_expert", &SubmittedDispatch::num_dropped_per_expert)
       .def("status", &SubmittedDispatch::status)
       .def("num_required_rows", &SubmittedDispatch::num_required_rows)
+      .def("gradients", &SubmittedDispatch::gradients)
       .def("wait_ns", &SubmittedDispatch::wait_ns)
       .def("expert_offsets", &SubmittedDispatch::expert_offsets);
 }

@@ -136,6 +136,9 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     return wait().num_required_rows;
   }
 
+  /// What the ranks say of gradients, united; see layout::GradientWord.
+  int32_t gradients() { return wait().gradients; }
+
   py::object wait_ns() {
     const host::DispatchOutcome& outcome = wait();
     std::vector<int64_t> waited_ns = outcome.waited_ns;
@@ -200,6 +203,7 @@ struct DispatchArguments {
   std::vector<int> masked_ranks;
   std::optional<bool> copy_out;
   bool is_async;
+  int32_t gradients;
 };
 
 /// @param hidden  elements of a row of x
@@ -233,7 +237,8 @@ void bind_dispatch(py::module_& module,
          std::optional<py::tuple> capacity,
          std::vector<int> masked_ranks,
          std::optional<bool> copy_out,
-         bool is_async) {
+         bool is_async,
+         int32_t gradients) {
         endpoint->group().check_process("dispatch");
         DispatchArguments arguments{std::move(x),
                                     std::move(x_sf),
@@ -247,7 +252,8 @@ void bind_dispatch(py::module_& module,
                                     std::move(capacity),
                                     std::move(masked_ranks),
                                     copy_out,
-                                    is_async};
+                                    is_async,
+                                    gradients};
         int64_t hidden = 0;
         host::DispatchParams params = dispatch_params_of(*endpoint, arguments, &hidden);
         params.is_async = is_async;
