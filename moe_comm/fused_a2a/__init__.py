@@ -134,7 +134,8 @@ class FusedDispatch(torch.autograd.Function):
     def apply(cls, *args: Any) -> FusedDispatched:
         """See `fused_dispatch`."""
         word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
-        return _linked(apply_collectively(super().apply, word, args))
+        dispatched: FusedDispatched = _linked(apply_collectively(super().apply, word, args))
+        return dispatched
 
     @staticmethod
     def forward(
@@ -376,7 +377,8 @@ class HybridEPDispatch(torch.autograd.Function):
     def apply(cls, *args: Any) -> HybridDispatched:
         """See `hybrid_ep_dispatch`."""
         word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
-        return _linked(apply_collectively(super().apply, word, args))
+        dispatched: HybridDispatched = _linked(apply_collectively(super().apply, word, args))
+        return dispatched
 
     @staticmethod
     def forward(

@@ -51,6 +51,7 @@ def dispatch_cached(
     x_sf: torch.Tensor | None = None,
     quantization: Quantization | None = None,
     copy_out: bool | None = None,
+    gradients: int = 0,
 ) -> DispatchOutput:
     """Dispatch to the places of a plan, and wait."""
     return backend.dispatch_cached(
@@ -61,6 +62,7 @@ def dispatch_cached(
         quantization=quantization,
         copy_out=copy_out,
         async_op=False,
+        gradients=gradients,
     ).wait()
 
 
@@ -74,8 +76,16 @@ def combine(
     out: torch.Tensor | None = None,
     copy_out: bool | None = None,
     async_op: bool = False,
+    gradients: int = 0,
 ) -> Operation[CombineOutput]:
     """Combine; with nothing but rows unless said otherwise."""
     return backend.combine(
-        x, plan, topk_weights, row_weights, out=out, copy_out=copy_out, async_op=async_op
+        x,
+        plan,
+        topk_weights,
+        row_weights,
+        out=out,
+        copy_out=copy_out,
+        async_op=async_op,
+        gradients=gradients,
     )

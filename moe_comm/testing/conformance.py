@@ -15,7 +15,7 @@ import torch
 
 from moe_comm.config import Capacity, Layout
 from moe_comm.quantization import FP8_BLOCK128, MXFP8
-from moe_comm.testing import bad_input, in_flight, limits, scripts
+from moe_comm.testing import bad_input, gradients, in_flight, limits, scripts
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.launch import run_ranks
@@ -69,6 +69,11 @@ def check_limits(target: Target, *, mode: str = "processes") -> None:
     """What is beyond a limit that raises is raised on every rank, and the buffer works afterwards."""
     for num_ranks in (1, 3):
         _run(target, limits.run_limits, num_ranks, mode=mode)
+
+
+def check_gradients(target: Target, *, mode: str = "processes") -> None:
+    """What ranks say of gradients is heard by all, or refused by all."""
+    _run(target, gradients.run_gradients, 3, mode=mode)
 
 
 def check_bad_config(target: Target, *, mode: str = "processes") -> None:
@@ -126,6 +131,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "overwrite": check_overwrite,
     "bad-input": check_bad_input,
     "bad-config": check_bad_config,
+    "gradients": check_gradients,
     "limits": check_limits,
     "same-bits": check_same_bits,
 }

@@ -10,6 +10,7 @@ import torch
 
 from moe_comm.backends import reference
 from moe_comm.backends.base import CombineOutput, Completed, DispatchOutput, Operation, Plan
+from moe_comm.backends.gradients import ENABLED
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import FP8_BLOCK128
 from moe_comm.testing import CHECKS, Case, ConformanceError, RankError, Target, check_case
@@ -187,6 +188,17 @@ class GrowsInsteadOfRaising(_Mutant):
         return super().dispatch(*args, capacity=capacity, **options)
 
 
+class KeepsItsNeedsToItself(_Mutant):
+    def combine(self, *args: Any, gradients: int, **options: Any) -> Operation[CombineOutput]:
+        return super().combine(*args, gradients=min(gradients, ENABLED), **options)
+
+
+class HearsItselfAlone(_Mutant):
+    def dispatch(self, *args: Any, gradients: int, **options: Any) -> Operation[DispatchOutput]:
+        output = super().dispatch(*args, gradients=gradients, **options).wait()
+        return Completed(dataclasses.replace(output, gradients=gradients))
+
+
 class ChangesTheException(_Mutant):
     def reject(self, operation: str, error: Exception) -> NoReturn:
         super().reject(operation, RuntimeError(str(error)))
@@ -244,6 +256,8 @@ def test_a_wrong_bit_is_found(mutant: type[_Mutant], case: Case, symptom: str) -
 @pytest.mark.parametrize(
     ("mutant", "check"),
     [
+        (KeepsItsNeedsToItself, "gradients"),
+        (HearsItselfAlone, "gradients"),
         (ChangesTheException, "bad-input"),
         (AcceptsAnyConfig, "bad-config"),
         (GrowsInsteadOfRaising, "limits"),

@@ -1,0 +1,120 @@
+"""What ranks say of gradients: every rank hears all of it, or raises what it finds wrong with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_comm.backends.base import CombineOutput, DispatchOutput
+from moe_comm.backends.gradients import ENABLED, NEEDS_ROWS, NEEDS_WEIGHTS
+from moe_comm.config import Layout
+from moe_comm.testing import calls
+from moe_comm.testing.cases import Case, case_inputs
+from moe_comm.testing.compare import Expectations
+from moe_comm.testing.launch import RankContext
+from moe_comm.testing.oracle import Oracle
+from moe_comm.testing.scripts import compare_dispatch
+from moe_comm.testing.target import Target
+
+__all__ = ["run_gradients"]
+
+_OFF, _ON, _ROWS = 0, ENABLED, ENABLED | NEEDS_ROWS
+_WEIGHTS, _BOTH = ENABLED | NEEDS_WEIGHTS, ENABLED | NEEDS_ROWS | NEEDS_WEIGHTS
+
+# Of three ranks.
+_WORDS = [
+    *itertools.product((_OFF, _ON, _ROWS), repeat=3),
+    (_WEIGHTS, _ON, _ON),
+    (_ON, _BOTH, _ROWS),
+    (_WEIGHTS, _OFF, _ON),
+    (_ON, _OFF, _WEIGHTS),
+    (_ROWS, _ON, _WEIGHTS),
+]
+
+
+def run_gradients(context: RankContext, target: Target) -> list[str]:
+    """Every combination of words, in operations of every kind; after each of them the buffer works."""
+    expected = Expectations()
+    rank_idx = context.rank_idx
+    case = Case(name="gradients", num_ranks=context.num_ranks, num_tokens=(3, 0, 4))
+    oracle = Oracle(case, case_inputs(case))
+    mine = oracle.inputs[rank_idx]
+    rows = [rank.x for rank in oracle.inputs]
+    weights = [rank.topk_weights for rank in oracle.inputs]
+    want = oracle.dispatched(rank_idx, rows, weights)
+    with target.communicator(context) as communicator:
+        backend = target.backend(communicator, case.config)
+        plan = calls.dispatch(backend, case, rank_idx, mine).wait().plan
+
+        def dispatch(word: int, **changes: Any) -> DispatchOutput:
+            return calls.dispatch(backend, case, rank_idx, mine, gradients=word, **changes).wait()
+
+        def cached(word: int) -> DispatchOutput:
+            return calls.dispatch_cached(backend, mine.x, plan, gradients=word)
+
+        def combine(word: int) -> CombineOutput:
+            out = torch.zeros(plan.num_recv_tokens, case.hidden)
+            return calls.combine(backend, out, plan, gradients=word).wait()
+
+        operations: list[Callable[[int], DispatchOutput | CombineOutput]] = [
+            dispatch,
+            lambda word: dispatch(word, layout=Layout.RANK_MAJOR),
+            lambda word: dispatch(word, layout=Layout.LOW_LATENCY),
+            lambda word: dispatch(word, async_op=True),
+            cached,
+            combine,
+        ]
+        for idx, words in enumerate(_WORDS):
+            for operation_idx in range(idx % 2, len(operations), 2):
+                what = f"operation {operation_idx}, words {words}"
+                _expect(expected, what, operations[operation_idx], words, rank_idx)
+            if idx % 4 == 0:
+                output = calls.dispatch(backend, case, rank_idx, mine).wait()
+                compare_dispatch(expected, f"after words {words}", output, want)
+        _expect_weights(expected, backend, plan, mine.topk_weights, rank_idx)
+        backend.destroy()
+    return [f"rank {rank_idx}: {text}" for text in expected.result()]
+
+
+def _expect(
+    expected: Expectations,
+    what: str,
+    operation: Callable[[int], DispatchOutput | CombineOutput],
+    words: tuple[int, ...],
+    rank_idx: int,
+) -> None:
+    is_needed = any(word > _ON for word in words)
+    named = [rank for rank, word in enumerate(words) if word == _OFF]
+    try:
+        united = operation(words[rank_idx]).gradients
+    except ValueError as error:
+        expected.true(what, is_needed and bool(named), f"raised {error!r}")
+        told = all(str(rank) in str(error).partition("disabled on")[2] for rank in named)
+        expected.true(what, told, f"{str(error)!r} does not say that {named} are disabled")
+    else:
+        is_fine = not (is_needed and named)
+        heard = united == words[0] | words[1] | words[2]
+        expected.true(what, is_fine and heard, f"heard {united} on rank {rank_idx}")
+
+
+def _expect_weights(
+    expected: Expectations, backend: Any, plan: Any, weights: torch.Tensor, rank_idx: int
+) -> None:
+    """Weights that a combine applies are each rank's own unless some rank needs a gradient."""
+    rows = torch.zeros(plan.num_recv_tokens, 64)
+    for word, who_needs in itertools.product((_ON, _ROWS), range(3)):
+        own = word if rank_idx == who_needs else _ON
+        for given_on in ((0,), (1,), (0, 2), (0, 1, 2), ()):
+            what = f"weights on {given_on}, rank {who_needs} says {word}"
+            given = weights if rank_idx in given_on else None
+            try:
+                calls.combine(backend, rows, plan, given, gradients=own).wait()
+            except ValueError as error:
+                is_wrong = word == _ROWS and len(given_on) in (1, 2)
+                is_told = "no weights" in str(error) and "float32 weights" in str(error)
+                expected.true(what, is_wrong and is_told, f"raised {error!r}")
+            else:
+                expected.true(what, word == _ON or len(given_on) in (0, 3), "raised nothing")
