@@ -290,7 +290,8 @@ class ExchangeBlock {
       const layout::OperationArguments arguments = load_struct(&peer_row.arguments);
       if (!arguments.is_same_as(params_.arguments) && !MOE_MUTANT(agreement_not_checked))
         agrees = false;
-      if (layout::GradientWord::do_clash(arguments.gradients, params_.arguments.gradients))
+      if (layout::GradientWord::do_clash(arguments.gradients, params_.arguments.gradients) &&
+          !MOE_MUTANT(gradients_not_judged))
         agrees = false;
     }
     return agrees;
@@ -314,7 +315,7 @@ class ExchangeBlock {
       is_needed = is_needed || GradientWord::is_needed(word);
       is_apart = is_apart || GradientWord::are_apart(word, own_word);
     }
-    return all(!is_needed) || all(!is_apart);
+    return all(!is_needed) || all(!is_apart) || MOE_MUTANT(gradients_of_others_not_judged);
   }
 
   /// Copies rows to where they stay: their ring entry is written again after the done flags.

@@ -61,6 +61,7 @@ class Draw {
     case_.has_host_read = random_.chance(1, 2);
     routing_ = static_cast<int>(random_.below(4));
     has_fixed_rows_ = !is_low_latency && random_.chance(1, 3);
+    has_gradients_ = random_.chance(1, 3);
   }
 
   void draw_rank() {
@@ -86,6 +87,18 @@ class Draw {
     arguments.on_overflow = static_cast<int32_t>(case_.rule.on_overflow);
     arguments.expert_capacity = case_.rule.expert_capacity;
     arguments.plan_hash = case_.is_counted() ? 0 : 77;
+    arguments.gradients = draw_gradients();
+  }
+
+  /// Seldom of no gradients at all, which excludes all who need one.
+  int32_t draw_gradients() {
+    using layout::GradientWord;
+    if (!has_gradients_ || random_.chance(1, 6))
+      return 0;
+    const int32_t word = GradientWord::kEnabled;
+    if (random_.chance(1, 8))
+      return word | 4 << GradientWord::kWeightBytesShift;
+    return random_.chance(1, 3) ? word | GradientWord::kNeedsRows : word;
   }
 
   int64_t draw_expert() {
@@ -178,14 +191,21 @@ class Draw {
   void expect() {
     const layout::OperationArguments* first = nullptr;
     bool is_rejected = false;
+    bool is_needed = false;
+    bool is_apart = false;
     for (int rank_idx = 0; rank_idx < num_ranks(); ++rank_idx) {
       if (!is_active(rank_idx))
         continue;
       const RankInput& own = input(rank_idx);
       first = first == nullptr ? &own.arguments : first;
-      is_rejected = is_rejected || !(own.arguments == *first) ||
+      is_rejected = is_rejected || !own.arguments.is_same_as(*first) ||
                     case_.row_status[static_cast<size_t>(rank_idx)] != RowStatus::kOk;
+      is_needed = is_needed || (own.arguments.gradients & layout::GradientWord::kNeedsRows) != 0;
+      // Needs aside, words are all alike.
+      is_apart = is_apart || ((own.arguments.gradients ^ first->gradients) &
+                              ~layout::GradientWord::kNeedsRows) != 0;
     }
+    is_rejected = is_rejected || (is_needed && is_apart);
     if (is_rejected)
       return end(OperationStatus::kRejected);
     const bool is_low_latency = case_.arrangement.layout == RowLayout::kLowLatency;
