@@ -385,7 +385,10 @@ def layer_gradients(
     x = every_x[mine].clone() if num_tokens[context.rank_idx] else torch.empty(0, 16)
     x.requires_grad_(needs[context.rank_idx])
     with Communicator(context.group, backend="host") as communicator:
-        with EpBuffer(communicator, EpConfig(num_experts=6)) as buffer:
+        config = EpConfig(
+            num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=16, dtype=torch.float32
+        )
+        with EpBuffer(communicator, config) as buffer:
             layer = MoELayer(
                 16, 8, 6, 2, dispatcher=TokenDispatcher(6, buffer=buffer, weighted_by="combine")
             )
