@@ -345,6 +345,12 @@ def combine(
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
     if word and not link.requires_grad:
         link = buffer.gradient_anchor
+    if word and not is_traced:
+        # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.
+        if handle.counts.is_inference():
+            handle = _outside_inference(handle)
+        if topk_weights is not None:
+            expert_out, topk_weights = map(_clone_of_inference, (expert_out, topk_weights))
     run = operators.COMBINE if is_traced else _eager_combine
     y: torch.Tensor = run(
         expert_out,
@@ -380,6 +386,15 @@ def _is_layout(layout: Any, expert_alignment: Any) -> bool:
 
 def _is_handle(handle: Any) -> bool:
     return isinstance(handle, DispatchHandle)
+
+
+def _clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _outside_inference(handle: TensorHandle) -> TensorHandle:
+    tensors = (handle.counts, handle.slots, handle.topk_idx, handle.meta)
+    return TensorHandle(*map(_clone_of_inference, tensors), handle.link)
 
 
 def _export(handle: DispatchHandle) -> TensorHandle:

@@ -236,7 +236,8 @@ class RowMover:
         num_bytes = num_rows * row_bytes
         kept = self.staging.get(name)
         if kept is None or kept.numel() < num_bytes:
-            kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._carrier.device)
+            with torch.inference_mode(mode=False):  # later calls write to it in any mode
+                kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._carrier.device)
             self.staging[name] = kept
         return kept[:num_bytes].view(num_rows, row_bytes)
 

@@ -487,7 +487,21 @@ def clash(context: RankContext, backend: str, how: str, layout: Layout) -> list[
             else:
                 per_token = torch.full((2,), copies)
             assert torch.equal(y, x * per_token[:, None])
-            # And all can go on to differentiate.
+            # And all can go on to differentiate, with the same handle too.
+            weights = None if layout is Layout.RANK_MAJOR else torch.full((2, 2), 0.5)
+            y = moe_comm.combine(rows, result.handle, buffer=buffer, topk_weights=weights)
+            assert y.requires_grad
+            y.sum().backward()
+            if rank_idx == 0:
+                num_rows = result.handle.num_recv_tokens
+                expected = torch.zeros(num_rows, 8)
+                if layout is Layout.LOW_LATENCY:
+                    filled = result.num_tokens_per_expert[:, None]
+                    is_filled = (torch.arange(num_rows // len(filled)) < filled).flatten()
+                    expected[is_filled] = 0.5
+                else:
+                    expected += 1 if weights is None else 0.5
+                assert torch.equal(rows.grad, expected)
             leaf = torch.ones(2, 8, requires_grad=rank_idx == 0)
             result = moe_comm.dispatch(leaf, topk_idx, buffer=buffer, layout=layout)
             assert result.x.requires_grad
