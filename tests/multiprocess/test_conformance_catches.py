@@ -8,9 +8,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from moe_comm.backends import reference
+from moe_comm.backends import admission, reference
 from moe_comm.backends.base import CombineOutput, Completed, DispatchOutput, Operation, Plan
 from moe_comm.backends.gradients import ENABLED
+from moe_comm.backends.routing import Placement, RowOrder
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import FP8_BLOCK128
 from moe_comm.testing import CHECKS, Case, ConformanceError, RankError, Target, check_case
@@ -199,6 +200,48 @@ class HearsItselfAlone(_Mutant):
         return Completed(dataclasses.replace(output, gradients=gradients))
 
 
+class _LowersLimits(_Mutant):
+    """As many rows as a limit allows are too many."""
+
+    def dispatch(
+        self, *args: Any, capacity: Capacity | None, **options: Any
+    ) -> Operation[DispatchOutput]:
+        if capacity is not None:
+            capacity = self.lower(capacity, options["expert_alignment"])
+        return super().dispatch(*args, capacity=capacity, **options)
+
+    def lower(self, capacity: Capacity, alignment: int) -> Capacity:
+        raise NotImplementedError
+
+
+class RaisesAtAFullExpert(_LowersLimits):
+    def lower(self, capacity: Capacity, alignment: int) -> Capacity:
+        if capacity.num_rows_per_expert is None or capacity.on_overflow != "raise":
+            return capacity
+        return dataclasses.replace(capacity, num_rows_per_expert=capacity.num_rows_per_expert - 1)
+
+
+class DropsFromAFullExpert(_LowersLimits):
+    def lower(self, capacity: Capacity, alignment: int) -> Capacity:
+        if capacity.num_rows_per_expert is None or capacity.on_overflow != "drop":
+            return capacity
+        return dataclasses.replace(capacity, num_rows_per_expert=capacity.num_rows_per_expert - 1)
+
+
+class RaisesAtAFullRank(_LowersLimits):
+    def lower(self, capacity: Capacity, alignment: int) -> Capacity:
+        if not capacity.num_rows or capacity.on_overflow != "raise":
+            return capacity
+        return dataclasses.replace(capacity, num_rows=capacity.num_rows - alignment)
+
+
+class GrowsAFullRank(_LowersLimits):
+    def lower(self, capacity: Capacity, alignment: int) -> Capacity:
+        if capacity.num_rows is None or capacity.on_overflow != "grow":
+            return capacity
+        return dataclasses.replace(capacity, num_rows=capacity.num_rows + alignment)
+
+
 class ChangesTheException(_Mutant):
     def reject(self, operation: str, error: Exception) -> NoReturn:
         super().reject(operation, RuntimeError(str(error)))
@@ -261,11 +304,31 @@ def test_a_wrong_bit_is_found(mutant: type[_Mutant], case: Case, symptom: str) -
         (ChangesTheException, "bad-input"),
         (AcceptsAnyConfig, "bad-config"),
         (GrowsInsteadOfRaising, "limits"),
+        (RaisesAtAFullExpert, "limits"),
+        (DropsFromAFullExpert, "limits"),
+        (RaisesAtAFullRank, "limits"),
+        (GrowsAFullRank, "limits"),
     ],
 )
 def test_a_missing_refusal_is_found(mutant: type[_Mutant], check: str) -> None:
     with pytest.raises((ConformanceError, RankError)):
         CHECKS[check](Target(name="mutant", make=mutant, can_overlap=False), mode="threads")
+
+
+def test_a_drop_rule_that_ignores_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are kept that would have a place if experts before theirs were not padded."""
+    unpatched = admission._within_windows
+
+    def within_windows(
+        choices: torch.Tensor, num_rows: torch.Tensor, placement: Placement, order: RowOrder
+    ) -> torch.Tensor:
+        return unpatched(
+            choices, num_rows, placement, dataclasses.replace(order, expert_alignment=1)
+        )
+
+    monkeypatch.setattr(admission, "_within_windows", within_windows)
+    with pytest.raises((ConformanceError, RankError)):
+        CHECKS["limits"](Target(name="mutant", make=_Mutant, can_overlap=False), mode="threads")
 
 
 def test_the_unchanged_mutant_passes() -> None:
