@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import moe_comm
 from moe_comm import errors
-from moe_comm.resharding import stale
+from moe_comm.resharding import stale, verification
 from moe_comm.resharding.plan import ReshardPlan, TransferOp
 from moe_comm.resharding.transform_protocol import ReshardTransform
 from moe_comm.resharding.verification import RefitProof, verify_refit
@@ -233,3 +234,105 @@ def test_one_rank_with_itself() -> None:
     assert verify_refit(plan, src, dst, ranks[0]) == RefitProof(1, 96, ())
     with pytest.raises(errors.RefitError, match="rank 0: w, piece 0"):
         verify_refit(plan, src, module_of(w=source()), ranks[0])
+
+
+# ---------------------------------------------------------------------------------------------
+# Pieces of equal shape between the same ranks, which change places: every byte is there.
+
+NUM_PIECES = 4
+
+
+def _many_pieces() -> Refit:
+    """Rank 0 has `w` and `v`; rank 1 takes their rows as `part` and `more`, rank 2 those of `w`."""
+    sends: list[TransferOp] = []
+    receives: dict[int, list[TransferOp]] = {1: [], 2: []}
+    for rank, name, mine in ((1, "w", "part"), (1, "v", "more"), (2, "w", "part")):
+        for row in range(NUM_PIECES):
+            cells = (slice(row, row + 1), slice(0, 6))
+            task_id = (rank << 42) + (NUM_PIECES if name == "v" else 0) + row
+            sends.append(TransferOp(name, rank, True, cells, cells, task_id))
+            receives[rank].append(TransferOp(mine, 0, False, cells, cells, task_id))
+    w, v = source()[:NUM_PIECES], source()[:NUM_PIECES] + 100
+    return Refit(
+        [ReshardPlan(sends, []), ReshardPlan([], receives[1]), ReshardPlan([], receives[2])],
+        [module_of(w=w, v=v), None, None],
+        [None, module_of(part=w.clone(), more=v.clone()), module_of(part=w.clone())],
+    )
+
+
+def _swap(left: torch.Tensor, right: torch.Tensor) -> None:
+    kept = left.clone()
+    left.copy_(right)
+    right.copy_(kept)
+
+
+def _swap_rows(refit: Refit) -> None:
+    part = refit.targets[1].part.data
+    _swap(part[0], part[3])
+
+
+def _swap_parameters(refit: Refit) -> None:
+    _swap(refit.targets[1].part.data[2], refit.targets[1].more.data[2])
+
+
+def _swap_whole_parameters(refit: Refit) -> None:
+    _swap(refit.targets[1].part.data, refit.targets[1].more.data)
+
+
+def _turn_rows(refit: Refit) -> None:
+    refit.targets[1].part.data.copy_(refit.targets[1].part.data.roll(1, dims=0))
+
+
+@pytest.mark.parametrize(
+    ("change", "num_pieces"),
+    [
+        (_swap_rows, 2),
+        (_swap_parameters, 2),
+        (_swap_whole_parameters, 2 * NUM_PIECES),
+        (_turn_rows, NUM_PIECES),
+    ],
+)
+def test_pieces_that_change_places_are_found(
+    change: Callable[[Refit], None], num_pieces: int
+) -> None:
+    refit = _many_pieces()
+    assert [proof.num_pieces for proof in refit.verify()] == [0, 2 * NUM_PIECES, NUM_PIECES]
+    change(refit)
+    error = refit.error()
+    assert isinstance(error, errors.RefitError)
+    assert error.ranks == (1,)
+    text = str(error)
+    assert text.count("the source has checksum") == min(num_pieces, 6)
+    assert ("; and 2 more" in text) == (num_pieces > 6)
+    assert refit.stale_ranks == [1]
+
+
+def test_pieces_of_two_ranks_that_change_places_are_found() -> None:
+    refit = _many_pieces()
+    _swap(refit.targets[1].part.data[0], refit.targets[2].part.data[1])
+    assert refit.error().ranks == (1, 2)
+
+
+def test_a_hash_of_checksums_alone_would_miss_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that ranks compare first say which piece has which checksum."""
+
+    def without_ids(
+        bootstrap: Any, sent: dict[Any, Any], received: dict[Any, Any], skipped: set[Any]
+    ) -> list[tuple[int, int]]:
+        def sums_by_pair(ends: dict[Any, Any]) -> dict[tuple[int, int], list[int]]:
+            sums: dict[tuple[int, int], list[int]] = {}
+            for key, piece in ends.items():
+                sums.setdefault(key[:2], []).append(piece.checksum)
+            return {pair: sorted(values) for pair, values in sums.items()}
+
+        gathered = bootstrap.all_gather((sums_by_pair(sent), sums_by_pair(received)))
+        all_sent: dict[Any, Any] = {}
+        all_received: dict[Any, Any] = {}
+        for theirs_sent, theirs_received in gathered:
+            all_sent |= theirs_sent
+            all_received |= theirs_received
+        return [pair for pair in all_sent if all_sent[pair] != all_received.get(pair)]
+
+    monkeypatch.setattr(verification, "_odd_pairs", without_ids)
+    with pytest.raises(AssertionError):
+        test_pieces_that_change_places_are_found(_swap_rows, 2)
