@@ -57,6 +57,15 @@ foreach(target moe_comm_faulty dispatch_kernel kernel_rows)
   target_compile_definitions(${target} PRIVATE MOE_WITH_MUTANTS)
 endforeach()
 
+# Operations on a device whose callers have streams, with faults in the phase that receives late.
+moe_comm_add_objects(moe_comm_faulty_runtime ${MOE_COMM_RUNTIME_SOURCES})
+moe_comm_add_program(stream_callers moe_comm_faulty_runtime moe_comm_kernels moe_comm_simt
+  moe_comm_common moe_comm_rows)
+foreach(target moe_comm_faulty_runtime stream_callers)
+  moe_comm_use_simt(${target})
+  target_compile_definitions(${target} PRIVATE MOE_WITH_MUTANTS)
+endforeach()
+
 # The whole, with such faults, and every access checked.
 moe_comm_add_objects(moe_comm_checked ${MOE_COMM_COMMON_SOURCES} ${MOE_COMM_KERNEL_SOURCES}
   ${MOE_COMM_SIMT_SOURCES} ${MOE_COMM_CHECKER_SOURCES})

@@ -204,6 +204,19 @@ def test_a_fault_that_nothing_comes_across_is_refused(program: Path) -> None:
         assert f"no code that ran has a fault '{mutant}'" in done.stderr
 
 
+def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A program of tests/cpp that has faults."""
+    return subprocess.run(
+        [build_program(name), *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_a_window_of_a_late_receive_is_kept() -> None:
+    """Callers that are streams, on the emulator; see tests/cpp/stream_callers.cpp."""
+    ended = run_program("stream_callers")
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("ok\n", "", 0)
+
+
 def sites() -> Iterator[tuple[str, str]]:
     """Every fault that can be switched on, with the file of the place."""
     for path in sorted((ROOT / "csrc").rglob("*")):
@@ -221,6 +234,10 @@ def test_the_catalogue_lists_what_the_sources_have() -> None:
 
 @pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.name)
 def test_a_fault_is_found(program: Path, mutant: Mutant) -> None:
+    assert mutant.scenarios or mutant.programs
+    for name in mutant.programs:
+        found = run_program(name, "--mutant", mutant.name)
+        assert "a window that a peer may write to is handed out" in found.stderr, mutant.rule
     num_most = NUM_MOST_UNTIL_FOUND_OF.get(mutant.name, NUM_MOST_UNTIL_FOUND)
     for scenario in mutant.scenarios:
         outcome = explore(program, scenario, num_most, mutant=mutant.name)

@@ -17,6 +17,7 @@ class Mutant:
         rule: What holds without it.
         scenarios: Of the program `schedules`; each of them finds it.
         kinds: What it is found as, one of them.
+        programs: Of tests/cpp; each of them finds it.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Mutant:
     rule: str
     scenarios: tuple[str, ...]
     kinds: tuple[str, ...]
+    programs: tuple[str, ...] = ()
 
 
 def _read_catalogue() -> tuple[Mutant, ...]:
@@ -35,6 +37,7 @@ def _read_catalogue() -> tuple[Mutant, ...]:
             entry["rule"],
             tuple(entry["scenarios"]),
             tuple(entry["kinds"]),
+            tuple(entry.get("programs", ())),
         )
         for entry in entries
     )

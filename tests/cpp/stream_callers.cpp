@@ -1,0 +1,187 @@
+// Operations whose caller is a stream: ranks that are threads, each with a device of its own on the
+// emulator that says it is no CPU and gives callers streams.
+//
+// `stream_callers` prints "ok" or what was found; `stream_callers --mutant NAME` has that fault.
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <latch>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/error.h"
+#include "runtime/device_dispatch.h"
+#include "runtime/device_endpoint.h"
+#include "simt/simt_device.h"
+#include "thread_rank.h"
+
+namespace moe::simt {
+
+static std::string g_mutant;
+
+bool is_mutant(const char* name) {
+  return g_mutant == name;
+}
+
+}  // namespace moe::simt
+
+namespace {
+
+using namespace moe;
+
+constexpr int kNumExperts = 2;
+constexpr int64_t kNumTokens = 4;
+constexpr int64_t kHidden = 32;  // float32
+constexpr int32_t kDlpackGpu = 2;
+
+/// The emulator as a device whose callers have streams.
+class StreamDevice final : public runtime::Device {
+ public:
+  explicit StreamDevice(int rank_idx) : inner_(rank_idx), caller_(inner_.create_stream()) {}
+
+  const std::string& name() const override { return inner_.name(); }
+  int32_t dlpack_type() const override { return kDlpackGpu; }
+  int32_t device_idx() const override { return 0; }
+  int num_sms() const override { return inner_.num_sms(); }
+  size_t max_shared_bytes() const override { return inner_.max_shared_bytes(); }
+  bool has_bulk_copies() const override { return inner_.has_bulk_copies(); }
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override { return inner_.allocate(bytes); }
+  std::shared_ptr<std::byte> allocate_unset(int64_t bytes) override {
+    return inner_.allocate_unset(bytes);
+  }
+  std::shared_ptr<std::byte> allocate_host(int64_t bytes) override {
+    return inner_.allocate_host(bytes);
+  }
+  std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override {
+    return inner_.map_host(memory, bytes);
+  }
+  std::shared_ptr<runtime::Stream> create_stream() override { return inner_.create_stream(); }
+  std::shared_ptr<runtime::Stream> side_stream() override { return inner_.side_stream(); }
+  std::shared_ptr<runtime::Stream> caller_stream(uintptr_t) override { return caller_; }
+  void activate() override {}
+  std::shared_ptr<void> activate_for_now() override { return nullptr; }
+
+ private:
+  simt::SimtDevice inner_;
+  std::shared_ptr<runtime::Stream> caller_;
+};
+
+void await(const runtime::Stream& stream) {
+  while (!stream.is_idle())
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
+/// One buffer of a rank, and inputs that every rank knows: row t of rank r is full of 10 r + t, and
+/// every token goes to both experts.
+struct Caller {
+  Caller(int rank_idx, host::ThreadRank& rank)
+      : rank_idx(rank_idx), num_ranks(rank.group->num_ranks()) {
+    runtime::DeviceEndpointConfig config;
+    config.common.num_experts = kNumExperts;
+    config.common.expert_rank = {0, 1};
+    config.common.depth = 2;
+    endpoint = runtime::DeviceEndpoint::create(
+        std::shared_ptr<host::Group>(std::shared_ptr<void>(), rank.group.get()),
+        rank.heap,
+        std::make_shared<StreamDevice>(rank_idx),
+        std::move(config),
+        {});
+    for (int64_t token_idx = 0; token_idx < kNumTokens; ++token_idx) {
+      x.insert(x.end(), kHidden, static_cast<float>(10 * rank_idx + token_idx));
+      topk_idx.insert(topk_idx.end(), {0, 1});
+    }
+  }
+
+  host::DispatchOutcome dispatch() {
+    host::DispatchParams params;
+    params.x = reinterpret_cast<const std::byte*>(x.data());
+    params.topk_idx = topk_idx.data();
+    params.num_tokens = kNumTokens;
+    params.num_topk = 2;
+    params.source_row_bytes = params.row_bytes = kHidden * 4;
+    params.dtype = 2 << 8 | 32;
+    params.copy_out = host::CopyOut::kNever;
+    params.is_async = true;
+    return runtime::dispatch(*endpoint, params, {});
+  }
+
+  /// Joins and looks at every row.
+  void check(const host::DispatchOutcome& outcome) const {
+    outcome.end->join({});
+    await(endpoint->caller_stream());
+    const int64_t num_rows = rank_idx < kNumExperts ? num_ranks * kNumTokens : 0;
+    for (int64_t row_idx = 0; row_idx < num_rows; ++row_idx) {
+      float value = 0.0f;
+      std::memcpy(&value, outcome.rows + row_idx * kHidden * 4, sizeof(value));
+      const auto wanted = static_cast<float>(10 * (row_idx / kNumTokens) + row_idx % kNumTokens);
+      if (value != wanted)
+        host::fail(concat("row ", row_idx, " of rank ", rank_idx, " is ", value));
+    }
+  }
+
+  /// Whether some window that the heap hands out now shares bytes with that of @p rows.
+  bool is_handed_out(host::Group& group, const std::byte* rows) const {
+    const auto bytes = static_cast<uint64_t>(num_ranks * kNumTokens * kHidden * 4);
+    std::vector<std::shared_ptr<Window>> windows;
+    for (int i = 0; i < 16; ++i) {
+      windows.push_back(group.memory().allocate(bytes));
+      const std::byte* const begin = windows.back()->data();
+      if (begin < rows + bytes && rows < begin + windows.back()->bytes())
+        return true;
+    }
+    return false;
+  }
+
+  int rank_idx;
+  int num_ranks;
+  std::shared_ptr<runtime::DeviceEndpoint> endpoint;
+  std::vector<float> x;
+  std::vector<int64_t> topk_idx;
+};
+
+/// What peers may write to goes to nobody else before the next operation, also where the result is
+/// dropped once its receive has been started.
+/// @param starts  that receive is started by whoever asks for the end; else by the result's end
+void abort_while_receiving(bool starts) {
+  std::latch all_have_sent(2);
+  std::latch all_have_looked(2);
+  host::run_group(2, [&](int rank_idx, host::ThreadRank& rank) {
+    Caller caller(rank_idx, rank);
+    caller.check(caller.dispatch());
+    host::DispatchOutcome outcome = caller.dispatch();
+    all_have_sent.arrive_and_wait();
+    if (rank_idx == 1)
+      rank.group->abort(layout::AbortCause::kPeerFailed, host::WaitSite{}, {1}, "gave up");
+    while (!rank.group->is_aborted())
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    const std::byte* const rows = outcome.rows;
+    if (starts)
+      outcome.end->join({});
+    outcome = host::DispatchOutcome{};
+    await(caller.endpoint->caller_stream());
+    if (caller.is_handed_out(*rank.group, rows))
+      host::fail(concat("rank ", rank_idx, ": a window that a peer may write to is handed out"));
+    all_have_looked.arrive_and_wait();
+    rank.group->recover({});
+    caller.check(caller.dispatch());
+    caller.check(caller.dispatch());
+    if (!caller.is_handed_out(*rank.group, rows))
+      host::fail(concat("rank ", rank_idx, ": a window never comes back"));
+    caller.endpoint->destroy({});
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 3 && std::strcmp(argv[1], "--mutant") == 0)
+    simt::g_mutant = argv[2];
+  abort_while_receiving(true);
+  abort_while_receiving(false);
+  std::puts("ok");
+}
