@@ -229,7 +229,8 @@ std::string Group::merge_proposals() const {
       merged.next_epoch = MOE_MUTANT(resume_at_wrong_epoch)
                               ? std::min(merged.next_epoch, epochs.next_epoch)
                               : std::max(merged.next_epoch, epochs.next_epoch);
-      merged.last_completed = std::min(merged.last_completed, epochs.last_completed);
+      if (!MOE_MUTANT(epoch_of_first_living))
+        merged.last_completed = std::min(merged.last_completed, epochs.last_completed);
     }
   }
   std::string decision = kCommitment + own.substr(1, count);

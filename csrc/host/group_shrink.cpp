@@ -288,7 +288,8 @@ ShrinkDecision ShrinkAgreement::decide_locked() {
     for (size_t position = 0; position < epochs.size();) {
       const auto buffer = read_value<BufferEpochs>(epochs, &position);
       uint64_t& last = completed.emplace(buffer.buffer_number, buffer.last_completed).first->second;
-      last = std::min(last, buffer.last_completed);
+      last = MOE_MUTANT(epoch_of_some_survivor) ? std::max(last, buffer.last_completed)
+                                                : std::min(last, buffer.last_completed);
     }
   }
   for (const auto& [number, last] : completed)

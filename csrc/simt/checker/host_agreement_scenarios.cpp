@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -54,9 +56,9 @@ using Outcomes = std::vector<std::vector<int>>;
 
 /// What a caller of the agreement does: it makes the new group again until all survivors have it.
 /// Here the new group is who said what in so many gathers.
-std::vector<int> shrink(HostRank& rank,
-                        const std::vector<int>& failed_ranks,
-                        int64_t num_gathers = 1) {
+host::ShrinkDecision shrink(HostRank& rank,
+                            const std::vector<int>& failed_ranks,
+                            int64_t num_gathers = 1) {
   host::ShrinkAgreement& agreement = rank.group()->shrink_agreement();
   host::ShrinkDecision decision = agreement.agree({failed_ranks, "shrink", "", "", true}, {});
   while (true) {
@@ -74,7 +76,7 @@ std::vector<int> shrink(HostRank& rank,
     }
     std::optional<host::ShrinkDecision> later = agreement.finish(has_group, {});
     if (!later)
-      return decision.survivors;
+      return decision;
     decision = std::move(*later);
   }
 }
@@ -92,6 +94,94 @@ void check_outcomes(const HostRank& rank, const HostWorld& world, const Outcomes
     }
 }
 
+/// A buffer that stands where the schedule puts it.
+class StandingBuffer : public host::Recoverable {
+ public:
+  explicit StandingBuffer(uint64_t last_completed) : last_completed_(last_completed) {}
+  Epochs epochs() const override { return {last_completed_ + 1, last_completed_}; }
+  bool is_idle() const override { return true; }
+  void restart(uint64_t next_epoch) override { next_epoch_ = next_epoch; }
+  uint64_t next_epoch() const { return next_epoch_; }
+
+ private:
+  uint64_t last_completed_;
+  uint64_t next_epoch_ = 0;
+};
+
+/// Several buffers of every rank, no two ranks at the same epochs as a rule.
+class StandingBuffers {
+ public:
+  StandingBuffers(Random& random, int num_ranks)
+      : last_completed_(static_cast<size_t>(random.between(1, 3))) {
+    for (auto& by_rank : last_completed_) {
+      const int64_t first = random.between(0, 2);  // 0 is none
+      for (int rank_idx = 0; rank_idx < num_ranks; ++rank_idx)
+        by_rank.push_back(static_cast<uint64_t>(first + random.between(0, 3)));
+    }
+  }
+
+  size_t size() const { return last_completed_.size(); }
+
+  /// Of one rank, which keeps them.
+  std::vector<std::shared_ptr<StandingBuffer>> make(HostRank& rank) const {
+    std::vector<std::shared_ptr<StandingBuffer>> buffers;
+    for (const auto& by_rank : last_completed_) {
+      buffers.push_back(
+          std::make_shared<StandingBuffer>(by_rank[static_cast<size_t>(rank.rank_idx())]));
+      rank.group()->add_recoverable(buffers.size(), buffers.back());
+    }
+    return buffers;
+  }
+
+  /// Holds what @p rank was told to the last epoch that all of @p survivors have completed.
+  void check(const HostRank& rank,
+             const std::vector<int>& survivors,
+             const std::vector<int64_t>& told) const {
+    if (told.size() != size())
+      return rank.fail(concat("epochs of ", told.size(), " buffers instead of ", size()));
+    for (size_t buffer = 0; buffer < size(); ++buffer) {
+      uint64_t last = ~uint64_t{0};
+      for (const int survivor : survivors)
+        last = std::min(last, last_completed_[buffer][static_cast<size_t>(survivor)]);
+      const int64_t expected = last == 0 ? -1 : static_cast<int64_t>(last);
+      if (told[buffer] != expected)
+        rank.fail(concat("buffer ",
+                         buffer,
+                         ": all completed epoch ",
+                         told[buffer],
+                         ", where the survivors completed ",
+                         expected));
+    }
+  }
+
+  /// Who is evicted hears where the first buffer of the rank that names it stands.
+  void check_named(const HostRank& rank, const FailureSite& site) const {
+    const uint64_t last = last_completed_[0][static_cast<size_t>(site.ranks.at(0))];
+    if (site.epoch != (last == 0 ? -1 : static_cast<int64_t>(last)))
+      rank.fail(
+          concat("rank ", site.ranks[0], " says epoch ", site.epoch, " and stands at ", last));
+  }
+
+  /// Behind whatever any of @p ranks has begun.
+  uint64_t next_epoch(size_t buffer, const std::vector<int>& ranks) const {
+    uint64_t next = 0;
+    for (const int rank : ranks)
+      next = std::max(next, last_completed_[buffer][static_cast<size_t>(rank)] + 1);
+    return next;
+  }
+
+ private:
+  std::vector<std::vector<uint64_t>> last_completed_;  ///< by buffer, by rank
+};
+
+std::vector<int> ranks_outside(const std::vector<int>& ranks, int num_ranks) {
+  std::vector<int> others;
+  for (int rank = 0; rank < num_ranks; ++rank)
+    if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end())
+      others.push_back(rank);
+  return others;
+}
+
 }  // namespace
 
 MOE_SCENARIO(host_shrink, "CPU: ranks die at any step while the survivors agree to go on") {
@@ -101,13 +191,27 @@ MOE_SCENARIO(host_shrink, "CPU: ranks die at any step while the survivors agree 
   world.run([&](HostRank& rank) {
     world.meet();
     deaths.doom(rank);
-    const std::vector<int> survivors = shrink(rank, {});
+    const std::vector<int> survivors = shrink(rank, {}).survivors;
     outcomes[static_cast<size_t>(rank.rank_idx())] = survivors;
     for (int peer_rank = 0; peer_rank < rank.num_ranks(); ++peer_rank)
       if (!world.is_dead(peer_rank) &&
           std::find(survivors.begin(), survivors.end(), peer_rank) == survivors.end())
         rank.fail(concat("rank ", peer_rank, " lives, and is no part of the new group"));
     check_outcomes(rank, world, outcomes);
+  });
+}
+
+MOE_SCENARIO(host_shrink_epochs,
+             "CPU: survivors stand at different epochs of several buffers, ranks that spoke die") {
+  HostWorld world(run, draw_options(run, 2, 4));
+  const StandingBuffers standing(run.random(), world.num_ranks());
+  const Deaths deaths(run.random(), world.num_ranks(), 400);
+  world.run([&](HostRank& rank) {
+    const auto buffers = standing.make(rank);
+    world.meet();
+    deaths.doom(rank);
+    const host::ShrinkDecision decision = shrink(rank, {});
+    standing.check(rank, decision.survivors, decision.completed_epochs);
   });
 }
 
@@ -118,7 +222,7 @@ MOE_SCENARIO(host_shrink_gathers, "CPU: a rank dies while survivors exchange mor
   world.run([&](HostRank& rank) {
     world.meet();
     deaths.doom(rank);
-    outcomes[static_cast<size_t>(rank.rank_idx())] = shrink(rank, {}, 6);
+    outcomes[static_cast<size_t>(rank.rank_idx())] = shrink(rank, {}, 6).survivors;
     check_outcomes(rank, world, outcomes);
   });
 }
@@ -131,8 +235,9 @@ MOE_SCENARIO(host_stopped, "CPU: a rank that lives and says nothing is reported 
   world.run([&](HostRank& rank) {
     world.meet();
     if (rank.rank_idx() != stopped) {
-      const std::vector<int> survivors = shrink(
-          rank, rank.rank_idx() == reporter ? std::vector<int>{stopped} : std::vector<int>{});
+      const std::vector<int> reported =
+          rank.rank_idx() == reporter ? std::vector<int>{stopped} : std::vector<int>{};
+      const std::vector<int> survivors = shrink(rank, reported).survivors;
       if (static_cast<int>(survivors.size()) != world.num_ranks() - 1)
         rank.fail(concat(survivors.size(), " ranks go on"));
     }
@@ -148,13 +253,16 @@ MOE_SCENARIO(host_evict, "CPU: ranks that live declare each other failed; one gr
     for (int peer = 0; peer < num_ranks; ++peer)
       if (peer != rank && run.random().chance(1, 3))
         reports[static_cast<size_t>(rank)].push_back(peer);
+  const StandingBuffers standing(run.random(), num_ranks);
   Outcomes outcomes(static_cast<size_t>(num_ranks));
   world.run([&](HostRank& rank) {
+    const auto buffers = standing.make(rank);
     world.meet();
     const auto idx = static_cast<size_t>(rank.rank_idx());
     try {
-      outcomes[idx] = shrink(rank, reports[idx]);
-    } catch (const Evicted&) {
+      outcomes[idx] = shrink(rank, reports[idx]).survivors;
+    } catch (const Evicted& error) {
+      standing.check_named(rank, error.site);
     } catch (const PeerFailed&) {
     }
     check_outcomes(rank, world, outcomes);
@@ -185,6 +293,24 @@ MOE_SCENARIO(host_recover, "CPU: ranks die at any step while the survivors recov
   });
 }
 
+MOE_SCENARIO(host_recover_epochs,
+             "CPU: the living stand at different epochs of several buffers, and recover") {
+  HostWorld world(run, draw_options(run, 2, 4));
+  const StandingBuffers standing(run.random(), world.num_ranks());
+  const Deaths deaths(run.random(), world.num_ranks(), 100);
+  world.run([&](HostRank& rank) {
+    const auto buffers = standing.make(rank);
+    world.meet();
+    deaths.doom(rank);
+    const host::RecoveryResult result = rank.group()->recover({});
+    const std::vector<int> living = ranks_outside(result.failed_ranks, world.num_ranks());
+    standing.check(rank, living, result.completed_epochs);
+    for (size_t buffer = 0; buffer < buffers.size(); ++buffer)
+      if (buffers[buffer]->next_epoch() != standing.next_epoch(buffer, living))
+        rank.fail(concat("buffer ", buffer, " resumes at ", buffers[buffer]->next_epoch()));
+  });
+}
+
 MOE_SCENARIO(host_recover_shrink, "CPU: ranks shrink while others are still in recover") {
   HostWorld::Options options = draw_options(run, 2, 4);
   options.threads.may_time_pass = false;
@@ -192,7 +318,7 @@ MOE_SCENARIO(host_recover_shrink, "CPU: ranks shrink while others are still in r
   world.run([&](HostRank& rank) {
     world.meet();
     rank.group()->recover({});
-    const std::vector<int> survivors = shrink(rank, {});
+    const std::vector<int> survivors = shrink(rank, {}).survivors;
     if (static_cast<int>(survivors.size()) != world.num_ranks())
       rank.fail(concat(survivors.size(), " ranks go on"));
   });
