@@ -327,7 +327,8 @@ class CombineOperation {
       if (!go_on(token_idx, shows_progress))
         break;
     }
-    kernels.store_fence();
+    if (!MOE_MUTANT(no_store_fence_after_sums))
+      kernels.store_fence();
   }
 
   /// Weights in the type the rows are added in.

@@ -313,7 +313,8 @@ class DispatchOperation {
     endpoint_.kernels().zero(offset_ptr(base, first, params_.row_bytes),
                              num_rows * params_.row_bytes,
                              endpoint_.store_mode(num_rows * params_.row_bytes));
-    endpoint_.kernels().store_fence();
+    if (!MOE_MUTANT(no_store_fence_after_padding))
+      endpoint_.kernels().store_fence();
     const auto& scales = window.scales;
     const int64_t scales_at = window.scales_offset + scales.place(first);
     if (!scales.is_column_major)

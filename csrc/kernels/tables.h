@@ -213,7 +213,8 @@ class CountBlock {
     bool is_over = false;
     for (int j = device::thread_idx(); limit >= 0 && j < buffer_.num_experts;
          j += device::num_threads())
-      is_over = is_over || device::load(scratch_.totals + j) > limit;
+      is_over = is_over || device::load(scratch_.totals + j) >
+                               (MOE_MUTANT(full_capacity_overflows) ? limit - 1 : limit);
     return device::block_max<int64_t>(is_over ? 1 : 0, scratch_.words) != 0 &&
            !MOE_MUTANT(overflow_ignored);
   }
@@ -223,7 +224,8 @@ class CountBlock {
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const int64_t fixed_rows = count(rank_idx, fixed_column());
-      is_over = is_over || (fixed_rows >= 0 && num_required_rows(rank_idx) > fixed_rows);
+      const int64_t most = MOE_MUTANT(full_rank_overflows) ? fixed_rows - 1 : fixed_rows;
+      is_over = is_over || (fixed_rows >= 0 && num_required_rows(rank_idx) > most);
     }
     return device::block_max<int64_t>(is_over ? 1 : 0, scratch_.words) != 0;
   }
@@ -270,7 +272,10 @@ class CountBlock {
       return rule.expert_capacity >= 0 && total > rule.expert_capacity ? rule.expert_capacity
                                                                        : total;
     };
-    add_up_rows([&](int j) { return arrangement_.expert_rows(within_capacity(j)); });
+    add_up_rows([&](int j) {
+      const int64_t kept = within_capacity(j);
+      return MOE_MUTANT(room_without_padding) ? kept : arrangement_.expert_rows(kept);
+    });
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads()) {
       const int owner = owner_at(j);
       const int64_t fixed_rows = count(owner, fixed_column());

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/mutant.h"
+
 namespace moe::layout {
 
 namespace {
@@ -73,7 +75,8 @@ void drop_rows(CountMatrix* counts,
     for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(rank_idx)]) {
       if (fixed_rows >= 0)
         clip_expert(counts, expert_idx, fixed_rows - start);
-      start += arrangement.expert_rows(counts->to_expert(expert_idx));
+      const int64_t kept = counts->to_expert(expert_idx);
+      start += MOE_MUTANT(padding_takes_no_room) ? kept : arrangement.expert_rows(kept);
     }
   }
 }
@@ -89,7 +92,7 @@ std::vector<Overflow> find_overflows(const CountMatrix& asked,
   const int64_t limit = is_low_latency ? arrangement.rows_per_expert : rule.expert_capacity;
   for (int expert_idx = 0; limit >= 0 && expert_idx < asked.num_experts; ++expert_idx) {
     const int64_t needed = asked.to_expert(expert_idx);
-    if (needed > limit)
+    if (needed > limit || (needed == limit && MOE_MUTANT(limit_is_overflow)))
       overflows.push_back(
           {placement.expert_rank[static_cast<size_t>(expert_idx)], expert_idx, needed, limit});
   }

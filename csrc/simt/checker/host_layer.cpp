@@ -30,6 +30,9 @@ HostLayer::Tokens HostLayer::tokens_of(int rank_idx, int64_t step, int64_t value
     // Small whole numbers: sums are exact in any order.
     for (int64_t i = 0; i < shape_.hidden; ++i)
       tokens.x.push_back(static_cast<float>(1 + rank_idx * 1000 + token_idx * 100 + i + values));
+    for (int64_t i = 0; i < scale_row_bytes(); ++i)
+      tokens.scales.push_back(
+          static_cast<std::byte>(1 + (rank_idx * 83 + token_idx * 17 + i * 5 + values) % 255));
     for (int64_t k = 0; k < shape_.num_topk; ++k) {
       const int64_t expert_idx = random.between(-1, shape_.num_experts - 1);
       const bool is_there = expert_idx >= 0 && (excluded_ >> rank_of(expert_idx) & 1) == 0;
@@ -54,11 +57,21 @@ host::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
     params.weights = reinterpret_cast<const std::byte*>(tokens.weights.data());
     params.weight_bytes = 4;
   }
+  if (shape_.num_scales > 0) {
+    params.quantization_code = 1 | (shape_.has_scale_columns ? 2 : 0);
+    params.num_scales = shape_.num_scales;
+    params.scale_bytes = shape_.scale_bytes;
+    params.scales = tokens.scales.data();
+    params.scale_row_stride = scale_row_bytes();
+    params.scale_step = shape_.scale_bytes;
+  }
   params.layout = shape_.layout;
   params.expert_alignment = shape_.alignment;
   params.copy_out = shape_.copy_out;
   params.plan = plan;
-  return host::dispatch(*endpoint_, params, interrupt_check_);
+  host::DispatchOutcome outcome = host::dispatch(*endpoint_, params, interrupt_check_);
+  ++num_completed_;
+  return outcome;
 }
 
 void HostLayer::check_row(const host::DispatchOutcome& outcome,
@@ -73,6 +86,25 @@ void HostLayer::check_row(const host::DispatchOutcome& outcome,
     if (found[static_cast<size_t>(i)] != (expected == nullptr ? 0.0f : expected[i]))
       return rank_.fail(
           concat(what, ": row ", row_idx, " holds ", found[0], " instead of ", first));
+}
+
+/// @param expected  Null for padding, which is zero.
+void HostLayer::check_scales(const host::DispatchOutcome& outcome,
+                             int64_t row_idx,
+                             const std::byte* expected) const {
+  const auto bytes = static_cast<size_t>(shape_.scale_bytes);
+  for (int64_t i = 0; i < shape_.num_scales; ++i) {
+    std::vector<std::byte> found(bytes);
+    std::vector<std::byte> wanted(bytes);
+    sync::read_shared(
+        found.data(),
+        outcome.scales + outcome.scale_map.place(row_idx) + i * outcome.scale_map.step(),
+        bytes);
+    if (expected != nullptr)
+      std::memcpy(wanted.data(), expected + i * shape_.scale_bytes, bytes);
+    if (found != wanted)
+      return rank_.fail(concat("scale factor ", i, " of row ", row_idx, " is not its own"));
+  }
 }
 
 void HostLayer::check_rows(const host::DispatchOutcome& outcome,
@@ -92,6 +124,7 @@ void HostLayer::check_rows(const host::DispatchOutcome& outcome,
               tokens.topk_idx[static_cast<size_t>(token_idx * shape_.num_topk + k)];
           if (expert_idx < 0 || rank_of(expert_idx) != rank_.rank_idx())
             continue;
+          check_scales(outcome, row_idx, tokens.scales.data() + token_idx * scale_row_bytes());
           check_row(outcome, row_idx++, tokens.x.data() + token_idx * shape_.hidden, "dispatch");
           break;
         }
@@ -108,10 +141,13 @@ void HostLayer::check_rows(const host::DispatchOutcome& outcome,
             if (weight != tokens.weights[i])
               rank_.fail(concat("weight of row ", row_idx, " is ", weight));
           }
+          check_scales(outcome, row_idx, tokens.scales.data() + token_idx * scale_row_bytes());
           check_row(outcome, row_idx++, tokens.x.data() + token_idx * shape_.hidden, "dispatch");
         }
-      while (row_idx % shape_.alignment != 0)
-        check_row(outcome, row_idx++, nullptr, "padding");
+      for (; row_idx % shape_.alignment != 0; ++row_idx) {
+        check_scales(outcome, row_idx, nullptr);
+        check_row(outcome, row_idx, nullptr, "padding");
+      }
     }
   }
   if (row_idx != outcome.plan->num_rows())
@@ -147,6 +183,8 @@ void HostLayer::combine(const host::DispatchOutcome& outcome, const Tokens& toke
     params.weight_bytes = 4;
   }
   const host::CombineOutcome sums = host::combine(*endpoint_, params, interrupt_check_);
+  ++num_completed_;
+  read_elsewhere(sums.sums, tokens.num_tokens * row_bytes());
   if (window)
     sync::fill_shared(window->data(), 0x7F, private_rows.size());
   std::vector<float> row(static_cast<size_t>(shape_.hidden));
@@ -196,9 +234,21 @@ float HostLayer::sum_of(const Tokens& tokens, int64_t token_idx) const {
   return sum;
 }
 
+/// The caller of an operation may pass its result on with no more than a release.
+void HostLayer::read_elsewhere(const std::byte* begin, int64_t bytes) const {
+  if (!shape_.is_read_elsewhere)
+    return;
+  rank_.start("reader", [begin, bytes] {
+    std::vector<std::byte> copy(static_cast<size_t>(bytes));
+    sync::read_shared(copy.data(), begin, copy.size());
+  });
+  rank_.join_all();
+}
+
 void HostLayer::run(int64_t step) {
   const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
   const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
+  read_elsewhere(outcome.rows, outcome.plan->num_rows() * row_bytes());
   check_rows(outcome, step, 0);
   combine(outcome, tokens);
 }
@@ -214,6 +264,10 @@ void HostLayer::run_twice(int64_t step) {
   combine(second, others);
 }
 
+void HostLayer::run_dispatch(int64_t step) {
+  check_rows(dispatch(tokens_of(rank_.rank_idx(), step, 0), nullptr), step, 0);
+}
+
 void HostLayer::run_combines(int64_t step) {
   const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
   const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
@@ -224,7 +278,7 @@ void HostLayer::run_combines(int64_t step) {
 void HostLayer::run_rejected(int64_t step, int bad_rank) {
   Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
   if (rank_.rank_idx() == bad_rank) {
-    tokens = Tokens{1, std::vector<float>(static_cast<size_t>(shape_.hidden)), {}, {}};
+    tokens = Tokens{1, std::vector<float>(static_cast<size_t>(shape_.hidden)), {}, {}, {}};
     tokens.topk_idx.assign(static_cast<size_t>(shape_.num_topk), shape_.num_experts);
     tokens.weights.assign(static_cast<size_t>(shape_.num_topk), 1.0f);
   }

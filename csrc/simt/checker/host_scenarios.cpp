@@ -77,6 +77,40 @@ MOE_SCENARIO(host_dispatches, "CPU: dispatches one after the other, some by a ha
   });
 }
 
+MOE_SCENARIO(host_scales, "CPU: rows with scale factors in rows or columns, past the caches too") {
+  HostWorld world(run, draw_options(run, 3));
+  Random& random = run.random();
+  HostLayer::Shape shape = draw_shape(random, world.num_ranks());
+  if (random.chance(1, 3)) {
+    shape.layout = layout::RowLayout::kRankMajor;
+    shape.alignment = 1;
+    shape.with_weights = false;
+  }
+  // An expert gets more rows of a rank than a line has factors, and its rows begin anywhere in one.
+  // Nothing smaller than the cells of HostMemory: two ranks would seem to write the same byte.
+  shape.scale_bytes = random.chance(1, 2) ? 4 : 8;
+  shape.num_scales = random.between(1, 3);
+  shape.has_scale_columns = random.chance(3, 4);
+  shape.num_experts = world.num_ranks();
+  shape.most_tokens = shape.scale_bytes == 8 ? 16 : 24;
+  shape.hidden = 4;
+  world.run([&](HostRank& rank) {
+    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
+    for (int64_t step = 0; step < 2; ++step)
+      layer.run_dispatch(step);
+  });
+}
+
+MOE_SCENARIO(host_results, "CPU: a rank hands what an operation gave it to another thread") {
+  HostWorld world(run, draw_options(run, 3));
+  HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());
+  shape.alignment = 4;
+  shape.is_read_elsewhere = true;
+  world.run([&](HostRank& rank) {
+    HostLayer(rank, rank.make_endpoint(shape.num_experts, 2), shape).run(0);
+  });
+}
+
 MOE_SCENARIO(host_rejection, "CPU: one rank's input is bad, all say so and go on") {
   HostWorld::Options options = draw_options(run, 3);
   HostWorld world(run, options);
@@ -289,6 +323,9 @@ MOE_SCENARIO(host_death, "CPU: a rank dies at any step; the others name it, reco
   const HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());
   const int victim = static_cast<int>(run.random().between(0, world.num_ranks() - 1));
   const int64_t num_steps = run.random().between(1, 1500);
+  // By rank; that of the victim says nothing.
+  std::vector<int64_t> num_completed(static_cast<size_t>(world.num_ranks()),
+                                     std::numeric_limits<int64_t>::max());
   world.run([&](HostRank& rank) {
     HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2), shape);
     try {
@@ -302,9 +339,16 @@ MOE_SCENARIO(host_death, "CPU: a rank dies at any step; the others name it, reco
           std::string(error.what()).find("while it aborted") == std::string::npos)
         check_names(rank, error.site, victim);
     }
+    num_completed[static_cast<size_t>(rank.rank_idx())] = layer.num_completed();
     const host::RecoveryResult result = rank.group()->recover({});
     if (result.failed_ranks != std::vector<int>{victim})
       rank.fail(concat("recovery excludes ", result.failed_ranks.size(), " ranks instead of one"));
+    const int64_t by_all = *std::min_element(num_completed.begin(), num_completed.end());
+    if (result.completed_epochs != std::vector<int64_t>{by_all})
+      rank.fail(concat("recovery says that epoch ",
+                       result.completed_epochs.empty() ? 0 : result.completed_epochs[0],
+                       " is the last that all have completed, instead of ",
+                       by_all));
     layer.exclude(victim);
     for (int64_t step = 1000; step < 1003; ++step)
       layer.run(step);

@@ -86,6 +86,31 @@ layout::CountMatrix asked_counts(const KernelCase& shape,
   return counts;
 }
 
+/// Takes away choices of every expert beyond its capacity, or beyond one more, and gives every rank
+/// with fixed rows as many as it needs, or so many less that one row has no place.
+void move_to_limits(const KernelCase& shape,
+                    const layout::Placement& placement,
+                    std::vector<RankInputs>* inputs,
+                    Random* random) {
+  const int64_t most = shape.rule.expert_capacity < 0
+                           ? shape.num_ranks * shape.num_max_tokens * shape.num_topk
+                           : shape.rule.expert_capacity + static_cast<int64_t>(random->below(2));
+  std::vector<int64_t> totals(static_cast<size_t>(shape.num_experts));
+  for (RankInputs& own : *inputs)
+    for (int64_t& expert_idx : own.topk_idx)
+      if (expert_idx >= 0 && ++totals[static_cast<size_t>(expert_idx)] > most)
+        expert_idx = -1;
+  if (!shape.has_fixed_rows)
+    return;
+  const layout::CountMatrix asked = asked_counts(shape, placement, *inputs);
+  for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx) {
+    const int64_t needed =
+        layout::num_required_rows(asked, placement, shape.arrangement(), rank_idx);
+    const int64_t missing = random->chance(1, 2) ? 0 : shape.expert_alignment;
+    (*inputs)[static_cast<size_t>(rank_idx)].fixed_rows = std::max<int64_t>(needed - missing, 0);
+  }
+}
+
 layout::ReceiveWindow window_of(const KernelCase& shape, const Step& step, int64_t num_rows) {
   const auto arrangement = shape.arrangement();
   const auto scales = layout::ScaleMap::make(shape.layout,
@@ -280,6 +305,8 @@ Step draw_step(const KernelCase& shape, const layout::Placement& placement, Rand
   Step step;
   for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx)
     step.inputs.push_back(draw_inputs(shape, random));
+  if (shape.is_at_limits)
+    move_to_limits(shape, placement, &step.inputs, random);
   const layout::CountMatrix asked = asked_counts(shape, placement, step.inputs);
   const auto arrangement = shape.arrangement();
   step.kept = layout::keep_rows(asked, placement, arrangement, shape.rule);

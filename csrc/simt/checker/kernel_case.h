@@ -38,6 +38,7 @@ struct KernelCase {
   bool is_plain = false;
   layout::CapacityRule rule;
   bool has_fixed_rows = false;  ///< a rank's result has a number of rows that is drawn
+  bool is_at_limits = false;    ///< as many rows as the limits allow, or one (unit) more
   bool with_masks = false;      ///< low-latency: a rank is masked now and then
   bool has_bad_choice = false;  ///< of one rank in each step
 

@@ -127,6 +127,19 @@ MOE_SCENARIO(raises, "more rows than a capacity that raises: nobody sends, the n
   run_operations(run, shape, 3);
 }
 
+MOE_SCENARIO(limits, "as many rows as limits allow, which is no overflow, or one more") {
+  KernelCase shape = expert_major(run);
+  constexpr OnOverflow kAll[] = {
+      OnOverflow::kRaise, OnOverflow::kRaise, OnOverflow::kDrop, OnOverflow::kGrow};
+  shape.rule.on_overflow = kAll[run.random().below(4)];
+  shape.has_fixed_rows = shape.rule.on_overflow == OnOverflow::kGrow || run.random().chance(1, 2);
+  if (!shape.has_fixed_rows ||
+      (shape.rule.on_overflow == OnOverflow::kDrop && run.random().chance(1, 2)))
+    shape.rule.expert_capacity = run.random().between(1, 3);
+  shape.is_at_limits = true;
+  run_operations(run, shape, 2);
+}
+
 MOE_SCENARIO(bad_choice, "one rank has an id that is none: nobody sends, the next goes on") {
   KernelCase shape = expert_major(run);
   shape.has_bad_choice = true;

@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "host/row_kernels.h"
+#include "host/strided_copy.h"
 #include "kernels/combine.h"
 #include "kernels/strided_copy.h"
 #include "simt/checker/kernel_case.h"
@@ -144,6 +145,43 @@ MOE_SCENARIO(strided_copies, "a batch of copies between tensors of any strides")
     stream.call("check of copies", check);
   });
   run.scheduler().run();
+}
+
+MOE_SCENARIO(checksums, "equal parts of a tensor change places, which its checksum shows") {
+  Random& random = run.random();
+  // Words, lines, and what is staged of a tensor that is not contiguous.
+  constexpr int64_t kPartBytes[] = {1, 8, 64, 512, 4096, 8192};
+  const int64_t part_bytes = kPartBytes[random.below(6)];
+  const int64_t num_parts = random.between(2, 6);
+  const int64_t bytes = num_parts * part_bytes;
+  // A tensor with gaps: its elements come in the same order as where there are none.
+  layout::StridedBytes shape;
+  shape.num_dims = 1;
+  shape.bytes = bytes;
+  shape.run_bytes = part_bytes;
+  shape.sizes[0] = num_parts;
+  shape.strides[0] = part_bytes + random.between(0, 24);
+  const bool is_strided = random.chance(1, 2);
+  const int64_t step = is_strided ? shape.strides[0] : part_bytes;
+  std::vector<std::byte> memory(static_cast<size_t>(num_parts * step));
+  for (std::byte& byte : memory)
+    byte = static_cast<std::byte>(random.below(256));
+  const auto first = static_cast<int64_t>(random.below(static_cast<uint32_t>(num_parts - 1)));
+  const int64_t second = random.between(first + 1, num_parts - 1);
+  std::byte* const left = memory.data() + first * step;
+  std::byte* const right = memory.data() + second * step;
+  *left ^= std::byte{1};
+  if (std::equal(left, left + part_bytes, right))
+    *left ^= std::byte{2};
+  const host::Place place{memory.data(), is_strided ? &shape : nullptr};
+  const uint64_t before = host::checksum(place, bytes);
+  std::swap_ranges(left, left + part_bytes, right);
+  if (host::checksum(place, bytes) == before)
+    run.report(Kind::kResult,
+               concat("parts ", first, " and ", second, " of ", part_bytes, " bytes are alike"));
+  std::swap_ranges(left, left + part_bytes, right);
+  if (host::checksum(place, bytes) != before)
+    run.report(Kind::kResult, "a checksum depends on more than its bytes");
 }
 
 MOE_SCENARIO(weighted_gradient, "gradients scaled in place, and their dot products with outputs") {
