@@ -27,6 +27,8 @@ class ScriptedRails:
         break_at: Messages at which the engine fails, with the text it gives.
         rewrite: Changes what arrives of a message, in its bytes.
         delay_s: Every message waits so long.
+        hold: Called before a message is there for its "target", and before it counts as sent for its
+            "source", which comes later; the message waits for its return.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class ScriptedRails:
         break_at: Callable[[Message], str | None] = lambda _: None,
         rewrite: Callable[[Message, memoryview], None] = lambda _, __: None,
         delay_s: float = 0.0,
+        hold: Callable[[Message, str], None] = lambda _, __: None,
     ) -> None:
         self.sizes: dict[tuple[int, int], list[int]] = {}
         self._withhold = withhold
         self._break_at = break_at
         self._rewrite = rewrite
         self._delay_s = delay_s
+        self._hold = hold
         self._rails: dict[int, _host.QueuedRail] = {}
         self._kept: list[Any] = []
         self._threads: list[threading.Thread] = []
@@ -98,5 +102,7 @@ class ScriptedRails:
             memoryview(received)[:] = memoryview(sent)
             self._rewrite(message, memoryview(received))
             sizes.append(sent.num_bytes)
+            self._hold(message, "target")
             received.complete()
+            self._hold(message, "source")
             sent.complete()
