@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from typing import Any
@@ -74,10 +75,19 @@ class GroupBuffers:
         self.communicator.destroy()
 
 
+def _living_of(key: Any) -> GroupBuffers | None:
+    with _lock:
+        found = _living.get(id(key))
+    return found if found is not None and found.group is key else None
+
+
 def group_buffers(
     group: dist.ProcessGroup | Bootstrap | None = None, *, backend: str = "auto"
 ) -> GroupBuffers:
     """The shared buffers of a group, made on first use; collective where they are made.
+
+    Ranks that hold theirs alike find them alike: garbage is collected before they count as held, which
+    takes up to a second of a large process, for each layer that is set up.
 
     Args:
         group: Process group, bootstrap, or None for the default process group.
@@ -86,9 +96,12 @@ def group_buffers(
     key: Any = group
     if key is None and dist.is_available() and dist.is_initialized():
         key = dist.group.WORLD
-    with _lock:
-        found = _living.get(id(key))
-    if found is not None and found.group is key:
+    if _living_of(key) is not None:
+        # Cycles that nobody reaches may still hold it on this rank and no longer on another, which
+        # would wait for this one to make another.
+        gc.collect()
+    found = _living_of(key)
+    if found is not None:
         return found
     made = GroupBuffers(key, backend=backend)
     with _lock:
