@@ -219,7 +219,7 @@ bench_app.command(
     "reshard",
     epilog=example("moe-comm bench reshard --ranks 4 --from tp2.ep2 --to tp4 --bytes 256MiB"),
 )(bench_reshard)
-bench_app.command("summary", epilog=example("moe-comm bench summary benchmarks/results/suite"))(
+bench_app.command("summary", epilog=example("moe-comm bench summary benchmarks/results"))(
     bench_summary
 )
 

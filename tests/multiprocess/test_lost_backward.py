@@ -134,6 +134,7 @@ def _lose(context: RankContext, how: str, what: str) -> tuple[str, tuple[int, ..
     return told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["processes", "threads"])
 @pytest.mark.parametrize("what", NEXT)
 @pytest.mark.parametrize("how", ["raises", "skips"])
