@@ -304,7 +304,7 @@ def test_command_prints_what_to_reserve() -> None:
         (["--scale-format", "ue8m0"], "need --quantization"),
         (["--quantization", "mxfp8", "--scale-format", "float32"], "got FLOAT32"),
         (["--quantization", "mxfp8", "--dtype", "fp64"], "got fp64"),
-        (["--layout", "low-latency", "--capacity-rows", "1"], "takes no capacity"),
+        (["--layout", "low-latency", "--capacity-rows", "1"], "capacity must be None"),
         (["--local-ranks", "3"], "got 3 and 2"),
         (["--node-reduction"], "needs --local-ranks"),
     ):
