@@ -206,8 +206,11 @@ def check_worst_tokens(context: RankContext, case: Case, backend: str) -> None:
             sums, weights, _ = buffer.combine(recv_x, handle, recv_weights, bias)
             assert torch.equal(sums, sums_of(case, mine, factors, () if bias is None else (bias,)))
             assert torch.equal(weights, mine.topk_weights.masked_fill(mine.topk_idx < 0, 0.0))
+        full = send(buffer, case, mine, num_worst_tokens=num_rows)  # no more than there is room for
+        assert torch.equal(full[0], exact[0])
+        assert torch.equal(full[1], exact[1])
         with pytest.raises(CapacityError):
-            send(buffer, case, mine, num_worst_tokens=1)
+            send(buffer, case, mine, num_worst_tokens=max(num_rows - 1, 0))
         check_received(case, inputs, context.rank_idx, send(buffer, case, mine))
 
 

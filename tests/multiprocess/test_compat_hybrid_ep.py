@@ -164,6 +164,8 @@ def test_permute(case: Case, backend: str) -> None:
 
 LIMITS = {
     "spare": lambda num_rows: num_rows + 2 * PAD,
+    "exact": lambda num_rows: num_rows,
+    "one unit": lambda num_rows: max(num_rows - PAD, 0),
     "half": lambda num_rows: num_rows // PAD // 2 * PAD,
     "nothing": lambda num_rows: 0,
 }
@@ -198,7 +200,7 @@ def check_limit(context: RankContext, case: Case, backend: str, limit: str) -> N
             assert handle[-1].tolist() == [int(num_kept < sum(raw))]
             assert int(handle[7].sum()) == num_kept
             assert int(counts.sum()) <= len(kept[rank_idx])
-            if limit == "spare":
+            if limit in ("spare", "exact"):
                 assert counts.tolist() == padded
 
             # What was dropped adds nothing, and neither does what nobody wrote.

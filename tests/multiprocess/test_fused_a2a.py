@@ -235,14 +235,14 @@ def budgeted(context: RankContext, backend: str) -> None:
     batches = make_batches([8, 8], NUM_EXPERTS, 3, dtype=torch.float32)
     mine = batches[context.rank_idx]
     rows = expected_rows(batches, experts, 4)
-    budget = (len(rows) // 2) // 4 * 4 if context.rank_idx == 0 else len(rows) + 8
+    budget = (len(rows) // 2) // 4 * 4 if context.rank_idx == 0 else len(rows)
     x, probs = leaf(mine.x), leaf(mine.probs)
     hidden, row_probs, _, tokens_per_expert, handle = fused_a2a.hybrid_ep_dispatch(
         x, mine.routing_map, probs, context.group, len(experts), None, None, budget, 4
     )
     assert handle[-1].tolist() == [int(context.rank_idx == 0)]
     assert handle.num_required_rows.tolist() == [len(rows)]
-    kept = (rows + [None] * 8)[:budget]
+    kept = rows[:budget]
     assert hidden.shape[0] == budget
     want = [torch.zeros(16) if row is None else batches[row[0]].x[row[1]] for row in kept]
     assert torch.equal(hidden, torch.stack(want))

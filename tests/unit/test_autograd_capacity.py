@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +125,36 @@ def test_what_is_dropped_has_no_gradient(
     assert num_required == (-(-chosen // ALIGNMENT) * ALIGNMENT).sum()
     assert has_overflow.dtype is torch.bool
     assert has_overflow
+
+
+@pytest.mark.parametrize("alignment", [1, ALIGNMENT])
+@pytest.mark.parametrize("on_overflow", ["drop", "raise", "grow"])
+def test_as_many_rows_as_there_is_room_for_are_no_overflow(
+    buffer: EpBuffer, on_overflow: Any, alignment: int
+) -> None:
+    given, topk_idx, given_weights = inputs()
+    x, topk_weights = given.detach(), given_weights.detach()
+    chosen = torch.bincount(topk_idx[topk_idx >= 0], minlength=NUM_EXPERTS)
+    num_rows = int((-(-chosen // alignment) * alignment).sum())
+    per_expert = None if on_overflow == "grow" else int(chosen.max())
+    full = Capacity(num_rows=num_rows, num_rows_per_expert=per_expert, on_overflow=on_overflow)
+    one_less = [Capacity(num_rows=num_rows - alignment, on_overflow=on_overflow)]
+    if per_expert is not None:
+        one_less.append(Capacity(num_rows_per_expert=per_expert - 1, on_overflow=on_overflow))
+    for call in (buffer.dispatch, functools.partial(moe_comm.dispatch, buffer=buffer)):
+        dispatch = functools.partial(call, x, topk_idx, topk_weights, expert_alignment=alignment)
+        result = dispatch(capacity=full)
+        assert not result.has_overflow
+        assert not result.num_dropped_per_expert.any()
+        assert result.x.shape[0] == result.num_required_rows == num_rows
+        for capacity in one_less:
+            if on_overflow == "raise":
+                with pytest.raises(CapacityError):
+                    dispatch(capacity=capacity)
+                continue
+            result = dispatch(capacity=capacity)
+            assert result.has_overflow
+            assert bool(result.num_dropped_per_expert.any()) == (on_overflow == "drop")
 
 
 @pytest.mark.sampled(2)
