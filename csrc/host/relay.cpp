@@ -92,7 +92,7 @@ Relay::Transfer Relay::receive(int node_idx, Rail::Buffer buffer, uint64_t bytes
 bool Relay::has_moved(const Transfer& transfer, int node_idx) {
   switch (transfer->state()) {
     case Rail::State::kMoving:
-      return false;
+      return MOE_MUTANT(rail_message_not_awaited);
     case Rail::State::kMoved:
       return true;
     case Rail::State::kFailed:
