@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,18 @@ from tests.helpers.wrong_arguments import Entry
 
 CASE = oracle.Case("wrong", 6, 2, 64, (5, 4), share_unused=0.0)
 NUM_MAX = 8
+# Of these follows the buffer, which peers wait for in another one.
+OTHER_SIZE = frozenset(
+    {
+        "num_tokens_per_expert: a row more",
+        "num_tokens_per_expert: a row less",
+        "num_max_dispatch_tokens_per_rank: 0",
+        "num_max_dispatch_tokens_per_rank: 2**40",
+        "num_experts: 2**40",
+        "num_local_experts: 2**40",
+        "num_of_experts_per_rank: 7",
+    }
+)
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
@@ -80,7 +93,9 @@ def compat_calls(context: RankContext) -> Mapping[str, Entry]:
     }
     counts = same_as_first()
     return {
-        "Buffer.dispatch": Entry(buffer.dispatch, sending, same_as_first(), finish=ended),
+        "Buffer.dispatch": Entry(
+            buffer.dispatch, sending, same_as_first(), left_out=OTHER_SIZE, finish=ended
+        ),
         "Buffer.dispatch, cached": Entry(
             buffer.dispatch, {"x": mine.x, "handle": handle}, same_as_first(), finish=ended
         ),
@@ -91,7 +106,11 @@ def compat_calls(context: RankContext) -> Mapping[str, Entry]:
             finish=ended,
         ),
         "Buffer.low_latency_dispatch": Entry(
-            buffer.low_latency_dispatch, sending_ll, lambda r: counts(r[1]), finish=ended
+            buffer.low_latency_dispatch,
+            sending_ll,
+            lambda result: counts(result[1]),
+            left_out=OTHER_SIZE,
+            finish=ended,
         ),
         "Buffer.low_latency_combine": Entry(
             buffer.low_latency_combine, combining_ll, same_as_first(), finish=ended
@@ -120,7 +139,9 @@ def elastic_calls(context: RankContext) -> Mapping[str, Entry]:
     }
     rows, _, weights, handle, _ = buffer.dispatch(**sending)
     return {
-        "ElasticBuffer.dispatch": Entry(buffer.dispatch, sending, same_as_first(), finish=ended),
+        "ElasticBuffer.dispatch": Entry(
+            buffer.dispatch, sending, same_as_first(), left_out=OTHER_SIZE, finish=ended
+        ),
         "ElasticBuffer.dispatch, cached": Entry(
             buffer.dispatch, {"x": mine.x, "handle": handle}, same_as_first(), finish=ended
         ),
@@ -146,7 +167,7 @@ def hybrid_calls(context: RankContext) -> Mapping[str, Entry]:
     return {
         "HybridEPBuffer.dispatch": Entry(buffer.dispatch, sending, same_as_first()),
         "HybridEPBuffer.dispatch_with_permute": Entry(
-            buffer.dispatch_with_permute, sending, same_as_first()
+            buffer.dispatch_with_permute, sending, same_as_first(), left_out=OTHER_SIZE
         ),
         "HybridEPBuffer.combine": Entry(buffer.combine, combining, same_as_first()),
         "HybridEPBuffer.combine_with_unpermute": Entry(
@@ -179,7 +200,11 @@ def fused_calls(context: RankContext) -> Mapping[str, Entry]:
     groups = frozenset({"group"})
     return {
         "fused_dispatch": Entry(
-            fused_a2a.fused_dispatch, sending, same_as_first(), groups, left_out=groups
+            fused_a2a.fused_dispatch,
+            sending,
+            same_as_first(),
+            groups,
+            left_out=groups | OTHER_SIZE,
         ),
         "fused_combine": Entry(
             fused_a2a.fused_combine,
@@ -189,7 +214,11 @@ def fused_calls(context: RankContext) -> Mapping[str, Entry]:
             left_out=groups,
         ),
         "hybrid_ep_dispatch": Entry(
-            fused_a2a.hybrid_ep_dispatch, hybrid, same_as_first(), groups, left_out=groups
+            fused_a2a.hybrid_ep_dispatch,
+            hybrid,
+            same_as_first(),
+            groups,
+            left_out=groups | OTHER_SIZE,
         ),
         "hybrid_ep_combine": Entry(
             fused_a2a.hybrid_ep_combine,
@@ -219,11 +248,8 @@ def training_calls(context: RankContext) -> Mapping[str, Entry]:
     ) -> torch.Tensor:
         manager.setup_metadata(routing_map, probs)
         manager.dispatch(hidden_states)
-        return (
-            manager.dispatch_rows
-            if hasattr(manager, "dispatch_rows")
-            else manager.tokens_per_expert
-        )
+        assert manager.tokens_per_expert is not None
+        return manager.tokens_per_expert
 
     def megatron_combine(hidden_states: torch.Tensor) -> torch.Tensor:
         manager.handle = kept
@@ -274,7 +300,7 @@ def serving_calls(context: RankContext) -> Mapping[str, Entry]:
         result: torch.Tensor = arguments["output"]
         return result
 
-    finalize.__signature__ = __import__("inspect").signature(shape.finalize)  # type: ignore[attr-defined]
+    finalize.__signature__ = inspect.signature(shape.finalize)  # type: ignore[attr-defined]
     finalizing = {
         "output": out,
         "fused_expert_output": rows[:, None].expand(-1, 2, -1).contiguous(),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moe_comm import CommunicationError, Communicator
 
-ARRIVAL_S = 2.0
+ARRIVAL_S = 20.0
 """Limit of a wait for a rank that does not come: no wrong argument may lead to it."""
 
 
@@ -31,7 +31,8 @@ class Entry:
         check: Raises where the result of the right call is wrong.
         untold: Parameters by which peers are found: a rank that errs there alone may raise alone, and
             tells them by its next call.
-        left_out: Parameters that are not tried.
+        left_out: Parameters that are not tried, and changes, as "name: what", that choose another
+            buffer than the peers': those are found late.
         finish: What makes a result complete.
     """
 
@@ -116,7 +117,8 @@ def changes(entry: Entry) -> Iterator[Change]:
             continue
         right = entry.right.get(name, parameter.default)
         for what, value in wrong_values(right):
-            yield Change(f"{name}: {what}", {name: value})
+            if f"{name}: {what}" not in entry.left_out:
+                yield Change(f"{name}: {what}", {name: value})
         if name in entry.right and parameter.default is parameter.empty:
             yield Change(f"{name}: missing", missing=(name,))
     yield Change("unknown keyword", {"no_such_argument": 1})

@@ -11,11 +11,12 @@ import torch
 
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, GradientSum, fused_a2a
+from moe_comm.bootstrap import bootstrap_for
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import wrong_argument_families as faces
-from tests.helpers.wrong_arguments import ARRIVAL_S, Entry, try_all
+from tests.helpers.wrong_arguments import ARRIVAL_S, Entry, outcome_of, try_all
 
 CONFIG = EpConfig(num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=8)
 NUM_TOKENS = 4
@@ -153,3 +154,49 @@ def test_all_ranks_of_a_face_end_alike(family: str) -> None:
 @pytest.mark.parametrize("backend", ["host", "collective"])
 def test_all_ranks_end_alike(family: str, backend: str) -> None:
     assert run_ranks(try_family, 2, family, backend)[0] == []
+
+
+def miss_a_call(context: RankContext, backend: str) -> list[str]:
+    """Rank 1 names no buffer, which nobody can be told; then it makes another call."""
+    found = []
+    for follow_up in ("dispatch", "combine", "all_gather", "EpBuffer", "buffer", "communicator"):
+        with Communicator(
+            context.group, backend=backend, arrival_timeout_s=ARRIVAL_S
+        ) as communicator:
+            buffer = EpBuffer(communicator, CONFIG)
+            x, topk_idx = torch.ones(2, 16).bfloat16(), torch.tensor([[0, 5], [3, 1]])
+            arrived = buffer.dispatch(x, topk_idx)
+            calls: dict[str, Any] = {
+                "dispatch": lambda: buffer.dispatch(x, topk_idx).x,  # noqa: B023
+                "combine": lambda: buffer.combine(arrived.x, arrived.handle),  # noqa: B023
+                "all_gather": lambda: communicator.all_gather(b""),
+                "EpBuffer": lambda: EpBuffer(communicator, CONFIG).destroy(),
+                "buffer": buffer.destroy,
+                "communicator": communicator.destroy,
+            }
+            named: Any = buffer if context.rank_idx == 0 else "b"
+            kind, text = outcome_of(lambda: moe_comm.dispatch(x, topk_idx, buffer=named))  # noqa: B023
+            found.append(f"{kind}: {text}")
+            if context.rank_idx == 1 or follow_up in (
+                "dispatch",
+                "combine",
+                "all_gather",
+                "EpBuffer",
+            ):
+                calls[follow_up]()
+            if follow_up in ("dispatch", "combine", "all_gather", "EpBuffer"):
+                equal(x + x, buffer.combine(arrived.x, arrived.handle))
+            bootstrap_for(context.group).all_gather(None)
+    return found
+
+
+def test_the_next_call_tells_what_could_not_be_told() -> None:
+    told, alone = run_ranks(miss_a_call, 2, "host")
+    text = "buffer must be an EpBuffer, got str"
+    assert alone == [f"TypeError: {text}"] * 6
+    for call, found in zip(("dispatch", "combine", "all_gather", "all_gather"), told, strict=False):
+        assert found == f"TypeError: rank 1: {text}; this is told by its next call, {call}"
+    assert told[4].startswith("ValueError")
+    assert "rank 1 has destroyed this buffer" in told[4]
+    assert told[5].startswith("PeerFailedError")
+    assert "rank 1 left" in told[5]

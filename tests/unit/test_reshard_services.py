@@ -331,13 +331,19 @@ def test_destinations_that_share_memory() -> None:
     base = torch.zeros(100)
     for task_id, (begin, end) in enumerate([(50, 60), (0, 10), (10, 50), (59, 60), (5, 5)]):
         queue.submit_recv(base[begin:end], task_id % 2, task_id)
-    queue.submit_recv(base.view(10, 10)[:, 3], 0, 20)
     problem = queue.take().problem
     text = "the destinations of tasks 0 (from rank 0) and 3 (from rank 1) share bytes"
     assert problem == text
     for task_id, (begin, end) in enumerate([(50, 60), (0, 10), (10, 50), (5, 5)]):
         queue.submit_recv(base[begin:end], task_id % 2, task_id)
     assert queue.take().problem is None
+    queue.submit_recv(base[:3], 1, 4)
+    queue.submit_recv(base.view(10, 10)[:, 3], 0, 20)
+    assert queue.take().problem is None
+    queue.submit_recv(base[:4], 1, 4)
+    queue.submit_recv(base.view(10, 10)[:, 3], 0, 20)
+    text = "the destinations of tasks 4 (from rank 1) and 20 (from rank 0) share bytes"
+    assert queue.take().problem == text
 
 
 # ---------------------------------------------------------------------------------------------

@@ -341,7 +341,7 @@ class HybridEPBuffer:
             ValueError: A rule above is broken on some rank.
             TypeError: A dtype or type is wrong on some rank.
         """
-        is_number = isinstance(num_of_experts_per_rank, int) and num_of_experts_per_rank > 0
+        is_number = type(num_of_experts_per_rank) is int and num_of_experts_per_rank > 0
         if is_number and handle is None:  # what is no number is refused below, on every rank
             self.update_template_config(num_local_experts=num_of_experts_per_rank)
         buffer = self._buffer_of(handle)
