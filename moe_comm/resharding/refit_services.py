@@ -64,6 +64,9 @@ def get_or_create_service(backend: RefitBackendName, group: Group = None) -> Cop
         _check_serves(name, ranks)
     except (TypeError, ValueError) as error:
         problem = problem or error
+    if problem is not None and any(key == identity_of(ranks.key) for _, key in service_cache):
+        # Where this rank has a service of the group, its peers have one too, and do not wait.
+        raise problem
     agree(
         ranks,
         problem=problem,

@@ -364,7 +364,9 @@ def refit_calls(context: RankContext) -> Mapping[str, Entry]:
         ),
         "prepare_swap_model_weights": Entry(refit.prepare_swap_model_weights, models),
         "get_or_create_service": Entry(
-            get_new_service, {"backend": "symmetric", "group": context.group}
+            get_new_service,
+            {"backend": "symmetric", "group": context.group},
+            left_out=frozenset({"unbound"}),
         ),
     }
 

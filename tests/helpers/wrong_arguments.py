@@ -32,7 +32,7 @@ class Entry:
         untold: Parameters by which peers are found: a rank that errs there alone may raise alone, and
             tells them by its next call.
         left_out: Parameters that are not tried, and changes, as "name: what", that choose another
-            buffer than the peers': those are found late.
+            buffer than the peers': those are found late. "unbound": calls that Python rejects.
         finish: What makes a result complete.
     """
 
@@ -119,8 +119,11 @@ def changes(entry: Entry) -> Iterator[Change]:
         for what, value in wrong_values(right):
             if f"{name}: {what}" not in entry.left_out:
                 yield Change(f"{name}: {what}", {name: value})
-        if name in entry.right and parameter.default is parameter.empty:
+        is_needed = name in entry.right and parameter.default is parameter.empty
+        if is_needed and "unbound" not in entry.left_out:
             yield Change(f"{name}: missing", missing=(name,))
+    if "unbound" in entry.left_out:
+        return
     yield Change("unknown keyword", {"no_such_argument": 1})
     if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         yield Change("too many arguments", more=(None,) * (len(parameters) + 1))
