@@ -196,28 +196,25 @@ def fused_calls(context: RankContext) -> Mapping[str, Entry]:
     }
     rows, _, _, _, handle = fused_a2a.fused_dispatch(**sending)
     permuted, _, _, _, permuted_handle = fused_a2a.hybrid_ep_dispatch(**hybrid)
-    # Peers are found by their group.
+    # Nothing else says who the peers are.
     groups = frozenset({"group"})
     return {
         "fused_dispatch": Entry(
             fused_a2a.fused_dispatch,
             sending,
             same_as_first(),
-            groups,
             left_out=groups | OTHER_SIZE,
         ),
         "fused_combine": Entry(
             fused_a2a.fused_combine,
             {"x": rows, "handle": handle, **group},
             same_as_first(),
-            groups,
             left_out=groups,
         ),
         "hybrid_ep_dispatch": Entry(
             fused_a2a.hybrid_ep_dispatch,
             hybrid,
             same_as_first(),
-            groups,
             left_out=groups | OTHER_SIZE,
         ),
         "hybrid_ep_combine": Entry(

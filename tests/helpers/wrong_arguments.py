@@ -29,8 +29,6 @@ class Entry:
         function: Whose signature is read.
         right: Arguments by name that are right on every rank.
         check: Raises where the result of the right call is wrong.
-        untold: Parameters by which peers are found: a rank that errs there alone may raise alone, and
-            tells them by its next call.
         left_out: Parameters that are not tried, and changes, as "name: what", that choose another
             buffer than the peers': those are found late. "unbound": calls that Python rejects.
         finish: What makes a result complete.
@@ -39,7 +37,6 @@ class Entry:
     function: Callable[..., Any]
     right: Mapping[str, Any]
     check: Callable[[Any], None] = lambda result: None
-    untold: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
     finish: Callable[[Any], Any] = lambda result: result
 
@@ -167,7 +164,7 @@ def try_all(
             after = outcome_of(lambda: entry.check(entry.call()))  # noqa: B023
             gathered: list[Any] = [None] * num_ranks
             dist.all_gather_object(gathered, (outcome, after))
-            problem = problem_with(gathered, is_untold=change.name.split(":")[0] in entry.untold)
+            problem = problem_with(gathered)
             if problem:
                 found.append(f"{name}: {problem}")
                 for communicator in communicators():
@@ -178,9 +175,7 @@ def try_all(
     return found
 
 
-def problem_with(
-    gathered: list[tuple[tuple[str, str], tuple[str, str]]], *, is_untold: bool
-) -> str:
+def problem_with(gathered: list[tuple[tuple[str, str], tuple[str, str]]]) -> str:
     """What is wrong with how the ranks ended, or nothing."""
     outcomes = [outcome for outcome, _ in gathered]
     bad_rank = len(gathered) - 1
@@ -194,7 +189,7 @@ def problem_with(
     if kind not in ("", "TypeError", "ValueError"):
         return f"raised {outcomes}"[:1500]
     for rank_idx, (_, text) in enumerate(outcomes):
-        if kind and f"rank {bad_rank}" not in text and not (rank_idx == bad_rank and is_untold):
+        if kind and rank_idx != bad_rank and f"rank {bad_rank}" not in text:
             return f"rank {rank_idx} does not name rank {bad_rank}: {text[:300]}"
         if len(text) > 800:
             return f"a text of {len(text)} characters: {text[:300]}"

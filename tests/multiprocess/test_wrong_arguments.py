@@ -42,7 +42,6 @@ def buffer_calls(context: RankContext, communicator: Communicator) -> Mapping[st
     is_zero = functools.partial(equal, sums)
     dispatcher = TokenDispatcher(6, buffer=buffer)
     tokens = dispatcher.dispatch(x, weights, topk_idx=topk_idx)
-    buffers = frozenset({"buffer"})
     return {
         "EpBuffer.dispatch": Entry(buffer.dispatch, routed, rows_of, finish=ended),
         "EpBuffer.dispatch, cached": Entry(
@@ -54,12 +53,11 @@ def buffer_calls(context: RankContext, communicator: Communicator) -> Mapping[st
             is_zero,
             finish=ended,
         ),
-        "dispatch": Entry(moe_comm.dispatch, {**routed, "buffer": buffer}, rows_of, buffers),
+        "dispatch": Entry(moe_comm.dispatch, {**routed, "buffer": buffer}, rows_of),
         "combine": Entry(
             moe_comm.combine,
             {**combined, "topk_weights": weights, "buffer": buffer},
             is_zero,
-            buffers,
         ),
         "TokenDispatcher.dispatch": Entry(
             dispatcher.dispatch,
@@ -91,19 +89,14 @@ def group_calls(context: RankContext, communicator: Communicator) -> Mapping[str
         ones[0].fill_(1.0)
 
     made = lambda made: made.destroy()  # noqa: E731
-    communicators = frozenset({"communicator"})
     return {
         "Communicator.all_gather": Entry(
             communicator.all_gather,
             {"payload": b"here"},
             lambda said: None if said == [b"here"] * num_ranks else pytest.fail(repr(said)),
         ),
-        "EpBuffer": Entry(
-            EpBuffer, {"communicator": communicator, "config": CONFIG}, made, communicators
-        ),
-        "GradientSum": Entry(
-            GradientSum, {"communicator": communicator, "num_elements": 8}, made, communicators
-        ),
+        "EpBuffer": Entry(EpBuffer, {"communicator": communicator, "config": CONFIG}, made),
+        "GradientSum": Entry(GradientSum, {"communicator": communicator, "num_elements": 8}, made),
         "GradientSum.sum_": Entry(total.sum_, {"tensors": ones}, check_sums),
         "GradientSum.sum_parts": Entry(total.sum_parts, {"parts": [ones], "out": ones}, check_sums),
     }
