@@ -61,12 +61,11 @@ def begin_dispatch(
             raise TypeError(f"topk_idx must be a tensor, got {type(topk_idx).__name__}")
         if topk_idx.is_floating_point() or topk_idx.is_complex():
             raise TypeError(f"topk_idx must be integers, got {topk_idx.dtype}")
-    except TypeError as error:
+        rows = x if isinstance(x, tuple) else _plain("x", x)
+        choices = topk_idx.to(torch.int64).contiguous()
+        weights = None if topk_weights is None else _plain("topk_weights", topk_weights).float()
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
-    rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    rows = x if isinstance(x, tuple) else x.detach().contiguous()
-    choices = topk_idx.to(torch.int64).contiguous()
-    weights = None if topk_weights is None else topk_weights.detach().float().contiguous()
     result = buffer.dispatch(
         rows,
         choices,
@@ -88,11 +87,23 @@ def begin_combine(
     out: torch.Tensor | None = None,
 ) -> PendingCombine:
     """Begin a combine of rows in any strides, without gradient. Collective; see `EpBuffer.combine`."""
-    rows = expert_out.detach().contiguous()
-    weights = None if topk_weights is None else topk_weights.detach().float().contiguous()
+    try:
+        rows = _plain("expert_out", expert_out)
+        weights = None if topk_weights is None else _plain("topk_weights", topk_weights).float()
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        buffer.reject("combine", error)
     result = buffer.combine(rows, handle, topk_weights=weights, out=out, async_op=True)
     assert isinstance(result, CombineResult)
     return PendingCombine(result, (rows, weights, out))
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, without a gradient."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+    return tensor.detach().contiguous()
 
 
 def by_expert(rows: torch.Tensor, num_local_experts: int) -> torch.Tensor:

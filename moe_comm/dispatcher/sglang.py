@@ -213,8 +213,11 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             hidden_states, topk_output = self._pre_dispatch.run(self, hidden_states, topk_output)
             batch.is_low_latency = self._resolve_low_latency()
             buffer = self._buffers[batch.is_low_latency]
-            ids, weights = topk_output.topk_ids, topk_output.topk_weights
-            fault = self._fault(hidden_states, ids, weights)
+            try:
+                ids, weights = topk_output.topk_ids, topk_output.topk_weights
+                fault = self._fault(hidden_states, ids, weights)
+            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+                fault = error
             if fault is not None:
                 buffer.reject("dispatch", fault)
             num_ranks = buffer.communicator.num_ranks
@@ -289,9 +292,12 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         assert batch.handle is not None
         try:
             (combine_input,) = self._pre_combine.run(self, combine_input)
-            hidden_states, _, topk_weights = combine_input
-            if batch.is_low_latency:
-                hidden_states = hidden_states.flatten(0, -2)
+            try:
+                hidden_states, _, topk_weights = combine_input
+                if batch.is_low_latency:
+                    hidden_states = hidden_states.flatten(0, -2)
+            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+                self._buffers[batch.is_low_latency].reject("combine", error)
             batch.combine = begin_combine(
                 self._buffers[batch.is_low_latency],
                 hidden_states,

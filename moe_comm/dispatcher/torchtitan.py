@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moe_comm.autograd import SAVED_OPERATORS, TensorHandle, combine, dispatch
 from moe_comm.bootstrap import Bootstrap, RankThreads
-from moe_comm.buffer import EpBuffer
+from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Capacity
 from moe_comm.group_buffers import GroupBuffers, group_buffers
 
@@ -142,6 +142,7 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         self._group_buffers = group_buffers(group, backend=self.backend)
         self._buffer = self._group_buffers.get(self.num_experts)
 
+    @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
     def dispatch(
         self,
         x_TD: torch.Tensor,  # noqa: N803 - torchtitan's names, with its shape suffixes
@@ -162,6 +163,11 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
             included; metadata for `combine`.
         """
         buffer = self._wired()
+        named = ("x_TD", x_TD), ("topk_scores_TK", topk_scores_TK), ("topk_ids", topk_expert_ids_TK)
+        for name, tensor in named:
+            problem = _problem_with_tensor(name, tensor)
+            if problem is not None:
+                buffer.reject("dispatch", problem)
         num_tokens, hidden = x_TD.shape
         fault = None
         if self.hidden_dim is not None and hidden != self.hidden_dim:
@@ -174,6 +180,8 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
                 f"topk_scores_TK {tuple(topk_scores_TK.shape)} and topk_expert_ids_TK "
                 f"{tuple(topk_expert_ids_TK.shape)} must have one shape"
             )
+        if topk_expert_ids_TK.is_floating_point():
+            fault = f"topk_expert_ids_TK must hold integers, got {topk_expert_ids_TK.dtype}"
         if fault is not None:
             buffer.reject("dispatch", ValueError(fault))
         capacity = self._capacity(num_tokens, topk_expert_ids_TK.shape[1])
@@ -193,6 +201,7 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         num_rows_per_expert = result.expert_offsets.diff().to(torch.int64)
         return result.x, num_rows_per_expert, metadata
 
+    @rejects_unbound("combine", lambda args, _: args[0]._buffer)
     def combine(
         self,
         routed_output_RD: torch.Tensor,  # noqa: N803
@@ -209,6 +218,11 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         Returns:
             `[num_tokens, hidden]`.
         """
+        if not isinstance(metadata, DispatchMetadata):
+            self._wired().reject(
+                "combine",
+                TypeError(f"metadata must be DispatchMetadata, got {type(metadata).__name__}"),
+            )
         return combine(
             routed_output_RD,
             metadata.handle,
@@ -233,6 +247,18 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         num_rows += buffer.num_local_experts * (self.pad_multiple - 1)
         num_rows += -num_rows % self.pad_multiple
         return Capacity(num_rows=num_rows, on_overflow="drop")
+
+
+def _problem_with_tensor(name: str, tensor: Any) -> Exception | None:
+    if not isinstance(tensor, torch.Tensor):
+        return TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        return TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+    if tensor.dim() != 2:
+        return ValueError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
+    if tensor.is_complex():
+        return TypeError(f"{name} must be of a real dtype, got {tensor.dtype}")
+    return None
 
 
 if _dispatchers is not None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from moe_comm.buffer import EpBuffer
+from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Layout
 from moe_comm.dispatcher.phases import (
     PendingCombine,
@@ -177,6 +177,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         """False: the sum over ranks happens in finalize."""
         return False
 
+    @rejects_unbound("dispatch", lambda args, _: args[0].buffer)
     def prepare(
         self,
         a1: torch.Tensor,
@@ -223,6 +224,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         hook()
         return receiver()
 
+    @rejects_unbound("dispatch", lambda args, _: args[0].buffer)
     def prepare_async(
         self,
         a1: torch.Tensor,
@@ -242,18 +244,22 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         """
         del expert_map
         buffer = self.buffer
-        fault = None
-        if num_experts != buffer.config.num_experts:
-            fault = f"num_experts is {num_experts}, the buffer has {buffer.config.num_experts}"
-        if apply_router_weight_on_input and topk_ids.shape[1] != 1:
-            fault = (
-                f"apply_router_weight_on_input needs 1 choice per token, got {topk_ids.shape[1]}"
-            )
-        if fault is not None:
-            buffer.reject("dispatch", ValueError(fault))
-        quantization = self._resolve_quantization(quant_config, defer_input_quant)
-        if apply_router_weight_on_input:
-            a1 = a1 * topk_weights.to(a1.dtype)
+        try:
+            if num_experts != buffer.config.num_experts:
+                raise ValueError(
+                    f"num_experts is {num_experts}, the buffer has {buffer.config.num_experts}"
+                )
+            if apply_router_weight_on_input and topk_ids.shape[1] != 1:
+                raise ValueError(
+                    f"apply_router_weight_on_input needs 1 choice per token, got {topk_ids.shape[1]}"
+                )
+            quantization = self._resolve_quantization(quant_config, defer_input_quant)
+            if apply_router_weight_on_input:
+                a1 = a1 * topk_weights.to(a1.dtype)
+        except NotImplementedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            buffer.reject("dispatch", error)
         pending = begin_dispatch(
             buffer,
             a1,
@@ -269,6 +275,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
 
         return hook, lambda: self._receive(pending)
 
+    @rejects_unbound("combine", lambda args, _: args[0].buffer)
     def finalize(
         self,
         output: torch.Tensor,
@@ -301,6 +308,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         hook()
         receiver()
 
+    @rejects_unbound("combine", lambda args, _: args[0].buffer)
     def finalize_async(
         self,
         output: torch.Tensor,
@@ -324,12 +332,12 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                 f"micro-batch {self._ubatch_id()} is finalised before it is prepared"
             )
         weights = None
-        if self.is_batched:
-            rows = fused_expert_output.flatten(0, -2)
-            if not apply_router_weight_on_input:
-                weights = topk_weights
-        else:
-            try:
+        try:
+            if self.is_batched:
+                rows = fused_expert_output.flatten(0, -2)
+                if not apply_router_weight_on_input:
+                    weights = topk_weights
+            else:
                 rows = self._reduce_locally(
                     fused_expert_output,
                     topk_weights,
@@ -337,15 +345,25 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                     apply_router_weight_on_input,
                     weight_and_reduce_impl,
                 )
-            except (TypeError, ValueError) as error:
-                self.buffer.reject("combine", error)
-        # What cannot be written while rows are read is copied when all has come.
-        takes_out = (
-            output.is_contiguous()
-            and output.dtype is rows.dtype
-            and not shares_bytes(output, rows)
-            and not (isinstance(weights, torch.Tensor) and shares_bytes(output, weights))
-        )
+            if not isinstance(output, torch.Tensor):
+                raise TypeError(f"output must be a tensor, got {type(output).__name__}")
+            wanted = (prepared.handle.num_tokens, rows.shape[-1])
+            if output.shape != wanted:
+                raise ValueError(f"output must have shape {wanted}, got {tuple(output.shape)}")
+            if output.device != rows.device or output.layout is not torch.strided:
+                raise ValueError(
+                    f"output must be dense and on {rows.device}, got layout {output.layout} on "
+                    f"{output.device}"
+                )
+            # What cannot be written while rows are read is copied when all has come.
+            takes_out = (
+                output.is_contiguous()
+                and output.dtype is rows.dtype
+                and not shares_bytes(output, rows)
+                and not (isinstance(weights, torch.Tensor) and shares_bytes(output, weights))
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            self.buffer.reject("combine", error)
         pending = begin_combine(
             self.buffer,
             rows,

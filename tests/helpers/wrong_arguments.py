@@ -186,7 +186,7 @@ def problem_with(gathered: list[tuple[tuple[str, str], tuple[str, str]]]) -> str
     if len(kinds) > 1:
         return f"ranks end differently: {outcomes}"[:1500]
     (kind,) = kinds
-    if kind not in ("", "TypeError", "ValueError"):
+    if kind not in ("", "TypeError", "ValueError", "PlanError"):
         return f"raised {outcomes}"[:1500]
     for rank_idx, (_, text) in enumerate(outcomes):
         if kind and rank_idx != bad_rank and f"rank {bad_rank}" not in text:
