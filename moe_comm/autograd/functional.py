@@ -393,8 +393,13 @@ def _clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _outside_inference(handle: TensorHandle) -> TensorHandle:
-    tensors = (handle.counts, handle.slots, handle.topk_idx, handle.meta)
-    return TensorHandle(*map(_clone_of_inference, tensors), handle.link)
+    return TensorHandle(
+        _clone_of_inference(handle.counts),
+        _clone_of_inference(handle.slots),
+        _clone_of_inference(handle.topk_idx),
+        _clone_of_inference(handle.meta),
+        handle.link,
+    )
 
 
 def _export(handle: DispatchHandle) -> TensorHandle:
