@@ -266,6 +266,7 @@ class Draw {
   ExchangeCase case_;
   int routing_ = 0;
   bool has_fixed_rows_ = false;
+  bool has_gradients_ = false;
 };
 
 }  // namespace
