@@ -84,13 +84,12 @@ if(MOE_COMM_HAS_CUDA)
   # What _cuda and _nvshmem share.
   moe_comm_glob(MOE_COMM_CUDA_SOURCES cuda/*.cpp bindings/cuda/bind_*.cpp)
   moe_comm_unite(cuda ${MOE_COMM_CUDA_SOURCES})
-  moe_comm_add_objects(moe_comm_cuda ${MOE_COMM_CUDA_SOURCES})
-  moe_comm_add_objects(moe_comm_cuda_module "${PROJECT_SOURCE_DIR}/csrc/bindings/cuda/cuda_module.cpp")
+  moe_comm_add_bindings(moe_comm_cuda ${MOE_COMM_CUDA_SOURCES})
+  moe_comm_add_bindings(moe_comm_cuda_module "${PROJECT_SOURCE_DIR}/csrc/bindings/cuda/cuda_module.cpp")
   string(REPLACE ";" ", " archs_text "${MOE_COMM_CUDA_ARCHS}")
   foreach(target moe_comm_cuda moe_comm_cuda_module)
     target_compile_definitions(${target} PRIVATE MOE_CUDA_ARCHS="${archs_text}")
     target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-    target_link_libraries(${target} PRIVATE pybind11::module)
   endforeach()
 
   moe_comm_add_module(_cuda moe_comm_cuda_module moe_comm_cuda moe_comm_device_bindings

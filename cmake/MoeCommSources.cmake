@@ -2,8 +2,7 @@
 #   MOE_COMM_COMMON_SOURCES    core, layout, heap, host: linked into every module
 #   MOE_COMM_ROW_SOURCES       those of host whose loops over rows take the time
 #   MOE_COMM_BINDING_SOURCES   what bindings of every module share
-#   MOE_COMM_HOST_BINDINGS, MOE_COMM_HOST_GLUE, MOE_COMM_DEVICE_BINDINGS,
-#   MOE_COMM_SIMT_BINDINGS
+#   MOE_COMM_HOST_BINDINGS, MOE_COMM_DEVICE_BINDINGS, MOE_COMM_SIMT_BINDINGS
 #   MOE_COMM_RUNTIME_SOURCES   operations on a device, driven from the host
 #   MOE_COMM_KERNEL_SOURCES    *.cu: kernels, for nvcc or (as C++) for the emulator
 #   MOE_COMM_INTERNODE_SOURCES those among them that put rows into memory of other nodes
@@ -32,9 +31,6 @@ moe_comm_glob(MOE_COMM_ROW_SOURCES host/row_kernels_*.cpp host/strided_copy.cpp)
 list(REMOVE_ITEM MOE_COMM_COMMON_SOURCES ${MOE_COMM_ROW_SOURCES})
 moe_comm_glob(MOE_COMM_BINDING_SOURCES bindings/shared/*.cpp)
 moe_comm_glob(MOE_COMM_HOST_BINDINGS bindings/*.cpp)
-moe_comm_glob(MOE_COMM_HOST_GLUE bindings/host_module.cpp bindings/bind_group.cpp
-  bindings/bind_heap.cpp bindings/bind_kernels.cpp bindings/bind_rail.cpp bindings/bind_shrink.cpp)
-list(REMOVE_ITEM MOE_COMM_HOST_BINDINGS ${MOE_COMM_HOST_GLUE})
 moe_comm_glob(MOE_COMM_DEVICE_BINDINGS bindings/device/*.cpp)
 moe_comm_glob(MOE_COMM_SIMT_BINDINGS bindings/simt/*.cpp)
 moe_comm_glob(MOE_COMM_RUNTIME_SOURCES runtime/*.cpp)
@@ -76,7 +72,9 @@ moe_comm_glob(files host/copy_*.cpp host/batched_copy.cpp host/prepared_copies.c
 moe_comm_unite(copies ${files})
 moe_comm_unite(bindings ${MOE_COMM_BINDING_SOURCES})
 moe_comm_unite(host_bindings ${MOE_COMM_HOST_BINDINGS})
-moe_comm_unite(host_glue ${MOE_COMM_HOST_GLUE})
+moe_comm_glob(files bindings/host_module.cpp bindings/bind_group.cpp bindings/bind_heap.cpp
+  bindings/bind_kernels.cpp bindings/bind_rail.cpp bindings/bind_shrink.cpp)
+moe_comm_unite(host_bindings_of_parts ${files})
 moe_comm_unite(device_bindings ${MOE_COMM_DEVICE_BINDINGS})
 moe_comm_unite(runtime ${MOE_COMM_RUNTIME_SOURCES})
 moe_comm_unite(kernels ${MOE_COMM_KERNEL_SOURCES})
