@@ -18,6 +18,8 @@ import pytest
 import moe_comm._version
 from tests.helpers.source_tree import ROOT, copy_source_tree, run
 
+pytestmark = pytest.mark.timeout(1800)  # the first test compiles the package
+
 AVX_OBJECTS = re.compile(r"_avx(2|512)\.cpp\.o$")
 LINKED_LIBRARIES = re.compile(r"Shared library: \[([^]]+)\]")
 SYMBOL_VERSION = re.compile(r"\bGLIBC_(\d+)\.(\d+)")
