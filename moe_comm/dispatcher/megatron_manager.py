@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moe_comm.autograd.agreement import combine_word, dispatch_word
 from moe_comm.bootstrap import Bootstrap
+from moe_comm.buffer import rejects_unbound
 from moe_comm.dispatcher.permuted import (
     PendingCombine,
     PendingDispatch,
@@ -181,6 +182,7 @@ class MegatronManager:
         num_rows = max(num_rows, self._capacity_override)
         return -(-num_rows // self.expert_alignment) * self.expert_alignment
 
+    @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
     def dispatch(
         self,
         hidden_states: torch.Tensor,
@@ -208,13 +210,17 @@ class MegatronManager:
                 "a dispatch of this manager is in flight: "
                 "get_permuted_hidden_states_by_experts comes before the next"
             )
+        try:
+            num_rows = self.budget(hidden_states.shape[0])
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            self._buffer.reject("dispatch", error)
         pending = start_dispatch(
             self._buffer,
             hidden_states,
             routing_map,
             probs,
             expert_alignment=self.expert_alignment,
-            num_rows=self.budget(hidden_states.shape[0]),
+            num_rows=num_rows,
             quantization=self.quantization,
             async_op=async_finish,
             gradients=dispatch_word(hidden_states, probs),
@@ -243,6 +249,7 @@ class MegatronManager:
         """Rows as combine takes them, which is as they are."""
         return hidden_states
 
+    @rejects_unbound("combine", lambda args, _: args[0]._buffer)
     def combine(
         self,
         hidden_states: torch.Tensor,
@@ -300,6 +307,12 @@ class MegatronManager:
         return self._buffer.empty_expert_output(self.handle.places, hidden=hidden, dtype=dtype)
 
     def _by_expert(self, dense: torch.Tensor) -> torch.Tensor:
+        if (
+            not isinstance(dense, torch.Tensor)
+            or dense.layout is not torch.strided
+            or not dense.dim()
+        ):
+            return dense  # refused by the dispatch, on every rank
         shape = (dense.shape[0], self.num_experts)
         return dense.reshape(shape) if dense.numel() == shape[0] * shape[1] else dense
 
