@@ -544,7 +544,7 @@ class EpBuffer:
                 warnings.warn(
                     f"EpBuffer.{operation} records no gradient, and {name} requires one: call "
                     f"moe_comm.{operation}(..., buffer=buffer), or this under torch.no_grad()",
-                    stacklevel=3,
+                    stacklevel=4,  # past this, the operation, and what tells peers of wrong arguments
                 )
                 return
 

@@ -26,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     environment = pytest.MonkeyPatch()
     environment.setenv("MOE_COMM_POISON", "1")
     environment.setenv("OMP_NUM_THREADS", "1")
+    # As wide as a pipe is without it; xdist sets it in its workers.
+    environment.delenv("COLUMNS", raising=False)
     if not torch.cuda.is_available():
         # Before anything imports Triton, which then interprets its kernels on CPU tensors.
         environment.setenv("TRITON_INTERPRET", "1")

@@ -97,7 +97,7 @@ class RefitGroup:
         if isinstance(group, Communicator):
             group = group.group or process_group_of(group.bootstrap) or group.bootstrap
         given: Any = group
-        if given is dist.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
             # `dist.new_group` returns a number to processes that are not members.
             raise ValueError(
                 "group must be a Bootstrap, or a process group that has this process as a "

@@ -77,7 +77,7 @@ def _uninitialized(dst: ShardedNet) -> dict[str, Any]:
         (_uninitialized, "uninitialized parameter"),
         (lambda dst: {"num_dst_pools": "2"}, "num_dst_pools must be an int, got '2'"),
         (lambda dst: {"dst_pool_index": None}, "dst_pool_index must be an int, got None"),
-        (lambda dst: {"src_rank_offset": [0]}, "unhashable type: 'list'"),
+        (lambda dst: {"src_rank_offset": [0]}, "src_rank_offset must be an int, got [0]"),
     ],
 )
 @pytest.mark.parametrize("call", ["swap", "prepare"])
