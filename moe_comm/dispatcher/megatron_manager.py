@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm import missed_calls
 from moe_comm.autograd.agreement import combine_word, dispatch_word
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import rejects_unbound
@@ -204,7 +205,9 @@ class MegatronManager:
         del allocate_on_comm_stream
         routing_map, probs = self.routing_map, self.token_probs
         if routing_map is None or probs is None:
-            raise RuntimeError("dispatch needs the routing of setup_metadata, got none")
+            error = RuntimeError("dispatch needs the routing of setup_metadata, got none")
+            missed_calls.keep("dispatch", error)
+            raise error
         if self._in_flight is not None:
             raise RuntimeError(
                 "a dispatch of this manager is in flight: "

@@ -212,7 +212,7 @@ def start_dispatch(
         capacity = None
         if num_rows is not None:
             capacity = Capacity(num_rows=num_rows, on_overflow="drop")
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
     result = buffer.dispatch(
         x.detach().contiguous(),

@@ -28,6 +28,8 @@ CASE = oracle.Case("wrong", 6, 2, 64, (5, 4), share_unused=0.0)
 NUM_MAX = 8
 # The function stands for a call of the package, which would never be made.
 UNBOUND = frozenset({"unbound"})
+# A RuntimeError of that rank alone, which its next call tells.
+NO_ROUTING = frozenset({"routing_map: None", "probs: None"})
 # Of these follows the buffer, which peers wait for in another one.
 OTHER_SIZE = frozenset(
     {
@@ -269,7 +271,9 @@ def training_calls(context: RankContext) -> Mapping[str, Entry]:
             {"routed_output_RD": rows, "metadata": metadata, "x_TD": mine.x},
             same_as_first(),
         ),
-        "MegatronManager.dispatch": Entry(megatron, routed, same_as_first(), left_out=UNBOUND),
+        "MegatronManager.dispatch": Entry(
+            megatron, routed, same_as_first(), left_out=UNBOUND | NO_ROUTING
+        ),
         "MegatronManager.combine": Entry(
             megatron_combine, {"hidden_states": permuted}, same_as_first(), left_out=UNBOUND
         ),
