@@ -103,7 +103,7 @@ class Progress:
     STATUS = "@%s %f %t@"
     LINE = re.compile(r"@(\d+) (\d+) (\d+)@ (.*)")
     ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-    HEARTBEAT_S = 3.0
+    HEARTBEAT_S = 4.0
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
