@@ -144,7 +144,7 @@ test-mpi: build  ## What needs an MPI on this machine, where there is one
 	fi
 
 .PHONY: check-bare
-check-bare: $(READY)  ## What make installs: resolves on the plain index, suffices and is all there is
+check-bare: build  ## What make installs: resolves on the plain index, suffices and is all there is
 	$(BIN)/python tools/check_bare.py
 
 # Built from the source distribution, in isolation: what that lacks, the wheel would lack. auditwheel
