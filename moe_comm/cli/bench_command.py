@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import importlib.util
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +35,8 @@ from moe_comm.output_files import check_output
 from moe_comm.routing_trace import load_routing_trace
 
 __all__ = ["bench_app"]
+
+LINE_S = 2.0
 
 bench_app = typer.Typer(
     help="Check an operation, then time it against what the machine can do.",
@@ -199,10 +203,7 @@ def dispatch_combine(
         console = wide_console()
         console.print(header_line(environment), soft_wrap=True)
         with _progress(console) as progress:
-            task = progress.add_task("start")
-            with CaseRun(
-                case, options, lambda text: progress.update(task, description=text)
-            ) as run:
+            with CaseRun(case, options, _teller(progress)) as run:
                 rows = run.run()
                 missing_peers = run.missing_peers
         console.print(result_table(rows, missing_peers))
@@ -241,3 +242,18 @@ def _split(text: str) -> tuple[str, ...]:
 def _progress(console: Console) -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
+
+
+def _teller(progress: Progress) -> Callable[[str], None]:
+    """Shows a text: as the task of `progress`, or where that has no terminal as a line now and then."""
+    task = progress.add_task("start")
+    said_at = time.monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal said_at
+        progress.update(task, description=text)
+        if not progress.console.is_terminal and time.monotonic() - said_at > LINE_S:
+            said_at = time.monotonic()
+            typer.echo(f"moe-comm bench: {text}", err=True)
+
+    return tell
