@@ -34,7 +34,8 @@ def libtsan() -> str:
 
 
 def build(tree: Path) -> None:
-    environment = {**os.environ, "MOE_COMM_SANITIZE": "thread"}  # noqa: TID251
+    wanted = {"MOE_COMM_SANITIZE": "thread", "MOE_COMM_MODULES": "host"}
+    environment = {**os.environ, **wanted}  # noqa: TID251
     run(
         *(sys.executable, "setup.py", "--quiet", "build", "--build-lib", "build/tsan"),
         cwd=tree,
