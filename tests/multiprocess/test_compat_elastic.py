@@ -254,7 +254,7 @@ def check_mistakes(context: RankContext) -> None:
     with oracle.backend_of_group(context, "host"):
         buffer = ElasticBuffer(context.group, num_max_tokens_per_rank=NUM_MAX)
         right = {"x": mine.x, "topk_idx": mine.topk_idx, "num_experts": case.num_experts}
-        with pytest.raises(ValueError, match="rank 1: num_experts must be an int >= 1"):
+        with pytest.raises(ValueError, match="rank 1: num_experts must be an int, got None"):
             buffer.dispatch(**{**right, "num_experts": None if context.rank_idx else 8})
         recv_x, _, _, handle, _ = buffer.dispatch(**right)
         mistakes = [

@@ -124,7 +124,7 @@ class WorkerProcesses:
                         f"rank {rank_idx} died (exit code {process.exitcode})"
                     ) from None
                 if status == "error":
-                    raise WorkerError(f"rank {rank_idx}: {value}")
+                    raise WorkerError(f"rank {rank_idx} failed: {value}")
                 answers[rank_idx] = value
         return [answers[i] for i in range(len(self._pipes))]
 

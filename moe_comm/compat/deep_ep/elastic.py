@@ -431,9 +431,10 @@ class ElasticBuffer:
     def _buffer_for(self, num_experts: Any) -> EpBuffer:
         """The buffer for so many experts, or the latest for a call that is going to be refused."""
         try:
-            return self._owner.buffer_for(as_int("num_experts", num_experts, 1))
+            known = as_int("num_experts", num_experts, 1)
         except (TypeError, ValueError) as error:
             return self._owner.buffer_for(None, f"{error}; or an EPHandle is to be given")
+        return self._owner.buffer_for(known)
 
     def _most_tokens(self, num_max_tokens_per_rank: Any, handle: object) -> int:
         if isinstance(handle, EPHandle):
