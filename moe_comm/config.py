@@ -114,8 +114,8 @@ class EpConfig:
         hidden: Elements per row, or None; `hidden * dtype.itemsize` is a multiple of 16 bytes.
         num_max_tokens_per_rank: Most tokens one rank may pass to a call, or None, as where it is left
             out. `Layout.LOW_LATENCY` needs it.
-        dtype: Element type of dispatched rows, or None. Any real dtype can be dispatched (rows move
-            as bytes); combine adds bfloat16, float16, float32 and float64.
+        dtype: Element type of dispatched rows, or None. Any dtype can be dispatched (rows move as
+            bytes); combine adds bfloat16, float16, float32 and float64.
         expert_rank: int32 `[num_experts]`, the rank of every expert, any number per rank including
             none; None for contiguous blocks (`default_expert_rank`). Local order is ascending id.
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
@@ -155,8 +155,6 @@ class EpConfig:
         check_bool("node_reduction", self.node_reduction)
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {self.dtype!r}")
-        if self.dtype is not None and self.dtype.is_complex:
-            raise TypeError(f"dtype must be real, got {self.dtype}")
         if (
             self.hidden is not None
             and self.dtype is not None

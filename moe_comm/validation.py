@@ -125,7 +125,7 @@ def check_dispatch(
     _check_tensor("topk_idx", topk_idx, 2)
     if not is_quantized and config.dtype is not None and x.dtype is not config.dtype:
         raise TypeError(f"x must have the configured dtype {config.dtype}, got {x.dtype}")
-    _check_real("x", x)
+    _check_bytes("x", x)
     if topk_idx.dtype is not torch.int64:
         raise TypeError(f"topk_idx must be torch.int64, got {topk_idx.dtype}")
     num_tokens, hidden = x.shape
@@ -185,10 +185,17 @@ def check_capacity(capacity: Capacity | None, layout: Layout, expert_alignment: 
         )
 
 
-def _check_real(name: str, rows: torch.Tensor) -> None:
-    if rows.is_complex():
+def _check_bytes(name: str, rows: torch.Tensor) -> None:
+    """Rows travel as bytes, which must be their values; gradients are sums of real numbers."""
+    if rows.is_conj() or rows.is_neg():
+        raise ValueError(
+            f"{name} is a lazy conjugate or negation, got {rows.dtype} with is_conj() = "
+            f"{rows.is_conj()} and is_neg() = {rows.is_neg()}: give {name}.resolve_conj().resolve_neg()"
+        )
+    if rows.is_complex() and rows.requires_grad:
         raise TypeError(
-            f"{name} must be of a real dtype, got {rows.dtype}: give torch.view_as_real({name})"
+            f"{name} must be real where it requires a gradient, got {rows.dtype}: give "
+            f"torch.view_as_real({name}).flatten(1)"
         )
 
 
@@ -215,7 +222,7 @@ def check_cached_dispatch(
     if capacity is not None:
         raise ValueError(f"the capacity of the handle holds, got {capacity}")
     _check_tensor("x", x, 2)
-    _check_real("x", x)
+    _check_bytes("x", x)
     num_tokens, hidden = x.shape
     if num_tokens != handle.num_tokens:
         raise ValueError(

@@ -346,11 +346,19 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
         TypeError,
         ("bfloat16", "complex64"),
     ),
-    "complex rows of an elastic buffer": (
+    "complex rows with a gradient": (
         "elastic",
-        lambda c: c.elastic.dispatch(torch.zeros(4, 16, dtype=torch.complex64), c.topk_idx),
+        lambda c: c.elastic.dispatch(
+            torch.zeros(4, 16, dtype=torch.complex64, requires_grad=True), c.topk_idx
+        ),
         TypeError,
         ("real", "complex64"),
+    ),
+    "lazy conjugates": (
+        "elastic",
+        lambda c: c.elastic.dispatch(torch.zeros(4, 16, dtype=torch.complex64).conj(), c.topk_idx),
+        ValueError,
+        ("conjugate", "complex64"),
     ),
     "unknown keyword": (
         "dispatch", lambda c: c.dispatch(expert_aligment=4), TypeError, ("dispatch", "expert_aligment")
