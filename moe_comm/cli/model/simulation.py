@@ -117,6 +117,7 @@ class _Simulation:
         num_ranks = cluster.num_ranks
         movement = workload.combine if is_combine else workload.dispatch
         self.row_bytes = workload.hidden * movement.element_bytes
+        written: Floats
         if is_combine:
             # Node n owes its rows to the ranks they came from; ranks of equal local index talk.
             self.to_rank = traffic.to_rank.T
