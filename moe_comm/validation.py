@@ -243,9 +243,10 @@ def check_combine(
     out: torch.Tensor | None,
 ) -> None:
     """Input of a combine."""
-    rows_dtype = torch.float64 if expert_out is None else expert_out.dtype
+    rows_dtype = torch.float64
     if expert_out is not None:
         _check_tensor("expert_out", expert_out, 2)
+        rows_dtype = expert_out.dtype
         num_rows, hidden = expert_out.shape
         if expert_out.dtype not in SUMMABLE:
             names = ", ".join(str(dtype) for dtype in SUMMABLE)
