@@ -467,9 +467,3 @@ def _interrupted(context: RankContext, folder: str) -> None:
 
 def test_an_interrupted_shrink_can_be_repeated(tmp_path: Path) -> None:
     run_ranks(_interrupted, 2, str(tmp_path))
-
-
-# ---------------------------------------------------------------------------------------------
-# Survivors that stand at different epochs.
-
-ROW_ELEMENTS = 4096
