@@ -42,7 +42,7 @@ endforeach()
 
 # Kernels with faults that can be switched on, for programs that compare the bytes they make.
 set(faulty_sources
-  core/*.cpp layout/*.cpp host/row_kernels.cpp kernels/combine.cu kernels/dispatch.cu
+  core/*.cpp layout/*.cpp host/row_kernels.cpp host/strided_copy.cpp kernels/combine.cu kernels/dispatch.cu
   kernels/strided_copy.cu kernels/weighted_gradient.cu simt/direct_memory.cpp simt/fiber.cpp
   simt/grid.cpp simt/scheduler.cpp)
 moe_comm_glob(faulty_sources ${faulty_sources})
