@@ -28,6 +28,7 @@ CONFIG = EpConfig(num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=
 ELASTIC = EpConfig(
     num_experts=6, num_topk=None, hidden=None, num_max_tokens_per_rank=None, dtype=None
 )
+COMPLEX = torch.zeros(4, 16, dtype=torch.complex64)
 BACKENDS = ["reference", "collective", "host"]
 
 
@@ -341,24 +342,16 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     ),
     "handle of cached": ("cached", lambda c: c.cached(handle=7), TypeError, ("DispatchHandle", "int")),
     "complex x": (
-        "dispatch",
-        lambda c: c.dispatch(x=torch.zeros(4, 16, dtype=torch.complex64)),
-        TypeError,
-        ("bfloat16", "complex64"),
+        "dispatch", lambda c: c.dispatch(x=COMPLEX), TypeError, ("bfloat16", "complex64")
     ),
     "complex rows with a gradient": (
         "elastic",
-        lambda c: c.elastic.dispatch(
-            torch.zeros(4, 16, dtype=torch.complex64, requires_grad=True), c.topk_idx
-        ),
+        lambda c: c.elastic.dispatch(COMPLEX.clone().requires_grad_(), c.topk_idx),
         TypeError,
         ("real", "complex64"),
     ),
     "lazy conjugates": (
-        "elastic",
-        lambda c: c.elastic.dispatch(torch.zeros(4, 16, dtype=torch.complex64).conj(), c.topk_idx),
-        ValueError,
-        ("conjugate", "complex64"),
+        "elastic", lambda c: c.elastic.dispatch(COMPLEX.conj(), c.topk_idx), ValueError, ("conjugate",)
     ),
     "unknown keyword": (
         "dispatch", lambda c: c.dispatch(expert_aligment=4), TypeError, ("dispatch", "expert_aligment")
