@@ -118,15 +118,20 @@ class WorkerProcesses:
                 try:
                     status, value = self._pipes[rank_idx].recv()
                 except (EOFError, ConnectionResetError):  # the latter with our call unread
-                    process = self._processes[rank_idx]
-                    process.join(JOIN_TIMEOUT_S)
-                    raise WorkerError(
-                        f"rank {rank_idx} died (exit code {process.exitcode})"
-                    ) from None
+                    self._processes[rank_idx].join(JOIN_TIMEOUT_S)
+                    raise self._death(rank_idx) from None
                 if status == "error":
+                    # What a rank says of a peer that was killed is the echo of that death.
+                    for peer_idx, process in enumerate(self._processes):
+                        if (process.exitcode or 0) < 0:
+                            raise self._death(peer_idx)
                     raise WorkerError(f"rank {rank_idx} failed: {value}")
                 answers[rank_idx] = value
         return [answers[i] for i in range(len(self._pipes))]
+
+    def _death(self, rank_idx: int) -> WorkerError:
+        exit_code = self._processes[rank_idx].exitcode
+        return WorkerError(f"rank {rank_idx} died (exit code {exit_code})")
 
     def _kill(self) -> None:
         for process in self._processes:
