@@ -110,7 +110,8 @@ class Progress:
         self._running: dict[str, float] = {}  # what is compiled, and since when
         self._num_started = self._num_finished = self._num_total = 0
         self._shown_at = 0.0
-        self._is_after_status = False  # what ended without a new line
+        self._is_after_status = False  # ninja's, which ended without a new line
+        self._is_line_open = False  # the same of the line on the terminal
 
     def run(self, command: list[str]) -> int:
         """Runs a command that drives ninja; all but its status lines is shown as it is."""
@@ -138,14 +139,18 @@ class Progress:
                         self._hear(line.decode(errors="replace"))
                 if time.monotonic() - self._shown_at > self.HEARTBEAT_S:
                     self._show()
-            self._print(pending.decode(errors="replace"))
+            if pending:
+                self._print(pending.decode(errors="replace"))
         os.close(ours)
-        if self._is_terminal and self._num_total:
+        if self._is_line_open:
             sys.stdout.write("\n")
         return process.returncode
 
     def _hear(self, line: str) -> None:
-        status = self.LINE.match(self.ESCAPE.sub("", line).strip())
+        plain = self.ESCAPE.sub("", line).strip()
+        if plain.endswith("Re-checking globbed directories..."):
+            return
+        status = self.LINE.match(plain)
         if status is None:
             if line != "\r" and not (line == "\n" and self._is_after_status):
                 self._print(line)
@@ -154,9 +159,8 @@ class Progress:
         self._is_after_status = "\n" not in line
         started, finished, self._num_total = (int(status[i]) for i in (1, 2, 3))
         what = self._name(status[4])
-        is_news = started > self._num_started or finished > self._num_finished
-        if not is_news and what not in self._running:
-            # Ninja counts anew once it has looked for new files.
+        if started < self._num_started or finished < self._num_finished:
+            # Ninja counts anew once it has made its own files.
             self._running.clear()
             self._num_started = self._num_finished = 0
         if started > self._num_started:
@@ -186,6 +190,7 @@ class Progress:
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
             sys.stdout.write(f"\r{text[:width]}\x1b[K")
+            self._is_line_open = True
         else:
             sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
@@ -193,8 +198,9 @@ class Progress:
     def _print(self, text: str) -> None:
         if not self._is_terminal:
             text = self.ESCAPE.sub("", text)
-        elif text and self._running:
+        elif self._is_line_open:
             sys.stdout.write("\r\x1b[K")
+            self._is_line_open = False
         sys.stdout.write(text)
         sys.stdout.flush()
 
