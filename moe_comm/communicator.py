@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.utils.dlpack
 
 from moe_comm import missed_calls, node_layout, nvshmem
+from moe_comm.arguments import shown
 from moe_comm.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
 from moe_comm.bootstrap import Bootstrap, bootstrap_for, raise_together
 from moe_comm.communicator_options import CommunicatorOptions
@@ -153,8 +154,6 @@ class Communicator(ElasticRanks):
         num_sms: int | None = None,
         rail: str = "auto",
     ) -> None:
-        if parent is not None:
-            parent.check_process("Communicator")
         self.bootstrap = bootstrap_for(group)
         self._process_id = os.getpid()
         self.group: dist.ProcessGroup | None = (
@@ -163,48 +162,52 @@ class Communicator(ElasticRanks):
         self.rank_idx = self.bootstrap.rank_idx
         self.num_ranks = self.bootstrap.num_ranks
         self.parent = parent
-        self.stall_timeout_s = float(stall_timeout_s)
-        self.arrival_timeout_s = float(arrival_timeout_s)
         self.native: _host.Group | None = None
         self.gpu: RankGpu | None = None
         self.rail_name = rail
         self._destroyed = False
         self._closed_by = ""
-        options = CommunicatorOptions(
-            stall_timeout_s=self.stall_timeout_s,
-            arrival_timeout_s=self.arrival_timeout_s,
-            max_heap_bytes=max_heap_bytes,
-            num_threads=num_threads,
-            with_huge_pages=with_huge_pages,
-            num_sms=num_sms,
-        )
-        # For the communicator that survivors of failures go on with.
-        self._options: dict[str, Any] = dataclasses.asdict(options)
         self._dependants: weakref.WeakSet[_Destroyable] = weakref.WeakSet()
         self.latest_buffer: Callable[[], _Rejecting | None] = _nothing
         """Gives the buffer that this rank has used last."""
         self._retained: list[object] = []
 
+        place = None
         try:
+            if parent is not None:
+                if not isinstance(parent, Communicator):
+                    raise TypeError(f"parent must be a Communicator, got {shown(parent)}")
+                parent.check_process("Communicator")
             self.device = torch.device(device)
-            problem = (
-                problem_with_names(backend, rail, self.device)
-                or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
-                or options.problem(self.device)
+            problem = problem_with_names(
+                backend, rail, self.device
+            ) or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
+            options = CommunicatorOptions.checked(
+                self.device,
+                stall_timeout_s=stall_timeout_s,
+                arrival_timeout_s=arrival_timeout_s,
+                max_heap_bytes=max_heap_bytes,
+                num_threads=num_threads,
+                with_huge_pages=with_huge_pages,
+                num_sms=num_sms,
             )
+            self.stall_timeout_s = options.stall_timeout_s
+            self.arrival_timeout_s = options.arrival_timeout_s
+            # For the communicator that survivors of failures go on with.
+            self._options: dict[str, Any] = dataclasses.asdict(options)
             if problem is None and self.device.type == "cuda":
                 self.gpu = RankGpu(self.device, num_sms, None if parent is None else parent.gpu)
                 self.device = self.gpu.device
             problem = problem or self._problem_with_parent(backend, max_heap_bytes)
+            place = node_layout.RankPlace(
+                machine=node_layout.own_machine(),
+                declared=num_local_ranks,
+                launched=node_layout.launched_num_local_ranks(self.rank_idx, self.num_ranks),
+                parent_rank=-1 if parent is None else parent.rank_idx,
+                parent_node=-1 if parent is None else parent.node_idx,
+            )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            problem = str(error).split("\n", 1)[0]
-        place = node_layout.RankPlace(
-            machine=node_layout.own_machine(),
-            declared=num_local_ranks,
-            launched=node_layout.launched_num_local_ranks(self.rank_idx, self.num_ranks),
-            parent_rank=-1 if parent is None else parent.rank_idx,
-            parent_node=-1 if parent is None else parent.node_idx,
-        )
+            problem = str(error).split("\n", 1)[0] or repr(error)
         gathered = self.bootstrap.all_gather((problem, backend, rail, place))
         problems, backends, rails, places = zip(*gathered, strict=True)
         raise_together(problems)

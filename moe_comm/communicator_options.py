@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+from typing import Any
 
 import torch
+
+from moe_comm.arguments import as_int, check_bool, shown
 
 __all__ = ["CommunicatorOptions"]
 
@@ -20,17 +24,26 @@ class CommunicatorOptions:
     with_huge_pages: bool
     num_sms: int | None
 
-    def problem(self, device: torch.device) -> str | None:
-        """What is wrong with them for rows on `device`, or None."""
+    @classmethod
+    def checked(cls, device: torch.device, **given: Any) -> CommunicatorOptions:
+        """Those of a communicator for rows on `device`.
+
+        Raises:
+            TypeError: A value is no number, no int or no bool.
+            ValueError: It breaks a rule of `Communicator`.
+        """
+        values = dict(given)
         for name in ("stall_timeout_s", "arrival_timeout_s"):
-            if not getattr(self, name) > 0.0:
-                return f"{name} must be > 0, got {getattr(self, name)}"
-        if self.max_heap_bytes is not None and self.max_heap_bytes <= 0:
-            return f"max_heap_bytes must be > 0, got {self.max_heap_bytes}"
-        if self.num_threads is not None and self.num_threads < 1:
-            return f"num_threads must be >= 1, got {self.num_threads}"
-        if self.num_sms is not None and device.type == "cpu":
-            return f"num_sms is for a GPU, got {self.num_sms} with device {device}"
-        if self.num_sms is not None and self.num_sms < 1:
-            return f"num_sms must be >= 1, got {self.num_sms}"
-        return None
+            seconds = given[name]
+            if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
+                raise TypeError(f"{name} must be a number of seconds, got {shown(seconds)}")
+            if not seconds > 0.0:
+                raise ValueError(f"{name} must be > 0, got {seconds}")
+            values[name] = float(seconds)
+        for name in ("max_heap_bytes", "num_threads", "num_sms"):
+            if given[name] is not None:
+                values[name] = as_int(name, given[name], 1)
+        check_bool("with_huge_pages", given["with_huge_pages"])
+        if given["num_sms"] is not None and device.type == "cpu":
+            raise ValueError(f"num_sms is for a GPU, got {given['num_sms']} with device {device}")
+        return cls(**values)

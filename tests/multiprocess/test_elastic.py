@@ -20,6 +20,7 @@ import torch
 from moe_comm import (
     Communicator,
     EpBuffer,
+    EpConfig,
     EvictedError,
     PeerFailedError,
     PeerTimeoutError,
@@ -28,6 +29,7 @@ from moe_comm import (
 )
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
+    HANG_S,
     SHORT_S,
     config_for,
     die,
@@ -43,6 +45,7 @@ from tests.helpers.failing_ranks import (
     steps_until_error,
     wait_for,
 )
+from tests.helpers.unreadable import can_stop_readers, unreadable
 
 
 def _work(communicator: Communicator, num_steps: int = 5) -> None:
@@ -467,3 +470,65 @@ def _interrupted(context: RankContext, folder: str) -> None:
 
 def test_an_interrupted_shrink_can_be_repeated(tmp_path: Path) -> None:
     run_ranks(_interrupted, 2, str(tmp_path))
+
+
+# Survivors that stand at different epochs.
+
+ROW_ELEMENTS = 4096
+
+
+def _stand_apart(context: RankContext, folder: str) -> tuple[int, ...]:
+    """Rank 0 is an operation behind on the second buffer, rank 1 on the third; see the test."""
+    comm = Communicator(context.group, backend="host", stall_timeout_s=60.0)
+    config = EpConfig(num_experts=4, num_topk=1, hidden=ROW_ELEMENTS, num_max_tokens_per_rank=2)
+    never_used, second, third, same = (EpBuffer(comm, config) for _ in range(4))
+    pids = gather_pids(comm)
+    rank_idx = context.rank_idx
+
+    def send(buffer: EpBuffer, target: int, *, stuck: int = -1, async_op: bool = False) -> Any:
+        """A dispatch of one row to expert `target`; rank `stuck` never gets to write its own."""
+        x = torch.ones(1, ROW_ELEMENTS, dtype=torch.bfloat16)
+        if rank_idx == stuck:
+            x = unreadable(2 * ROW_ELEMENTS).view(torch.bfloat16).view(1, ROW_ELEMENTS)
+        # All others send to themselves, so that nobody but `target` waits for the one that is stuck.
+        expert_idx = target if rank_idx == stuck else rank_idx
+        return buffer.dispatch(x, torch.tensor([[expert_idx]]), async_op=async_op)
+
+    for buffer, num_steps in ((second, 3), (third, 1), (same, 2)):
+        for _ in range(num_steps):
+            send(buffer, rank_idx)
+    comm.all_gather(b"")
+    # Rank 0 is to get a row of rank 2, and rank 1 one of rank 3; they go on meanwhile.
+    pending = [send(second, 0, stuck=2, async_op=rank_idx in (0, 2))]
+    pending.append(send(third, 1, stuck=3, async_op=rank_idx in (1, 3)))
+    (Path(folder) / f"done {rank_idx}").touch()
+    if rank_idx == 0:
+        wait_for(lambda: (Path(folder) / "done 1").exists())
+        assert not pending[0].event.is_complete()
+        assert pending[1].event.is_complete()
+        (Path(folder) / "looked 0").touch()
+        wait_for(lambda: (Path(folder) / "looked 1").exists())
+        for pid in pids[2:]:
+            os.kill(pid, signal.SIGKILL)
+    elif rank_idx == 1:
+        wait_for(lambda: (Path(folder) / "done 0").exists())
+        assert pending[0].event.is_complete()
+        assert not pending[1].event.is_complete()
+        (Path(folder) / "looked 1").touch()
+    else:
+        time.sleep(HANG_S)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[2:]))
+    shrunk = comm.shrink((2, 3))
+    never_used.destroy()
+    _work(shrunk.communicator)
+    shrunk.communicator.destroy()
+    return shrunk.completed_epochs
+
+
+@pytest.mark.skipif(
+    not can_stop_readers(), reason="this kernel lets no process hold its own readers"
+)
+def test_epochs_that_every_survivor_completed(tmp_path: Path) -> None:
+    """By buffer: never used; rank 0 one behind; rank 1 one behind; all at the same."""
+    results = run_ranks(_stand_apart, 4, str(tmp_path), fresh=True, expect_dead=[2, 3])
+    assert [results[0], results[1]] == [(-1, 3, 1, 2)] * 2
