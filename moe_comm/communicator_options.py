@@ -37,9 +37,9 @@ class CommunicatorOptions:
             seconds = given[name]
             if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
                 raise TypeError(f"{name} must be a number of seconds, got {shown(seconds)}")
-            if not seconds > 0.0:
-                raise ValueError(f"{name} must be > 0, got {seconds}")
             values[name] = float(seconds)
+            if not values[name] > 0.0:
+                raise ValueError(f"{name} must be > 0, got {seconds}")
         for name in ("max_heap_bytes", "num_threads", "num_sms"):
             if given[name] is not None:
                 values[name] = as_int(name, given[name], 1)

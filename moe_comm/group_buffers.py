@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import atexit
 import threading
 import weakref
 from typing import Any
@@ -16,17 +16,30 @@ from moe_comm.buffer_manager import BufferManager
 from moe_comm.communicator import Communicator
 from moe_comm.config import EpConfig
 
-__all__ = ["GroupBuffers", "group_buffers"]
+__all__ = ["GroupBuffers", "group_buffers", "is_alive", "let_go"]
 
 _lock = threading.Lock()
+# Of process groups, until they are destroyed: all ranks do that together. What layers hold is no
+# measure, as a cycle may keep a layer on one rank that another has collected.
+_held: dict[int, GroupBuffers] = {}
+# Of bootstraps, whose end nobody sees.
 _living: weakref.WeakValueDictionary[int, GroupBuffers] = weakref.WeakValueDictionary()
+
+
+def let_go() -> None:
+    """Keep nothing any longer for process groups. Every rank of each does so at the same point."""
+    with _lock:
+        _held.clear()
+
+
+# A process group may have threads, which have to end while Python still runs.
+atexit.register(let_go)
 
 
 class GroupBuffers:
     """The communicator of a group and its buffers, which take whatever each call brings.
 
-    Lives as long as somebody holds it. Use `group_buffers` to share it with everybody else who
-    works on the same group.
+    Use `group_buffers` to share it with everybody else who works on the same group.
 
     Args:
         group: Process group, bootstrap, or None; see `Communicator`.
@@ -69,15 +82,28 @@ class GroupBuffers:
     def destroy(self) -> None:
         """Destroy the buffers and the communicator; idempotent."""
         with _lock:
-            if _living.get(id(self.group)) is self:
-                del _living[id(self.group)]
+            for known in (_held, _living):
+                if known.get(id(self.group)) is self:
+                    del known[id(self.group)]
         self._manager.destroy()
         self.communicator.destroy()
 
 
-def _living_of(key: Any) -> GroupBuffers | None:
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _known(key: Any) -> GroupBuffers | None:
     with _lock:
-        found = _living.get(id(key))
+        for group_id, held in list(_held.items()):
+            if not is_alive(held.group):  # type: ignore[arg-type]
+                del _held[group_id]
+        found = _held.get(id(key)) or _living.get(id(key))
     return found if found is not None and found.group is key else None
 
 
@@ -86,8 +112,8 @@ def group_buffers(
 ) -> GroupBuffers:
     """The shared buffers of a group, made on first use; collective where they are made.
 
-    Ranks that hold theirs alike find them alike: garbage is collected before they count as held, which
-    takes up to a second of a large process, for each layer that is set up.
+    Those of a process group are kept until it is destroyed, and those of a bootstrap as long as
+    somebody holds them.
 
     Args:
         group: Process group, bootstrap, or None for the default process group.
@@ -96,14 +122,11 @@ def group_buffers(
     key: Any = group
     if key is None and dist.is_available() and dist.is_initialized():
         key = dist.group.WORLD
-    if _living_of(key) is not None:
-        # Cycles that nobody reaches may still hold it on this rank and no longer on another, which
-        # would wait for this one to make another.
-        gc.collect()
-    found = _living_of(key)
+    found = _known(key)
     if found is not None:
         return found
     made = GroupBuffers(key, backend=backend)
     with _lock:
-        _living[id(key)] = made
+        known = _held if isinstance(key, dist.ProcessGroup) else _living
+        known[id(key)] = made
     return made

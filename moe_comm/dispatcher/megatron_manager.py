@@ -107,7 +107,7 @@ class MegatronManager:
                 raise ValueError(f"rank_capacity_factor must be > 0, got {rank_capacity_factor}")
             if router_topk is None:
                 raise ValueError("rank_capacity_factor needs router_topk, got None")
-        # Held here: the buffers of a group live as long as somebody holds them.
+        # Held here: those of a bootstrap live as long as somebody holds them.
         self._group_buffers = group_buffers(group, backend=backend)
         self.group = group
         self.num_local_experts = num_local_experts

@@ -98,7 +98,7 @@ class TokenDispatcher:
             raise ValueError(f'weighted_by must be "experts" or "combine", got {weighted_by!r}')
         self._group_buffers = None
         if buffer is None:
-            # Held here: the buffers of a group live as long as somebody holds them.
+            # Held here: those of a bootstrap live as long as somebody holds them.
             self._group_buffers = group_buffers(group, backend=backend)
             placement = None if expert_rank is None else torch.as_tensor(expert_rank)
             buffer = self._group_buffers.get(num_experts, expert_rank=placement)

@@ -157,7 +157,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         self._is_extend_in_batch = is_extend_in_batch
         if mode == "auto" and is_extend_in_batch is None:
             self._is_extend_in_batch = _sglang_is_extend_in_batch()
-        # Held here: the buffers of a group live as long as somebody holds them.
+        # Held here: those of a bootstrap live as long as somebody holds them.
         self._group_buffers = group_buffers(group, backend=backend)
         self._buffers: dict[bool, EpBuffer] = {}
         if mode != "low_latency":

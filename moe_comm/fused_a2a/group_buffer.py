@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer
-from moe_comm.group_buffers import GroupBuffers, group_buffers
+from moe_comm.group_buffers import GroupBuffers, group_buffers, is_alive
 
 __all__ = ["Group", "GroupBuffer", "held_buffer"]
 
@@ -72,18 +72,10 @@ class GroupBuffer:
 def held_buffer(buffers: dict[int, GroupBuffer], group: Group) -> GroupBuffer:
     """The entry of a group, made on first use; entries of destroyed process groups are dropped."""
     for key, buffer in list(buffers.items()):
-        if isinstance(buffer.group, dist.ProcessGroup) and not _is_alive(buffer.group):
+        if isinstance(buffer.group, dist.ProcessGroup) and not is_alive(buffer.group):
             buffers.pop(key, None)
     shared = group_buffers(group)
     found = buffers.get(id(shared.group))
     if found is None or found._shared is not shared:
         found = buffers[id(shared.group)] = GroupBuffer(shared)
     return found
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, RuntimeError, ValueError):
-        return False
-    return True

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from moe_comm import group_buffers
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.testing.pool import GRACE_S, Outcome, WorkerPool
 
@@ -92,7 +93,11 @@ def run_ranks(
 
 
 def _call(rank_idx: int, num_ranks: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return fn(RankContext(rank_idx, num_ranks, None), *args)
+    try:
+        return fn(RankContext(rank_idx, num_ranks, None), *args)
+    finally:
+        # The process goes on to another call, with the same group.
+        group_buffers.let_go()
 
 
 def _run_threads(

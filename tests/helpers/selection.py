@@ -27,7 +27,9 @@ LATER = ("full", "slow", "clock", "gpu", "multinode", "benchmark")
 LEAST_MARGIN = 5
 
 
-def sample(attributes: Sequence[Attributes], strength: int = 2) -> list[int]:
+def sample(
+    attributes: Sequence[Attributes], strength: int = 2, costs: Sequence[float] | None = None
+) -> list[int]:
     """Indices, ascending, of a small part of the cases that has what the whole has.
 
     With strength 1 that is every value of every attribute but those that begin with `ALONE`. With
@@ -37,21 +39,23 @@ def sample(attributes: Sequence[Attributes], strength: int = 2) -> list[int]:
     Args:
         attributes: Of every case, its values by name.
         strength: 1 or 2.
+        costs: Of every case, > 0: of two that add as much, the cheaper one is taken. None: all equal.
     """
     wanted = [_parts(case, strength) for case in attributes]
-    # The most new parts first. What a case would add only falls, so that an outdated number is a bound.
-    queue = [(-len(parts), idx) for idx, parts in enumerate(wanted)]
+    weights = [1.0] * len(wanted) if costs is None else costs
+    # What adds most for its cost first. What a case would add only falls: an outdated number is a bound.
+    queue = [(-len(parts) / weights[idx], idx) for idx, parts in enumerate(wanted)]
     heapq.heapify(queue)
     covered: set[Hashable] = set()
     chosen = []
     while queue:
         bound, idx = heapq.heappop(queue)
-        num_new = len(wanted[idx] - covered)
-        if num_new == -bound and num_new > 0:
+        gain = len(wanted[idx] - covered) / weights[idx]
+        if gain == -bound and gain > 0:
             chosen.append(idx)
             covered |= wanted[idx]
-        elif num_new > 0:
-            heapq.heappush(queue, (-num_new, idx))
+        elif gain > 0:
+            heapq.heappush(queue, (-gain, idx))
     return sorted(chosen)
 
 
@@ -83,8 +87,9 @@ def mark_what_no_sample_has(items: Iterable[pytest.Item]) -> None:
             raise pytest.UsageError(f"{function}: sampled takes 1, 2, or 1 and 2, got {strengths}")
         marks = ("full",) if len(strengths) == 1 else ("slow", "full")
         for strength, name in zip(reversed(strengths), marks, strict=True):
-            attributes = [attributes_of(item.callspec.params) for item in product]  # type: ignore[attr-defined]
-            chosen = set(sample(attributes, strength))
+            parameters = [item.callspec.params for item in product]  # type: ignore[attr-defined]
+            attributes = [attributes_of(given) for given in parameters]
+            chosen = set(sample(attributes, strength, [_cost_of(given) for given in parameters]))
             for idx, item in enumerate(product):
                 if idx not in chosen:
                     item.add_marker(name)
@@ -108,6 +113,12 @@ def check_margin(nodeid: str, mark: pytest.Mark) -> None:
             f"{nodeid}: what takes {usual_s} s needs a limit of at least {LEAST_MARGIN * usual_s:g} s, "
             f"got {limit_s}"
         )
+
+
+def _cost_of(parameters: Mapping[str, Any]) -> float:
+    """Of a test with ranks: every one works out what all of them must find."""
+    ranks = [getattr(value, "num_ranks", 1) for value in parameters.values()]
+    return float(max(ranks, default=1) ** 2 + 4)
 
 
 def attributes_of(parameters: Mapping[str, Any]) -> dict[str, Hashable]:
