@@ -33,13 +33,13 @@ NVSHMEM_FOLDER = $(or $(NVSHMEM_HOME),$(wildcard $(abspath $(VENV))/lib/python3*
 
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 
-# Every rung of what the marks select, cheapest first. Tests of one process share the cores; ranks have
-# them for themselves. Who selects tests with TEST_ARGS may leave a rung without any (status 5).
+# Every rung of what the marks select, cheapest first, two tests at a time. Who selects tests with
+# TEST_ARGS may leave a rung without any (status 5).
 PYTEST = $(BIN)/python -m pytest --durations=10 --durations-min=5 $(TEST_ARGS)
 MAY_BE_NONE = $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
 define rungs
 $(PYTEST) -n 2 --dist worksteal -m "$(1)" $(wildcard tests/unit) $(MAY_BE_NONE)
-$(PYTEST) -m "$(1)" $(RANKS) $(MAY_BE_NONE)
+$(PYTEST) -n 2 --dist worksteal -m "$(1)" $(RANKS) $(MAY_BE_NONE)
 endef
 RANKS := $(wildcard tests/cpp tests/multiprocess tests/gpu)
 

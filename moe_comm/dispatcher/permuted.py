@@ -217,7 +217,7 @@ def start_dispatch(
     result = buffer.dispatch(
         x.detach().contiguous(),
         topk_idx,
-        weights,
+        None if weights is None else weights.detach(),
         expert_alignment=expert_alignment,
         quantization=quantization,
         capacity=capacity,

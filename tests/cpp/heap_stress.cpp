@@ -137,7 +137,7 @@ int main() {
   std::vector<std::thread> threads;
   for (int rank_idx = 0; rank_idx < kNumRanks; ++rank_idx)
     threads.emplace_back([&, rank_idx, mesh = meshes[static_cast<size_t>(rank_idx)]] {
-      mesh->connect(rank_idx, addresses, {.timeout_s = kTimeoutS});
+      mesh->connect(rank_idx, addresses, {.timeout_s = kTimeoutS, .interrupt_check = {}});
       HeapOptions options;
       options.with_huge_pages = false;
       const auto heap = ShmHeap::create(mesh, options);

@@ -72,23 +72,30 @@ def mark_what_no_sample_has(items: Iterable[pytest.Item]) -> None:
 
     A sample is taken of all parameters of one test function together. `sampled(1, 2)` is for a product
     that is too large for `make test-full`: single values for `make test`, pairs for `make test-full`,
-    and the rest is marked as `slow`.
+    and the rest is marked as `slow`. `sampled(1, of=("layout", "target"))` is for what is tested
+    elsewhere with every value: here the sample of `make test` has every value of these attributes.
 
     Raises:
-        pytest.UsageError: A mark has other strengths than (1), (2) or (1, 2).
+        pytest.UsageError: A mark has other strengths than (1), (2) or (1, 2), or names an attribute
+            that no case has.
     """
     products = collections.defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark is not None and not any(item.get_closest_marker(name) for name in LATER):
-            products[item.nodeid.split("[")[0], mark.args].append(item)
-    for (function, strengths), product in products.items():
+            of = tuple(mark.kwargs.get("of", ()))
+            products[item.nodeid.split("[")[0], mark.args, of].append(item)
+    for (function, strengths, of), product in products.items():
         if strengths not in [(1,), (2,), (1, 2)]:
             raise pytest.UsageError(f"{function}: sampled takes 1, 2, or 1 and 2, got {strengths}")
         marks = ("full",) if len(strengths) == 1 else ("slow", "full")
         for strength, name in zip(reversed(strengths), marks, strict=True):
             parameters = [item.callspec.params for item in product]  # type: ignore[attr-defined]
             attributes = [attributes_of(given) for given in parameters]
+            if of and name == marks[-1]:
+                attributes = [_only(of, values) for values in attributes]
+                if not all(any(name in values for values in attributes) for name in of):
+                    raise pytest.UsageError(f"{function}: no case has some attribute of {of}")
             chosen = set(sample(attributes, strength, [_cost_of(given) for given in parameters]))
             for idx, item in enumerate(product):
                 if idx not in chosen:
@@ -113,6 +120,12 @@ def check_margin(nodeid: str, mark: pytest.Mark) -> None:
             f"{nodeid}: what takes {usual_s} s needs a limit of at least {LEAST_MARGIN * usual_s:g} s, "
             f"got {limit_s}"
         )
+
+
+def _only(names: Iterable[str], attributes: Attributes) -> Attributes:
+    """These attributes, each for itself."""
+    plain = {name.removeprefix(ALONE): value for name, value in attributes.items()}
+    return {name: plain[name] for name in names if name in plain}
 
 
 def _cost_of(parameters: Mapping[str, Any]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -141,6 +142,7 @@ def try_all(
     num_ranks: int,
     communicators: Callable[[], list[Communicator]],
     only: str = "",
+    step: int = 1,
 ) -> list[str]:
     """Every change of every entry, on the last rank; what is not as it should be.
 
@@ -150,14 +152,16 @@ def try_all(
         num_ranks: Ranks of the default process group.
         communicators: Those that an error may have left aborted.
         only: Cases that have this in their name, for whoever looks for one.
+        step: Of so many changes, in their order, one is tried.
     """
     found: list[str] = []
     made = entries()
+    numbers = itertools.count()
     for entry_name, entry in made.items():
         entry.check(entry.call())
         for change in changes(entry):
             name = f"{entry_name}({change.name})"
-            if only not in name:
+            if only not in name or next(numbers) % step:
                 continue
             is_wrong = rank_idx == num_ranks - 1
             outcome = outcome_of(lambda: entry.call(change if is_wrong else None))  # noqa: B023

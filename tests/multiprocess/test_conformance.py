@@ -61,7 +61,7 @@ SPECIAL_CASES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of=("instruction_set", "layout", "rows"))
 @pytest.mark.parametrize("case", SPECIAL_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("instruction_set", _host.kernels.instruction_sets())
 def test_instruction_set(instruction_set: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_instruction_set(instruction_set: str, case: Case, monkeypatch: pytest.M
     check_case(TARGETS["host"], case, mode="threads")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of=("layout", "rows"))
 @pytest.mark.parametrize("case", SPECIAL_CASES, ids=lambda case: case.name)
 def test_several_threads_per_rank(case: Case) -> None:
     check_case(Target(name="host", connect=connect_with_three_threads), case, mode="threads")

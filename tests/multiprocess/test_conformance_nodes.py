@@ -36,7 +36,9 @@ RUNS_OF_CASES = [
 ]
 
 
-@pytest.mark.sampled(1, 2)
+@pytest.mark.sampled(
+    1, 2, of=("rail", "mode", "most_local_ranks", "layout", "rows", "capacity", "masks ranks")
+)
 @pytest.mark.parametrize(("rail", "mode", "most_local_ranks", "case"), RUNS_OF_CASES)
 def test_case(rail: str, mode: str, most_local_ranks: int, case: Case) -> None:
     check_case(target(most_local_ranks, rail), case, mode=mode)

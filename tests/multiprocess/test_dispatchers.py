@@ -41,13 +41,13 @@ def test_host(target: DispatcherTarget, case: DispatcherCase) -> None:
     check_dispatcher(target, case)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of=("target",))
 @pytest.mark.parametrize(("target", "case"), RUNS)
 def test_reference(target: DispatcherTarget, case: DispatcherCase) -> None:
     check_dispatcher(target, case, backend="reference", mode="threads", num_rounds=1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of=("target",))
 @pytest.mark.parametrize(
     ("target", "case"), [run for run in RUNS if str(run.id).split("-", 1)[1] in FEW]
 )

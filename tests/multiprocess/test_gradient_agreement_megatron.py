@@ -105,6 +105,7 @@ def check_face(
     del shared
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize(
     ("needs", "skipping"),

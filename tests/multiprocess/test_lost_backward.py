@@ -177,7 +177,14 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["exits", "raises out of main", "dies"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("exits", marks=pytest.mark.full),
+        "raises out of main",
+        pytest.param("dies", marks=pytest.mark.full),
+    ],
+)
 def test_others_are_told_that_the_process_ends(how: str, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(

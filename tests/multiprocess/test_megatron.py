@@ -133,7 +133,7 @@ def test_against_the_all_to_all_dispatcher(kind: str, backend: str) -> None:
     run_ranks(against_all_to_all, 2, kind, backend, 1, (12, 7))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of=("backend",))
 @pytest.mark.parametrize(("kind", "backend"), KINDS)
 def test_with_tensor_parallel_experts(kind: str, backend: str) -> None:
     run_ranks(against_all_to_all, 4, kind, backend, 2, (16, 16, 16, 16))

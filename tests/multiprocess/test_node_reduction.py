@@ -36,7 +36,7 @@ RUNS_OF_CASES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of=("name", "mode", "layout", "rows", "dtype"))
 @pytest.mark.parametrize(("name", "mode", "case"), RUNS_OF_CASES)
 def test_case(name: str, mode: str, case: Case) -> None:
     check_case(Target(name=name), case, mode=mode)

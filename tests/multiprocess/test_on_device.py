@@ -22,7 +22,7 @@ def make_on_cpu(communicator: Communicator, config: EpConfig) -> Backend:
     return OnDevice(communicator, config, HostBackend)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of=("layout", "rows", "capacity"))
 @pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     check_case(Target(name="adapter", make=make_on_cpu, connect=connect_host), case, mode="threads")

@@ -56,7 +56,7 @@ RUNS_OF_CASES = [
 ]
 
 
-@pytest.mark.sampled(1, 2)
+@pytest.mark.sampled(1, 2, of=("mode", "num_local_ranks", "layout", "rows", "capacity"))
 @pytest.mark.parametrize(("mode", "num_local_ranks", "case"), RUNS_OF_CASES)
 def test_case(mode: str, num_local_ranks: int, case: Case) -> None:
     check_case(target(num_local_ranks), case, mode=mode)

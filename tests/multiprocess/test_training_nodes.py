@@ -80,7 +80,7 @@ DISPATCHER_RUNS = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of=("target",))
 @pytest.mark.parametrize(("target", "case"), DISPATCHER_RUNS)
 def test_dispatchers(target: DispatcherTarget, case: DispatcherCase) -> None:
     num_local_ranks = 2 if case.num_ranks == 4 else 1

@@ -105,7 +105,9 @@ def group_calls(context: RankContext, communicator: Communicator) -> Mapping[str
 FAMILIES = {"buffer": buffer_calls, "group": group_calls}
 
 
-def try_family(context: RankContext, family: str, backend: str, only: str = "") -> list[str]:
+def try_family(
+    context: RankContext, family: str, backend: str, step: int = 1, only: str = ""
+) -> list[str]:
     with Communicator(context.group, backend=backend, arrival_timeout_s=ARRIVAL_S) as communicator:
         return try_all(
             lambda: FAMILIES[family](context, communicator),
@@ -113,10 +115,11 @@ def try_family(context: RankContext, family: str, backend: str, only: str = "") 
             context.num_ranks,
             lambda: [communicator],
             only,
+            step,
         )
 
 
-def try_face(context: RankContext, family: str, only: str = "") -> list[str]:
+def try_face(context: RankContext, family: str, step: int = 1, only: str = "") -> list[str]:
     """Faces that know their group alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -131,6 +134,7 @@ def try_face(context: RankContext, family: str, only: str = "") -> list[str]:
             context.num_ranks,
             lambda: [shared.communicator],
             only,
+            step,
         )
     finally:
         shared.destroy()
@@ -138,15 +142,21 @@ def try_face(context: RankContext, family: str, only: str = "") -> list[str]:
         fused_a2a._hybrid_ep_buffers.clear()
 
 
+# A prime number, so that each parameter meets other values than the one before.
+STEPS = pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.full)])
+
+
+@STEPS
 @pytest.mark.parametrize("family", sorted(faces.FAMILIES))
-def test_all_ranks_of_a_face_end_alike(family: str) -> None:
-    assert run_ranks(try_face, 2, family)[0] == []
+def test_all_ranks_of_a_face_end_alike(family: str, step: int) -> None:
+    assert run_ranks(try_face, 2, family, step)[0] == []
 
 
+@STEPS
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("backend", ["host", "collective"])
-def test_all_ranks_end_alike(family: str, backend: str) -> None:
-    assert run_ranks(try_family, 2, family, backend)[0] == []
+def test_all_ranks_end_alike(family: str, backend: str, step: int) -> None:
+    assert run_ranks(try_family, 2, family, backend, step)[0] == []
 
 
 def miss_a_call(context: RankContext, backend: str) -> list[str]:

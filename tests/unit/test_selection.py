@@ -135,6 +135,23 @@ def test_what_is_outside_a_sample_is_marked() -> None:
     assert not any("full" in item.marks for item in slow)
 
 
+def test_a_sample_may_be_of_some_attributes_only() -> None:
+    few = items("f", pytest.mark.sampled(1, of=("a", "c")), a=range(3), b=range(4), c=range(2))
+    both = items("g", pytest.mark.sampled(1, 2, of=("a",)), a=range(3), b=range(4), c=range(2))
+    mark_what_no_sample_has([*few, *both])
+    kept = [item for item in few if "full" not in item.marks]
+    assert len(kept) == 3
+    assert {item.callspec.params["c"] for item in kept} == {0, 1}
+    assert [sum(name in item.marks for item in both) for name in ("full", "slow")] == [9, 12]
+    with pytest.raises(pytest.UsageError, match=r"no case has some attribute of .*'d'"):
+        mark_what_no_sample_has(items("f", pytest.mark.sampled(1, of=("a", "d")), a=range(3)))
+
+
+def test_the_cheaper_case_is_sampled() -> None:
+    attributes = [{"a": value % 2} for value in range(6)]
+    assert sample(attributes, 1, [3.0, 1.0, 2.0, 1.0, 1.0, 5.0]) == [1, 4]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("second", [0, 1])
 @pytest.mark.parametrize("first", [0, 1])
