@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -268,7 +267,6 @@ def _interrupt_a_queue(context: RankContext, folder: str) -> None:
     to_rank_1 = torch.full((4096, 2), 2)
     if context.rank_idx == 0:
         pending = buffer.dispatch(*inputs(buffer, 1), async_op=True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         rows = [torch.full((4096, 64), 3.0).bfloat16()]
         interrupt_when_waiting()
         error = error_of(lambda: buffer.dispatch(rows.pop(), to_rank_1.clone()))

@@ -461,7 +461,8 @@ def _interrupted(context: RankContext, folder: str) -> None:
     comm = Communicator(backend="host", arrival_timeout_s=30.0)
     if context.rank_idx == 0:
         interrupt_when_waiting()
-        assert isinstance(error_of(comm.shrink), KeyboardInterrupt)
+        error = error_of(comm.shrink)
+        assert isinstance(error, KeyboardInterrupt), repr(error)
         is_over.touch()
     else:
         wait_for(is_over.exists)

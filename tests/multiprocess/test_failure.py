@@ -420,7 +420,6 @@ def _interrupt(context: RankContext, folder: str) -> Told:
     done = Path(folder) / "done"
     if context.rank_idx == 0:
         assert threading.current_thread() is threading.main_thread()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupt_when_waiting()
         first = error_of(lambda: step(buffer, 1))
         assert isinstance(first, KeyboardInterrupt), repr(first)
