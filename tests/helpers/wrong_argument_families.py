@@ -30,7 +30,7 @@ NUM_MAX = 8
 UNBOUND = frozenset({"unbound"})
 # A RuntimeError of that rank alone, which its next call tells.
 NO_ROUTING = frozenset({"routing_map: None", "probs: None"})
-# Of these follows the buffer, which peers wait for in another one.
+# Of these follows the buffer, which peers wait for in another one: an error of its own kind.
 OTHER_SIZE = frozenset(
     {
         "num_tokens_per_expert: a row more",

@@ -12,9 +12,11 @@ import torch
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, GradientSum, fused_a2a
 from moe_comm.bootstrap import bootstrap_for
+from moe_comm.compat.deep_ep import Buffer
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers import wrong_argument_families as faces
 from tests.helpers.wrong_arguments import ARRIVAL_S, Entry, outcome_of, try_all
 
@@ -203,3 +205,28 @@ def test_the_next_call_tells_what_could_not_be_told() -> None:
     assert "rank 1 has destroyed this buffer" in told[4]
     assert told[5].startswith("PeerFailedError")
     assert "rank 1 left" in told[5]
+
+
+def ask_for_another_buffer(context: RankContext, face: str) -> tuple[str, str]:
+    """Rank 1 has other experts in mind: its call makes a buffer, where its peer uses one that there is."""
+    mine = oracle.given(faces.CASE, context.rank_idx)
+    given = (mine.x, mine.topk_idx, mine.topk_weights)
+    buffer = Buffer(context.group)
+
+    def low_latency(num_experts: int) -> None:
+        buffer.low_latency_dispatch(*given[:2], faces.NUM_MAX, num_experts, use_fp8=False)
+
+    def fused(num_experts: int) -> None:
+        fused_a2a.fused_dispatch(*given, num_experts, context.group)
+
+    call = {"compat": low_latency, "fused": fused}[face]
+    call(6)
+    return outcome_of(lambda: call(6 + 6 * context.rank_idx))
+
+
+@pytest.mark.parametrize("face", ["compat", "fused"])
+def test_who_makes_a_buffer_alone_is_told_at_once(face: str) -> None:
+    for kind, text in run_ranks(ask_for_another_buffer, 2, face):
+        assert kind == "PeerTimeoutError"
+        assert "ranks wait for each other" in text
+        assert "rank 0 waits for rank 1 to enter dispatch" in text
