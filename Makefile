@@ -57,36 +57,32 @@ $(TORCH): $(TOOLS)
 	$(install) torch
 	touch $@
 
-# The package with what it needs to run. pip would compile in silence: so it finds the module built.
-$(PACKAGE): $(TORCH) pyproject.toml
+.PHONY: host
+host: $(TOOLS)
 	MOE_COMM_MODULES=host $(compile)
+
+# The package with what it needs to run. Torch is fetched and unpacked on one core while the other compiles.
+# pip would compile in silence: so it finds the module built.
+$(PACKAGE): $(TOOLS) pyproject.toml
+	@$(MAKE) --no-print-directory -j2 $(TORCH) host
 	MOE_COMM_MODULES=host $(install) --no-build-isolation -e .
 	touch $@
 
 # What tests and linters need besides.
-$(READY): $(TORCH) pyproject.toml
-	MOE_COMM_MODULES=host $(compile)
+$(READY): $(TOOLS) pyproject.toml
+	@$(MAKE) --no-print-directory -j2 $(TORCH) host
 	MOE_COMM_MODULES=host $(install) --no-build-isolation -e '.[lint,plot,test,wheel]'
 	$(install) --no-deps "torchtitan; python_version >= '3.11'"
 	[ -z "$(CUDA_MAJOR)" ] || $(BIN)/python -c "import nvidia.nvshmem" 2>/dev/null \
 	  || $(install) --no-deps nvidia-nvshmem-cu$(CUDA_MAJOR)
 	touch $(PACKAGE) $@
 
-# Torch is fetched and unpacked on one core while the other compiles.
-.PHONY: first-minutes host
-first-minutes:
-	@$(MAKE) --no-print-directory -j2 $(TORCH) host
-	@$(MAKE) --no-print-directory $(PACKAGE)
-
-host: $(TOOLS)
-	MOE_COMM_MODULES=host $(compile)
-
 .PHONY: build
 build: $(READY)  ## Set up .venv and compile what has changed
 	$(compile)
 
 .PHONY: demo
-demo: first-minutes  ## Train a small MoE on 4 ranks and on 1, then time dispatch on its recorded routing
+demo: $(PACKAGE) host  ## Train a small MoE on 4 ranks and on 1, then time dispatch on its recorded routing
 	mkdir -p $(DEMO)
 	$(BIN)/python examples/train_moe.py --trace $(DEMO)/trace.npz
 	$(BIN)/moe-comm bench dispatch-combine --ranks 4 --tokens 2048 --hidden 2048 \
