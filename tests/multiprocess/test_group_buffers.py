@@ -1,0 +1,55 @@
+"""The buffers that whoever works on one process group shares."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from moe_comm import RankThreads
+from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.group_buffers import group_buffers
+from moe_comm.testing import RankContext, run_ranks
+
+
+def test_those_of_a_bootstrap_live_as_long_as_somebody_holds_them() -> None:
+    group = RankThreads(1)[0]
+    held = group_buffers(group, backend="host")
+    assert group_buffers(group) is held
+    former = weakref.ref(held)
+    del held
+    assert former() is None
+    group_buffers(group, backend="host").destroy()
+
+
+def use(group: dist.ProcessGroup) -> TokenDispatcher:
+    dispatcher = TokenDispatcher(4, group=group, backend="host")
+    x = torch.ones(3, 16)
+    routed = dispatcher.dispatch(x, topk_idx=torch.arange(6).view(3, 2) % 4)
+    assert torch.equal(dispatcher.combine(routed.tokens, routed), 2 * x)
+    return dispatcher
+
+
+def drop_and_make_again(context: RankContext) -> None:
+    """Rank 0 lets go of a layer at once; on rank 1 it waits in a cycle for the garbage collector."""
+    gc.disable()
+    group = dist.new_group(range(context.num_ranks))
+    layers: list[object] = [use(group)]
+    former = weakref.ref(group_buffers(group))
+    if context.rank_idx:
+        layers.append(layers)
+    del layers
+    use(group)
+    assert group_buffers(group) is former()
+    dist.destroy_process_group(group)
+    assert former() is not None
+    use(dist.new_group(range(context.num_ranks)))
+    gc.enable()
+    gc.collect()
+    assert former() is None
+
+
+def test_those_of_a_process_group_are_found_on_every_rank_until_it_is_destroyed() -> None:
+    run_ranks(drop_and_make_again, 2, fresh=True, timeout_s=60.0)
