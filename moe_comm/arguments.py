@@ -10,12 +10,12 @@ import torch
 __all__ = ["as_int", "check_bool"]
 
 
-def as_int(name: str, value: Any, minimum: int | None = None) -> int:
+def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """An integer of any type that is one, NumPy's too, as an int.
 
     Raises:
         TypeError: A bool, a tensor, a float or anything else.
-        ValueError: Below `minimum`.
+        ValueError: Below `minimum` or above `maximum`.
     """
     if type(value) is not int:
         if isinstance(value, bool | torch.Tensor) or not hasattr(type(value), "__index__"):
@@ -23,6 +23,8 @@ def as_int(name: str, value: Any, minimum: int | None = None) -> int:
         value = operator.index(value)
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be <= {maximum}, got {value}")
     result: int = value
     return result
 
@@ -41,5 +43,8 @@ def shown(value: Any) -> str:
     """A value for a message: of a tensor what it is, not what it holds."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - of an object of somebody else
+        text = f"an object of {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -159,8 +159,14 @@ def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:
 
     Raises:
         ValueError: A launcher started several processes but there is no process group.
+        TypeError: It is neither a process group nor a bootstrap. Nothing else says who the peers are,
+            so only this rank raises.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
+        if not all(hasattr(group, name) for name in ("rank_idx", "num_ranks", "all_gather")):
+            raise TypeError(
+                f"group must be a process group, a Bootstrap or None, got {type(group).__name__}"
+            )
         return group
     if dist.is_available() and dist.is_initialized():
         return _ProcessGroup(group)

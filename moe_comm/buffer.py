@@ -126,6 +126,11 @@ class EpBuffer:
         _buffers[self.buffer_id] = self
 
     @property
+    def is_destroyed(self) -> bool:
+        """Whether it has been destroyed, by itself or with its communicator."""
+        return self._is_destroyed
+
+    @property
     def backend(self) -> str:
         """Name of the backend."""
         return self._backend.name

@@ -40,7 +40,8 @@ class BufferManager:
         if config.expert_rank is not None:
             values["expert_rank"] = tuple(torch.as_tensor(config.expert_rank).tolist())
         identity = (*values.values(), key)
-        if identity not in self._buffers:
+        found = self._buffers.get(identity)
+        if found is None or found.is_destroyed:
             self._buffers[identity] = EpBuffer(self.communicator, config, backend=self._backend)
         return self._buffers[identity]
 

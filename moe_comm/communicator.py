@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.utils.dlpack
 
 from moe_comm import missed_calls, node_layout, nvshmem
-from moe_comm.arguments import shown
+from moe_comm.arguments import as_int, shown
 from moe_comm.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
 from moe_comm.bootstrap import Bootstrap, bootstrap_for, raise_together
 from moe_comm.communicator_options import CommunicatorOptions
@@ -74,6 +74,13 @@ def _reject_gather(error: Exception, args: tuple[Any, ...], kwargs: dict[str, An
         if isinstance(given, Communicator):
             given.reject(error)
     missed_calls.keep(missed_calls.GATHER, error)
+
+
+def _reject_making(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell peers, who are making a communicator of the same group."""
+    bootstrap = bootstrap_for(kwargs.get("group", args[1] if len(args) > 1 else None))
+    gathered = bootstrap.all_gather((str(error), "", "", None))
+    raise_together(problem for problem, *_ in gathered)
 
 
 gathers = tells_peers(_reject_gather)
@@ -138,6 +145,7 @@ class Communicator(ElasticRanks):
         OSError: The machine refused a socket or memory.
     """
 
+    @tells_peers(_reject_making)
     def __init__(
         self,
         group: dist.ProcessGroup | Bootstrap | None = None,
@@ -179,6 +187,8 @@ class Communicator(ElasticRanks):
                     raise TypeError(f"parent must be a Communicator, got {shown(parent)}")
                 parent.check_process("Communicator")
             self.device = torch.device(device)
+            if num_local_ranks is not None:
+                num_local_ranks = as_int("num_local_ranks", num_local_ranks)
             problem = problem_with_names(
                 backend, rail, self.device
             ) or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
@@ -208,6 +218,8 @@ class Communicator(ElasticRanks):
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = str(error).split("\n", 1)[0] or repr(error)
+        if problem is not None:
+            place, backend, rail = None, "", ""  # what is wrong may not even be picklable
         gathered = self.bootstrap.all_gather((problem, backend, rail, place))
         problems, backends, rails, places = zip(*gathered, strict=True)
         raise_together(problems)
@@ -252,6 +264,11 @@ class Communicator(ElasticRanks):
         if self.device.type == "cuda" and self.parent.device != self.device:
             return f"device must be the parent's, {self.parent.device}, got {self.device}"
         return None
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether it has been destroyed, or closed by a `shrink` or `grow`."""
+        return self._destroyed
 
     @property
     def num_nodes(self) -> int:

@@ -12,6 +12,9 @@ from moe_comm.arguments import as_int, check_bool, shown
 
 __all__ = ["CommunicatorOptions"]
 
+# No machine has more cores, SMs or bytes.
+_MOST = {"max_heap_bytes": (1 << 63) - 1, "num_threads": 4096, "num_sms": (1 << 31) - 1}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommunicatorOptions:
@@ -40,9 +43,9 @@ class CommunicatorOptions:
             values[name] = float(seconds)
             if not values[name] > 0.0:
                 raise ValueError(f"{name} must be > 0, got {seconds}")
-        for name in ("max_heap_bytes", "num_threads", "num_sms"):
+        for name, most in _MOST.items():
             if given[name] is not None:
-                values[name] = as_int(name, given[name], 1)
+                values[name] = as_int(name, given[name], 1, most)
         check_bool("with_huge_pages", given["with_huge_pages"])
         if given["num_sms"] is not None and device.type == "cpu":
             raise ValueError(f"num_sms is for a GPU, got {given['num_sms']} with device {device}")

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_comm.arguments import as_int
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import PeerFailedError
+from moe_comm.missed_calls import tells_peers
 from moe_comm.rendezvous import Host, Newcomer, Newcomers, first_line, open_store
 from moe_comm.survivors import (
     Decision,
@@ -74,6 +76,11 @@ class Grown:
     new_ranks: tuple[int, ...]
 
 
+def _refuse_to_shrink(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell peers, who are in `shrink`."""
+    args[0].require_native().shrink_agree([], "shrink", "", str(error), True)
+
+
 class ElasticRanks:
     """What a `Communicator` does when ranks are lost or come."""
 
@@ -123,6 +130,7 @@ class ElasticRanks:
             return f"this EpBuffer has been destroyed: {self.end_text}"
         return "this EpBuffer has been destroyed"
 
+    @tells_peers(_refuse_to_shrink)
     def shrink(
         self,
         failed_ranks: Iterable[int] = (),
@@ -164,7 +172,13 @@ class ElasticRanks:
         native = self.require_native()
         reported, problem = check_failed_ranks(failed_ranks, self.rank_idx, self.num_ranks)
         problem = problem or check_flag("require_majority", require_majority)
-        agreed = f"num_local_ranks={num_local_ranks!r}, require_majority={require_majority!r}"
+        agreed = ""
+        try:
+            if num_local_ranks is not None:
+                num_local_ranks = as_int("num_local_ranks", num_local_ranks, 1)
+            agreed = f"num_local_ranks={num_local_ranks!r}, require_majority={require_majority!r}"
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            problem = problem or first_line(error)
         found = native.shrink_agree(
             reported, "shrink", agreed, problem, require_majority is not False
         )

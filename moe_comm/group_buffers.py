@@ -101,10 +101,12 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 def _known(key: Any) -> GroupBuffers | None:
     with _lock:
         for group_id, held in list(_held.items()):
-            if not is_alive(held.group):  # type: ignore[arg-type]
+            if held.communicator.is_destroyed or not is_alive(held.group):  # type: ignore[arg-type]
                 del _held[group_id]
         found = _held.get(id(key)) or _living.get(id(key))
-    return found if found is not None and found.group is key else None
+    if found is None or found.group is not key or found.communicator.is_destroyed:
+        return None
+    return found
 
 
 def group_buffers(
@@ -112,8 +114,8 @@ def group_buffers(
 ) -> GroupBuffers:
     """The shared buffers of a group, made on first use; collective where they are made.
 
-    Those of a process group are kept until it is destroyed, and those of a bootstrap as long as
-    somebody holds them.
+    Those of a process group are kept until it, or their communicator, is destroyed. Those of a
+    bootstrap are kept as long as somebody holds them: hold them alike on every rank.
 
     Args:
         group: Process group, bootstrap, or None for the default process group.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from moe_comm.arguments import shown
 from moe_comm.errors import EvictedError, PeerFailedError, PeerTimeoutError
 from moe_comm.rendezvous import Newcomers, first_line
 
@@ -118,7 +119,7 @@ def check_failed_ranks(
 
 def check_flag(name: str, value: object) -> str:
     """What is wrong with an argument that has to be a bool ("" if nothing)."""
-    return "" if isinstance(value, bool) else f"{name} must be a bool, got {value!r}"
+    return "" if isinstance(value, bool) else f"{name} must be a bool, got {shown(value)}"
 
 
 def largest_node_size(home_nodes: Sequence[int]) -> int:

@@ -139,9 +139,16 @@ def test_buffer_destroyed_on_one_rank(options: dict[str, Any]) -> None:
         assert all("rank 1 has destroyed this buffer" in text for text in results[rank_idx])
 
 
+A_LAMBDA = "a lambda"
+
+
 def _make(context: RankContext, options: dict[str, Any]) -> str:
     changed = options if context.rank_idx == 1 else {}
-    error = error_of(lambda: Communicator(context.group, backend="host", **changed))
+    # It cannot be sent to the ranks, nor by them.
+    changed = {
+        name: (lambda: None) if given == A_LAMBDA else given for name, given in changed.items()
+    }
+    error = error_of(lambda: Communicator(context.group, **{"backend": "host", **changed}))
     assert type(error) is ValueError, repr(error)
     with Communicator(context.group, backend="host") as comm:
         assert comm.all_gather(b"x") == [b"x"] * 2
@@ -159,7 +166,12 @@ def _make(context: RankContext, options: dict[str, Any]) -> str:
         ({"num_threads": 0}, (">= 1", "0")),
         ({"num_threads": 1.5}, ("num_threads", "1.5")),
         ({"with_huge_pages": 2}, ("with_huge_pages", "a bool", "2")),
+        ({"num_threads": 1 << 31}, ("num_threads", "4096")),
+        ({"max_heap_bytes": 1 << 64}, ("max_heap_bytes", str(1 << 64))),
         ({"parent": 3}, ("parent", "3")),
+        ({"backend": A_LAMBDA}, ("backend", "<lambda>")),
+        ({"num_local_ranks": A_LAMBDA}, ("num_local_ranks", "<lambda>")),
+        ({"no_such_option": 1}, ("no_such_option",)),
         ({"num_sms": 4}, ("num_sms", "GPU", "4")),
         ({"rail": []}, ("rail", "[]")),
         ({"max_heap_bytes": -5}, ("max_heap_bytes", "-5")),

@@ -391,6 +391,8 @@ def _mistakes(context: RankContext) -> list[str]:
         lambda: comm.shrink(num_local_ranks=1 if is_first else None),
         lambda: comm.shrink(num_local_ranks=2),
         lambda: comm.shrink(require_majority=is_first),
+        lambda: comm.shrink(**({"no_such_argument": 1} if is_first else {})),  # type: ignore[arg-type]
+        lambda: comm.shrink(num_local_ranks="b" if is_first else None),  # type: ignore[arg-type]
     ]
     texts = []
     for call in calls:
@@ -409,10 +411,12 @@ def test_mistakes_are_raised_on_every_rank() -> None:
         r"rank 0: failed_ranks: 0 is the rank that calls",
         r"rank 0: failed_ranks must hold integers",
         r"rank 0: failed_ranks must hold integers: ZeroDivisionError: ",
-        r"rank 0: require_majority must be a bool, got tensor\(\[1., 1.\]\)",
+        r"rank 0: require_majority must be a bool, got a tensor of shape",
         r"differently: rank 0 shrink\(num_local_ranks=1, .* shrink\(num_local_ranks=None",
         r"num_local_ranks must divide the number of ranks, 3, got 2",
         r"differently: rank 0 shrink\(.*=True\), rank 1 shrink\(.*=False\)",
+        r"rank 0: .*no_such_argument",
+        r"rank 0: num_local_ranks must be an int, got 'b'",
     ]
     for texts in results:
         for text, pattern in zip(texts, patterns, strict=True):

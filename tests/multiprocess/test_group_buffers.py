@@ -53,3 +53,20 @@ def drop_and_make_again(context: RankContext) -> None:
 
 def test_those_of_a_process_group_are_found_on_every_rank_until_it_is_destroyed() -> None:
     run_ranks(drop_and_make_again, 2, fresh=True, timeout_s=60.0)
+
+
+def destroy_and_make_again(context: RankContext) -> None:
+    """What a layer has destroyed is not handed to the next one."""
+    group = dist.new_group(range(context.num_ranks))
+    former = use(group)
+    former.buffer.destroy()
+    dist.barrier()
+    again = use(group)
+    assert again.buffer.communicator is former.buffer.communicator
+    again.buffer.communicator.destroy()
+    dist.barrier()
+    assert use(group).buffer.communicator is not former.buffer.communicator
+
+
+def test_what_is_destroyed_is_made_again() -> None:
+    run_ranks(destroy_and_make_again, 2)
