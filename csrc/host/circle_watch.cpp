@@ -67,16 +67,10 @@ void send(const EntryWait& wait, Probe probe) {
   wait.link->post(wait.peer_link_rank, wait.channel, 0, probe.encode());
 }
 
-std::string describe(const Group& group,
-                     const WaitSite& site,
-                     uint64_t buffer_number,
-                     uint64_t epoch,
-                     int peer_rank) {
-  const std::string who = concat("rank ", group.rank_idx(), " waits for rank ", peer_rank);
+std::string describe(const WaitSite& site, uint64_t buffer_number, uint64_t epoch) {
   if (buffer_number == EntryTable::kCollectiveCall)
-    return concat(who, " to arrive at a collective call of the communicator");
-  return concat(who,
-                " to enter ",
+    return "to arrive at a collective call of the communicator";
+  return concat("to enter ",
                 layout::operation_name(site.operation),
                 " of buffer ",
                 buffer_number,
@@ -85,6 +79,25 @@ std::string describe(const Group& group,
 }
 
 }  // namespace
+
+ShownWait::ShownWait(
+    Group& group, uint64_t buffer_number, uint64_t epoch, int peer_rank, const std::string& what)
+    : group_(group), peer_rank_(peer_rank), wait_(std::make_shared<EntryWait>()) {
+  wait_->id = {group.probe_channel(), group.rank_idx(), group.entries()->next_number()};
+  wait_->link = group.link();
+  wait_->peer_link_rank = group.members()[static_cast<size_t>(peer_rank)];
+  wait_->channel = group.probe_channel();
+  wait_->buffer_number = buffer_number;
+  wait_->epoch = epoch;
+  wait_->text = concat("rank ", group.rank_idx(), " waits for rank ", peer_rank, " ", what);
+  if (kHasThreads)
+    group.entries()->begin(wait_);
+}
+
+ShownWait::~ShownWait() {
+  if (kHasThreads)
+    group_.entries()->end(wait_);
+}
 
 CircleWatch::CircleWatch(
     Group& group, const WaitSite& site, uint64_t buffer_number, uint64_t epoch, int peer_rank)
@@ -96,34 +109,22 @@ CircleWatch::CircleWatch(
       start_ns_(sync::now_ns()),
       asked_ns_(start_ns_) {}
 
-CircleWatch::~CircleWatch() {
-  if (wait_ != nullptr)
-    group_.entries()->end(wait_);
-}
-
 void CircleWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missing) {
   if (!kHasThreads || now_ns - start_ns_ < kShowNs)
     return;
-  if (wait_ == nullptr) {
-    wait_ = std::make_shared<EntryWait>();
-    wait_->id = {group_.probe_channel(), group_.rank_idx(), group_.entries()->next_number()};
-    wait_->link = group_.link();
-    wait_->peer_link_rank = group_.members()[static_cast<size_t>(peer_rank_)];
-    wait_->channel = group_.probe_channel();
-    wait_->buffer_number = buffer_number_;
-    wait_->epoch = epoch_;
-    wait_->text = describe(group_, site_, buffer_number_, epoch_, peer_rank_);
-    group_.entries()->begin(wait_);
-  }
-  if (const auto circle = wait_->verdict())
+  if (!shown_)
+    shown_.emplace(
+        group_, buffer_number_, epoch_, peer_rank_, describe(site_, buffer_number_, epoch_));
+  const EntryWait& wait = shown_->wait();
+  if (const auto circle = wait.verdict())
     give_up(*circle, is_missing);
   if (now_ns - asked_ns_ < kAskEveryNs)
     return;
   asked_ns_ = now_ns;
   Probe probe;
-  probe.origin = wait_->id;
-  probe.text = wait_->text;
-  send(*wait_, std::move(probe));
+  probe.origin = wait.id;
+  probe.text = wait.text;
+  send(wait, std::move(probe));
 }
 
 void CircleWatch::give_up(const std::string& circle, const std::function<bool(int)>& is_missing) {

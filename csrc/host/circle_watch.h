@@ -3,12 +3,32 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "host/entry_waits.h"
 #include "host/group.h"
 
 namespace moe::host {
+
+/// A wait for a peer that probes of others follow as long as it lives.
+class ShownWait {
+ public:
+  /// @param what  "to enter combine of buffer 3, epoch 7": what the peer has to do.
+  ShownWait(
+      Group& group, uint64_t buffer_number, uint64_t epoch, int peer_rank, const std::string& what);
+  ~ShownWait();
+  ShownWait(const ShownWait&) = delete;
+  ShownWait& operator=(const ShownWait&) = delete;
+
+  int peer_rank() const { return peer_rank_; }
+  const EntryWait& wait() const { return *wait_; }
+
+ private:
+  Group& group_;
+  int peer_rank_;
+  std::shared_ptr<EntryWait> wait_;
+};
 
 /// Finds out whether a peer that does not enter what this rank is in waits itself, in another call,
 /// for what cannot come before this rank goes on.
@@ -23,7 +43,6 @@ class CircleWatch {
   /// @param epoch  What the peer has to enter: the operation's, or the number of a collective call.
   CircleWatch(
       Group& group, const WaitSite& site, uint64_t buffer_number, uint64_t epoch, int peer_rank);
-  ~CircleWatch();
   CircleWatch(const CircleWatch&) = delete;
   CircleWatch& operator=(const CircleWatch&) = delete;
 
@@ -41,7 +60,7 @@ class CircleWatch {
   int peer_rank_;
   int64_t start_ns_;
   int64_t asked_ns_;
-  std::shared_ptr<EntryWait> wait_;  ///< null until it has lasted a little
+  std::optional<ShownWait> shown_;  ///< once it has lasted a little
 };
 
 /// Hands on a probe that a peer has sent. Called by the service thread.

@@ -77,6 +77,8 @@ class EntryTable {
  public:
   /// Stands for a buffer where the call is a collective one of the communicator itself.
   static constexpr uint64_t kCollectiveCall = ~uint64_t{0};
+  /// And where it is the one that ends them all: `shrink`, `recover` or `grow`.
+  static constexpr uint64_t kLeavingCall = kCollectiveCall - 1;
 
   /// The calling thread makes calls of its own here; progress threads do not.
   void add_caller();

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/rank_list.h"
+#include "host/circle_watch.h"
 #include "host/group.h"
 #include "host/message.h"
 #include "host/wait.h"
@@ -29,6 +30,7 @@ ShrinkAgreement::ShrinkAgreement(Group& group)
 ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
                                       const std::function<void()>& interrupt_check) {
   group_.check_process(arguments.call.c_str());
+  group_.entries()->add_caller();
   std::vector<int> living;
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
@@ -96,6 +98,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
   std::optional<ShrinkDecision> decision;
   const int64_t start_ns = sync::now_ns();
   int64_t warned_ns = start_ns;
+  std::optional<ShownWait> shown;
   wait_until(
       group_,
       [&] {
@@ -109,18 +112,23 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
         group_.check_process(call_.c_str());
         const int64_t now_ns = sync::now_ns();
         int missing = -1;
+        bool has_failed = false;
         {
           const std::lock_guard<sync::Mutex> lock(mutex_);
           missing = first_missing_locked();
           if (missing < 0)
             return;
           // A peer that waits for this rank in an operation would never learn that it will not
-          // come.
+          // come. Where nobody has failed, the circle is what tells it.
           const Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
-          if (now_ns - start_ns > kDeathPatienceNs &&
-              !ranks_with(own.ballot.members, kFailed).empty())
+          has_failed = !ranks_with(own.ballot.members, kFailed).empty();
+          if (now_ns - start_ns > kDeathPatienceNs && has_failed)
             group_.abort_to(call_.c_str());
         }
+        if (has_failed)
+          shown.reset();
+        else if (!shown || shown->peer_rank() != missing)
+          shown.emplace(group_, EntryTable::kLeavingCall, 0, missing, concat("to ", what));
         // Not under the lock: whoever hears the warning may call here.
         if (now_ns - warned_ns > warning_interval_ns()) {
           warned_ns = now_ns;

@@ -423,6 +423,29 @@ def test_mistakes_are_raised_on_every_rank() -> None:
             assert re.search(pattern, text), text
 
 
+def _shrink_alone(context: RankContext, in_operation: bool) -> list[BaseException]:
+    """Rank 0 shrinks although nobody failed, and the others go on; they follow when they hear of it."""
+    buffer = make_buffer(context, arrival_timeout_s=60.0)
+    comm = buffer.communicator
+    step(buffer, 0)
+    errors = []
+    if context.rank_idx != 0:
+        call = partial(step, buffer, 1) if in_operation else partial(comm.all_gather, b"x")
+        errors.append(error_of(call))
+    shrunk = comm.shrink()
+    assert shrunk.failed_ranks == ()
+    _work(shrunk.communicator)
+    return errors
+
+
+@pytest.mark.parametrize("in_operation", [True, False], ids=["operation", "collective-call"])
+def test_peers_of_a_rank_that_shrinks_hear_what_it_waits_for(in_operation: bool) -> None:
+    for errors in run_ranks(_shrink_alone, 3, in_operation)[1:]:
+        (error,) = errors
+        assert isinstance(error, PeerTimeoutError), repr(error)
+        assert "different calls" in str(error) and "to call shrink()" in str(error), str(error)
+
+
 def _warned(context: RankContext, folder: str) -> list[BaseException]:
     """Whoever hears that rank 1 is late calls the communicator, which waits for it."""
     has_heard = Path(folder) / "heard"
