@@ -39,6 +39,17 @@ def check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a bool, got {shown(value)}")
 
 
+def check_kind(name: str, value: Any, kind: type, *, is_optional: bool = False) -> None:
+    """What is of `kind`, or None where it may be.
+
+    Raises:
+        TypeError: It is anything else.
+    """
+    if not isinstance(value, kind) and not (is_optional and value is None):
+        either = " or None" if is_optional else ""
+        raise TypeError(f"{name} must be a {kind.__name__}{either}, got {type(value).__name__}")
+
+
 def shown(value: Any) -> str:
     """A value for a message: of a tensor what it is, not what it holds."""
     if isinstance(value, torch.Tensor):
@@ -47,4 +58,9 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception:  # noqa: BLE001 - of an object of somebody else
         text = f"an object of {type(value).__name__}"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """At most 200 characters of a text for a message."""
     return text if len(text) <= 200 else f"{text[:197]}..."

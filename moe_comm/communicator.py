@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.utils.dlpack
 
 from moe_comm import missed_calls, node_layout, nvshmem
-from moe_comm.arguments import as_int, shown
+from moe_comm.arguments import as_int, shortened, shown
 from moe_comm.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
 from moe_comm.bootstrap import Bootstrap, bootstrap_for, raise_together
 from moe_comm.communicator_options import CommunicatorOptions
@@ -353,11 +353,36 @@ class Communicator(ElasticRanks):
             )
         return self._gather(payload)
 
+    def check_together(self, check: Callable[[], str]) -> None:
+        """Raise on every rank what `check` raises on any. Collective; for whatever ranks make together.
+
+        Args:
+            check: Run on every rank. Returns what has to be equal on all of them.
+
+        Raises:
+            TypeError: As some rank's `check` raised it.
+            ValueError: Likewise, or what ranks state differs; both are named.
+        """
+        if missed_calls.kept.calls:
+            self.tell_missed("check_together")
+        try:
+            stated = check()
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            self.reject(error)
+        texts = [text.decode() for text in self._gather(stated.encode())]
+        for rank_idx, text in enumerate(texts):
+            if text and text != texts[0]:  # a failed rank gives none
+                raise ValueError(
+                    f"ranks make different things: rank 0 {shortened(texts[0])}, rank {rank_idx} "
+                    f"{shortened(text)}"
+                )
+
     def reject(self, error: Exception) -> NoReturn:
         """Raise `error` on every rank, in place of an `all_gather` that they enter. Collective.
 
         Args:
-            error: A ValueError or TypeError; its text is raised with this rank's number in front.
+            error: Raised as a TypeError where it is one, else as a ValueError, with this rank's number
+                in front.
         """
         kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
         text = str(error)[:_MOST_TEXT]

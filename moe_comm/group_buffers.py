@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import as_int, shown
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer
 from moe_comm.buffer_manager import BufferManager
@@ -69,15 +71,70 @@ class GroupBuffers:
             expert_rank: As in `EpConfig`.
             key: Distinguishes buffers of one configuration.
         """
-        config = EpConfig(
-            num_experts=num_experts,
-            num_topk=None,
-            hidden=None,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            dtype=None,
-            expert_rank=expert_rank,
-        )
+        config = _config(num_experts, num_max_tokens_per_rank, expert_rank)
         return self._manager.get(config, key=key)
+
+    def get_together(
+        self,
+        name: str,
+        num_experts: int | None = None,
+        *,
+        num_max_tokens_per_rank: int | None = None,
+        expert_rank: torch.Tensor | Sequence[int] | None = None,
+        backend: str = "auto",
+        num_local_experts: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> EpBuffer:
+        """As `get`, for what all ranks make; mistakes of one are raised on all. Always collective.
+
+        Args:
+            name: What is made.
+            num_experts: As in `get`; None for `num_local_experts` on every rank.
+            num_max_tokens_per_rank: As in `get`.
+            expert_rank: As in `get`.
+            backend: As it was asked for.
+            num_local_experts: Checked against the placement where both are given.
+            check: Raises where another argument is wrong.
+
+        Raises:
+            ValueError: An argument of some rank is wrong, or those of two ranks differ.
+            TypeError: An argument of some rank is of a wrong type.
+        """
+        config = None
+
+        def state() -> str:
+            nonlocal config
+            check()
+            self.check_backend(backend)
+            if num_experts is not None:
+                num_all = num_experts
+            elif num_local_experts is not None:
+                num_all = as_int("num_local_experts", num_local_experts, 1)
+                num_all *= self.communicator.num_ranks
+            else:
+                raise ValueError("num_experts is needed, got None")
+            config = _config(num_all, num_max_tokens_per_rank, expert_rank)
+            placement = config.resolve_expert_rank(self.communicator.num_ranks)
+            num_local = int((placement == self.communicator.rank_idx).sum())
+            if num_local_experts not in (None, num_local):
+                raise ValueError(
+                    f"num_local_experts is {shown(num_local_experts)}, this rank has {num_local}"
+                )
+            return (
+                f"{name}(num_experts={config.num_experts}, "
+                f"num_max_tokens_per_rank={config.num_max_tokens_per_rank}, "
+                f"expert_rank={placement.tolist()})"
+            )
+
+        self.communicator.check_together(state)
+        assert config is not None
+        return self._manager.get(config)
+
+    def check_backend(self, backend: str) -> None:
+        """Raise a ValueError where another backend is asked for than these buffers have."""
+        had = self.communicator.backend
+        if not isinstance(backend, str) or backend not in ("auto", had):
+            raise ValueError(f"backend is {shown(backend)}, buffers of this group have {had!r}")
 
     def destroy(self) -> None:
         """Destroy the buffers and the communicator; idempotent."""
@@ -87,6 +144,21 @@ class GroupBuffers:
                     del known[id(self.group)]
         self._manager.destroy()
         self.communicator.destroy()
+
+
+def _config(
+    num_experts: int,
+    num_max_tokens_per_rank: int | None,
+    expert_rank: torch.Tensor | Sequence[int] | None,
+) -> EpConfig:
+    return EpConfig(
+        num_experts=num_experts,
+        num_topk=None,
+        hidden=None,
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+        dtype=None,
+        expert_rank=expert_rank,
+    )
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -7,12 +7,22 @@ it is kept here, by thread because ranks may be threads, until the next collecti
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["GATHER", "MissedCall", "keep", "kept", "take", "tells_peers"]
+__all__ = [
+    "GATHER",
+    "MissedCall",
+    "keep",
+    "keep_for_peers",
+    "keeps_unbound",
+    "kept",
+    "take",
+    "tells_peers",
+]
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -57,6 +67,16 @@ def take() -> tuple[MissedCall, ...]:
     return calls
 
 
+@contextlib.contextmanager
+def keep_for_peers(operation: str) -> Iterator[None]:
+    """Mistakes that are found inside are kept, and raised."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        keep(operation, error)
+        raise
+
+
 def tells_peers(
     tell: Callable[[Exception, tuple[Any, ...], dict[str, Any]], None],
 ) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
@@ -85,3 +105,7 @@ def tells_peers(
         return called
 
     return decorate
+
+
+keeps_unbound = tells_peers(lambda error, args, kwargs: keep(GATHER, error))
+"""For calls that begin with an exchange of a communicator which their arguments do not have."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import missed_calls
+from moe_comm.arguments import as_int, check_kind
 from moe_comm.autograd.agreement import combine_word, dispatch_word
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import rejects_unbound
@@ -21,6 +22,7 @@ from moe_comm.dispatcher.permuted import (
 )
 from moe_comm.group_buffers import group_buffers
 from moe_comm.quantization import Quantization
+from moe_comm.validation import check_alignment
 
 __all__ = ["MegatronManager", "alignment_of"]
 
@@ -79,7 +81,9 @@ class MegatronManager:
         required_recv: int64 `[1]`: most rows that a dispatch needed since the last reset.
 
     Raises:
-        ValueError: A number is out of range, or a factor is given without `router_topk`.
+        ValueError: A number of some rank is out of range, a factor is given without `router_topk`, or
+            ranks differ; on every rank.
+        TypeError: An argument of some rank is of a wrong type; on every rank.
 
     Example:
         ```python
@@ -87,6 +91,7 @@ class MegatronManager:
         ```
     """
 
+    @missed_calls.keeps_unbound
     def __init__(
         self,
         group: dist.ProcessGroup | Bootstrap | None,
@@ -98,25 +103,32 @@ class MegatronManager:
         quantization: Quantization | None = None,
         backend: str = "auto",
     ) -> None:
-        if num_local_experts < 1:
-            raise ValueError(f"num_local_experts must be >= 1, got {num_local_experts}")
-        if expert_alignment < 1:
-            raise ValueError(f"expert_alignment must be >= 1, got {expert_alignment}")
-        if rank_capacity_factor is not None:
-            if not rank_capacity_factor > 0.0:
-                raise ValueError(f"rank_capacity_factor must be > 0, got {rank_capacity_factor}")
-            if router_topk is None:
-                raise ValueError("rank_capacity_factor needs router_topk, got None")
+
+        def check() -> None:
+            check_alignment(expert_alignment)
+            check_kind("quantization", quantization, Quantization, is_optional=True)
+            if router_topk is not None:
+                as_int("router_topk", router_topk, 1)
+            if rank_capacity_factor is not None:
+                if not rank_capacity_factor > 0.0:
+                    raise ValueError(
+                        f"rank_capacity_factor must be > 0, got {rank_capacity_factor}"
+                    )
+                if router_topk is None:
+                    raise ValueError("rank_capacity_factor needs router_topk, got None")
+
         # Held here: those of a bootstrap live as long as somebody holds them.
         self._group_buffers = group_buffers(group, backend=backend)
+        self._buffer = self._group_buffers.get_together(
+            "MegatronManager", num_local_experts=num_local_experts, backend=backend, check=check
+        )
         self.group = group
-        self.num_local_experts = num_local_experts
-        self.num_experts = num_local_experts * self._group_buffers.communicator.num_ranks
+        self.num_local_experts = self._buffer.num_local_experts
+        self.num_experts = self._buffer.config.num_experts
         self.router_topk = router_topk
         self.expert_alignment = expert_alignment
         self.rank_capacity_factor = rank_capacity_factor
         self.quantization = quantization
-        self._buffer = self._group_buffers.get(self.num_experts)
         self._capacity_override = 0
         self._in_flight: _InFlight | None = None
 

@@ -9,14 +9,16 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from moe_comm.arguments import shown
+from moe_comm.arguments import check_kind, shown
 from moe_comm.autograd import TensorHandle, combine, dispatch
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Capacity
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.group_buffers import group_buffers
+from moe_comm.missed_calls import GATHER, keep_for_peers, keeps_unbound
 from moe_comm.quantization import Quantization
+from moe_comm.validation import check_alignment
 
 __all__ = ["DispatchedTokens", "TokenDispatcher"]
 
@@ -71,7 +73,9 @@ class TokenDispatcher:
         backend: As in `Communicator`.
 
     Raises:
-        ValueError: `weighted_by` is unknown, or `num_experts` is not that of `buffer`.
+        ValueError: An argument of some rank is wrong, `num_experts` is not that of `buffer`, or ranks
+            differ; on every rank.
+        TypeError: An argument of some rank is of a wrong type; on every rank.
 
     Example:
         ```python
@@ -81,6 +85,7 @@ class TokenDispatcher:
         ```
     """
 
+    @keeps_unbound
     def __init__(
         self,
         num_experts: int,
@@ -94,18 +99,39 @@ class TokenDispatcher:
         weighted_by: Literal["experts", "combine"] = "experts",
         backend: str = "auto",
     ) -> None:
-        if weighted_by not in ("experts", "combine"):
-            raise ValueError(f'weighted_by must be "experts" or "combine", got {weighted_by!r}')
+
+        def check() -> None:
+            if weighted_by not in ("experts", "combine"):
+                raise ValueError(
+                    f'weighted_by must be "experts" or "combine", got {shown(weighted_by)}'
+                )
+            check_alignment(expert_alignment)
+            check_kind("quantization", quantization, Quantization, is_optional=True)
+            check_kind("capacity", capacity, Capacity, is_optional=True)
+
         self._group_buffers = None
         if buffer is None:
             # Held here: those of a bootstrap live as long as somebody holds them.
             self._group_buffers = group_buffers(group, backend=backend)
-            placement = None if expert_rank is None else torch.as_tensor(expert_rank)
-            buffer = self._group_buffers.get(num_experts, expert_rank=placement)
-        elif buffer.config.num_experts != num_experts:
-            raise ValueError(
-                f"num_experts is {num_experts}, the buffer has {buffer.config.num_experts}"
+            buffer = self._group_buffers.get_together(
+                "TokenDispatcher",
+                num_experts,
+                expert_rank=expert_rank,
+                backend=backend,
+                check=check,
             )
+        else:
+            with keep_for_peers(GATHER):
+                check_kind("buffer", buffer, EpBuffer)
+            found = buffer.config.num_experts
+
+            def state() -> str:
+                check()
+                if found != num_experts:
+                    raise ValueError(f"num_experts is {shown(num_experts)}, the buffer has {found}")
+                return f"TokenDispatcher(num_experts={found}, of a buffer)"
+
+            buffer.communicator.check_together(state)
         self.buffer = buffer
         self.num_experts = num_experts
         self.num_local_experts = buffer.num_local_experts

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import check_bool, check_kind, shown
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer
 from moe_comm.config import Layout
@@ -33,7 +34,9 @@ from moe_comm.dispatcher.sglang_formats import (
 )
 from moe_comm.group_buffers import group_buffers
 from moe_comm.handles import DispatchHandle
+from moe_comm.missed_calls import keeps_unbound
 from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization
+from moe_comm.validation import check_alignment
 
 __all__ = [
     "CombineInputFormat",
@@ -108,6 +111,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         ValueError: An argument breaks a rule above.
     """
 
+    @keeps_unbound
     def __init__(
         self,
         group: dist.ProcessGroup | Bootstrap | None,
@@ -129,24 +133,31 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         mode = getattr(deepep_mode, "value", deepep_mode)
-        if mode not in ("normal", "low_latency", "auto"):
-            raise ValueError(
-                f'deepep_mode must be "normal", "low_latency" or "auto", got {deepep_mode!r}'
-            )
-        if num_experts is None:
-            raise ValueError("num_experts is needed, got None")
-        for name, flag in (
-            ("permute_fusion", permute_fusion),
-            ("async_finish", async_finish),
-            ("return_recv_hook", return_recv_hook),
-        ):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be a bool, got {flag!r}")
-        if mode != "normal" and num_max_tokens_per_rank is None:
-            raise ValueError(f"num_max_tokens_per_rank is needed in mode {mode!r}, got None")
+        self._is_extend_in_batch = is_extend_in_batch
+
+        def check() -> None:
+            if mode not in ("normal", "low_latency", "auto"):
+                raise ValueError(
+                    f'deepep_mode must be "normal", "low_latency" or "auto", got {shown(deepep_mode)}'
+                )
+            if num_experts is None:
+                raise ValueError("num_experts is needed, got None")
+            check_bool("permute_fusion", permute_fusion)
+            check_bool("async_finish", async_finish)
+            check_bool("return_recv_hook", return_recv_hook)
+            check_alignment(expert_alignment)
+            check_kind("quantization", quantization, Quantization, is_optional=True)
+            if mode != "normal" and num_max_tokens_per_rank is None:
+                raise ValueError(f"num_max_tokens_per_rank is needed in mode {mode!r}, got None")
+            if is_extend_in_batch is not None and not callable(is_extend_in_batch):
+                raise TypeError(
+                    f"is_extend_in_batch must be callable, got {shown(is_extend_in_batch)}"
+                )
+            if mode == "auto" and is_extend_in_batch is None:
+                self._is_extend_in_batch = _sglang_is_extend_in_batch()
+
         self.deepep_mode = mode
         self.router_topk = router_topk
-        self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.params_dtype = params_dtype
         self.expert_alignment = expert_alignment
@@ -154,21 +165,23 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         self.overlap_args: Any = None
         self.meta_overlap_args: dict[str, Any] | None = None
         self._quantization = quantization
-        self._is_extend_in_batch = is_extend_in_batch
-        if mode == "auto" and is_extend_in_batch is None:
-            self._is_extend_in_batch = _sglang_is_extend_in_batch()
         # Held here: those of a bootstrap live as long as somebody holds them.
         self._group_buffers = group_buffers(group, backend=backend)
         self._buffers: dict[bool, EpBuffer] = {}
-        if mode != "low_latency":
-            self._buffers[False] = self._group_buffers.get(num_experts)
-        if mode != "normal":
-            self._buffers[True] = self._group_buffers.get(
-                num_experts, num_max_tokens_per_rank=num_max_tokens_per_rank
+        most_tokens = [None] if mode == "normal" else [num_max_tokens_per_rank]
+        if mode == "auto":
+            most_tokens.insert(0, None)
+        for most in most_tokens:
+            buffer = self._group_buffers.get_together(
+                f"SglangDispatcher in mode {shown(mode)}",
+                num_experts,
+                num_max_tokens_per_rank=most,
+                num_local_experts=num_local_experts,
+                backend=backend,
+                check=check,
             )
-        found = next(iter(self._buffers.values())).num_local_experts
-        if num_local_experts not in (None, found):
-            raise ValueError(f"num_local_experts is {num_local_experts}, this rank has {found}")
+            self._buffers[most is not None] = buffer
+        self.num_experts = buffer.config.num_experts
         self._micro_batches: dict[int | None, _MicroBatch] = {}
         self._pre_dispatch, self._post_dispatch = HookList(), HookList()
         self._pre_combine, self._post_combine = HookList(), HookList()

@@ -15,11 +15,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import as_int
 from moe_comm.autograd import SAVED_OPERATORS, TensorHandle, combine, dispatch
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Capacity
 from moe_comm.group_buffers import GroupBuffers, group_buffers
+from moe_comm.missed_calls import GATHER, keep_for_peers
 
 __all__ = ["DispatchMetadata", "TorchtitanTokenDispatcher"]
 
@@ -108,10 +110,11 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         factor = config.non_blocking_capacity_factor
-        if factor is not None and not 0 < factor <= 1:
-            raise ValueError(f"non_blocking_capacity_factor must be in (0, 1], got {factor}")
-        if config.pad_multiple is not None and config.pad_multiple < 1:
-            raise ValueError(f"pad_multiple must be >= 1, got {config.pad_multiple}")
+        with keep_for_peers(GATHER):  # who are about to make the buffer
+            if factor is not None and not 0 < factor <= 1:
+                raise ValueError(f"non_blocking_capacity_factor must be in (0, 1], got {factor}")
+            if config.pad_multiple is not None:
+                as_int("pad_multiple", config.pad_multiple, 1)
         self.non_blocking_capacity_factor: float | None = factor
         self.pad_multiple: int = config.pad_multiple or 1
         self.hidden_dim: int | None = config.hidden_dim
@@ -140,7 +143,9 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
 
     def _wire(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
         self._group_buffers = group_buffers(group, backend=self.backend)
-        self._buffer = self._group_buffers.get(self.num_experts)
+        self._buffer = self._group_buffers.get_together(
+            type(self).__name__, self.num_experts, backend=self.backend
+        )
 
     @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
     def dispatch(

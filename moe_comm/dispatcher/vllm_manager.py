@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import as_int, check_kind, shown
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer
 from moe_comm.config import ROW_BYTES_MULTIPLE, Layout
 from moe_comm.dispatcher.vllm_formats import All2AllManagerBase, current_ubatch_id
 from moe_comm.group_buffers import group_buffers
 from moe_comm.handles import DispatchHandle
+from moe_comm.missed_calls import GATHER, keep_for_peers, keeps_unbound
 
 __all__ = ["VllmAll2AllManager"]
 
@@ -41,6 +43,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
 
     support_fault_tolerance = False
 
+    @keeps_unbound
     def __init__(
         self,
         cpu_group: dist.ProcessGroup | Bootstrap | None,
@@ -52,11 +55,26 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         ubatch_id: Callable[[], int] | None = None,
         backend: str = "auto",
     ) -> None:
-        if tcp_store_group is not None:
-            raise ValueError("tcp_store_group must be None: give a process group or a Bootstrap")
         self.cpu_group = cpu_group
         self._group_buffers = group_buffers(cpu_group, backend=backend)
         communicator = self._group_buffers.communicator
+
+        def check() -> str:
+            if tcp_store_group is not None:
+                raise ValueError(
+                    "tcp_store_group must be None: give a process group or a Bootstrap, got "
+                    f"{shown(tcp_store_group)}"
+                )
+            self._group_buffers.check_backend(backend)
+            if dp_world_size is not None:
+                as_int("dp_world_size", dp_world_size, 1, communicator.num_ranks)
+            if dp_rank is not None:
+                as_int("dp_rank", dp_rank, 0, (dp_world_size or communicator.num_ranks) - 1)
+            if ubatch_id is not None and not callable(ubatch_id):
+                raise TypeError(f"ubatch_id must be callable, got {shown(ubatch_id)}")
+            return f"VllmAll2AllManager(dp_world_size={dp_world_size})"
+
+        communicator.check_together(check)
         self.rank = communicator.rank_idx
         self.world_size = communicator.num_ranks
         self.dp_rank = self.rank if dp_rank is None else dp_rank
@@ -67,7 +85,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         self._gathered: dict[int, DispatchHandle] = {}
 
     def get_handle(self, kwargs: dict[str, Any]) -> EpBuffer:
-        """The buffer for `VllmPrepareAndFinalize`, one per arguments. Collective on first use.
+        """The buffer for `VllmPrepareAndFinalize`, one per arguments. Collective.
 
         Args:
             kwargs: "num_experts" (or "num_global_experts"); "num_max_tokens_per_rank" (or
@@ -76,30 +94,38 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
                 any size.
 
         Raises:
-            ValueError: A number does not fit this group, or `num_experts` is missing.
-            TypeError: A key is unknown.
+            ValueError: A number of some rank does not fit this group, `num_experts` is missing, or ranks
+                differ; on every rank.
+            TypeError: A key of some rank is unknown; on every rank.
         """
+        with keep_for_peers(GATHER):
+            check_kind("kwargs", kwargs, dict)
         wanted = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
         num_experts = wanted.pop("num_experts", None)
-        if num_experts is None:
-            raise ValueError(f"get_handle needs num_experts, got {sorted(kwargs)}")
         most_tokens = wanted.pop("num_max_tokens_per_rank", None)
         expert_rank = wanted.pop("expert_rank", None)
         num_ranks = wanted.pop("num_ep_ranks", self.world_size)
         num_local_experts = wanted.pop("num_local_experts", None)
         wanted.pop("token_hidden_size", None)
-        if wanted:
-            raise TypeError(f"get_handle does not know {sorted(wanted)}")
-        if num_ranks != self.world_size:
-            raise ValueError(f"num_ep_ranks is {num_ranks}, the group has {self.world_size}")
-        buffer = self._group_buffers.get(
-            num_experts, num_max_tokens_per_rank=most_tokens, expert_rank=expert_rank
+
+        def check() -> None:
+            if num_experts is None:
+                raise ValueError(f"get_handle needs num_experts, got {sorted(kwargs)}")
+            if wanted:
+                raise TypeError(f"get_handle does not know {sorted(wanted)}")
+            if num_ranks != self.world_size:
+                raise ValueError(
+                    f"num_ep_ranks is {shown(num_ranks)}, the group has {self.world_size}"
+                )
+
+        return self._group_buffers.get_together(
+            "get_handle",
+            num_experts,
+            num_max_tokens_per_rank=most_tokens,
+            expert_rank=expert_rank,
+            num_local_experts=num_local_experts,
+            check=check,
         )
-        if num_local_experts not in (None, buffer.num_local_experts):
-            raise ValueError(
-                f"num_local_experts is {num_local_experts}, this rank has {buffer.num_local_experts}"
-            )
-        return buffer
 
     def dispatch(
         self,

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moe_comm import missed_calls
+from moe_comm.arguments import check_kind
 from moe_comm.autograd.agreement import combine_word, dispatch_word
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Layout
@@ -32,7 +33,6 @@ from moe_comm.fused_a2a.arguments import (
     check_count,
     check_flags,
     check_tuning,
-    check_type,
     dispatch_order,
     named,
 )
@@ -223,7 +223,7 @@ class FusedCombine(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None]:
         """See `fused_combine`."""
         try:
-            check_type("handle", handle, FusedHandle)
+            check_kind("handle", handle, FusedHandle)
         except TypeError as error:
             held_buffer(_buffers, group).reject("combine", error)
         ctx.handle = handle
@@ -463,7 +463,7 @@ class HybridEPCombine(torch.autograd.Function):
     ) -> torch.Tensor:
         """See `hybrid_ep_combine`."""
         try:
-            check_type("handle", handle, PermutedHandle)
+            check_kind("handle", handle, PermutedHandle)
         except TypeError as error:
             if len(_hybrid_ep_buffers) != 1:
                 raise  # of which group it should be is unknown

@@ -15,7 +15,6 @@ __all__ = [
     "check_count",
     "check_flags",
     "check_tuning",
-    "check_type",
     "dispatch_order",
     "named",
 ]
@@ -79,12 +78,6 @@ def check_tuning(given: dict[str, Any]) -> None:
 def check_count(name: str, value: Any, minimum: int = 0) -> None:
     """An int of at least `minimum`."""
     as_int(name, value, minimum)
-
-
-def check_type(name: str, value: Any, expected: type) -> None:
-    """An instance of `expected`."""
-    if not isinstance(value, expected):
-        raise TypeError(f"{name} must be a {expected.__name__}, got {type(value).__name__}")
 
 
 def check_flags(async_finish: Any, allocate_on_comm_stream: Any) -> None:

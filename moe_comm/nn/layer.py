@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_comm.arguments import as_int, check_kind, shown
 from moe_comm.autograd import QuantizedRows
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.missed_calls import GATHER, keep_for_peers, keeps_unbound
 from moe_comm.nn.experts import GroupedExperts
 from moe_comm.nn.router import Routing, TopKRouter
 
@@ -39,7 +41,9 @@ class MoELayer(nn.Module):
         seed: Of the first parameters, which do not depend on the number of ranks.
 
     Raises:
-        ValueError: A number breaks a rule, or `dispatcher` is for another number of experts.
+        ValueError: A number breaks a rule on some rank, ranks differ, or `dispatcher` is for another
+            number of experts; on every rank.
+        TypeError: An argument of some rank is of a wrong type; on every rank.
 
     Example:
         ```python
@@ -48,6 +52,7 @@ class MoELayer(nn.Module):
         ```
     """
 
+    @keeps_unbound
     def __init__(
         self,
         hidden: int,
@@ -63,6 +68,8 @@ class MoELayer(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        with keep_for_peers(GATHER):
+            check_kind("dispatcher", dispatcher, TokenDispatcher, is_optional=True)
         if dispatcher is None:
             dispatcher = TokenDispatcher(
                 num_experts,
@@ -71,23 +78,30 @@ class MoELayer(nn.Module):
                 expert_alignment=8 if dtype is torch.bfloat16 else 1,
                 weighted_by="combine",
             )
-        if dispatcher.num_experts != num_experts:
-            raise ValueError(
-                f"num_experts is {num_experts}, the dispatcher has {dispatcher.num_experts}"
-            )
         self.dispatcher = dispatcher
-        self.router = TopKRouter(hidden, num_experts, num_topk, seed=seed)
+        found = dispatcher.num_experts
         buffer = dispatcher.buffer
         is_local = buffer.expert_rank == buffer.communicator.rank_idx
-        self.experts = GroupedExperts(
-            is_local.nonzero().flatten().tolist(),
-            hidden,
-            ffn_hidden,
-            activation=activation,
-            method=method,
-            dtype=dtype,
-            seed=seed,
-        )
+
+        def make() -> str:
+            if found != num_experts:
+                raise ValueError(f"num_experts is {shown(num_experts)}, the dispatcher has {found}")
+            width = as_int("hidden", hidden, 1)
+            self.router = TopKRouter(width, found, as_int("num_topk", num_topk, 1), seed=seed)
+            self.experts = GroupedExperts(
+                is_local.nonzero().flatten().tolist(),
+                width,
+                as_int("ffn_hidden", ffn_hidden, 1),
+                activation=activation,
+                method=method,
+                dtype=dtype,
+                seed=seed,
+            )
+            return (
+                f"MoELayer(hidden={width}, num_experts={found}, num_topk={num_topk}, seed={seed})"
+            )
+
+        buffer.communicator.check_together(make)
 
     def forward(self, hidden: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
         """Collective.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moe_comm import fused_a2a
+from moe_comm.bootstrap import RankThreads
 from moe_comm.config import Capacity
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
@@ -326,7 +327,7 @@ def _run_megatron(buffers: GroupBuffers, case: DispatcherCase, tokens: RankToken
     return dispatcher.combine_postprocess(out)[0]
 
 
-_ONE_RANK = types.SimpleNamespace(rank_idx=0, num_ranks=1)
+_ONE_RANK = RankThreads(1)[0]
 
 
 def _run_hybrid_ep(buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens) -> torch.Tensor:

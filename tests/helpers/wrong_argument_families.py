@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-from moe_comm import fused_a2a
+from moe_comm import EpBuffer, fused_a2a
 from moe_comm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.dispatcher.megatron_manager import MegatronManager
 from moe_comm.dispatcher.sglang import SglangDispatcher
 from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
 from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
+from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.group_buffers import group_buffers
+from moe_comm.nn import MoELayer
 from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.parallelism import Parallelism
@@ -229,6 +232,56 @@ def fused_calls(context: RankContext) -> Mapping[str, Entry]:
     }
 
 
+def making_calls(context: RankContext) -> Mapping[str, Entry]:
+    """What ranks make together. Only the group says who the peers are, so it is right everywhere."""
+    group = context.group
+    manager = VllmAll2AllManager(group)
+
+    def get_handle(
+        num_experts: int,
+        num_max_tokens_per_rank: int | None = None,
+        expert_rank: list[int] | None = None,
+        num_ep_ranks: int = 2,
+        num_local_experts: int = 3,
+    ) -> EpBuffer:
+        return manager.get_handle(
+            {
+                "num_experts": num_experts,
+                "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                "expert_rank": expert_rank,
+                "num_ep_ranks": num_ep_ranks,
+                "num_local_experts": num_local_experts,
+            }
+        )
+
+    def wire(num_experts: int, pad_multiple: int | None = None) -> None:
+        titan = TorchtitanTokenDispatcher.Config(
+            num_experts=num_experts, top_k=2, pad_multiple=pad_multiple
+        )
+        titan.build().wire_group(group)
+
+    chosen = frozenset({"group", "cpu_group", "comm"})
+    layer = {"hidden": 16, "ffn_hidden": 32, "num_experts": 6, "num_topk": 2, "group": group}
+    serving = {"group": group, "router_topk": 2, "num_experts": 6, "deepep_mode": "normal"}
+    budget = {"router_topk": 2, "rank_capacity_factor": 1.5}
+    return {
+        "TokenDispatcher": Entry(
+            TokenDispatcher, {"num_experts": 6, "group": group}, left_out=chosen
+        ),
+        "MoELayer": Entry(
+            MoELayer, layer, lambda made: made(torch.ones(2, 16)).sum().backward(), chosen
+        ),
+        "MegatronManager": Entry(
+            MegatronManager, {"group": group, "num_local_experts": 3, **budget}, left_out=chosen
+        ),
+        "SglangDispatcher": Entry(SglangDispatcher, serving, left_out=chosen),
+        "VllmAll2AllManager": Entry(VllmAll2AllManager, {"cpu_group": group}, left_out=chosen),
+        "get_handle": Entry(get_handle, {"num_experts": 6}, left_out=UNBOUND),
+        "TorchtitanTokenDispatcher": Entry(wire, {"num_experts": 6}, left_out=UNBOUND),
+        "Buffer": Entry(Buffer, {"group": group}, left_out=chosen),
+    }
+
+
 def training_calls(context: RankContext) -> Mapping[str, Entry]:
     mine = oracle.given(CASE, context.rank_idx)
     titan = TorchtitanTokenDispatcher.Config(num_experts=6, top_k=2)
@@ -385,6 +438,7 @@ def get_new_service(backend: Any, group: Any = None) -> None:
 FAMILIES: dict[str, Callable[[RankContext], Mapping[str, Entry]]] = {
     "compat": compat_calls,
     "elastic": elastic_calls,
+    "making": making_calls,
     "hybrid": hybrid_calls,
     "fused": fused_calls,
     "training": training_calls,

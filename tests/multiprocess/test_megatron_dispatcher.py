@@ -13,6 +13,7 @@ import torch
 
 from moe_comm import FP8_BLOCK128
 from moe_comm.autograd.quantized_rows import QuantizedRows
+from moe_comm.bootstrap import RankThreads
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher, alignment_of
 from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
@@ -246,9 +247,9 @@ def out_of_order(context: RankContext) -> None:
             range(6),
             config_of(),
             types.SimpleNamespace(
-                ep=types.SimpleNamespace(num_ranks=1, rank_idx=0),
+                ep=RankThreads(1)[0],
                 tp_ep=context.group,
-                expt_tp=types.SimpleNamespace(num_ranks=1, rank_idx=0),
+                expt_tp=RankThreads(1)[0],
             ),
         )
     with pytest.raises(ValueError, match="num_moe_experts = 6"):

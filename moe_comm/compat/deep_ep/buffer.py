@@ -33,6 +33,7 @@ from moe_comm.compat.deep_ep.handles import LowLatencyHandle, RankMajorHandle
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.config import default_expert_rank
+from moe_comm.missed_calls import keeps_unbound
 
 __all__ = ["Buffer"]
 
@@ -70,6 +71,7 @@ class Buffer:
 
     num_sms: ClassVar[int] = 20
 
+    @keeps_unbound
     def __init__(
         self,
         group: dist.ProcessGroup | Bootstrap | None = None,
@@ -86,26 +88,31 @@ class Buffer:
         allow_nvlink_for_normal_mode: bool = True,
         use_fabric: bool = False,
     ) -> None:
-        check_ints(0, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
-        check_ints(1, num_qps_per_rank=num_qps_per_rank)
-        check_bools(
-            low_latency_mode=low_latency_mode,
-            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
-            allow_mnnvl=allow_mnnvl,
-            explicitly_destroy=explicitly_destroy,
-            enable_shrink=enable_shrink,
-            allow_nvlink_for_normal_mode=allow_nvlink_for_normal_mode,
-            use_fabric=use_fabric,
-        )
         if group is not None and comm is not None:
             raise ValueError("a Buffer takes a group or an mpi4py comm, got both")
+
+        def check() -> str:
+            check_ints(0, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
+            check_ints(1, num_qps_per_rank=num_qps_per_rank)
+            check_bools(
+                low_latency_mode=low_latency_mode,
+                allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+                allow_mnnvl=allow_mnnvl,
+                explicitly_destroy=explicitly_destroy,
+                enable_shrink=enable_shrink,
+                allow_nvlink_for_normal_mode=allow_nvlink_for_normal_mode,
+                use_fabric=use_fabric,
+            )
+            return "a Buffer"
+
+        self._owner = GroupOwner(group if comm is None else MpiRanks(comm))
+        self._owner.shared().communicator.check_together(check)
         self.group = group
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self._owner = GroupOwner(group if comm is None else MpiRanks(comm))
         self.runtime: GroupOwner | None = self._owner
         self.rank = self._owner.rank_idx
         self.group_size = self._owner.num_ranks
