@@ -10,7 +10,7 @@
 
 namespace moe::device {
 
-MOE_DEVICE void put_signal(
+MOE_DEVICE_CALLED void put_signal(
     int pe, std::byte* to, const std::byte* from, int64_t bytes, uint64_t* signal, uint64_t value) {
   // What every lane wrote or acquired comes before the transfer, whoever reads memory for it: this
   // warp, a network card or a thread of NVSHMEM's.
@@ -24,12 +24,12 @@ MOE_DEVICE void put_signal(
   sync_warp();
 }
 
-MOE_DEVICE void take_put(const uint64_t* signal, uint64_t value) {
+MOE_DEVICE_CALLED void take_put(const uint64_t* signal, uint64_t value) {
   // Returns at once, after what NVSHMEM does where a card may deliver signals ahead of bytes.
   nvshmem_signal_wait_until(const_cast<uint64_t*>(signal), NVSHMEM_CMP_GE, value);
 }
 
-MOE_DEVICE void quiet() {
+MOE_DEVICE_CALLED void quiet() {
   // Where a peer's memory is mapped, a put is stores of all lanes.
   fence<Scope::kSystem>();
   sync_warp();

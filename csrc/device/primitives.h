@@ -78,7 +78,10 @@
 //     void launch(void (*kernel)(Params), const Launch&, const Params&)   in the order of its
 //     stream
 //
-// MOE_KERNEL marks a kernel's definition, MOE_DEVICE a function that kernels call.
+// MOE_KERNEL marks a kernel's definition, MOE_DEVICE a function that is part of kernels, and
+// MOE_DEVICE_CALLED one that they call: what is large, many times in one kernel and no part of a
+// hot loop, so that the kernel fits the cache of instructions. It is given values: what a reference
+// is to would have to lie in memory.
 
 #include "core/mutant.h"
 #include "device/launch.h"

@@ -19,6 +19,7 @@
 
 #define MOE_KERNEL __global__
 #define MOE_DEVICE __device__ __forceinline__
+#define MOE_DEVICE_CALLED inline __device__ __noinline__
 
 namespace moe::device {
 

@@ -96,12 +96,14 @@ MOE_DEVICE void copy_row(
     constexpr int kUnitsPerLane = 4;  // loads in flight
     const auto* const from = reinterpret_cast<const Unit*>(source);
     const int64_t num_units = bytes / static_cast<int64_t>(sizeof(Unit));
+#pragma unroll 1
     for (int64_t first = lane_idx(); first < num_units; first += kUnitsPerLane * kWarpSize) {
       Unit units[kUnitsPerLane] = {};
 #pragma unroll
       for (int i = 0; i < kUnitsPerLane; ++i)
         if (first + i * kWarpSize < num_units)
           units[i] = device::load(from + first + i * kWarpSize);
+#pragma unroll 1
       for (int place_idx = 0; place_idx < num_places; ++place_idx) {
         auto* const to = reinterpret_cast<Unit*>(place_of(place_idx));
         if (to == nullptr)
@@ -116,7 +118,7 @@ MOE_DEVICE void copy_row(
 }
 
 /// Lanes set every byte to @p value. All lanes of the warp call.
-MOE_DEVICE void fill_bytes(std::byte* to, int64_t bytes, uint8_t value) {
+MOE_DEVICE_CALLED void fill_bytes(std::byte* to, int64_t bytes, uint8_t value) {
   const int unit = widest_unit(reinterpret_cast<uint64_t>(to) | static_cast<uint64_t>(bytes));
   const uint32_t word = value * 0x01010101u;
   const Bytes16 pattern{{word, word, word, word}};
@@ -124,6 +126,7 @@ MOE_DEVICE void fill_bytes(std::byte* to, int64_t bytes, uint8_t value) {
     using Unit = decltype(kind);
     Unit unit_value;
     __builtin_memcpy(&unit_value, &pattern, sizeof(Unit));
+#pragma unroll 1
     for (int64_t i = lane_idx(); i < bytes / static_cast<int64_t>(sizeof(Unit)); i += kWarpSize)
       device::store(reinterpret_cast<Unit*>(to) + i, unit_value);
   });

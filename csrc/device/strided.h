@@ -15,31 +15,36 @@ struct StridedPlace {
   int64_t run_left;
 };
 
-/// @return the quotient of what @p value held, which keeps the remainder. Neither is negative.
-MOE_DEVICE int64_t divide_by(int64_t* value, int64_t divisor) {
-  const auto whole = static_cast<uint64_t>(*value);
+struct Division {
+  int64_t quotient;
+  int64_t remainder;
+};
+
+/// Neither is negative.
+MOE_DEVICE_CALLED Division divide(int64_t value, int64_t divisor) {
+  const auto whole = static_cast<uint64_t>(value);
   const auto part = static_cast<uint64_t>(divisor);
   // A division of narrow numbers takes a quarter of the instructions.
   if ((whole | part) >> 32 == 0) {
     const auto quotient = static_cast<uint32_t>(whole) / static_cast<uint32_t>(part);
-    *value = static_cast<uint32_t>(whole) - quotient * static_cast<uint32_t>(part);
-    return quotient;
+    return {quotient, static_cast<uint32_t>(whole) - quotient * static_cast<uint32_t>(part)};
   }
   const uint64_t quotient = whole / part;
-  *value = static_cast<int64_t>(whole - quotient * part);
-  return static_cast<int64_t>(quotient);
+  return {static_cast<int64_t>(quotient), static_cast<int64_t>(whole - quotient * part)};
 }
 
 /// Example: runs of 10 bytes, sizes (4, 3), strides (200, 20). Byte 57 is byte 7 of run (1, 2): it
 /// lies at 200 + 2 * 20 + 7, and its run has 3 bytes left.
-MOE_DEVICE StridedPlace place_at(const layout::StridedBytes* shape, int64_t at) {
+MOE_DEVICE_CALLED StridedPlace place_at(const layout::StridedBytes* shape, int64_t at) {
   const int64_t run_bytes = load_constant(&shape->run_bytes);
-  int64_t runs = divide_by(&at, run_bytes);
-  StridedPlace place{at, run_bytes - at};
+  const Division in_run = divide(at, run_bytes);
+  int64_t runs = in_run.quotient;
+  StridedPlace place{in_run.remainder, run_bytes - in_run.remainder};
+#pragma unroll 1
   for (int dim = load_constant(&shape->num_dims) - 1; dim >= 0; --dim) {
-    int64_t index = runs;
-    runs = divide_by(&index, load_constant(&shape->sizes[dim]));
-    place.offset += index * load_constant(&shape->strides[dim]);
+    const Division index = divide(runs, load_constant(&shape->sizes[dim]));
+    runs = index.quotient;
+    place.offset += index.remainder * load_constant(&shape->strides[dim]);
   }
   return place;
 }
@@ -82,9 +87,11 @@ class StridedWalk {
 
  private:
   MOE_DEVICE void split(int64_t bytes, int64_t* in_run, int64_t* index) const {
-    *in_run = bytes;
-    index[0] = divide_by(in_run, run_bytes_);
-    index[1] = divide_by(&index[0], sizes_[0]);
+    const Division runs = divide(bytes, run_bytes_);
+    const Division inner = divide(runs.quotient, sizes_[0]);
+    *in_run = runs.remainder;
+    index[0] = inner.remainder;
+    index[1] = inner.quotient;
   }
 
   int64_t run_bytes_;

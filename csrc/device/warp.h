@@ -40,15 +40,21 @@ MOE_DEVICE T warp_inclusive_sum(T value) {
   return value;
 }
 
-/// Sum of the values of threads before this one; @p total gets that of all.
 template <typename T>
-MOE_DEVICE T block_exclusive_sum(T value, T* scratch, T* total) {
+struct BlockSum {
+  T before;  ///< of the values of threads before this one
+  T total;   ///< of all
+};
+
+template <typename T>
+MOE_DEVICE_CALLED BlockSum<T> block_exclusive_sum(T value, T* scratch) {
   const T inclusive = warp_inclusive_sum(value);
   if (lane_idx() == kWarpSize - 1)
     store(scratch + warp_idx(), inclusive);
   sync_block();
   T before = 0;
   T all_warps = 0;
+#pragma unroll 1
   for (int warp = 0; warp < num_warps(); ++warp) {
     const T warp_total = load(scratch + warp);
     if (warp < warp_idx())
@@ -56,24 +62,22 @@ MOE_DEVICE T block_exclusive_sum(T value, T* scratch, T* total) {
     all_warps += warp_total;
   }
   sync_block();
-  *total = all_warps;
-  return before + inclusive - value;
+  return {before + inclusive - value, all_warps};
 }
 
 template <typename T>
 MOE_DEVICE T block_sum(T value, T* scratch) {
-  T total;
-  block_exclusive_sum(value, scratch, &total);
-  return total;
+  return block_exclusive_sum(value, scratch).total;
 }
 
 template <typename T>
-MOE_DEVICE T block_max(T value, T* scratch) {
+MOE_DEVICE_CALLED T block_max(T value, T* scratch) {
   const T warp_most = warp_max(value);
   if (lane_idx() == 0)
     store(scratch + warp_idx(), warp_most);
   sync_block();
   T most = load(scratch);
+#pragma unroll 1
   for (int warp = 1; warp < num_warps(); ++warp) {
     const T other = load(scratch + warp);
     most = other > most ? other : most;

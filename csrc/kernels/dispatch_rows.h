@@ -93,6 +93,7 @@ class Companions {
     const std::byte* const source = params_.scales + token_idx * params_.scale_row_stride;
     device::with_unit(params_.scale_bytes, [&](auto kind) {
       using Word = decltype(kind);
+#pragma unroll 1
       for (int i = device::lane_idx(); i < params_.num_scales; i += device::kWarpSize)
         device::store(reinterpret_cast<Word*>(scales_) + i,
                       device::load(reinterpret_cast<const Word*>(source + i * params_.scale_step)));
@@ -128,6 +129,7 @@ class Companions {
   }
 
   MOE_DEVICE void write_scales(const Beside& from) const {
+#pragma unroll 1
     for (int i = 0; i < from.num_slots; ++i) {
       const int64_t slot = device::load(from.slots + i);
       if (slot == layout::Slot::kNone)
@@ -144,6 +146,7 @@ class Companions {
       device::with_unit(unit, [&](auto kind) {
         using Word = decltype(kind);
         const int64_t num_words = scale_row_bytes() / static_cast<int64_t>(sizeof(Word));
+#pragma unroll 1
         for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize)
           device::store(reinterpret_cast<Word*>(place + word * step),
                         device::load(reinterpret_cast<const Word*>(from.scales) + word));
@@ -155,6 +158,7 @@ class Companions {
   MOE_DEVICE void write_weights(const Beside& from) const {
     device::with_unit(params_.weight_bytes, [&](auto kind) {
       using Weight = decltype(kind);
+#pragma unroll 1
       for (int k = device::lane_idx(); k < from.num_slots; k += device::kWarpSize) {
         const int64_t slot = device::load(from.slots + k);
         if (slot == layout::Slot::kNone)
@@ -173,6 +177,7 @@ class Companions {
     if (params_.weight_bytes == 0 && params_.with_topk_idx == 0)
       return;
     const int64_t num_recv_topk = device::load_constant(params_.tables.num_rows + 1);
+#pragma unroll 1
     for (int64_t k = device::lane_idx(); k < num_recv_topk; k += device::kWarpSize) {
       const int64_t expert_idx = k < from.num_topk ? device::load(from.topk_idx + k) : -1;
       const int owner =
@@ -183,6 +188,7 @@ class Companions {
         Weight weight{};
         if (params_.weight_bytes > 0 && owner >= 0)
           weight = device::load(reinterpret_cast<const Weight*>(from.weights) + k);
+#pragma unroll 1
         for (int i = 0; i < from.num_slots; ++i) {
           const int64_t slot = device::load(from.slots + i);
           if (slot == layout::Slot::kNone)

@@ -29,6 +29,7 @@ MOE_DEVICE LaneSums<Number, Unit> add_nodes(const CombineParams& params,
                                             int num_units) {
   const int own_node = rails.nodes.node_idx(params.buffer.rank_idx);
   LaneSums<Number, Unit> sums;
+#pragma unroll 1
   for (int i = 0; i < rails.map.num_nodes; ++i) {
     const int node_idx = MOE_MUTANT(nodes_added_backwards) ? rails.map.num_nodes - 1 - i : i;
     if (node_idx == own_node) {
@@ -88,8 +89,10 @@ MOE_DEVICE bool is_token_aligned(const CombineParams& params,
                                  const TokenSources<kReduces>& sources,
                                  int64_t row_bytes) {
   uint64_t bits = static_cast<uint64_t>(row_bytes) | reinterpret_cast<uint64_t>(params.sums);
+#pragma unroll 1
   for (int i = device::lane_idx(); i < params.num_slots; i += device::kWarpSize)
     bits |= reinterpret_cast<uint64_t>(sources.row(i));
+#pragma unroll 1
   for (int i = device::lane_idx(); kReduces && i < rails.map.num_nodes; i += device::kWarpSize)
     bits |= reinterpret_cast<uint64_t>(sources.sum(i));
   return is_aligned(bits);
@@ -101,6 +104,7 @@ MOE_DEVICE void pull_weights(const CombineParams& params,
                              const TokenSources<kReduces>& sources,
                              int64_t token_idx) {
   using layout::Slot;
+#pragma unroll 1
   for (int k = device::lane_idx(); k < params.num_topk; k += device::kWarpSize) {
     const int64_t choice = token_idx * params.num_topk + k;
     int slot_idx = k;
@@ -108,6 +112,7 @@ MOE_DEVICE void pull_weights(const CombineParams& params,
       const int64_t expert_idx = device::load_constant(params.topk_idx + choice);
       const int owner =
           expert_idx < 0 ? -1 : device::load_constant(params.buffer.expert_rank + expert_idx);
+#pragma unroll 1
       for (slot_idx = 0; slot_idx < params.num_slots; ++slot_idx) {
         const int64_t slot =
             device::load_constant(params.slots + token_idx * params.num_slots + slot_idx);
@@ -133,6 +138,7 @@ MOE_DEVICE void add_chunk(const CombineParams& params,
                           int64_t place,
                           ProgressShower* progress) {
   const int64_t row_bytes = combined_row_bytes(params);
+#pragma unroll 1
   for (int64_t token_idx = requests.first_token(chunk_idx);
        token_idx < requests.end_token(chunk_idx);
        ++token_idx) {
@@ -168,11 +174,14 @@ MOE_DEVICE bool combine_chunks(const CombineParams& params, const Rails& rails, 
   if (turns.first_chunk >= turns.num_units)
     return true;
   const int64_t num_ahead = turns.num_ahead + (MOE_MUTANT(reply_place_used_early) ? 1 : 0);
+#pragma unroll 1
   for (int64_t turn = 0; turn < num_ahead && turns.chunk(turn) < num_own; ++turn)
     requests.ask(turns.chunk(turn), turns.place(turns.chunk(turn)));
+#pragma unroll 1
   for (int64_t turn = 0;; ++turn) {
     const int64_t chunk_idx = turns.chunk(turn);
     bool has_any = chunk_idx < num_own;
+#pragma unroll 1
     for (int i = 0; i < rail.num_remote_nodes(); ++i) {
       const int src_node = rail.remote_node(i);
       if (!rail.is_active(rail.rank_of(src_node)) || chunk_idx >= requests.num_chunks(src_node))

@@ -37,6 +37,7 @@ MOE_DEVICE bool is_aligned(uint64_t bits) {
 /// Calls @p function(offset, num_units) for the pieces of a row, one after another.
 template <typename Unit, typename Function>
 MOE_DEVICE void for_pieces(int64_t row_bytes, const Function& function) {
+#pragma unroll 1
   for (int64_t offset = 0; offset < row_bytes; offset += kPieceBytes<Unit>) {
     const int64_t left = row_bytes - offset;
     const int64_t bytes = left < kPieceBytes<Unit> ? left : kPieceBytes<Unit>;
@@ -73,6 +74,7 @@ class NodeSums {
   MOE_DEVICE void add_next(std::byte* to) {
     take();
     uint64_t bits = static_cast<uint64_t>(row_bytes_) | reinterpret_cast<uint64_t>(to);
+#pragma unroll 1
     for (int i = device::lane_idx(); i < num_rows_; i += device::kWarpSize)
       bits |= device::load(rows_ + i);
     if (is_aligned(bits))
@@ -87,6 +89,7 @@ class NodeSums {
   MOE_DEVICE void take() {
     using layout::Slot;
     uint32_t ends = 0;
+#pragma unroll 1
     for (num_rows_ = 0; ends == 0;) {
       const int64_t i = next_ + num_rows_ + device::lane_idx();
       const int64_t slot = i < num_slots_ ? device::load(slots_ + i) : Slot::kFirstOfToken;
@@ -185,11 +188,13 @@ class RailRequests {
       sources_.count(first_token(chunk_idx), end_token(chunk_idx));
     else
       sources_.begin_chunk();
+#pragma unroll 1
     for (int64_t token = first_token(chunk_idx); token < end_token(chunk_idx); ++token)
       sources_.walk(token, [&](const typename TokenSources<kReduces>::Place& at) {
         if (at.node_idx != own_node)
           write_slot(token, at, rails_.map.area_out(own_node, at.node_idx) + offset);
       });
+#pragma unroll 1
     for (int i = 0; i < rail_.num_remote_nodes(); ++i) {
       const int node_idx = rail_.remote_node(i);
       if (!rail_.is_active(rail_.rank_of(node_idx)))
@@ -248,6 +253,7 @@ class RailRequests {
   /// false when the kernel is to leave.
   MOE_DEVICE bool await_rows(int64_t chunk_idx) const {
     sources_.count(first_token(chunk_idx), end_token(chunk_idx));
+#pragma unroll 1
     for (int i = 0; i < rail_.num_remote_nodes(); ++i) {
       const int node_idx = rail_.remote_node(i);
       if (sources_.total_rows(node_idx) > 0 && !MOE_MUTANT(no_wait_for_replies) &&
@@ -313,11 +319,13 @@ class RailRequests {
                              ProgressShower* progress) const {
     if constexpr (kReduces) {
       NodeSums<Number> sums(params_, rails_, sources_, header, request, shared_);
+#pragma unroll 1
       for (int64_t i = 0; i < header.num_rows; ++i) {
         sums.add_next(to + i * reply_.row_stride);
         progress->tick();
       }
     } else {
+#pragma unroll 1
       for (int64_t i = 0; row_bytes_ > 0 && i < header.num_rows; ++i) {
         copy_row(sources_.local_row(slot_at(request, i)), to + i * reply_.row_stride);
         progress->tick();

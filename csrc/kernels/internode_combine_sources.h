@@ -80,6 +80,7 @@ class TokenSources {
 
   MOE_DEVICE void begin_chunk() const {
     device::sync_warp();
+#pragma unroll 1
     for (int i = device::lane_idx(); i < rails_.map.num_nodes; i += device::kWarpSize) {
       device::store(count_place(kSlots, i), int32_t{0});
       if constexpr (kReduces) {
@@ -113,6 +114,7 @@ class TokenSources {
   template <typename Use>
   MOE_DEVICE void walk(int64_t token_idx, const Use& use) const {
     const auto token = static_cast<int32_t>(token_idx);
+#pragma unroll 1
     for (int first = 0; first < params_.num_slots; first += device::kWarpSize) {
       const int i = first + device::lane_idx();
       const int64_t slot =
@@ -153,8 +155,10 @@ class TokenSources {
   /// begins again.
   MOE_DEVICE void count(int64_t first_token, int64_t end_token) const {
     begin_chunk();
+#pragma unroll 1
     for (int64_t token_idx = first_token; token_idx < end_token; ++token_idx)
       walk(token_idx, [](const Place&) {});
+#pragma unroll 1
     for (int i = device::lane_idx(); i < rails_.map.num_nodes; i += device::kWarpSize) {
       device::store(count_place(kAllSlots, i), num_slots(i));
       device::store(count_place(kAllRows, i), num_rows(i));
@@ -171,10 +175,12 @@ class TokenSources {
   /// Finds addresses of a token's rows and weights; its chunk was counted.
   /// @param place  of the chunk's replies
   MOE_DEVICE void find(int64_t token_idx, int64_t place) const {
+#pragma unroll 1
     for (int i = device::lane_idx(); i < params_.num_slots; i += device::kWarpSize) {
       device::store(rows_ + i, uint64_t{0});
       device::store(weights_ + i, uint64_t{0});
     }
+#pragma unroll 1
     for (int i = device::lane_idx(); kReduces && i < rails_.map.num_nodes; i += device::kWarpSize)
       device::store(sums_ + i, uint64_t{0});
     device::sync_warp();

@@ -51,6 +51,7 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
         shared + dispatch_scratch_bytes(device::num_threads()) +
             device::warp_idx() * RailWarpShape::make(params, rails).bytes);
     const int64_t num_chunks = rails.num_chunks(params.choices.num_tokens);
+#pragma unroll 1
     for (int64_t chunk_idx = own_unit; chunk_idx < num_chunks; chunk_idx += num_units)
       packer.send(chunk_idx, &progress);
     Padding(params).zero();
@@ -60,8 +61,10 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
   if (!has_left) {
     const RailForwarder forwarder(params, rails);
     const RailMemory rail(params.buffer, rails);
+#pragma unroll 1
     for (int64_t chunk_idx = own_unit, goes_on = 1; goes_on != 0; chunk_idx += num_units) {
       goes_on = 0;
+#pragma unroll 1
       for (int i = 0; i < rail.num_remote_nodes(); ++i) {
         const int src_node = rail.remote_node(i);
         if (!rail.is_active(rail.rank_of(src_node)) || chunk_idx >= forwarder.num_chunks(src_node))

@@ -72,6 +72,7 @@ class RailPacker {
 
   /// Moves the tokens of a chunk and puts it to every other node, also where it has none.
   MOE_DEVICE void send(int64_t chunk_idx, ProgressShower* progress) const {
+#pragma unroll 1
     for (int node_idx = device::lane_idx(); node_idx < rails_.map.num_nodes;
          node_idx += device::kWarpSize)
       device::store(counts_ + node_idx, int32_t{0});
@@ -79,6 +80,7 @@ class RailPacker {
     const int64_t begin = chunk_idx * rails_.tokens_per_chunk;
     int64_t end = begin + rails_.tokens_per_chunk;
     end = end < params_.choices.num_tokens ? end : params_.choices.num_tokens;
+#pragma unroll 1
     for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
       if (!finder_.find(token_idx, slots_))
         continue;
@@ -98,6 +100,7 @@ class RailPacker {
   /// @return how many other nodes.
   MOE_DEVICE int part(int64_t chunk_idx) const {
     int num_nodes = 0;
+#pragma unroll 1
     for (int i = 0; i < params_.choices.num_slots; ++i) {
       const int64_t slot = device::load(slots_ + i);
       const int node_idx = slot == layout::Slot::kNone
@@ -107,6 +110,7 @@ class RailPacker {
       if (device::lane_idx() == 0)
         device::store(local_slots_ + i, is_here ? slot : layout::Slot::kNone);
       bool is_known = is_here;
+#pragma unroll 1
       for (int j = 0; j < num_nodes && !is_known; ++j)
         is_known = device::load(nodes_ + j) == node_idx;
       if (is_known)
@@ -152,6 +156,7 @@ class RailPacker {
                              source_unit_,
                              scales_,
                              [&](int64_t element, const device::Bytes16& codes, int64_t num_own) {
+#pragma unroll 1
                                for (int i = 0; i < num_slots + num_nodes; ++i)
                                  if (std::byte* const place = place_of(i))
                                    store_codes(place + element, codes, num_own, wire_unit_);
@@ -159,6 +164,7 @@ class RailPacker {
       device::sync_warp();
     }
     companions.write(token_idx, local_slots_);
+#pragma unroll 1
     for (int i = 0; i < num_nodes; ++i)
       write_beside(token_idx, static_cast<int>(device::load(nodes_ + i)), record(i));
   }
@@ -169,6 +175,7 @@ class RailPacker {
     copy_words<uint8_t>(
         record + record_.scales_offset, scales_, int64_t{params_.num_scales} * params_.scale_bytes);
     auto* const slots = reinterpret_cast<int64_t*>(record + record_.slots_offset);
+#pragma unroll 1
     for (int i = device::lane_idx(); i < params_.choices.num_slots; i += device::kWarpSize) {
       const int64_t slot = device::load(slots_ + i);
       const bool is_there = slot != layout::Slot::kNone &&
@@ -197,6 +204,7 @@ class RailPacker {
 
   MOE_DEVICE void put_chunk(int64_t chunk_idx) const {
     const int own_node = rail_.own_node();
+#pragma unroll 1
     for (int i = 0; i < rail_.num_remote_nodes(); ++i) {
       const int node_idx = rail_.remote_node(i);
       if (!rail_.is_active(rail_.rank_of(node_idx)))
@@ -274,6 +282,7 @@ class RailForwarder {
         rail_.at(rails_.map.area_in(rail_.own_node(), src_node) +
                  chunk_idx * record.chunk_bytes(rails_.tokens_per_chunk));
     const auto num_records = device::load(reinterpret_cast<const int64_t*>(chunk));
+#pragma unroll 1
     for (int64_t i = 0; i < num_records; ++i) {
       write(record, num_topk, chunk + record.chunk_bytes(i));
       progress->tick();

@@ -80,6 +80,7 @@ class OffersBlock {
     if (params_.host_read == nullptr)
       return;
     auto* const seconds = reinterpret_cast<SecondOffer*>(params_.host_read + 1);
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads())
       store_struct(seconds + rank_idx, is_short(rank_idx) ? second_offer(rank_idx) : SecondOffer{});
@@ -94,6 +95,7 @@ class OffersBlock {
     };
     bool has_come = true;
     bool has_room = true;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       if (!is_short(rank_idx))

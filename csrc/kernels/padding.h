@@ -25,6 +25,7 @@ class Padding {
     }
     const Tables& tables = params_.tables;
     const int num_experts = params_.buffer.num_local_experts;
+#pragma unroll 1
     for (int first = 0; first < num_experts; first += device::kWarpSize) {
       const int expert_idx = first + device::lane_idx();
       int64_t begin = 0;
@@ -61,6 +62,7 @@ class Padding {
     const auto num_warps = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
     const int64_t own =
         static_cast<int64_t>(device::warp_idx()) * device::num_blocks() + device::block_idx();
+#pragma unroll 1
     for (int64_t row_idx = begin + (own + num_warps - num_before_ % num_warps) % num_warps;
          row_idx < end;
          row_idx += num_warps)
@@ -95,6 +97,7 @@ class Padding {
     }
     device::with_unit(static_cast<int>(map.scale_bytes), [&](auto kind) {
       using Word = decltype(kind);
+#pragma unroll 1
       for (int64_t i = device::lane_idx(); i < map.num_scales; i += device::kWarpSize)
         device::store(reinterpret_cast<Word*>(scales + i * map.step()), Word{});
     });

@@ -79,6 +79,7 @@ class RailMemory {
 MOE_DEVICE void release_rail_done(const Buffer& buffer, const Rails& rails, uint64_t epoch) {
   const RailMemory rail(buffer, rails);
   const RankRange readers = rail.local_ranks();
+#pragma unroll 1
   for (int i = device::thread_idx(); i < readers.count * rails.map.num_nodes;
        i += device::num_threads()) {
     const int peer_rank = readers.behind(buffer.rank_idx, i % readers.count);
@@ -99,6 +100,7 @@ class RailPeers {
   MOE_DEVICE void publish_row(uint64_t epoch, const std::byte* row, int64_t used_bytes) const {
     const int64_t num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
     std::byte* const sent = rail_.at(0);
+#pragma unroll 1
     for (int64_t i = device::thread_idx(); i < num_words; i += device::num_threads())
       store_word(sent, i, load_word(row, i));
     device::sync_block();
@@ -165,6 +167,7 @@ class RailPeers {
   MOE_DEVICE bool moves_rows(int rank_idx, const Sends& sends) const {
     if (rails_.nodes.node_idx(rank_idx) != rail_.own_node())
       return false;
+#pragma unroll 1
     for (int node_idx = 0; node_idx < rails_.map.num_nodes; ++node_idx)
       if (sends(rail_.rank_of(node_idx), rank_idx))
         return true;
@@ -204,6 +207,7 @@ class RailPeers {
   /// A warp takes a node at a time. @param use  use(node_idx), by all lanes
   template <typename Use>
   MOE_DEVICE void for_remote_nodes(const Use& use) const {
+#pragma unroll 1
     for (int i = device::warp_idx(); i < rail_.num_remote_nodes(); i += device::num_warps()) {
       const int node_idx = rail_.remote_node(i);
       if (rail_.is_active(rail_.rank_of(node_idx)))
@@ -229,6 +233,7 @@ class RailPeers {
       return device::load_acquire<device::Scope::kSystem>(flag) >= site.epoch;
     };
     bool goes_on = true;
+#pragma unroll 1
     for (bool is_done = false; goes_on && !is_done;) {
       int missing = -1;  // lane 0: the first node that nothing has come from
       for_remote_nodes([&](int node_idx) {
@@ -311,6 +316,7 @@ class RailPeers {
     const RankRange readers = rail_.local_ranks();
     const auto raise_flags = [&] {
       device::sync_warp();
+#pragma unroll 1
       for (int i = device::lane_idx(); i < readers.count; i += device::kWarpSize) {
         const int peer_rank = readers.behind(buffer_.rank_idx, i);
         if (rail_.is_active(peer_rank))
@@ -320,8 +326,10 @@ class RailPeers {
     if (MOE_MUTANT(relay_flag_before_body))
       raise_flags();
     const int64_t num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
+#pragma unroll 1
     for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize) {
       const device::Bytes16 value = load_word(from, word);
+#pragma unroll 1
       for (int i = 0; i < readers.count; ++i) {
         const int peer_rank = readers.behind(buffer_.rank_idx, i);
         if (rail_.is_active(peer_rank))

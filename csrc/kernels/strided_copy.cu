@@ -164,7 +164,7 @@ MOE_DEVICE int widest_unit(uint64_t bits) {
 
 /// Lanes copy adjacent bytes, whose addresses are equally far from a multiple of a Unit.
 template <typename Unit>
-MOE_DEVICE void copy_adjacent(const std::byte* source, std::byte* target, int64_t bytes) {
+MOE_DEVICE_CALLED void copy_adjacent(const std::byte* source, std::byte* target, int64_t bytes) {
   constexpr auto kUnitBytes = static_cast<int64_t>(sizeof(Unit));
   const auto copy_bytes = [&](int64_t first, int64_t num_bytes) {
     if (device::lane_idx() < num_bytes)
@@ -213,6 +213,7 @@ MOE_DEVICE void copy_adjacent(const std::byte* source, std::byte* target, int64_
 MOE_DEVICE void copy_runs(const Piece& piece, StagedCopies* staged) {
   device::StridedPlace from{};
   device::StridedPlace to{};
+#pragma unroll 1
   for (int64_t at = piece.begin; at < piece.end;) {
     if (from.run_left == 0)
       from = device::place_at(&piece.copy->source_shape, at);
@@ -283,7 +284,7 @@ MOE_DEVICE void copy_units(const Piece& piece) {
 }
 
 template <typename Walk>
-MOE_DEVICE void copy_units(const Piece& piece, int unit_bytes) {
+MOE_DEVICE_CALLED void copy_units(Piece piece, int unit_bytes) {
   switch (unit_bytes) {
     case 16:
       return copy_units<Bytes16, Walk>(piece);
@@ -331,16 +332,15 @@ MOE_DEVICE void copy_pieces(const StridedCopiesParams& params, StagedCopies* sta
 // Grid: any number of blocks; a warp takes a piece after another.
 // Example: 2 copies of 100 and 40 bytes in pieces of 64: first_piece is [0, 2, 3]; pieces 0 and 1
 //   are bytes [0, 64) and [64, 100) of the first copy, piece 2 is the second.
+template <bool kBulk>
 MOE_KERNEL void strided_copies(const StridedCopiesParams params) {
-  if constexpr (device::kHasBulkCopies) {
-    if (params.is_plain == 0) {
-      StagedCopies staged;
-      copy_pieces(params, &staged);
-      staged.finish();
-      return;
-    }
+  if constexpr (kBulk && device::kHasBulkCopies) {
+    StagedCopies staged;
+    copy_pieces(params, &staged);
+    staged.finish();
+  } else {
+    copy_pieces(params, nullptr);
   }
-  copy_pieces(params, nullptr);
 }
 
 }  // namespace
@@ -351,7 +351,10 @@ size_t strided_copies_shared_bytes(const StridedCopiesParams& params, int num_th
 }
 
 void launch_strided_copies(const device::Launch& launch, const StridedCopiesParams& params) {
-  device::launch(&strided_copies, launch, params);
+  if (params.is_plain != 0)
+    device::launch(&strided_copies<false>, launch, params);
+  else
+    device::launch(&strided_copies<true>, launch, params);
 }
 
 }  // namespace moe::kernels

@@ -67,16 +67,16 @@ class ProgressShower {
   int num_rows_ = 0;
 };
 
-/// Makes this and all later kernels of the buffer leave. The first thread to do so reports.
-MOE_DEVICE void leave(const Buffer& buffer,
-                      Cause cause,
-                      int peer_rank,
-                      const WaitSite& site,
-                      uint64_t expected,
-                      uint64_t seen) {
-  if (device::add_relaxed<device::Scope::kDevice>(&buffer.state->has_left, uint32_t{1}) != 0)
+/// What leave() does; called with values, as what is referred to would lie in memory.
+MOE_DEVICE_CALLED void report_leaving(BufferState* state,
+                                      WaitReport* report,
+                                      Cause cause,
+                                      int peer_rank,
+                                      WaitSite site,
+                                      uint64_t expected,
+                                      uint64_t seen) {
+  if (device::add_relaxed<device::Scope::kDevice>(&state->has_left, uint32_t{1}) != 0)
     return;
-  WaitReport* const report = buffer.report;
   if (MOE_MUTANT(report_cause_first))
     device::store_release<device::Scope::kSystem>(&report->cause, static_cast<uint32_t>(cause));
   device::store(&report->peer_rank, static_cast<int32_t>(peer_rank));
@@ -86,6 +86,16 @@ MOE_DEVICE void leave(const Buffer& buffer,
   device::store(&report->expected, expected);
   device::store(&report->seen, seen);
   device::store_release<device::Scope::kSystem>(&report->cause, static_cast<uint32_t>(cause));
+}
+
+/// Makes this and all later kernels of the buffer leave. The first thread to do so reports.
+MOE_DEVICE void leave(const Buffer& buffer,
+                      Cause cause,
+                      int peer_rank,
+                      const WaitSite& site,
+                      uint64_t expected,
+                      uint64_t seen) {
+  report_leaving(buffer.state, buffer.report, cause, peer_rank, site, expected, seen);
 }
 
 /// Books one wait for a rank. What was booked before is read when the wait begins, so that nobody
@@ -197,6 +207,7 @@ MOE_DEVICE bool block_await_flags(const Buffer& buffer,
                                   const Wants& wants,
                                   const FlagOf& flag_of) {
   bool has_come = true;
+#pragma unroll 1
   for (int rank_idx = device::thread_idx(); rank_idx < buffer.num_ranks && has_come;
        rank_idx += device::num_threads())
     if (wants(rank_idx))

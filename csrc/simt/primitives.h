@@ -23,6 +23,7 @@
 
 #define MOE_KERNEL
 #define MOE_DEVICE inline
+#define MOE_DEVICE_CALLED inline
 
 namespace moe::device {
 

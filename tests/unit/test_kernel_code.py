@@ -1,0 +1,105 @@
+"""Machine code of the kernels, as the modules carry it: how much there is, and what it may not hold.
+
+A GPU has room for about 128 KiB of instructions beside its cores (16 bytes each), and a kernel that is
+launched once fetches what it runs through the first time. What is in local memory was in registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+# Taking a module apart takes some ten seconds.
+pytestmark = pytest.mark.full
+
+FOLDER = "triton/backends/nvidia/bin"
+MOST_INSTRUCTIONS = 8_000
+# The exchange across nodes carries rows along rails and on to the ranks of the node as well.
+MOST_ACROSS_NODES = {"internode_exchange": 10_000}
+HAVE_BULK_COPIES = ("dispatch<Bytes, true>", "dispatch<BFloat16, true>", "strided_copies<true>")
+
+
+@dataclasses.dataclass
+class Kernel:
+    """What the code of one kernel holds."""
+
+    num_instructions: int = 0
+    num_local: int = 0  # loads and stores of local memory
+    num_bulk_copies: int = 0
+
+
+def name_of(symbol: str) -> str:
+    """As in the sources: "dispatch<Bytes, true>"; "" for what is no kernel of the package."""
+    # Files that are linked as device code get a prefix.
+    symbol = re.sub(r"^__nv_static_\w*?_(?=_ZN)", "", symbol)
+    text = subprocess.run(["c++filt", symbol], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"moe::kernels::\(anonymous namespace\)::(.+?)\(moe::", text)
+    if found is None or "Params)" not in text:
+        return ""
+    return re.sub(r"moe::\w+::|\(anonymous namespace\)::", "", found[1])
+
+
+@functools.cache
+def kernels_of(module: str) -> dict[str, Kernel]:
+    """By name, the kernels in a built module."""
+    built = importlib.util.find_spec(f"moe_comm.{module}")
+    triton = importlib.util.find_spec("triton")
+    if built is None or built.origin is None:
+        pytest.skip(f"moe_comm.{module} was built without nvcc")
+    if triton is None or triton.origin is None:
+        pytest.skip("there is no cuobjdump: triton is not installed")
+    cuobjdump = Path(triton.origin).parents[1] / FOLDER / "cuobjdump"
+    found: dict[str, Kernel] = {}
+    kernel = Kernel()
+    with subprocess.Popen(
+        [cuobjdump, "-sass", built.origin], stdout=subprocess.PIPE, text=True
+    ) as dump:
+        assert dump.stdout is not None
+        for line in dump.stdout:
+            if "Function : " in line:
+                name = name_of(line.split("Function : ")[1].strip())
+                kernel = Kernel()
+                if name:
+                    found[name] = kernel
+            elif re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+\S", line):
+                kernel.num_instructions += 1
+                kernel.num_local += bool(re.search(r"\b(LDL|STL)\b", line))
+                kernel.num_bulk_copies += "UBLKCP" in line
+    return found
+
+
+def test_every_kernel_fits() -> None:
+    kernels = kernels_of("_cuda")
+    assert {"exchange_rows", "receive", "count_choices", *HAVE_BULK_COPIES} <= set(kernels)
+    too_long = {
+        name: kernel.num_instructions
+        for name, kernel in kernels.items()
+        if kernel.num_instructions > MOST_INSTRUCTIONS
+    }
+    assert not too_long
+
+
+def test_nothing_lies_in_local_memory() -> None:
+    assert not {name for name, kernel in kernels_of("_cuda").items() if kernel.num_local}
+
+
+def test_rows_are_moved_by_bulk_copies() -> None:
+    kernels = kernels_of("_cuda")
+    assert all(kernels[name].num_bulk_copies >= 2 for name in HAVE_BULK_COPIES)
+
+
+def test_every_kernel_across_nodes_fits() -> None:
+    kernels = kernels_of("_nvshmem")
+    assert any(name.startswith("internode_combine<") for name in kernels)
+    too_long = {
+        name: kernel.num_instructions
+        for name, kernel in kernels.items()
+        if kernel.num_instructions > MOST_ACROSS_NODES.get(name, MOST_INSTRUCTIONS)
+    }
+    assert not too_long
