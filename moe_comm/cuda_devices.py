@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 from types import ModuleType
+
+import torch
+
+from moe_comm import env
 
 __all__ = [
     "CUDA_MODULE",
@@ -14,8 +19,10 @@ __all__ = [
     "default_num_sms",
     "identify",
     "load_cuda_module",
+    "max_connections",
     "problem_with_devices",
     "problem_with_sms",
+    "take_device",
     "unusable_reason",
 ]
 
@@ -33,12 +40,14 @@ class DeviceIdentity:
         name: Model.
         num_sms: Of the device.
         device_idx: In the rank's own numbering.
+        process_id: Of the rank; ranks may be threads of one process.
     """
 
     uuid: bytes
     name: str
     num_sms: int
     device_idx: int
+    process_id: int
 
 
 def load_cuda_module() -> ModuleType:
@@ -75,7 +84,30 @@ def identify(device_idx: int) -> DeviceIdentity:
         name=found["name"],
         num_sms=found["num_sms"],
         device_idx=device_idx,
+        process_id=os.getpid(),
     )
+
+
+def take_device(rank_idx: int) -> None:
+    """Make a GPU current on the calling thread, in turn by rank: for ranks that nobody gave one."""
+    torch.cuda.set_device(rank_idx % torch.cuda.device_count())
+
+
+def max_connections(own: DeviceIdentity, devices: Sequence[DeviceIdentity]) -> int:
+    """How many streams of its GPU a rank may use, 0 for any number.
+
+    Streams beyond `CUDA_DEVICE_MAX_CONNECTIONS` wait for each other in the order of their launches. That
+    is no harm to a rank, which launches in one order everywhere, unless another rank of its process,
+    for whose rows it waits, is behind it. Megatron sets 1.
+
+    Args:
+        own: GPU of the rank.
+        devices: Of all ranks, its own among them.
+    """
+    sharing = [
+        each for each in devices if (each.uuid, each.process_id) == (own.uuid, own.process_id)
+    ]
+    return env.cuda_max_connections() if len(sharing) > 1 else 0
 
 
 def problem_with_devices(

@@ -90,7 +90,7 @@ class RankGpu:
             arguments = (
                 native,
                 self.device.index,
-                env.cuda_max_connections(),
+                cuda_devices.max_connections(self._own, self._devices),
                 max_heap_bytes or 0,
                 env.poison_windows(),
             )

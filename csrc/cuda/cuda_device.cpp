@@ -25,7 +25,7 @@ class CountedStream {
  public:
   CountedStream(int device_idx, int max_connections) : device_idx_(device_idx) {
     const int count = num_streams(device_idx).fetch_add(1) + 1 + kOtherStreams;
-    if (count <= max_connections)
+    if (max_connections == 0 || count <= max_connections)
       return;
     num_streams(device_idx).fetch_sub(1);
     throw InvalidArgument(

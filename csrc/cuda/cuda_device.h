@@ -36,7 +36,7 @@ class CudaDevice final : public runtime::Device {
  public:
   /// Makes the device's context and loads every kernel.
   /// @param max_connections  CUDA_DEVICE_MAX_CONNECTIONS as the process has it, 8 where it is not
-  ///   set: streams beyond it wait for each other.
+  ///   set: streams beyond it wait for each other, and are refused. 0 where that may be.
   /// @throws CudaError  no driver, no such device, or no kernel was compiled for it.
   static std::shared_ptr<CudaDevice> create(int device_idx, int max_connections);
 

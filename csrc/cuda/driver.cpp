@@ -5,21 +5,23 @@
 namespace moe::cuda {
 namespace {
 
+/// @param version  Of CUDA, with which the function came (cudaTypedefs.h). A driver is asked for no
+///   later one: it refuses what is newer than itself, although it has the function.
 template <typename Function>
-void find(const char* name, Function* function) {
+void find(const char* name, int version, Function* function) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result{};
-  const cudaError_t code =
-      cudaGetDriverEntryPointByVersion(name, &found, CUDART_VERSION, cudaEnableDefault, &result);
+  const cudaError_t code = cudaGetDriverEntryPointByVersion(
+      name, &found, static_cast<unsigned>(version), cudaEnableDefault, &result);
   if (code != cudaSuccess)
     device::throw_cuda_error(code, concat("looking for ", name, " in the CUDA driver"));
   if (result != cudaDriverEntryPointSuccess || found == nullptr)
     throw CudaError(concat("the CUDA driver has no ",
                            name,
                            " of version ",
-                           CUDART_VERSION / 1000,
+                           version / 1000,
                            ".",
-                           CUDART_VERSION % 1000 / 10,
+                           version % 1000 / 10,
                            ": it is older than this module needs"),
                     cudaErrorInsufficientDriver);
   *function = reinterpret_cast<Function>(found);
@@ -27,23 +29,23 @@ void find(const char* name, Function* function) {
 
 Driver find_all() {
   Driver found{};
-  find("cuGetErrorName", &found.get_error_name);
-  find("cuDeviceGetAttribute", &found.device_get_attribute);
-  find("cuDevicePrimaryCtxGetState", &found.device_primary_ctx_get_state);
-  find("cuFuncGetModule", &found.func_get_module);
-  find("cuFuncLoad", &found.func_load);
-  find("cuModuleGetFunctionCount", &found.module_get_function_count);
-  find("cuModuleEnumerateFunctions", &found.module_enumerate_functions);
-  find("cuMemGetAllocationGranularity", &found.mem_get_allocation_granularity);
-  find("cuMemCreate", &found.mem_create);
-  find("cuMemRelease", &found.mem_release);
-  find("cuMemAddressReserve", &found.mem_address_reserve);
-  find("cuMemAddressFree", &found.mem_address_free);
-  find("cuMemMap", &found.mem_map);
-  find("cuMemUnmap", &found.mem_unmap);
-  find("cuMemSetAccess", &found.mem_set_access);
-  find("cuMemExportToShareableHandle", &found.mem_export);
-  find("cuMemImportFromShareableHandle", &found.mem_import);
+  find("cuGetErrorName", 6000, &found.get_error_name);
+  find("cuDeviceGetAttribute", 2000, &found.device_get_attribute);
+  find("cuDevicePrimaryCtxGetState", 7000, &found.device_primary_ctx_get_state);
+  find("cuFuncGetModule", 11000, &found.func_get_module);
+  find("cuFuncLoad", 12040, &found.func_load);
+  find("cuModuleGetFunctionCount", 12040, &found.module_get_function_count);
+  find("cuModuleEnumerateFunctions", 12040, &found.module_enumerate_functions);
+  find("cuMemGetAllocationGranularity", 10020, &found.mem_get_allocation_granularity);
+  find("cuMemCreate", 10020, &found.mem_create);
+  find("cuMemRelease", 10020, &found.mem_release);
+  find("cuMemAddressReserve", 10020, &found.mem_address_reserve);
+  find("cuMemAddressFree", 10020, &found.mem_address_free);
+  find("cuMemMap", 10020, &found.mem_map);
+  find("cuMemUnmap", 10020, &found.mem_unmap);
+  find("cuMemSetAccess", 10020, &found.mem_set_access);
+  find("cuMemExportToShareableHandle", 10020, &found.mem_export);
+  find("cuMemImportFromShareableHandle", 10020, &found.mem_import);
   return found;
 }
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from moe_comm import Communicator, EpConfig
+from moe_comm import Communicator, EpConfig, cuda_devices
 from moe_comm.backends.base import (
     Backend,
     CombineOutput,
@@ -19,6 +19,7 @@ from moe_comm.backends.base import (
 )
 from moe_comm.backends.cuda import CudaBackend
 from moe_comm.backends.nvshmem import NvshmemBackend
+from moe_comm.bootstrap import bootstrap_for
 
 __all__ = [
     "NUM_SMS",
@@ -183,7 +184,8 @@ class OnDevice(Backend):
 
 
 def connect_to_gpu(group: Any) -> Communicator:
-    """A communicator whose rows live on this process's GPU; ranks may share it."""
+    """A communicator whose rows live on a GPU, in turn by rank; ranks may share one."""
+    cuda_devices.take_device(bootstrap_for(group).rank_idx)
     return Communicator(group, device="cuda", num_sms=NUM_SMS, arrival_timeout_s=ARRIVAL_TIMEOUT_S)
 
 
@@ -193,7 +195,8 @@ def make_on_gpu(communicator: Communicator, config: EpConfig) -> Backend:
 
 
 def connect_nodes_to_gpu(group: Any, num_local_ranks: int) -> Communicator:
-    """The same, where so many ranks share a node; all may share the GPU."""
+    """The same, where so many ranks share a node."""
+    cuda_devices.take_device(bootstrap_for(group).rank_idx)
     return Communicator(
         group,
         device="cuda",

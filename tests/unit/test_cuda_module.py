@@ -24,8 +24,10 @@ needs_module = pytest.mark.skipif(not IS_BUILT, reason="moe_comm._cuda was built
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
-def device(uuid: bytes, num_sms: int = 132) -> DeviceIdentity:
-    return DeviceIdentity(uuid=uuid, name="GPU", num_sms=num_sms, device_idx=0)
+def device(uuid: bytes, num_sms: int = 132, process_id: int = 1) -> DeviceIdentity:
+    return DeviceIdentity(
+        uuid=uuid, name="GPU", num_sms=num_sms, device_idx=0, process_id=process_id
+    )
 
 
 @needs_module
@@ -210,3 +212,18 @@ def test_kernels_compile_without_spills(architecture: str) -> None:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("others", "limit"),
+    [
+        ([device(b"a", process_id=2), device(b"b")], 0),  # another process; another GPU
+        ([device(b"a")], 1),
+    ],
+)
+def test_streams_are_limited_where_ranks_of_a_process_share_a_gpu(
+    others: list[DeviceIdentity], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    own = device(b"a")
+    assert cuda_devices.max_connections(own, [own, *others]) == limit

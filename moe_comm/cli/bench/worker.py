@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm import cuda_devices
 from moe_comm.autograd import dispatch as differentiable_dispatch
 from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
@@ -83,6 +84,8 @@ class Worker:
             rank=rank_idx,
             world_size=case.num_ranks,
         )
+        if launch.backend == "cuda":
+            cuda_devices.take_device(rank_idx)
         self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
         groups = None
         if case.api == "hybrid_ep":
@@ -269,7 +272,9 @@ class Worker:
         return {
             "backend": self.communicator.backend,
             "device": (
-                torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+                f"{self.device}: {torch.cuda.get_device_name(self.device)}"
+                if self.device.type == "cuda"
+                else "cpu"
             ),
             "heap": dataclasses.asdict(stats) if stats is not None else None,
         }
