@@ -61,6 +61,14 @@ def shown(value: Any) -> str:
     return shortened(text)
 
 
+def text_of(error: Exception) -> str:
+    """What an error says, or its type: those of somebody else's objects may not even be shown."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - of an object of somebody else
+        return type(error).__name__
+
+
 def shortened(text: str) -> str:
     """At most 200 characters of a text for a message."""
     return text if len(text) <= 200 else f"{text[:197]}..."

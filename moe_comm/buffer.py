@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 import torch
 
 from moe_comm import missed_calls, validation
-from moe_comm.arguments import check_bool
+from moe_comm.arguments import check_bool, text_of
 from moe_comm.backends.agreement import agree_on_backend
 from moe_comm.backends.base import DispatchOutput, Plan, PlanTensors
 from moe_comm.backends.gradients import check_word
@@ -471,9 +471,15 @@ class EpBuffer:
 
         Args:
             operation: "dispatch" or "combine": what the other ranks call.
-            error: A ValueError or TypeError; its text is raised with this rank's number in front.
+            error: Raised as a TypeError where it is one, else as a ValueError, with this rank's number
+                in front.
         """
         self._check_alive()
+        text = text_of(error)
+        # The wire takes UTF-8; what a message quotes may be none.
+        if not isinstance(error, TypeError | ValueError) or not text.isascii():
+            text = text.encode("utf-8", "backslashreplace").decode()
+            error = TypeError(text) if isinstance(error, TypeError) else ValueError(text)
         with ExclusiveUse(self._busy, operation):
             self._backend.reject(operation, error)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.utils.dlpack
 
 from moe_comm import missed_calls, node_layout, nvshmem
-from moe_comm.arguments import as_int, shortened, shown
+from moe_comm.arguments import as_int, shortened, shown, text_of
 from moe_comm.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
 from moe_comm.bootstrap import Bootstrap, bootstrap_for, raise_together
 from moe_comm.communicator_options import CommunicatorOptions
@@ -50,6 +50,10 @@ class _Rejecting(Protocol):
 _REJECTION = b"\0moe_comm:rejected\0\x9d\xb1\x5c\x02"
 _MOST_GATHERED_BYTES = 1 << 20
 _MOST_TEXT = 4096
+_KINDS: dict[str, type[Exception]] = {
+    "TypeError": TypeError,
+    "NotImplementedError": NotImplementedError,
+}
 
 
 def _nothing() -> None:
@@ -351,7 +355,35 @@ class Communicator(ElasticRanks):
                     f"payload must have at most {_MOST_GATHERED_BYTES} bytes, got {len(payload)}"
                 )
             )
-        return self._gather(payload)
+        return self.exchange("all_gather", payload)
+
+    def exchange(self, call: str, payload: bytes) -> list[bytes]:
+        """Every rank's payload, of ranks that are in the same call. Collective.
+
+        Args:
+            call: What exchanges: the name of a public call, without a NUL.
+            payload: Of this rank.
+
+        Returns:
+            In rank order; b"" for failed ranks.
+
+        Raises:
+            ValueError: Ranks are in different calls, or one rejects its own; on every rank.
+            TypeError: As some rank rejected it.
+        """
+        if missed_calls.kept.calls:
+            self.tell_missed(call)
+        name = call.encode() + b"\0"
+        payloads = []
+        for rank_idx, item in enumerate(self._gather(name + payload)):
+            if item and not item.startswith(name):
+                other = item.partition(b"\0")[0].decode(errors="replace")
+                raise ValueError(
+                    f"ranks are in different calls: rank {self.rank_idx} in {call}, rank {rank_idx} "
+                    f"in {shortened(other)}"
+                )
+            payloads.append(item[len(name) :])
+        return payloads
 
     def check_together(self, check: Callable[[], str]) -> None:
         """Raise on every rank what `check` raises on any. Collective; for whatever ranks make together.
@@ -364,28 +396,32 @@ class Communicator(ElasticRanks):
             ValueError: Likewise, or what ranks state differs; both are named.
         """
         if missed_calls.kept.calls:
-            self.tell_missed("check_together")
+            self.tell_missed("making")
         try:
             stated = check()
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             self.reject(error)
-        texts = [text.decode() for text in self._gather(stated.encode())]
-        for rank_idx, text in enumerate(texts):
-            if text and text != texts[0]:  # a failed rank gives none
+        gathered = self.exchange("making", b"+" + stated.encode(errors="backslashreplace"))
+        said = [(idx, item[1:].decode()) for idx, item in enumerate(gathered) if item]
+        first_rank, first = said[0]
+        for rank_idx, text in said:
+            if text != first:
                 raise ValueError(
-                    f"ranks make different things: rank 0 {shortened(texts[0])}, rank {rank_idx} "
-                    f"{shortened(text)}"
+                    f"ranks make different things: rank {first_rank} {shortened(first)}, rank "
+                    f"{rank_idx} {shortened(text)}"
                 )
 
     def reject(self, error: Exception) -> NoReturn:
         """Raise `error` on every rank, in place of an `all_gather` that they enter. Collective.
 
         Args:
-            error: Raised as a TypeError where it is one, else as a ValueError, with this rank's number
-                in front.
+            error: Raised as a TypeError or NotImplementedError where it is one, else as a ValueError, with
+                this rank's number in front.
         """
-        kind = "TypeError" if isinstance(error, TypeError) else "ValueError"
-        text = str(error)[:_MOST_TEXT]
+        kind = next(
+            (name for name, kind in _KINDS.items() if isinstance(error, kind)), "ValueError"
+        )
+        text = text_of(error)[:_MOST_TEXT]
         self._gather(_REJECTION + f"{kind}:{text}".encode(errors="backslashreplace"))
         raise AssertionError("a rejected exchange did not raise") from error
 
@@ -397,7 +433,7 @@ class Communicator(ElasticRanks):
         for rank_idx, item in enumerate(gathered):
             if item.startswith(_REJECTION):
                 kind, _, text = item[len(_REJECTION) :].decode(errors="replace").partition(":")
-                raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank_idx}: {text}")
+                raise _KINDS.get(kind, ValueError)(f"rank {rank_idx}: {text}")
         return gathered
 
     def tell_missed(
@@ -498,6 +534,7 @@ class Communicator(ElasticRanks):
         Raises:
             PeerTimeoutError: A living peer did not arrive in `arrival_timeout_s`.
         """
+        missed_calls.take()  # peers have left them
         failed_ranks, completed_epochs = self.require_native().recover()
         return Recovery(failed_ranks=tuple(failed_ranks), completed_epochs=tuple(completed_epochs))
 

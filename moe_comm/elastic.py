@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_comm import missed_calls
 from moe_comm.arguments import as_int
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import PeerFailedError
@@ -170,6 +171,7 @@ class ElasticRanks:
                 is.
         """
         native = self.require_native()
+        missed_calls.take()  # peers have left them
         reported, problem = check_failed_ranks(failed_ranks, self.rank_idx, self.num_ranks)
         problem = problem or check_flag("require_majority", require_majority)
         agreed = ""

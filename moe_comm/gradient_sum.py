@@ -259,7 +259,7 @@ def _agree(communicator: Communicator, num_elements: int, dtype: torch.dtype) ->
     # An excluded rank says nothing.
     said = [
         (rank_idx, *json.loads(payload))
-        for rank_idx, payload in enumerate(communicator.all_gather(own))
+        for rank_idx, payload in enumerate(communicator.exchange("GradientSum", own))
         if payload
     ]
     first_rank, *first = said[0]

@@ -126,9 +126,15 @@ class GroupBuffers:
                 f"expert_rank={placement.tolist()})"
             )
 
-        self.communicator.check_together(state)
-        assert config is not None
-        return self._manager.get(config)
+        try:
+            self.communicator.check_together(state)
+            assert config is not None
+            return self._manager.get(config)
+        except Exception:
+            # Whoever keeps the error keeps this, on one rank alone: the next call must not find it.
+            if not len(self._manager):
+                self.destroy()
+            raise
 
     def check_backend(self, backend: str) -> None:
         """Raise a ValueError where another backend is asked for than these buffers have."""

@@ -72,7 +72,7 @@ def keep_for_peers(operation: str) -> Iterator[None]:
     """Mistakes that are found inside are kept, and raised."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, peers must hear of it
         keep(operation, error)
         raise
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from moe_comm.arguments import text_of
 from moe_comm.backend_choice import GPU_BACKENDS
 from moe_comm.backends import load_backend, messages
 from moe_comm.backends.base import Backend
@@ -45,7 +46,7 @@ class Askers(Protocol):
 
     device: torch.device
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def exchange(self, call: str, payload: bytes) -> list[bytes]:
         """Every rank's payload in rank order, empty for ranks that failed before a recovery."""
         ...
 
@@ -106,8 +107,9 @@ def agree_on_backend(communicator: Askers, config: object, name: str) -> type[Ba
             )
     except Exception as raised:  # noqa: BLE001 - whatever it is, peers must hear of it
         error = raised
-    problem = "" if error is None else f"{type(error).__name__}:{error}"
-    answers = communicator.all_gather(f"{name}\0{problem}".encode())
+    problem = "" if error is None else f"{type(error).__name__}:{text_of(error)}"
+    said = f"{name}\0{problem}".encode(errors="backslashreplace")
+    answers = communicator.exchange("EpBuffer", said)
     asked: dict[str, int] = {}
     for rank_idx, answer in enumerate(answers):
         if not answer:

@@ -80,6 +80,12 @@ class _MicroBatch:
         self.stage = new
 
 
+def _value_of(mode: object) -> str:
+    """Of SGLang's `DeepEPMode`; "" for what is none."""
+    value = mode.value if isinstance(mode, enum.Enum) else ""
+    return value if isinstance(value, str) else ""
+
+
 class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
     """SGLang's `DeepEPDispatcher` on `EpBuffer`, for inference: no gradients.
 
@@ -132,7 +138,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        mode = getattr(deepep_mode, "value", deepep_mode)
+        mode = deepep_mode if isinstance(deepep_mode, str) else _value_of(deepep_mode)
         self._is_extend_in_batch = is_extend_in_batch
 
         def check() -> None:

@@ -111,10 +111,14 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         super().__init__(config)
         factor = config.non_blocking_capacity_factor
         with keep_for_peers(GATHER):  # who are about to make the buffer
-            if factor is not None and not 0 < factor <= 1:
+            if factor is not None and not 0 < float(factor) <= 1:
                 raise ValueError(f"non_blocking_capacity_factor must be in (0, 1], got {factor}")
             if config.pad_multiple is not None:
-                as_int("pad_multiple", config.pad_multiple, 1)
+                as_int("pad_multiple", config.pad_multiple, 1, (1 << 31) - 1)
+            if config.hidden_dim is not None:
+                as_int("hidden_dim", config.hidden_dim, 1)
+            if config.num_max_tokens_per_rank is not None:
+                as_int("num_max_tokens_per_rank", config.num_max_tokens_per_rank, 0)
         self.non_blocking_capacity_factor: float | None = factor
         self.pad_multiple: int = config.pad_multiple or 1
         self.hidden_dim: int | None = config.hidden_dim

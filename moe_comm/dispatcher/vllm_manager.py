@@ -84,6 +84,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         self._ubatch_id = current_ubatch_id() if ubatch_id is None else ubatch_id
         self._gathered: dict[int, DispatchHandle] = {}
 
+    @keeps_unbound
     def get_handle(self, kwargs: dict[str, Any]) -> EpBuffer:
         """The buffer for `VllmPrepareAndFinalize`, one per arguments. Collective.
 

@@ -86,6 +86,8 @@ class MoELayer(nn.Module):
         def make() -> str:
             if found != num_experts:
                 raise ValueError(f"num_experts is {shown(num_experts)}, the dispatcher has {found}")
+            if not callable(activation):
+                raise TypeError(f"activation must be callable, got {shown(activation)}")
             width = as_int("hidden", hidden, 1)
             self.router = TopKRouter(width, found, as_int("num_topk", num_topk, 1), seed=seed)
             self.experts = GroupedExperts(

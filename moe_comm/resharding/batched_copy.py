@@ -6,14 +6,16 @@ import dataclasses
 import pickle
 import types
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.utils.dlpack
 
 from moe_comm import errors
-from moe_comm.communicator import Communicator
+from moe_comm.arguments import as_int, shortened, shown, text_of
+from moe_comm.communicator import Communicator, gathers
 from moe_comm.memory_overlap import first_meeting, is_same_place
+from moe_comm.missed_calls import tells_peers
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -42,29 +44,34 @@ class SymmetricBytes:
         num_bytes: Of each rank, >= 0; may differ from rank to rank.
 
     Raises:
-        ValueError: The backend has no heap, or `num_bytes` is negative on some rank.
+        ValueError: The backend has no heap, or `num_bytes` is out of range on some rank; on every rank.
+        TypeError: `num_bytes` is no int on some rank; on every rank.
         CapacityError: A rank's heap cannot hold it; on every rank.
         PeerFailedError: A peer died or left.
         PeerTimeoutError: A peer did not arrive.
     """
 
+    @gathers
     def __init__(self, communicator: Communicator, num_bytes: int) -> None:
         native = communicator.require_native()
         problem = ""
-        needed_bytes = available_bytes = 0
+        needed_bytes = available_bytes = size = 0
         place = (0, 0)
-        if num_bytes < 0:
-            problem = f"num_bytes must be >= 0, got {num_bytes}"
-        else:
-            try:
-                self._local = communicator.empty(num_bytes, dtype=torch.uint8)
-                place = native.find(self._local.data_ptr(), num_bytes) or place
-            except errors.CapacityError as error:
-                problem = str(error)
-                needed_bytes, available_bytes = error.needed_bytes, error.available_bytes
-        said = pickle.dumps((problem, needed_bytes, available_bytes, (*place, max(num_bytes, 0))))
+        try:
+            size = as_int("num_bytes", num_bytes, 0, (1 << 63) - 1)
+            self._local = communicator.empty(size, dtype=torch.uint8)
+            place = native.find(self._local.data_ptr(), size) or place
+        except errors.CapacityError as error:
+            problem = str(error)
+            needed_bytes, available_bytes = error.needed_bytes, error.available_bytes
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            communicator.reject(error)
+        said = pickle.dumps((problem, needed_bytes, available_bytes, (*place, size)))
         # Failed ranks say nothing.
-        gathered = [pickle.loads(item) if item else None for item in native.all_gather(said)]
+        gathered = [
+            pickle.loads(item) if item else None
+            for item in communicator.exchange("SymmetricBytes", said)
+        ]
         for rank_idx, item in enumerate(gathered):
             if item is None or not item[0]:
                 continue
@@ -173,6 +180,22 @@ def problem_with_places(
     )
 
 
+def _problem_with_items(sends: object, recvs: object, error: Exception) -> str:
+    """What is wrong with items that could not even be looked at."""
+    for name, items in (("sends", sends), ("recvs", recvs)):
+        if not isinstance(items, list):
+            return f"{name} must be items (task_id, tensor, peer_rank), got {shown(items)}"
+    text = text_of(error).split("\n", 1)[0]
+    if "(task_id, tensor, peer_rank)" not in text:
+        text = f"items must be (task_id, tensor, peer_rank): {type(error).__name__}: {text}"
+    return shortened(text)
+
+
+def _reject_run(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell peers, who are in a run."""
+    args[0].reject(text_of(error))
+
+
 class BatchedCopy:
     """Copies between tensors of all ranks of a communicator, many in one call.
 
@@ -204,6 +227,7 @@ class BatchedCopy:
             engine.run(engine.prepare(sends, receives))
     """
 
+    @gathers
     def __init__(
         self,
         communicator: Communicator,
@@ -215,6 +239,15 @@ class BatchedCopy:
 
         native = communicator.require_native()
         self.communicator = communicator
+
+        def check() -> str:
+            if slot_bytes is not None:
+                as_int("slot_bytes", slot_bytes, None, (1 << 63) - 1)
+            if num_slots is not None:
+                as_int("num_slots", num_slots, None, (1 << 31) - 1)
+            return "a BatchedCopy"
+
+        communicator.check_together(check)
         # Values below 1 are refused by the native part, on every rank alike; 0 is its default.
         self._native = _host.BatchedCopy.create(
             native,
@@ -239,7 +272,7 @@ class BatchedCopy:
 
         What is wrong with an item (a rank outside the communicator, a task id twice for one peer, a
         tensor outside CPU memory, a destination that shares bytes with itself or with another, more
-        than 8 dimensions that cannot be merged) is raised by the run, on every rank. So is a source
+        than 8 dimensions that cannot be merged, something that is no such item at all) is raised by the run, on every rank. So is a source
         that shares bytes with a destination, unless they are the two ends of one copy in the very
         same place, which changes nothing.
 
@@ -247,14 +280,18 @@ class BatchedCopy:
             sends: `(task_id, tensor, rank that receives)`. Tensors may repeat or share memory.
             recvs: `(task_id, tensor, rank that sends)`. Strided destinations may interleave.
 
-        Raises:
-            TypeError: An item is not such a tuple.
         """
-        sends, recvs = list(sends), list(recvs)
-        native = self._native.prepare(sends, recvs)
-        problem = native.problem or problem_with_places(sends, recvs, self.communicator.rank_idx)
+        try:
+            sends, recvs = list(sends), list(recvs)
+            native = self._native.prepare(sends, recvs)
+            problem = native.problem or problem_with_places(
+                sends, recvs, self.communicator.rank_idx
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            native, problem = self._native.prepare([], []), _problem_with_items(sends, recvs, error)
         return PreparedCopies(self, native, problem or None)
 
+    @tells_peers(_reject_run)
     def run(self, prepared: PreparedCopies) -> CopyStats:
         """Copy. Collective, blocking; returns when everything has landed on this rank.
 
@@ -266,6 +303,8 @@ class BatchedCopy:
                 again; `Communicator.recover()` makes this usable among the living.
             PeerTimeoutError: A peer did not come, or stopped; likewise.
         """
+        if not isinstance(prepared, PreparedCopies):
+            self.reject(f"prepared must be PreparedCopies, got {shown(prepared)}")
         if prepared._engine is not self:
             self.reject("the copies were prepared by another BatchedCopy")
         if prepared.problem is not None:

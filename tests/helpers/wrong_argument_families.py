@@ -254,9 +254,20 @@ def making_calls(context: RankContext) -> Mapping[str, Entry]:
             }
         )
 
-    def wire(num_experts: int, pad_multiple: int | None = None) -> None:
+    def wire(
+        num_experts: int,
+        pad_multiple: int | None = None,
+        hidden_dim: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        non_blocking_capacity_factor: float | None = None,
+    ) -> None:
         titan = TorchtitanTokenDispatcher.Config(
-            num_experts=num_experts, top_k=2, pad_multiple=pad_multiple
+            num_experts=num_experts,
+            top_k=2,
+            pad_multiple=pad_multiple,
+            hidden_dim=hidden_dim,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            non_blocking_capacity_factor=non_blocking_capacity_factor,
         )
         titan.build().wire_group(group)
 
@@ -279,6 +290,17 @@ def making_calls(context: RankContext) -> Mapping[str, Entry]:
         "get_handle": Entry(get_handle, {"num_experts": 6}, left_out=UNBOUND),
         "TorchtitanTokenDispatcher": Entry(wire, {"num_experts": 6}, left_out=UNBOUND),
         "Buffer": Entry(Buffer, {"group": group}, left_out=chosen),
+        "ElasticBuffer": Entry(ElasticBuffer, {"group": group}, left_out=chosen),
+        "HybridEPBuffer": Entry(
+            HybridEPBuffer,
+            {
+                "group": group,
+                "hidden_dim": 16,
+                "max_num_of_tokens_per_rank": 8,
+                "num_local_experts": 3,
+            },
+            left_out=chosen,
+        ),
     }
 
 

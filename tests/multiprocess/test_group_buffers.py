@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm import RankThreads
+from moe_comm import PeerFailedError, RankThreads
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
@@ -70,3 +71,38 @@ def destroy_and_make_again(context: RankContext) -> None:
 
 def test_what_is_destroyed_is_made_again() -> None:
     run_ranks(destroy_and_make_again, 2)
+
+
+def lose_rank_0_and_make_another(context: RankContext) -> None:
+    former = TokenDispatcher(6, group=context.group)
+    communicator = former.buffer.communicator
+    communicator.all_gather(b"")
+    if context.rank_idx == 0:
+        communicator.destroy()
+        return
+    with pytest.raises(PeerFailedError):
+        communicator.all_gather(b"")
+    communicator.recover()
+    again = TokenDispatcher(6, group=context.group)
+    assert again.buffer is former.buffer
+    routed = again.dispatch(torch.ones(1, 16), topk_idx=torch.tensor([[5]]))
+    assert torch.equal(again.combine(routed.tokens, routed), torch.ones(1, 16))
+
+
+def test_survivors_of_the_first_rank_make_dispatchers() -> None:
+    run_ranks(lose_rank_0_and_make_another, 3, mode="threads", timeout_s=60.0)
+
+
+def keep_the_error(context: RankContext) -> None:
+    """An error that one rank keeps, of a group that nobody holds otherwise, keeps no buffers for it."""
+    kept = []
+    try:
+        TokenDispatcher(0 if context.rank_idx == 1 else 4, group=context.group)
+    except ValueError as error:
+        kept = [error] * (1 - context.rank_idx)
+    TokenDispatcher(4, group=context.group)
+    assert len(kept) == 1 - context.rank_idx
+
+
+def test_an_error_that_is_kept_keeps_no_buffers() -> None:
+    run_ranks(keep_the_error, 2, mode="threads", timeout_s=30.0)

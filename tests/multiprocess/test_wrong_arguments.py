@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, GradientSum, fused_a2a
 from moe_comm.bootstrap import bootstrap_for
-from moe_comm.compat.deep_ep import Buffer
+from moe_comm.compat.deep_ep import Buffer, ElasticBuffer
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.group_buffers import group_buffers
+from moe_comm.resharding.batched_copy import SymmetricBytes
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers import wrong_argument_families as faces
@@ -199,7 +201,7 @@ def test_the_next_call_tells_what_could_not_be_told() -> None:
     told, alone = run_ranks(miss_a_call, 2, "host")
     text = "buffer must be an EpBuffer, got str"
     assert alone == [f"TypeError: {text}"] * 6
-    for call, found in zip(("dispatch", "combine", "all_gather", "all_gather"), told, strict=False):
+    for call, found in zip(("dispatch", "combine", "all_gather", "EpBuffer"), told, strict=False):
         assert found == f"TypeError: rank 1: {text}; this is told by its next call, {call}"
     assert told[4].startswith("ValueError")
     assert "rank 1 has destroyed this buffer" in told[4]
@@ -230,3 +232,53 @@ def test_who_makes_a_buffer_alone_is_told_at_once(face: str) -> None:
         assert kind == "PeerTimeoutError"
         assert "ranks wait for each other" in text
         assert "rank 0 waits for rank 1 to enter dispatch" in text
+
+
+def miss_a_call_and_go_on(context: RankContext, how: str) -> None:
+    """Rank 1 makes a mistake that its peers hear of otherwise; nothing is left to be told afterwards."""
+    communicator = Communicator(context.group, backend="host", arrival_timeout_s=ARRIVAL_S)
+    named: Any = communicator if context.rank_idx == 0 else "b"
+    kind, _ = outcome_of(lambda: GradientSum(named, 8) if context.rank_idx == 1 else None)
+    assert kind == ("TypeError" if context.rank_idx == 1 else "")
+    if how == "shrink":
+        communicator = communicator.shrink().communicator
+    else:
+        communicator.recover()
+    assert communicator.all_gather(b"x") == [b"x"] * 2
+    assert communicator.all_gather(b"y") == [b"y"] * 2
+
+
+@pytest.mark.parametrize("how", ["recover", "shrink"])
+def test_what_peers_have_left_is_told_no_more(how: str) -> None:
+    run_ranks(miss_a_call_and_go_on, 2, how)
+
+
+def be_in_different_calls(context: RankContext, pair: tuple[str, str]) -> list[tuple[str, str]]:
+    shared = group_buffers(context.group)
+    communicator = shared.communicator
+    shared.get(6)
+    calls = {
+        "all_gather": lambda: communicator.all_gather(b"\xff"),
+        "TokenDispatcher": lambda: TokenDispatcher(6, group=context.group),
+        "GradientSum": lambda: GradientSum(communicator, 8),
+        "EpBuffer": lambda: EpBuffer(communicator, CONFIG),
+        "barrier": ElasticBuffer(context.group).barrier,
+        "SymmetricBytes": lambda: SymmetricBytes(communicator, 64),
+    }
+    found = [outcome_of(calls[pair[context.rank_idx]])]
+    assert communicator.all_gather(b"x") == [b"x"] * 2
+    return found
+
+
+PAIRS = list(
+    itertools.combinations(
+        ["all_gather", "TokenDispatcher", "GradientSum", "EpBuffer", "barrier", "SymmetricBytes"], 2
+    )
+)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_ranks_in_different_calls_are_told(pair: tuple[str, str]) -> None:
+    for ((kind, text),) in run_ranks(be_in_different_calls, 2, pair, mode="threads"):
+        assert kind == "ValueError", text
+        assert "ranks are in different calls" in text

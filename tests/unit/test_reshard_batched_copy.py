@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_comm
-from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, checksum
+from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, SymmetricBytes, checksum
 from tests.helpers.rank_threads import on_ranks
 
 SLOT_BYTES = 1 << 10
@@ -413,14 +413,36 @@ def test_destinations_that_share_bytes() -> None:
 def test_items_that_are_no_items() -> None:
     def body(comm: moe_comm.Communicator) -> None:
         engine = BatchedCopy(comm)
-        with pytest.raises(
-            TypeError, match=r"must be \(task_id, tensor, peer_rank\), got \(1, 2\)"
-        ):
-            engine.prepare([(1, 2)], [])  # type: ignore[list-item]
-        with pytest.raises(TypeError, match=r"must be \(task_id, tensor, peer_rank\)"):
-            engine.prepare([("one", torch.zeros(1), 0)], [])  # type: ignore[list-item]
+        item = torch.zeros(1)
+        wrong: list[Any] = [
+            [(1, 2)],
+            [("one", item, 0)],
+            [(1 << 70, item.to_sparse(), 0)],
+            "x",
+        ]
+        for items in wrong:
+            given = items if comm.rank_idx == 1 else []
+            with pytest.raises(
+                ValueError, match=r"rank 1: .*\(task_id, tensor, peer_rank\)|sparse"
+            ):
+                engine.run(engine.prepare(given, []))
+        with pytest.raises(ValueError, match="rank 1: prepared must be PreparedCopies, got 'x'"):
+            engine.run("x" if comm.rank_idx == 1 else engine.prepare([], []))  # type: ignore[arg-type]
+        engine.run(engine.prepare([], []))
 
-    on_ranks(1, body)
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", [{"slot_bytes": "x"}, {"num_slots": 1 << 70}, {"no_such": 1}])
+def test_making_one_wrongly_is_told(options: dict[str, Any]) -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+            BatchedCopy(comm, **(options if comm.rank_idx == 1 else {}))
+        with pytest.raises((TypeError, ValueError), match="num_bytes"):
+            SymmetricBytes(comm, "x" if comm.rank_idx == 1 else 64)  # type: ignore[arg-type]
+        assert SymmetricBytes(comm, 64).peer(0).numel() == 64
+
+    on_ranks(2, body)
 
 
 def test_reject_is_heard_by_all() -> None:

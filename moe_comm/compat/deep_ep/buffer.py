@@ -88,10 +88,10 @@ class Buffer:
         allow_nvlink_for_normal_mode: bool = True,
         use_fabric: bool = False,
     ) -> None:
-        if group is not None and comm is not None:
-            raise ValueError("a Buffer takes a group or an mpi4py comm, got both")
 
         def check() -> str:
+            if group is not None and comm is not None:
+                raise ValueError("a Buffer takes a group or an mpi4py comm, got both")
             check_ints(0, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
             check_ints(1, num_qps_per_rank=num_qps_per_rank)
             check_bools(
@@ -105,7 +105,7 @@ class Buffer:
             )
             return "a Buffer"
 
-        self._owner = GroupOwner(group if comm is None else MpiRanks(comm))
+        self._owner = GroupOwner(MpiRanks(comm) if group is None and comm is not None else group)
         self._owner.shared().communicator.check_together(check)
         self.group = group
         self.num_nvl_bytes = num_nvl_bytes

@@ -25,7 +25,7 @@ from moe_comm.compat.deep_ep.group import GroupOwner, checked, rejects_unbound_o
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 from moe_comm.compat.deep_ep.utils.math import align
-from moe_comm.missed_calls import tells_peers
+from moe_comm.missed_calls import keeps_unbound, tells_peers
 
 __all__ = [
     "EPHandle",
@@ -80,6 +80,7 @@ class ElasticBuffer:
         NotImplementedError: `num_cpu_bytes` is not 0.
     """
 
+    @keeps_unbound
     def __init__(
         self,
         group: Group,
@@ -99,32 +100,39 @@ class ElasticBuffer:
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        check_ints(
-            0,
-            num_cpu_bytes=num_cpu_bytes,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
-            sl_idx=sl_idx,
-            num_allocated_qps=num_allocated_qps,
-        )
-        check_ints(
-            1, num_cpu_timeout_secs=num_cpu_timeout_secs, num_gpu_timeout_secs=num_gpu_timeout_secs
-        )
-        check_bools(
-            use_fp8_dispatch=use_fp8_dispatch,
-            deterministic=deterministic,
-            allow_hybrid_mode=allow_hybrid_mode,
-            allow_multiple_reduction=allow_multiple_reduction,
-            prefer_overlap_with_compute=prefer_overlap_with_compute,
-            explicitly_destroy=explicitly_destroy,
-        )
-        if num_bytes is not None:
-            check_ints(0, num_bytes=num_bytes)
-        if num_cpu_bytes:
-            _not_offered("memory of num_cpu_bytes")
+
+        def check() -> str:
+            check_ints(
+                0,
+                num_cpu_bytes=num_cpu_bytes,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                hidden=hidden,
+                num_topk=num_topk,
+                sl_idx=sl_idx,
+                num_allocated_qps=num_allocated_qps,
+            )
+            check_ints(
+                1,
+                num_cpu_timeout_secs=num_cpu_timeout_secs,
+                num_gpu_timeout_secs=num_gpu_timeout_secs,
+            )
+            check_bools(
+                use_fp8_dispatch=use_fp8_dispatch,
+                deterministic=deterministic,
+                allow_hybrid_mode=allow_hybrid_mode,
+                allow_multiple_reduction=allow_multiple_reduction,
+                prefer_overlap_with_compute=prefer_overlap_with_compute,
+                explicitly_destroy=explicitly_destroy,
+            )
+            if num_bytes is not None:
+                check_ints(0, num_bytes=num_bytes)
+            if num_cpu_bytes:
+                _not_offered("memory of num_cpu_bytes")
+            return "an ElasticBuffer"
+
         self.group = group
         self._owner = GroupOwner(group)
+        self._owner.shared().communicator.check_together(check)
         self.runtime: GroupOwner | None = self._owner
         self.rank_idx = self.scaleup_rank_idx = self._owner.rank_idx
         self.num_ranks = self.num_scaleup_ranks = self.num_nvlink_ranks = self._owner.num_ranks
@@ -163,7 +171,7 @@ class ElasticBuffer:
             )
         except TypeError as error:
             communicator.reject(error)
-        communicator.all_gather(b"")
+        communicator.exchange("barrier", b"")
 
     @staticmethod
     def capture() -> EventHandle:

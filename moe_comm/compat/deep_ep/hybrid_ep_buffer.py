@@ -23,6 +23,7 @@ from moe_comm.compat.deep_ep.hybrid_rows import Routing, indices_to_map
 from moe_comm.config import Capacity, Layout
 from moe_comm.dispatcher.routing_map import dense_of_topk
 from moe_comm.handles import CombineResult
+from moe_comm.missed_calls import keeps_unbound
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 
@@ -59,6 +60,7 @@ class HybridEPBuffer:
         TypeError: An argument has another type.
     """
 
+    @keeps_unbound
     def __init__(
         self,
         group: dist.ProcessGroup | Bootstrap | None,
@@ -77,16 +79,6 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
     ) -> None:
-        check_ints(1, hidden_dim=hidden_dim, num_local_experts=num_local_experts)
-        check_ints(0, max_num_of_tokens_per_rank=max_num_of_tokens_per_rank)
-        check_bools(
-            use_fp8=use_fp8,
-            load_cached_kernels=load_cached_kernels,
-            use_shared_buffer=use_shared_buffer,
-            enable_custom_allgather=enable_custom_allgather,
-        )
-        if use_mnnvl is not None:
-            check_bools(use_mnnvl=use_mnnvl)
         launch = {
             "num_of_blocks_dispatch_api": num_sms_dispatch_api,
             "num_of_blocks_combine_api": num_sms_combine_api,
@@ -99,26 +91,41 @@ class HybridEPBuffer:
         self.runtime: GroupOwner | None = self._owner
         self.rank = self.local_rank = self._owner.rank_idx
         self.group_size = self._owner.num_ranks
-        domain = num_of_hybrid_ep_ranks_per_nvlink_domain
-        if domain is not None:
-            check_ints(1, num_of_hybrid_ep_ranks_per_nvlink_domain=domain)
-            if self.group_size % domain:
-                raise ValueError(
-                    "num_of_hybrid_ep_ranks_per_nvlink_domain must divide the number of ranks "
-                    f"{self.group_size}, got {domain}"
-                )
+        config = HybridEpConfigInstance()
+
+        def check() -> str:
+            check_ints(1, hidden_dim=hidden_dim, num_local_experts=num_local_experts)
+            check_ints(0, max_num_of_tokens_per_rank=max_num_of_tokens_per_rank)
+            check_bools(
+                use_fp8=use_fp8,
+                load_cached_kernels=load_cached_kernels,
+                use_shared_buffer=use_shared_buffer,
+                enable_custom_allgather=enable_custom_allgather,
+            )
+            if use_mnnvl is not None:
+                check_bools(use_mnnvl=use_mnnvl)
+            domain = num_of_hybrid_ep_ranks_per_nvlink_domain
+            if domain is not None:
+                check_ints(1, num_of_hybrid_ep_ranks_per_nvlink_domain=domain)
+                if self.group_size % domain:
+                    raise ValueError(
+                        "num_of_hybrid_ep_ranks_per_nvlink_domain must divide the number of ranks "
+                        f"{self.group_size}, got {domain}"
+                    )
+            config.update(
+                hidden_dim=hidden_dim,
+                max_num_of_tokens_per_rank=rounded_max_tokens(max_num_of_tokens_per_rank),
+                num_of_experts_per_rank=num_local_experts,
+                num_of_ranks_per_node=self.group_size,
+                token_data_type="UINT8" if use_fp8 else "UINT16",
+                **{name: value for name, value in launch.items() if value is not None},
+            )
+            return f"a HybridEPBuffer of {num_local_experts} local experts"
+
+        self._owner.shared().communicator.check_together(check)
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
         self.node_rank = 0
         self.num_of_nodes = 1
-        config = HybridEpConfigInstance()
-        config.update(
-            hidden_dim=hidden_dim,
-            max_num_of_tokens_per_rank=rounded_max_tokens(max_num_of_tokens_per_rank),
-            num_of_experts_per_rank=num_local_experts,
-            num_of_ranks_per_node=self.group_size,
-            token_data_type="UINT8" if use_fp8 else "UINT16",
-            **{name: value for name, value in launch.items() if value is not None},
-        )
         self.configurer = Configurer(config)
         self._num_local_experts = num_local_experts
         self._buffer = self._owner.buffer_for(num_local_experts * self.group_size)
