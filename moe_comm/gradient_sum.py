@@ -44,7 +44,8 @@ class GradientSum:
         num_elements: Of the vector, >= 0.
         dtype: float32, bfloat16, float16 or float64.
         part_ranks: Rank of every part, in the order in which parts are added; None for one part per
-            rank, in rank order. Equal on every rank.
+            rank, in rank order. Equal on every rank. After a `recover`, name living ranks: the sum
+            knows no other than those that are named.
         backend: As in `EpBuffer`.
 
     Raises:
