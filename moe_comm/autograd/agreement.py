@@ -8,11 +8,20 @@ a gradient the call is part of the graph of every rank.
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.autograd.graph import Node
 
 from moe_comm.backends.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS, NEEDS_WEIGHTS
 from moe_comm.validation import SUMMABLE
 
-__all__ = ["combine_word", "dispatch_word", "is_differentiated", "needs_rows", "needs_weights"]
+__all__ = [
+    "combine_word",
+    "dispatch_word",
+    "is_cut_from",
+    "is_differentiated",
+    "needs_rows",
+    "needs_weights",
+]
 
 
 def dispatch_word(rows: object, weights: object, *, is_traced: bool = False) -> int:
@@ -66,3 +75,37 @@ def needs_rows(word: int) -> bool:
 def needs_weights(word: int) -> bool:
     """Whether the weights of a dispatch have a gradient."""
     return word & NEEDS_WEIGHTS != 0
+
+
+def is_cut_from(rows: object, dispatch: Node | None) -> bool:
+    """Whether the caller has cut the graph between a dispatch and the rows of its combine.
+
+    Schedules that run a backward in parts, and checkpoints that are re-entrant, do: they go on from a
+    tensor of their own. The backward of that combine must then end where they cut it, as they begin
+    the one of the dispatch. Rows that depend on parameters alone, as those of a rank without tokens
+    may, are not cut: nobody else would begin the backward of their dispatch.
+
+    Args:
+        rows: Of the combine.
+        dispatch: Its node in the graph, or None where it has none.
+    """
+    if not isinstance(rows, torch.Tensor) or not rows.requires_grad or dispatch is None:
+        return False
+    if rows.grad_fn is None:
+        return not isinstance(rows, nn.Parameter)
+    has_own_leaf = False
+    known = {rows.grad_fn}
+    waiting = [rows.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is dispatch:
+            return False
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not isinstance(leaf, nn.Parameter):
+            has_own_leaf = True
+        # The first input, which is most often what came from the dispatch, is looked at first.
+        for parent, _ in reversed(node.next_functions):
+            if parent is not None and parent not in known:
+                known.add(parent)
+                waiting.append(parent)
+    return has_own_leaf

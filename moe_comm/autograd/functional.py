@@ -10,7 +10,7 @@ import torch
 
 from moe_comm import missed_calls
 from moe_comm.autograd import formulas, operators
-from moe_comm.autograd.agreement import combine_word, dispatch_word
+from moe_comm.autograd.agreement import combine_word, dispatch_word, is_cut_from
 from moe_comm.autograd.options import encode_capacity, encode_quantization
 from moe_comm.autograd.quantized_rows import wrap_rows
 from moe_comm.backends.base import Completed, Plan
@@ -343,7 +343,9 @@ def combine(
     is_traced = torch.compiler.is_compiling()
     link = handle.link
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
-    if word and not link.requires_grad:
+    if word and (
+        not link.requires_grad or (not is_traced and is_cut_from(expert_out, link.grad_fn))
+    ):
         link = buffer.gradient_anchor
     if word and not is_traced:
         # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.

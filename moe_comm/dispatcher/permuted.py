@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from moe_comm.autograd.agreement import is_differentiated, needs_rows, needs_weights
+from moe_comm.autograd.agreement import is_cut_from, is_differentiated, needs_rows, needs_weights
 from moe_comm.autograd.quantized_rows import QuantizedRows
 from moe_comm.buffer import EpBuffer
 from moe_comm.config import Capacity
@@ -167,7 +167,7 @@ class PendingCombine:
         if not is_differentiated(self.gradients):
             return sums
         link = self.handle.link
-        if not link.requires_grad:
+        if not link.requires_grad or is_cut_from(rows, link.grad_fn):
             link = self.handle.buffer.gradient_anchor
         summed: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
             rows, link, [sums], self.handle

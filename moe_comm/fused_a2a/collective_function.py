@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.autograd.agreement import is_differentiated
+from moe_comm.autograd.agreement import is_cut_from, is_differentiated
 
 __all__ = ["apply_collectively", "heard", "link_to", "said", "tie"]
 
@@ -63,6 +63,8 @@ def link_to(rows: torch.Tensor) -> torch.Tensor:
 def tie(rows: Any, link: torch.Tensor | None) -> Any:
     """`rows`, whose backward goes on to what `link` is of, even where the rows themselves do not."""
     if link is None or not link.requires_grad or not isinstance(rows, torch.Tensor):
+        return rows
+    if is_cut_from(rows, link.grad_fn and link.grad_fn.next_functions[0][0]):
         return rows
     return _Tie.apply(rows, link)  # type: ignore[no-untyped-call]
 

@@ -1,0 +1,114 @@
+"""A backward that the caller runs in parts, from tensors of its own between dispatch and combine.
+
+So do pipeline schedules that put the communication of one micro-batch beside the experts of another, and
+re-entrant checkpoints of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import moe_comm
+from moe_comm import fused_a2a
+from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.dispatcher.megatron_manager import MegatronManager
+from moe_comm.group_buffers import group_buffers
+from moe_comm.testing import RankContext, run_ranks
+
+Rows = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+"""What a dispatch brought, and its combine."""
+
+NUM_EXPERTS = 4
+HIDDEN = 16
+
+
+def by_token_dispatcher(context: RankContext, x: torch.Tensor, topk_idx: torch.Tensor) -> Rows:
+    dispatcher = TokenDispatcher(NUM_EXPERTS, group=context.group)
+    routed = dispatcher.dispatch(x, topk_idx=topk_idx)
+    return routed.tokens, lambda out: dispatcher.combine(out, routed)
+
+
+def by_functions(context: RankContext, x: torch.Tensor, topk_idx: torch.Tensor) -> Rows:
+    buffer = group_buffers(context.group).get(NUM_EXPERTS)
+    result = moe_comm.dispatch(x, topk_idx, buffer=buffer)
+    return result.x, lambda out: moe_comm.combine(out, result.handle, buffer=buffer)
+
+
+def by_manager(context: RankContext, x: torch.Tensor, topk_idx: torch.Tensor) -> Rows:
+    manager = MegatronManager(context.group, NUM_EXPERTS // context.num_ranks)
+    mask = torch.zeros(len(x), NUM_EXPERTS, dtype=torch.bool).scatter_(1, topk_idx, True)
+    manager.setup_metadata(mask, mask.float())
+    rows, _ = manager.get_permuted_hidden_states_by_experts(manager.dispatch(x))
+    return rows, manager.combine
+
+
+def by_fused_functions(context: RankContext, x: torch.Tensor, topk_idx: torch.Tensor) -> Rows:
+    weights = torch.ones(topk_idx.shape)
+    rows, _, _, _, handle = fused_a2a.fused_dispatch(
+        x, topk_idx, weights, NUM_EXPERTS, context.group
+    )
+    return rows, lambda out: fused_a2a.fused_combine(out, context.group, handle)[0]
+
+
+FACES = {
+    "TokenDispatcher": by_token_dispatcher,
+    "functions": by_functions,
+    "MegatronManager": by_manager,
+    "fused_a2a": by_fused_functions,
+}
+
+
+def gradient(context: RankContext, face: str, how: str) -> torch.Tensor:
+    """Of what comes before the dispatch, which saves tensors for its own backward."""
+    draw = torch.Generator().manual_seed(context.rank_idx)
+    weight = torch.randn(HIDDEN, HIDDEN, generator=draw).requires_grad_()
+    x = torch.sigmoid(torch.randn(8, HIDDEN, generator=draw) @ weight)
+    rows, combine = FACES[face](context, x, torch.randint(0, NUM_EXPERTS, (8, 1), generator=draw))
+    if how == "whole":
+        combine(torch.tanh(rows)).sum().backward()
+    elif how == "parts":
+        inner = rows.detach().requires_grad_()
+        combine(torch.tanh(inner)).sum().backward()
+        assert inner.grad is not None
+        assert weight.grad is None
+        rows.backward(inner.grad)
+    else:
+        y = checkpoint(lambda given: combine(torch.tanh(given)), rows, use_reentrant=True)
+        y.sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def compare(context: RankContext, face: str) -> None:
+    whole = gradient(context, face, "whole")
+    assert bool((whole != 0).any())
+    assert torch.equal(gradient(context, face, "parts"), whole)
+    if face != "MegatronManager":  # which holds one micro-batch, and no second combine of it
+        assert torch.equal(gradient(context, face, "checkpoint"), whole)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_parts_have_the_bits_of_the_whole(face: str) -> None:
+    run_ranks(compare, 2, face)
+
+
+def depend_on_parameters(context: RankContext, face: str) -> float:
+    """The rows of rank 1 do not come from its dispatch: nobody but its combine begins that backward."""
+    x = torch.ones(8, HIDDEN, requires_grad=True)
+    topk_idx = torch.full((8, 1), NUM_EXPERTS - 1)
+    rows, combine = FACES[face](context, x, topk_idx)
+    factor = nn.Parameter(torch.full((HIDDEN,), 3.0))
+    out = rows * factor if context.rank_idx == 0 else factor.expand(rows.shape)
+    combine(out).sum().backward()
+    assert factor.grad is not None
+    return 0.0 if x.grad is None else float(x.grad.abs().sum())
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_rows_of_parameters_alone_leave_nobody_waiting(face: str) -> None:
+    assert run_ranks(depend_on_parameters, 2, face) == [0.0, 0.0]
