@@ -7,6 +7,8 @@ a gradient the call is part of the graph of every rank.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 from torch.autograd.graph import Node
@@ -77,20 +79,23 @@ def needs_weights(word: int) -> bool:
     return word & NEEDS_WEIGHTS != 0
 
 
-def is_cut_from(rows: object, dispatch: Node | None) -> bool:
+def is_cut_from(rows: object, dispatch: Node | None, num_pairs: int | None = None) -> bool:
     """Whether the caller has cut the graph between a dispatch and the rows of its combine.
 
     Schedules that run a backward in parts, and checkpoints that are re-entrant, do: they go on from a
-    tensor of their own. The backward of that combine must then end where they cut it, as they begin
-    the one of the dispatch. Rows that depend on parameters alone, as those of a rank without tokens
-    may, are not cut: nobody else would begin the backward of their dispatch.
+    tensor of their own, with as many rows. The backward of that combine must then end where they cut
+    it, as they begin the one of the dispatch. Rows that come from weights alone, as those of a rank
+    that skips its experts or detaches their input, are not cut: nobody else would begin the backward
+    of their dispatch.
 
     Args:
         rows: Of the combine.
         dispatch: Its node in the graph, or None where it has none.
+        num_pairs: Rows that experts have, where `rows` has one for several of them.
     """
     if not isinstance(rows, torch.Tensor) or not rows.requires_grad or dispatch is None:
         return False
+    numbers = {_num_rows(rows), num_pairs}
     if rows.grad_fn is None:
         return not isinstance(rows, nn.Parameter)
     has_own_leaf = False
@@ -101,7 +106,7 @@ def is_cut_from(rows: object, dispatch: Node | None) -> bool:
         if node is dispatch:
             return False
         leaf = getattr(node, "variable", None)
-        if leaf is not None and not isinstance(leaf, nn.Parameter):
+        if leaf is not None and not isinstance(leaf, nn.Parameter) and _num_rows(leaf) in numbers:
             has_own_leaf = True
         # The first input, which is most often what came from the dispatch, is looked at first.
         for parent, _ in reversed(node.next_functions):
@@ -109,3 +114,7 @@ def is_cut_from(rows: object, dispatch: Node | None) -> bool:
                 known.add(parent)
                 waiting.append(parent)
     return has_own_leaf
+
+
+def _num_rows(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[:-1]) if tensor.dim() > 1 else -1

@@ -117,6 +117,7 @@ class FusedHandle(NamedTuple):
     buffer: EpBuffer
     places: DispatchHandle
     link: torch.Tensor | None = None
+    num_pairs: int | None = None
 
 
 FusedDispatched: TypeAlias = tuple[
@@ -191,7 +192,7 @@ class FusedDispatch(torch.autograd.Function):
         grad_handle: None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Combine the gradients of the rows; those of the probabilities come back with them."""
-        buffer, places, _ = ctx.handle
+        buffer, places, *_ = ctx.handle
         if ctx.probs_dtype is None:
             return _gradients(ctx, {0: buffer.combine(grad_output.contiguous(), places)})
         assert grad_token_probs is not None
@@ -227,7 +228,7 @@ class FusedCombine(torch.autograd.Function):
         except TypeError as error:
             held_buffer(_buffers, group).reject("combine", error)
         ctx.handle = handle
-        buffer, places, _ = handle
+        buffer, places, *_ = handle
         try:
             check_flags(async_finish, allocate_on_comm_stream)
             held = get_buffer(group, get_hidden_bytes(x))
@@ -249,7 +250,7 @@ class FusedCombine(torch.autograd.Function):
         ctx: Any, grad_output: torch.Tensor, previous_event: None = None
     ) -> tuple[torch.Tensor | None, ...]:
         """Dispatch the gradient to the places of the rows."""
-        buffer, places, _ = ctx.handle
+        buffer, places, *_ = ctx.handle
         return _gradients(
             ctx, {0: buffer.dispatch(grad_output.contiguous(), None, handle=places).x}
         )
@@ -572,7 +573,10 @@ def _linked(dispatched: Any) -> Any:
     rows, *others, handle = dispatched
     if not rows.requires_grad:
         return dispatched
-    return (rows, *others, handle._replace(link=link_to(rows)))
+    handle = handle._replace(link=link_to(rows))
+    if isinstance(handle, FusedHandle):  # whose rows are tokens, of which experts may share some
+        handle = handle._replace(num_pairs=int(others[-1].sum()))
+    return (rows, *others, handle)
 
 
 def _apply_combine(apply: Callable[..., Any], args: tuple[Any, ...], handle_idx: int) -> Any:
@@ -580,7 +584,11 @@ def _apply_combine(apply: Callable[..., Any], args: tuple[Any, ...], handle_idx:
     handle = args[handle_idx] if handle_idx < len(args) else None
     link = getattr(handle, "link", None)
     word = combine_word(rows, link)
-    return apply_collectively(apply, word, (tie(rows, link), *args[1:]) if word else args)
+    return apply_collectively(
+        apply,
+        word,
+        (tie(rows, link, getattr(handle, "num_pairs", None)), *args[1:]) if word else args,
+    )
 
 
 def _gradients(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[Any, ...]:

@@ -60,11 +60,17 @@ def link_to(rows: torch.Tensor) -> torch.Tensor:
     return link
 
 
-def tie(rows: Any, link: torch.Tensor | None) -> Any:
-    """`rows`, whose backward goes on to what `link` is of, even where the rows themselves do not."""
+def tie(rows: Any, link: torch.Tensor | None, num_pairs: int | None) -> Any:
+    """`rows`, whose backward goes on to what `link` is of, even where the rows themselves do not.
+
+    Args:
+        rows: Of a combine.
+        link: Of its dispatch.
+        num_pairs: See `is_cut_from`, whose rows are left alone.
+    """
     if link is None or not link.requires_grad or not isinstance(rows, torch.Tensor):
         return rows
-    if is_cut_from(rows, link.grad_fn and link.grad_fn.next_functions[0][0]):
+    if is_cut_from(rows, link.grad_fn and link.grad_fn.next_functions[0][0], num_pairs):
         return rows
     return _Tie.apply(rows, link)  # type: ignore[no-untyped-call]
 
