@@ -103,6 +103,7 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 32);
 
-constexpr uint64_t kMaxPayloadBytes = uint64_t{1} << 20;
+/// 1 MiB of a caller's, and the name of its call.
+constexpr uint64_t kMaxPayloadBytes = (uint64_t{1} << 20) + 4096;
 
 }  // namespace moe::heap
