@@ -21,7 +21,6 @@ class ChunkSums {
 
   /// First step: the sums of whole columns. Ends with a barrier.
   MOE_DEVICE void add_up(int32_t* totals) const {
-#pragma unroll 1
     for (int i = device::thread_idx(); i < num_groups_ * num_columns_; i += device::num_threads()) {
       int32_t sum = 0;
       walk(i, [&](int32_t*, int32_t count) { sum += count; });
@@ -30,7 +29,6 @@ class ChunkSums {
     device::sync_block();
     if (num_groups_ == 1)
       return;
-#pragma unroll 1
     for (int i = device::thread_idx(); i < num_columns_; i += device::num_threads())
       device::store(totals + i, sum_of_groups(i, num_groups_));
     device::sync_block();
@@ -38,7 +36,6 @@ class ChunkSums {
 
   /// Second step: every count becomes the sum of those of earlier chunks.
   MOE_DEVICE void spread() const {
-#pragma unroll 1
     for (int i = device::thread_idx(); i < num_groups_ * num_columns_; i += device::num_threads()) {
       int32_t before = num_groups_ == 1 ? 0 : sum_of_groups(i % num_columns_, i / num_columns_);
       walk(i, [&](int32_t* place, int32_t count) {

@@ -174,13 +174,11 @@ class ExchangeBlock {
     int32_t* const to_rank = row()->counts() + buffer_.num_experts;
     const bool is_low_latency = params_.arrangement.layout == layout::RowLayout::kLowLatency;
     int64_t first_wrong = INT64_MAX;
-#pragma unroll 1
     for (int i = device::thread_idx(); i < params_.choices.num_chunks; i += device::num_threads()) {
       const int64_t bad_idx = device::load(params_.choices.bad_choice + i);
       if (bad_idx >= 0 && bad_idx < first_wrong && !MOE_MUTANT(bad_choice_ignored))
         first_wrong = bad_idx;
     }
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const bool is_failed = !is_active(rank_idx);
@@ -279,7 +277,6 @@ class ExchangeBlock {
   /// all equal each other.
   MOE_DEVICE bool agrees() const {
     bool agrees = true;
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       if (!is_active(rank_idx))
@@ -310,7 +307,6 @@ class ExchangeBlock {
       return true;
     bool is_needed = false;
     bool is_apart = false;
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       if (!is_active(rank_idx))
@@ -381,7 +377,6 @@ class ExchangeBlock {
     };
     bool has_come = true;
     bool is_short = false;
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       Peer peer{};
@@ -437,7 +432,6 @@ class ExchangeBlock {
     };
     const WaitSite where = site(layout::Phase::kOffers);
     bool has_come = true;
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       Peer peer{};

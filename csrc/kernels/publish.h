@@ -44,7 +44,6 @@ MOE_DEVICE void block_copy(int64_t num_words,
                            const IsThere& is_there) {
   constexpr int kBatch = 4;
   const int64_t stride = device::num_threads();
-#pragma unroll 1
   for (int64_t first = device::thread_idx(); first < num_words; first += kBatch * stride) {
     Word words[kBatch] = {};
     for (int i = 0; i < kBatch; ++i)
@@ -95,7 +94,6 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
     return is_active ? &workspace(buffer, peer_rank).row(ring_epoch, buffer.rank_idx) : nullptr;
   };
   const auto raise_flags = [&] {
-#pragma unroll 1
     for (int i = device::thread_idx(); i < readers.count; i += device::num_threads())
       if (layout::Row* const to = peer_row(i))
         raise_flag(&to->epoch, epoch);
@@ -103,7 +101,6 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
   if (MOE_MUTANT(row_flag_before_body))
     raise_flags();
   const auto num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
-#pragma unroll 1
   for (int64_t i = device::thread_idx(); i < num_words * readers.count;
        i += device::num_threads()) {
     auto* const to = reinterpret_cast<std::byte*>(peer_row(i / num_words));
@@ -129,7 +126,6 @@ MOE_DEVICE void publish_offer(const Buffer& buffer,
                               uint64_t epoch,
                               int src_rank,
                               const layout::SecondOffer& second) {
-#pragma unroll 1
   for (int i = device::thread_idx(); i < readers.count; i += device::num_threads()) {
     const int peer_rank = readers.behind(buffer.rank_idx, i);
     if (device::load_constant(buffer.is_active + peer_rank) == 0)

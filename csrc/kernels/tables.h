@@ -79,7 +79,6 @@ class CountBlock {
 
   MOE_DEVICE int64_t num_recv_topk() const {
     int64_t most = 0;
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const int64_t num_topk = count(rank_idx, num_columns() - 1);
@@ -104,7 +103,6 @@ class CountBlock {
   MOE_DEVICE void fill(const Tables& tables, int64_t num_recv_topk) const {
     fill_stream_starts(tables.stream_starts);
     const int first = first_of_rank(buffer_.rank_idx);
-#pragma unroll 1
     for (int i = device::thread_idx(); i <= buffer_.num_local_experts; i += device::num_threads()) {
       const int64_t start = padded_start(first + i, first);
       device::store(tables.expert_offsets + i, static_cast<int32_t>(start));
@@ -160,7 +158,6 @@ class CountBlock {
   MOE_DEVICE int64_t num_own_choices() const {
     int64_t sum = 0;
     const int end = first_of_rank(buffer_.rank_idx + 1);
-#pragma unroll 1
     for (int j = first_of_rank(buffer_.rank_idx) + device::thread_idx(); j < end;
          j += device::num_threads())
       sum += device::load(scratch_.totals + j);
@@ -169,7 +166,6 @@ class CountBlock {
 
   /// totals: choices of every expert, by all ranks.
   MOE_DEVICE void add_up_experts() const {
-#pragma unroll 1
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads())
       device::store(scratch_.totals + j, sum_of_column(expert_at(j), buffer_.num_ranks));
     device::sync_block();
@@ -179,7 +175,6 @@ class CountBlock {
   MOE_DEVICE int64_t sum_of_column(int column, int end_rank) const {
     constexpr int kBatch = 4;
     int64_t sum = 0;
-#pragma unroll 1
 #pragma unroll 1
     for (int rank_idx = 0; rank_idx < end_rank; rank_idx += kBatch) {
       int64_t values[kBatch];
@@ -195,7 +190,6 @@ class CountBlock {
   template <typename RowsAt>
   MOE_DEVICE void add_up_rows(const RowsAt& rows) const {
     int64_t before_tile = 0;
-#pragma unroll 1
     for (int tile = 0; tile < buffer_.num_experts; tile += device::num_threads()) {
       const int j = tile + device::thread_idx();
       const int64_t num_rows = j < buffer_.num_experts ? rows(j) : 0;
@@ -218,7 +212,6 @@ class CountBlock {
 
   MOE_DEVICE bool exceeds_capacity(int64_t limit) const {
     bool is_over = false;
-#pragma unroll 1
     for (int j = device::thread_idx(); limit >= 0 && j < buffer_.num_experts;
          j += device::num_threads())
       is_over = is_over || device::load(scratch_.totals + j) >
@@ -229,7 +222,6 @@ class CountBlock {
 
   MOE_DEVICE bool exceeds_fixed_rows() const {
     bool is_over = false;
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const int64_t fixed_rows = count(rank_idx, fixed_column());
@@ -241,7 +233,6 @@ class CountBlock {
 
   MOE_DEVICE bool has_limits(const layout::CapacityRule& rule) const {
     bool has_fixed_rows = false;
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads())
       has_fixed_rows = has_fixed_rows || count(rank_idx, fixed_column()) >= 0;
@@ -250,7 +241,6 @@ class CountBlock {
   }
 
   MOE_DEVICE void grow_fixed_rows() const {
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const int64_t fixed_rows = count(rank_idx, fixed_column());
@@ -288,7 +278,6 @@ class CountBlock {
       const int64_t kept = within_capacity(j);
       return MOE_MUTANT(room_without_padding) ? kept : arrangement_.expert_rows(kept);
     });
-#pragma unroll 1
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads()) {
       const int owner = owner_at(j);
       const int64_t fixed_rows = count(owner, fixed_column());
@@ -312,7 +301,6 @@ class CountBlock {
   MOE_DEVICE bool apply_masks() const {
     const int num_ranks = buffer_.num_ranks;
     bool any = false;
-#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < num_ranks;
          rank_idx += device::num_threads()) {
       bool is_masked = false;
@@ -332,7 +320,6 @@ class CountBlock {
       return false;
     // A rank that is masked asks for nothing; nobody asks for its experts.
     const int num_asked = buffer_.num_experts + num_ranks;
-#pragma unroll 1
     for (int i = device::thread_idx(); i < num_ranks * num_asked; i += device::num_threads()) {
       const int src_rank = i / num_asked;
       const int column = i % num_asked;
@@ -349,7 +336,6 @@ class CountBlock {
   /// No rank sends to a rank whose experts keep nothing of it.
   MOE_DEVICE void forget_empty_streams() const {
     const int num_ranks = buffer_.num_ranks;
-#pragma unroll 1
     for (int i = device::thread_idx(); i < num_ranks * num_ranks; i += device::num_threads()) {
       const int src_rank = i / num_ranks;
       const int dst_rank = i % num_ranks;
@@ -368,14 +354,12 @@ class CountBlock {
     const int end_rank =
         MOE_MUTANT(stream_starts_behind_own) ? buffer_.rank_idx + 1 : buffer_.rank_idx;
     if (arrangement_.is_by_rank()) {
-#pragma unroll 1
       for (int dst_rank = device::thread_idx(); dst_rank < buffer_.num_ranks;
            dst_rank += device::num_threads())
         device::store(stream_starts + dst_rank,
                       sum_of_column(buffer_.num_experts + dst_rank, end_rank));
       return;
     }
-#pragma unroll 1
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads()) {
       const int expert_idx = expert_at(j);
       const int64_t start = padded_start(j, first_of_rank(owner_at(j)));

@@ -207,7 +207,6 @@ MOE_DEVICE bool block_await_flags(const Buffer& buffer,
                                   const Wants& wants,
                                   const FlagOf& flag_of) {
   bool has_come = true;
-#pragma unroll 1
   for (int rank_idx = device::thread_idx(); rank_idx < buffer.num_ranks && has_come;
        rank_idx += device::num_threads())
     if (wants(rank_idx))
