@@ -69,6 +69,11 @@ def text_of(error: Exception) -> str:
         return type(error).__name__
 
 
+def as_utf8(text: str) -> str:
+    """What a wire of UTF-8 takes of a text: names of files, and what messages quote, may be none."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def shortened(text: str) -> str:
     """At most 200 characters of a text for a message."""
     return text if len(text) <= 200 else f"{text[:197]}..."

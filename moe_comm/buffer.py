@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 import torch
 
 from moe_comm import missed_calls, validation
-from moe_comm.arguments import check_bool, text_of
+from moe_comm.arguments import as_utf8, check_bool, text_of
 from moe_comm.backends.agreement import agree_on_backend
 from moe_comm.backends.base import DispatchOutput, Plan, PlanTensors
 from moe_comm.backends.gradients import check_word
@@ -476,9 +476,8 @@ class EpBuffer:
         """
         self._check_alive()
         text = text_of(error)
-        # The wire takes UTF-8; what a message quotes may be none.
         if not isinstance(error, TypeError | ValueError) or not text.isascii():
-            text = text.encode("utf-8", "backslashreplace").decode()
+            text = as_utf8(text)
             error = TypeError(text) if isinstance(error, TypeError) else ValueError(text)
         with ExclusiveUse(self._busy, operation):
             self._backend.reject(operation, error)

@@ -12,7 +12,7 @@ import torch
 import torch.utils.dlpack
 
 from moe_comm import errors
-from moe_comm.arguments import as_int, shortened, shown, text_of
+from moe_comm.arguments import as_int, as_utf8, shortened, shown, text_of
 from moe_comm.communicator import Communicator, gathers
 from moe_comm.memory_overlap import first_meeting, is_same_place
 from moe_comm.missed_calls import tells_peers
@@ -317,9 +317,7 @@ class BatchedCopy:
         Raises:
             ValueError: `message`, with the rank, on every rank.
         """
-        # The wire takes UTF-8; names of files may hold what is none.
-        text = message.encode("utf-8", "backslashreplace").decode()
-        self._native.reject(text or "gave up, without a reason")
+        self._native.reject(as_utf8(message) or "gave up, without a reason")
 
     def destroy(self) -> None:
         """Give the memory back; peers that run afterwards get a ValueError. Local, idempotent."""
