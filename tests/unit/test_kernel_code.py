@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ptxas_report import short_names
+
 # Taking a module apart takes some ten seconds.
 pytestmark = pytest.mark.full
 
@@ -34,17 +36,6 @@ class Kernel:
     num_bulk_copies: int = 0
 
 
-def name_of(symbol: str) -> str:
-    """As in the sources: "dispatch<Bytes, true>"; "" for what is no kernel of the package."""
-    # Files that are linked as device code get a prefix.
-    symbol = re.sub(r"^__nv_static_\w*?_(?=_ZN)", "", symbol)
-    text = subprocess.run(["c++filt", symbol], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"moe::kernels::\(anonymous namespace\)::(.+?)\(moe::", text)
-    if found is None or "Params)" not in text:
-        return ""
-    return re.sub(r"moe::\w+::|\(anonymous namespace\)::", "", found[1])
-
-
 @functools.cache
 def kernels_of(module: str) -> dict[str, Kernel]:
     """By name, the kernels in a built module."""
@@ -56,22 +47,20 @@ def kernels_of(module: str) -> dict[str, Kernel]:
         pytest.skip("there is no cuobjdump: triton is not installed")
     cuobjdump = Path(triton.origin).parents[1] / FOLDER / "cuobjdump"
     found: dict[str, Kernel] = {}
-    kernel = Kernel()
     with subprocess.Popen(
         [cuobjdump, "-sass", built.origin], stdout=subprocess.PIPE, text=True
     ) as dump:
         assert dump.stdout is not None
         for line in dump.stdout:
             if "Function : " in line:
-                name = name_of(line.split("Function : ")[1].strip())
-                kernel = Kernel()
-                if name:
-                    found[name] = kernel
+                kernel = found[line.split("Function : ")[1].strip()] = Kernel()
             elif re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+\S", line):
                 kernel.num_instructions += 1
                 kernel.num_local += bool(re.search(r"\b(LDL|STL)\b", line))
                 kernel.num_bulk_copies += "UBLKCP" in line
-    return found
+    # Functions that kernels call take no parameters of an operation.
+    kernels = {symbol: kernel for symbol, kernel in found.items() if symbol.endswith("ParamsE")}
+    return dict(zip(short_names(list(kernels)), kernels.values(), strict=True))
 
 
 def test_every_kernel_fits() -> None:
