@@ -59,11 +59,14 @@ class GroupOwner:
             return self._latest[mode]
         buffer = None if shape is None else self._buffers.get((mode, shape))
         if buffer is None:
+
+            def check() -> str:
+                if problem:
+                    raise ValueError(problem)
+                return f"a {mode} buffer"
+
             # A buffer is made by all ranks together, so those that cannot must say so first.
-            problems = shared.communicator.all_gather(problem.encode())
-            for rank_idx, text in enumerate(problems):
-                if text:
-                    raise ValueError(f"rank {rank_idx}: {text.decode()}")
+            shared.communicator.check_together(check)
             assert shape is not None
             num_experts, num_max_tokens = shape
             buffer = shared.get(
