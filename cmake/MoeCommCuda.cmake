@@ -39,18 +39,18 @@ if(MOE_COMM_HAS_CUDA AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
   set(MOE_COMM_HAS_CUDA FALSE)
 endif()
 
-# moe_comm_wrap_kernels(result folder sources...): files that nvcc compiles in place of the sources.
-# The same files are C++ for the emulator, and a source has one language in a folder: each is
-# included by a file of its own here.
-function(moe_comm_wrap_kernels result folder)
-  set(wrappers "")
+# moe_comm_wrap_kernels(result name sources...): a file that nvcc compiles in place of the sources. The
+# same files are C++ for the emulator, and a source has one language in a folder: so another includes
+# them. It is one file, because nvcc spends more on what every kernel includes than on most kernels.
+function(moe_comm_wrap_kernels result name)
+  set(content "")
   foreach(source ${ARGN})
-    get_filename_component(name "${source}" NAME)
-    set(wrapper "${CMAKE_CURRENT_BINARY_DIR}/${folder}/${name}")
-    file(CONFIGURE OUTPUT "${wrapper}" CONTENT "#include \"kernels/${name}\"\n")
-    list(APPEND wrappers "${wrapper}")
+    get_filename_component(file "${source}" NAME)
+    string(APPEND content "#include \"kernels/${file}\"\n")
   endforeach()
-  set(${result} ${wrappers} PARENT_SCOPE)
+  set(wrapper "${CMAKE_CURRENT_BINARY_DIR}/${name}.cu")
+  file(CONFIGURE OUTPUT "${wrapper}" CONTENT "${content}")
+  set(${result} "${wrapper}" PARENT_SCOPE)
 endfunction()
 
 # moe_comm_configure_kernels(target primitives flags...): flags of kernels over the vocabulary in
@@ -77,7 +77,7 @@ endfunction()
 if(MOE_COMM_HAS_CUDA)
   set(cuda_kernels ${MOE_COMM_KERNEL_SOURCES})
   list(FILTER cuda_kernels EXCLUDE REGEX "/internode_[^/]*\\.cu$")
-  moe_comm_wrap_kernels(cuda_sources cuda ${cuda_kernels})
+  moe_comm_wrap_kernels(cuda_sources kernels ${cuda_kernels})
   add_library(moe_comm_cuda_kernels OBJECT ${cuda_sources})
   moe_comm_configure_kernels(moe_comm_cuda_kernels "device/ptx.cuh" -Xptxas=--warn-on-spills)
 

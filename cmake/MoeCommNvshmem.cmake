@@ -57,7 +57,7 @@ else()
 endif()
 
 if(NOT nvshmem_problem)
-  moe_comm_wrap_kernels(nvshmem_sources nvshmem ${MOE_COMM_INTERNODE_SOURCES})
+  moe_comm_wrap_kernels(nvshmem_sources internode_kernels ${MOE_COMM_INTERNODE_SOURCES})
   # A library, so that its device code is linked with NVSHMEM's once and for itself.
   add_library(moe_comm_nvshmem_kernels STATIC ${nvshmem_sources})
   # Without warnings of spills: functions of NVSHMEM's own have some.
@@ -70,11 +70,10 @@ if(NOT nvshmem_problem)
 
   moe_comm_glob(MOE_COMM_NVSHMEM_SOURCES nvshmem/*.cpp bindings/nvshmem/*.cpp)
   moe_comm_unite(nvshmem ${MOE_COMM_NVSHMEM_SOURCES})
-  moe_comm_add_objects(moe_comm_nvshmem ${MOE_COMM_NVSHMEM_SOURCES})
+  moe_comm_add_bindings(moe_comm_nvshmem ${MOE_COMM_NVSHMEM_SOURCES})
   target_compile_definitions(moe_comm_nvshmem PRIVATE MOE_CUDA_ARCHS="${archs_text}")
   target_include_directories(moe_comm_nvshmem SYSTEM PRIVATE
     ${CUDAToolkit_INCLUDE_DIRS} "${nvshmem_home}/include")
-  target_link_libraries(moe_comm_nvshmem PRIVATE pybind11::module)
 
   moe_comm_add_module(_nvshmem moe_comm_nvshmem moe_comm_cuda moe_comm_device_bindings
     moe_comm_runtime moe_comm_cuda_kernels)
