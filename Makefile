@@ -68,14 +68,13 @@ $(PACKAGE): $(TOOLS) pyproject.toml
 	MOE_COMM_MODULES=host $(install) --no-build-isolation -e .
 	touch $@
 
-# What tests and linters need besides.
-$(READY): $(TOOLS) pyproject.toml
-	@$(MAKE) --no-print-directory -j2 $(TORCH) host
-	MOE_COMM_MODULES=host $(install) --no-build-isolation -e '.[lint,plot,test,wheel]'
+# What tests and linters need besides: extras of the package, which pip finds installed.
+$(READY): $(PACKAGE)
+	$(install) 'moe_comm[lint,plot,test,wheel]'
 	$(install) --no-deps "torchtitan; python_version >= '3.11'"
 	[ -z "$(CUDA_MAJOR)" ] || $(BIN)/python -c "import nvidia.nvshmem" 2>/dev/null \
 	  || $(install) --no-deps nvidia-nvshmem-cu$(CUDA_MAJOR)
-	touch $(PACKAGE) $@
+	touch $@
 
 .PHONY: build
 build: $(READY)  ## Set up .venv and compile what has changed
@@ -96,13 +95,18 @@ lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
 
-# With the programs that tests/cpp runs.
-.PHONY: test-programs
+# The programs that tests/cpp runs, and before them only what needs no package beside the compiler.
+.PHONY: test-programs emulated
 test-programs: $(READY)
 	$(compile) --test-programs
+emulated: $(TOOLS)
+	MOE_COMM_MODULES=host,simt $(compile) --test-programs
 
+# One core compiles while the other installs, and then lints.
 .PHONY: test
-test: test-programs lint  ## Lint, then one of everything that can break, cheapest rung first
+test: $(PACKAGE)  ## Lint, then one of everything that can break, cheapest rung first
+	@$(MAKE) --no-print-directory -j2 $(READY) emulated
+	@$(MAKE) --no-print-directory -j2 lint test-programs
 	$(call rungs,not full and not clock and not slow)
 
 .PHONY: test-full

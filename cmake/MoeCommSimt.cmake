@@ -70,6 +70,12 @@ moe_comm_add_objects(moe_comm_checked ${MOE_COMM_COMMON_SOURCES} ${MOE_COMM_KERN
   ${MOE_COMM_SIMT_SOURCES} ${MOE_COMM_CHECKER_SOURCES})
 moe_comm_use_simt(moe_comm_checked)
 target_compile_definitions(moe_comm_checked PRIVATE MOE_SIMT_CHECKED MOE_WITH_MUTANTS)
+
+# Programs that run for a second have no use for more.
+foreach(target moe_comm_faulty moe_comm_faulty_runtime moe_comm_checked)
+  target_compile_options(${target} PRIVATE -O1)
+endforeach()
+
 add_executable(schedules EXCLUDE_FROM_ALL
   $<TARGET_OBJECTS:moe_comm_checked> $<TARGET_OBJECTS:moe_comm_rows>)
 set_target_properties(schedules PROPERTIES LINKER_LANGUAGE CXX)

@@ -145,7 +145,7 @@ class Installation:
         for word in words:
             if word in ("-c", "--target"):
                 next(words)
-            elif match := re.fullmatch(r"\.(?:\[(.*)\])?", word):
+            elif match := re.fullmatch(r"(?:\.|moe_comm)(?:\[(.*)\])?", word):
                 self.extras = match[1].split(",") if match[1] else []
             elif not word.startswith("-"):
                 self.requirements.append(word)
