@@ -64,6 +64,13 @@ class RailName(str, enum.Enum):
     SOCKETS = "sockets"
 
 
+class RankMode(str, enum.Enum):
+    """What a rank is, on the command line."""
+
+    PROCESSES = "processes"
+    THREADS = "threads"
+
+
 class ApiName(str, enum.Enum):
     """Names of `APIS` on the command line."""
 
@@ -153,13 +160,16 @@ def dispatch_combine(
             "--node-reduction", help="Add rows on their node before they cross; compared with not."
         ),
     ] = False,
+    mode: Annotated[
+        RankMode, typer.Option(help="Ranks are processes, or threads of one process.")
+    ] = RankMode.PROCESSES,
     seed: Annotated[int, typer.Option(min=0, help="Of data and routing.")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (needs matplotlib).")] = None,
 ) -> None:
-    """Dispatch and combine between processes of this machine.
+    """Dispatch and combine between ranks on this machine.
 
     With --quantization, --node-reduction, --api hybrid-ep or --layout low-latency the same input is also exchanged
     without it, in turns, and the table has the ratio.
@@ -195,6 +205,7 @@ def dispatch_combine(
             is_pinned=pin,
             num_local_ranks=local_ranks,
             rail=rail.value,
+            mode=mode.value,
         )
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
             # Found out before minutes of measuring, not after.
@@ -206,6 +217,7 @@ def dispatch_combine(
             with CaseRun(case, options, _teller(progress)) as run:
                 rows = run.run()
                 missing_peers = run.missing_peers
+                environment["devices"] = run.devices
         console.print(result_table(rows, missing_peers))
         environment["pinned"] = pin
         environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}

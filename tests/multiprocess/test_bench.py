@@ -38,6 +38,8 @@ ALL_OPERATIONS = (
     "memory",
 )
 
+SMALL = ("--tokens", "16", "--hidden", "64", "--topk", "2", "--experts", "4", "--repeats", "1")
+
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, dict]:
     """Run the command, return its rows by operation."""
@@ -205,13 +207,39 @@ def test_trace_is_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_ranks_may_be_threads_of_one_process(tmp_path: Path) -> None:
+    """On a GPU that is how kernels of several ranks run side by side."""
+    rows = bench(tmp_path, *SMALL, "--mode", "threads", "--operations", "dispatch")
+    assert (rows["dispatch"]["check"], rows["dispatch"]["backend"]) == ("ok", "host")
+    environment = json.loads((tmp_path / "out.json").read_text())["environment"]
+    assert environment["devices"] == ["cpu", "cpu"]
+    with RankProcesses(CASE, backend="host", mode="threads") as ranks:
+        assert len({process.pid for process in ranks._processes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--peers", "gloo"], "no peers gloo"),
+        (["--api", "hybrid-ep"], "no api hybrid_ep"),
+        (["--backend", "collective"], "no backend collective"),
+        (["--operations", "memory"], "no operations memory"),
+        (["--local-ranks", "1"], "no local ranks 1"),
+    ],
+)
+def test_threads_have_no_process_group(arguments: list[str], problem: str) -> None:
+    command = ["bench", "dispatch-combine", *SMALL, "--mode", "threads", *arguments]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code != 0
+    assert problem in " ".join(done.output.split())
+
+
 def test_rank_major_has_no_peers(tmp_path: Path) -> None:
     pytest.importorskip("moe_comm._host")
-    small = ("--tokens", "16", "--hidden", "64", "--topk", "2", "--experts", "4", "--repeats", "1")
-    rows = bench(tmp_path, *small, "--layout", "rank-major", "--operations", "dispatch,combine")
+    rows = bench(tmp_path, *SMALL, "--layout", "rank-major", "--operations", "dispatch,combine")
     assert rows["combine"]["layout"] == "RANK_MAJOR"
     done = CliRunner().invoke(
-        app, ["bench", "dispatch-combine", *small, "--layout", "rank-major", "--peers", "gloo"]
+        app, ["bench", "dispatch-combine", *SMALL, "--layout", "rank-major", "--peers", "gloo"]
     )
     assert done.exit_code == 1
     assert "RANK_MAJOR" in done.output
@@ -301,9 +329,10 @@ def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         CaseRun(CASE, BenchOptions(backend="reference")).__enter__()
 
 
-def test_failing_rank_is_named_and_none_is_left() -> None:
+@pytest.mark.parametrize("mode", ["processes", "threads"])
+def test_failing_rank_is_named_and_none_is_left(mode: str) -> None:
     with pytest.raises(WorkerError, match=r"rank \d failed") as caught:
-        with RankProcesses(CASE, backend="reference") as ranks:
+        with RankProcesses(CASE, backend="reference", mode=mode) as ranks:
             ranks.call("run_gloo", "dispatch", 1)  # not prepared
     assert "AssertionError" in str(caught.value)
     assert not any(process.is_alive() for process in ranks._processes)

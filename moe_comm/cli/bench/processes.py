@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase
-from moe_comm.cli.bench.serve import serve_worker
+from moe_comm.cli.bench.serve import serve_threads, serve_worker
 from moe_comm.cli.bench.worker import Launch, Worker
 
 if TYPE_CHECKING:
@@ -31,19 +31,23 @@ class WorkerError(RuntimeError):
 
 
 class WorkerProcesses:
-    """One process per rank, each with a worker; a context manager that leaves none behind.
+    """A worker per rank in a process of its own; a context manager that leaves none behind.
 
     Args:
-        num_ranks: Processes.
-        make_worker: Called in each with a folder for rendezvous, which has a file `barrier` for
+        num_ranks: Ranks.
+        make_worker: Called for each with a folder for rendezvous, which has a file `barrier` for
             `SpinBarrier`, and with the rank; at the top of a module, or a partial of such. What it
             returns has a method `close`.
+        mode: "processes", or "threads": all ranks are threads of one process, and `make_worker` gets
+            their `Bootstrap` besides.
 
     Raises:
         WorkerError: A rank could not start.
     """
 
-    def __init__(self, num_ranks: int, make_worker: Callable[[Path, int], Any]) -> None:
+    def __init__(
+        self, num_ranks: int, make_worker: Callable[..., Any], mode: str = "processes"
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moe-comm-bench-")
         self.folder = Path(self._folder.name)
         (self.folder / "barrier").write_bytes(bytes(SpinBarrier.file_bytes(num_ranks)))
@@ -52,20 +56,30 @@ class WorkerProcesses:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "moe_comm.cli.bench.worker"])
         self._pipes: list[Connection] = []
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []  # of every rank
+        make_worker = functools.partial(make_worker, self.folder)
         try:
-            for rank_idx in range(num_ranks):
-                ours, theirs = context.Pipe()
+            pairs = [context.Pipe() for _ in range(num_ranks)]
+            self._pipes = [ours for ours, _ in pairs]
+            theirs = [end for _, end in pairs]
+            if mode == "threads":
                 process = context.Process(
-                    target=serve_worker,
-                    args=(functools.partial(make_worker, self.folder, rank_idx), theirs),
-                    name=f"rank {rank_idx}",
-                    daemon=True,
+                    target=serve_threads, args=(make_worker, theirs), name="ranks", daemon=True
                 )
                 process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
+                self._processes = [process] * num_ranks
+            else:
+                for rank_idx, end in enumerate(theirs):
+                    process = context.Process(
+                        target=serve_worker,
+                        args=(functools.partial(make_worker, rank_idx), end),
+                        name=f"rank {rank_idx}",
+                        daemon=True,
+                    )
+                    process.start()
+                    self._processes.append(process)
+            for end in theirs:
+                end.close()
             self._collect()
         except BaseException:
             self._kill()
@@ -154,6 +168,7 @@ class RankProcesses(WorkerProcesses):
         is_pinned: Every rank is bound to one core.
         num_local_ranks: Of the communicator; None for one node.
         rail: Of the communicator.
+        mode: "processes", or "threads" of one process.
 
     Raises:
         WorkerError: A rank could not start.
@@ -169,6 +184,7 @@ class RankProcesses(WorkerProcesses):
         is_pinned: bool = False,
         num_local_ranks: int | None = None,
         rail: str = "auto",
+        mode: str = "processes",
     ) -> None:
         launch = Launch(
             case=case,
@@ -179,4 +195,4 @@ class RankProcesses(WorkerProcesses):
             num_local_ranks=num_local_ranks,
             rail=rail,
         )
-        super().__init__(case.num_ranks, functools.partial(Worker, launch))
+        super().__init__(case.num_ranks, functools.partial(Worker, launch), mode)

@@ -63,6 +63,8 @@ class BenchOptions:
         is_pinned: Every rank is bound to one core, peers too.
         num_local_ranks: Ranks of a node, which this machine holds several of; None for one node.
         rail: Between nodes, of the communicator.
+        mode: Ranks are "processes", or "threads" of one process: on one GPU, whose kernels run side by
+            side only if they are of one process (or under MPS).
     """
 
     backend: str = "host"
@@ -74,6 +76,7 @@ class BenchOptions:
     is_pinned: bool = False
     num_local_ranks: int | None = None
     rail: str = "auto"
+    mode: str = "processes"
 
     def __post_init__(self) -> None:
         for name, allowed in (("peers", PEERS), ("operations", OPERATIONS)):
@@ -133,6 +136,19 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
             f"peers move CPU tensors and the cuda backend those of a GPU, got peers "
             f"{', '.join(options.peers)}"
         )
+    if options.mode == "threads":
+        needs_processes = {
+            "peers": ", ".join(options.peers),
+            "backend": "collective" if options.backend == "collective" else "",
+            "api": case.api if case.api == "hybrid_ep" else "",
+            "local ranks": options.num_local_ranks or "",
+            "operations": "memory" if "memory" in options.operations else "",
+        }
+        for name, value in needs_processes.items():
+            if value:
+                raise ValueError(
+                    f"ranks that are threads have no {name} {value}: use mode processes"
+                )
     if "collective" in options.peers and options.backend == "collective":
         raise ValueError("the collective backend is not compared with itself")
     _check_nodes(case, options)
@@ -236,6 +252,7 @@ class CaseRun:
                 is_pinned=options.is_pinned,
                 num_local_ranks=options.num_local_ranks,
                 rail=options.rail,
+                mode=options.mode,
             )
         )
         self.on_progress("check")
@@ -243,7 +260,9 @@ class CaseRun:
         if problems:
             # A wrong operation has no speed.
             raise WorkerError("the check against the reference failed: " + "; ".join(problems))
-        self.backend = str(self.ranks.call("describe")[0]["backend"])
+        described = self.ranks.call("describe")
+        self.backend = str(described[0]["backend"])
+        self.devices = [str(of_rank["device"]) for of_rank in described]
         if "gloo" in options.peers:
             self.on_progress("check gloo")
             self.ranks.call("prepare_gloo")
@@ -273,7 +292,8 @@ class CaseRun:
             rows.append(self._measure_latency())
         if "differentiable_overhead" in operations:
             rows.append(self._measure_differentiable())
-        if "memory" in operations and self.backend == "host":
+        # What a process holds resident is of all its ranks.
+        if "memory" in operations and self.backend == "host" and self.options.mode == "processes":
             rows.append(self._measure_memory())
         return rows
 

@@ -1,13 +1,17 @@
-"""The main function of a rank's process: calls methods of a worker when the parent asks."""
+"""The main functions of ranks' processes: they call methods of a worker when the parent asks."""
 
 from __future__ import annotations
 
+import functools
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["serve_worker"]
+from moe_comm.bootstrap import Bootstrap, RankThreads
+
+__all__ = ["serve_threads", "serve_worker"]
 
 # What users cause, and their machines: of anything else the place is told.
 EXPECTED_ERRORS = (ValueError, RuntimeError, OSError, MemoryError, ImportError)
@@ -37,3 +41,26 @@ def serve_worker(make_worker: Callable[[], Any], pipe: Connection) -> None:
     except Exception:  # noqa: BLE001 - the parent prints it
         pipe.send(("error", f"\n{traceback.format_exc()}"))
         raise SystemExit(1) from None
+
+
+def serve_threads(
+    make_worker: Callable[[int, Bootstrap], Any], pipes: Sequence[Connection]
+) -> None:
+    """`serve_worker` in a thread for every rank; `make_worker` gets the rank and its bootstrap."""
+    ranks = RankThreads(len(pipes))
+
+    def serve(rank_idx: int) -> None:
+        try:
+            serve_worker(functools.partial(make_worker, rank_idx, ranks[rank_idx]), pipes[rank_idx])
+        except SystemExit:
+            ranks.abort()  # the parent has been told why; others must not wait for this rank
+
+    threads = [
+        # Threads that hang must not keep a process that its parent has given up.
+        threading.Thread(target=serve, args=(rank_idx,), name=f"rank {rank_idx}", daemon=True)
+        for rank_idx in range(len(pipes))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

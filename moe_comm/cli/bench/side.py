@@ -19,9 +19,13 @@ __all__ = ["Side", "synchronize"]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done everything; CPU operations are done when they return."""
+    """Wait until a GPU has done what this thread asked for; CPU operations are done when they return.
+
+    Not until the whole device is idle: where ranks are threads, kernels of other ranks may wait for
+    what this one does next.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moe_comm import cuda_devices
 from moe_comm.autograd import dispatch as differentiable_dispatch
+from moe_comm.bootstrap import Bootstrap
 from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.exchange import Exchange, HybridEpExchange, NativeExchange
@@ -68,9 +69,12 @@ class Worker:
         launch: The run.
         folder: Files for rendezvous and barrier.
         rank_idx: This rank.
+        group: Of ranks that are threads; None for a process, which makes a process group.
     """
 
-    def __init__(self, launch: Launch, folder: Path, rank_idx: int) -> None:
+    def __init__(
+        self, launch: Launch, folder: Path, rank_idx: int, group: Bootstrap | None = None
+    ) -> None:
         # Rows are moved by the communicator's threads; torch's own would compete for the cores.
         torch.set_num_threads(1)
         if launch.is_pinned:
@@ -78,14 +82,19 @@ class Worker:
         case = launch.case
         self.case = case
         self.rank_idx = rank_idx
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank_idx,
-            world_size=case.num_ranks,
-        )
+        self._has_process_group = group is None
+        if group is None:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder / 'rendezvous'}",
+                rank=rank_idx,
+                world_size=case.num_ranks,
+            )
         if launch.backend == "cuda":
             cuda_devices.take_device(rank_idx)
+            if group is not None:
+                # Threads would share the default stream, and each rank wait for what others do there.
+                torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
         groups = None
         if case.api == "hybrid_ep":
@@ -94,6 +103,7 @@ class Worker:
             self.communicator = groups.communicator
         else:
             self.communicator = Communicator(
+                group,
                 backend=launch.backend,
                 device="cuda" if launch.backend == "cuda" else "cpu",
                 num_threads=launch.num_threads,
@@ -291,7 +301,8 @@ class Worker:
         if self.groups is not None:
             self.groups.destroy()
         self.communicator.destroy()
-        dist.destroy_process_group()
+        if self._has_process_group:
+            dist.destroy_process_group()
 
     def _make_side(self, case: BenchCase) -> Side:
         exchange: Exchange
