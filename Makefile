@@ -31,7 +31,7 @@ compile = $(with_tools) $(BIN)/python setup.py --quiet build_ext --inplace
 
 NVSHMEM_FOLDER = $(or $(NVSHMEM_HOME),$(wildcard $(abspath $(VENV))/lib/python3*/site-packages/nvidia/nvshmem))
 
-CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
+CXX_FILES = $(shell find csrc tests/cpp tests/gpu -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 
 # Every rung of what the marks select, cheapest first, two tests at a time. Who selects tests with
 # TEST_ARGS may leave a rung without any (status 5).

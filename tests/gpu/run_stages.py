@@ -1,12 +1,13 @@
 """What `make gpu` runs: stages of less than nine minutes each, whose results are written as they come.
 
-Called again with the same sources, it goes on behind the stages that have passed. Needs nothing but the environment
-of `make build`, or any Python that has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and
-ninja, and, for a stage that uses it, MPS or compute-sanitizer. Stages come in the order of what they
-tell: a machine that is there for half an hour is used well.
+Called again with the same sources, it goes on behind the stages that have passed, as the results say: on another
+machine too, which only builds again. Needs nothing but the environment of `make build`, or any Python that
+has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and ninja, and, for a stage that uses
+it, MPS or compute-sanitizer. Stages come in the order of what they tell: a machine that is there for ten
+minutes is used well.
 
     python tests/gpu/run_stages.py [--fresh] [--stages build,captured] [--time-limit 560]
-                                   [--results gpu.json] [--list]
+                                   [--results gpu.json] [--state earlier.json] [--list]
 
 The exit status is 0 when every stage passed, 1 when one failed, 3 when one could not run or its time
 was over, 2 without a GPU.
@@ -33,8 +34,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/gpu.json"
-STATE = ROOT / "build/gpu-stages.json"
 LIMIT_S = 530.0
+SMOKE_S = 30.0  # of which loading torch and its kernels is a third
 LEAST_S = 20.0  # a stage that has less is not begun
 # What decides what stages find.
 SOURCES = ("CMakeLists.txt", "setup.py", "cmake", "csrc", "moe_comm", "tests/gpu", "tests/helpers")
@@ -55,7 +56,16 @@ IN_PATH = ["sh", "-c", f'PATH="$1:$PATH:{CUDA_PROGRAMS}"; shift; exec "$@"', "sh
 
 
 class NotRunError(Exception):
-    """Why a stage could not run."""
+    """Why a stage could not run, or not to its end.
+
+    Args:
+        reason: A sentence.
+        output: What it had printed by then.
+    """
+
+    def __init__(self, reason: str, output: str = "") -> None:
+        super().__init__(reason)
+        self.output = output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +73,18 @@ class Stage:
     """One stage.
 
     Args:
-        name: For the state and the results.
+        name: For the results.
         run: Returns what to record; raises NotRunError, or CalledProcessError when it failed.
+        makes: The module that it builds: where that is missing, it is run again.
     """
 
     name: str
     run: Callable[[], dict[str, Any]]
+    makes: str | None = None
+
+    def is_here(self) -> bool:
+        """Whether what it makes lies in this checkout."""
+        return self.makes is None or any((ROOT / "moe_comm").glob(f"{self.makes}.*.so"))
 
 
 def gpu_facts() -> dict[str, str] | None:
@@ -103,10 +119,10 @@ class Clock:
         return min(LIMIT_S, cls.deadline - time.monotonic())
 
 
-def command(*words: str, **environment: str) -> dict[str, Any]:
+def command(*words: str, stage_limit_s: float = LIMIT_S, **environment: str) -> dict[str, Any]:
     """Run one within the limit of a stage; its output goes to this terminal as it comes."""
     start = time.monotonic()
-    limit_s = Clock.left_s()
+    limit_s = min(stage_limit_s, Clock.left_s())
     process = subprocess.Popen(
         [*IN_PATH, str(Path(sys.executable).parent), *with_environment(words, environment)],
         cwd=ROOT,
@@ -136,8 +152,8 @@ def command(*words: str, **environment: str) -> dict[str, Any]:
     timer.cancel()
     output = "".join(lines)
     if is_late.is_set():
-        if limit_s < LIMIT_S:
-            raise NotRunError(f"the time was over after {limit_s:.0f} s of it")
+        if limit_s < stage_limit_s:
+            raise NotRunError(f"the time was over after {limit_s:.0f} s of it", output)
         raise subprocess.CalledProcessError(124, words, f"{output}\nended after {limit_s:.0f} s")
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, words, output)
@@ -155,7 +171,7 @@ def pytest(
     options = ("-q", "-rs", "--tb=short", "--no-showlocals", "--maxfail", str(max_failed))
     found = command(sys.executable, "-m", "pytest", *options, *words, **environment)
     if " passed" not in found["output"]:
-        raise NotRunError(f"no test ran: {found['output'][-300:]}")
+        raise NotRunError("no test ran", found["output"])
     return found
 
 
@@ -190,23 +206,61 @@ def mps() -> Iterator[dict[str, str]]:
                 )
 
 
-def build_modules(with_nvshmem: str) -> dict[str, Any]:
+def architecture() -> str:
+    """Of the GPU, as nvcc names it; with what only Hopper has."""
     facts = gpu_facts()
     assert facts is not None
     capability = facts["compute_cap"].replace(".", "")
+    return "90a" if capability == "90" else capability
+
+
+def build_modules(modules: str) -> dict[str, Any]:
     return command(
         *(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
+        MOE_COMM_MODULES=modules,
         MOE_COMM_CUDA="on",
-        MOE_COMM_CUDA_ARCHS="90a" if capability == "90" else capability,
-        MOE_COMM_NVSHMEM=with_nvshmem,
+        MOE_COMM_CUDA_ARCHS=architecture(),
+        MOE_COMM_NVSHMEM="on" if "nvshmem" in modules else "off",
         # A compiler that this has never met may warn of more.
         MOE_COMM_WERROR="0",
     )
 
 
 def build() -> dict[str, Any]:
-    """All but the module across nodes, without which most stages do."""
-    return build_modules("off")
+    """What moves rows on one GPU, and what it is compared with: no emulator, nothing across nodes."""
+    return build_modules("host,cuda")
+
+
+def probe() -> dict[str, Any]:
+    """Which calls wait for a kernel that runs, and what this machine offers."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/probe"
+        source = "tests/gpu/probe.cu"
+        command("nvcc", "-std=c++20", f"-arch=sm_{architecture()}", "-o", program, source)
+        return command(program, stage_limit_s=60.0)
+
+
+def smoke(*words: str, **environment: str) -> Callable[[], dict[str, Any]]:
+    """A few calls of each operation: whether it runs at all."""
+    return lambda: command(
+        sys.executable, *words, stage_limit_s=SMOKE_S, **CONNECTIONS, **environment
+    )
+
+
+def one_round(num_ranks: int, mode: str, *options: str) -> tuple[str, ...]:
+    return ("tests/gpu/one_round.py", "--ranks", str(num_ranks), "--mode", mode, *options)
+
+
+def kernel_times(num_ranks: int, num_tokens: int, *options: str) -> Callable[[], dict[str, Any]]:
+    """Of a dispatch and combine: the time of every kernel, eager and captured, beside a copy."""
+    sizes = ("--ranks", str(num_ranks), "--tokens", str(num_tokens))
+
+    def run() -> dict[str, Any]:
+        program = (sys.executable, "tests/gpu/kernel_times.py", *sizes, *options)
+        found = command(*program, stage_limit_s=180.0, **CONNECTIONS, **EAGER)
+        return {**found, "times": json.loads(found["output"].strip().splitlines()[-1])}
+
+    return run
 
 
 def doctor() -> dict[str, Any]:
@@ -253,7 +307,7 @@ def build_nvshmem() -> dict[str, Any]:
     )
     if "missing: " in found["output"]:
         raise NotRunError(found["output"].split("missing: ", 1)[1].strip())
-    return build_modules("on")
+    return build_modules("host,cuda,nvshmem")
 
 
 def nodes(layout: str, *, with_mps: bool = False) -> Callable[[], dict[str, Any]]:
@@ -281,21 +335,24 @@ def captured() -> dict[str, Any]:
     return pytest(["tests/gpu/test_captured.py"], CONNECTIONS)
 
 
-def bench(num_ranks: int, num_tokens: int, *options: str) -> Callable[[], dict[str, Any]]:
+def bench(
+    num_ranks: int, num_tokens: int, *options: str, mode: str = "threads"
+) -> Callable[[], dict[str, Any]]:
     """Dispatch and combine of rows of 7168 elements between ranks on the GPU.
 
-    Several run side by side under MPS alone; without it they take turns, which says nothing about speed.
+    Several processes run side by side under MPS alone; without it they take turns, which says nothing
+    about speed. Threads of one process run side by side everywhere.
     """
 
     def run() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            environment = {} if num_ranks == 1 else stack.enter_context(mps())
+            environment = stack.enter_context(mps()) if mode == "processes" else EAGER
             path = Path(folder) / "bench.json"
             found = command(
                 *(sys.executable, "-c", "from moe_comm.cli import main; main()"),
                 *("bench", "dispatch-combine", "--backend", "cuda", "--ranks", str(num_ranks)),
                 *("--tokens", str(num_tokens), "--hidden", "7168", "--topk", "8"),
-                *("--experts", "64", "--json", str(path)),
+                *("--experts", "64", "--mode", mode, "--json", str(path)),
                 *options,
                 **environment,
                 **CONNECTIONS,
@@ -305,50 +362,74 @@ def bench(num_ranks: int, num_tokens: int, *options: str) -> Callable[[], dict[s
     return run
 
 
-def sanitizer(tool: str, num_ranks: int) -> Callable[[], dict[str, Any]]:
+def sanitizer(tool: str, num_ranks: int, mode: str = "threads") -> Callable[[], dict[str, Any]]:
+    """A case of every layout and format that there is for so many ranks."""
+
     def run() -> dict[str, Any]:
         is_installed = (CUDA_PROGRAMS / "compute-sanitizer").exists()
         if shutil.which("compute-sanitizer") is None and not is_installed:
             raise NotRunError("compute-sanitizer is not installed")
         return command(
             *("compute-sanitizer", "--tool", tool, "--target-processes", "all"),
-            *("--error-exitcode", "9", sys.executable, "tests/gpu/one_round.py"),
-            *("--ranks", str(num_ranks)),
+            *("--error-exitcode", "9", sys.executable),
+            *one_round(num_ranks, mode, "--formats"),
+            **CONNECTIONS,
+            **EAGER,
         )
 
     return run
 
 
 STAGES = [
-    Stage("build", build),
+    Stage("build", build, makes="_cuda"),
+    Stage("probe", probe),
     Stage("doctor", doctor),
-    Stage("conformance-2-processes", conformance((1, 2), "processes")),
+    Stage("smoke-1-rank", smoke(*one_round(1, "threads"))),
+    Stage("smoke-2-threads", smoke(*one_round(2, "threads", "--cases", "2"), **EAGER)),
+    Stage("smoke-2-processes", smoke(*one_round(2, "processes", "--cases", "2"))),
+    Stage("smoke-captured", smoke("-m", "pytest", "-q", "tests/gpu/test_captured.py", "-k", "[1]")),
     Stage("bench-1-rank", bench(1, 4096)),
-    # Decoding: dispatch + combine of 128 tokens is to take 60 us at most (p50).
+    Stage("kernels-1-rank", kernel_times(1, 4096)),
+    # Decoding: dispatch + combine of 128 tokens is to take 60 us at most, captured 45 us.
     Stage("bench-1-rank-low-latency", bench(1, 128, *LOW_LATENCY)),
-    Stage("captured", captured),
+    Stage("kernels-1-rank-low-latency", kernel_times(1, 128, "--layout", "low-latency")),
     Stage("conformance-2-threads", conformance((1, 2), "threads")),
     Stage("bench-bf16", bench(4, 4096)),
     Stage("bench-fp8", bench(4, 4096, "--quantization", "fp8_block128")),
     Stage("bench-low-latency", bench(4, 128, *LOW_LATENCY)),
-    Stage("bench-low-latency-fp8", bench(4, 128, *LOW_LATENCY, "--quantization", "fp8_block128")),
+    Stage("kernels", kernel_times(4, 4096)),
+    Stage("kernels-fp8", kernel_times(4, 4096, "--fp8")),
+    Stage("kernels-low-latency", kernel_times(4, 128, "--layout", "low-latency")),
+    Stage("conformance-3-threads", conformance((3,), "threads")),
+    Stage("captured", captured),
+    Stage("conformance-2-processes", conformance((1, 2), "processes")),
     Stage("memcheck-1", sanitizer("memcheck", 1)),
+    Stage("memcheck-3", sanitizer("memcheck", 3)),
+    Stage("conformance-4-threads", conformance((4,), "threads")),
     Stage("conformance-4-processes", conformance((4,), "processes")),
+    Stage("checks-threads", checks("threads")),
     Stage("checks-processes", checks("processes")),
-    Stage("racecheck-1", sanitizer("racecheck", 1)),
-    Stage("synccheck-1", sanitizer("synccheck", 1)),
-    Stage("build-nvshmem", build_nvshmem),
+    *(
+        Stage(f"{tool}-{n}", sanitizer(tool, n))
+        for tool in ("racecheck", "synccheck")
+        for n in (1, 3)
+    ),
+    Stage("build-nvshmem", build_nvshmem, makes="_nvshmem"),
     Stage("nodes-2x1", nodes("2x1")),
     Stage("nodes-2x2-mps", nodes("2x2", with_mps=True)),
-    Stage("conformance-4-threads", conformance((3, 4), "threads")),
+    Stage("bench-bf16-mps", bench(4, 4096, mode="processes")),
+    Stage("bench-low-latency-mps", bench(4, 128, *LOW_LATENCY, mode="processes")),
+    Stage("bench-low-latency-fp8", bench(4, 128, *LOW_LATENCY, "--quantization", "fp8_block128")),
     Stage("conformance-2-mps", conformance((1, 2), "mps")),
-    Stage("conformance-8-processes", conformance((6, 8), "processes")),
     Stage("conformance-8-threads", conformance((6, 8), "threads")),
+    Stage("conformance-8-processes", conformance((6, 8), "processes")),
     Stage("conformance-8-mps", conformance((8,), "mps")),
-    Stage("checks-threads", checks("threads")),
     Stage("nodes-3x1", nodes("3x1")),
     Stage("nodes-2x2", nodes("2x2")),
-    *(Stage(f"{tool}-2", sanitizer(tool, 2)) for tool in ("memcheck", "racecheck", "synccheck")),
+    *(
+        Stage(f"{tool}-2-processes", sanitizer(tool, 2, "processes"))
+        for tool in ("memcheck", "racecheck", "synccheck")
+    ),
     Stage("conformance-3-processes", conformance((3,), "processes")),
 ]
 
@@ -398,7 +479,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     try:
         record.update(stage.run(), outcome="passed")
     except NotRunError as reason:
-        record.update(outcome="not run", reason=str(reason))
+        record.update(outcome="not run", reason=str(reason), output=reason.output[-OUTPUT_TAIL:])
     except subprocess.CalledProcessError as error:
         record.update(
             outcome="failed",
@@ -420,6 +501,11 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="where to write what was found"
     )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        help="results of an earlier run, of another machine perhaps, to go on from",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the stages")
     options = parser.parse_args()
     names = [stage.name for stage in STAGES]
@@ -437,14 +523,18 @@ def main() -> int:
         return 2
     if options.time_limit > 0:
         Clock.deadline = time.monotonic() + options.time_limit
-    state: dict[str, Any] = {"sources": sources_digest(), "outcomes": {}}
-    former = read_json(STATE)
-    if not options.fresh and former.get("sources") == state["sources"]:
-        state = former
-    outcome_of: dict[str, str] = state["outcomes"]
+    sources = sources_digest()
     results = read_json(options.results)
+    if options.state is not None:
+        results = {**read_json(options.state), **results}
+    outcome_of: dict[str, str] = {}
     for stage in STAGES:
-        if stage.name not in wanted or outcome_of.get(stage.name) == "passed":
+        if stage.name not in wanted:
+            continue
+        former = results.get(stage.name, {})
+        has_passed = former.get("outcome") == "passed" and former.get("sources") == sources
+        if has_passed and stage.is_here() and not options.fresh:
+            outcome_of[stage.name] = "passed"
             continue
         if Clock.left_s() < LEAST_S:
             print(f"=== {stage.name} and those behind it: the time is over", flush=True)  # noqa: T201
@@ -453,7 +543,6 @@ def main() -> int:
         record = run_stage(stage)
         outcome_of[stage.name] = record["outcome"]
         results[stage.name] = record
-        write_json(STATE, state)
         write_json(options.results, results)
         reason = record.get("reason", "")
         print(f"=== {stage.name}: {record['outcome']} {reason}", flush=True)  # noqa: T201

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -28,7 +29,6 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "run_stages", module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "STATE", tmp_path / "state.json")
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(module, "gpu_facts", lambda: {"name": "a GPU"})
     monkeypatch.setattr(module, "sources_digest", lambda: "one")
@@ -91,6 +91,41 @@ def test_goes_on_behind_what_passed_with_these_sources(
     monkeypatch.setattr(stages, "sources_digest", lambda: "two")
     assert main() == 0
     assert calls[4:] == ["first", "second"]
+
+
+def test_another_machine_goes_on_from_results_but_builds_again(
+    stages: types.ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+
+    def named(name: str) -> Callable[[], dict[str, Any]]:
+        return lambda: calls.append(name) or {}  # type: ignore[func-returns-value]
+
+    def build() -> dict[str, Any]:
+        calls.append("build")
+        (tmp_path / "moe_comm/_cuda.abi.so").touch()
+        return {}
+
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    (tmp_path / "moe_comm").mkdir()
+    monkeypatch.setattr(
+        stages,
+        "STAGES",
+        [
+            stages.Stage("build", build, makes="_cuda"),
+            *(stages.Stage(name, named(name)) for name in ("first", "second")),
+        ],
+    )
+    assert main("--stages", "build,first") == 0
+    assert main() == 0
+    assert calls == ["build", "first", "second"]
+    # What the first machine left, on one where nothing is built and nothing known.
+    earlier = stages.RESULTS.rename(tmp_path / "earlier.json")
+    (tmp_path / "moe_comm/_cuda.abi.so").unlink()
+    del calls[:]
+    assert main("--state", str(earlier)) == 0
+    assert calls == ["build"]
+    assert set(results_of(stages)) == {"build", "first", "second"}
 
 
 def test_a_stage_that_could_not_run_is_no_success(
@@ -156,10 +191,27 @@ def test_no_stage_begins_when_the_time_is_over(
         assert 0 < stages.Clock.deadline - time.monotonic() <= 1000
         return dict(stages.command(sys.executable, "-c", "print('hello')"))
 
+    has_printed = tmp_path / "has printed"
+
+    class Timer(threading.Timer):
+        """Ends the late stage once it has printed, whenever that is."""
+
+        def run(self) -> None:
+            while not has_printed.exists():
+                if self.finished.wait(0.01):
+                    return
+            self.function()
+
     def late() -> dict[str, Any]:
         calls.append("late")
-        stages.Clock.deadline = time.monotonic() + 0.5
-        return dict(stages.command(sys.executable, "-c", "import time; time.sleep(600)"))
+        stages.Clock.deadline = time.monotonic() + 3.0
+        program = (
+            "import pathlib, sys, time; print('so far', flush=True); "
+            "pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading, "Timer", Timer)
+            return dict(stages.command(sys.executable, "-c", program, str(has_printed)))
 
     monkeypatch.setattr(stages.Clock, "deadline", stages.Clock.deadline)
     names = {"first": first, "late": late, "next": first}
@@ -172,6 +224,7 @@ def test_no_stage_begins_when_the_time_is_over(
     assert found["first"]["output"] == "hello\n"
     assert found["late"]["outcome"] == "not run"
     assert "the time was over" in found["late"]["reason"]
+    assert found["late"]["output"] == "so far\n"
     assert "=== next and those behind it: the time is over" in capsys.readouterr().out
 
 
@@ -182,6 +235,5 @@ def test_a_stage_that_fails_says_what_it_printed(
     with pytest.raises(subprocess.CalledProcessError) as failed:
         stages.command(sys.executable, "-c", "print('why'); raise SystemExit(5)")
     assert (failed.value.returncode, failed.value.output) == (5, "why\n")
-    monkeypatch.setattr(stages, "LIMIT_S", 1.0)
     with pytest.raises(subprocess.CalledProcessError, match="exit status 124"):
-        stages.command(sys.executable, "-c", "import time; time.sleep(600)")
+        stages.command(sys.executable, "-c", "import time; time.sleep(600)", stage_limit_s=1.0)
