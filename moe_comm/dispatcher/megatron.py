@@ -221,16 +221,20 @@ class MegatronTokenDispatcher:
         return output
 
     def get_expert_zero_copy_buffers(
-        self, dtype: torch.dtype = torch.bfloat16
+        self, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Memory for the experts' output and for the gradient of their input, read in place. Local.
 
         Args:
-            dtype: Of the rows.
+            dtype: Of the rows. None, as Megatron's `MoELayer` calls it, asks for none: most of its experts
+                take no memory to write to.
 
         Returns:
-            Two of `[M, hidden]`, uninitialised, after `dispatch_postprocess`; None and None before.
+            Two of `[M, hidden]`, uninitialised, after `dispatch_postprocess`; None and None before, and
+            without a dtype.
         """
+        if dtype is None:
+            return None, None
         hidden = self.hidden_shape[-1] if self.hidden_shape else 0
         manager = self._comm_manager
         return manager.empty_rows(hidden, dtype), manager.empty_rows(hidden, dtype)

@@ -30,17 +30,20 @@ __all__ = ["MegatronManager", "alignment_of"]
 def alignment_of(config: Any) -> int:
     """Rows an expert's segment is padded to, as Megatron's configuration asks for it.
 
-    32 for MXFP8 and FP4, 16 for other FP8 recipes, 256 where the grouped GEMM is fused, else 1.
+    32 for MXFP8, 16 for other FP8 recipes, 128 for FP4, 256 where the grouped GEMM is fused or takes
+    grouped tensors, else 1: the rule of `get_align_size_for_quantization`, in Megatron's moe_utils.
 
     Args:
         config: A `TransformerConfig`, or anything with some of its attributes.
     """
-    if getattr(config, "use_transformer_engine_op_fuser", False):
+    if getattr(config, "use_transformer_engine_op_fuser", False) or getattr(
+        config, "moe_use_grouped_tensor", False
+    ):
         return 256
     if getattr(config, "fp8", None):
         recipe = getattr(config, "fp8_recipe", None)
         return 32 if getattr(recipe, "value", recipe) == "mxfp8" else 16
-    return 32 if getattr(config, "fp4", None) else 1
+    return 128 if getattr(config, "fp4", None) else 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,6 +178,15 @@ class MegatronManager:
             quantization=quantization,
             backend=backend,
         )
+
+    @property
+    def moe_expert_rank_capacity_factor(self) -> float | None:
+        """`rank_capacity_factor`, by the name by which Megatron lifts and restores the budget."""
+        return self.rank_capacity_factor
+
+    @moe_expert_rank_capacity_factor.setter
+    def moe_expert_rank_capacity_factor(self, factor: float | None) -> None:
+        self.rank_capacity_factor = factor
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Take the routing of the next dispatch. Local.

@@ -1,8 +1,8 @@
 """Megatron's functions over this package: every name of `megatron.core.transformer.moe.fused_a2a`.
 
 Signatures are those of the releases core_r0.16 to main, told apart by the number of positional
-arguments; a keyword always means what it says. The functions always exist, because a backend always
-does. Every call is collective over its group, and so is its backward.
+arguments; a keyword always means what it says. The functions of DeepEP and HybridEP always exist,
+because a backend always does; those of NCCL EP are as without Transformer Engine. Every call is collective over its group, and so is its backward.
 
 Numbers of SMs and blocks, `fused`, `async_finish` and `allocate_on_comm_stream` choose among GPU kernels
 and streams. They are checked, and have no effect on the CPU: a call returns when it has ended.
@@ -44,17 +44,30 @@ from moe_comm.fused_a2a.collective_function import (
     tie,
 )
 from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, held_buffer
+from moe_comm.fused_a2a.nccl_ep import (
+    HAVE_TE_EP,
+    alloc_ep_symm_buffer,
+    ensure_nccl_ep_bootstrapped,
+    is_nccl_ep_bootstrapped,
+    nccl_ep_combine,
+    nccl_ep_dispatch,
+    nccl_ep_finalize,
+    new_nccl_ep_buffer,
+)
 from moe_comm.handles import CombineResult, DispatchHandle
 from moe_comm.quantization import FP8_BLOCK128
 
 __all__ = [
     "HAVE_DEEP_EP",
     "HAVE_HYBRIDEP",
+    "HAVE_TE_EP",
     "HYBRIDEP_TOKEN_ALIGNMENT",
     "FusedCombine",
     "FusedDispatch",
     "HybridEPCombine",
     "HybridEPDispatch",
+    "alloc_ep_symm_buffer",
+    "ensure_nccl_ep_bootstrapped",
     "fused_combine",
     "fused_dispatch",
     "get_buffer",
@@ -62,6 +75,11 @@ __all__ = [
     "hybrid_ep_combine",
     "hybrid_ep_dispatch",
     "init_hybrid_ep_buffer",
+    "is_nccl_ep_bootstrapped",
+    "nccl_ep_combine",
+    "nccl_ep_dispatch",
+    "nccl_ep_finalize",
+    "new_nccl_ep_buffer",
     "reset_hybrid_ep_buffer",
     "set_deepep_num_sms",
 ]

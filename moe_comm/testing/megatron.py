@@ -53,6 +53,15 @@ def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+_zeros = torch.zeros
+
+
+def _zeros_on_cpu(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+    """`torch.zeros` for what release 0.19 makes on the current GPU: the flag of a manager."""
+    is_cuda = device is not None and torch.device(device).type == "cuda"
+    return _zeros(*size, device="cpu" if is_cuda else device, **options)
+
+
 def _module(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,6 +80,7 @@ def on_cpu() -> Iterator[Any]:
         mock.patch.object(torch.cuda, "current_stream", return_value=_THE_STREAM),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+        mock.patch.object(torch, "zeros", _zeros_on_cpu),
         mock.patch.object(module, "maybe_move_tensor_to_cpu", _move_to_cpu),
         # The router asks for it, and without Transformer Engine release 0.16 leaves it undefined.
         mock.patch.object(utilities, "te_general_gemm", None, create=True),

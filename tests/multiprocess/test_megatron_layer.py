@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moe_comm import fused_a2a
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.megatron import make_config, make_moe_layer, on_cpu
@@ -42,39 +44,63 @@ def changed_as_documented(context: RankContext, blocks: list[str]) -> None:
 
         theirs = moe_layer.MoEFlexTokenDispatcher
 
-        def build(**options: Any) -> Any:
-            config = make_config(
-                NUM_EXPERTS,
-                NUM_TOPK,
-                context.num_ranks,
-                hidden=HIDDEN,
-                use_cpu_initialization=True,
-                moe_router_load_balancing_type="none",
-                gradient_accumulation_fusion=False,
-                moe_ffn_hidden_size=32,
-                **options,
-            )
-            return make_moe_layer(config)
-
         layers = {}
-        expected = step(build(moe_token_dispatcher_type="alltoall"), context.rank_idx)
         for backend in ("deepep", "hybridep"):
-            layers[backend] = build(
-                moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend
-            )
+            layers[backend] = build(context, backend)
             assert type(layers[backend].token_dispatcher) is theirs
-        layers["manager"] = build(moe_token_dispatcher_type="flex")
+        layers["manager"] = build(context, None)
         exec(use_manager, {"model": layers["manager"]})
         assert isinstance(layers["manager"].token_dispatcher._comm_manager, MegatronManager)
         exec(use_dispatcher, {})
-        layers["dispatcher"] = build(moe_token_dispatcher_type="flex")
+        layers["dispatcher"] = build(context, None)
         assert isinstance(layers["dispatcher"].token_dispatcher, MegatronTokenDispatcher)
-        for name, layer in layers.items():
-            for found, wanted in zip(step(layer, context.rank_idx), expected, strict=True):
-                # Sums of a few float32 terms, in another order.
-                torch.testing.assert_close(
-                    found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-                )
+        compare(context, layers)
+
+
+def build(context: RankContext, backend: str | None, **options: Any) -> Any:
+    """A layer with the flexible dispatcher over this backend; None: what Megatron takes for it."""
+    if backend is not None:
+        options["moe_flex_dispatcher_backend"] = backend
+    config = make_config(
+        NUM_EXPERTS,
+        NUM_TOPK,
+        context.num_ranks,
+        hidden=HIDDEN,
+        use_cpu_initialization=True,
+        moe_router_load_balancing_type="none",
+        gradient_accumulation_fusion=False,
+        moe_ffn_hidden_size=32,
+        **{"moe_token_dispatcher_type": "flex", **options},
+    )
+    return make_moe_layer(config)
+
+
+def compare(context: RankContext, layers: dict[str, Any]) -> None:
+    """Every layer with the one of the all-to-all dispatcher."""
+    expected = step(build(context, None, moe_token_dispatcher_type="alltoall"), context.rank_idx)
+    for name, layer in layers.items():
+        for found, wanted in zip(step(layer, context.rank_idx), expected, strict=True):
+            # Sums of a few float32 terms, in another order.
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def over_the_module_of_this_package(context: RankContext) -> None:
+    sys.modules["megatron.core.transformer.moe.fused_a2a"] = fused_a2a
+    with on_cpu() as dispatchers:
+        assert dispatchers.fused_dispatch is fused_a2a.fused_dispatch
+        layers = {backend: build(context, backend) for backend in ("deepep", "hybridep")}
+        compare(context, layers)
+        import megatron.core.parallel_state as parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.full
+def test_a_layer_over_fused_a2a_in_the_place_of_megatrons() -> None:
+    """Whatever names the release imports from its module are there."""
+    run_ranks(over_the_module_of_this_package, 2, fresh=True)
 
 
 @pytest.mark.full
