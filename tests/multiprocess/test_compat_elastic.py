@@ -31,7 +31,9 @@ def expanded_rows(
     return rows
 
 
-def check_handle(case: Case, inputs: list[Given], rank_idx: int, handle: deep_ep.EPHandle) -> None:
+def check_handle(
+    case: Case, inputs: list[Given], rank_idx: int, handle: deep_ep.EPHandle, has_counts: bool
+) -> None:
     experts = oracle.experts_of(case, rank_idx)
     tokens = oracle.arrivals(case, inputs, rank_idx)
     raw = [len(oracle.expert_arrivals(case, inputs, e)) for e in experts]
@@ -40,7 +42,7 @@ def check_handle(case: Case, inputs: list[Given], rank_idx: int, handle: deep_ep
     assert (handle.num_max_tokens_per_rank, handle.num_sms) == (NUM_MAX, 6)
     assert torch.equal(handle.topk_idx, inputs[rank_idx].topk_idx)
     assert handle.num_recv_tokens == len(tokens)
-    assert handle.num_recv_tokens_per_expert_list == rounded
+    assert handle.num_recv_tokens_per_expert_list == (rounded if has_counts else [])
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == raw
     until = [sum(source <= r for source, _ in tokens) for r in range(case.num_ranks)]
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == until
@@ -134,7 +136,7 @@ def check_dispatch_and_combine(
                 places += [None] * (worst - len(places))
             assert recv_x.shape == (len(places), case.hidden)
             check_rows(recv_x, places, x)
-            check_handle(case, inputs, rank_idx, handle)
+            check_handle(case, inputs, rank_idx, handle, do_cpu_sync is not False)
             assert handle.num_expanded_tokens == (len(places) if expanded else 0)
             if expanded:
                 assert recv_idx is None
@@ -183,8 +185,9 @@ def check_dispatch_and_combine(
                     assert torch.equal(weights, weights_back)
 
             # Cached: another dtype, with and without weights.
-            again, no_idx, no_weights, same, _ = buffer.dispatch(mine.x.float() * 2, handle=handle)
-            assert (no_idx, no_weights) == (None, None)
+            again, idx, no_weights, same, _ = buffer.dispatch(mine.x.float() * 2, handle=handle)
+            assert idx is None if expanded else torch.equal(idx, recv_idx)
+            assert no_weights is None
             assert same is handle
             check_rows(again, places, [each.float() * 2 for each in x])
             again, _, new_weights, *_ = buffer.dispatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -213,6 +214,47 @@ def check_overlap(context: RankContext) -> None:
 
 def test_two_batches_overlap() -> None:
     run_ranks(check_overlap, 2)
+
+
+def check_newer_keywords(context: RankContext, is_one_rank: bool) -> None:
+    case = CASES[1]
+    mine = oracle.given(case, context.rank_idx)
+    asks = context.rank_idx == 0 or not is_one_rank
+    wanted: dict[str, type[Exception]] = {
+        "expected_exception": NotImplementedError if asks else ValueError
+    }
+    with oracle.backend_of_group(context, "host"):
+        buffer = Buffer(context.group, low_latency_mode=True)
+        arguments = (mine.x, mine.topk_idx, NUM_MAX, case.num_experts)
+        for name, value in {
+            "topk_weights": mine.topk_weights,
+            "x_global_scale": torch.ones(1),
+            "use_nvfp4": True,
+            "use_ue8m0_for_sf": True,
+        }.items():
+            with pytest.raises(**wanted, match=f"{name}=.*does not offer"):
+                buffer.low_latency_dispatch(*arguments, **({name: value} if asks else {}))
+        *_, handle, _, _ = buffer.low_latency_dispatch(
+            *arguments, use_fp8=False, use_nvfp4=False, x_global_scale=None
+        )
+        out = expert_output(
+            case, oracle.all_given(case), context.rank_idx, case.num_ranks * NUM_MAX
+        )
+        combine = functools.partial(
+            buffer.low_latency_combine, out, mine.topk_idx, mine.topk_weights, handle
+        )
+        for name, value in {"overlap": True, "src_signals": torch.zeros(4)}.items():
+            with pytest.raises(**wanted, match=f"{name}=.*does not offer"):
+                combine(**({name: value} if asks else {}))
+        sums, *_ = combine(
+            overlap=False, packed_recv_count=None, block_m=64, threshold=0, num_sms=3
+        )
+        assert torch.equal(sums, weighted(case, mine))
+
+
+@pytest.mark.parametrize("is_one_rank", [False, True])
+def test_keywords_of_newer_releases_are_taken_and_refused_by_value(is_one_rank: bool) -> None:
+    run_ranks(check_newer_keywords, 2, is_one_rank)
 
 
 def check_rows_are_let_go(context: RankContext) -> None:

@@ -27,6 +27,7 @@ from moe_comm.compat.deep_ep.group import (
     GroupOwner,
     MpiRanks,
     checked,
+    refuse_not_offered,
     rejects_unbound_of,
 )
 from moe_comm.compat.deep_ep.handles import LowLatencyHandle, RankMajorHandle
@@ -432,6 +433,11 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        x_global_scale: torch.Tensor | None = None,
+        use_nvfp4: bool = False,
+        use_ue8m0_for_sf: bool = False,
     ) -> tuple[Rows, torch.Tensor, HandleParts, EventOverlap, Hook | None]:
         """Send rows to fixed places, n = R * num_max per local expert. Collective.
 
@@ -449,6 +455,10 @@ class Buffer:
             use_ue8m0: Scales are exponents, four to an int32; needs `round_scale`.
             async_finish: Return before the end, with an event.
             return_recv_hook: Return before the end, with a function that waits for it. Not both.
+            topk_weights: None. Like the next three it is of the branch hybrid-ep, whose callers name it.
+            x_global_scale: None.
+            use_nvfp4: False.
+            use_ue8m0_for_sf: False.
 
         Returns:
             recv_x `[El, n, H]` or (e4m3 `[El, n, H]`, scales `[El, n, H / 128]`, column-major in the
@@ -458,8 +468,17 @@ class Buffer:
         Raises:
             ValueError: A rule above is broken on some rank.
             TypeError: A dtype or type is wrong on some rank.
+            NotImplementedError: One of the last four asks for something.
         """
         buffer = self._low_latency_buffer(num_experts, num_max_dispatch_tokens_per_rank)
+        refuse_not_offered(
+            buffer,
+            "dispatch",
+            topk_weights=topk_weights,
+            x_global_scale=x_global_scale,
+            use_nvfp4=use_nvfp4,
+            use_ue8m0_for_sf=use_ue8m0_for_sf,
+        )
         buffer.mask_ranks(self._masked)
         return low_latency.dispatch(
             self._owner,
@@ -488,6 +507,15 @@ class Buffer:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        *,
+        overlap: bool = False,
+        packed_recv_count: torch.Tensor | None = None,
+        comp_signal: torch.Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Weigh rows and sum them back to their tokens, in top-k order. Collective.
 
@@ -503,6 +531,14 @@ class Buffer:
             return_recv_hook: Return before the end, with a function that waits for it. Not both.
             out: `[N, H]` of x's dtype to write to.
             combine_wait_recv_cost_stats: int64 `[R]`: nanoseconds waited for each rank are added.
+            overlap: False. It and what follows are of forks whose combine starts while experts compute.
+            packed_recv_count: Read with `overlap` only, like the next four.
+            comp_signal: See above.
+            block_m: See above.
+            threshold: See above.
+            num_sms: See above.
+            src_signals: None.
+            src_signal_expect_value: Read with `src_signals` only.
 
         Returns:
             `[N, H]`, event, hook.
@@ -510,13 +546,16 @@ class Buffer:
         Raises:
             ValueError: A rule above is broken on some rank.
             TypeError: A dtype or type is wrong on some rank.
+            NotImplementedError: `overlap` or `src_signals` asks for something.
         """
         self._owner.shared()
+        del packed_recv_count, comp_signal, block_m, threshold, num_sms, src_signal_expect_value
         if not isinstance(handle, LowLatencyHandle):
             problem = (
                 f"handle must be what low_latency_dispatch returned, got {type(handle).__name__}"
             )
             self._owner.low_latency_buffer_for(None, problem).reject("combine", TypeError(problem))
+        refuse_not_offered(handle.buffer, "combine", overlap=overlap, src_signals=src_signals)
         return low_latency.combine(
             self._owner,
             handle,

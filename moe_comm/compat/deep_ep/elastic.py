@@ -304,8 +304,8 @@ class ElasticBuffer:
 
         Returns:
             recv_x, like x, M rows in order of (source rank, token), with `do_expand` within each
-            expert; recv_topk_idx int64 `[M, K]`, local ids, -1 elsewhere (None with `do_expand` or
-            `handle`); recv_topk_weights `[M, K]`, all weights of a token, with `do_expand` `[M]`, or
+            expert; recv_topk_idx int64 `[M, K]`, local ids, -1 elsewhere, with `handle` that of its
+            dispatch (None with `do_expand`); recv_topk_weights `[M, K]`, all weights of a token, with `do_expand` `[M]`, or
             None; handle, see `EPHandle`; event.
 
         Raises:

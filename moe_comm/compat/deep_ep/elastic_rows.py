@@ -32,7 +32,8 @@ class EPHandle:
         topk_idx: int64 `[N, K]`.
         num_recv_tokens: Tokens received, each once.
         num_expanded_tokens: Rows with padding, with `do_expand`; else 0.
-        num_recv_tokens_per_expert_list: Rounded counts of local experts.
+        num_recv_tokens_per_expert_list: Rounded counts of local experts; empty without `do_cpu_sync`, by
+            which callers know that rows have a worst-case shape.
         psum_num_recv_tokens_per_scaleup_rank: int32 `[R]`, inclusive.
         psum_num_recv_tokens_per_expert: int32 `[El]`: inclusive sums of the rounded counts; with
             `do_expand` the end of each expert's rows without its padding.
@@ -43,6 +44,7 @@ class EPHandle:
         dst_buffer_slot_idx: None, like the next two: of kernels that do not exist here.
         token_metadata_at_forward: None.
         channel_linked_list: None.
+        recv_topk_idx: What the dispatch returned, which a cached one returns too.
         buffer: That made the dispatch.
         native: What combine needs.
     """
@@ -63,6 +65,7 @@ class EPHandle:
     dst_buffer_slot_idx: None = None
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
+    recv_topk_idx: torch.Tensor | None
     buffer: EpBuffer
     native: DispatchHandle
 
@@ -185,14 +188,14 @@ def dispatch_cached(handle: EPHandle, sending: Sending) -> Arrived:
         rows: Rows = (x[0].detach(), x[1].detach()) if isinstance(x, tuple) else x.detach()
         result = handle.buffer.dispatch(rows, None, weights, handle=handle.native)
         received = result.x if result.x_sf is None else (result.x, result.x_sf)
-        return Arrived(sending.arrange(received), None, result.topk_weights, handle)
+        return Arrived(sending.arrange(received), handle.recv_topk_idx, result.topk_weights, handle)
     bits = weights.contiguous().view(torch.int32)
     result = handle.buffer.dispatch(packed(sending.x, bits), None, handle=handle.native)
     assert result.x_sf is not None
     split = result.x_sf.shape[1] - bits.shape[1]
     received = unpacked(sending.x, result.x, result.x_sf[:, :split])
     recv_weights = result.x_sf[:, split:].contiguous().view(torch.float32)
-    return Arrived(sending.arrange(received), None, recv_weights, handle)
+    return Arrived(sending.arrange(received), handle.recv_topk_idx, recv_weights, handle)
 
 
 def _make_handle(
@@ -227,13 +230,14 @@ def _make_handle(
         topk_idx=sending.topk_idx.clone() if sending.copies_topk_idx else sending.topk_idx,
         num_recv_tokens=int(from_rank.sum()),
         num_expanded_tokens=num_expanded,
-        num_recv_tokens_per_expert_list=rounded.tolist(),
+        num_recv_tokens_per_expert_list=rounded.tolist() if sending.is_exact else [],
         psum_num_recv_tokens_per_scaleup_rank=from_rank.cumsum(0).to(torch.int32),
         psum_num_recv_tokens_per_expert=(ends - rounded + raw if sending.is_expanded else ends).to(
             torch.int32
         ),
         num_unaligned_recv_tokens_per_expert=raw.to(torch.int32),
         recv_src_metadata=_metadata(owner, buffer, sending, columns[filled.rows], filled),
+        recv_topk_idx=result.topk_idx,
         buffer=buffer,
         native=result.handle,
     )

@@ -7,11 +7,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from moe_comm.arguments import shown
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.group_buffers import GroupBuffers, group_buffers
 
-__all__ = ["GroupOwner", "MpiRanks", "checked", "rejects_unbound_of"]
+__all__ = ["GroupOwner", "MpiRanks", "checked", "refuse_not_offered", "rejects_unbound_of"]
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -124,6 +125,31 @@ def checked(buffer: EpBuffer, operation: str, check: Callable[[], ResultT]) -> R
         return check()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject(operation, error)
+
+
+def refuse_not_offered(buffer: EpBuffer, operation: str, **values: Any) -> None:
+    """Refuse what newer releases of DeepEP ask for and this package lacks. Collective where it refuses.
+
+    Args:
+        buffer: That all ranks are about to use.
+        operation: "dispatch" or "combine": what they call.
+        values: By name; None and False ask for nothing.
+
+    Raises:
+        NotImplementedError: Some value of this rank asks for something; with its name. Peers that do not
+            ask get a ValueError with it.
+    """
+    asked = [f"{name}={shown(value)}" for name, value in values.items() if not _is_off(value)]
+    if not asked:
+        return
+    try:
+        buffer.reject(operation, ValueError(f"{', '.join(asked)}: this package does not offer it"))
+    except ValueError as error:
+        raise NotImplementedError(str(error)) from None
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not value)
 
 
 def rejects_unbound_of(
