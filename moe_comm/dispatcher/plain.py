@@ -225,6 +225,8 @@ class TokenDispatcher:
         if fault is not None:
             self.buffer.reject("combine", fault)
         y = combine(expert_out, routed.handle, buffer=self.buffer, topk_weights=routed.topk_weights)
+        if len(routed.shape) == 1:
+            return y  # not as a view: what FSDP wraps must not return one
         return y.reshape(*routed.shape, y.shape[-1])
 
     def _fault(

@@ -1,0 +1,144 @@
+"""Small models of transformers, from their own configurations, loaded onto ranks by its own means."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DistributedConfig
+
+from moe_comm.testing import RankContext
+
+VOCABULARY = 128
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+# Name: configuration. Their experts modules differ in layout, biases, gate and activation.
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, intermediate_size=64, moe_intermediate_size=32, num_experts=8
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, head_dim=16, intermediate_size=32, num_local_experts=4
+    ),
+    # Groups of experts, a shared expert, a layer without experts, and latent attention.
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"num_hidden_layers": 3},
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    ),
+    # Transposed weights with biases, gate and up interleaved, a clamped activation.
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, head_dim=16, intermediate_size=32, num_local_experts=4, sliding_window=8
+    ),
+    # Experts without a gate, between layers of other kinds.
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **SIZES, head_dim=16, intermediate_size=64, moe_intermediate_size=32, n_routed_experts=8
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model is spread.
+
+    Args:
+        ep_size: Ranks with different experts.
+        tp_size: Ranks with one batch.
+    """
+
+    ep_size: int
+    tp_size: int = 1
+
+    def __str__(self) -> str:
+        return f"ep{self.ep_size}.tp{self.tp_size}"
+
+
+def save_model(name: str, folder: Path) -> str:
+    """A checkpoint of a random model."""
+    quiet()
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2 or not parameter.any():  # those that begin as 0 or 1
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*barrier.*")
+
+
+def load(
+    checkpoint: str,
+    implementation: str,
+    context: RankContext,
+    layout: Layout,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
+    """The model on these ranks, what the layout leaves over being FSDP."""
+    quiet()
+    config = DistributedConfig(
+        tp_size=layout.tp_size,
+        fsdp_size=context.num_ranks // layout.tp_size,
+        ep_size=layout.ep_size,
+        ep_implementation=implementation,
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, distributed_config=config, **options
+    )
+
+
+def batch(batch_idx: int, num_tokens: int) -> torch.Tensor:
+    """int64 `[2, num_tokens]`; the same for the ranks of a TP group, which share a `batch_idx`."""
+    draw = torch.Generator().manual_seed(100 + batch_idx)
+    return torch.randint(1, VOCABULARY, (2, num_tokens), generator=draw)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of every parameter that has one, whole, on every rank. Collective."""
+    return {
+        name: whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the norm; of what is 0 the norm of what was found."""
+    expected = expected.double()
+    error = (found.double() - expected).norm()
+    return float(error / expected.norm()) if expected.any() else float(error)
