@@ -19,6 +19,7 @@ from moe_comm.dispatcher.sglang import (
     SglangDispatcher,
 )
 from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
+from moe_comm.dispatcher.transformers import TransformersExperts
 from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.group_buffers import GroupBuffers
@@ -160,6 +161,27 @@ def _run_torchtitan(
     return dispatcher.combine(out, metadata, tokens.x)  # type: ignore[no-any-return]
 
 
+def _run_transformers(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> torch.Tensor:
+    num_places, choices, ids = _places_of_ranks(buffers, case, tokens)
+
+    def experts_forward(
+        rows: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        # As those of transformers, which have no row to compute otherwise.
+        assert rows.shape[0] == local_ids.shape[0] > 0
+        return (expert_output(rows, ids[local_ids[:, 0]]) * weights).to(rows.dtype)
+
+    experts = TransformersExperts(
+        experts_forward,
+        num_places * buffers.communicator.num_ranks,
+        group=buffers.group,
+        quantization=case.quantization,
+    )
+    return experts(tokens.x, choices, tokens.topk_weights)
+
+
 def _sglang_dispatcher(buffers: GroupBuffers, case: DispatcherCase, mode: str) -> SglangDispatcher:
     dispatcher = SglangDispatcher(
         buffers.group,
@@ -266,13 +288,14 @@ def _run_vllm_batched(
     return _run_vllm(buffers, case, tokens, is_batched=True)
 
 
-def _megatron_places(
+def _places_of_ranks(
     buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
-) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choices for as many places on every rank, as Megatron has them; places may be left unused.
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Choices of places, of which every rank has as many, as frameworks have experts.
 
     Returns:
-        Places of a rank; routing map and probs of all places; ids of the experts of this rank's places.
+        Places of a rank, which may be left unused; int64 `[T, K]` chosen places, -1 for none; ids of
+        the experts of this rank's places.
     """
     owner = buffers.get(case.num_experts).expert_rank.to(torch.int64)
     num_ranks = buffers.communicator.num_ranks
@@ -280,14 +303,25 @@ def _megatron_places(
     num_places = int(torch.bincount(owner, minlength=num_ranks).max())
     place = owner * num_places + torch.arange(case.num_experts) - first[owner]
     choices = torch.where(tokens.topk_idx < 0, -1, place[tokens.topk_idx.clamp(min=0)])
-    num_columns = num_places * num_ranks
+    mine = local_experts(buffers, case)
+    return num_places, choices, torch.cat([mine, mine.new_zeros(num_places - mine.numel())])
+
+
+def _megatron_places(
+    buffers: GroupBuffers, case: DispatcherCase, tokens: RankTokens
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choices for the places of all ranks, as Megatron takes them.
+
+    Returns:
+        Places of a rank; routing map and probs of all places; ids of the experts of this rank's places.
+    """
+    num_places, choices, ids = _places_of_ranks(buffers, case, tokens)
+    num_columns = num_places * buffers.communicator.num_ranks
     routing_map, _ = routing_map_of_topk(choices, None, num_columns)
     # Differentiable: what stands at an unused choice goes to a column of its own.
     columns = choices.masked_fill(choices < 0, num_columns)
     dense = torch.zeros(tokens.x.shape[0], num_columns + 1)
     probs = dense.scatter(1, columns, tokens.topk_weights)[:, :-1]
-    mine = local_experts(buffers, case)
-    ids = torch.cat([mine, mine.new_zeros(num_places - mine.numel())])
     return num_places, routing_map, probs, ids
 
 
@@ -377,6 +411,9 @@ DISPATCHERS: tuple[DispatcherTarget, ...] = (
     ),
     DispatcherTarget(
         name="torchtitan", run=_run_torchtitan, features=frozenset({"backward", "rows"})
+    ),
+    DispatcherTarget(
+        name="transformers", run=_run_transformers, features=frozenset({"backward", "fp8"})
     ),
     DispatcherTarget(
         name="megatron",
