@@ -14,6 +14,8 @@ from tests.helpers.selection import check_margin, mark_what_no_sample_has
 BASE_SEED = 20260
 # What test modules load; hundreds of ranks would each load it again.
 PRELOADED = ["pytest", "torch.distributed", "moe_comm.resharding", "moe_comm.cli.bench.worker"]
+# And where tests of a client run, what takes long of it.
+PRELOADED_FOR = {"test_transformers": ["transformers.models.qwen3_moe.modeling_qwen3_moe"]}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,8 +62,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _server_of_ranks(request: pytest.FixtureRequest) -> None:
     """Start what ranks are forked from, with more in it than a user's, and its output captured."""
-    if any("multiprocess" in item.path.parts for item in request.session.items):
-        forkserver.set_forkserver_preload(PRELOADED)
+    paths = {item.path for item in request.session.items}
+    if any("multiprocess" in path.parts for path in paths):
+        of_clients = [PRELOADED_FOR.get(path.stem, []) for path in sorted(paths)]
+        forkserver.set_forkserver_preload(sum(of_clients, PRELOADED))
         forkserver.ensure_running()
 
 

@@ -124,21 +124,42 @@ def batch(batch_idx: int, num_tokens: int) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (2, num_tokens), generator=draw)
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Of every parameter that has one, whole, on every rank. Collective."""
-    return {
+def step_and_text(
+    model: Any, batches: list[torch.Tensor], own: int, *, run: Any = None
+) -> dict[str, torch.Tensor]:
+    """Loss, whole gradients and the text that greedy generation continues with. Collective.
+
+    Args:
+        model: On these ranks, or alone.
+        batches: Whose losses are averaged: that of this rank, or alone those of all ranks.
+        own: The batch of this rank; generates one token more than the batch before, so that ranks end
+            at different times.
+        run: What is called for the loss; None for the model.
+    """
+    run = model if run is None else run
+    model.train()
+    losses = [run(input_ids=tokens, labels=tokens).loss for tokens in batches]
+    torch.stack(losses).mean().backward()
+    grads = {
         name: whole(parameter.grad)
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+    model.eval()
+    idx = own if len(batches) > 1 else 0
+    text = model.generate(batches[idx], max_new_tokens=4 + own, do_sample=False)
+    return {"loss": losses[idx].detach(), "text": text, **grads}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """What all shards of a tensor make. Collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the norm; of what is 0 the norm of what was found."""
-    expected = expected.double()
-    error = (found.double() - expected).norm()
+    """Of the norm; where 0 is expected, the norm of what was found; infinite for another shape."""
+    if found.shape != expected.shape:
+        return float("inf")
+    found, expected = found.detach().double(), expected.detach().double()
+    error = (found - expected).norm()
     return float(error / expected.norm()) if expected.any() else float(error)

@@ -1,87 +1,79 @@
-"""Models of transformers with the experts exchanged by this package.
+"""Models of transformers whose experts this package exchanges, trained and generating text.
 
-`make test-transformers` installs transformers and runs this. The oracles are its own implementation of
-expert parallelism over Gloo, `"all_to_all"`, and the same model in one process.
+`make test-transformers` installs transformers and runs this. The oracles are its own way over Gloo,
+`"all_to_all"`, and the same model in one process.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="there is no transformers")
 
-from transformers import AutoModelForCausalLM
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers.distributed.expert_parallel import EPImplementationInterface
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from moe_comm.dispatcher import transformers as dispatcher
-from moe_comm.testing import RankContext, run_ranks
+from moe_comm import FP8_BLOCK128, Quantization
+from moe_comm.dispatcher.transformers import register
+from moe_comm.quantized import dequantize, quantize
+from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers import transformers_models as models
 from tests.helpers.transformers_models import Layout
 
+# FSDP over efsdp in those of 4 ranks with 2 for the experts; EP groups that are a TP group, or several.
 LAYOUTS = {
     2: [Layout(2), Layout(2, 2)],
-    # One of the middle two has FSDP over efsdp, and both have EP groups with several TP groups.
     4: [Layout(4), Layout(2), Layout(2, 2), Layout(4, 2), Layout(4, 4)],
 }
+FEWER_LAYOUTS = {2: [Layout(2)], 4: [Layout(2), Layout(4, 2)]}
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The folder of every model; made when asked for."""
-    made: dict[str, str] = {}
+    """The folder of every model, made when it is asked for."""
 
     class Folders(dict[str, str]):
         def __missing__(self, name: str) -> str:
             self[name] = models.save_model(name, Path(tmp_path_factory.mktemp(name)))
             return self[name]
 
-    return Folders(made)
+    return Folders()
 
 
 def train_and_generate(context: RankContext, checkpoint: str, layouts: list[Layout]) -> list[str]:
-    """What differs from the other implementation and from one process; batches differ in length."""
-    dispatcher.register()
+    """What differs from the other way and from one process; ranks have batches of different lengths."""
+    register()
+    models.quiet()
     alone = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     faults = []
     for layout in layouts:
         num_batches = context.num_ranks // layout.tp_size
-        batch_idx = context.rank_idx // layout.tp_size
         batches = [models.batch(idx, 7 + 2 * idx) for idx in range(num_batches)]
-        alone.zero_grad()
-        alone.train()
-        losses = [alone(input_ids=ids, labels=ids).loss for ids in batches]
-        (sum(losses) / num_batches).backward()
-        alone.eval()
-        tokens = batches[batch_idx]
-        expected = {
-            "loss": losses[batch_idx].detach(),
-            "generated": alone.generate(tokens, max_new_tokens=6, do_sample=False),
-            **models.gradients(alone),
+        batch_idx = context.rank_idx // layout.tp_size
+        found = {
+            way: models.step_and_text(
+                models.load(checkpoint, way, context, layout), [batches[batch_idx]], batch_idx
+            )
+            for way in ("all_to_all", "moe_comm")
         }
-        found = {}
-        for implementation in ("all_to_all", "moe_comm"):
-            model = models.load(checkpoint, implementation, context, layout)
-            model.train()
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            grads = models.gradients(model)
-            model.eval()
-            generated = model.generate(tokens, max_new_tokens=6, do_sample=False)
-            found[implementation] = {"loss": loss.detach(), "generated": generated, **grads}
-        for oracle, values in (("all_to_all", found["all_to_all"]), ("one process", expected)):
-            if values.keys() != found["moe_comm"].keys():
-                faults.append(f"{layout}: {oracle} has other gradients")
-            for name in values.keys() & found["moe_comm"].keys():
-                ours = found["moe_comm"][name]
-                error = (
-                    models.relative_error(ours, values[name])
-                    if ours.shape == values[name].shape
-                    else float("inf")
-                )
-                if not error <= (0 if name == "generated" else TOLERANCE):
+        alone.zero_grad()
+        found["one process"] = models.step_and_text(alone, batches, batch_idx)
+        ours = found.pop("moe_comm")
+        assert any("experts" in name for name in ours)
+        for oracle, expected in found.items():
+            if expected.keys() != ours.keys():
+                faults.append(f"{layout}: {oracle} differs in {expected.keys() ^ ours.keys()}")
+            for name in expected.keys() & ours.keys():
+                error = models.relative_error(ours[name], expected[name])
+                if not error <= (0 if name == "text" else TOLERANCE):
                     faults.append(f"{layout}: {name} is off {oracle} by {error:.2g}")
     return faults
 
@@ -91,5 +83,179 @@ def train_and_generate(context: RankContext, checkpoint: str, layouts: list[Layo
 def test_losses_gradients_and_text_are_those_of_all_to_all_and_of_one_process(
     checkpoints: dict[str, str], name: str, num_ranks: int
 ) -> None:
-    faults = run_ranks(train_and_generate, num_ranks, checkpoints[name], LAYOUTS[num_ranks])
+    layouts = (LAYOUTS if name == "qwen3_moe" else FEWER_LAYOUTS)[num_ranks]
+    faults = run_ranks(train_and_generate, num_ranks, checkpoints[name], layouts)
     assert [text for rank in faults for text in rank] == []
+
+
+def meshes(num_ranks: int, ep_size: int, tp_size: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Those of experts and of batches, as transformers makes them."""
+    ep = init_device_mesh("cpu", (num_ranks // ep_size, ep_size), mesh_dim_names=("efsdp", "ep"))
+    tp = init_device_mesh("cpu", (num_ranks // tp_size, tp_size), mesh_dim_names=("fsdp", "tp"))
+    return ep["ep"], tp["tp"]
+
+
+def run_layer(
+    way: str,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ep: DeviceMesh,
+    tp: DeviceMesh,
+) -> dict[str, torch.Tensor]:
+    """Output and gradients of one module of experts, all of which have parameters of their own."""
+    x, ids, weights = (tensor.clone() for tensor in given)
+    experts = MixtralExperts(
+        MixtralConfig(
+            hidden_size=128,
+            intermediate_size=16,
+            num_local_experts=8 // ep.size(),
+            experts_implementation="grouped_mm",
+        )
+    ).to(x.dtype)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            every = torch.randn((8, *parameter.shape[1:]), generator=draw) * 0.1
+            parameter.copy_(every.chunk(ep.size())[ep.get_local_rank()])
+    y = EPImplementationInterface()[way](experts, ep, tp)(
+        x.requires_grad_(), ids, weights.requires_grad_()
+    ).to(x.dtype)
+    y.backward(torch.randn(y.shape, generator=draw).to(y.dtype))
+    grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad, **grads}
+
+
+def compare_layers(
+    context: RankContext, dtype: torch.dtype, quantization: Quantization | None
+) -> list[str]:
+    """A module of experts by both ways; batches of 0 tokens, and of fewer than a TP group has ranks."""
+    register(quantization=quantization)
+    faults = []
+    # The last: EP groups within a TP group.
+    for ep_size, tp_size in ((4, 1), (2, 1), (4, 2), (2, 2), (4, 4), (2, 4)):
+        ep, tp = meshes(context.num_ranks, ep_size, tp_size)
+        batch_idx = context.rank_idx // tp_size
+        for num_tokens in (5 + batch_idx, 3 * (batch_idx % 2), 0):
+            draw = torch.Generator().manual_seed(batch_idx)
+            x = torch.randn(num_tokens, 128, generator=draw).to(dtype)
+            ids = torch.rand(num_tokens, 8, generator=draw).topk(2).indices
+            weights = torch.rand(num_tokens, 2, generator=draw).to(dtype)
+            ours = run_layer("moe_comm", (x, ids, weights), ep, tp)
+            if quantization is not None:
+                arrived = dequantize(*quantize(x, quantization), quantization, dtype)
+                assert num_tokens == 0 or not torch.equal(arrived, x)
+                x = arrived
+            theirs = run_layer("all_to_all", (x, ids, weights), ep, tp)
+            # Sums are rounded once here, and after every term there.
+            tolerance = 8 * torch.finfo(dtype).eps
+            for name, expected in theirs.items():
+                error = models.relative_error(ours[name], expected)
+                if not error <= tolerance:
+                    what = f"ep{ep_size}.tp{tp_size}, {num_tokens} tokens"
+                    faults.append(f"{what}: {name} is off by {error:.2g}")
+    return faults
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, FP8_BLOCK128)],
+    ids=["float32", "bfloat16", "fp8"],
+)
+def test_experts_compute_what_they_do_with_all_to_all(
+    dtype: torch.dtype, quantization: Quantization | None
+) -> None:
+    faults = run_ranks(compare_layers, 4, dtype, quantization)
+    assert [text for rank in faults for text in rank] == []
+
+
+def train_where_experts_starve(context: RankContext, checkpoint: str) -> list[str]:
+    """Ranks whose experts get no row share parameters, by FSDP, with ranks whose experts get some."""
+    register()
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for way in ("all_to_all", "moe_comm"):
+        # Experts in a loop over those with rows: the others have no part in it.
+        options = {"experts_implementation": "eager"}
+        model = models.load(checkpoint, way, context, Layout(2), **options)
+        first_expert = 4 * (context.rank_idx // 2)  # of those of one rank of the group
+
+        def choose(_: Any, __: Any, routing: Any, first: int = first_expert) -> Any:
+            logits, weights, ids = routing
+            return logits, weights, torch.arange(first, first + ids.shape[1]).expand_as(ids)
+
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(choose)
+        found[way] = models.step_and_text(model, [models.batch(context.rank_idx, 6)], 0)
+    return [
+        f"{name} is off by {models.relative_error(found['moe_comm'][name], expected):.2g}"
+        for name, expected in found["all_to_all"].items()
+        if not models.relative_error(found["moe_comm"][name], expected) <= TOLERANCE
+    ]
+
+
+def test_experts_without_rows_train_with_their_replicas(checkpoints: dict[str, str]) -> None:
+    faults = run_ranks(train_where_experts_starve, 4, checkpoints["qwen3_moe"])
+    assert [text for rank in faults for text in rank] == []
+
+
+def train_otherwise(context: RankContext, checkpoint: str, how: str) -> list[str]:
+    """What changes where layers are recomputed, or the model compiled."""
+    register()
+    found = []
+    tokens = [models.batch(context.rank_idx, 5 + context.rank_idx)]
+    for is_plain in (True, False):
+        model = models.load(checkpoint, "moe_comm", context, Layout(2))
+        run = model
+        if not is_plain and how == "recomputed":
+            model.gradient_checkpointing_enable()
+        elif not is_plain:
+            run = torch.compile(model, backend="aot_eager")
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=how == "traced"):
+            found.append(models.step_and_text(model, tokens, 0, run=run))
+    plain, other = found
+    return [
+        f"{name} is off by {models.relative_error(other[name], expected):.2g}"
+        for name, expected in plain.items()
+        if not models.relative_error(other[name], expected) <= TOLERANCE
+    ]
+
+
+@pytest.mark.parametrize("how", ["recomputed", "compiled", "traced"])
+def test_recomputed_and_compiled_models_learn_the_same(
+    checkpoints: dict[str, str], how: str
+) -> None:
+    faults = run_ranks(train_otherwise, 2, checkpoints["qwen3_moe"], how)
+    assert [text for rank in faults for text in rank] == []
+
+
+def save_what_was_trained(context: RankContext, checkpoint: str, folder: str) -> torch.Tensor:
+    register()
+    model = models.load(checkpoint, "moe_comm", context, Layout(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    models.step_and_text(model, [models.batch(context.rank_idx, 6)], 0)
+    optimizer.step()
+    model.save_pretrained(folder)
+    logits: torch.Tensor = model(models.batch(9, 5)).logits
+    return logits.detach()
+
+
+def test_what_was_trained_is_saved_whole(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    first = checkpoints["qwen3_moe"]
+    logits, _ = run_ranks(save_what_was_trained, 2, first, str(tmp_path))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(models.batch(9, 5)).logits
+        for folder in (first, tmp_path)
+    )
+    assert models.relative_error(after, logits) <= TOLERANCE
+    assert models.relative_error(before, logits) > 100 * TOLERANCE
+
+
+def load_with_own_options(context: RankContext, checkpoint: str) -> None:
+    register(quantization=FP8_BLOCK128 if context.rank_idx else None)
+    model = models.load(checkpoint, "moe_comm", context, Layout(2))
+    model(models.batch(0, 4))
+
+
+def test_ranks_with_different_options_are_told(checkpoints: dict[str, str]) -> None:
+    met = r"ranks disagree: .* on rank 0 met .*FP8_BLOCK128.* on rank 1"
+    with pytest.raises(RankError, match=met) as caught:
+        run_ranks(load_with_own_options, 2, checkpoints["qwen3_moe"])
+    assert re.search(f"--- rank 1: ValueError.*{met}", str(caught.value))
