@@ -143,6 +143,15 @@ test-mpi: build  ## What needs an MPI on this machine, where there is one
 	  $(BIN)/python -m pytest -m "not slow" -k "mpi and not compile" -rs tests/multiprocess $(TEST_ARGS); \
 	fi
 
+# Beside the environment, without the torch that accelerate would fetch once more.
+.PHONY: test-transformers
+test-transformers: build  ## Models of transformers over this package: training, generating, all to all
+	$(install) --upgrade --no-deps --target build/transformers transformers accelerate
+	$(install) --upgrade --target build/transformers \
+	  huggingface-hub psutil pyyaml regex safetensors tokenizers
+	PYTHONPATH="$(CURDIR)/build/transformers" $(BIN)/python -m pytest -m "not slow" -rs \
+	  tests/multiprocess/test_transformers.py $(TEST_ARGS)
+
 .PHONY: check-bare
 check-bare: build  ## What make installs: resolves on the plain index, suffices and is all there is
 	$(BIN)/python tools/check_bare.py

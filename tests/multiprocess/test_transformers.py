@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ LAYOUTS = {
 }
 FEWER_LAYOUTS = {2: [Layout(2)], 4: [Layout(2), Layout(4, 2)]}
 TOLERANCE = 1e-5
+
+
+# Processes of their own: torch remembers device meshes beyond the process groups that they had.
+run_fresh = functools.partial(run_ranks, fresh=True)
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +83,20 @@ def train_and_generate(context: RankContext, checkpoint: str, layouts: list[Layo
     return faults
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", models.CONFIGS)
+RUNS = [
+    *((name, 2) for name in models.CONFIGS),
+    *((name, 4) for name in models.CONFIGS if name != "nemotron_h"),
+    # Its recurrent layers take their time in plain torch.
+    pytest.param("nemotron_h", 4, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), RUNS)
 def test_losses_gradients_and_text_are_those_of_all_to_all_and_of_one_process(
     checkpoints: dict[str, str], name: str, num_ranks: int
 ) -> None:
     layouts = (LAYOUTS if name == "qwen3_moe" else FEWER_LAYOUTS)[num_ranks]
-    faults = run_ranks(train_and_generate, num_ranks, checkpoints[name], layouts)
+    faults = run_fresh(train_and_generate, num_ranks, checkpoints[name], layouts)
     assert [text for rank in faults for text in rank] == []
 
 
@@ -163,7 +175,7 @@ def compare_layers(
 def test_experts_compute_what_they_do_with_all_to_all(
     dtype: torch.dtype, quantization: Quantization | None
 ) -> None:
-    faults = run_ranks(compare_layers, 4, dtype, quantization)
+    faults = run_fresh(compare_layers, 4, dtype, quantization)
     assert [text for rank in faults for text in rank] == []
 
 
@@ -192,7 +204,7 @@ def train_where_experts_starve(context: RankContext, checkpoint: str) -> list[st
 
 
 def test_experts_without_rows_train_with_their_replicas(checkpoints: dict[str, str]) -> None:
-    faults = run_ranks(train_where_experts_starve, 4, checkpoints["qwen3_moe"])
+    faults = run_fresh(train_where_experts_starve, 4, checkpoints["qwen3_moe"])
     assert [text for rank in faults for text in rank] == []
 
 
@@ -222,7 +234,7 @@ def train_otherwise(context: RankContext, checkpoint: str, how: str) -> list[str
 def test_recomputed_and_compiled_models_learn_the_same(
     checkpoints: dict[str, str], how: str
 ) -> None:
-    faults = run_ranks(train_otherwise, 2, checkpoints["qwen3_moe"], how)
+    faults = run_fresh(train_otherwise, 2, checkpoints["qwen3_moe"], how)
     assert [text for rank in faults for text in rank] == []
 
 
@@ -239,7 +251,7 @@ def save_what_was_trained(context: RankContext, checkpoint: str, folder: str) ->
 
 def test_what_was_trained_is_saved_whole(checkpoints: dict[str, str], tmp_path: Path) -> None:
     first = checkpoints["qwen3_moe"]
-    logits, _ = run_ranks(save_what_was_trained, 2, first, str(tmp_path))
+    logits, _ = run_fresh(save_what_was_trained, 2, first, str(tmp_path))
     before, after = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(models.batch(9, 5)).logits
         for folder in (first, tmp_path)
@@ -257,5 +269,5 @@ def load_with_own_options(context: RankContext, checkpoint: str) -> None:
 def test_ranks_with_different_options_are_told(checkpoints: dict[str, str]) -> None:
     met = r"ranks disagree: .* on rank 0 met .*FP8_BLOCK128.* on rank 1"
     with pytest.raises(RankError, match=met) as caught:
-        run_ranks(load_with_own_options, 2, checkpoints["qwen3_moe"])
+        run_fresh(load_with_own_options, 2, checkpoints["qwen3_moe"])
     assert re.search(f"--- rank 1: ValueError.*{met}", str(caught.value))

@@ -75,6 +75,7 @@ def test_pip_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
             False,
         ),
         (["--upgrade", "--target", "build/mpi", "mpi4py"], ["mpi4py"], None, True, True),
+        (["--no-deps", "--target", "build/x", "accelerate"], ["accelerate"], None, False, True),
     ],
 )
 def test_arguments_of_pip_are_understood(
