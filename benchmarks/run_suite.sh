@@ -60,5 +60,10 @@ if python -c 'import megatron.core' 2>/dev/null; then
 else
   echo "megatron_flex: not run, needs megatron-core (pip install megatron-core)"
 fi
+if python -c 'import transformers.distributed.expert_parallel' 2>/dev/null; then
+  python -W ignore -m benchmarks.transformers_experts --json "$out/transformers_experts.json"
+else
+  echo "transformers_experts: not run, needs transformers (pip install transformers)"
+fi
 
 moe-comm bench summary "$out" --pictures "$out"

@@ -145,8 +145,8 @@ def test_every_case_has_a_row() -> None:
         for case in recorded.cases
         if case["op"] not in ("memory", "differentiable_overhead")
         and (
-            not case["op"].startswith("megatron")
-            or (case["op"] == "megatron_forward" and case["speedup"])
+            not case["op"].startswith(("megatron", "transformers"))
+            or (case["op"].endswith("_forward") and case["speedup"])
         )
     ]
     tables = markdown_tables(results)
@@ -195,7 +195,7 @@ def break_cases(name: str, document: Document) -> None:
     ("change", "message"),
     [
         (break_check, r"fp8_2_ranks\.json holds wrong results: expected ok, found .*row 3 differs"),
-        (break_machine, r"decode_2_ranks\.json of .* 2 cores.*nodes_2x2\.json of .* 64 cores"),
+        (break_machine, r"node_reduction_2x2\.json of .* 2 cores.*nodes_2x2\.json of .* 64 cores"),
         (break_form, r"decode_2_ranks\.json holds no results"),
         (break_roof, "needs the roof of dispatch"),
         (break_cases, r"train_4_ranks\.json: expected one case with .*dispatch.*, found 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ BASELINES = {
     "expert_major": "`EXPERT_MAJOR`",
     "unreduced": "rows that cross one by one",
 }
+# Frameworks whose clients are timed in turns with its own exchange, which is the peer.
+FRAMEWORKS = {
+    "megatron": ("Times as fast as Megatron's all-to-all dispatcher over Gloo", "alltoall_gloo"),
+    "transformers": ('Times as fast as transformers\' `"all_to_all"` over Gloo', "all_to_all_gloo"),
+}
 CLIENTS = {
+    "ep_implementation": "the implementation of this package",
     "flex_manager": "Megatron's flex dispatcher with the manager of this package",
     "flex_hybridep": "Megatron's flex dispatcher, `hybridep`, over the `deep_ep` of this package",
     "flex_deepep": "Megatron's flex dispatcher, `deepep` (permutes in torch), over the `deep_ep` of this package",
@@ -30,25 +37,34 @@ CLIENTS = {
 
 Case = dict[str, Any]
 Row = tuple[Recorded, Case]
+Table = Callable[[Sequence[Row]], str]
 
 
 def markdown_tables(results: Mapping[str, Recorded]) -> str:
     """Every recorded case once, in a table of its kind; a kind that was not recorded has no table.
 
     Raises:
-        ValueError: The files come from different machines, or a case is of no known kind.
+        ValueError: The files of a table come from different machines, or a case is of no known kind.
     """
-    versions = sorted({recorded.environment["version"] for recorded in results.values()})
-    parts = [
-        f"Machine: {machine_line(results.values())}. Recorded with moe_comm {', '.join(versions)}."
-    ]
-    sorted_in: dict[Callable[[Sequence[Row]], str], list[Row]] = {table: [] for table in TABLES}
+    sorted_in: dict[Table, list[Row]] = {table: [] for table in TABLES}
     for recorded in results.values():
         for case in recorded.cases:
             table = _table_of(recorded.name, case)
             if table is not None:
                 sorted_in[table].append((recorded, case))
-    parts += [table(rows) for table, rows in sorted_in.items() if rows]
+    of_machine: dict[str, list[Table]] = {}
+    for table, rows in sorted_in.items():
+        if rows:
+            machine = machine_line(recorded for recorded, _ in rows)
+            of_machine.setdefault(machine, []).append(table)
+    parts = []
+    for machine, tables in of_machine.items():
+        versions = {
+            recorded.environment["version"] for table in tables for recorded, _ in sorted_in[table]
+        }
+        recorded_with = f"Recorded with moe_comm {', '.join(sorted(versions))}."
+        parts += [f"Machine: {machine}. {recorded_with}"]
+        parts += [table(sorted_in[table]) for table in tables]
     return "\n\n".join(parts)
 
 
@@ -68,14 +84,15 @@ def write_between_marks(page: Path, text: str) -> None:
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
-def _table_of(name: str, case: Case) -> Callable[[Sequence[Row]], str] | None:
+def _table_of(name: str, case: Case) -> Table | None:
     """The table that has a row for a case; None for what stands in another case's row, or only in its file."""
     op = case["op"]
     if op == "reshard":
         return _reshard_table
-    if op.startswith("megatron_"):
-        has_row = op == "megatron_forward" and bool(case["speedup"])
-        return _megatron_table if has_row else None
+    framework = op.split("_")[0]
+    if framework in FRAMEWORKS:
+        has_row = op == f"{framework}_forward" and bool(case["speedup"])
+        return _CLIENT_TABLES[framework] if has_row else None
     if op in ("memory", "differentiable_overhead"):
         return None
     if op not in LABELS:
@@ -182,15 +199,19 @@ def _node_table(rows: Sequence[Row]) -> str:
     return _table("One machine as several nodes", head, body, rows)
 
 
-def _megatron_table(rows: Sequence[Row]) -> str:
-    head = ("ranks x tokens, hidden", "dispatcher", "forward", "forward and backward")
+def _client_table(framework: str, rows: Sequence[Row]) -> str:
+    title, peer = FRAMEWORKS[framework]
+    head = ("ranks x tokens, hidden", "client", "forward", "forward and backward")
     body = []
     for recorded, case in rows:
-        step = recorded.case("megatron_step", client=case["client"])
+        step = recorded.case(f"{framework}_step", client=case["client"])
         client = str(case["client"])
-        cells = (_ratio(one, "alltoall_gloo") for one in (case, step))
+        cells = (_ratio(one, peer) for one in (case, step))
         body.append((_shape(case), CLIENTS.get(client, client), *cells))
-    return _table("Times as fast as Megatron's all-to-all dispatcher over Gloo", head, body, rows)
+    return _table(title, head, body, rows)
+
+
+_CLIENT_TABLES = {name: functools.partial(_client_table, name) for name in FRAMEWORKS}
 
 
 def _reshard_table(rows: Sequence[Row]) -> str:
@@ -216,7 +237,14 @@ def _reshard_table(rows: Sequence[Row]) -> str:
     return _table("Reshard", head, body, rows)
 
 
-TABLES = (_row_table, _decode_table, _baseline_table, _node_table, _megatron_table, _reshard_table)
+TABLES: tuple[Table, ...] = (
+    _row_table,
+    _decode_table,
+    _baseline_table,
+    _node_table,
+    *_CLIENT_TABLES.values(),
+    _reshard_table,
+)
 
 
 def _table(
