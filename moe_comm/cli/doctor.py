@@ -50,6 +50,7 @@ def examine() -> list[Finding]:
         _module("triton", "tensor work on a GPU with the collective backend: pip install triton"),
         _module("megatron.core", "a client: pip install megatron-core", "megatron-core"),
         _module("torchtitan", "a client: pip install torchtitan"),
+        _module("transformers", "a client: pip install transformers accelerate"),
         _module("deep_ep", 'GPU kernels for backend="deep_ep": see its own installation guide'),
         *examine_gpus(),
         *examine_internode(),

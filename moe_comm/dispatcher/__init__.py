@@ -1,7 +1,7 @@
 """Token dispatchers: one for anybody's MoE layer, and the shapes that frameworks expect.
 
-`plain.TokenDispatcher` is for layers of one's own. The modules `megatron`, `torchtitan`, `sglang` and
-`vllm` speak the protocol of the framework they are named after; none needs it to be installed.
+`plain.TokenDispatcher` is for layers of one's own. The modules `megatron`, `torchtitan`,
+`transformers`, `sglang` and `vllm` speak the protocol of the framework they are named after; none needs it to be installed.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +273,27 @@ def test_ranks_with_different_options_are_told(checkpoints: dict[str, str]) -> N
     with pytest.raises(RankError, match=met) as caught:
         run_fresh(load_with_own_options, 2, checkpoints["qwen3_moe"])
     assert re.search(f"--- rank 1: ValueError.*{met}", str(caught.value))
+
+
+def test_the_example_trains_and_generates() -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "train_transformers.py"
+    sizes = ["--steps", "6", "--hidden", "32", "--context", "32", "--text-bytes", "20000"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ended = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", example, *sizes],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [line.split("│")[1:-1] for line in ended.stdout.splitlines() if line.count("│") == 4]
+    assert [way.strip() for way, _, _ in rows] == ["all_to_all", "moe_comm"]
+    assert "def __init__(self, " in ended.stdout
+    assert "both learn the same" in ended.stdout
+
+
+def test_the_example_is_started_by_torchrun() -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "train_transformers.py"
+    ended = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=200)
+    assert ended.returncode != 0
+    assert "torchrun --nproc-per-node 2" in ended.stderr

@@ -172,7 +172,7 @@ def break_check(name: str, document: Document) -> None:
 
 
 def break_machine(name: str, document: Document) -> None:
-    if name == "nodes_2x2":
+    if name == "decode_4_ranks":
         document["environment"]["cores"] = 64
 
 
@@ -195,7 +195,7 @@ def break_cases(name: str, document: Document) -> None:
     ("change", "message"),
     [
         (break_check, r"fp8_2_ranks\.json holds wrong results: expected ok, found .*row 3 differs"),
-        (break_machine, r"node_reduction_2x2\.json of .* 2 cores.*nodes_2x2\.json of .* 64 cores"),
+        (break_machine, r"decode_2_ranks\.json of .* 2 cores.*decode_4_ranks\.json of .* 64 cores"),
         (break_form, r"decode_2_ranks\.json holds no results"),
         (break_roof, "needs the roof of dispatch"),
         (break_cases, r"train_4_ranks\.json: expected one case with .*dispatch.*, found 0"),

@@ -18,7 +18,7 @@ def test_every_missing_thing_has_a_remedy() -> None:
 
 def test_clients_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {finding.name for finding in doctor.examine()}
-    assert {"triton", "megatron-core", "torchtitan", "deep_ep"} <= names
+    assert {"triton", "megatron-core", "torchtitan", "transformers", "deep_ep"} <= names
     monkeypatch.setitem(sys.modules, "deep_ep", types.ModuleType("deep_ep"))
     found = {finding.name: finding for finding in doctor.examine()}
     assert found["deep_ep"].is_present
