@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import subprocess
@@ -23,7 +24,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from benchmarks import clients, transformers_experts
 from moe_comm import FP8_BLOCK128, Quantization
+from moe_comm.cli.bench.result import to_json
 from moe_comm.dispatcher.transformers import register
 from moe_comm.quantized import dequantize, quantize
 from moe_comm.testing import RankContext, RankError, run_ranks
@@ -297,3 +300,29 @@ def test_the_example_is_started_by_torchrun() -> None:
     ended = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=200)
     assert ended.returncode != 0
     assert "torchrun --nproc-per-node 2" in ended.stderr
+
+
+def test_the_benchmark_checks_and_times_both_ways() -> None:
+    framework = transformers_experts.FRAMEWORK
+    case = dataclasses.replace(
+        framework.case, num_ranks=2, num_tokens=24, hidden=64, num_experts=8, num_topk=2
+    )
+    document = to_json({}, clients.bench(framework, case), {})
+    found = {(row["client"], row["op"]): row for row in document["cases"]}
+    ops = [f"transformers_{phase}" for phase in ("forward", "backward", "step")]
+    ways = (transformers_experts.ORACLE, transformers_experts.CLIENT)
+    assert set(found) == {(way, op) for way in ways for op in ops}
+    for (way, _), row in found.items():
+        assert (row["ranks"], row["tokens"], row["topk"], row["check"]) == (2, 24, 2, "ok")
+        is_oracle = way == transformers_experts.ORACLE
+        assert set(row["speedup"]) == (set() if is_oracle else {transformers_experts.ORACLE})
+        assert row["backend"] == ("gloo" if is_oracle else "host")
+
+
+def test_the_benchmark_finds_a_wrong_row() -> None:
+    expected = {"y": torch.ones(3, 4)}
+    clients.check("oracle", "client", expected, {"y": torch.ones(3, 4)})
+    wrong = torch.ones(3, 4)
+    wrong[1, 2] = 1.1
+    with pytest.raises(ValueError, match=r"client: a row of y differs from oracle by 0\.05"):
+        clients.check("oracle", "client", expected, {"y": wrong})
