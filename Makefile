@@ -144,11 +144,14 @@ test-mpi: build  ## What needs an MPI on this machine, where there is one
 	fi
 
 # Beside the environment, without the torch that accelerate would fetch once more.
+SINCE_3_11 = ; python_version >= '3.11'
 .PHONY: test-transformers
 test-transformers: build  ## Models of transformers over this package: training, generating, all to all
-	$(install) --upgrade --no-deps --target build/transformers transformers accelerate
-	$(install) --upgrade --target build/transformers \
-	  huggingface-hub psutil pyyaml regex safetensors tokenizers
+	$(install) --upgrade --no-deps --target build/transformers \
+	  "transformers$(SINCE_3_11)" "accelerate$(SINCE_3_11)"
+	$(install) --upgrade --target build/transformers "huggingface-hub$(SINCE_3_11)" \
+	  "psutil$(SINCE_3_11)" "pyyaml$(SINCE_3_11)" "regex$(SINCE_3_11)" \
+	  "safetensors$(SINCE_3_11)" "tokenizers$(SINCE_3_11)"
 	PYTHONPATH="$(CURDIR)/build/transformers" $(BIN)/python -m pytest -m "not slow" -rs \
 	  tests/multiprocess/test_transformers.py $(TEST_ARGS)
 

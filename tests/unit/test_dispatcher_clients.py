@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from moe_comm.dispatcher import transformers
 from tests.helpers.failing_ranks import PROGRAM_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,3 +154,34 @@ def test_the_code_of_a_page_runs(page: str) -> None:
     # The loop over the suite stands for any target: a case is enough here.
     suite = blocks[2].replace("in DISPATCHER_CASES", "in DISPATCHER_CASES[:1]")
     run("\n".join([blocks[0], check, blocks[1], suite]))
+
+
+def test_transformers_without_a_registry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(_: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = None
+    with pytest.raises(ImportError, match=r"transformers 5\.23 or later is needed.* there is none"):
+        transformers.register()
+    found = "5.22.0"
+    for package in ("transformers", "transformers.distributed"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    without = types.ModuleType("transformers.distributed.expert_parallel")
+    for module in (None, without):  # earlier versions have no such module, or no registry in it
+        monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", module)
+        with pytest.raises(ImportError, match=r"5\.23 or later is needed.* there is 5\.22\.0"):
+            transformers.register()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "found"),
+    [("name", None, "None"), ("quantization", "fp8", "str"), ("backend", 3, "3")],
+)
+def test_transformers_options_of_a_wrong_type_are_refused(
+    argument: str, value: object, found: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"{argument} must be .*got {found}"):
+        transformers.register(**{argument: value})  # type: ignore[arg-type]
