@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import heapq
 import itertools
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ ALONE = "alone: "
 LATER = ("full", "slow", "clock", "gpu", "multinode", "benchmark")
 """Marks of tests that are in no sample: `make test` runs none of them."""
 LEAST_MARGIN = 5
+_QUANTIZATION_IN_NAME = re.compile(r"^(fp8-block128|mxfp8)-.*(rows|columns)-(?=\w+-\d+$)")
+_FEW_RANKS = 3
+"""Classes of numbers of ranks: each up to this one, and more."""
+_CHEAP_ELEMENTS = 50_000
+"""Of rows that a case sends, as many as take about as long as the calls themselves."""
 
 
 def sample(
@@ -129,9 +135,15 @@ def _only(names: Iterable[str], attributes: Attributes) -> Attributes:
 
 
 def _cost_of(parameters: Mapping[str, Any]) -> float:
-    """Of a test with ranks: every one works out what all of them must find."""
-    ranks = [getattr(value, "num_ranks", 1) for value in parameters.values()]
-    return float(max(ranks, default=1) ** 2 + 4)
+    """Of a test with ranks: every one works out what all of them must find, row by row."""
+    costs = [1.0]
+    for value in parameters.values():
+        num_ranks = getattr(value, "num_ranks", 1)
+        costs.append(num_ranks**2 + 4)
+        if isinstance(value, Case):
+            num_elements = sum(value.num_tokens) * value.num_topk * value.hidden
+            costs[-1] *= 1 + num_elements / _CHEAP_ELEMENTS
+    return max(costs)
 
 
 def attributes_of(parameters: Mapping[str, Any]) -> dict[str, Hashable]:
@@ -176,15 +188,21 @@ def _plain(value: Any) -> Hashable:
 
 
 def idea_of(case: Case) -> str:
-    """The name of a case without its layout: what it is there for."""
-    return case.name.removeprefix(f"{case.layout.name.lower().replace('_', '-')}-")
+    """The name of a case without its layout: what it is there for.
+
+    The list of cases has products too, in which alignments and quantisations are named beside
+    something else. Those are attributes: here the name is that of the rest.
+    """
+    name = case.name.removeprefix(f"{case.layout.name.lower().replace('_', '-')}-")
+    name = name.removesuffix(f"-alignment-{case.expert_alignment}").removesuffix("-quantized")
+    return _QUANTIZATION_IN_NAME.sub("quantized-", name)
 
 
 def _attributes_of_case(case: Case) -> dict[str, Hashable]:
     """What code branches on, sizes in classes; and once each, what the case is there for."""
     return {
         "layout": str(case.layout),
-        "num_ranks": case.num_ranks,
+        "num_ranks": case.num_ranks if case.num_ranks <= _FEW_RANKS else "more",
         "dtype": str(case.dtype),
         "rows": _kind_of_rows(case),
         "routing": case.routing,

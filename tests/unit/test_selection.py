@@ -96,7 +96,7 @@ def test_a_list_of_one_parameter_is_kept(strength: int) -> None:
 
 def test_every_idea_behind_a_case_is_in_the_sample() -> None:
     chosen = [CASES[idx] for idx in sample(PRODUCTS["cases"])]
-    assert len({idea_of(case) for case in CASES}) > 100
+    assert len({idea_of(case) for case in CASES}) > 90
     for what in (idea_of, lambda case: case.quantization, lambda case: case.pair):
         assert {what(case) for case in chosen} == {what(case) for case in CASES}
 
