@@ -26,6 +26,8 @@ HANG_S = 60.0
 """Limit for what should take a second; only a hang reaches it."""
 PROGRAM_S = 200.0
 """Limit for a program that a test starts: torch has to be loaded first."""
+LONG_S = 1000.0
+"""A limit beyond what any test may take: a rank which is told by it fails the test."""
 SHORT_S = 3.0
 """A limit that tests let run out. Where no other rank may be late by it, a test is marked `clock`."""
 PF_EXITING = 0x4
@@ -43,6 +45,31 @@ def config_for(num_ranks: int, num_tokens: int = 64, hidden: int = 64) -> EpConf
 
 def gather_pids(comm: Communicator) -> list[int]:
     return [int(pid) for pid in comm.all_gather(str(os.getpid()).encode())]
+
+
+class _Experts(torch.autograd.Function):
+    """Experts of a user; their backward may fail."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, fails: bool) -> torch.Tensor:
+        ctx.fails = fails
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.fails:
+            raise ArithmeticError("a fault of the user's")
+        return gradients[0], None
+
+
+def backward(buffer: EpBuffer, how: str, is_lost: bool) -> None:
+    """Forward of a layer, then its backward as far as it comes; `how`: "raises" or "skips"."""
+    x, topk_idx = inputs(buffer, 1)
+    result = moe_comm.dispatch(x.requires_grad_(), topk_idx, buffer=buffer)
+    rows = _Experts.apply(result.x, is_lost and how == "raises")
+    y = moe_comm.combine(rows, result.handle, buffer=buffer)
+    if not is_lost or how == "raises":
+        y.float().sum().backward()
 
 
 def meet(context: RankContext, living: Collection[int] | None = None) -> None:

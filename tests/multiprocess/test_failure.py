@@ -6,8 +6,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -44,6 +42,8 @@ from tests.helpers.failing_ranks import (
     wait_for,
     when_waiting,
 )
+from tests.helpers.fresh_python import FreshPython
+from tests.helpers.source_tree import ROOT
 
 Told = tuple[str, tuple[int, ...], str, int, str]
 
@@ -506,16 +506,14 @@ def test_exit_without_destroy(how: str, tmp_path: Path) -> None:
     """Python ends in good order whatever is alive, and peers hear of it."""
 
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _EXITING_RANKS, str(rank), str(tmp_path / "store"), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=Path(__file__).parents[2],
+        FreshPython(
+            *("-c", _EXITING_RANKS, str(rank), str(tmp_path / "store"), how),
+            cwd=ROOT,
+            merges_errors=True,
         )
         for rank in range(2)
     ]
-    output = [rank.communicate(timeout=PROGRAM_S)[0] for rank in ranks]
+    output = [rank.communicate(PROGRAM_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 7], output
     assert "told: rank 1 " in output[0]
     assert "rror" not in output[1], output[1]

@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,6 +29,8 @@ from tests.helpers.failing_ranks import (
     steps_until_error,
     wait_for,
 )
+from tests.helpers.fresh_python import run_python
+from tests.helpers.source_tree import ROOT
 
 
 class _Samples(Dataset[torch.Tensor]):
@@ -207,12 +208,5 @@ print("parent works")
 
 def test_child_that_exits_through_python() -> None:
     """All of Python's own end runs in the child: exit functions, module teardown, destructors."""
-    result = subprocess.run(
-        [sys.executable, "-c", _EXITING_CHILD],
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_S,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
+    result = run_python("-c", _EXITING_CHILD, timeout=PROGRAM_S, cwd=ROOT)
     assert (result.returncode, result.stdout, result.stderr) == (0, "parent works\n", "")

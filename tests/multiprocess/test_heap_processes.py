@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from moe_comm import _host
+from tests.helpers import fresh_python
 from tests.helpers import heap_ranks as steps
 from tests.helpers.heap_ranks import MIB, WAIT_S, RankProcess, rank_processes
 
@@ -183,8 +184,7 @@ def test_a_dispatch_names_the_limit_that_keeps_its_rows_out() -> None:
             print("refused", error.available_bytes, error)
         """
     # The whole package: run_python() has its native module alone.
-    program = [sys.executable, "-c", textwrap.dedent(script)]
-    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=2 * WAIT_S)
+    ended = fresh_python.run_python("-c", textwrap.dedent(script), timeout=2 * WAIT_S)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("refused 100000 rank 0 needs "), ended.stdout
     assert "RLIMIT_FSIZE is 100000 bytes" in ended.stdout

@@ -6,56 +6,30 @@ Every limit is longer than a test may take, so that a rank which is told by a li
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import moe_comm
 from moe_comm import Communicator, EpBuffer
 from moe_comm.resharding.batched_copy import BatchedCopy
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
+    LONG_S,
     PROGRAM_S,
+    backward,
     config_for,
     error_of,
     inputs,
     meet,
     step,
 )
+from tests.helpers.fresh_python import FreshPython
+from tests.helpers.source_tree import ROOT
 
-LONG_S = 1000.0
 TEST_S = 150.0
 LOST = 2
-
-
-class _Experts(torch.autograd.Function):
-    """Experts of a user; their backward may fail."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, fails: bool) -> torch.Tensor:
-        ctx.fails = fails
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.fails:
-            raise ArithmeticError("a fault of the user's")
-        return gradients[0], None
-
-
-def _backward(buffer: EpBuffer, how: str, is_lost: bool) -> None:
-    """Forward of a layer, then its backward as far as it comes."""
-    x, topk_idx = inputs(buffer, 1)
-    result = moe_comm.dispatch(x.requires_grad_(), topk_idx, buffer=buffer)
-    rows = _Experts.apply(result.x, is_lost and how == "raises")
-    y = moe_comm.combine(rows, result.handle, buffer=buffer)
-    if not is_lost or how == "raises":
-        y.float().sum().backward()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +78,12 @@ def _lose(context: RankContext, how: str, what: str) -> tuple[str, tuple[int, ..
     meet(context)
     error: BaseException | None = None
     if context.rank_idx != LOST:
-        error = error_of(lambda: _backward(own, how, is_lost=False))
+        error = error_of(lambda: backward(own, how, is_lost=False))
     else:
         if how == "skips":
-            _backward(own, how, is_lost=True)
+            backward(own, how, is_lost=True)
         else:
-            fault = error_of(lambda: _backward(own, how, is_lost=True))
+            fault = error_of(lambda: backward(own, how, is_lost=True))
             assert isinstance(fault, ArithmeticError), repr(fault)
         if what in RETURNS:
             NEXT[what](on)
@@ -153,9 +127,8 @@ def test_others_are_told_what_the_rank_does_instead(how: str, what: str, mode: s
 _ENDING_RANKS = """
 import sys, torch, moe_comm
 from tests.helpers.failing_ranks import *
-from tests.multiprocess.test_lost_backward import LONG_S, LOST, _backward
 import torch.distributed as dist
-rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, store, how, LOST = int(sys.argv[1]), sys.argv[2], sys.argv[3], 2
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
 comm = moe_comm.Communicator(backend="host", stall_timeout_s=LONG_S, arrival_timeout_s=LONG_S)
 buffer = moe_comm.EpBuffer(comm, config_for(3))
@@ -163,16 +136,16 @@ step(buffer, 0)
 dist.destroy_process_group()  # Gloo's threads may not outlive Python
 if how == "raises out of main" or rank != LOST:
     try:
-        _backward(buffer, "raises", rank == LOST)
+        backward(buffer, "raises", rank == LOST)
     except moe_comm.PeerFailedError as error:
         assert error.ranks == (LOST,), repr(error)
         print("told:", error)
         sys.exit(0)
 elif how == "exits":
-    error = error_of(lambda: _backward(buffer, "raises", True))
+    error = error_of(lambda: backward(buffer, "raises", True))
     sys.exit(7)
 else:
-    error_of(lambda: _backward(buffer, "raises", True))
+    error_of(lambda: backward(buffer, "raises", True))
     os._exit(7)
 """
 
@@ -187,16 +160,14 @@ else:
 )
 def test_others_are_told_that_the_process_ends(how: str, tmp_path: Path) -> None:
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _ENDING_RANKS, str(rank), str(tmp_path / "store"), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=Path(__file__).parents[2],
+        FreshPython(
+            *("-c", _ENDING_RANKS, str(rank), str(tmp_path / "store"), how),
+            cwd=ROOT,
+            merges_errors=True,
         )
         for rank in range(3)
     ]
-    output = [rank.communicate(timeout=PROGRAM_S)[0] for rank in ranks]
+    output = [rank.communicate(PROGRAM_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks[:LOST]] == [0, 0], output
     assert ranks[LOST].returncode == (1 if how == "raises out of main" else 7), output
     for text in output[:LOST]:

@@ -112,13 +112,15 @@ def cases(draw: st.DrawFn, rank_counts: tuple[int, ...] = (1, 2, 3, 4)) -> Case:
     return in_layout(case, layout)
 
 
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_a_few_drawn_cases(case: Case) -> None:
+    check_case(Target(name="host"), case, mode="threads")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param("reference", "threads", marks=pytest.mark.full),
-        ("host", "threads"),
-        pytest.param("collective", "processes", marks=pytest.mark.full),
-    ],
+    ("name", "mode"), [("reference", "threads"), ("host", "threads"), ("collective", "processes")]
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +37,7 @@ from tests.helpers.failing_ranks import (
     wait_for,
     when_waiting,
 )
+from tests.helpers.fresh_python import run_python
 
 Told = tuple[str, tuple[int, ...], str]
 FAR_S = 600.0
@@ -155,13 +154,7 @@ except moe_comm.CapacityError as error:
 
 def test_the_first_error_of_a_process_may_come_from_the_heap() -> None:
     """The heap is another module's: its exceptions cross into the emulator's, which has thrown none."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FIRST_ERROR],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PROGRAM_S,
-    )
+    done = run_python("-c", _FIRST_ERROR, timeout=PROGRAM_S)
     assert (done.returncode, done.stdout.strip()) == (0, str(4 * 2 << 20)), done.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import moe_comm.compat.deep_ep
 from moe_comm import compat
+from tests.helpers import fresh_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,9 +114,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.delenv("MOE_COMM_COMPAT", raising=False)
         if names is not None:
             monkeypatch.setenv("MOE_COMM_COMPAT", names)
-        return subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        return fresh_python.run_python(*command, cwd=tmp_path)
 
     return run_python
 

@@ -16,6 +16,7 @@ from moe_comm import Communicator, cuda_devices
 from moe_comm.bootstrap import RankThreads
 from moe_comm.cli import doctor_gpu
 from moe_comm.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
+from tests.helpers.fresh_python import run_python
 from tests.helpers.on_device import NUM_SMS
 from tests.helpers.source_tree import ROOT, run
 
@@ -38,9 +39,7 @@ def test_it_is_imported_without_a_driver() -> None:
         "count, reason = m.count_devices();"
         "print(m.ARCHITECTURES != '', m.CUDA_VERSION >= 12080, (count > 0) == (reason == ''))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_python("-c", code, cwd=ROOT)
     assert done.stdout.split() == ["True", "True", "True"], done.stderr
 
 

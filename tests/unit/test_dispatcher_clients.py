@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from moe_comm.dispatcher import transformers
 from tests.helpers.failing_ranks import PROGRAM_S
+from tests.helpers.fresh_python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,13 +109,7 @@ assert vllm.FusedMoEActivationFormat.Standard
 
 def run(code: str, *folders: Path) -> None:
     first = f"import sys; sys.path[:0] = {[str(folder) for folder in [*folders, ROOT]]}\n"
-    ended = subprocess.run(
-        [sys.executable, "-c", first + code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PROGRAM_S,
-    )
+    ended = run_python("-c", first + code, timeout=PROGRAM_S)
     assert ended.returncode == 0, ended.stderr
 
 

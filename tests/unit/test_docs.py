@@ -7,8 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ import moe_comm
 import moe_comm.resharding
 from moe_comm.cli.app import app
 from moe_comm.resharding import Parallelism
+from tests.helpers.fresh_python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -121,9 +120,7 @@ def test_readme_example_runs() -> None:
         "buffer.destroy(); comm.destroy(); print('done')\n"
     )
     parts = (example, check, quantization, check_quantization, capacity, check_capacity)
-    run = subprocess.run(
-        [sys.executable, "-c", "\n".join(parts)], capture_output=True, text=True, check=False
-    )
+    run = run_python("-c", "\n".join(parts))
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["done"]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
+
+from tests.helpers.fresh_python import run_python
 
 PROGRAM = """
 import json, sys
@@ -22,12 +23,8 @@ NUM_MAX_STDLIB_MODULES = 40
 
 def modules_added_by(statement: str) -> list[str]:
     """Modules that `statement` loads in a fresh interpreter that has imported torch."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(statement=statement)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = run_python("-c", PROGRAM.format(statement=statement))
+    assert run.returncode == 0, run.stderr
     added: list[str] = json.loads(run.stdout.splitlines()[-1])
     return added
 

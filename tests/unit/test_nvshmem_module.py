@@ -18,6 +18,7 @@ import torch
 from moe_comm import Communicator, nvshmem
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.cli import doctor_gpu
+from tests.helpers.fresh_python import run_python
 from tests.helpers.source_tree import ROOT, run
 
 IS_BUILT = importlib.util.find_spec(nvshmem.NVSHMEM_MODULE) is not None
@@ -36,8 +37,12 @@ def module_file() -> str:
 
 def in_process(code: str, **environment: str) -> str:
     """Standard output of `code` in a Python of its own: a process loads NVSHMEM once."""
-    words = ["env", *(f"{name}={value}" for name, value in environment.items())]
-    return run(*words, sys.executable, "-c", code, cwd=ROOT).strip()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        done = run_python("-c", code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 @needs_module

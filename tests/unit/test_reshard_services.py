@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,6 +30,7 @@ from moe_comm.resharding.copy_services.queued_copy_service import (
     copy_pair,
 )
 from tests.helpers.failing_ranks import HANG_S
+from tests.helpers.fresh_python import run_python
 
 # ---------------------------------------------------------------------------------------------
 # Copies within a rank.
@@ -508,5 +507,5 @@ def test_import_needs_nothing_optional() -> None:
         "print([name for name in sys.modules if name.split('.')[0] in "
         "('cupy', 'nvshmem', 'cuda', 'megatron', 'nixl')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = run_python("-c", code)
+    assert done.stdout.strip() == "[]", done.stderr
