@@ -12,8 +12,12 @@ import torch
 from tests.helpers.selection import check_margin, mark_what_no_sample_has
 
 BASE_SEED = 20260
-# What test modules load; hundreds of ranks would each load it again.
-PRELOADED = ["pytest", "torch.distributed", "moe_comm.resharding", "moe_comm.cli.bench.worker"]
+# What test modules load; hundreds of ranks would each load it again. torch.compile is the longest of
+# all, and torchtitan brings it along.
+PRELOADED = [
+    *("pytest", "hypothesis", "torch.distributed", "torch._dynamo"),
+    *("moe_comm.resharding", "moe_comm.cli.bench.worker", "moe_comm.dispatcher.torchtitan"),
+]
 # And where tests of a client run, what takes long of it.
 PRELOADED_FOR = {"test_transformers": ["transformers.models.qwen3_moe.modeling_qwen3_moe"]}
 
@@ -28,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     environment = pytest.MonkeyPatch()
     environment.setenv("MOE_COMM_POISON", "1")
     environment.setenv("OMP_NUM_THREADS", "1")
+    # Else every process that compiles starts others to compile for it, which load torch first.
+    environment.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # As wide as a pipe is without it; xdist sets it in its workers.
     environment.delenv("COLUMNS", raising=False)
     if not torch.cuda.is_available():

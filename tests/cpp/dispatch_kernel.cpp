@@ -149,6 +149,8 @@ int main(int argc, char** argv) {
     } catch (const std::exception& error) {
       ++num_failed;
       std::printf("%s: %s\n", test.name.c_str(), error.what());
+      if (argc > 1)  // the fault has been seen
+        return 1;
     }
   }
   if (num_failed == 0)

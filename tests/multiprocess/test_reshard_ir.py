@@ -336,7 +336,12 @@ def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
     ("kind", "dies", "errors"),
     [
         ("pair", True, {2: r"PeerFailedError: .*from rank 1 to ranks \(2,\).*8 bytes"}),
-        ("pair", False, {2: r"PeerTimeoutError: .*from rank 1 to ranks \(2,\).*8 bytes"}),
+        pytest.param(
+            "pair",
+            False,
+            {2: r"PeerTimeoutError: .*from rank 1 to ranks \(2,\).*8 bytes"},
+            marks=pytest.mark.full,  # waits as the others do
+        ),
         (
             "broadcast",
             False,

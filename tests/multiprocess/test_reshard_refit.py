@@ -66,8 +66,14 @@ def _same_processes(context: RankContext, pairs: list[tuple[str, str]]) -> list[
     return wrong
 
 
-def test_over_the_same_processes() -> None:
-    pairs = [("tp2.ep2", "tp4.ep1"), ("ep4", "tp2.ep2"), ("pp2.tp2", "ep2.tp2")]
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("tp2.ep2", "tp4.ep1"), ("pp2.tp2", "ep2.tp2")],
+        pytest.param([("ep4", "tp2.ep2"), ("tp4.ep1", "tp2.ep2")], marks=pytest.mark.full),
+    ],
+)
+def test_over_the_same_processes(pairs: list[tuple[str, str]]) -> None:
     assert run_ranks(_same_processes, 4, pairs) == [[], [], [], []]
 
 

@@ -55,13 +55,18 @@ def tokens(num_tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("weighted_by", "compiler", "router"),
     [
-        pytest.param(weighted_by, *case.values, id=f"{weighted_by}-{case.id}", marks=case.marks)
-        for weighted_by, case in [
-            ("dispatch", AOT_EAGER_CASE),
-            ("combine", AOT_EAGER_CASE),
-            ("dispatch", EAGER_KERNELS_CASE),
-            ("combine", EAGER_KERNELS_CASE),
-            ("combine", INDUCTOR_CASE),
+        pytest.param(
+            weighted_by,
+            *case.values,
+            id=f"{weighted_by}-{case.id}",
+            marks=[*case.marks, *([] if is_short else [pytest.mark.full])],
+        )
+        for weighted_by, case, is_short in [
+            ("dispatch", AOT_EAGER_CASE, False),
+            ("combine", AOT_EAGER_CASE, True),
+            ("dispatch", EAGER_KERNELS_CASE, True),
+            ("combine", EAGER_KERNELS_CASE, False),
+            ("combine", INDUCTOR_CASE, False),
         ]
     ],
 )
