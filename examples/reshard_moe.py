@@ -198,7 +198,9 @@ def run(settings: Settings, console: Console) -> tuple[list[float], list[dict[st
     """Start the processes; the loss of every round, and what every model generated in it."""
     losses: list[float] = []
     parts: list[dict[str, dict[int, Any]]] = [{} for _ in range(settings.num_rounds)]
-    results = torch.multiprocessing.get_context("forkserver").SimpleQueue()
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "torch._dynamo"])  # which every optimizer loads
+    results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder, console.status("starting") as status:
         ranks = torch.multiprocessing.start_processes(
             run_rank,

@@ -385,6 +385,7 @@ def run(
         seed: Of the moments and the victims.
     """
     context = multiprocessing.get_context("forkserver")  # it loads torch once, for all ranks
+    context.set_forkserver_preload(["__main__", "torch._dynamo"])  # which every optimizer loads
     draw = random.Random(seed)
     living: dict[Connection, Any] = {}
     silent: set[Connection] = set()  # those that are not part of it yet

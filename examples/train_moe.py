@@ -339,7 +339,9 @@ def run(num_ranks: int, options: Options, progress: Progress) -> RunResult:
     start = said_at = time.monotonic()
     if not progress.console.is_terminal:
         progress.console.print(f"{name}: starting")
-    results = torch.multiprocessing.get_context("forkserver").SimpleQueue()
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "torch._dynamo"])  # which every optimizer loads
+    results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = torch.multiprocessing.start_processes(
             run_rank,

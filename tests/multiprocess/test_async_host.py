@@ -146,7 +146,7 @@ def _destroy_in_flight(context: RankContext, folder: str) -> None:
     comm.destroy()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["processes", pytest.param("threads", marks=pytest.mark.full)])
 def test_destroy_with_operations_in_flight(mode: str, tmp_path: Path) -> None:
     run_ranks(_destroy_in_flight, 2, str(tmp_path), mode=mode)
 

@@ -80,7 +80,12 @@ def _die_at_random(context: RankContext, victim: int, delay_s: float, hidden: in
 
 @pytest.mark.parametrize(
     ("num_ranks", "victim", "delay_s", "hidden"),
-    [(2, 0, 0.002, 64), (3, 2, 0.05, 64), (4, 1, 0.1, 2048), (3, 0, 0.25, 4096)],
+    [
+        (2, 0, 0.002, 64),
+        pytest.param(3, 2, 0.05, 64, marks=pytest.mark.full),
+        (4, 1, 0.1, 2048),
+        pytest.param(3, 0, 0.25, 4096, marks=pytest.mark.full),
+    ],
 )
 def test_death_at_any_moment(num_ranks: int, victim: int, delay_s: float, hidden: int) -> None:
     results = run_ranks(
@@ -179,7 +184,7 @@ def _die_while_connecting(context: RankContext, victim: int, folder: str) -> Tol
     return told(error_of(lambda: Communicator(context.group, backend="host")))
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_death_while_a_communicator_is_made(victim: int, tmp_path: Path) -> None:
     results = run_ranks(
         _die_while_connecting, 3, victim, str(tmp_path), fresh=True, expect_dead=[victim]

@@ -286,6 +286,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("backend", "mode"), [("reference", "threads"), ("host", "threads")])
 def test_gradients_are_whole(backend: str, mode: str, name: str) -> None:
@@ -512,6 +513,7 @@ def clash(context: RankContext, backend: str, how: str, layout: Layout) -> list[
     return said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "buffer"])
 @pytest.mark.parametrize(
     ("backend", "mode"),

@@ -16,7 +16,11 @@ from tests.helpers import rail_ranks
 from tests.helpers.failing_ranks import HANG_S
 from tests.helpers.rail_ranks import Shape
 
-SHAPES = [Shape(2, 1, "gloo"), Shape(4, 2, "gloo"), Shape(3, 1, "gloo")]
+SHAPES = [
+    pytest.param(Shape(2, 1, "gloo"), marks=pytest.mark.full),
+    Shape(4, 2, "gloo"),
+    Shape(3, 1, "gloo"),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

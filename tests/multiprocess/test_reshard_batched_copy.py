@@ -114,7 +114,7 @@ def _die_and_recover(context: RankContext, delay_s: float) -> Told:
     return told(error)
 
 
-@pytest.mark.parametrize("delay_s", [0.003, 0.06])
+@pytest.mark.parametrize("delay_s", [pytest.param(0.003, marks=pytest.mark.full), 0.06])
 def test_death_is_named_and_the_living_go_on(delay_s: float) -> None:
     results = run_ranks(_die_and_recover, 4, delay_s, fresh=True, expect_dead=[2])
     for rank_idx in (0, 1, 3):

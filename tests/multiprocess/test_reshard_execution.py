@@ -154,11 +154,16 @@ def test_between_layouts(layouts: tuple[str, str], transport: str, shape: MoESha
     run(_between_layouts, layouts, transport, shape)
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS[:2], ids="-".join)
+@pytest.mark.parametrize(
+    "layouts",
+    [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.full)],
+    ids="-".join,
+)
 def test_between_layouts_over_gloo(layouts: tuple[str, str]) -> None:
     run(_between_layouts, layouts, "gloo", SHAPE, mode="processes")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["symmetric", "heap"])
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
@@ -258,6 +263,7 @@ class SequentialExperts(nn.Module):
             self.local_experts.append(expert)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [GroupedExperts, SequentialExperts])
 @pytest.mark.parametrize(
     "layouts", [("ep4", "ep2.etp2"), ("ep2.etp2", "etp4"), ("single", "ep4")], ids="-".join

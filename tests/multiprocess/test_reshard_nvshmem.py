@@ -104,7 +104,9 @@ def _die_while_others_copy(
     return type(error).__name__, error.ranks
 
 
-@pytest.mark.parametrize(("victim", "delay_s"), [(1, 0.01), (0, 0.2)])
+@pytest.mark.parametrize(
+    ("victim", "delay_s"), [(1, 0.01), pytest.param(0, 0.2, marks=pytest.mark.full)]
+)
 def test_a_pe_that_dies_is_named(victim: int, delay_s: float) -> None:
     told = run_ranks(_die_while_others_copy, 3, victim, delay_s, fresh=True, expect_dead=[victim])
     for rank_idx, result in enumerate(told):

@@ -157,6 +157,7 @@ def test_all_ranks_of_a_face_end_alike(family: str, step: int) -> None:
 
 
 @STEPS
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("backend", ["host", "collective"])
 def test_all_ranks_end_alike(family: str, backend: str, step: int) -> None:
