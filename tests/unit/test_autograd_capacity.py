@@ -168,6 +168,7 @@ def test_gradcheck(buffer: EpBuffer, capacity: Capacity) -> None:
     assert torch.autograd.gradcheck(function, (x, topk_weights))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_overflow", ["drop", "raise", "grow"])
 def test_a_fixed_number_of_rows_is_a_static_shape(buffer: EpBuffer, on_overflow: str) -> None:
     capacity = Capacity(num_rows=40, on_overflow=on_overflow)
@@ -188,6 +189,7 @@ def test_a_fixed_number_of_rows_is_a_static_shape(buffer: EpBuffer, on_overflow:
         assert compiled(x, topk_idx).shape == (4, 10, HIDDEN)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_overflow_raises_and_the_buffer_goes_on(buffer: EpBuffer, is_compiled: bool) -> None:
     def layer(x: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:

@@ -119,6 +119,7 @@ def test_forward_has_the_bits_of_the_buffer_and_backward_those_without_quantisat
     assert torch.equal(grads[0][1], grads[1][1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("quantization", [FP8_BLOCK128, MXFP8])
 def test_a_small_gradient_arrives_as_it_is(
@@ -303,6 +304,7 @@ def test_a_compiled_layer_has_the_bits_of_the_eager_one(
         assert bool(expected["x"].any()) == (num_tokens > 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("buffer", ["host"], indirect=True)
 @pytest.mark.parametrize("reads", ["kernel", "dequantize"])
 @pytest.mark.parametrize("compiler", [{"backend": "aot_eager"}, EAGER_KERNELS])
@@ -355,6 +357,7 @@ def selective() -> object:
     return create_selective_checkpoint_contexts(list(moe_comm.SAVED_OPERATORS))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_selective_checkpointing_does_not_communicate_again(
     buffer: EpBuffer, is_compiled: bool
@@ -371,6 +374,7 @@ def test_selective_checkpointing_does_not_communicate_again(
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("with_weights", [False, True])
 @pytest.mark.parametrize("is_column_major", [False, True])

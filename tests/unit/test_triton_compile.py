@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.fresh_python import run_python
 
 pytest.importorskip("triton")
 
@@ -93,12 +93,7 @@ def test_kernels_compile_to_ieee_operations(
     """Rounded one by one, to nearest, with subnormals: no fused, approximate or flushing operation."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(compute_capability)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_python("-c", PROGRAM, str(compute_capability))
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     ieee = {f"{operation}.rn.{wide}" for operation in ("add", "mul") for wide in ("f32", "f64")}

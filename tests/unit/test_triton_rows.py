@@ -38,6 +38,7 @@ def positions_of(num_tokens: int, num_topk: int, num_rows: int) -> torch.Tensor:
     return torch.randint(-1, num_rows, (num_tokens, num_topk)).to(DEVICE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unpermute_has_the_bits_of_the_reference(dtype: torch.dtype, has_weights: bool) -> None:
