@@ -162,9 +162,17 @@ std::shared_ptr<std::byte> CudaDevice::allocate_host(int64_t bytes) {
   return pool_->allocate(MemoryKind::kHost, bytes, true);
 }
 
-std::shared_ptr<const std::byte> CudaDevice::map_host(const void* memory, int64_t bytes) {
+std::shared_ptr<const void> CudaDevice::reserve(int64_t bytes, int64_t host_bytes) {
+  using Reserved = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+  return std::make_shared<Reserved>(pool_->reserve(MemoryKind::kDevice, bytes),
+                                    pool_->reserve(MemoryKind::kHost, host_bytes));
+}
+
+const std::byte* CudaDevice::map_host(const void* memory,
+                                      int64_t bytes,
+                                      const std::shared_ptr<const void>& owner) {
   const CurrentDevice current(device_idx_);
-  return map_host_memory(memory, bytes);
+  return map_host_memory(memory, bytes, owner);
 }
 
 std::shared_ptr<runtime::Stream> CudaDevice::create_stream() {

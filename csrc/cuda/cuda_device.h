@@ -52,7 +52,10 @@ class CudaDevice final : public runtime::Device {
   std::shared_ptr<std::byte> allocate(int64_t bytes) override;
   std::shared_ptr<std::byte> allocate_unset(int64_t bytes) override;
   std::shared_ptr<std::byte> allocate_host(int64_t bytes) override;
-  std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override;
+  std::shared_ptr<const void> reserve(int64_t bytes, int64_t host_bytes) override;
+  const std::byte* map_host(const void* memory,
+                            int64_t bytes,
+                            const std::shared_ptr<const void>& owner) override;
   /// @throws InvalidArgument  this process would use more streams of the device than connections.
   std::shared_ptr<runtime::Stream> create_stream() override;
   std::shared_ptr<runtime::Stream> side_stream() override { return pool_->side_stream(); }

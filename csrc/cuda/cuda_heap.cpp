@@ -13,6 +13,7 @@
 #include "core/error.h"
 #include "cuda/device_segment.h"
 #include "cuda/driver.h"
+#include "cuda/retired_blocks.h"
 #include "heap/heap_core.h"
 #include "heap/heap_window.h"
 
@@ -49,6 +50,9 @@ struct ProcessSegments {
 
 /// Memory of heaps that are gone, which kernels may still use. Kept for ever where nobody makes or
 /// ends another heap: the process then ends, or does without it.
+///
+/// Unmapping may wait for every kernel of the process (cuMemUnmap is "synchronous for most use
+/// cases"), and one of them for what this thread does next: so it has to wait until none runs.
 class Graveyard {
  public:
   static Graveyard& get() {
@@ -56,45 +60,39 @@ class Graveyard {
     return *instance;
   }
 
-  void bury(std::vector<std::shared_ptr<DeviceSegment>> segments, MemoryPool& pool) {
+  void bury(std::vector<std::shared_ptr<DeviceSegment>> segments) {
+    {
+      const std::lock_guard lock(mutex_);
+      graves_.insert(graves_.end(), segments.begin(), segments.end());
+    }
+    segments.clear();
+    clear();
+  }
+  void clear() {
     const std::lock_guard lock(mutex_);
-    graves_.push_back({std::move(segments), &pool, pool.mark()});
-    // In two steps: asking throws where the device has failed.
-    for (Grave& grave : graves_)
-      if (grave.mark != nullptr && grave.pool->has_passed(*grave.mark))
-        grave.mark = nullptr;
-    std::erase_if(graves_, [](const Grave& grave) { return grave.mark == nullptr; });
+    if (!graves_.empty() && MemoryPool::are_all_idle())
+      graves_.clear();
   }
 
  private:
-  struct Grave {
-    std::vector<std::shared_ptr<DeviceSegment>> segments;
-    MemoryPool* pool;  ///< lives as long as the process
-    std::shared_ptr<StreamMarks::Mark> mark;
-  };
   std::mutex mutex_;
-  std::vector<Grave> graves_;
+  std::vector<std::shared_ptr<DeviceSegment>> graves_;
 };
 
 /// Windows that are given back may still be in use by what streams hold: their blocks are free once
 /// that has ended.
 struct CudaCore : HeapCore {
-  struct Retired {
-    Block* block;
-    std::shared_ptr<StreamMarks::Mark> mark;  ///< null once the block is free
-  };
-
   std::shared_ptr<CudaDevice> device;
   std::vector<std::shared_ptr<DeviceSegment>> own;  ///< under memory_mutex
   std::mutex retired_mutex;
-  std::vector<Retired> retired;
+  RetiredBlocks retired;
   std::atomic<uint64_t> retired_bytes{0};
 
   ~CudaCore() {
     if (origin.is_forked_child() || own.empty())
       return;
     try {
-      Graveyard::get().bury(std::move(own), device->pool());
+      Graveyard::get().bury(std::move(own));
     } catch (...) {  // the process is exiting: the driver takes the memory, which lies in its grave
     }
   }
@@ -105,25 +103,27 @@ struct CudaCore : HeapCore {
     try {
       auto mark = device->pool().mark();
       const std::lock_guard lock(retired_mutex);
-      retired.push_back({block, std::move(mark)});
+      retired.add(block, std::move(mark));
       retired_bytes.fetch_add(block->bytes, std::memory_order_relaxed);
     } catch (...) {  // the machine has no memory to note it in: nobody will use it again
     }
   }
 
+  /// Null where nothing free is that large.
+  Block* allocate(uint64_t bytes) {
+    const auto lock = lock_with_nodes();
+    return bytes == 0 || bytes > kMostBytes ? nullptr : allocator.allocate(bytes);
+  }
+
   /// Frees blocks whose work has ended. @return Whether some are left.
   bool reclaim() {
     const std::lock_guard lock(retired_mutex);
-    // In two steps: asking throws where the device has failed, and nothing may be freed twice.
-    for (Retired& entry : retired) {
-      if (entry.mark == nullptr || !device->pool().has_passed(*entry.mark))
-        continue;
-      entry.mark = nullptr;
-      retired_bytes.fetch_sub(entry.block->bytes, std::memory_order_relaxed);
-      HeapCore::release(entry.block);
-    }
-    std::erase_if(retired, [](const Retired& entry) { return entry.mark == nullptr; });
-    return !retired.empty();
+    retired.reclaim([this](StreamMarks::Mark& mark) { return device->pool().has_passed(mark); },
+                    [this](Block* block) {
+                      retired_bytes.fetch_sub(block->bytes, std::memory_order_relaxed);
+                      HeapCore::release(block);
+                    });
+    return !retired.is_empty();
   }
 };
 
@@ -156,6 +156,14 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   ~IpcHeap() override {
     if (listener_id_ >= 0)
       mesh_->remove_listener(listener_id_);
+    try {
+      std::vector<std::shared_ptr<DeviceSegment>> opened;
+      for (const auto& peer : peers_)
+        opened.insert(opened.end(), peer->segments.begin(), peer->segments.end());
+      if (!opened.empty() && !core_->origin.is_forked_child())
+        Graveyard::get().bury(std::move(opened));
+    } catch (...) {  // as in ~CudaCore
+    }
   }
 
   /// Announcements are opened from now on, by the mesh's service thread.
@@ -288,9 +296,12 @@ std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
   if (bytes > HeapCore::kMostBytes)
     throw CapacityError(concat("a window of ", bytes, " bytes is beyond any device"), bytes, 0);
   const auto try_allocate = [&] {
+    Block* const block = core_->allocate(bytes);
+    if (block != nullptr)
+      return block;
+    // Asking the streams costs more than what is free already.
     core_->reclaim();
-    const auto lock = core_->lock_with_nodes();
-    return core_->allocator.allocate(bytes);
+    return core_->allocate(bytes);
   };
   Block* block = try_allocate();
   if (block == nullptr) {
@@ -319,11 +330,8 @@ Block* IpcHeap::await_retired(uint64_t bytes) {
   bool is_more_to_come = true;
   while (is_more_to_come && std::chrono::steady_clock::now() < deadline) {
     is_more_to_come = core_->reclaim();
-    {
-      const auto lock = core_->lock_with_nodes();
-      if (Block* block = core_->allocator.allocate(bytes))
-        return block;
-    }
+    if (Block* block = core_->allocate(bytes))
+      return block;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   return nullptr;
@@ -331,8 +339,11 @@ Block* IpcHeap::await_retired(uint64_t bytes) {
 
 std::shared_ptr<Window> IpcHeap::allocate_free(uint64_t most_bytes) {
   core_->origin.check("the heap");
-  core_->reclaim();
-  Block* const block = core_->allocate_largest(most_bytes);
+  Block* block = core_->allocate(most_bytes);
+  if (block == nullptr) {
+    core_->reclaim();
+    block = core_->allocate_largest(most_bytes);
+  }
   if (block == nullptr)
     return nullptr;
   return make_window(block, std::min(most_bytes, block->bytes));
@@ -457,6 +468,7 @@ std::shared_ptr<DeviceSegment> IpcHeap::open_once(const heap::AnnouncedMemory& m
 std::shared_ptr<CudaHeap> CudaHeap::create(std::shared_ptr<heap::PeerMesh> mesh,
                                            std::shared_ptr<CudaDevice> device,
                                            const HeapOptions& options) {
+  Graveyard::get().clear();
   auto made = std::make_shared<IpcHeap>(std::move(mesh), std::move(device), options);
   made->listen();
   return made;

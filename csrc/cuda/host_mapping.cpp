@@ -1,10 +1,11 @@
 #include "cuda/host_mapping.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
-#include <map>
+#include <cerrno>
+#include <cstring>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -13,81 +14,59 @@
 namespace moe::cuda {
 namespace {
 
-/// Pages [start, end), locked by this object unless somebody else had locked them.
-class LockedPages {
- public:
-  LockedPages(uintptr_t start, uintptr_t end) : start_(start), end_(end) {
-    const cudaError_t code = cudaHostRegister(reinterpret_cast<void*>(start),
-                                              end - start,
-                                              cudaHostRegisterMapped | cudaHostRegisterPortable);
-    if (code == cudaErrorHostMemoryAlreadyRegistered) {
-      cudaGetLastError();
-      return;
-    }
-    if (code != cudaSuccess)
-      device::throw_cuda_error(
-          code, concat("page-locking ", end - start, " bytes of host memory for kernels"));
-    is_own_ = true;
-  }
-  ~LockedPages() {
-    const RelaxedCapture relaxed;
-    if (is_own_)
-      cudaHostUnregister(reinterpret_cast<void*>(start_));
-  }
-  LockedPages(const LockedPages&) = delete;
-  LockedPages& operator=(const LockedPages&) = delete;
-
-  uintptr_t start() const { return start_; }
-  uintptr_t end() const { return end_; }
-
- private:
-  uintptr_t start_;
-  uintptr_t end_;
-  bool is_own_ = false;
+/// Pages of shared memory, and the mapping of them that is locked.
+struct LockedPages {
+  uintptr_t start;
+  uintptr_t end;
+  std::byte* copy;
+  std::weak_ptr<const void> owner;  ///< once it has gone, other memory may lie at start
 };
 
 struct Registry {
   std::mutex mutex;
-  std::map<uintptr_t, std::weak_ptr<LockedPages>> pages;  ///< by start; ranges do not overlap
+  std::vector<LockedPages> pages;
+  std::mutex lock_mutex;  ///< held while pages are locked, which may wait for the device
 };
 
 Registry& registry() {
-  static auto* instance = new Registry;  // memory may be unlocked during exit
+  static auto* instance = new Registry;  // kernels may run during exit
   return *instance;
 }
 
-/// Every range that covers a part of [start, end); what nobody has locked is locked now.
-std::vector<std::shared_ptr<LockedPages>> lock_pages(uintptr_t start, uintptr_t end) {
-  std::vector<std::shared_ptr<LockedPages>> held;
-  auto& pages = registry().pages;
-  std::erase_if(pages, [](const auto& entry) { return entry.second.expired(); });
-  uintptr_t position = start;
-  auto entry = pages.upper_bound(start);
-  if (entry != pages.begin())
-    --entry;
-  for (; entry != pages.end() && entry->first < end; ++entry) {
-    std::shared_ptr<LockedPages> known = entry->second.lock();
-    if (known == nullptr || known->end() <= position)
-      continue;
-    if (known->start() > position) {
-      auto gap = std::make_shared<LockedPages>(position, known->start());
-      pages[position] = gap;
-      held.push_back(std::move(gap));
-    }
-    position = known->end();
-    held.push_back(std::move(known));
+/// Null for pages that are not locked.
+std::byte* find_copy(uintptr_t start, uintptr_t end) {
+  const std::lock_guard lock(registry().mutex);
+  std::erase_if(registry().pages, [](const LockedPages& pages) { return pages.owner.expired(); });
+  for (const LockedPages& pages : registry().pages)
+    if (pages.start <= start && end <= pages.end)
+      return pages.copy + (start - pages.start);
+  return nullptr;
+}
+
+std::byte* lock_pages(uintptr_t start, uintptr_t end) {
+  const size_t bytes = end - start;
+  // Of length 0: the same pages at a second place, which stay when the first is unmapped.
+  void* const copy = ::mremap(reinterpret_cast<void*>(start), 0, bytes, MREMAP_MAYMOVE);
+  if (copy == MAP_FAILED)
+    throw CudaError(
+        concat("mapping ", bytes, " bytes of shared memory for kernels: ", std::strerror(errno)),
+        cudaErrorUnknown);
+  const cudaError_t code =
+      cudaHostRegister(copy, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (code != cudaSuccess) {
+    ::munmap(copy, bytes);
+    device::throw_cuda_error(code,
+                             concat("page-locking ", bytes, " bytes of host memory for kernels"));
   }
-  if (position < end) {
-    auto rest = std::make_shared<LockedPages>(position, end);
-    pages[position] = rest;
-    held.push_back(std::move(rest));
-  }
-  return held;
+  ::madvise(copy, bytes, MADV_DONTFORK);  // as the first mapping
+  return static_cast<std::byte*>(copy);
 }
 
 }  // namespace
 
-std::shared_ptr<const std::byte> map_host_memory(const void* memory, int64_t bytes) {
+const std::byte* map_host_memory(const void* memory,
+                                 int64_t bytes,
+                                 const std::shared_ptr<const void>& owner) {
   MOE_CHECK(bytes > 0, "mapped host memory must have > 0 bytes, got ", bytes);
   const RelaxedCapture relaxed;
   const auto page_bytes = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
@@ -95,25 +74,17 @@ std::shared_ptr<const std::byte> map_host_memory(const void* memory, int64_t byt
   const uintptr_t start = address / page_bytes * page_bytes;
   const uintptr_t end =
       (address + static_cast<uintptr_t>(bytes) + page_bytes - 1) / page_bytes * page_bytes;
-  std::vector<std::shared_ptr<LockedPages>> held;
-  {
+  const std::lock_guard lock_lock(registry().lock_mutex);
+  std::byte* copy = find_copy(start, end);
+  if (copy == nullptr) {
+    copy = lock_pages(start, end);
     const std::lock_guard lock(registry().mutex);
-    held = lock_pages(start, end);
+    registry().pages.push_back({start, end, copy, owner});
   }
   void* mapped = nullptr;
-  device::check_cuda(cudaHostGetDevicePointer(&mapped, const_cast<void*>(memory), 0),
+  device::check_cuda(cudaHostGetDevicePointer(&mapped, copy + (address - start), 0),
                      "asking where kernels find host memory");
-  MOE_CHECK(held.size() == 1 || mapped == memory,
-            "kernels find host memory at another address on this machine, and ",
-            bytes,
-            " bytes lie in ",
-            held.size(),
-            " page-locked ranges");
-  return {static_cast<const std::byte*>(mapped),
-          [held = std::move(held)](const std::byte*) mutable {
-            const std::lock_guard lock(registry().mutex);
-            held.clear();
-          }};
+  return static_cast<const std::byte*>(mapped);
 }
 
 }  // namespace moe::cuda

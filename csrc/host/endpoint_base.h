@@ -19,7 +19,9 @@ namespace moe::host {
 
 struct EndpointConfig {
   int num_experts = 0;
-  int64_t num_max_tokens = 0;  ///< of one rank, low-latency; 0 for any
+  int64_t num_max_tokens = 0;  ///< of one rank; 0 for any
+  int64_t num_max_topk = 0;    ///< choices of a token; 0 for any
+  int64_t max_row_bytes = 0;   ///< of a row with its scale factors; 0 for any
   std::vector<int32_t> expert_rank;
   int depth = 4;
   /// Rows are added on the node they lie on before they cross; see docs/nodes.md.
@@ -88,6 +90,8 @@ class EndpointBase : public Recoverable {
 
   uint64_t next_epoch() const { return next_epoch_; }
   uint64_t take_epoch() { return next_epoch_++; }
+  /// Of an operation that others took the epochs before: graphs.
+  void set_next_epoch(uint64_t epoch) { next_epoch_ = epoch; }
   uint64_t first_epoch() const { return first_epoch_; }
   void complete_epoch(uint64_t epoch) { last_completed_.store(epoch, std::memory_order_relaxed); }
 
@@ -128,8 +132,6 @@ class EndpointBase : public Recoverable {
   virtual void start_last_phase() {}
   /// What of operations is still in flight once that has ended, too; called by destroy().
   virtual void end_device_operations() {}
-
-  void set_next_epoch(uint64_t epoch) { next_epoch_ = epoch; }
 
  private:
   struct WaitTotal {

@@ -181,8 +181,9 @@ class Group {
 
   /// For whoever waits without calling anything here, such as a kernel: layout::AbortRecord::state
   /// of this rank, which counts once its generation is at least generation(). Lives as long as
-  /// this.
+  /// abort_memory().
   const uint32_t* abort_word() const { return &own_abort_->state; }
+  std::shared_ptr<const void> abort_memory() const { return own_control_; }
   /// Recoveries that have ended.
   uint32_t generation() const { return generation_.load(std::memory_order_relaxed); }
 

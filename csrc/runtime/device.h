@@ -57,9 +57,15 @@ class Device {
   virtual std::shared_ptr<std::byte> allocate_unset(int64_t bytes) = 0;
   /// Page-locked host memory, zeroed, that kernels reach at the same address.
   virtual std::shared_ptr<std::byte> allocate_host(int64_t bytes) = 0;
-  /// The address under which kernels reach host memory that exists already; valid while the result
-  /// lives.
-  virtual std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) = 0;
+  /// Sees to it that allocations of so many bytes of either kind, beside those that others have
+  /// reserved, ask the driver for nothing, which may wait for every kernel on the device.
+  /// @return What stands for it, as long as it lives.
+  virtual std::shared_ptr<const void> reserve(int64_t bytes, int64_t host_bytes) = 0;
+  /// The address under which kernels reach shared memory of the host that exists already; valid as
+  /// long as @p owner lives, at least.
+  virtual const std::byte* map_host(const void* memory,
+                                    int64_t bytes,
+                                    const std::shared_ptr<const void>& owner) = 0;
 
   virtual std::shared_ptr<Stream> create_stream() = 0;
   /// For copies of a few bytes that wait for nothing. One for all ranks of a process, where streams

@@ -57,7 +57,7 @@ void strided_copies(Device& device,
   const int64_t table_bytes = lay(Carver(nullptr));
   // Both are kept until the stream is done with them, whoever drops them.
   const auto staging = device.allocate_host(table_bytes);
-  const auto tables = device.allocate(table_bytes);
+  const auto tables = device.allocate_unset(table_bytes);
   lay(Carver(staging.get()));
   std::copy(copies.begin(), copies.end(), copy_table);
   first_piece[0] = 0;

@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "core/error.h"
+#include "runtime/device_plan.h"
+#include "runtime/dispatch_launches.h"
 #include "runtime/receive_phase.h"
 
 namespace moe::runtime {
@@ -23,6 +25,13 @@ using layout::Workspace;
 constexpr int kDefaultThreads = 256;
 constexpr int kDefaultTokensPerChunk = 64;
 constexpr int kSpinsBeforeSleep = 200;
+// What is made room for where the configuration leaves it open.
+constexpr int64_t kUsualTokens = 4096;
+constexpr int64_t kUsualTopk = 8;
+constexpr int64_t kPlansAtOnce = 2;  ///< for each operation in flight: handles live longer
+constexpr int64_t kHostBytesAtOnce = 64 << 10;
+constexpr int64_t kPageBytes = 4096;  ///< to which memory is rounded up
+constexpr int64_t kMostLowLatencyBytes = int64_t{256} << 20;
 constexpr auto kSleep = std::chrono::microseconds(50);
 
 /// Waits for work whose own waits have limits.
@@ -103,7 +112,6 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<host::Group> group,
       areas_(static_cast<size_t>(this->group().num_ranks())) {
   device_->activate();
   stream_ = device_->create_stream();
-  caller_stream_ = device_->caller_stream(0);
   watch_ = std::make_unique<DeviceWatch>(*this);
 }
 
@@ -117,14 +125,41 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   add_control_window(own_area);
   own_area_ = Workspace(own_area->data(), num_ranks(), config().num_experts, config().depth);
   stream_->fill(own_area->data(), 0, bytes);
+  // All memory that the first operations need, before any rank can have begun one: whoever asks the
+  // driver for more may wait for every kernel on the device, and a kernel for this rank.
   make_tables();
+  bases_ = std::make_unique<SegmentBases>(shared_group(), memory_, *device_);
+  const auto reserved = reserve_memory();
   // Peers write to the area as soon as they know of it.
   synchronize();
-  const Offer offer = own_area->offer();
-  const auto offers = connect(
-      0, std::string(reinterpret_cast<const char*>(&offer), sizeof(offer)), interrupt_check);
+  const Offer own_offers[] = {own_area->offer(), reserved->offer()};
+  const auto offers =
+      connect(0,
+              std::string(reinterpret_cast<const char*>(own_offers), sizeof(own_offers)),
+              interrupt_check);
+  std::string problem;
+  std::exception_ptr error;
+  try {
+    find_peers(offers, bytes, interrupt_check);
+  } catch (const std::exception& caught) {
+    problem = concat("rank ", rank_idx(), " cannot make its buffer: ", caught.what());
+    error = std::current_exception();
+  }
+  // Nobody begins an operation while another rank is still to ask for memory.
+  const auto problems = group().all_gather(problem, interrupt_check);
+  if (error)
+    std::rethrow_exception(error);
+  for (const std::string& said : problems)
+    if (!said.empty())
+      throw std::runtime_error(said);
+}
+
+/// @param offers  Of every rank: its control area, and memory that operations may use.
+void DeviceEndpoint::find_peers(const std::vector<std::string>& offers,
+                                int64_t area_bytes,
+                                const host::InterruptCheck& interrupt_check) {
   if (group().nodes().num_nodes() > 1)
-    connect_nodes(bytes, interrupt_check);
+    connect_nodes(area_bytes, interrupt_check);
   host::WaitSite site;
   site.interrupt_check = &interrupt_check;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
@@ -134,14 +169,41 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
       areas_[static_cast<size_t>(peer_rank)] = remote_area_.get();
       continue;
     }
-    Offer place;
-    std::memcpy(&place, offers[static_cast<size_t>(peer_rank)].data(), sizeof(place));
-    areas_[static_cast<size_t>(peer_rank)] = group().resolve(*memory_, peer_rank, place, site);
+    Offer places[2];
+    std::memcpy(places, offers[static_cast<size_t>(peer_rank)].data(), sizeof(places));
+    areas_[static_cast<size_t>(peer_rank)] = group().resolve(*memory_, peer_rank, places[0], site);
+    group().resolve(*memory_, peer_rank, places[1], site);
   }
-  bases_ = std::make_unique<SegmentBases>(shared_group(), memory_, *device_);
   bases_->refresh();
   upload_constants();
   synchronize();
+}
+
+/// Memory of the sizes that the configuration speaks of, for the plans, tables and scratch of
+/// operations and for windows.
+/// @return A window that holds those for windows, for peers to open before it is given back.
+std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
+  const int64_t num_tokens = config().num_max_tokens > 0 ? config().num_max_tokens : kUsualTokens;
+  const int64_t num_topk = config().num_max_topk > 0 ? config().num_max_topk : kUsualTopk;
+  const int64_t plan_bytes =
+      DevicePlan::memory_bytes(*this, layout::RowLayout::kExpertMajor, num_tokens, num_topk) +
+      DispatchTables::memory_bytes(*this, nullptr) + 2 * kPageBytes;
+  scratch(DispatchLaunches::scratch_bytes(*this, num_tokens, num_topk));
+  reserved_ = device_->reserve(kPlansAtOnce * config().depth * plan_bytes, kHostBytesAtOnce);
+  // Where the caller is the host, so is the device, and growth of its heap waits for nobody.
+  if (is_host_caller() || config().max_row_bytes == 0 || config().num_max_tokens == 0)
+    return memory_->allocate(0);
+  const int64_t num_low_latency =
+      int64_t{buffer_.num_local_experts} * num_ranks() * config().num_max_tokens;
+  int64_t bytes = (num_tokens * num_topk + num_tokens) * config().max_row_bytes;
+  if (const int64_t low_latency = num_low_latency * config().max_row_bytes;
+      low_latency <= kMostLowLatencyBytes)
+    bytes = std::max(bytes, low_latency);
+  try {
+    return memory_->allocate(static_cast<uint64_t>(bytes));
+  } catch (const CapacityError&) {  // where it is short, operations say so
+    return memory_->allocate(0);
+  }
 }
 
 /// Ranks have the same configuration, so that what is thrown here is thrown on all of them.
@@ -186,7 +248,9 @@ void DeviceEndpoint::make_tables() {
   rank_staging_ = device_->allocate_host(count);
   rank_values_ = device_->allocate(count);
   side_word_ = device_->allocate_host(8);
-  abort_word_ = device_->map_host(group().abort_word(), sizeof(uint32_t));
+  // Page-locked memory that outlives its copies: who uploads drains the stream.
+  staging_ = device_->allocate_host(16 * (count + 1) + 8 * num_experts + 64 * 5);
+  state_staging_ = device_->allocate_host(sizeof(BufferState));
 
   buffer_.rank_idx = rank_idx();
   buffer_.num_ranks = num_ranks();
@@ -202,7 +266,8 @@ void DeviceEndpoint::make_tables() {
   buffer_.state = reinterpret_cast<BufferState*>(state_.get());
   buffer_.report = reinterpret_cast<WaitReport*>(report_.get());
   buffer_.waits = reinterpret_cast<kernels::WaitTotals*>(waits_.get());
-  buffer_.abort_word = reinterpret_cast<const uint32_t*>(abort_word_.get());
+  buffer_.abort_word = reinterpret_cast<const uint32_t*>(
+      device_->map_host(group().abort_word(), sizeof(uint32_t), group().abort_memory()));
   buffer_.stall_limit_ns = static_cast<uint64_t>(group().stall_timeout_ns());
   buffer_.arrival_limit_ns = static_cast<uint64_t>(group().arrival_timeout_ns());
 
@@ -222,8 +287,6 @@ void DeviceEndpoint::make_tables() {
 void DeviceEndpoint::upload_constants() {
   const int64_t count = num_ranks();
   const int64_t num_experts = config().num_experts;
-  // Page-locked memory that outlives the copies: the caller drains the stream.
-  staging_ = device_->allocate_host(16 * (count + 1) + 8 * num_experts + 64 * 5);
   Carver carver(staging_.get());
   auto* const bases = carver.take<std::byte*>(count);
   auto* const is_active = carver.take<uint8_t>(count);
@@ -294,8 +357,15 @@ void DeviceEndpoint::set_caller_stream(uintptr_t handle,
   caller_stream_ = std::move(stream);
 }
 
+/// Asked for once it is needed: memory that is given back waits for every stream that was.
+const std::shared_ptr<Stream>& DeviceEndpoint::shared_caller_stream() const {
+  if (caller_stream_ == nullptr)
+    caller_stream_ = device_->caller_stream(0);
+  return caller_stream_;
+}
+
 std::shared_ptr<const void> DeviceEndpoint::mark_caller() {
-  return is_host_caller() ? nullptr : caller_stream_->record();
+  return is_host_caller() ? nullptr : caller_stream().record();
 }
 
 void DeviceEndpoint::follow_caller(const void* mark) {
@@ -304,7 +374,7 @@ void DeviceEndpoint::follow_caller(const void* mark) {
   if (mark != nullptr)
     stream_->wait(*static_cast<const Event*>(mark));
   else
-    stream_->wait(*caller_stream_->record());
+    stream_->wait(*caller_stream().record());
 }
 
 void DeviceEndpoint::lead_caller() {
@@ -313,7 +383,7 @@ void DeviceEndpoint::lead_caller() {
 }
 
 void DeviceEndpoint::lead_caller(const Event& end) {
-  caller_stream_->wait(end);
+  caller_stream().wait(end);
 }
 
 std::shared_ptr<host::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Stream> caller,
@@ -364,7 +434,7 @@ const layout::SecondOffer& DeviceEndpoint::read_second_offer(int rank_idx) const
 std::byte* DeviceEndpoint::scratch(int64_t bytes) {
   if (bytes > scratch_bytes_) {
     scratch_bytes_ = std::max(bytes, 2 * scratch_bytes_);
-    scratch_ = device_->allocate(scratch_bytes_);
+    scratch_ = device_->allocate_unset(scratch_bytes_);
   }
   return scratch_.get();
 }
@@ -485,7 +555,6 @@ void DeviceEndpoint::restart(uint64_t next_epoch) {
     EndpointBase::restart(next_epoch);
     std::memset(report_.get(), 0, sizeof(WaitReport));
     upload_constants();
-    state_staging_ = device_->allocate_host(sizeof(BufferState));
     reinterpret_cast<BufferState*>(state_staging_.get())->epoch = next_epoch - 1;
     stream_->copy(state_.get(), state_staging_.get(), sizeof(BufferState));
     await(*stream_->record());

@@ -72,9 +72,9 @@ class DeviceEndpoint : public host::EndpointBase {
   /// The caller's stream for operations issued from now on, by the number Python knows it by. Waits
   /// for those still on the progress thread, which belong to another stream.
   void set_caller_stream(uintptr_t handle, const host::InterruptCheck& interrupt_check);
-  /// For local work that is the caller's alone.
-  Stream& caller_stream() const { return *caller_stream_; }
-  const std::shared_ptr<Stream>& shared_caller_stream() const { return caller_stream_; }
+  /// For local work that is the caller's alone; the default stream where none was set.
+  Stream& caller_stream() const { return *shared_caller_stream(); }
+  const std::shared_ptr<Stream>& shared_caller_stream() const;
   std::shared_ptr<const void> mark_caller() override;
   /// Kernels launched from now on run after what the caller's stream holds, or held at @p mark.
   void follow_caller(const void* mark = nullptr);
@@ -100,6 +100,7 @@ class DeviceEndpoint : public host::EndpointBase {
   /// A launch of @p num_blocks in the stream of this buffer.
   device::Launch launch(int num_blocks) const;
   int num_sms() const { return num_sms_; }
+  int num_local_experts() const { return buffer_.num_local_experts; }
   int num_threads() const { return num_threads_; }
   int tokens_per_chunk() const { return tokens_per_chunk_; }
   /// What reaches ranks of other nodes; null with one node.
@@ -132,7 +133,7 @@ class DeviceEndpoint : public host::EndpointBase {
 
   /// Whether operations are being recorded into a graph.
   bool is_capturing() const override {
-    return stream_->is_capturing() || caller_stream_->is_capturing();
+    return stream_->is_capturing() || caller_stream().is_capturing();
   }
   /// Keeps what a captured operation needs until the buffer is destroyed.
   void keep(std::shared_ptr<const void> owned);
@@ -142,7 +143,7 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Graphs that ran have advanced the epoch on the device: waits for them and takes it over.
   void catch_up();
 
-  /// Device memory for counting choices, at least so many bytes; kept between operations.
+  /// Device memory for counting choices, at least so many bytes, unset; kept between operations.
   std::byte* scratch(int64_t bytes);
 
   // Beside running kernels, for the slow path of waits.
@@ -173,8 +174,12 @@ class DeviceEndpoint : public host::EndpointBase {
                  std::shared_ptr<Device> device,
                  DeviceEndpointConfig config);
   void connect_areas(const host::InterruptCheck& interrupt_check);
+  void find_peers(const std::vector<std::string>& offers,
+                  int64_t area_bytes,
+                  const host::InterruptCheck& interrupt_check);
   void connect_nodes(int64_t area_bytes, const host::InterruptCheck& interrupt_check);
   void make_tables();
+  std::shared_ptr<Window> reserve_memory();
   void upload_constants();
   Stream& side_stream() const;
   template <typename Word>
@@ -188,8 +193,8 @@ class DeviceEndpoint : public host::EndpointBase {
   std::shared_ptr<SymmetricMemory> memory_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> stream_;
-  mutable std::shared_ptr<Stream> side_stream_;  ///< made when it is first needed
-  std::shared_ptr<Stream> caller_stream_;
+  mutable std::shared_ptr<Stream> side_stream_;    ///< made when it is first needed
+  mutable std::shared_ptr<Stream> caller_stream_;  ///< null until it is first needed
   int num_sms_;
   int num_threads_;
   int tokens_per_chunk_;
@@ -200,7 +205,6 @@ class DeviceEndpoint : public host::EndpointBase {
   std::vector<std::byte*> areas_;  ///< [num_ranks] control areas in the memory of the device
   std::shared_ptr<std::byte> remote_area_;  ///< stands for that of every rank of another node
   std::unique_ptr<SegmentBases> bases_;
-  std::shared_ptr<const std::byte> abort_word_;
 
   std::shared_ptr<std::byte> constants_;
   std::shared_ptr<std::byte> staging_;
@@ -219,6 +223,7 @@ class DeviceEndpoint : public host::EndpointBase {
   mutable std::mutex side_mutex_;
   std::shared_ptr<std::byte> side_word_;  ///< page-locked, under side_mutex_
   uint64_t last_ticket_ = 0;
+  std::shared_ptr<const void> reserved_;  ///< for plans and tables of operations
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;
   mutable std::mutex phase_mutex_;

@@ -15,24 +15,41 @@ std::shared_ptr<std::byte> allocate_memory(Device& device, int64_t bytes, Conten
 
 }  // namespace
 
+int64_t DevicePlan::lay(Carver carver,
+                        const DeviceEndpoint& endpoint,
+                        layout::RowLayout layout,
+                        int64_t num_tokens,
+                        int64_t num_topk) {
+  const int num_ranks = endpoint.num_ranks();
+  slots =
+      carver.take<int64_t>(num_tokens * layout::num_slots_per_token(layout, num_topk, num_ranks));
+  topk_idx = carver.take<int64_t>(num_tokens * num_topk);
+  device_counts = carver.take<int32_t>(int64_t{num_ranks} *
+                                       Row::num_counts(num_ranks, endpoint.config().num_experts));
+  return carver.bytes();
+}
+
 std::shared_ptr<DevicePlan> DevicePlan::allocate(DeviceEndpoint& endpoint,
                                                  layout::RowLayout layout,
                                                  int64_t num_tokens,
                                                  int64_t num_topk,
                                                  Contents contents) {
   auto plan = std::make_shared<DevicePlan>();
-  const int num_ranks = endpoint.num_ranks();
-  const int64_t num_slots = layout::num_slots_per_token(layout, num_topk, num_ranks);
-  const auto lay = [&](Carver carver) {
-    plan->slots = carver.take<int64_t>(num_tokens * num_slots);
-    plan->topk_idx = carver.take<int64_t>(num_tokens * num_topk);
-    plan->device_counts = carver.take<int32_t>(
-        int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts));
-    return carver.bytes();
-  };
-  plan->memory = allocate_memory(endpoint.device(), lay(Carver(nullptr)), contents);
-  lay(Carver(plan->memory.get()));
+  plan->memory = allocate_memory(
+      endpoint.device(), memory_bytes(endpoint, layout, num_tokens, num_topk), contents);
+  plan->lay(Carver(plan->memory.get()), endpoint, layout, num_tokens, num_topk);
   return plan;
+}
+
+int64_t DispatchTables::lay(Carver carver, const DeviceEndpoint& endpoint, const int32_t* counts) {
+  const int num_ranks = endpoint.num_ranks();
+  const int64_t num_local = endpoint.num_local_experts();
+  tables.expert_offsets = carver.take<int32_t>(num_local + 1);
+  tables.num_tokens_per_expert = carver.take<int64_t>(num_local);
+  if (counts == nullptr)
+    tables.counts = carver.take<int32_t>(int64_t{num_ranks} *
+                                         Row::num_counts(num_ranks, endpoint.config().num_experts));
+  return carver.bytes();
 }
 
 DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
@@ -40,21 +57,9 @@ DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
                                         Contents contents) {
   DispatchTables made;
   made.tables = endpoint.tables();
-  const int num_ranks = endpoint.num_ranks();
-  const int64_t num_local = endpoint.buffer().num_local_experts;
-  const int64_t num_counts =
-      counts != nullptr
-          ? 0
-          : int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts);
-  const auto lay = [&](Carver carver) {
-    made.tables.expert_offsets = carver.take<int32_t>(num_local + 1);
-    made.tables.num_tokens_per_expert = carver.take<int64_t>(num_local);
-    int32_t* const own_counts = carver.take<int32_t>(num_counts);
-    made.tables.counts = counts != nullptr ? counts : own_counts;
-    return carver.bytes();
-  };
-  made.memory = allocate_memory(endpoint.device(), lay(Carver(nullptr)), contents);
-  lay(Carver(made.memory.get()));
+  made.tables.counts = counts;
+  made.memory = allocate_memory(endpoint.device(), memory_bytes(endpoint, counts), contents);
+  made.lay(Carver(made.memory.get()), endpoint, counts);
   return made;
 }
 

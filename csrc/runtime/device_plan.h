@@ -30,6 +30,20 @@ struct DevicePlan : host::PlanHeader {
                                               int64_t num_tokens,
                                               int64_t num_topk,
                                               Contents contents);
+  /// Of the memory of such a plan.
+  static int64_t memory_bytes(const DeviceEndpoint& endpoint,
+                              layout::RowLayout layout,
+                              int64_t num_tokens,
+                              int64_t num_topk) {
+    return DevicePlan().lay(Carver(nullptr), endpoint, layout, num_tokens, num_topk);
+  }
+
+ private:
+  int64_t lay(Carver carver,
+              const DeviceEndpoint& endpoint,
+              layout::RowLayout layout,
+              int64_t num_tokens,
+              int64_t num_topk);
 };
 
 /// What a dispatch finds besides its plan, in device memory.
@@ -39,6 +53,13 @@ struct DispatchTables {
 
   /// @param counts  Device memory for the count matrix, or null for some of its own.
   static DispatchTables allocate(DeviceEndpoint& endpoint, int32_t* counts, Contents contents);
+  /// Of the memory of such tables.
+  static int64_t memory_bytes(const DeviceEndpoint& endpoint, const int32_t* counts) {
+    return DispatchTables().lay(Carver(nullptr), endpoint, counts);
+  }
+
+ private:
+  int64_t lay(Carver carver, const DeviceEndpoint& endpoint, const int32_t* counts);
 };
 
 /// The plan of a dispatch from its count matrix and this rank's choices, as host::Plan::make().

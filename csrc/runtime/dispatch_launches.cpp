@@ -28,18 +28,32 @@ void DispatchLaunches::begin_counting() {
       made_plan_->topk_idx, params_.topk_idx, params_.num_tokens * params_.num_topk * int64_t{8});
   choices_ = shape_choices();
   choices_.topk_idx = made_plan_->topk_idx;
-  choices_.tokens_per_chunk = static_cast<int32_t>(std::max<int64_t>(
-      endpoint_.tokens_per_chunk(), (params_.num_tokens + kMostChunks - 1) / kMostChunks));
-  choices_.num_chunks = static_cast<int32_t>((params_.num_tokens + choices_.tokens_per_chunk - 1) /
-                                             choices_.tokens_per_chunk);
+  cut_chunks(endpoint_, &choices_);
 }
 
-int64_t DispatchLaunches::lay_chunks(std::byte* memory) {
+void DispatchLaunches::cut_chunks(const DeviceEndpoint& endpoint, kernels::Choices* choices) {
+  const int64_t num_tokens = choices->num_tokens;
+  choices->tokens_per_chunk = static_cast<int32_t>(
+      std::max<int64_t>(endpoint.tokens_per_chunk(), (num_tokens + kMostChunks - 1) / kMostChunks));
+  choices->num_chunks = static_cast<int32_t>((num_tokens + choices->tokens_per_chunk - 1) /
+                                             choices->tokens_per_chunk);
+}
+
+int64_t DispatchLaunches::scratch_bytes(const DeviceEndpoint& endpoint,
+                                        int64_t num_tokens,
+                                        int64_t num_topk) {
+  kernels::Choices choices;
+  choices.num_tokens = num_tokens;
+  choices.num_slots = static_cast<int32_t>(num_topk);  // no layout has more
+  cut_chunks(endpoint, &choices);
+  return lay_chunks(nullptr, endpoint.config().num_experts + endpoint.num_ranks(), &choices);
+}
+
+int64_t DispatchLaunches::lay_chunks(std::byte* memory, int num_totals, kernels::Choices* choices) {
   Carver carver(memory);
-  choices_.chunk_counts = carver.take<int32_t>(
-      int64_t{choices_.num_chunks} * (endpoint_.config().num_experts + endpoint_.num_ranks()));
-  choices_.place_in_chunk = carver.take<int32_t>(params_.num_tokens * int64_t{choices_.num_slots});
-  choices_.bad_choice = carver.take<int64_t>(choices_.num_chunks);
+  choices->chunk_counts = carver.take<int32_t>(int64_t{choices->num_chunks} * num_totals);
+  choices->place_in_chunk = carver.take<int32_t>(choices->num_tokens * int64_t{choices->num_slots});
+  choices->bad_choice = carver.take<int64_t>(choices->num_chunks);
   return carver.bytes();
 }
 

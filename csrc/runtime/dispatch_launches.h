@@ -25,11 +25,17 @@ class DispatchLaunches {
   template <typename Allocate>
   void count_choices(const Allocate& allocate) {
     begin_counting();
-    lay_chunks(allocate(lay_chunks(nullptr)));
+    const int num_totals = endpoint_.config().num_experts + endpoint_.num_ranks();
+    lay_chunks(allocate(lay_chunks(nullptr, num_totals, &choices_)), num_totals, &choices_);
     end_counting();
   }
   /// Cached: rows go where @p plan says.
   void take_plan(const DevicePlan& plan);
+
+  /// Of the memory for counting so many choices.
+  static int64_t scratch_bytes(const DeviceEndpoint& endpoint,
+                               int64_t num_tokens,
+                               int64_t num_topk);
 
   /// The plan that kernels of an uncached dispatch fill. Its header is of the caller's making.
   const std::shared_ptr<DevicePlan>& made_plan() const { return made_plan_; }
@@ -48,10 +54,12 @@ class DispatchLaunches {
   static constexpr int64_t kMostChunks = 512;
   static constexpr int kBlocksPerSm = 4;  ///< that count
 
+  static void cut_chunks(const DeviceEndpoint& endpoint, kernels::Choices* choices);
   kernels::Choices shape_choices() const;
   kernels::DispatchParams kernel_params() const;
   void begin_counting();
-  int64_t lay_chunks(std::byte* memory);
+  /// @param num_totals  Counts of a chunk.
+  static int64_t lay_chunks(std::byte* memory, int num_totals, kernels::Choices* choices);
   void end_counting();
 
   DeviceEndpoint& endpoint_;

@@ -45,6 +45,16 @@ bool StreamMarks::has_passed(Mark& mark) {
   return mark.events_.empty();
 }
 
+bool StreamMarks::are_idle() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  forget_complete(&last_events_);
+  return last_events_.empty() &&
+         std::all_of(streams_.begin(), streams_.end(), [](const auto& weak) {
+           const auto stream = weak.lock();
+           return stream == nullptr || stream->is_idle();
+         });
+}
+
 /// @return false while a stream is captured.
 bool StreamMarks::close(Mark& mark) {
   std::vector<std::shared_ptr<Stream>> streams;

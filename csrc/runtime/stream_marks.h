@@ -35,6 +35,9 @@ class StreamMarks {
   /// that nobody has asked about by then are not passed until the capture ends.
   /// @throws what work in the streams ended by.
   bool has_passed(Mark& mark);
+  /// Whether no stream has work, as far as that can be told: not while one is captured.
+  /// @throws what work in the streams ended by.
+  bool are_idle();
 
  private:
   bool close(Mark& mark);

@@ -132,9 +132,10 @@ std::shared_ptr<std::byte> SimtDevice::allocate_host(int64_t bytes) {
   return DeviceMemory::allocate(memory_, bytes, 0);
 }
 
-std::shared_ptr<const std::byte> SimtDevice::map_host(const void* memory, int64_t /*bytes*/) {
-  // The process's own address; whoever maps keeps the memory.
-  return {std::shared_ptr<void>(), static_cast<const std::byte*>(memory)};
+const std::byte* SimtDevice::map_host(const void* memory,
+                                      int64_t /*bytes*/,
+                                      const std::shared_ptr<const void>& /*owner*/) {
+  return static_cast<const std::byte*>(memory);  // the process's own address
 }
 
 std::shared_ptr<runtime::Stream> SimtDevice::create_stream() {

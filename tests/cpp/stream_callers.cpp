@@ -57,8 +57,13 @@ class StreamDevice final : public runtime::Device {
   std::shared_ptr<std::byte> allocate_host(int64_t bytes) override {
     return inner_.allocate_host(bytes);
   }
-  std::shared_ptr<const std::byte> map_host(const void* memory, int64_t bytes) override {
-    return inner_.map_host(memory, bytes);
+  std::shared_ptr<const void> reserve(int64_t bytes, int64_t host_bytes) override {
+    return inner_.reserve(bytes, host_bytes);
+  }
+  const std::byte* map_host(const void* memory,
+                            int64_t bytes,
+                            const std::shared_ptr<const void>& owner) override {
+    return inner_.map_host(memory, bytes, owner);
   }
   std::shared_ptr<runtime::Stream> create_stream() override { return inner_.create_stream(); }
   std::shared_ptr<runtime::Stream> side_stream() override { return inner_.side_stream(); }

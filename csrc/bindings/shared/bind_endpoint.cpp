@@ -12,6 +12,8 @@ host::EndpointConfig endpoint_config_of(py::handle settings) {
   host::EndpointConfig config;
   config.num_experts = settings.attr("num_experts").cast<int>();
   config.num_max_tokens = std::max<int64_t>(settings.attr("num_max_tokens").cast<int64_t>(), 0);
+  config.num_max_topk = settings.attr("num_max_topk").cast<int64_t>();
+  config.max_row_bytes = settings.attr("max_row_bytes").cast<int64_t>();
   config.expert_rank = settings.attr("expert_rank").cast<std::vector<int32_t>>();
   config.depth = settings.attr("depth").cast<int>();
   config.node_reduction = settings.attr("node_reduction").cast<bool>();
