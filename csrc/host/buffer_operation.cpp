@@ -66,7 +66,8 @@ void BufferOperation::refuse_closed(int peer_rank) const {
                                " on it"));
 }
 
-void BufferOperation::begin() {
+void BufferOperation::begin(bool is_epoch_known) {
+  is_epoch_known_ = is_epoch_known;
   if (buffer_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();
   epoch_ = buffer_.take_epoch();
@@ -76,7 +77,25 @@ void BufferOperation::begin() {
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
 }
 
+void BufferOperation::learn_epoch(uint64_t epoch) {
+  epoch_ = epoch;
+  is_epoch_known_ = true;
+  buffer_.set_next_epoch(epoch + 1);
+  group_.entries()->enter(buffer_.buffer_number(), epoch_);
+  group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
+  flush_early_records();
+}
+
+void BufferOperation::flush_early_records() {
+  for (TraceRecord& record : early_records_) {
+    record.epoch = static_cast<int64_t>(epoch_);
+    buffer_.tracer().add(std::move(record));
+  }
+  early_records_.clear();
+}
+
 void BufferOperation::close() {
+  flush_early_records();
   is_open_ = false;
   group_.leave_presence();
 }
@@ -126,9 +145,13 @@ void BufferOperation::enter(const char* phase) {
 }
 
 void BufferOperation::record(int64_t start_ns, int64_t end_ns, int peer_rank) {
-  if (phase_ != nullptr && end_ns > start_ns)
-    buffer_.tracer().add(
-        {static_cast<int64_t>(epoch_), operation_, phase_, start_ns, end_ns, peer_rank});
+  if (phase_ == nullptr || end_ns <= start_ns)
+    return;
+  TraceRecord made{static_cast<int64_t>(epoch_), operation_, phase_, start_ns, end_ns, peer_rank};
+  if (is_epoch_known_)
+    buffer_.tracer().add(std::move(made));
+  else
+    early_records_.push_back(std::move(made));
 }
 
 }  // namespace moe::host

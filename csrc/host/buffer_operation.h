@@ -54,7 +54,11 @@ class BufferOperation {
   /// @throws InvalidArgument  always: @p peer_rank has destroyed the buffer.
   [[noreturn]] void refuse_closed(int peer_rank) const;
   /// Takes the next epoch: from here on peers wait for this rank.
-  void begin();
+  /// @param is_epoch_known  Else it is some later one; see learn_epoch().
+  void begin(bool is_epoch_known = true);
+  /// It is @p epoch.
+  void learn_epoch(uint64_t epoch);
+  bool is_epoch_known() const { return is_epoch_known_; }
   /// Whether peers still wait for this rank's part.
   bool is_open() const { return is_open_; }
   /// Every rank knows the same end, and where this rank is.
@@ -76,8 +80,12 @@ class BufferOperation {
   int64_t phase_start_ns_ = 0;
 
  private:
+  void flush_early_records();
+
   EndpointBase& buffer_;
   bool is_open_ = true;
+  bool is_epoch_known_ = true;
+  std::vector<TraceRecord> early_records_;  ///< of before the epoch was known
   const char* phase_ = "prepare";
 };
 

@@ -41,8 +41,8 @@ size_t count_shared_bytes(int num_ranks, int num_experts);
 /// some row is not ok.
 struct HostRead {
   uint64_t ticket;  ///< stored last, with release at system scope
-  uint64_t epoch;
-  int32_t status;  ///< OperationStatus
+  uint64_t epoch;   ///< of the exchange that began last among those that a host waits for
+  int32_t status;   ///< OperationStatus
   int32_t reserved[11];
 };
 static_assert(sizeof(HostRead) == 64);

@@ -72,12 +72,15 @@ class ExchangeBlock {
 
   MOE_DEVICE void run() {
     const uint64_t former_epoch = device::load(&buffer_.state->epoch);
-    if (has_left(buffer_)) {
-      epoch_ = former_epoch;
+    const bool is_over = has_left(buffer_);
+    epoch_ = is_over ? former_epoch : former_epoch + 1;
+    // First: a host that has left epochs to graphs learns which one this is.
+    if (params_.host_read != nullptr && device::thread_idx() == 0)
+      device::store_relaxed<device::Scope::kSystem>(&params_.host_read->epoch, epoch_);
+    if (is_over) {
       conclude(OperationStatus::kLeft);
       return;
     }
-    epoch_ = former_epoch + 1;
     if (device::thread_idx() == 0) {
       if (!MOE_MUTANT(epoch_not_kept))
         device::store(&buffer_.state->epoch, epoch_);
@@ -466,7 +469,7 @@ class ExchangeBlock {
       peers_.release_done(epoch_);
     peers_.end();
     if (params_.host_read != nullptr && device::thread_idx() == 0)
-      give_ticket(params_.host_read, params_.ticket, epoch_, status);
+      give_ticket(params_.host_read, params_.ticket, status);
   }
 
   const ExchangeParams& params_;

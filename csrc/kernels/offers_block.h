@@ -128,7 +128,7 @@ class OffersBlock {
       peers_.release_done(epoch_);
     peers_.end();
     if (params_.host_read != nullptr && device::thread_idx() == 0)
-      give_ticket(params_.host_read, params_.ticket, epoch_, status);
+      give_ticket(params_.host_read, params_.ticket, status);
   }
 
   const OffersParams& params_;

@@ -168,11 +168,7 @@ MOE_DEVICE bool resolve(const Buffer& buffer,
 
 /// Tells a host that polls. What the block stored before a barrier is there when it sees the
 /// ticket.
-MOE_DEVICE void give_ticket(HostRead* host_read,
-                            uint64_t ticket,
-                            uint64_t epoch,
-                            OperationStatus status) {
-  device::store(&host_read->epoch, epoch);
+MOE_DEVICE void give_ticket(HostRead* host_read, uint64_t ticket, OperationStatus status) {
   device::store(&host_read->status, static_cast<int32_t>(status));
   if (MOE_MUTANT(ticket_without_release))
     device::store_relaxed<device::Scope::kSystem>(&host_read->ticket, ticket);

@@ -566,16 +566,6 @@ void DeviceEndpoint::keep(std::shared_ptr<const void> owned) {
   watch_->follow_always();
 }
 
-void DeviceEndpoint::catch_up() {
-  if (kept_.empty())
-    return;
-  follow_caller();
-  drain();
-  const Epochs reached = epochs();
-  set_next_epoch(reached.next);
-  complete_epoch(reached.last_completed);
-}
-
 host::Recoverable::Epochs DeviceEndpoint::epochs() const {
   if (kept_.empty())
     return EndpointBase::epochs();

@@ -140,8 +140,8 @@ class DeviceEndpoint : public host::EndpointBase {
   size_t num_kept() const { return kept_.size(); }
   /// Work put into the stream so far runs on with nobody waiting for it. @return its end.
   std::shared_ptr<Event> leave_running();
-  /// Graphs that ran have advanced the epoch on the device: waits for them and takes it over.
-  void catch_up();
+  /// Whether graphs may have advanced the epoch on the device beyond what the host knows.
+  bool has_graphs() const { return !kept_.empty(); }
 
   /// Device memory for counting choices, at least so many bytes, unset; kept between operations.
   std::byte* scratch(int64_t bytes);

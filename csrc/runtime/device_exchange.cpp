@@ -27,11 +27,21 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
   check_left();
   check_closed();
   endpoint_.device().activate();
-  endpoint_.catch_up();
   // What kernels of operations that ended otherwise, or of graphs, have waited is not this one's.
   if (endpoint_.is_host_caller())
     endpoint_.take_waited_ns();
-  begin();
+  former_epoch_ = endpoint_.host_read()->epoch;
+  begin(!endpoint_.has_graphs());
+}
+
+bool DeviceExchange::knows_epoch() {
+  if (is_epoch_known())
+    return true;
+  // Behind graphs whose runs nobody counts. Until the exchange begins no peer can keep it waiting.
+  const uint64_t epoch = sync::load_relaxed(endpoint_.host_read()->epoch);
+  if (epoch > former_epoch_)
+    learn_epoch(epoch);
+  return is_epoch_known();
 }
 
 DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
@@ -69,6 +79,7 @@ void DeviceExchange::publish(ExchangeParams params) {
 
 host::Rows DeviceExchange::collect(bool with_counts) {
   await_ticket(Phase::kRows, ticket_);
+  knows_epoch();
   const int num_ranks = group_.num_ranks();
   host::Rows rows;
   rows.headers.resize(static_cast<size_t>(num_ranks));
@@ -231,6 +242,7 @@ std::vector<int64_t> DeviceExchange::receive(const kernels::ReceiveParams& param
 void DeviceExchange::fail(const std::string& reason) {
   if (!is_open())
     return;
+  knows_epoch();
   give_up(reason);
   // Kernels leave by the abort; until then they read what the caller gave.
   endpoint_.drain();
@@ -250,6 +262,7 @@ void reject_operation(DeviceEndpoint& endpoint,
   }
   host::run_operation<DeviceExchange>(
       endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) -> int {
+        endpoint.follow_caller();  // epochs are taken in the order of the calls
         layout::OperationArguments arguments;
         arguments.operation = static_cast<int32_t>(operation);
         exchange.reject(arguments, status, message);

@@ -82,6 +82,8 @@ class DeviceExchange : public host::BufferOperation {
   void await_stream();
   void await_ticket(layout::Phase phase, uint64_t ticket);
   void look_around(layout::Phase phase, int64_t now_ns);
+  /// Learns it from the exchange where graphs took epochs before, once that has begun.
+  bool knows_epoch();
   void check_closed();
   void stand_in_for(int peer_rank);
   void check_peers(layout::Phase phase, int64_t now_ns);
@@ -96,6 +98,7 @@ class DeviceExchange : public host::BufferOperation {
 
   DeviceEndpoint& endpoint_;
   uint64_t ticket_ = 0;
+  uint64_t former_epoch_ = 0;  ///< that the host knew of
   bool has_launched_ = false;
   int64_t start_ns_ = 0;
   int64_t warned_ns_ = 0;

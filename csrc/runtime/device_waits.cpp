@@ -84,6 +84,8 @@ void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
 void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
   group_.check_abort();
   check_left();
+  if (!knows_epoch())
+    return;
   if (phase == Phase::kRows)
     check_closed();
   check_peers(phase, now_ns);
