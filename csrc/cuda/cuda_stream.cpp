@@ -1,5 +1,9 @@
 #include "cuda/cuda_stream.h"
 
+#include <map>
+#include <mutex>
+#include <vector>
+
 #include "core/error.h"
 #include "cuda/driver.h"
 
@@ -16,10 +20,51 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+/// Events that nobody looks at any more. Streams may still wait for what was recorded in them:
+/// recording anew changes nothing there.
+class SpareEvents {
+ public:
+  static SpareEvents& get() {
+    static auto* instance = new SpareEvents;  // events end during exit
+    return *instance;
+  }
+
+  /// @throws CudaError
+  cudaEvent_t take(int device_idx) {
+    {
+      const std::lock_guard lock(mutex_);
+      std::vector<cudaEvent_t>& spare = by_device_[device_idx];
+      if (!spare.empty()) {
+        cudaEvent_t const event = spare.back();
+        spare.pop_back();
+        return event;
+      }
+    }
+    const CurrentDevice current(device_idx);
+    cudaEvent_t event = nullptr;
+    device::check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+    return event;
+  }
+  void give_back(int device_idx, cudaEvent_t event) noexcept {
+    try {
+      const std::lock_guard lock(mutex_);
+      by_device_[device_idx].push_back(event);
+    } catch (...) {  // the machine has no memory to note it in
+      cudaEventDestroy(event);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, std::vector<cudaEvent_t>> by_device_;
+};
+
 }  // namespace
 
-CudaEvent::CudaEvent(cudaStream_t stream) : is_captured_(cuda::is_captured(stream)) {
-  device::check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event");
+CudaEvent::CudaEvent(int device_idx, cudaStream_t stream)
+    : device_idx_(device_idx),
+      event_(SpareEvents::get().take(device_idx)),
+      is_captured_(cuda::is_captured(stream)) {
   const cudaError_t code = cudaEventRecord(event_, stream);
   if (code != cudaSuccess) {
     cudaEventDestroy(event_);
@@ -28,8 +73,10 @@ CudaEvent::CudaEvent(cudaStream_t stream) : is_captured_(cuda::is_captured(strea
 }
 
 CudaEvent::~CudaEvent() {
-  // Legal before it completes, and at exit, when the runtime answers with an error.
-  cudaEventDestroy(event_);
+  if (!is_captured_)
+    SpareEvents::get().give_back(device_idx_, event_);
+  else  // belongs to a graph
+    cudaEventDestroy(event_);
 }
 
 bool CudaEvent::is_complete() const {
@@ -62,21 +109,17 @@ CudaStream::~CudaStream() {
 }
 
 std::shared_ptr<runtime::Event> CudaStream::record() {
-  const CurrentDevice current(device_idx_);
-  return std::make_shared<CudaEvent>(stream_);
+  const auto current_device = current();
+  return std::make_shared<CudaEvent>(device_idx_, stream_);
 }
 
 void CudaStream::wait(const runtime::Event& event) {
   const auto& own = dynamic_cast<const CudaEvent&>(event);
-  if (own.is_captured() || !is_captured(stream_)) {
-    device::check_cuda(cudaStreamWaitEvent(stream_, own.handle(), cudaEventWaitDefault),
-                       "making a stream wait for an event");
-    return;
-  }
-  // Work that was put in before a capture began is outside the graph: replays look at the event.
-  if (!own.is_complete())
-    device::check_cuda(cudaStreamWaitEvent(stream_, own.handle(), cudaEventWaitExternal),
-                       "making a captured stream wait for an event");
+  // Not as an event of outside (cudaEventWaitExternal): replays would look at it when it is gone.
+  const cudaError_t code = cudaStreamWaitEvent(stream_, own.handle(), cudaEventWaitDefault);
+  MOE_CHECK(code != cudaErrorStreamCaptureIsolation,
+            "an event of outside a graph cannot be waited for while capturing");
+  device::check_cuda(code, "making a stream wait for an event");
 }
 
 void CudaStream::copy(void* target, const void* source, int64_t bytes) {

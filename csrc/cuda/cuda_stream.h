@@ -11,13 +11,14 @@
 
 namespace moe::cuda {
 
-/// A recorded cudaEvent_t. An event recorded while its stream was captured belongs to the graph: it
+/// A recorded cudaEvent_t, of those that the process keeps for its devices: making one costs more
+/// than recording it. An event recorded while its stream was captured belongs to the graph: it
 /// never completes here.
 class CudaEvent final : public runtime::Event {
  public:
-  /// Records one in @p stream, of the current device.
+  /// Records one in @p stream, of @p device_idx.
   /// @throws CudaError
-  explicit CudaEvent(cudaStream_t stream);
+  CudaEvent(int device_idx, cudaStream_t stream);
   ~CudaEvent() override;
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
@@ -28,6 +29,7 @@ class CudaEvent final : public runtime::Event {
   bool is_captured() const { return is_captured_; }
 
  private:
+  int device_idx_;
   cudaEvent_t event_ = nullptr;
   bool is_captured_ = false;
 };

@@ -48,12 +48,19 @@ bool has_context(int device_idx) noexcept;
 /// stream that is captured.
 class RelaxedCapture {
  public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture() {
+    if (depth_++ == 0)
+      cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() {
+    if (--depth_ == 0)
+      cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
   RelaxedCapture(const RelaxedCapture&) = delete;
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
+  static inline thread_local int depth_ = 0;  ///< of those that live on this thread
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
