@@ -81,18 +81,30 @@ if(MOE_COMM_HAS_CUDA)
   add_library(moe_comm_cuda_kernels OBJECT ${cuda_sources})
   moe_comm_configure_kernels(moe_comm_cuda_kernels "device/ptx.cuh" -Xptxas=--warn-on-spills)
 
-  # What _cuda and _nvshmem share.
-  moe_comm_glob(MOE_COMM_CUDA_SOURCES cuda/*.cpp bindings/cuda/bind_*.cpp)
+  # What _cuda and _nvshmem share, and what of it stands on CUDA alone.
+  moe_comm_glob(MOE_COMM_CUDA_SOURCES cuda/*.cpp)
+  moe_comm_glob(MOE_COMM_CUDA_BINDINGS bindings/cuda/bind_*.cpp)
   moe_comm_unite(cuda ${MOE_COMM_CUDA_SOURCES})
-  moe_comm_add_bindings(moe_comm_cuda ${MOE_COMM_CUDA_SOURCES})
+  moe_comm_unite(cuda_bindings ${MOE_COMM_CUDA_BINDINGS})
+  moe_comm_add_objects(moe_comm_cuda ${MOE_COMM_CUDA_SOURCES})
+  moe_comm_add_bindings(moe_comm_cuda_bindings ${MOE_COMM_CUDA_BINDINGS})
   moe_comm_add_bindings(moe_comm_cuda_module "${PROJECT_SOURCE_DIR}/csrc/bindings/cuda/cuda_module.cpp")
   string(REPLACE ";" ", " archs_text "${MOE_COMM_CUDA_ARCHS}")
-  foreach(target moe_comm_cuda moe_comm_cuda_module)
+  foreach(target moe_comm_cuda moe_comm_cuda_bindings moe_comm_cuda_module)
     target_compile_definitions(${target} PRIVATE MOE_CUDA_ARCHS="${archs_text}")
     target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
   endforeach()
 
-  moe_comm_add_module(_cuda moe_comm_cuda_module moe_comm_cuda moe_comm_device_bindings
+  # The same over a runtime and a driver of the tests' own, with kernels on the emulator.
+  moe_comm_add_program(worst_driver moe_comm_cuda moe_comm_runtime moe_comm_kernels moe_comm_simt
+    moe_comm_common moe_comm_rows)
+  file(GLOB stand_in CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/cpp/cuda_stand_in*.cpp")
+  moe_comm_unite(stand_in ${stand_in})
+  target_sources(worst_driver PRIVATE ${stand_in})
+  target_include_directories(worst_driver SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  moe_comm_use_simt(worst_driver)
+
+  moe_comm_add_module(_cuda moe_comm_cuda_module moe_comm_cuda_bindings moe_comm_cuda moe_comm_device_bindings
     moe_comm_runtime moe_comm_cuda_kernels)
   set_target_properties(_cuda PROPERTIES CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
   target_link_libraries(_cuda PRIVATE CUDA::cudart_static)

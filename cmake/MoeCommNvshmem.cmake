@@ -75,7 +75,7 @@ if(NOT nvshmem_problem)
   target_include_directories(moe_comm_nvshmem SYSTEM PRIVATE
     ${CUDAToolkit_INCLUDE_DIRS} "${nvshmem_home}/include")
 
-  moe_comm_add_module(_nvshmem moe_comm_nvshmem moe_comm_cuda moe_comm_device_bindings
+  moe_comm_add_module(_nvshmem moe_comm_nvshmem moe_comm_cuda_bindings moe_comm_cuda moe_comm_device_bindings
     moe_comm_runtime moe_comm_cuda_kernels)
   set_target_properties(_nvshmem PROPERTIES CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
   # Whole: files of kernels name themselves when the module is loaded.

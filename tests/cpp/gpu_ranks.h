@@ -1,0 +1,329 @@
+#pragma once
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <latch>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/cuda_device.h"
+#include "cuda/cuda_heap.h"
+#include "cuda_stand_in.h"
+#include "emulated.h"
+#include "host/combine.h"
+#include "runtime/device_combine.h"
+#include "runtime/device_dispatch.h"
+#include "runtime/device_endpoint.h"
+#include "runtime/device_plan.h"
+#include "runtime/dispatch_launches.h"
+#include "thread_rank.h"
+
+// Ranks with GPUs of the stand-in: threads or processes, a buffer of each, and what its operations
+// have to bring.
+
+namespace moe::cases {
+
+using layout::RowLayout;
+
+constexpr int kNumExperts = 2;
+constexpr int64_t kNumTokens = 4;
+constexpr int64_t kHidden = 32;  // float32
+constexpr int kConnections = 32;
+
+/// A stream of the caller's, as torch makes them.
+class CallerStream {
+ public:
+  CallerStream() {
+    device::check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, 0),
+                       "making a caller's stream");
+  }
+  CallerStream(const CallerStream&) = delete;
+  CallerStream& operator=(const CallerStream&) = delete;
+  // Outlives the communicator, as docs/gpu.md asks.
+
+  cudaStream_t get() const { return stream_; }
+  void synchronize() const {
+    device::check_cuda(cudaStreamSynchronize(stream_), "waiting for a caller's stream");
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+/// What a rank has of its GPU.
+struct RankGpu {
+  RankGpu(host::ThreadRank& rank, int device_idx, int max_connections)
+      : device(cuda::CudaDevice::create(device_idx, max_connections)),
+        heap(cuda::CudaHeap::create(rank.mesh, device, {})) {
+    device->activate();
+  }
+
+  std::shared_ptr<cuda::CudaDevice> device;
+  std::shared_ptr<cuda::CudaHeap> heap;
+};
+
+inline std::shared_ptr<host::Group> borrow(host::Group& group) {
+  return {std::shared_ptr<void>(), &group};
+}
+
+/// One buffer of a rank, and inputs that every rank knows: row t of rank r is full of 10 r + t, and
+/// every token goes to both experts.
+struct Caller {
+  Caller(int rank_idx,
+         const std::shared_ptr<host::Group>& group,
+         const RankGpu& gpu,
+         int64_t num_max_tokens = kNumTokens)
+      : rank_idx(rank_idx), num_ranks(group->num_ranks()) {
+    runtime::DeviceEndpointConfig config;
+    config.common.num_experts = kNumExperts;
+    config.common.expert_rank = {0, 1};
+    config.common.num_max_tokens = num_max_tokens;
+    config.common.num_max_topk = 2;
+    config.common.max_row_bytes = kHidden * 4;
+    config.common.depth = 2;
+    config.shape.num_sms = 2;
+    config.shape.num_threads = 64;
+    endpoint = runtime::DeviceEndpoint::create(group, gpu.heap, gpu.device, std::move(config), {});
+    endpoint->set_caller_stream(reinterpret_cast<uintptr_t>(stream.get()), {});
+    x = gpu.device->allocate_unset(kNumTokens * kHidden * 4);
+    topk_idx = gpu.device->allocate_unset(kNumTokens * 2 * 8);
+    fill(0);
+    for (int64_t i = 0; i < kNumTokens * 2; ++i)
+      reinterpret_cast<int64_t*>(topk_idx.get())[i] = i % 2;
+  }
+
+  /// Of another round: rows are full of 10 r + t + 100 round.
+  void fill(int new_round) {
+    round = new_round;
+    for (int64_t i = 0; i < kNumTokens * kHidden; ++i)
+      reinterpret_cast<float*>(x.get())[i] = value_of(rank_idx, i / kHidden);
+  }
+
+  float value_of(int64_t from_rank, int64_t token_idx) const {
+    return static_cast<float>(10 * from_rank + token_idx + 100 * round);
+  }
+
+  host::DispatchParams dispatch_params(RowLayout layout) const {
+    host::DispatchParams params;
+    params.x = x.get();
+    params.topk_idx = reinterpret_cast<const int64_t*>(topk_idx.get());
+    params.num_tokens = kNumTokens;
+    params.num_topk = 2;
+    params.source_row_bytes = params.row_bytes = kHidden * 4;
+    params.dtype = 2 << 8 | 32;
+    params.layout = layout;
+    params.copy_out = host::CopyOut::kNever;
+    return params;
+  }
+
+  host::DispatchOutcome dispatch(RowLayout layout = RowLayout::kExpertMajor,
+                                 std::shared_ptr<const host::PlanHeader> plan = nullptr) const {
+    host::DispatchParams params = dispatch_params(layout);
+    params.plan = std::move(plan);
+    return runtime::dispatch(*endpoint, params, {});
+  }
+
+  host::CombineOutcome combine(const host::DispatchOutcome& dispatched) const {
+    host::CombineParams params;
+    params.x = dispatched.rows;
+    params.has_rows = true;
+    params.dtype = DType::kFloat32;
+    params.hidden = kHidden;
+    params.plan = dispatched.plan;
+    params.copy_out = host::CopyOut::kNever;
+    return runtime::combine(*endpoint, params, {});
+  }
+
+  /// Every expert has the rows of all ranks, in their order.
+  void check_rows(const host::DispatchOutcome& outcome) const {
+    stream.synchronize();
+    const int64_t num_rows = rank_idx < kNumExperts ? num_ranks * kNumTokens : 0;
+    for (int64_t row_idx = 0; row_idx < num_rows; ++row_idx) {
+      float value = 0.0f;
+      std::memcpy(&value, outcome.rows + row_idx * kHidden * 4, sizeof value);
+      expect_equal(value,
+                   value_of(row_idx / kNumTokens, row_idx % kNumTokens),
+                   concat("row ", row_idx, " of rank ", rank_idx));
+    }
+  }
+
+  /// Both experts return what they got.
+  void check_sums(const host::CombineOutcome& outcome) const {
+    stream.synchronize();
+    for (int64_t token_idx = 0; token_idx < kNumTokens; ++token_idx) {
+      float value = 0.0f;
+      std::memcpy(&value, outcome.sums + token_idx * kHidden * 4, sizeof value);
+      expect_equal(value,
+                   2 * value_of(rank_idx, token_idx),
+                   concat("sum ", token_idx, " of rank ", rank_idx));
+    }
+  }
+
+  void run_all(RowLayout layout) {
+    for (int i = 0; i < 2; ++i) {
+      const host::DispatchOutcome outcome = dispatch(layout);
+      check_rows(outcome);
+      check_sums(combine(outcome));
+      fill(round + 1);
+      const host::DispatchOutcome again = dispatch(layout, outcome.plan);
+      check_rows(again);
+      check_sums(combine(again));
+      fill(round + 1);
+    }
+  }
+
+  int rank_idx;
+  int num_ranks;
+  CallerStream stream;
+  std::shared_ptr<runtime::DeviceEndpoint> endpoint;
+  std::shared_ptr<std::byte> x;
+  std::shared_ptr<std::byte> topk_idx;
+  int round = 0;
+};
+
+inline void expect_no_violations() {
+  std::string text;
+  for (const std::string& violation : stand_in::take_violations())
+    text += violation + "\n";
+  expect_equal(text, std::string(), "wrong calls");
+}
+
+/// Ranks that are threads, on @p num_devices in turn.
+inline void run_ranks(int num_ranks,
+                      int num_devices,
+                      const std::function<void(int, host::ThreadRank&, RankGpu&)>& body) {
+  host::run_group(num_ranks, [&](int rank_idx, host::ThreadRank& rank) {
+    try {
+      RankGpu gpu(rank, rank_idx % num_devices, num_ranks > num_devices ? kConnections : 0);
+      body(rank_idx, rank, gpu);
+    } catch (const std::exception& error) {
+      host::fail(concat("rank ", rank_idx, ": ", error.what()));
+    }
+  });
+  expect_no_violations();
+}
+
+/// Ranks whose GPU sees memory of the others may use it, by what this process asked for.
+inline void expect_access(const RankGpu& gpu, host::Group& group) {
+  const auto window = gpu.heap->allocate(8);
+  const std::byte* const own = window->data();
+  for (const std::string& said :
+       group.all_gather(std::string(reinterpret_cast<const char*>(&own), sizeof own), {})) {
+    const std::byte* theirs = nullptr;
+    std::memcpy(&theirs, said.data(), sizeof theirs);
+    expect(stand_in::can_access(theirs, gpu.device->device_idx()), "memory of a peer is closed");
+  }
+}
+
+/// What processes tell each other before they are ranks.
+class Pipe {
+ public:
+  Pipe() { expect(::pipe(ends_) == 0, "no pipe"); }
+  void send(const std::string& text) const {
+    const size_t size = text.size();
+    expect(::write(ends_[1], &size, sizeof size) == sizeof size, "a pipe is broken");
+    expect(::write(ends_[1], text.data(), size) == static_cast<ssize_t>(size), "a pipe is broken");
+  }
+  std::string receive() const {
+    size_t size = 0;
+    expect(::read(ends_[0], &size, sizeof size) == sizeof size, "a pipe is broken");
+    std::string text(size, '\0');
+    for (size_t at = 0; at < size;) {
+      const ssize_t count = ::read(ends_[0], text.data() + at, size - at);
+      expect(count > 0, "a pipe is broken");
+      at += static_cast<size_t>(count);
+    }
+    return text;
+  }
+
+ private:
+  int ends_[2];
+};
+
+/// Ranks that are processes, each of which sees @p masks of the devices.
+inline void run_processes(const std::vector<std::string>& masks,
+                          const std::function<void(int, host::ThreadRank&, RankGpu&)>& body) {
+  const auto num_ranks = static_cast<int>(masks.size());
+  std::vector<Pipe> to_parent(masks.size());
+  std::vector<Pipe> to_rank(masks.size());
+  std::vector<pid_t> processes;
+  for (int rank_idx = 0; rank_idx < num_ranks; ++rank_idx) {
+    const auto idx = static_cast<size_t>(rank_idx);
+    processes.push_back(::fork());
+    if (processes.back() != 0)
+      continue;
+    try {
+      ::setenv("CUDA_VISIBLE_DEVICES", masks[idx].c_str(), 1);
+      host::ThreadRank rank;
+      rank.mesh = heap::PeerMesh::create();
+      to_parent[idx].send(rank.mesh->address());
+      std::vector<std::string> addresses;
+      for (int i = 0; i < num_ranks; ++i)
+        addresses.push_back(to_rank[idx].receive());
+      rank.connect(rank_idx, addresses);
+      rank.make_group();
+      {
+        RankGpu gpu(rank, 0, 0);
+        body(rank_idx, rank, gpu);
+      }
+      rank.leave();
+      expect_no_violations();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "rank %d: %s\n", rank_idx, error.what());
+      std::_Exit(1);
+    }
+    std::_Exit(0);
+  }
+  for (const Pipe& from : to_parent) {
+    const std::string address = from.receive();
+    for (const Pipe& to : to_rank)
+      to.send(address);
+  }
+  for (const pid_t process : processes) {
+    int status = 0;
+    ::waitpid(process, &status, 0);
+    expect_equal(status, 0, "the status of a rank");
+  }
+}
+
+inline void await_kernel() {
+  while (!stand_in::has_kernel())
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
+/// Records dispatch and combine into a graph.
+struct Recorded {
+  Recorded(Caller& caller, RowLayout layout, cudaStreamCaptureMode mode) {
+    cudaGraph_t graph = nullptr;
+    device::check_cuda(cudaStreamBeginCapture(caller.stream.get(), mode), "beginning a capture");
+    host::DispatchParams params = caller.dispatch_params(layout);
+    if (layout != RowLayout::kLowLatency) {
+      params.fixed_rows = caller.num_ranks * kNumTokens;
+      params.capacity.on_overflow = layout::OnOverflow::kDrop;
+    }
+    dispatched = runtime::dispatch(*caller.endpoint, params, {});
+    combined = caller.combine(dispatched);
+    device::check_cuda(cudaStreamEndCapture(caller.stream.get(), &graph), "ending a capture");
+    device::check_cuda(cudaGraphInstantiate(&executable, graph, 0), "making a graph");
+  }
+
+  void replay(Caller& caller) const {
+    device::check_cuda(cudaGraphLaunch(executable, caller.stream.get()), "launching a graph");
+    caller.check_rows(dispatched);
+    caller.check_sums(combined);
+  }
+
+  host::DispatchOutcome dispatched;
+  host::CombineOutcome combined;
+  cudaGraphExec_t executable = nullptr;
+};
+
+}  // namespace moe::cases

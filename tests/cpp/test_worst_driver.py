@@ -1,0 +1,98 @@
+"""csrc/cuda over the worst CUDA that NVIDIA's documents allow, with kernels on the emulator."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.native_programs import build_program
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="CUDA's headers come with nvcc, which is not installed"
+)
+
+CASES = (
+    "captured",
+    "captured_for_all_threads",
+    "captured_low_latency",
+    "driver_of_an_earlier_version",
+    "event_of_outside_a_capture",
+    "first_operation_beside_create",
+    "first_operation_beside_create_on_two_devices",
+    "foreign_kernel_that_is_loaded",
+    "last_buffer_ends_beside_a_kernel",
+    "nothing_waits_for_large_operations",
+    "nothing_waits_in_operations",
+    "operation_behind_a_graph",
+    "processes",
+    "processes_without_virtual_memory",
+    "second_buffer_beside_a_kernel",
+    "streams_of_callers_alone",
+    "threads_on_one_device",
+    "threads_on_two_devices",
+    "wrong_calls",
+)
+# What callers may not do (docs/gpu.md): the stand-in finds it.
+DEADLOCKS = {
+    "deadlock_by_a_foreign_kernel": "the first launch of foreign waits for ExchangeParams",
+    "deadlock_by_an_allocation": "cudaMalloc waits for ExchangeParams",
+    "deadlock_by_kernels_that_are_not_loaded": (
+        "the first launch of CountParams waits for ExchangeParams"
+    ),
+    "deadlock_by_pageable_memory": ("cudaMemcpyAsync of pageable memory waits for ExchangeParams"),
+}
+# Most calls of an operation that put work into a stream or ask about it: launches, copies, records of
+# events and waits for them. What the driver is asked about the host's own state comes on top.
+BUDGET = {
+    "dispatch": 9,
+    "combine": 6,
+    "cached_dispatch": 7,
+    "dispatch_low_latency": 9,
+    "combine_low_latency": 6,
+    "cached_dispatch_low_latency": 7,
+    "replay": 1,  # the caller's own
+}
+MOST_STATE_CALLS = 5
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    return build_program("worst_driver")
+
+
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(program), *arguments], capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+def test_every_case_is_listed(program: Path) -> None:
+    listed = run(program).stdout.split()
+    assert listed == sorted((*CASES, *DEADLOCKS, "host_calls"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(program: Path, case: str) -> None:
+    ended = run(program, case)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("ok\n", "", 0)
+
+
+@pytest.mark.parametrize("case", DEADLOCKS)
+def test_the_stand_in_finds(program: Path, case: str) -> None:
+    ended = run(program, case)
+    assert (ended.stdout, ended.returncode) == (f"deadlock: {DEADLOCKS[case]}\n", 3)
+
+
+def test_operations_keep_to_their_budget_of_calls(program: Path) -> None:
+    ended = run(program, "host_calls")
+    *lines, last = ended.stdout.splitlines()
+    assert (last, ended.returncode) == ("ok", 0)
+    found = {
+        name: (int(num_calls), int(num_work))
+        for name, num_calls, num_work, *_ in map(str.split, lines)
+    }
+    assert {name: num_work for name, (_, num_work) in found.items()} == BUDGET
+    assert all(num_calls - num_work <= MOST_STATE_CALLS for num_calls, num_work in found.values())

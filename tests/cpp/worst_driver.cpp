@@ -1,0 +1,479 @@
+// csrc/cuda over the worst CUDA that NVIDIA's documents allow (cuda_stand_in.h): ranks that are
+// threads, and ranks that are processes.
+
+#include <atomic>
+#include <latch>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gpu_ranks.h"
+#include "runtime/device_plan.h"
+#include "runtime/dispatch_launches.h"
+
+namespace {
+
+using namespace moe;
+using namespace moe::cases;
+
+void operations_of_threads(int num_devices) {
+  run_ranks(2, num_devices, [](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.run_all(RowLayout::kLowLatency);
+    expect_access(gpu, *rank.group);
+    caller.endpoint->destroy({});
+  });
+}
+
+void threads_on_one_device() {
+  operations_of_threads(1);
+}
+
+void threads_on_two_devices() {
+  operations_of_threads(2);
+}
+
+/// What every rank finds of the devices: the first of those it sees is another one on each.
+void operations_of_processes(const std::string& sharing) {
+  run_processes({"0", "1"}, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    const std::string& uuid = gpu.device->info().uuid;
+    const auto uuids = rank.group->all_gather(uuid, {});
+    expect(uuids[0] != uuids[1], "both processes use one device");
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    expect_equal(gpu.heap->sharing(), sharing, "the way to share memory");
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.run_all(RowLayout::kLowLatency);
+    caller.endpoint->destroy({});
+  });
+}
+
+void processes() {
+  operations_of_processes("descriptor");
+}
+
+void processes_without_virtual_memory() {
+  stand_in::machine().has_virtual_memory = false;
+  operations_of_processes("ipc");
+}
+
+/// A driver that has every function, of an earlier version than this module was compiled with.
+void driver_of_an_earlier_version() {
+  stand_in::machine().driver_version = CUDART_VERSION - 10;
+  if (CUDART_VERSION % 1000 == 0)
+    stand_in::machine().driver_version = CUDART_VERSION - 910;  // 12.9 before 13.0
+  operations_of_threads(1);
+}
+
+/// Events of outside, or of the default stream, which would order all blocking streams.
+void streams_of_callers_alone() {
+  operations_of_threads(1);
+  expect(!stand_in::has_default_stream(), "the default stream was used");
+}
+
+void event_of_outside_a_capture() {
+  run_ranks(1, 1, [](int, host::ThreadRank&, RankGpu& gpu) {
+    const CallerStream stream;
+    const auto caller = gpu.device->caller_stream(reinterpret_cast<uintptr_t>(stream.get()));
+    const auto event = gpu.device->create_stream()->record();
+    cudaGraph_t graph = nullptr;
+    cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal);
+    expect_error(message_of<InvalidArgument>([&] { caller->wait(*event); }), {"outside a graph"});
+    expect_error(stand_in::take_violations().at(0), {"cudaStreamWaitEvent"});
+    cudaStreamEndCapture(stream.get(), &graph);
+  });
+}
+
+/// A rank is back from create() and waits for a row, while another is still in there.
+void first_operation_beside_create() {
+  stand_in::dawdle(std::chrono::milliseconds(20), 0);
+  operations_of_threads(1);
+}
+
+/// The same, where the other is about to open memory that the first was late to announce.
+void first_operation_beside_create_on_two_devices() {
+  constexpr int64_t kManyTokens = 1 << 15;
+  stand_in::dawdle(std::chrono::milliseconds(20), 1);
+  run_ranks(2, 2, [](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    if (rank_idx == 0)
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    Caller caller(rank_idx, borrow(*rank.group), gpu, kManyTokens);
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.endpoint->destroy({});
+  });
+}
+
+/// Operations whose sizes a buffer is configured for ask for nothing that may wait.
+void nothing_waits_in_operations() {
+  std::latch all_ready(2);
+  std::latch all_done(2);
+  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    all_ready.arrive_and_wait();
+    if (rank_idx == 0)
+      stand_in::take_waits();
+    rank.group->all_gather("", {});
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.run_all(RowLayout::kLowLatency);
+    all_done.arrive_and_wait();
+    for (const auto& [call, count] : stand_in::take_waits())
+      throw std::runtime_error(concat(count, " calls of ", call, " in operations"));
+    caller.endpoint->destroy({});
+  });
+}
+
+/// The same of operations far larger than what the driver is asked for at least.
+void nothing_waits_for_large_operations() {
+  constexpr int64_t kManyTokens = 1 << 17;
+  constexpr int kNumOperations = 4;  // of a buffer whose depth is 2
+  run_ranks(2, 1, [](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu, kManyTokens);
+    rank.group->all_gather("", {});
+    stand_in::take_waits();
+    rank.group->all_gather("", {});
+    runtime::DeviceEndpoint& endpoint = *caller.endpoint;
+    endpoint.scratch(runtime::DispatchLaunches::scratch_bytes(endpoint, kManyTokens, 2));
+    std::vector<std::shared_ptr<void>> held;
+    for (int i = 0; i < kNumOperations; ++i) {
+      held.push_back(runtime::DevicePlan::allocate(
+          endpoint, RowLayout::kExpertMajor, kManyTokens, 2, runtime::Contents::kUnset));
+      held.push_back(
+          runtime::DispatchTables::allocate(endpoint, nullptr, runtime::Contents::kUnset).memory);
+    }
+    const auto rows = gpu.heap->allocate(kManyTokens * 2 * kHidden * 4);
+    const auto sums = gpu.heap->allocate(kManyTokens * kHidden * 4);
+    for (const auto& [call, count] : stand_in::take_waits())
+      throw std::runtime_error(concat(count, " calls of ", call));
+    rank.group->all_gather("", {});
+    caller.endpoint->destroy({});
+  });
+}
+
+/// A further buffer is made while a kernel of the first waits for a rank that makes it, too.
+void second_buffer_beside_a_kernel() {
+  run_ranks(2, 1, [](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    const auto group = borrow(*rank.group);
+    Caller first(rank_idx, group, gpu);
+    std::thread operations;
+    if (rank_idx == 0)
+      operations = std::thread([&] { first.check_rows(first.dispatch()); });
+    await_kernel();
+    Caller second(rank_idx, group, gpu);
+    if (rank_idx == 1)
+      first.check_rows(first.dispatch());
+    else
+      operations.join();
+    second.run_all(RowLayout::kExpertMajor);
+    first.endpoint->destroy({});
+    second.endpoint->destroy({});
+  });
+}
+
+/// Ranks leave a communicator with its last buffer while a kernel of another waits for them.
+void last_buffer_ends_beside_a_kernel() {
+  std::vector<host::ThreadRank> others(2);
+  const auto addresses = host::make_meshes(&others);
+  run_ranks(3, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller stays(rank_idx, borrow(*rank.group), gpu);
+    if (rank_idx == 0) {
+      rank.group->all_gather("", {});
+    } else {
+      host::ThreadRank& other = others[static_cast<size_t>(rank_idx - 1)];
+      other.connect(rank_idx - 1, addresses);
+      other.make_group();
+      auto other_gpu = std::make_optional<RankGpu>(other, 0, kConnections);
+      auto leaves = std::make_optional<Caller>(rank_idx - 1, borrow(*other.group), *other_gpu);
+      leaves->run_all(RowLayout::kExpertMajor);
+      rank.group->all_gather("", {});  // no kernel runs
+      await_kernel();
+      leaves->endpoint->destroy({});
+      leaves.reset();
+      other_gpu.reset();
+      other.leave();
+    }
+    stays.run_all(RowLayout::kExpertMajor);
+    stays.endpoint->destroy({});
+  });
+}
+
+/// A rank replays while another still records, and eager operations come between replays.
+void captured_of(RowLayout layout, cudaStreamCaptureMode mode) {
+  std::latch all_recorded(2);
+  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    if (rank_idx == 1 && mode != cudaStreamCaptureModeGlobal)
+      await_kernel();
+    const Recorded recorded(caller, layout, mode);
+    // A capture for all threads is no time to look at another stream.
+    if (mode == cudaStreamCaptureModeGlobal)
+      all_recorded.arrive_and_wait();
+    for (int i = 0; i < 3; ++i) {
+      recorded.replay(caller);
+      caller.fill(caller.round + 1);
+      caller.run_all(layout);
+      caller.fill(caller.round + 1);
+      recorded.replay(caller);
+      caller.fill(caller.round + 1);
+    }
+    caller.endpoint->destroy({});
+  });
+}
+
+/// What is called behind a graph is put behind it, and waits for nobody.
+void operation_behind_a_graph() {
+  std::latch all_recorded(2);
+  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    const Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+    const int num_launched = stand_in::num_launches();
+    all_recorded.arrive_and_wait();
+    if (rank_idx == 1)
+      for (int i = 0; stand_in::num_launches() == num_launched; ++i) {
+        expect(i < 10'000, "nothing is launched behind a graph that waits for a peer");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    device::check_cuda(cudaGraphLaunch(recorded.executable, caller.stream.get()), "a graph");
+    const host::DispatchOutcome outcome = caller.dispatch();
+    caller.check_rows(outcome);
+    caller.check_rows(recorded.dispatched);
+    caller.check_sums(recorded.combined);
+    // The host has learned of the epochs that the graph took.
+    expect_equal(caller.endpoint->next_epoch(), caller.endpoint->epochs().next, "the next epoch");
+    caller.run_all(RowLayout::kExpertMajor);
+    expect_equal(caller.endpoint->next_epoch(), caller.endpoint->epochs().next, "the next epoch");
+    caller.endpoint->destroy({});
+  });
+}
+
+void captured() {
+  captured_of(RowLayout::kExpertMajor, cudaStreamCaptureModeThreadLocal);
+}
+
+void captured_low_latency() {
+  captured_of(RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+}
+
+void captured_for_all_threads() {
+  captured_of(RowLayout::kLowLatency, cudaStreamCaptureModeGlobal);
+}
+
+/// Calls that put work into a stream, or ask about it; the others only look at the host's state.
+int num_of_work(const std::map<std::string, int>& calls) {
+  int sum = 0;
+  for (const auto& [call, number] : calls)
+    if (call != "cudaSetDevice" && call != "cudaGetDevice" && call != "cudaStreamIsCapturing" &&
+        call != "cudaThreadExchangeStreamCaptureMode")
+      sum += number;
+  return sum;
+}
+
+/// What the calling thread calls for an operation as a rule: a line for each, with all calls, those
+/// with work, and which they are. Now and then streams are asked what memory they are done with.
+void host_calls() {
+  constexpr size_t kNumRounds = 5;
+  std::vector<std::string> lines;
+  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.run_all(RowLayout::kLowLatency);
+    const auto count = [&](const std::string& name, const std::function<void()>& operation) {
+      std::vector<std::map<std::string, int>> rounds;
+      for (size_t i = 0; i < kNumRounds; ++i) {
+        caller.stream.synchronize();
+        rank.group->all_gather("", {});
+        stand_in::take_calls();
+        operation();
+        rounds.push_back(stand_in::take_calls());
+      }
+      std::nth_element(
+          rounds.begin(),
+          rounds.begin() + kNumRounds / 2,
+          rounds.end(),
+          [](const auto& a, const auto& b) { return num_of_work(a) < num_of_work(b); });
+      const auto& usual = rounds[kNumRounds / 2];
+      int sum = 0;
+      std::string names;
+      for (const auto& [call, number] : usual) {
+        sum += number;
+        names += concat(" ", call, "=", number);
+      }
+      if (rank_idx == 0)
+        lines.push_back(concat(name, " ", sum, " ", num_of_work(usual), names));
+    };
+    host::DispatchOutcome outcome;
+    for (const RowLayout layout : {RowLayout::kExpertMajor, RowLayout::kLowLatency}) {
+      const std::string suffix = layout == RowLayout::kLowLatency ? "_low_latency" : "";
+      count("dispatch" + suffix, [&] { outcome = caller.dispatch(layout); });
+      count("combine" + suffix, [&] { caller.combine(outcome); });
+      count("cached_dispatch" + suffix, [&] { caller.dispatch(layout, outcome.plan); });
+    }
+    const Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+    count("replay", [&] { cudaGraphLaunch(recorded.executable, caller.stream.get()); });
+    caller.stream.synchronize();
+    caller.endpoint->destroy({});
+  });
+  for (const std::string& line : lines)
+    std::puts(line.c_str());
+}
+
+// --- The stand-in itself: what it must find -----------------------------------------------------
+
+/// Rank 1 does @p what while a kernel of rank 0 waits for it, and nobody may be that patient.
+void beside_a_kernel(const std::function<void(Caller&)>& what) {
+  stand_in::machine().patience = std::chrono::milliseconds(300);
+  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    if (rank_idx == 1) {
+      await_kernel();
+      what(caller);
+    }
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.endpoint->destroy({});
+  });
+}
+
+const void* g_foreign = nullptr;
+
+void launch_foreign(const Caller& caller) {
+  cudaLaunchConfig_t config{};
+  config.stream = caller.stream.get();
+  device::check_cuda(cudaLaunchKernelExC(&config, g_foreign, nullptr), "launching");
+}
+
+void foreign_kernel_that_is_loaded() {
+  g_foreign = stand_in::make_foreign_kernel("foreign", [] {});
+  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    launch_foreign(caller);
+    rank.group->all_gather("", {});
+    if (rank_idx == 1) {
+      await_kernel();
+      launch_foreign(caller);
+    }
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.endpoint->destroy({});
+  });
+}
+
+void deadlock_by_a_foreign_kernel() {
+  g_foreign = stand_in::make_foreign_kernel("foreign", [] {});
+  beside_a_kernel(launch_foreign);
+}
+
+void deadlock_by_kernels_that_are_not_loaded() {
+  beside_a_kernel([](Caller&) { stand_in::unload_kernels(); });
+}
+
+void deadlock_by_pageable_memory() {
+  beside_a_kernel([](Caller& caller) {
+    const int64_t word = 0;
+    cudaMemcpyAsync(caller.topk_idx.get(), &word, 8, cudaMemcpyDefault, caller.stream.get());
+  });
+}
+
+void deadlock_by_an_allocation() {
+  beside_a_kernel([](Caller&) {
+    void* data = nullptr;
+    cudaMalloc(&data, 8);
+  });
+}
+
+/// @p wrong is found, and by that name.
+void expect_violation(const std::string& name, const std::function<void()>& wrong) {
+  wrong();
+  const auto violations = stand_in::take_violations();
+  expect(!violations.empty(), concat("not found: ", name));
+  expect_error(violations.front(), {name});
+}
+
+void wrong_calls() {
+  void* data = nullptr;
+  cudaSetDevice(0);
+  const CallerStream stream;
+  const CallerStream second;
+  cudaEvent_t event = nullptr;
+  cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+  cudaGraph_t graph = nullptr;
+  cudaMalloc(&data, 4096);
+  expect_violation("cudaMemcpyAsync: beyond",
+                   [&] { cudaMemcpyAsync(data, data, 8192, cudaMemcpyDefault, stream.get()); });
+  expect_violation("cudaHostGetDevicePointer", [&] {
+    int64_t word = 0;
+    cudaHostGetDevicePointer(&data, &word, 0);
+  });
+  expect_violation("cudaGetDriverEntryPointByVersion", [&] {
+    cudaDriverEntryPointQueryResult result{};
+    cudaGetDriverEntryPointByVersion("cuMemMap", &data, CUDART_VERSION + 10, 0, &result);
+  });
+  for (const auto mode : {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal}) {
+    cudaStreamBeginCapture(stream.get(), mode);
+    expect_violation("cudaMalloc: while", [&] { cudaMalloc(&data, 8); });
+    expect_violation("cudaStreamQuery: in a capture", [&] { cudaStreamQuery(second.get()); });
+    std::thread([&] {
+      if (mode == cudaStreamCaptureModeGlobal)
+        expect_violation("cudaHostAlloc: while",
+                         [&] { cudaHostAlloc(&data, 8, cudaHostAllocMapped); });
+      else
+        cudaHostAlloc(&data, 8, cudaHostAllocMapped);
+    }).join();
+    cudaStreamEndCapture(stream.get(), &graph);
+  }
+  cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeRelaxed);
+  cudaMalloc(&data, 8);
+  cudaEventRecord(event, stream.get());
+  expect_violation("cudaEventQuery: the event belongs", [&] { cudaEventQuery(event); });
+  cudaStreamWaitEvent(second.get(), event, cudaEventWaitDefault);  // takes part from here on
+  cudaMemsetAsync(data, 0, 8, second.get());
+  expect_violation("cudaStreamEndCapture", [&] { cudaStreamEndCapture(stream.get(), &graph); });
+  cudaEventRecord(event, stream.get());
+  cudaStreamBeginCapture(second.get(), cudaStreamCaptureModeRelaxed);
+  expect_violation("cudaStreamWaitEvent",
+                   [&] { cudaStreamWaitEvent(second.get(), event, cudaEventWaitDefault); });
+  cudaStreamEndCapture(second.get(), &graph);
+  cudaSetDevice(1);
+  cudaEvent_t event_there = nullptr;
+  cudaEventCreateWithFlags(&event_there, cudaEventDisableTiming);
+  expect_violation("cudaEventRecord: the stream is of another",
+                   [&] { cudaEventRecord(event_there, stream.get()); });
+  expect_violation("ForeignParams for device 0 where device 1", [&] {
+    static_cast<simt::Stream*>(static_cast<void*>(stream.get()))->launch({"ForeignParams", {}, [] {
+                                                                          }});
+  });
+  expect_no_violations();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_case(
+      {
+          {"captured", captured},
+          {"captured_for_all_threads", captured_for_all_threads},
+          {"captured_low_latency", captured_low_latency},
+          {"deadlock_by_a_foreign_kernel", deadlock_by_a_foreign_kernel},
+          {"deadlock_by_an_allocation", deadlock_by_an_allocation},
+          {"deadlock_by_kernels_that_are_not_loaded", deadlock_by_kernels_that_are_not_loaded},
+          {"deadlock_by_pageable_memory", deadlock_by_pageable_memory},
+          {"driver_of_an_earlier_version", driver_of_an_earlier_version},
+          {"event_of_outside_a_capture", event_of_outside_a_capture},
+          {"first_operation_beside_create", first_operation_beside_create},
+          {"first_operation_beside_create_on_two_devices",
+           first_operation_beside_create_on_two_devices},
+          {"foreign_kernel_that_is_loaded", foreign_kernel_that_is_loaded},
+          {"host_calls", host_calls},
+          {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
+          {"nothing_waits_in_operations", nothing_waits_in_operations},
+          {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},
+          {"operation_behind_a_graph", operation_behind_a_graph},
+          {"processes", processes},
+          {"processes_without_virtual_memory", processes_without_virtual_memory},
+          {"second_buffer_beside_a_kernel", second_buffer_beside_a_kernel},
+          {"streams_of_callers_alone", streams_of_callers_alone},
+          {"threads_on_one_device", threads_on_one_device},
+          {"threads_on_two_devices", threads_on_two_devices},
+          {"wrong_calls", wrong_calls},
+      },
+      argc,
+      argv);
+}
