@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ import torch
 from moe_comm import Communicator, cuda_devices
 from moe_comm.bootstrap import RankThreads
 from moe_comm.cli import doctor_gpu
+from moe_comm.cli.bench import worker
 from moe_comm.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
+from moe_comm.testing import run_ranks
 from tests.helpers.fresh_python import run_python
 from tests.helpers.on_device import NUM_SMS
 from tests.helpers.source_tree import ROOT, run
@@ -211,6 +216,67 @@ def test_kernels_compile_without_spills(architecture: str) -> None:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Gpus:
+    """Two GPUs as torch tells of them: which each thread has made current, and its stream there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._of_thread = threading.local()
+        self._numbers = itertools.count()
+        for name, function in (
+            ("is_available", lambda: True),
+            ("device_count", lambda: 2),
+            ("set_device", self._set_device),
+            ("Stream", self._numbers.__next__),
+            ("set_stream", self._set_stream),
+        ):
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def _set_device(self, device_idx: int) -> None:
+        self._of_thread.device_idx = device_idx
+
+    def _set_stream(self, stream: int) -> None:
+        self._of_thread.stream = stream
+
+    def current(self) -> int:
+        """Number of the device that is current, 0 where nobody chose one."""
+        return getattr(self._of_thread, "device_idx", 0)
+
+    def stream(self) -> int:
+        """The current stream, -1 for the default one."""
+        return getattr(self._of_thread, "stream", -1)
+
+
+def test_ranks_of_a_benchmark_take_the_gpus_in_turn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus = Gpus(monkeypatch)
+    found = []
+
+    class FoundError(Exception):
+        """The communicator would be made now."""
+
+    def make_communicator(**_: object) -> None:
+        found.append(gpus.current())
+        raise FoundError
+
+    monkeypatch.setattr(worker.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "SpinBarrier", lambda *_: None)
+    monkeypatch.setattr(worker, "Communicator", make_communicator)
+    case = types.SimpleNamespace(num_ranks=4, api="moe_comm")
+    launch = worker.Launch(case=case, backend="cuda")  # type: ignore[arg-type]
+    for rank_idx in range(4):
+        with ThreadPoolExecutor(1) as process, pytest.raises(FoundError):
+            process.submit(worker.Worker, launch, tmp_path, rank_idx).result()
+    assert found == [0, 1, 0, 1]
+
+
+def test_ranks_that_are_threads_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch)
+    found = run_ranks(lambda _: (gpus.current(), gpus.stream()), 3, mode="threads")
+    assert [device_idx for device_idx, _ in found] == [0, 1, 0]
+    assert sorted(stream for _, stream in found) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
