@@ -59,8 +59,6 @@ def measure(
     context: RankContext, options: argparse.Namespace, barrier: threading.Barrier
 ) -> dict[str, Any]:
     torch.cuda.set_device(0)
-    # Threads would share the default stream, and each rank wait for what others do there.
-    torch.cuda.set_stream(torch.cuda.Stream())
     layout = Layout[options.layout.replace("-", "_").upper()]
     quantization = FP8_BLOCK128 if options.fp8 else None
     config = EpConfig(
