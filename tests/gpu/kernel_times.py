@@ -1,6 +1,6 @@
 """What one dispatch and combine cost on a GPU: times of every kernel, eager and captured, beside a copy.
 
-Ranks are threads of this process, which share the GPU. Prints a table of kernels (of the profiler) and a
+Ranks are threads of this process, on the GPUs of the machine in turn. Prints a table of kernels (of the profiler) and a
 JSON document as the last line. For speed as users see it there is `moe-comm bench`; this says where it goes.
 
     python tests/gpu/kernel_times.py --ranks 1 --tokens 128 --layout low-latency
@@ -58,7 +58,6 @@ def copy_roof_us(num_bytes: int, barrier: threading.Barrier) -> float:
 def measure(
     context: RankContext, options: argparse.Namespace, barrier: threading.Barrier
 ) -> dict[str, Any]:
-    torch.cuda.set_device(0)
     layout = Layout[options.layout.replace("-", "_").upper()]
     quantization = FP8_BLOCK128 if options.fp8 else None
     config = EpConfig(
