@@ -127,8 +127,10 @@ class OffersBlock {
     if (status == OperationStatus::kShort && !MOE_MUTANT(no_done_without_rows))
       peers_.release_done(epoch_);
     peers_.end();
-    if (params_.host_read != nullptr && device::thread_idx() == 0)
+    if (params_.host_read != nullptr && device::thread_idx() == 0) {
+      device::store_relaxed<device::Scope::kSystem>(&params_.host_read->epoch, epoch_);
       give_ticket(params_.host_read, params_.ticket, status);
+    }
   }
 
   const OffersParams& params_;
