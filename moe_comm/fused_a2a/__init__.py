@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm import missed_calls
 from moe_comm.arguments import check_kind
-from moe_comm.autograd.agreement import combine_word, dispatch_word
+from moe_comm.autograd.agreement import dispatch_word
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Layout
 from moe_comm.dispatcher import permuted
@@ -38,10 +38,11 @@ from moe_comm.fused_a2a.arguments import (
 )
 from moe_comm.fused_a2a.collective_function import (
     apply_collectively,
+    apply_combine,
+    gradients_of,
     heard,
     link_to,
     said,
-    tie,
 )
 from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, held_buffer
 from moe_comm.fused_a2a.nccl_ep import (
@@ -212,14 +213,14 @@ class FusedDispatch(torch.autograd.Function):
         """Combine the gradients of the rows; those of the probabilities come back with them."""
         buffer, places, *_ = ctx.handle
         if ctx.probs_dtype is None:
-            return _gradients(ctx, {0: buffer.combine(grad_output.contiguous(), places)})
+            return gradients_of(ctx, {0: buffer.combine(grad_output.contiguous(), places)})
         assert grad_token_probs is not None
         result = buffer.combine(
             grad_output.contiguous(), places, row_weights=grad_token_probs.float().contiguous()
         )
         assert isinstance(result, CombineResult)
         assert result.topk_weights is not None
-        return _gradients(ctx, {0: result.x, 2: result.topk_weights.to(ctx.probs_dtype)})
+        return gradients_of(ctx, {0: result.x, 2: result.topk_weights.to(ctx.probs_dtype)})
 
 
 class FusedCombine(torch.autograd.Function):
@@ -228,7 +229,7 @@ class FusedCombine(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> tuple[torch.Tensor, None]:
         """See `fused_combine`."""
-        combined: tuple[torch.Tensor, None] = _apply_combine(super().apply, args, 2)
+        combined: tuple[torch.Tensor, None] = apply_combine(super().apply, args, 2)
         return combined
 
     @staticmethod
@@ -269,7 +270,7 @@ class FusedCombine(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Dispatch the gradient to the places of the rows."""
         buffer, places, *_ = ctx.handle
-        return _gradients(
+        return gradients_of(
             ctx, {0: buffer.dispatch(grad_output.contiguous(), None, handle=places).x}
         )
 
@@ -459,7 +460,7 @@ class HybridEPDispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Combine the gradients of the rows; those of the probabilities come back with them."""
         grad_tokens, grad_dense = permuted.gradient_of_dispatch(grad_x, grad_probs, ctx.handle)
-        return _gradients(ctx, {0: grad_tokens, 2: grad_dense})
+        return gradients_of(ctx, {0: grad_tokens, 2: grad_dense})
 
 
 class HybridEPCombine(torch.autograd.Function):
@@ -468,7 +469,7 @@ class HybridEPCombine(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> torch.Tensor:
         """See `hybrid_ep_combine`."""
-        combined: torch.Tensor = _apply_combine(super().apply, args, 1)
+        combined: torch.Tensor = apply_combine(super().apply, args, 1)
         return combined
 
     @staticmethod
@@ -510,7 +511,7 @@ class HybridEPCombine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Dispatch the gradient to the places of the rows."""
-        return _gradients(ctx, {0: permuted.gradient_of_combine(grad_x, ctx.handle)})
+        return gradients_of(ctx, {0: permuted.gradient_of_combine(grad_x, ctx.handle)})
 
 
 def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
@@ -595,20 +596,3 @@ def _linked(dispatched: Any) -> Any:
     if isinstance(handle, FusedHandle):  # whose rows are tokens, of which experts may share some
         handle = handle._replace(num_pairs=int(others[-1].sum()))
     return (rows, *others, handle)
-
-
-def _apply_combine(apply: Callable[..., Any], args: tuple[Any, ...], handle_idx: int) -> Any:
-    rows = args[0] if args else None
-    handle = args[handle_idx] if handle_idx < len(args) else None
-    link = getattr(handle, "link", None)
-    word = combine_word(rows, link)
-    return apply_collectively(
-        apply,
-        word,
-        (tie(rows, link, getattr(handle, "num_pairs", None)), *args[1:]) if word else args,
-    )
-
-
-def _gradients(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[Any, ...]:
-    """One gradient for every argument that forward got."""
-    return tuple(gradients.get(idx) for idx in range(len(ctx.needs_input_grad)))

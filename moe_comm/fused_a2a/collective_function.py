@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from moe_comm.autograd.agreement import is_cut_from, is_differentiated
+from moe_comm.autograd.agreement import combine_word, is_cut_from, is_differentiated
 
-__all__ = ["apply_collectively", "heard", "link_to", "said", "tie"]
+__all__ = ["apply_collectively", "apply_combine", "gradients_of", "heard", "link_to", "said", "tie"]
 
 
 class _Words(threading.local):
@@ -115,3 +115,21 @@ def _detached(output: Any) -> Any:
     if isinstance(output, torch.Tensor) and output.requires_grad:
         return output.detach()
     return output
+
+
+def apply_combine(apply: Callable[..., Any], args: tuple[Any, ...], handle_idx: int) -> Any:
+    """Call `apply` of a combine, tied to its dispatch by the handle `args[handle_idx]`. Collective."""
+    rows = args[0] if args else None
+    handle = args[handle_idx] if handle_idx < len(args) else None
+    link = getattr(handle, "link", None)
+    word = combine_word(rows, link)
+    return apply_collectively(
+        apply,
+        word,
+        (tie(rows, link, getattr(handle, "num_pairs", None)), *args[1:]) if word else args,
+    )
+
+
+def gradients_of(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[Any, ...]:
+    """One gradient for every argument that forward got."""
+    return tuple(gradients.get(idx) for idx in range(len(ctx.needs_input_grad)))

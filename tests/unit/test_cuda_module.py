@@ -257,7 +257,7 @@ def test_ranks_of_a_benchmark_take_the_gpus_in_turn(
     class FoundError(Exception):
         """The communicator would be made now."""
 
-    def make_communicator(**_: object) -> None:
+    def make_communicator(*_: object, **__: object) -> None:
         found.append(gpus.current())
         raise FoundError
 

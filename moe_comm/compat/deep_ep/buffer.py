@@ -30,7 +30,8 @@ from moe_comm.compat.deep_ep.group import (
     refuse_not_offered,
     rejects_unbound_of,
 )
-from moe_comm.compat.deep_ep.handles import LowLatencyHandle, RankMajorHandle
+from moe_comm.compat.deep_ep.handles import RankMajorHandle, require_low_latency, require_rank_major
+from moe_comm.compat.deep_ep.masks import MaskedRanks
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.config import default_expert_rank
@@ -43,7 +44,7 @@ PreviousEvent = EventOverlap | EventHandle | None
 HandleParts = tuple[torch.Tensor, ...]
 
 
-class Buffer:
+class Buffer(MaskedRanks):
     """Dispatch and combine with DeepEP's arguments, tuples and orders, for CPU tensors.
 
     Any number of ranks and experts, any row that is a multiple of 16 bytes, any top-k, any number of
@@ -117,7 +118,7 @@ class Buffer:
         self.runtime: GroupOwner | None = self._owner
         self.rank = self._owner.rank_idx
         self.group_size = self._owner.num_ranks
-        self._masked: set[int] = set()
+        self._masked = set()
         self._local_bytes: dict[bool, torch.Tensor] = {}
 
     def destroy(self) -> None:
@@ -311,7 +312,7 @@ class Buffer:
         def prepare() -> int:
             begin(previous_event, async_finish, allocate_on_comm_stream)
             if handle is not None:
-                _require_handle(handle)
+                require_rank_major(handle)
                 if topk_idx is not None or topk_weights is not None:
                     raise ValueError("topk_idx and topk_weights must be None with a handle")
             if num_tokens_per_rdma_rank is not None:
@@ -386,7 +387,7 @@ class Buffer:
             begin(previous_event, async_finish, allocate_on_comm_stream)
             if config is not None:
                 num_channels(config)
-            return _require_handle(handle)
+            return require_rank_major(handle)
 
         known = checked(buffer, "combine", prepare)
         combined = rank_major.combine(
@@ -550,15 +551,14 @@ class Buffer:
         """
         self._owner.shared()
         del packed_recv_count, comp_signal, block_m, threshold, num_sms, src_signal_expect_value
-        if not isinstance(handle, LowLatencyHandle):
-            problem = (
-                f"handle must be what low_latency_dispatch returned, got {type(handle).__name__}"
-            )
-            self._owner.low_latency_buffer_for(None, problem).reject("combine", TypeError(problem))
-        refuse_not_offered(handle.buffer, "combine", overlap=overlap, src_signals=src_signals)
+        try:
+            known = require_low_latency(handle)
+        except TypeError as error:
+            self._owner.low_latency_buffer_for(None, str(error)).reject("combine", error)
+        refuse_not_offered(known.buffer, "combine", overlap=overlap, src_signals=src_signals)
         return low_latency.combine(
             self._owner,
-            handle,
+            known,
             x,
             topk_idx,
             topk_weights,
@@ -574,43 +574,7 @@ class Buffer:
 
         One per handle, contiguous, and the same every time.
         """
-        if not isinstance(handle, LowLatencyHandle):
-            raise TypeError(
-                f"handle must be what low_latency_dispatch returned, got {type(handle).__name__}"
-            )
-        return low_latency.next_combine_buffer(handle)
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank in later low-latency dispatches, or unmask it. Local.
-
-        Nothing goes to a masked rank or comes from it, on any rank. It still makes the calls.
-        """
-        self._require_shrink()
-        check_ints(0, rank_to_mask=rank_to_mask)
-        check_bools(mask=mask)
-        if rank_to_mask >= self.group_size:
-            raise ValueError(f"{rank_to_mask} is not a rank of {self.group_size}")
-        if mask:
-            self._masked.add(rank_to_mask)
-        else:
-            self._masked.discard(rank_to_mask)
-
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write 1 for ranks masked from this rank on, else 0, into int32 `[R]`. Local."""
-        self._require_shrink()
-        check_tensor("mask_status", mask_status, (self.group_size,), torch.int32)
-        mask_status.zero_()
-        mask_status[sorted(self._masked)] = 1
-
-    def low_latency_clean_mask_buffer(self) -> None:
-        """Unmask all ranks. Local."""
-        self._require_shrink()
-        self._masked.clear()
-
-    def _require_shrink(self) -> None:
-        self._owner.shared()
-        if not self.enable_shrink:
-            raise ValueError("masking needs a Buffer made with enable_shrink=True, got False")
+        return low_latency.next_combine_buffer(require_low_latency(handle))
 
     def _low_latency_buffer(self, num_experts: Any, num_max_tokens: Any) -> EpBuffer:
         try:
@@ -631,9 +595,3 @@ class Buffer:
             "num_tokens_per_expert must be an int32 tensor with one dimension (or a handle be given), "
             f"got {type(num_tokens_per_expert).__name__} and {type(handle).__name__}",
         )
-
-
-def _require_handle(handle: object) -> RankMajorHandle:
-    if not isinstance(handle, RankMajorHandle):
-        raise TypeError(f"handle must be what dispatch returned, got {type(handle).__name__}")
-    return handle

@@ -13,7 +13,13 @@ import torch
 from moe_comm.buffer import EpBuffer
 from moe_comm.handles import DispatchHandle, DispatchResult
 
-__all__ = ["HybridHandle", "LowLatencyHandle", "RankMajorHandle"]
+__all__ = [
+    "HybridHandle",
+    "LowLatencyHandle",
+    "RankMajorHandle",
+    "require_low_latency",
+    "require_rank_major",
+]
 
 
 class RankMajorHandle(tuple[torch.Tensor, ...]):
@@ -134,3 +140,19 @@ class HybridHandle(tuple[Any, ...]):
         handle.num_experts = num_experts
         handle.pad_multiple = pad_multiple
         return handle
+
+
+def require_rank_major(handle: object) -> RankMajorHandle:
+    """The handle; TypeError where it is none of `Buffer.dispatch`."""
+    if not isinstance(handle, RankMajorHandle):
+        raise TypeError(f"handle must be what dispatch returned, got {type(handle).__name__}")
+    return handle
+
+
+def require_low_latency(handle: object) -> LowLatencyHandle:
+    """The handle; TypeError where it is none of `Buffer.low_latency_dispatch`."""
+    if not isinstance(handle, LowLatencyHandle):
+        raise TypeError(
+            f"handle must be what low_latency_dispatch returned, got {type(handle).__name__}"
+        )
+    return handle
