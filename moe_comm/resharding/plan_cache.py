@@ -192,6 +192,7 @@ class CachedPlan:
         target: What the target held.
         destinations: By name, how the target was planned; a parameter that a transform has taken
             out of the model is planned again from this.
+        is_strict: It was planned so (see `swap_model_weights`).
     """
 
     plan: ReshardPlan
@@ -199,6 +200,7 @@ class CachedPlan:
     source: Contents
     target: Contents
     destinations: dict[str, ParameterMetadata]
+    is_strict: bool
 
 
 class PlanCache:

@@ -214,7 +214,8 @@ class _Pass:
         return [
             cached.plan_id
             for cached in found
-            if cached.source.is_same(source, None)
+            if cached.is_strict >= self.options.strict
+            and cached.source.is_same(source, None)
             and cached.target.is_same(target, self.transform or cached.plan.transform)
         ]
 
@@ -265,7 +266,8 @@ class _Pass:
         _harmonize_buffer_dtypes(plan, self.models.source, self.models.target, self.group.handle)
         contents = self._contents(self._look())
         owners = (self.models.source, self.models.target, self.group.key)
-        _plan_cache.put(self.key, CachedPlan(plan, plan_id, *contents, planned), owners)
+        cached = CachedPlan(plan, plan_id, *contents, planned, self.options.strict)
+        _plan_cache.put(self.key, cached, owners)
 
     def prepare(self) -> None:
         """Make the plan, and convert a target that asks for it."""
@@ -308,7 +310,7 @@ class _Pass:
                 service,
                 self.group.handle,
                 transform,
-                strict=self.options.strict,
+                strict=True,  # what has been planned is there
             )
         except Exception as error:
             if self.options.verify != "checksum":
@@ -353,7 +355,7 @@ def prepare_swap_model_weights(
     num_dst_pools: int = 1,
     dst_pool_index: int = 0,
     verify: Verify = "plan",
-    strict: bool = True,
+    strict: bool = False,
 ) -> None:
     """Make the plans of later `swap_model_weights` calls. Collective.
 
@@ -404,7 +406,7 @@ def swap_model_weights(
     dst_pool_index: int = 0,
     *,
     verify: Verify = "plan",
-    strict: bool = True,
+    strict: bool = False,
 ) -> None:
     """Copy the weights of `src_model` into `target_model`, however each is cut. Collective.
 
@@ -431,10 +433,11 @@ def swap_model_weights(
         dst_pool_index: Of these, the one that this rank's target belongs to.
         verify: "plan": a plan is verified when it is made. "checksum": and what each refit moved is
             compared at both ends. None: neither.
-        strict: A source parameter without a destination is an error (a destination without a source
-            always is), and so is a target parameter that a member of its tensor parallel or expert
-            parallel group or device mesh lacks, or that one of these or a replica has with another
-            dtype.
+        strict: A source parameter without a destination is an error, and so is a target parameter that
+            a member of its tensor parallel or expert parallel group or device mesh lacks, or that one
+            of these or a replica has with another dtype. Else, as in Megatron, whose trainers have
+            heads that generators lack, such a source parameter stays where it is. A destination
+            without a source is always an error.
 
     Raises:
         TypeError: `refit_method` is neither a name nor a service, or a model is no module.
@@ -482,7 +485,7 @@ def reshard_model_weights(
     pool_index: int = 0,
     *,
     verify: Verify = "plan",
-    strict: bool = True,
+    strict: bool = False,
 ) -> None:
     """One pass of `swap_model_weights`, over a service that is there. Collective.
 

@@ -379,7 +379,7 @@ def test_one_rank_with_a_bad_model(spoil: Any, texts: list[str]) -> None:
         good = nets(context, "tp2", "single")
         if context.rank_idx == 1:
             spoil(src, dst)
-        text = error_of(lambda: swap(context, src, dst))
+        text = error_of(lambda: swap(context, src, dst, strict=spoil is _extra))
         assert all(
             (param == -1).all()
             for name, param in dst.named_parameters()
@@ -400,7 +400,12 @@ def test_parameters_that_only_the_source_has() -> None:
         src, dst = nets(context, "tp2", "single")
         src.fill(1)
         _extra(src, dst)
-        swap(context, src, dst, strict=False)
+        swap(context, src, dst)
+        assert dst.wrong(1) == []
+        # The plan that is kept is none for who refuses them.
+        assert "'extra' on rank 0 has no destination" in error_of(
+            lambda: swap(context, src, dst, strict=True)
+        )
         assert dst.wrong(1) == []
 
     threads(rank, 2)
@@ -432,7 +437,7 @@ def test_an_output_layer_that_repeats_the_embedding_needs_no_destination(is_tied
         dst = _TiedStage([embedding], context.rank_idx) if context.rank_idx == 0 else None
         if dst is not None:
             torch.nn.init.zeros_(dst.get_parameter(embedding))
-        text = error_of(lambda: swap(context, src, dst))
+        text = error_of(lambda: swap(context, src, dst, strict=True))
         if dst is not None and not text:
             assert (dst.get_parameter(embedding) == 3.0).all()
         return text

@@ -19,7 +19,7 @@ from tests.helpers.threaded_refits import error_of, nets, swap, threads
     [
         ({"verify": "sha"}, ["ValueError", "verify must be one of", "'sha'"]),
         ({"verify": None}, ["different refits: verify='plan' on rank 0, verify=None on rank 1"]),
-        ({"strict": False}, ["different refits", "strict=False"]),
+        ({"strict": True}, ["different refits", "strict=True"]),
         ({"num_dst_pools": 0}, ["num_dst_pools must be >= 1, got 0"]),
         ({"dst_pool_index": 1}, [r"dst_pool_index must be in [0, 1), got 1"]),
         ({"refit_method": 7}, ["TypeError", "got int"]),
