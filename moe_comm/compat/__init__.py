@@ -3,8 +3,15 @@
     moe_comm.compat.install("deep_ep")
     import deep_ep
 
-`docs/deep_ep.md` says what is offered. For programs that cannot be edited, `MOE_COMM_COMPAT=deep_ep`
-does the same when moe_comm is imported, and `python -m moe_comm.compat` where it never is.
+| name | what is provided | described in |
+|---|---|---|
+| deep_ep | `moe_comm.compat.deep_ep` | docs/deep_ep.md |
+| megatron.core.transformer.moe.fused_a2a | `moe_comm.fused_a2a` | docs/megatron.md |
+| megatron.core.resharding | `moe_comm.resharding` | docs/resharding.md |
+| etha.comm.ir | `moe_comm.resharding.ir` | docs/resharding_ir.md |
+
+For programs that cannot be edited, `MOE_COMM_COMPAT=deep_ep` (or several names, with commas) does the
+same when moe_comm is imported, and `python -m moe_comm.compat` where it never is.
 """
 
 from __future__ import annotations
@@ -19,8 +26,13 @@ from moe_comm import env
 
 __all__ = ["install", "install_from_environment", "installed", "uninstall"]
 
-NAMES = ("deep_ep",)
-_PROVIDERS = {name: f"moe_comm.compat.{name}" for name in NAMES}
+_PROVIDERS = {
+    "deep_ep": "moe_comm.compat.deep_ep",
+    "megatron.core.transformer.moe.fused_a2a": "moe_comm.fused_a2a",
+    "megatron.core.resharding": "moe_comm.resharding",
+    "etha.comm.ir": "moe_comm.resharding.ir",
+}
+NAMES = tuple(_PROVIDERS)
 _lock = threading.Lock()
 # By name: what stood in sys.modules before, and what stands there now.
 _replaced: dict[str, dict[str, types.ModuleType]] = {}
@@ -30,10 +42,11 @@ _provided: dict[str, dict[str, types.ModuleType]] = {}
 def install(name: str, *, replace: bool = False) -> None:
     """Make `import <name>` and its submodules resolve to the modules here. Idempotent.
 
-    Local to the process. Names imported earlier from a real package stay what they are.
+    Local to the process. Names imported earlier from a real package stay what they are. The packages
+    above the name need not be there for `from <name> import ...`.
 
     Args:
-        name: "deep_ep".
+        name: One of `NAMES`.
         replace: Also where another module of that name is imported already.
 
     Raises:
@@ -55,6 +68,7 @@ def install(name: str, *, replace: bool = False) -> None:
         for imported in before:
             del sys.modules[imported]
         sys.modules.update(modules)
+        _set_in_parent(name)
         _replaced[name] = before
         _provided[name] = modules
 
@@ -75,6 +89,7 @@ def uninstall(name: str) -> None:
             if sys.modules.get(imported) is module:
                 del sys.modules[imported]
         sys.modules.update(_replaced.pop(name))
+        _set_in_parent(name)
 
 
 def installed() -> tuple[str, ...]:
@@ -101,6 +116,18 @@ def _modules_of(name: str) -> dict[str, types.ModuleType]:
         alias = name + info.name.removeprefix(provider.__name__)
         found[alias] = importlib.import_module(info.name)
     return found
+
+
+def _set_in_parent(name: str) -> None:
+    """The package above has what `sys.modules` has, as after an import; nothing where it has nothing."""
+    parent, _, last = name.rpartition(".")
+    package = sys.modules.get(parent)
+    if package is None:
+        return
+    if name in sys.modules:
+        setattr(package, last, sys.modules[name])
+    elif hasattr(package, last):
+        delattr(package, last)
 
 
 def _imported(name: str) -> dict[str, types.ModuleType]:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=4 -m moe_comm.compat run -m package.train
     python -m moe_comm.compat enable      # then: MOE_COMM_COMPAT=deep_ep python train.py
 
-`run` installs every name and then runs the program as Python would. `enable` writes a line into the
+`run` installs what `MOE_COMM_COMPAT` names, or deep_ep, and runs the program as Python would. `enable` writes a line into the
 site-packages of this environment that imports moe_comm at the start of Python where `MOE_COMM_COMPAT`
 is set; `disable` removes it.
 """
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(prog="python -m moe_comm.compat")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="install every name, then run a program")
+    run = commands.add_parser("run", help="install what MOE_COMM_COMPAT names, or deep_ep, then run a program")
     run.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
     run.add_argument("program", metavar="PROGRAM")
     run.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(program: str, arguments: list[str], *, is_module: bool) -> None:
-    for name in compat.NAMES:
-        compat.install(name)
+    if not compat.installed():  # as moe_comm was imported
+        compat.install("deep_ep")
     sys.argv = [program, *arguments]
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

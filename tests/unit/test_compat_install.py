@@ -1,4 +1,4 @@
-"""Providing `deep_ep` under its own name, and taking it back."""
+"""Providing other packages' modules under their own names, and taking them back."""
 
 from __future__ import annotations
 
@@ -99,9 +99,51 @@ def test_a_real_package_is_not_replaced_unasked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
 
 
+# What stands under each name, and a name of it that programs import.
+DOTTED = [
+    ("megatron.core.transformer.moe.fused_a2a", "moe_comm.fused_a2a", "", "fused_dispatch"),
+    ("megatron.core.resharding", "moe_comm.resharding", ".refit", "swap_model_weights"),
+    ("etha.comm.ir", "moe_comm.resharding.ir", ".units", "Bucket"),
+]
+
+
+@pytest.mark.parametrize(("name", "here", "part", "wanted"), DOTTED)
+@pytest.mark.parametrize("has_parent", [False, True])
+def test_names_inside_other_packages(
+    name: str, here: str, part: str, wanted: str, has_parent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent_name, _, last = name.rpartition(".")
+    parent = types.ModuleType(parent_name)
+    if has_parent:
+        monkeypatch.setitem(sys.modules, parent_name, parent)
+    compat.install(name)
+    try:
+        found: dict[str, object] = {}
+        exec(f"from {name}{part} import {wanted} as found", found)
+        assert found["found"] is getattr(importlib.import_module(here + part), wanted)
+        assert sys.modules[name] is importlib.import_module(here)
+        assert getattr(parent, last, None) is (sys.modules[name] if has_parent else None)
+    finally:
+        compat.uninstall(name)
+    assert not [module for module in sys.modules if module.startswith(name)]
+    assert not hasattr(parent, last)
+
+
+def test_what_a_parent_had_it_has_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, theirs = types.ModuleType("etha.comm"), types.ModuleType("etha.comm.ir")
+    parent.ir = theirs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "etha.comm", parent)
+    monkeypatch.setitem(sys.modules, "etha.comm.ir", theirs)
+    compat.install("etha.comm.ir", replace=True)
+    assert parent.ir is importlib.import_module("moe_comm.resharding.ir")
+    compat.uninstall("etha.comm.ir")
+    assert parent.ir is theirs
+    assert sys.modules["etha.comm.ir"] is theirs
+
+
 def test_only_known_names() -> None:
     for call in (compat.install, compat.uninstall):
-        with pytest.raises(ValueError, match="name must be one of deep_ep, got 'shallow_ep'"):
+        with pytest.raises(ValueError, match="name must be one of deep_ep, .*, got 'shallow_ep'"):
             call("shallow_ep")
 
 
@@ -125,7 +167,7 @@ def test_by_environment(tmp_path: Path, run: Run) -> None:
     ran = run("program.py", "--x", names="deep_ep")
     assert ran.stdout == "moe_comm.compat.deep_ep.buffer ['--x']\n", ran.stderr
     ran = run("-c", "import moe_comm", names="deep_ep,shallow_ep")
-    assert "name must be one of deep_ep, got 'shallow_ep'" in ran.stderr
+    assert "name must be one of deep_ep, " in ran.stderr and "got 'shallow_ep'" in ran.stderr
     ran = run("program.py")
     assert "No module named 'deep_ep'" in ran.stderr
 
