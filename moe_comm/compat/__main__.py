@@ -29,7 +29,9 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(prog="python -m moe_comm.compat")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="install what MOE_COMM_COMPAT names, or deep_ep, then run a program")
+    run = commands.add_parser(
+        "run", help="install what MOE_COMM_COMPAT names, or deep_ep, then run a program"
+    )
     run.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
     run.add_argument("program", metavar="PROGRAM")
     run.add_argument("arguments", nargs=argparse.REMAINDER)

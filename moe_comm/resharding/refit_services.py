@@ -13,6 +13,7 @@ from moe_comm.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from moe_comm.resharding.copy_services.nixl_copy_service import NO_NIXL
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.refit_group import RefitGroup, agree, identity_of
@@ -94,8 +95,7 @@ def clear_service_cache() -> None:
 def check_backend(backend: str) -> None:
     """Raise ValueError where there is no backend of that name."""
     if backend not in _SERVICES:
-        unknown = "needs a library that this package does not drive" if backend == "nixl" else ""
-        what = f"backend 'nixl' {unknown}" if unknown else f"Unknown backend {backend!r}"
+        what = f"backend {NO_NIXL}" if backend == "nixl" else f"Unknown backend {backend!r}"
         raise ValueError(f"{what}; there are {', '.join(sorted(_SERVICES))}")
 
 

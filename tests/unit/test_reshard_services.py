@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import random
 import threading
@@ -509,3 +510,9 @@ def test_import_needs_nothing_optional() -> None:
     )
     done = run_python("-c", code)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_nixl_service_says_what_there_is_instead() -> None:
+    module = importlib.import_module("moe_comm.resharding.copy_services.nixl_copy_service")
+    with pytest.raises(ImportError, match=r"'nixl' needs a library .*: take SymmetricCopyService"):
+        module.NixlCopyService(group=None)
