@@ -155,6 +155,17 @@ test-transformers: build  ## Models of transformers over this package: training,
 	PYTHONPATH="$(CURDIR)/build/transformers" $(BIN)/python -m pytest -m "not slow" -rs \
 	  tests/multiprocess/test_transformers.py $(TEST_ARGS)
 
+# The newest release as a wheel for another Python, whose Python files are all that is used of it.
+MEGATRON_TESTS = $(BIN)/python -m pytest -m "not slow" -rs tests/multiprocess/test_megatron_layer.py \
+  tests/multiprocess/test_megatron_model.py $(TEST_ARGS)
+.PHONY: test-megatron
+test-megatron: build  ## Layers and models of two releases of Megatron over this package
+	$(with_tools) $(BIN)/python tools/pip_install.py --no-compile --upgrade --no-deps \
+	  --only-binary=:all: --python-version 3.12 --ignore-requires-python --target build/megatron \
+	  "megatron-core==0.19.2; platform_machine == 'x86_64'"
+	$(MEGATRON_TESTS)
+	PYTHONPATH="$(CURDIR)/build/megatron" $(MEGATRON_TESTS)
+
 .PHONY: check-bare
 check-bare: build  ## What make installs: resolves on the plain index, suffices and is all there is
 	$(BIN)/python tools/check_bare.py

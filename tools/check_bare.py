@@ -139,12 +139,16 @@ class Installation:
     def __init__(self, arguments: Sequence[str]) -> None:
         self.has_dependencies = "--no-deps" not in arguments
         self.is_beside = "--target" in arguments
+        self.is_constrained = "-c" in arguments
+        self.python: str | None = None
         self.requirements: list[str] = []
         self.extras: list[str] | None = None
         words = iter(arguments)
         for word in words:
             if word in ("-c", "--target"):
                 next(words)
+            elif word == "--python-version":
+                self.python = next(words)
             elif match := re.fullmatch(r"(?:\.|moe_comm)(?:\[(.*)\])?", word):
                 self.extras = match[1].split(",") if match[1] else []
             elif not word.startswith("-"):
@@ -189,12 +193,14 @@ class Resolver:
         extras = [] if "--all-extras" in options else named
         has_package = any(each.extras is not None for each in installations)
         requirements = [line for each in installations for line in each.requirements]
+        is_constrained = any(each.is_constrained for each in installations)
         sources = ["-", *(["pyproject.toml"] if has_package else [])]
         run(
             [
                 *(self._uv, "pip", "compile", "--quiet", "--no-config", "--native-tls"),
                 *("--cache-dir", WORK / "cache"),
-                *("--only-binary", ":all:", "-c", "constraints.txt"),
+                *("--only-binary", ":all:"),
+                *(("-c", "constraints.txt") if is_constrained else ()),
                 *("--python", sys.executable, "--python-version", python),
                 *("--python-platform", f"{machine}-manylinux_2_28"),
                 *(word for extra in extras for word in ("--extra", extra)),
@@ -222,9 +228,10 @@ def check_resolution() -> None:
     resolver = Resolver()
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     for each in sets:
-        with step(f"Python {here}: {each}"):
+        python = each.python or here
+        with step(f"Python {python}: {each}"):
             options = [] if each.has_dependencies else ["--no-deps"]
-            resolver.resolve([each], here, os.uname().machine, *options)
+            resolver.resolve([each], python, os.uname().machine, *options)
     everything = [*together, Installation(["."])]
     for python in PYTHONS:
         with step(f"Python {python}: everything together, with all extras"):

@@ -25,6 +25,7 @@ __all__ = [
     "make_moe_layer",
     "on_cpu",
     "run_layer",
+    "start_parallel_state",
 ]
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -53,6 +54,12 @@ def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def _fork_nothing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    """For attention, which asks for a generator of CUDA around its dropout, also one of probability 0."""
+    del args, kwargs
+    return contextlib.nullcontext()
+
+
 _zeros = torch.zeros
 
 
@@ -73,6 +80,7 @@ def on_cpu() -> Iterator[Any]:
     """Megatron's module of token dispatchers, usable with CPU tensors inside the context."""
     module = _module("megatron.core.transformer.moe.token_dispatcher")
     utilities = _module("megatron.core.transformer.moe.moe_utils")
+    generators = _module("megatron.core.tensor_parallel.random")
     # `torch.compile` around the flex dispatcher's preprocessing changes no result.
     with (
         torch.compiler.set_stance("force_eager"),
@@ -84,6 +92,7 @@ def on_cpu() -> Iterator[Any]:
         mock.patch.object(module, "maybe_move_tensor_to_cpu", _move_to_cpu),
         # The router asks for it, and without Transformer Engine release 0.16 leaves it undefined.
         mock.patch.object(utilities, "te_general_gemm", None, create=True),
+        mock.patch.object(generators.CudaRNGStatesTracker, "fork", _fork_nothing),
     ):
         yield module
 
@@ -110,16 +119,14 @@ def make_config(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _module("megatron.core.transformer.transformer_config").TransformerConfig(
-            num_layers=1,
             hidden_size=hidden,
-            num_attention_heads=1,
             num_moe_experts=num_experts,
             moe_router_topk=num_topk,
             moe_router_dtype="fp32",
             expert_model_parallel_size=num_ranks // tp_size,
             expert_tensor_parallel_size=tp_size,
             add_bias_linear=False,
-            **options,
+            **{"num_layers": 1, "num_attention_heads": 1, **options},
         )
 
 
@@ -138,17 +145,21 @@ def make_groups(rank_idx: int, num_ranks: int, tp_size: int) -> Any:
     return types.SimpleNamespace(**mine)
 
 
+def start_parallel_state(ep_size: int, tp_size: int = 1) -> None:
+    """Megatron's parallel state over the default group, where it is not there yet. Collective."""
+    parallel_state = _module("megatron.core.parallel_state")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=ep_size, expert_tensor_parallel_size=tp_size
+        )
+
+
 def make_moe_layer(config: Any) -> Any:
     """Megatron's own `MoELayer` with its router and sequential experts; parameters equal on every call.
 
     Collective: initialises Megatron's parallel state over the default group where it is not yet.
     """
-    parallel_state = _module("megatron.core.parallel_state")
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=config.expert_model_parallel_size,
-            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        )
+    start_parallel_state(config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     moe = "megatron.core.transformer.moe"
     linear = _module("megatron.core.tensor_parallel.layers")
     experts = _module("megatron.core.transformer.spec_utils").ModuleSpec(

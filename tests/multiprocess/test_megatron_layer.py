@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moe_comm import fused_a2a
+from moe_comm import compat, fused_a2a
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.megatron import make_config, make_moe_layer, on_cpu
@@ -87,7 +86,7 @@ def compare(context: RankContext, layers: dict[str, Any]) -> None:
 
 
 def over_the_module_of_this_package(context: RankContext) -> None:
-    sys.modules["megatron.core.transformer.moe.fused_a2a"] = fused_a2a
+    compat.install("megatron.core.transformer.moe.fused_a2a")
     with on_cpu() as dispatchers:
         assert dispatchers.fused_dispatch is fused_a2a.fused_dispatch
         layers = {backend: build(context, backend) for backend in ("deepep", "hybridep")}
