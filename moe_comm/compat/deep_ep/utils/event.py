@@ -19,6 +19,7 @@ class EventHandle:
     def __init__(self) -> None:
         self._event: CommEvent | None = None
         self._finish: Callable[[], None] | None = None
+        self._earlier: tuple[EventHandle, ...] = ()
         self._lock = threading.Lock()
 
     @classmethod
@@ -34,8 +35,17 @@ class EventHandle:
         handle._finish = finish
         return handle
 
+    @classmethod
+    def after(cls, first: EventHandle, last: EventHandle) -> EventHandle:
+        """The end of two operations, of which the second began later. Used by this package."""
+        handle = cls()
+        handle._earlier = (first, last)
+        return handle
+
     def current_stream_wait(self) -> None:
         """Block until the operation ended; raise what ended it. Waiting again does the same."""
+        for earlier in self._earlier:
+            earlier.current_stream_wait()
         event = self._event
         if event is None:
             return
@@ -53,6 +63,9 @@ class EventOverlap:
     Args:
         event: None where there is nothing to wait for.
         extra_tensors: Kept alive as long as this object.
+
+    Attributes:
+        hook_after_wait: What `register_hook_after_wait` was given, until it is called; else None.
     """
 
     def __init__(
@@ -62,11 +75,11 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hooks: list[Callable[[], object]] = []
+        self.hook_after_wait: Callable[[], object] | None = None
         self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Block until the operation ended, then call the registered hooks.
+        """Block until the operation ended, then call the registered hook.
 
         Args:
             release_handle: Forget the event afterwards.
@@ -77,16 +90,25 @@ class EventOverlap:
         if self.event is None:
             raise ValueError("this EventOverlap has no event to wait for")
         self.event.current_stream_wait()
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
             hook()
         if release_handle:
             self.event = None
             self.extra_tensors = None
 
-    def register_hook_after_wait(self, hook: Callable[[], object]) -> None:
-        """Call `hook()` in the next `current_stream_wait`, after the wait."""
-        self._hooks.append(hook)
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Call `hook_after_wait()` in the next `current_stream_wait`, after the wait.
+
+        Raises:
+            ValueError: Another one waits to be called.
+        """
+        if self.hook_after_wait is not None:
+            raise ValueError(
+                f"an event has one hook at a time, it has {self.hook_after_wait} and was given "
+                f"{hook_after_wait}"
+            )
+        self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """For `with event(release_handle): ...`."""
