@@ -139,7 +139,9 @@ class DeepEpTransport:
             topk_idx: int64 `[T, K]`, ids as the class says, -1 for none.
             topk_weights: float32 or float64 `[T, K]`, or None.
         """
-        weights = torch.zeros(topk_idx.shape) if topk_weights is None else topk_weights
+        weights = topk_weights
+        if weights is None:
+            weights = torch.zeros(topk_idx.shape, dtype=torch.float32)
         # A float64 is two float32 of the same choice; they are copied, not computed with.
         num_parts = weights.element_size() // 4
         ids = topk_idx.repeat_interleave(num_parts, dim=1)

@@ -103,8 +103,8 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     "x strides": (
         "dispatch", lambda c: c.dispatch(x=c.mine.x.T.contiguous().T), ValueError, ("contiguous",)
     ),
-    "x triple": (
-        "dispatch", lambda c: c.dispatch(x=(c.mine.x,) * 3), ValueError, ("pair", "3 values")
+    "x of four": (
+        "dispatch", lambda c: c.dispatch(x=(c.mine.x,) * 4), ValueError, ("pair", "4 values")
     ),
     "x wide pair": (
         "dispatch", lambda c: c.dispatch(x=(c.mine.x, c.mine.x.float())), TypeError, ("one byte", "bfloat16")
@@ -261,9 +261,6 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     ),
     "no routing": (
         "permute", lambda c: c.permute(routing_map=None), ValueError, ("routing_map or topk_idx",)
-    ),
-    "two routings": (
-        "permute", lambda c: c.permute(topk_idx=c.mine.topk_idx), ValueError, ("both or none",)
     ),
     "map dtype": (
         "permute", lambda c: c.permute(routing_map=c.probs), TypeError, ("bool", "float32")

@@ -52,6 +52,16 @@ def check_handle(
     ]
     assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
 
+    slots = [[-1] * case.num_topk for _ in inputs[rank_idx].x]
+    for peer in range(case.num_ranks):
+        sent = [t for t, r in enumerate(oracle.layout(case, inputs[rank_idx])[2]) if r[peer]]
+        for place, token_idx in enumerate(sent):
+            choices = inputs[rank_idx].topk_idx[token_idx].tolist()
+            (*_, last) = [k for k, e in enumerate(choices) if e in oracle.experts_of(case, peer)]
+            slots[token_idx][last] = rank_idx * NUM_MAX + place
+    assert handle.dst_buffer_slot_idx.dtype is torch.int32
+    assert handle.dst_buffer_slot_idx.tolist() == slots
+
     rows = expanded_rows(case, inputs, rank_idx)
     assert handle.recv_src_metadata.dtype is torch.int32
     assert handle.recv_src_metadata.shape == (len(tokens), 2 + case.num_topk)
@@ -74,7 +84,7 @@ def check_rows(
 
 
 def sums_of(
-    case: Case, mine: Given, bias: tuple[torch.Tensor, ...], expanded: bool
+    case: Case, mine: Given, bias: tuple[torch.Tensor, ...], expanded: bool, reduces: bool
 ) -> torch.Tensor:
     """Rank r (or expert e) multiplied its rows by a power of two."""
     in_rank = oracle.layout(case, mine)[2]
@@ -82,7 +92,13 @@ def sums_of(
     for t, x in enumerate(mine.x):
         terms = [each[t] for each in bias]
         if expanded:
-            terms += [x * 2.0 ** (e % 3) for e in mine.topk_idx[t].tolist() if e >= 0]
+            by_place: dict[int, list[torch.Tensor]] = {}
+            for k, e in enumerate(mine.topk_idx[t].tolist()):
+                if e >= 0:
+                    # Rows of one rank are summed there, and these sums by their last choice.
+                    place = oracle.rank_of(case, e) if reduces else k
+                    by_place[place] = [*by_place.pop(place, []), x * 2.0 ** (e % 3)]
+            terms += [oracle.summed(rows_there, x) for rows_there in by_place.values()]
         else:
             terms += [x * 2.0**r for r in range(case.num_ranks) if in_rank[t, r]]
         rows.append(oracle.summed(terms, x))
@@ -90,7 +106,7 @@ def sums_of(
 
 
 def check_dispatch_and_combine(
-    context: RankContext, case: Case, backend: str, expanded: bool
+    context: RankContext, case: Case, backend: str, expanded: bool, reduces: bool
 ) -> None:
     rank_idx = context.rank_idx
     inputs = oracle.all_given(case)
@@ -109,6 +125,7 @@ def check_dispatch_and_combine(
             num_max_tokens_per_rank=NUM_MAX,
             hidden=case.hidden,
             num_topk=case.num_topk,
+            allow_multiple_reduction=reduces,
         )
         stats = torch.zeros(len(experts), dtype=torch.int32)
         for do_cpu_sync in (None, False):
@@ -181,7 +198,7 @@ def check_dispatch_and_combine(
                     )
                     if is_async:
                         event.current_stream_wait()
-                    assert torch.equal(sums, sums_of(case, mine, biases, expanded))
+                    assert torch.equal(sums, sums_of(case, mine, biases, expanded, reduces))
                     assert torch.equal(weights, weights_back)
 
             # Cached: another dtype, with and without weights.
@@ -203,10 +220,11 @@ def check_dispatch_and_combine(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("expanded", [False, True], ids=["by_rank", "by_expert"])
+@pytest.mark.parametrize("order", ["by_rank", "by_expert", "by_expert_rounded_once"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_dispatch_and_combine(case: Case, expanded: bool, backend: str) -> None:
-    run_ranks(check_dispatch_and_combine, case.num_ranks, case, backend, expanded)
+def test_dispatch_and_combine(case: Case, order: str, backend: str) -> None:
+    expanded, reduces = order != "by_rank", order != "by_expert_rounded_once"
+    run_ranks(check_dispatch_and_combine, case.num_ranks, case, backend, expanded, reduces)
 
 
 def check_fp8(context: RankContext, case: Case) -> None:
@@ -269,7 +287,7 @@ def check_mistakes(context: RankContext) -> None:
             ({"handle": (1, 2)}, TypeError, "an EPHandle, got tuple"),
             ({"previous_event": 3}, TypeError, "EventHandle or None, got int"),
             ({"expert_alignment": 0}, ValueError, "expert_alignment must be >= 1, got 0"),
-            ({"do_cpu_sync": 1}, TypeError, "do_cpu_sync must be a bool, got 1"),
+            ({"do_cpu_sync": 2}, TypeError, "do_cpu_sync must be a bool, got 2"),
         ]
         for changes, kind, text in mistakes:
             with pytest.raises(kind, match=f"rank 1: .*{re.escape(text)}"):

@@ -228,14 +228,13 @@ def check_newer_keywords(context: RankContext, is_one_rank: bool) -> None:
         arguments = (mine.x, mine.topk_idx, NUM_MAX, case.num_experts)
         for name, value in {
             "topk_weights": mine.topk_weights,
-            "x_global_scale": torch.ones(1),
             "use_nvfp4": True,
             "use_ue8m0_for_sf": True,
         }.items():
             with pytest.raises(**wanted, match=f"{name}=.*does not offer"):
                 buffer.low_latency_dispatch(*arguments, **({name: value} if asks else {}))
         *_, handle, _, _ = buffer.low_latency_dispatch(
-            *arguments, use_fp8=False, use_nvfp4=False, x_global_scale=None
+            *arguments, use_fp8=False, use_nvfp4=False, x_global_scale=torch.ones(())
         )
         out = expert_output(
             case, oracle.all_given(case), context.rank_idx, case.num_ranks * NUM_MAX

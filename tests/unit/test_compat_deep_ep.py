@@ -161,7 +161,7 @@ def test_local_buffer_tensor(buffer: Buffer) -> None:
     ("options", "kind", "message"),
     [
         ({"num_nvl_bytes": -1}, ValueError, "num_nvl_bytes must be >= 0, got -1"),
-        ({"allow_mnnvl": 1}, TypeError, "allow_mnnvl must be a bool, got 1"),
+        ({"allow_mnnvl": 2}, TypeError, "allow_mnnvl must be a bool, got 2"),
         ({"num_qps_per_rank": "x"}, TypeError, "num_qps_per_rank must be an int, got 'x'"),
         ({"comm": object()}, ValueError, "a group or an mpi4py comm, got both"),
     ],

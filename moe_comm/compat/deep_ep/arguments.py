@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,9 +19,88 @@ __all__ = [
     "check_ints",
     "check_num_sms",
     "check_tensor",
+    "in_order_of_lineage",
+    "ints_as_bools",
     "num_channels",
     "passed",
 ]
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+def ints_as_bools(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    """A decorator: 0 and 1 do for what is annotated as a bool, as DeepEP's bindings take them.
+
+    Its callers pass what `argparse` read as an int. Arguments that cannot be bound are left to the
+    function.
+    """
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+    flags = {name for name in names if "bool" in str(parameters[name].annotation).split(" | ")}
+
+    def taken(name: str, value: Any) -> Any:
+        return bool(value) if name in flags and type(value) is int and value in (0, 1) else value
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        named = [taken(name, value) for name, value in zip(names, args, strict=False)]
+        rest = {name: taken(name, value) for name, value in kwargs.items()}
+        return function(*named, *args[len(named) :], **rest)  # type: ignore[arg-type]
+
+    return called
+
+
+_STATISTICS = ("cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats")
+_FP8_SWITCHES = ("use_fp8", "round_scale", "use_ue8m0")
+_ENDS = ("async_finish", "return_recv_hook")
+# What follows num_experts in a low-latency dispatch: of DeepEP, of SGLang's build, of branch hybrid-ep.
+_LINEAGES = (
+    (*_STATISTICS, *_FP8_SWITCHES, *_ENDS),
+    (*_STATISTICS, "x_global_scale", *_FP8_SWITCHES, "use_nvfp4", *_ENDS),
+    (
+        "topk_weights",
+        *_STATISTICS,
+        "x_global_scale",
+        *_FP8_SWITCHES,
+        "use_nvfp4",
+        "use_ue8m0_for_sf",
+        *_ENDS,
+    ),
+)
+_DTYPE_OF_STATISTICS = dict(zip(_STATISTICS, (torch.int32, torch.int64), strict=True))
+_NUM_COMMON = 5  # self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts
+
+
+def in_order_of_lineage(method: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    """A decorator of `low_latency_dispatch`: arguments without names may be in the order of any lineage.
+
+    Types tell which: the lineages differ in where tensors end and switches begin, and in the dtypes of
+    tensors. What fits none is left to the method, which says what is wrong with it.
+    """
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        given = args[_NUM_COMMON:]
+        lineage = next((names for names in _LINEAGES if _fits(names, given)), _LINEAGES[0])
+        named = dict(zip(lineage, given, strict=False))
+        if lineage is _LINEAGES[0] or named.keys() & kwargs.keys():
+            return method(*args, **kwargs)
+        return method(*args[:_NUM_COMMON], **named, **kwargs)  # type: ignore[arg-type]
+
+    return called
+
+
+def _fits(names: tuple[str, ...], given: tuple[Any, ...]) -> bool:
+    """Whether every value may be meant for the name at its place."""
+
+    def may_be(name: str, value: Any) -> bool:
+        if name in (*_FP8_SWITCHES, "use_nvfp4", "use_ue8m0_for_sf", *_ENDS):
+            return type(value) in (bool, int)
+        dtype = _DTYPE_OF_STATISTICS.get(name, torch.float32)
+        return value is None or (isinstance(value, torch.Tensor) and value.dtype is dtype)
+
+    return len(given) <= len(names) and all(map(may_be, names, given))
 
 
 def check_ints(minimum: int, **values: Any) -> None:

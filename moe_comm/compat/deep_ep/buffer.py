@@ -18,6 +18,8 @@ from moe_comm.compat.deep_ep.arguments import (
     check_ints,
     check_num_sms,
     check_tensor,
+    in_order_of_lineage,
+    ints_as_bools,
     num_channels,
     passed,
 )
@@ -31,6 +33,7 @@ from moe_comm.compat.deep_ep.group import (
     rejects_unbound_of,
 )
 from moe_comm.compat.deep_ep.handles import RankMajorHandle, require_low_latency, require_rank_major
+from moe_comm.compat.deep_ep.local_memory import LocalMemory
 from moe_comm.compat.deep_ep.masks import MaskedRanks
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
@@ -64,7 +67,7 @@ class Buffer(MaskedRanks):
         enable_shrink: Ranks may be masked in low-latency mode.
         comm: An mpi4py communicator, in place of a group.
         allow_nvlink_for_normal_mode: GPU only, no effect.
-        use_fabric: GPU only, no effect.
+        use_fabric: GPU only, no effect; None for False.
 
     Raises:
         ValueError: A size is negative, or both group and comm are given.
@@ -73,6 +76,7 @@ class Buffer(MaskedRanks):
 
     num_sms: ClassVar[int] = 20
 
+    @ints_as_bools
     @keeps_unbound
     def __init__(
         self,
@@ -88,7 +92,7 @@ class Buffer(MaskedRanks):
         comm: Any = None,
         *,
         allow_nvlink_for_normal_mode: bool = True,
-        use_fabric: bool = False,
+        use_fabric: bool | None = False,
     ) -> None:
 
         def check() -> str:
@@ -103,7 +107,7 @@ class Buffer(MaskedRanks):
                 explicitly_destroy=explicitly_destroy,
                 enable_shrink=enable_shrink,
                 allow_nvlink_for_normal_mode=allow_nvlink_for_normal_mode,
-                use_fabric=use_fabric,
+                use_fabric=use_fabric or False,
             )
             return "a Buffer"
 
@@ -119,7 +123,8 @@ class Buffer(MaskedRanks):
         self.rank = self._owner.rank_idx
         self.group_size = self._owner.num_ranks
         self._masked = set()
-        self._local_bytes: dict[bool, torch.Tensor] = {}
+        self._nvl_memory = LocalMemory(num_nvl_bytes)
+        self._rdma_memory = LocalMemory(num_rdma_bytes)
 
     def destroy(self) -> None:
         """Let go of the group; idempotent. Other users of the group are not disturbed.
@@ -178,6 +183,7 @@ class Buffer(MaskedRanks):
         self._owner.shared()
         return torch.cpu.current_stream()
 
+    @ints_as_bools
     def get_local_buffer_tensor(
         self,
         dtype: torch.dtype,
@@ -198,19 +204,10 @@ class Buffer(MaskedRanks):
         """
         check_ints(0, offset=offset)
         check_bools(use_rdma_buffer=use_rdma_buffer)
-        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
-        if use_rdma_buffer not in self._local_bytes:
-            self._local_bytes[use_rdma_buffer] = torch.zeros(num_bytes, dtype=torch.uint8)
-        whole = num_bytes // dtype.itemsize
-        elements = self._local_bytes[use_rdma_buffer][: whole * dtype.itemsize].view(dtype)
-        num_wanted = whole - offset if size is None else torch.Size(size).numel()
-        if num_wanted < 0 or offset + num_wanted > whole:
-            raise ValueError(
-                f"{num_wanted} elements from {offset} on do not fit into {whole} of {dtype}"
-            )
-        view = elements[offset : offset + num_wanted]
-        return view if size is None else view.view(size)
+        memory = self._rdma_memory if use_rdma_buffer else self._nvl_memory
+        return memory.view(dtype, size, offset)
 
+    @ints_as_bools
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -250,6 +247,7 @@ class Buffer(MaskedRanks):
             passed(async_finish),
         )
 
+    @ints_as_bools
     @rejects_unbound_of("dispatch")
     def dispatch(
         self,
@@ -279,7 +277,8 @@ class Buffer(MaskedRanks):
 
         Args:
             x: `[N, H]`, contiguous, any dtype; or a pair (data `[N, H]` of one-byte elements,
-                contiguous, scales float32 or int32 `[N, S]`, any strides), both sent as they are.
+                contiguous, scales float32 or int32 `[N, S]`, any strides), both sent as they are; or a
+                triple of four-bit rows: int32 `[N, H / 8]`, int32 `[N, S]`, float32 `[N, 1]`.
             handle: Of an earlier dispatch: send to its places. `topk_idx` and `topk_weights` must be
                 None then, and the layout is not looked at.
             num_tokens_per_rank: As `get_dispatch_layout` gives it, like the next three.
@@ -347,6 +346,7 @@ class Buffer(MaskedRanks):
             passed(async_finish),
         )
 
+    @ints_as_bools
     @rejects_unbound_of("combine")
     def combine(
         self,
@@ -365,7 +365,8 @@ class Buffer(MaskedRanks):
             x: `[M, H]`, contiguous: bfloat16, float16, float32 or float64; H may differ from the
                 dispatch.
             handle: Of the dispatch.
-            topk_weights: float32 `[M, K]`: each comes back from the rank of its choice.
+            topk_weights: float32 `[M, K]`, added over ranks, so that rows have 0 at choices that are
+                elsewhere. Takes a second exchange.
             bias: `[N, H]` of x's dtype, or a pair, added first. All ranks give some or none does. Rows
                 are then brought back one by one and added here, which is slower.
             config: Validated, no effect.
@@ -420,6 +421,8 @@ class Buffer(MaskedRanks):
         check_ints(0, num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank)
         check_ints(1, hidden=hidden, num_experts=num_experts)
 
+    @in_order_of_lineage
+    @ints_as_bools
     @rejects_unbound_of("dispatch", "low latency")
     def low_latency_dispatch(
         self,
@@ -456,8 +459,8 @@ class Buffer(MaskedRanks):
             use_ue8m0: Scales are exponents, four to an int32; needs `round_scale`.
             async_finish: Return before the end, with an event.
             return_recv_hook: Return before the end, with a function that waits for it. Not both.
-            topk_weights: None. Like the next three it is of the branch hybrid-ep, whose callers name it.
-            x_global_scale: None.
+            topk_weights: None. Like the next three of branch hybrid-ep; `in_order_of_lineage` tells orders.
+            x_global_scale: Read with `use_nvfp4` only.
             use_nvfp4: False.
             use_ue8m0_for_sf: False.
 
@@ -469,14 +472,14 @@ class Buffer(MaskedRanks):
         Raises:
             ValueError: A rule above is broken on some rank.
             TypeError: A dtype or type is wrong on some rank.
-            NotImplementedError: One of the last four asks for something.
+            NotImplementedError: `topk_weights`, `use_nvfp4` or `use_ue8m0_for_sf` asks for something.
         """
+        del x_global_scale
         buffer = self._low_latency_buffer(num_experts, num_max_dispatch_tokens_per_rank)
         refuse_not_offered(
             buffer,
             "dispatch",
             topk_weights=topk_weights,
-            x_global_scale=x_global_scale,
             use_nvfp4=use_nvfp4,
             use_ue8m0_for_sf=use_ue8m0_for_sf,
         )
@@ -495,6 +498,7 @@ class Buffer(MaskedRanks):
             use_ue8m0=use_ue8m0,
         )
 
+    @ints_as_bools
     @rejects_unbound_of("combine", "low latency")
     def low_latency_combine(
         self,
@@ -508,15 +512,15 @@ class Buffer(MaskedRanks):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
-        *,
         overlap: bool = False,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        *,
         packed_recv_count: torch.Tensor | None = None,
         comp_signal: torch.Tensor | None = None,
         block_m: int = 64,
         threshold: int = 0,
         num_sms: int = 3,
-        src_signals: torch.Tensor | None = None,
-        src_signal_expect_value: int = 0,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Weigh rows and sum them back to their tokens, in top-k order. Collective.
 
@@ -533,13 +537,13 @@ class Buffer(MaskedRanks):
             out: `[N, H]` of x's dtype to write to.
             combine_wait_recv_cost_stats: int64 `[R]`: nanoseconds waited for each rank are added.
             overlap: False. It and what follows are of forks whose combine starts while experts compute.
+            src_signals: None.
+            src_signal_expect_value: Read with `src_signals` only.
             packed_recv_count: Read with `overlap` only, like the next four.
             comp_signal: See above.
             block_m: See above.
             threshold: See above.
             num_sms: See above.
-            src_signals: None.
-            src_signal_expect_value: Read with `src_signals` only.
 
         Returns:
             `[N, H]`, event, hook.

@@ -10,11 +10,20 @@ from moe_comm import arithmetic
 from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
+from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.config import Layout
 from moe_comm.handles import CombineResult, DispatchHandle
 
-__all__ = ["Bias", "Combined", "check_biases", "combine_rows"]
+__all__ = [
+    "Bias",
+    "Combined",
+    "announcement",
+    "check_biases",
+    "combine_reduced",
+    "combine_rows",
+    "sum_columns",
+]
 
 Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
@@ -41,6 +50,40 @@ def check_biases(bias: Bias, shape: tuple[int, int], dtype: torch.dtype) -> list
     return [check_tensor("bias", each, shape, dtype).detach() for each in biases]
 
 
+def announcement(native: DispatchHandle) -> torch.Tensor:
+    """`row_weights` of a combine that `sum_columns` follows, on every rank or on none.
+
+    The ranks agree in the first of both calls that there is a second: no peer waits in vain.
+
+    Args:
+        native: Of the dispatch, RANK_MAJOR.
+    """
+    return torch.zeros(native.num_recv_tokens, native.num_recv_topk, dtype=torch.float32)
+
+
+def sum_columns(
+    buffer: EpBuffer, native: DispatchHandle, columns: torch.Tensor, *, async_op: bool = False
+) -> tuple[torch.Tensor, EventHandle]:
+    """Add float32 columns `[M, C]` of received rows over ranks, in rank order. Collective.
+
+    Returns:
+        float32 `[N, C]`, and when it is there.
+    """
+    num_columns = columns.shape[1]
+    padded = torch.nn.functional.pad(columns.detach(), (0, -num_columns % 4))
+    if not async_op:
+        return buffer.combine(padded, native)[:, :num_columns].contiguous(), EventHandle()
+    result = torch.empty(native.num_tokens, num_columns, dtype=torch.float32)
+    sums = torch.empty(native.num_tokens, padded.shape[1], dtype=torch.float32)
+    pending = buffer.combine(padded, native, out=sums, async_op=True)
+    assert isinstance(pending, CombineResult)
+
+    def finish() -> None:
+        result.copy_(sums[:, :num_columns])
+
+    return result, EventHandle.of(pending.event, finish)
+
+
 def combine_rows(
     owner: GroupOwner,
     buffer: EpBuffer,
@@ -58,7 +101,8 @@ def combine_rows(
         buffer: Of the dispatch.
         native: Of the dispatch.
         rows: `[M, H]`.
-        topk_weights: float32 `[M, K]` (RANK_MAJOR) or `[M]`, brought back, or None.
+        topk_weights: float32 `[M, K]` (RANK_MAJOR) or `[M]`, brought back from the ranks of the choices,
+            or None.
         biases: `[N, H]` each, dtype of rows, at most two.
         async_op: Return before the end; not with biases.
     """
@@ -74,7 +118,9 @@ def combine_rows(
         return Combined(combined.x, combined.topk_weights, EventHandle())
     # Shapes are known, so memory of our own can be handed out before the sums are in it.
     sums = rows.new_empty((native.num_tokens, rows.shape[1]))
-    pulled = None if weights is None else torch.empty(native.num_tokens, native.num_topk)
+    pulled = None
+    if weights is not None:
+        pulled = torch.empty(native.num_tokens, native.num_topk, dtype=torch.float32)
     pending = buffer.combine(rows, native, row_weights=weights, out=sums, async_op=True)
     assert isinstance(pending, CombineResult)
 
@@ -83,6 +129,44 @@ def combine_rows(
             pulled.copy_(pending.topk_weights)
 
     return Combined(sums, pulled, EventHandle.of(pending.event, finish))
+
+
+def combine_reduced(
+    owner: GroupOwner,
+    buffer: EpBuffer,
+    native: DispatchHandle,
+    rows: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    biases: list[torch.Tensor],
+    *,
+    places: torch.Tensor,
+    sources: torch.Tensor,
+) -> Combined:
+    """As `combine_rows` of expanded rows, but those of one token are added before they travel. Collective.
+
+    So they are rounded here, and their sums again; a token's sums are added in the order of the last
+    choice that led to each rank.
+
+    Args:
+        owner: Of the buffers.
+        buffer: Of the dispatch.
+        native: Of the dispatch.
+        rows: `[M, H]`.
+        topk_weights: float32 `[M]`, brought back, or None.
+        biases: `[N, H]` each, dtype of rows, at most two.
+        places: int64 `[m, K]`, rows of the choices of every received token, -1 for none.
+        sources: int64 `[m]`, the ranks that received tokens came from, ascending.
+    """
+    pulled = _pulled_weights(buffer, native, topk_weights)
+    returned = _return_rows(owner, arithmetic.sum_rows(rows, places), sources)
+    topk_idx = native.plan.to_tensors().topk_idx
+    ranks, place = last_choices(topk_idx, buffer.expert_rank, owner.num_ranks)
+    # Rows come back in order of (rank that held it, token here).
+    num_from = torch.bincount(ranks[ranks >= 0], minlength=owner.num_ranks)
+    start = (num_from.cumsum(0) - num_from)[ranks]  # where there is no rank, it is not used
+    positions = torch.where(ranks >= 0, start + place, -1)
+    sums = _add_after_biases(biases, returned, positions)
+    return Combined(sums, None if topk_weights is None else pulled, EventHandle())
 
 
 def _combine_with_biases(
@@ -108,33 +192,52 @@ def _combine_with_biases(
     Returns:
         `[N, H]` and the weights `[N, K]` or None.
     """
-    # Also tells the ranks that give no bias, who are in another kind of combine.
+    pulled = _pulled_weights(buffer, native, topk_weights)
+    plan = native.plan.to_tensors()
+    returned = _return_rows(owner, rows, _sources(buffer, owner, native, plan.counts))
+    # Rows come back in order of (rank that held it, row there), which is the order of slots.
+    is_used = plan.slots >= 0
+    order = plan.slots[is_used].argsort()
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    positions = torch.full_like(plan.slots, -1)
+    positions[is_used] = place
+    sums = _add_after_biases(biases, returned, positions)
+    return sums, None if topk_weights is None else pulled
+
+
+def _pulled_weights(
+    buffer: EpBuffer, native: DispatchHandle, topk_weights: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Weights of rows or choices, brought back. Collective.
+
+    Also where there are none: it tells the ranks that are in another kind of combine.
+    """
     weights = topk_weights
     if weights is None:
         by_choice = native.layout is Layout.RANK_MAJOR
         columns = (native.num_recv_topk,) if by_choice else ()
-        weights = torch.zeros(native.num_recv_tokens, *columns)
+        weights = torch.zeros(native.num_recv_tokens, *columns, dtype=torch.float32)
     pulled = buffer.combine(None, native, row_weights=weights)
     assert isinstance(pulled, CombineResult)
+    return pulled.topk_weights
 
-    plan = native.plan.to_tensors()
+
+def _return_rows(owner: GroupOwner, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """Send rows back to the ranks they came from, unsummed; -1 is none. Collective."""
     by_rank = owner.shared().get(owner.num_ranks)
-    sources = _sources(buffer, owner, native, plan.counts)[:, None]
-    returned = by_rank.dispatch(rows, sources, layout=Layout.RANK_MAJOR).x
+    return by_rank.dispatch(rows, sources[:, None], layout=Layout.RANK_MAJOR).x
 
-    # Rows come back in order of (rank that held it, row there), which is the order of slots.
-    num_tokens = native.num_tokens
-    is_used = plan.slots >= 0
-    order = plan.slots[is_used].argsort()
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order)) + len(biases) * num_tokens
-    positions = torch.full_like(plan.slots, -1)
-    positions[is_used] = place
-    of_biases = torch.arange(len(biases) * num_tokens).view(len(biases), num_tokens).T
-    sums = arithmetic.sum_rows(
-        torch.cat([*biases, returned]), torch.cat([of_biases, positions], dim=1)
-    )
-    return sums, None if topk_weights is None else pulled.topk_weights
+
+def _add_after_biases(
+    biases: list[torch.Tensor], rows: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """`[N, H]`: every token's biases, then its rows by `positions` `[N, K]`, -1 for none."""
+    num_tokens = positions.shape[0]
+    num_before = len(biases) * num_tokens
+    of_biases = torch.arange(num_before).view(len(biases), num_tokens).T
+    after = torch.where(positions < 0, -1, positions + num_before)
+    return arithmetic.sum_rows(torch.cat([*biases, rows]), torch.cat([of_biases, after], dim=1))
 
 
 def _sources(

@@ -17,9 +17,10 @@ from moe_comm.compat.deep_ep.arguments import (
     check_bools,
     check_ints,
     check_tensor,
+    ints_as_bools,
     passed,
 )
-from moe_comm.compat.deep_ep.combining import Bias, check_biases, combine_rows
+from moe_comm.compat.deep_ep.combining import Bias, check_biases, combine_reduced, combine_rows
 from moe_comm.compat.deep_ep.elastic_rows import EPHandle, Sending
 from moe_comm.compat.deep_ep.group import GroupOwner, checked, rejects_unbound_of
 from moe_comm.compat.deep_ep.rows import Rows
@@ -66,7 +67,8 @@ class ElasticBuffer:
         use_fp8_dispatch: For the size hint.
         deterministic: No effect: everything is.
         allow_hybrid_mode: GPU only, no effect.
-        allow_multiple_reduction: No effect: sums are rounded once.
+        allow_multiple_reduction: With `do_expand`, a combine adds and rounds the rows of a token on the
+            rank that has them, and the sums again. False: it rounds once, which takes one exchange.
         prefer_overlap_with_compute: For `get_theoretical_num_sms`.
         sl_idx: GPU only, no effect.
         num_allocated_qps: Kept, no effect.
@@ -80,6 +82,7 @@ class ElasticBuffer:
         NotImplementedError: `num_cpu_bytes` is not 0.
     """
 
+    @ints_as_bools
     @keeps_unbound
     def __init__(
         self,
@@ -141,7 +144,10 @@ class ElasticBuffer:
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_allocated_qps = num_allocated_qps or _NUM_QPS
         self.explicitly_destroy = explicitly_destroy
-        self._prefers_overlap = prefer_overlap_with_compute
+        self.deterministic = deterministic
+        self.allow_hybrid_mode = allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
         if num_bytes is None:
             num_bytes = _buffer_bytes(
                 self.num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
@@ -159,6 +165,7 @@ class ElasticBuffer:
         self._owner.release()
         self.runtime = None
 
+    @ints_as_bools
     @tells_peers(_reject_barrier)
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
@@ -192,6 +199,7 @@ class ElasticBuffer:
         return 1, self.num_ranks
 
     @staticmethod
+    @ints_as_bools
     def get_buffer_size_hint(
         group: Group,
         num_max_tokens_per_rank: int,
@@ -247,13 +255,14 @@ class ElasticBuffer:
         ):
             if not value >= 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
-        return _LEAST_NUM_SMS if self._prefers_overlap else _NUM_SMS_WITHOUT_OVERLAP
+        return _LEAST_NUM_SMS if self.prefer_overlap_with_compute else _NUM_SMS_WITHOUT_OVERLAP
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """`num_allocated_qps`."""
         check_ints(0, num_sms=num_sms)
         return self.num_allocated_qps
 
+    @ints_as_bools
     @rejects_unbound_of("dispatch")
     def dispatch(
         self,
@@ -367,6 +376,7 @@ class ElasticBuffer:
             passed(async_with_compute_stream),
         )
 
+    @ints_as_bools
     @rejects_unbound_of("combine")
     def combine(
         self,
@@ -398,8 +408,9 @@ class ElasticBuffer:
             allocate_on_comm_stream: GPU only, no effect.
 
         Returns:
-            `[N, H]` sums: biases, then rows by rank (with `do_expand` by choice), in float32 with one
-            rounding; float32 `[N, K]` weights or None; event.
+            `[N, H]` sums, in float32: biases, then rows by rank, rounded once. With `do_expand` see
+            `allow_multiple_reduction`: sums of ranks in order of the last choice that led to each, or
+            rows in order of choices. float32 `[N, K]` weights or None; event.
 
         Raises:
             ValueError: A rule above is broken on some rank.
@@ -424,17 +435,35 @@ class ElasticBuffer:
             return rows.detach(), check_biases(bias, sums_shape, rows.dtype)
 
         rows, biases = checked(buffer, "combine", prepare)
-        combined = combine_rows(
-            self._owner,
-            buffer,
-            handle.native,
-            rows,
-            topk_weights,
-            biases,
-            async_op=async_with_compute_stream,
-        )
+        if self._reduces_before(handle):
+            metadata = handle.recv_src_metadata.to(torch.int64)
+            combined = combine_reduced(
+                self._owner,
+                buffer,
+                handle.native,
+                rows,
+                None if topk_weights is None else topk_weights.detach(),
+                biases,
+                places=metadata[:, 2:],
+                sources=metadata[:, 0] // handle.num_max_tokens_per_rank,
+            )
+        else:
+            combined = combine_rows(
+                self._owner,
+                buffer,
+                handle.native,
+                rows,
+                topk_weights,
+                biases,
+                async_op=async_with_compute_stream,
+            )
         event = EventOverlap(combined.event, (x,)) if async_with_compute_stream else EventOverlap()
         return combined.x, combined.topk_weights, event
+
+    def _reduces_before(self, handle: EPHandle) -> bool:
+        """Whether a combine adds rows of one token before they travel; equal on all ranks."""
+        is_alone = handle.num_experts <= self.num_ranks or handle.topk_idx.shape[1] == 1
+        return handle.do_expand and self.allow_multiple_reduction and not is_alone
 
     def _buffer_for(self, num_experts: Any) -> EpBuffer:
         """The buffer for so many experts, or the latest for a call that is going to be refused."""

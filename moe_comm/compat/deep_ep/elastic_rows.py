@@ -11,6 +11,7 @@ from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner
+from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.config import Capacity, Layout
@@ -41,8 +42,9 @@ class EPHandle:
         recv_src_metadata: int32 `[num_recv_tokens, 2 + K]`: source rank * num_max + token; this rank
             * K + first of the choices that are here; then, with `do_expand`, the row of every choice
             or -1 (else -1).
-        dst_buffer_slot_idx: None, like the next two: of kernels that do not exist here.
-        token_metadata_at_forward: None.
+        dst_buffer_slot_idx: int32 `[N, K]`, at the last of a token's choices that lead to a rank: this
+            rank * num_max + its place among the tokens that go there; -1 at others.
+        token_metadata_at_forward: None, like the next: of ranks in several domains.
         channel_linked_list: None.
         recv_topk_idx: What the dispatch returned, which a cached one returns too.
         buffer: That made the dispatch.
@@ -62,7 +64,7 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: torch.Tensor
     num_unaligned_recv_tokens_per_expert: torch.Tensor
     recv_src_metadata: torch.Tensor
-    dst_buffer_slot_idx: None = None
+    dst_buffer_slot_idx: torch.Tensor
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
     recv_topk_idx: torch.Tensor | None
@@ -185,9 +187,9 @@ def dispatch_cached(handle: EPHandle, sending: Sending) -> Arrived:
     weights = None if sending.topk_weights is None else sending.topk_weights.detach()
     if weights is None or handle.do_expand:
         x = sending.x
-        rows: Rows = (x[0].detach(), x[1].detach()) if isinstance(x, tuple) else x.detach()
+        rows = packed(x) if isinstance(x, tuple) else x.detach()
         result = handle.buffer.dispatch(rows, None, weights, handle=handle.native)
-        received = result.x if result.x_sf is None else (result.x, result.x_sf)
+        received = result.x if result.x_sf is None else unpacked(x, result.x, result.x_sf)
         return Arrived(sending.arrange(received), handle.recv_topk_idx, result.topk_weights, handle)
     bits = weights.contiguous().view(torch.int32)
     result = handle.buffer.dispatch(packed(sending.x, bits), None, handle=handle.native)
@@ -236,11 +238,20 @@ def _make_handle(
             torch.int32
         ),
         num_unaligned_recv_tokens_per_expert=raw.to(torch.int32),
+        dst_buffer_slot_idx=_slots(owner, buffer, sending),
         recv_src_metadata=_metadata(owner, buffer, sending, columns[filled.rows], filled),
         recv_topk_idx=result.topk_idx,
         buffer=buffer,
         native=result.handle,
     )
+
+
+def _slots(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> torch.Tensor:
+    """int32 `[N, K]`; see `EPHandle.dst_buffer_slot_idx`."""
+    assert sending.topk_idx is not None
+    _, place = last_choices(sending.topk_idx, buffer.expert_rank, owner.num_ranks)
+    first = owner.rank_idx * sending.num_max_tokens
+    return torch.where(place < 0, -1, place + first).to(torch.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,13 @@ from moe_comm import arithmetic
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.compat.deep_ep import hybrid_rows as rows
-from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, check_tensor
+from moe_comm.compat.deep_ep.arguments import (
+    check_bools,
+    check_ints,
+    check_tensor,
+    ints_as_bools,
+)
+from moe_comm.compat.deep_ep.combining import announcement, sum_columns
 from moe_comm.compat.deep_ep.group import GroupOwner, checked
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import (
@@ -60,6 +66,7 @@ class HybridEPBuffer:
         TypeError: An argument has another type.
     """
 
+    @ints_as_bools
     @keeps_unbound
     def __init__(
         self,
@@ -133,6 +140,7 @@ class HybridEPBuffer:
     def empty_jit_cache(self) -> None:
         """Nothing to do: nothing is compiled."""
 
+    @ints_as_bools
     def update_template_config(
         self,
         hidden_dim: int | None = None,
@@ -200,7 +208,8 @@ class HybridEPBuffer:
             hidden: `[N, H]`, contiguous, of two-byte elements (or wider), or of one-byte elements
                 with `scaling_factor`.
             scaling_factor: float32 `[N, S]`; ignored where elements are wider than a byte.
-            topk_idx: `[N, K]` integers, -1 marks an unused choice; in place of `routing_map`.
+            topk_idx: `[N, K]` integers, -1 marks an unused choice; in place of `routing_map`, beside which
+                it and `topk_weights` are not looked at.
             topk_weights: float32 `[N, K]`, in place of `probs`.
             num_of_experts: E; None for that of the buffer.
             probs: float32 `[N, E]`, contiguous, or None.
@@ -275,23 +284,24 @@ class HybridEPBuffer:
         """
         buffer = self._buffer_of(handle)
 
-        def prepare() -> tuple[HybridHandle, torch.Tensor | None]:
+        def prepare() -> HybridHandle:
             known = _required(handle, is_permuted=False)
             num_rows = known.native.num_recv_tokens
             check_tensor("hidden", hidden, (num_rows, None), *arithmetic.ADDABLE_DTYPES)
-            return known, rows.padded_probs(probs, num_rows, known.num_experts)
+            if probs is not None:
+                check_tensor("probs", probs, (num_rows, known.num_experts), torch.float32)
+            return known
 
-        known, padded = checked(buffer, "combine", prepare)
-        if padded is None:
+        known = checked(buffer, "combine", prepare)
+        if probs is None:
             return buffer.combine(hidden.detach(), known.native), None
-        # The ranks agree in the first of both calls that there are probs: no peer waits in vain.
-        shape = (known.native.num_recv_tokens, known.native.num_recv_topk)
-        announced = torch.zeros(shape, dtype=torch.float32)
-        combined = buffer.combine(hidden.detach(), known.native, row_weights=announced)
+        combined = buffer.combine(
+            hidden.detach(), known.native, row_weights=announcement(known.native)
+        )
         assert isinstance(combined, CombineResult)
-        sums = buffer.combine(padded, known.native)
-        return combined.x, sums[:, : known.num_experts].contiguous()
+        return combined.x, sum_columns(buffer, known.native, probs)[0]
 
+    @ints_as_bools
     @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
     def dispatch_with_permute(
         self,
@@ -397,6 +407,7 @@ class HybridEPBuffer:
         padded = result.expert_offsets.diff().to(torch.int64)
         return token, result.topk_weights, scales, padded, made
 
+    @ints_as_bools
     @rejects_unbound("combine", lambda args, _: args[0]._buffer)
     def combine_with_unpermute(
         self,

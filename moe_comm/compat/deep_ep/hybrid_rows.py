@@ -22,7 +22,6 @@ __all__ = [
     "Routing",
     "Wire",
     "indices_to_map",
-    "padded_probs",
     "permuted_places",
     "rank_major_places",
 ]
@@ -88,10 +87,14 @@ class Routing:
         """Check the routing that was passed, or take the handle's.
 
         Raises:
-            ValueError: Both forms or none were passed, or a shape is wrong.
+            ValueError: Neither form was passed, or a shape is wrong.
             TypeError: A dtype or type is wrong.
         """
         num_tokens = check_tensor("hidden", hidden, (None, None)).shape[0]
+        if routing_map is not None and topk_idx is not None:
+            topk_idx = topk_weights = (
+                None  # two forms of one thing, of which HybridEP takes the map
+            )
         dense_shape = (num_tokens, num_experts)
         if probs is not None:
             probs = check_tensor("probs", probs, dense_shape, torch.float32).detach()
@@ -103,9 +106,9 @@ class Routing:
             topk_weights = weights.detach()
         if known is not None:
             return cls._of_known(num_experts, probs, topk_idx, topk_weights, known)
-        if (routing_map is None) == (topk_idx is None):
-            raise ValueError("dispatch needs routing_map or topk_idx, got both or none of them")
-        if topk_idx is not None:
+        if routing_map is None and topk_idx is None:
+            raise ValueError("dispatch needs routing_map or topk_idx, got neither")
+        if routing_map is None:
             choices = check_tensor("topk_idx", topk_idx, (num_tokens, None), *_INT_TYPES)
             choices = choices.to(torch.int64)
             if probs is not None:
@@ -208,21 +211,6 @@ class Wire:
         scales = result.x_sf[:, : self.num_scales].contiguous() if self.num_scales else None
         probs = result.x_sf[:, self.num_scales :].contiguous() if self.num_probs else None
         return token, probs, scales
-
-
-def padded_probs(
-    probs: torch.Tensor | None, num_rows: int, num_experts: int
-) -> torch.Tensor | None:
-    """Probs as rows of a multiple of 16 bytes.
-
-    Raises:
-        ValueError: The shape is wrong.
-        TypeError: The dtype or type is wrong.
-    """
-    if probs is None:
-        return None
-    check_tensor("probs", probs, (num_rows, num_experts), torch.float32)
-    return torch.nn.functional.pad(probs.detach(), (0, -num_experts % 4))
 
 
 def rank_major_places(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, check_tensor
+from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, check_tensor, ints_as_bools
 from moe_comm.compat.deep_ep.group import GroupOwner
 
 __all__ = ["MaskedRanks"]
@@ -18,6 +18,7 @@ class MaskedRanks:
     enable_shrink: bool
     group_size: int
 
+    @ints_as_bools
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask a rank in later low-latency dispatches, or unmask it. Local.
 

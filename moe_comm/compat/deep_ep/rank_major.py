@@ -10,11 +10,19 @@ from moe_comm import arithmetic
 from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import routing
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
-from moe_comm.compat.deep_ep.combining import Bias, Combined, check_biases, combine_rows
+from moe_comm.compat.deep_ep.combining import (
+    Bias,
+    Combined,
+    announcement,
+    check_biases,
+    combine_rows,
+    sum_columns,
+)
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner, checked
 from moe_comm.compat.deep_ep.handles import RankMajorHandle
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
+from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.config import Capacity, Layout
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.handles import DispatchResult
@@ -38,8 +46,8 @@ class Sending:
     """What a rank gives to a dispatch, as it was passed.
 
     Args:
-        x: `[N, H]` of any dtype whose rows are a multiple of 16 bytes, or (data of one-byte elements,
-            scales `[N, S]` float32 or int32 of any strides).
+        x: `[N, H]` of any dtype whose rows are a multiple of 16 bytes, or a pair or triple as `check_rows`
+            says.
         num_tokens_per_rank: int32 `[R]`.
         is_token_in_rank: bool `[N, R]`.
         num_tokens_per_expert: int32 `[E]`.
@@ -81,7 +89,7 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Capacity | None]:
         check_sending(owner, buffer, sending)
-        source = _source_columns(check_rows(sending.x).shape[0])
+        source = _source_columns(len(check_rows(sending.x, is_triple_allowed=True)))
         capacity = None
         if sending.num_worst_tokens:
             capacity = Capacity(num_rows=sending.num_worst_tokens, on_overflow="raise")
@@ -114,7 +122,7 @@ def check_sending(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> None
         ValueError: A shape or size is wrong, or the layout is another one.
         TypeError: A dtype or type is wrong.
     """
-    data = check_rows(sending.x)
+    data = check_rows(sending.x, is_triple_allowed=True)
     num_tokens, num_ranks = data.shape[0], owner.num_ranks
     check_ints(1, expert_alignment=sending.expert_alignment)
     check_ints(0, num_worst_tokens=sending.num_worst_tokens)
@@ -160,10 +168,10 @@ def check_sending(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> None
 def dispatch_cached(handle: RankMajorHandle, x: Rows) -> Rows:
     """Send to the places of an earlier dispatch. Collective."""
     buffer = handle.buffer
-    checked(buffer, "dispatch", lambda: check_rows(x))
-    rows: Rows = (x[0].detach(), x[1].detach()) if isinstance(x, tuple) else x.detach()
+    checked(buffer, "dispatch", lambda: check_rows(x, is_triple_allowed=True))
+    rows = packed(x) if isinstance(x, tuple) else x.detach()
     result = buffer.dispatch(rows, None, handle=handle.native)
-    return result.x if result.x_sf is None else (result.x, result.x_sf)
+    return result.x if result.x_sf is None else unpacked(x, result.x, result.x_sf)
 
 
 def combine(
@@ -181,7 +189,7 @@ def combine(
         owner: Of the buffers.
         handle: Of the dispatch.
         x: `[M, H]`.
-        topk_weights: float32 `[M, K]`, brought back from the ranks of the choices, or None.
+        topk_weights: float32 `[M, K]`, added over ranks, or None.
         bias: `[N, H]` of x's dtype, one or two, added first; all ranks give some or none does.
         async_op: Return before the end.
     """
@@ -189,15 +197,22 @@ def combine(
 
     def prepare() -> tuple[torch.Tensor, list[torch.Tensor]]:
         rows = check_tensor("x", x, (native.num_recv_tokens, None), *arithmetic.ADDABLE_DTYPES)
-        if topk_weights is not None and not isinstance(topk_weights, torch.Tensor):
-            raise TypeError(f"topk_weights must be a tensor, got {type(topk_weights).__name__}")
         if topk_weights is not None and not handle.has_topk:
             raise ValueError("topk_weights are given, the handle's dispatch had no topk_idx")
+        if topk_weights is not None:
+            shape_of_weights = (native.num_recv_tokens, native.num_recv_topk)
+            check_tensor("topk_weights", topk_weights, shape_of_weights, torch.float32)
         shape = (native.num_tokens, rows.shape[1])
         return rows.detach(), check_biases(bias, shape, rows.dtype)
 
     rows, biases = checked(buffer, "combine", prepare)
-    return combine_rows(owner, buffer, native, rows, topk_weights, biases, async_op=async_op)
+    if topk_weights is None:
+        return combine_rows(owner, buffer, native, rows, None, biases, async_op=async_op)
+    combined = combine_rows(
+        owner, buffer, native, rows, announcement(native), biases, async_op=async_op
+    )
+    weights, end = sum_columns(buffer, native, topk_weights, async_op=async_op)
+    return Combined(combined.x, weights, EventHandle.after(combined.event, end))
 
 
 def _source_columns(num_tokens: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 __all__ = [
     "Layout",
     "dispatch_layout",
+    "last_choices",
     "packed_layout_range",
     "recv_channel_prefix_matrix",
     "send_channels",
@@ -59,6 +60,30 @@ def dispatch_layout(topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks
         num_tokens_per_expert=counts.to(torch.int32),
         is_token_in_rank=is_in_rank,
     )
+
+
+def last_choices(
+    topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rank a token goes to by which choice: the last of those that lead there stands for all.
+
+    Args:
+        topk_idx: int64 `[num_tokens, num_topk]`, -1 marks an unused choice.
+        expert_rank: int32 `[num_experts]`, the rank of every expert.
+        num_ranks: Ranks.
+
+    Returns:
+        int64 `[num_tokens, num_topk]` twice, -1 at all other choices: the rank, and the place of the
+        token among those that go to this rank.
+    """
+    rank_of_bin = torch.cat([expert_rank.to(torch.int64), torch.tensor([num_ranks])])
+    rank_of_choice = rank_of_bin[topk_idx]  # -1 reads the last bin
+    is_same = rank_of_choice[:, :, None] == rank_of_choice[:, None, :]
+    is_last = ~is_same.triu(1).any(dim=2) & (rank_of_choice < num_ranks)
+    is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
+    is_in_rank.scatter_(1, rank_of_choice, True)
+    place = (is_in_rank.cumsum(0) - 1).gather(1, rank_of_choice)
+    return rank_of_choice.masked_fill(~is_last, -1), place.masked_fill(~is_last, -1)
 
 
 def send_channels(
