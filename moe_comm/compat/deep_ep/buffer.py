@@ -445,8 +445,6 @@ class Buffer(MaskedRanks):
     ) -> tuple[Rows, torch.Tensor, HandleParts, EventOverlap, Hook | None]:
         """Send rows to fixed places, n = R * num_max per local expert. Collective.
 
-        Any number of results may be alive.
-
         Args:
             x: `[N, H]`, contiguous, bfloat16 (float16 and float32 too), N <= num_max.
             topk_idx: int64 `[N, K]`, contiguous; -1 marks an unused choice.
