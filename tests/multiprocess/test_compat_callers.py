@@ -218,8 +218,8 @@ def check_order_of_sums(context: RankContext) -> None:
     """Sums of ranks cancel, so that what is added first shows."""
     big = 2.0**30
     x = torch.ones(4, 4)
-    # By the last choice that leads to each: ranks 2, 1, 0 for the first token, 0, 1, 2 for the last.
-    topk_idx = torch.tensor([[0, 4, 2, 1], [2, 4, 5, 0], [0, -1, 4, 2], [0, 1, 2, 4]])
+    # The first token is 2 by the last choices, 0 by the first ones, and 1 where every row is added alone.
+    topk_idx = torch.tensor([[2, 0, 4, 3], [2, 4, 5, 0], [0, -1, 4, 2], [0, 1, 2, 4]])
     factor = [big, 1.0, -big][context.rank_idx]
     with oracle.backend_of_group(context, "host"):
         for reduces in (True, False):
