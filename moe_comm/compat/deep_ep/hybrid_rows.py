@@ -92,9 +92,8 @@ class Routing:
         """
         num_tokens = check_tensor("hidden", hidden, (None, None)).shape[0]
         if routing_map is not None and topk_idx is not None:
-            topk_idx = topk_weights = (
-                None  # two forms of one thing, of which HybridEP takes the map
-            )
+            # Two forms of one thing, of which HybridEP takes the map.
+            topk_idx = topk_weights = None
         dense_shape = (num_tokens, num_experts)
         if probs is not None:
             probs = check_tensor("probs", probs, dense_shape, torch.float32).detach()
