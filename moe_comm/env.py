@@ -26,6 +26,7 @@ __all__ = [
     "poison_windows",
     "socket_interface",
     "trace_path",
+    "vllm_is_asked",
 ]
 
 
@@ -48,6 +49,11 @@ def compat_names() -> tuple[str, ...]:
     """`MOE_COMM_COMPAT=deep_ep`: `compat.install` this name (or several, with commas) at import."""
     value = os.environ.get("MOE_COMM_COMPAT", "")
     return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def vllm_is_asked() -> bool:
+    """`MOE_COMM_VLLM=1`: vLLM on CPUs brings tokens to experts of other ranks by this package."""
+    return os.environ.get("MOE_COMM_VLLM", "0") not in ("", "0")
 
 
 def columns() -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from moe_comm.arguments import shown
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Layout
 from moe_comm.dispatcher.phases import (
@@ -104,12 +105,14 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             needs its `num_max_tokens_per_rank`.
         is_batched: Rows lie at fixed places of every expert (`BatchedExperts`, for decode); else in
             order of source rank (`Standard`).
+        has_local_ids: For experts that take no expert_map, as those of vLLM on CPUs: `Standard`, a row
+            for every choice of a local expert, by expert, with the local id.
         quantization: Of dispatched rows, in place of what `quant_config` asks for. "auto": by
             `quant_config`.
         ubatch_id: Names the current micro-batch; None for vLLM's own, or one micro-batch without vLLM.
 
     Raises:
-        ValueError: The batched format without `num_max_tokens_per_rank`.
+        ValueError: The batched format without `num_max_tokens_per_rank`, or with local ids.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         buffer: EpBuffer,
         *,
         is_batched: bool = False,
+        has_local_ids: bool = False,
         quantization: Quantization | Literal["auto"] | None = "auto",
         ubatch_id: Callable[[], int] | None = None,
     ) -> None:
@@ -125,8 +129,18 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             raise ValueError(
                 "the batched format needs a buffer with num_max_tokens_per_rank, got None"
             )
+        if is_batched and has_local_ids:
+            raise ValueError(
+                "is_batched and has_local_ids are both True: rows of the batched format have no ids"
+            )
         self.buffer = buffer
         self.is_batched = is_batched
+        self._has_local_ids = has_local_ids
+        self._layout = Layout.RANK_MAJOR
+        if is_batched:
+            self._layout = Layout.LOW_LATENCY
+        elif has_local_ids:
+            self._layout = Layout.EXPERT_MAJOR
         self._quantization = quantization
         self._with_packed_scales = False
         self._ubatch_id = current_ubatch_id() if ubatch_id is None else ubatch_id
@@ -196,7 +210,8 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             topk_weights: `[num_tokens, num_topk]`.
             topk_ids: Integers `[num_tokens, num_topk]`, global expert ids; -1 marks an unused choice.
             num_experts: Over all ranks.
-            expert_map: Not needed: the buffer knows the placement.
+            expert_map: int32 `[num_experts]`, the local id of every expert, -1 elsewhere. Not needed:
+                the buffer knows the placement. With local ids it must agree.
             apply_router_weight_on_input: Multiply rows by their weight before they travel; one choice
                 per token.
             quant_config: Says `quant_dtype` and `block_shape` of the experts' input.
@@ -205,10 +220,11 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         Returns:
             Rows; their scales or None; token counts; and in the standard format the ids and weights of
             every row (global ids, of an expert elsewhere where the choice is not local; weights 0
-            there), in the batched format None and None.
+            there; with local ids int32 and float32 `[M, 1]`), in the batched format None and None.
 
         Raises:
-            ValueError: A shape is wrong, or several choices with `apply_router_weight_on_input`.
+            ValueError: A shape is wrong, several choices with `apply_router_weight_on_input`, or an
+                expert_map of another placement.
             NotImplementedError: A quantisation that cannot be done in the dispatch.
         """
         hook, receiver = self.prepare_async(
@@ -242,7 +258,6 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             A hook that waits, and a receiver that returns what `prepare` returns. Both may be called
             any number of times.
         """
-        del expert_map
         buffer = self.buffer
         try:
             if num_experts != buffer.config.num_experts:
@@ -253,6 +268,8 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                 raise ValueError(
                     f"apply_router_weight_on_input needs 1 choice per token, got {topk_ids.shape[1]}"
                 )
+            if self._has_local_ids and expert_map is not None:
+                self._check_expert_map(expert_map)
             quantization = self._resolve_quantization(quant_config, defer_input_quant)
             if apply_router_weight_on_input:
                 a1 = a1 * topk_weights.to(a1.dtype)
@@ -265,7 +282,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             a1,
             topk_ids,
             None if self.is_batched else topk_weights,
-            layout=Layout.LOW_LATENCY if self.is_batched else Layout.RANK_MAJOR,
+            layout=self._layout,
             quantization=quantization,
         )
         self._prepared[self._ubatch_id()] = _Prepared(pending)
@@ -419,11 +436,28 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         if self.is_batched:
             rows = by_expert(result.x, counts.numel())
             return rows, result.x_sf, metadata, None, None
+        if self._has_local_ids:
+            assert result.topk_weights is not None
+            device = result.x.device
+            local_ids = torch.arange(counts.numel(), dtype=torch.int32, device=device)
+            ids = local_ids.repeat_interleave(counts.to(device), output_size=result.x.shape[0])
+            return result.x, result.x_sf, metadata, ids[:, None], result.topk_weights[:, None]
         assert result.topk_idx is not None
         ids = torch.full_like(result.topk_idx, self._id_elsewhere)
         is_local = result.topk_idx >= 0
         ids[is_local] = self._global_ids[result.topk_idx[is_local]]
         return result.x, result.x_sf, metadata, ids, result.topk_weights
+
+    def _check_expert_map(self, expert_map: torch.Tensor) -> None:
+        """Refuse another placement than the buffer's: rows would meet the weights of other experts."""
+        found = expert_map.cpu()
+        expected = torch.full((self.buffer.config.num_experts,), -1, dtype=found.dtype)
+        expected[self._global_ids] = torch.arange(self._global_ids.numel(), dtype=found.dtype)
+        if not torch.equal(found, expected):
+            raise ValueError(
+                f"expert_map must be {shown(expected.tolist())}, where the buffer has its experts, got "
+                f"{shown(found.tolist())}"
+            )
 
     def _resolve_quantization(
         self, quant_config: Any, defer_input_quant: bool

@@ -13,10 +13,14 @@ import torch
 
 __all__ = [
     "All2AllManagerBase",
+    "CpuCommunicatorBase",
     "ExpertTokensMetadata",
     "FusedMoEActivationFormat",
     "PrepareAndFinalizeBase",
     "current_ubatch_id",
+    "num_experts_of_model",
+    "parallel_groups",
+    "vllm_module",
 ]
 
 
@@ -44,6 +48,10 @@ class _All2AllManager:
     """Stands in for vLLM's base."""
 
 
+class _CpuCommunicator:
+    """Stands in for vLLM's communicator of CPU ranks."""
+
+
 def vllm_module(name: str) -> Any:
     """A module of vLLM, or None where it cannot be imported."""
     if importlib.util.find_spec("vllm") is None:
@@ -64,6 +72,25 @@ def current_ubatch_id() -> Callable[[], int]:
     return function
 
 
+def parallel_groups() -> tuple[Any, Any] | None:
+    """VLLM's data-parallel and tensor-parallel groups; None where it has made none."""
+    module = vllm_module("distributed.parallel_state")
+    try:
+        return None if module is None else (module.get_dp_group(), module.get_tp_group())
+    except AssertionError:  # how vLLM says that there are none
+        return None
+
+
+def num_experts_of_model() -> int | None:
+    """Experts, with redundant ones, of the model that vLLM loads or runs; None where there is none."""
+    module = vllm_module("config")
+    config = None if module is None else module.get_current_vllm_config_or_none()
+    if config is None or config.model_config is None:
+        return None
+    redundant: int = config.parallel_config.eplb_config.num_redundant_experts
+    return redundant + int(config.model_config.get_num_experts())
+
+
 _kernel = vllm_module("model_executor.layers.fused_moe.modular_kernel")
 FusedMoEActivationFormat: Any = _ActivationFormat
 ExpertTokensMetadata: Any = _TokensMetadata
@@ -76,3 +103,5 @@ _communicator = vllm_module("distributed.device_communicators.base_device_commun
 All2AllManagerBase: Any = _All2AllManager
 if _communicator is not None:
     All2AllManagerBase = _communicator.All2AllManagerBase
+_cpu = vllm_module("distributed.device_communicators.cpu_communicator")
+CpuCommunicatorBase: Any = _CpuCommunicator if _cpu is None else _cpu.CpuCommunicator

@@ -13,7 +13,12 @@ from moe_comm.arguments import as_int, check_kind, shown
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer
 from moe_comm.config import ROW_BYTES_MULTIPLE, Layout
-from moe_comm.dispatcher.vllm_formats import All2AllManagerBase, current_ubatch_id
+from moe_comm.dispatcher.vllm_formats import (
+    All2AllManagerBase,
+    current_ubatch_id,
+    num_experts_of_model,
+    parallel_groups,
+)
 from moe_comm.group_buffers import group_buffers
 from moe_comm.handles import DispatchHandle
 from moe_comm.missed_calls import GATHER, keep_for_peers, keeps_unbound
@@ -33,15 +38,15 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
 
     Args:
         cpu_group: Process group, bootstrap, or None for the default group.
-        tcp_store_group: Of vLLM's stateless groups; ranks are found by `cpu_group`. Must be None.
-        dp_rank: This rank among the data-parallel ranks; None: every rank has tokens of its own.
-        dp_world_size: Data-parallel ranks; None: all.
-        tp_group: Kept for callers that look at it.
+        tcp_store_group: Of vLLM's stateless groups: the same ranks, which find each other through its
+            store because torch.distributed does not know `cpu_group` then. None for any other group.
+        dp_rank: This rank among the data-parallel ranks. None: as vLLM has made its groups; without
+            them every rank has tokens of its own.
+        dp_world_size: Data-parallel ranks; None likewise.
+        tp_group: Kept for callers that look at it; None for vLLM's.
         ubatch_id: Names the current micro-batch; None for vLLM's own, or one micro-batch without vLLM.
         backend: As in `Communicator`.
     """
-
-    support_fault_tolerance = False
 
     @keeps_unbound
     def __init__(
@@ -55,16 +60,25 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         ubatch_id: Callable[[], int] | None = None,
         backend: str = "auto",
     ) -> None:
-        self.cpu_group = cpu_group
-        self._group_buffers = group_buffers(cpu_group, backend=backend)
+        is_store_group = _is_store_group(tcp_store_group)
+        store_ranks = _StoreRanks(tcp_store_group) if is_store_group else None
+        self._group_buffers = group_buffers(store_ranks or cpu_group, backend=backend)
         communicator = self._group_buffers.communicator
 
         def check() -> str:
-            if tcp_store_group is not None:
-                raise ValueError(
-                    "tcp_store_group must be None: give a process group or a Bootstrap, got "
+            if tcp_store_group is not None and not is_store_group:
+                raise TypeError(
+                    "tcp_store_group must have rank, world_size and all_gather_obj, got "
                     f"{shown(tcp_store_group)}"
                 )
+            if isinstance(cpu_group, dist.ProcessGroup):
+                found = (cpu_group.rank(), cpu_group.size())
+                expected = (communicator.rank_idx, communicator.num_ranks)
+                if found != expected:
+                    raise ValueError(
+                        f"cpu_group has this process as rank and of ranks {found}, tcp_store_group "
+                        f"{expected}"
+                    )
             self._group_buffers.check_backend(backend)
             if dp_world_size is not None:
                 as_int("dp_world_size", dp_world_size, 1, communicator.num_ranks)
@@ -75,12 +89,27 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
             return f"VllmAll2AllManager(dp_world_size={dp_world_size})"
 
         communicator.check_together(check)
-        self.rank = communicator.rank_idx
-        self.world_size = communicator.num_ranks
-        self.dp_rank = self.rank if dp_rank is None else dp_rank
-        self.dp_world_size = self.world_size if dp_world_size is None else dp_world_size
-        self.tp_group = tp_group
-        self.internode = False  # a communicator of this version is on one machine
+        groups = parallel_groups() if isinstance(cpu_group, dist.ProcessGroup) else None
+        if groups is None:
+            self.cpu_group = cpu_group
+            self.tcp_store_group = tcp_store_group
+            self.dp_group = None
+            self.tp_group = None
+            self.rank = communicator.rank_idx
+            self.world_size = communicator.num_ranks
+            self.dp_rank = self.rank
+            self.dp_world_size = self.world_size
+            self.internode = communicator.num_nodes > 1
+        else:
+            super().__init__(cpu_group, tcp_store_group)
+        if dp_rank is not None:
+            self.dp_rank = dp_rank
+        if dp_world_size is not None:
+            self.dp_world_size = dp_world_size
+        if tp_group is not None:
+            self.tp_group = tp_group
+        # vLLM's base says so of each of its objects.
+        self.support_fault_tolerance = False
         self._ubatch_id = current_ubatch_id() if ubatch_id is None else ubatch_id
         self._gathered: dict[int, DispatchHandle] = {}
 
@@ -89,7 +118,8 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         """The buffer for `VllmPrepareAndFinalize`, one per arguments. Collective.
 
         Args:
-            kwargs: "num_experts" (or "num_global_experts"); "num_max_tokens_per_rank" (or
+            kwargs: "num_experts" (or "num_global_experts"), which may be left out while vLLM loads or
+                runs a model: those of the model; "num_max_tokens_per_rank" (or
                 "max_num_tokens_per_dp_rank") for the batched format; "expert_rank". Checked where given:
                 "num_ep_ranks", "num_local_experts". "token_hidden_size" is not needed: rows may be of
                 any size.
@@ -103,6 +133,8 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
             check_kind("kwargs", kwargs, dict)
         wanted = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
         num_experts = wanted.pop("num_experts", None)
+        if num_experts is None:
+            num_experts = num_experts_of_model()
         most_tokens = wanted.pop("num_max_tokens_per_rank", None)
         expert_rank = wanted.pop("expert_rank", None)
         num_ranks = wanted.pop("num_ep_ranks", self.world_size)
@@ -111,7 +143,9 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
 
         def check() -> None:
             if num_experts is None:
-                raise ValueError(f"get_handle needs num_experts, got {sorted(kwargs)}")
+                raise ValueError(
+                    f"get_handle needs num_experts where vLLM has no model, got {sorted(kwargs)}"
+                )
             if wanted:
                 raise TypeError(f"get_handle does not know {sorted(wanted)}")
             if num_ranks != self.world_size:
@@ -230,6 +264,23 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         gathered = [_gather_rows(buffer, tensor, result.handle) for tensor in [*tensors, *more]]
         outputs = (result.x, *gathered[: len(tensors)])
         return outputs if extra_tensors is None else (*outputs, gathered[len(tensors) :])
+
+
+def _is_store_group(group: Any) -> bool:
+    return all(hasattr(group, name) for name in ("rank", "world_size", "all_gather_obj"))
+
+
+class _StoreRanks:
+    """The ranks of a `StatelessProcessGroup` of vLLM, which meet in a store."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank_idx: int = group.rank
+        self.num_ranks: int = group.world_size
+
+    def all_gather(self, item: Any) -> list[Any]:
+        gathered: list[Any] = self._group.all_gather_obj(item)
+        return gathered
 
 
 def _gather_rows(buffer: EpBuffer, tensor: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:

@@ -158,6 +158,39 @@ def test_ids_are_global_and_of_an_expert_elsewhere() -> None:
         assert torch.equal(weights != 0, is_here)
 
 
+def test_ids_are_local_where_experts_take_no_map() -> None:
+    def run(context: RankContext) -> None:
+        manager = VllmAll2AllManager(context.group)
+        experts = manager.get_handle({"num_experts": NUM_EXPERTS, "expert_rank": [0, 1, 1, 0]})
+        shape = VllmPrepareAndFinalize(experts, has_local_ids=True)
+        given = batch_input(context.rank_idx, 0)
+        expert_map = torch.tensor([[0, -1, -1, 1], [-1, 0, 1, -1]], dtype=torch.int32)
+        arguments = (given.x, given.topk_weights, given.topk_ids, NUM_EXPERTS)
+        rows, _, metadata, ids, weights = shape.prepare(
+            *arguments, expert_map[context.rank_idx], False, BF16_CONFIG
+        )
+        counts = metadata.expert_num_tokens
+        assert ids.dtype is torch.int32
+        assert ids.tolist() == [[0]] * int(counts[0]) + [[1]] * int(counts[1])
+        assert weights.dtype is torch.float32
+        assert weights.shape == ids.shape
+        scale = 1 + ids + 2 * context.rank_idx
+        output = torch.full_like(given.x, float("nan"))
+        shape.finalize(output, (rows * weights * scale).to(rows.dtype), weights, ids, False)
+        factors = torch.tensor([1.0, 3.0, 4.0, 2.0])[given.topk_ids] * given.topk_weights
+        assert torch.allclose(output.float(), given.x.float() * factors.sum(1)[:, None], rtol=0.02)
+        with pytest.raises(ValueError, match=r"rank 1: expert_map must be \[-1, 0, 1, -1\], where"):
+            shape.prepare(*arguments, expert_map[0], False, BF16_CONFIG)
+        with pytest.raises(ValueError, match=r"rank 0: expert_map must be .*, got \[0, 0, -1\]"):
+            shape.prepare(*arguments, torch.tensor([0, 0, -1]), False, BF16_CONFIG)
+        with pytest.raises(ValueError, match="is_batched and has_local_ids are both True"):
+            most = {"num_experts": NUM_EXPERTS, "max_num_tokens_per_rank": MOST_TOKENS}
+            VllmPrepareAndFinalize(manager.get_handle(most), is_batched=True, has_local_ids=True)
+        manager.destroy()
+
+    run_ranks(run, 2, mode="threads")
+
+
 def test_packed_scales_where_the_experts_take_them() -> None:
     def run(shape: VllmPrepareAndFinalize, given: Any) -> list[torch.dtype]:
         dtypes = []
@@ -318,7 +351,7 @@ def test_manager() -> None:
             manager.set_num_sms(-1)
         assert manager.max_sms_used() is None
         assert not manager.support_fault_tolerance
-        with pytest.raises(ValueError, match="tcp_store_group must be None"):
+        with pytest.raises(TypeError, match="rank 0: tcp_store_group must have rank, world_size"):
             VllmAll2AllManager(context.group, object())
         manager.destroy()
 
