@@ -27,6 +27,7 @@ from moe_comm.dispatcher.vllm_formats import (
     FusedMoEActivationFormat,
     PrepareAndFinalizeBase,
     current_ubatch_id,
+    vllm_module,
 )
 from moe_comm.handles import DispatchHandle
 from moe_comm.memory_overlap import shares_bytes
@@ -39,6 +40,7 @@ __all__ = [
     "weight_and_reduce",
 ]
 
+_Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 _PrepareResult = tuple[
     torch.Tensor, torch.Tensor | None, Any, torch.Tensor | None, torch.Tensor | None
 ]
@@ -203,7 +205,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> _PrepareResult:
-        """Quantise and dispatch. Collective.
+        """Quantise and dispatch, or the other way round where scales cannot travel. Collective.
 
         Args:
             a1: `[num_tokens, hidden]`.
@@ -225,7 +227,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         Raises:
             ValueError: A shape is wrong, several choices with `apply_router_weight_on_input`, or an
                 expert_map of another placement.
-            NotImplementedError: A quantisation that cannot be done in the dispatch.
+            NotImplementedError: A quantisation that is done neither in the dispatch nor after it.
         """
         hook, receiver = self.prepare_async(
             a1,
@@ -270,7 +272,9 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                 )
             if self._has_local_ids and expert_map is not None:
                 self._check_expert_map(expert_map)
-            quantization = self._resolve_quantization(quant_config, defer_input_quant)
+            quantization, quantize_received = self._resolve_quantization(
+                quant_config, defer_input_quant
+            )
             if apply_router_weight_on_input:
                 a1 = a1 * topk_weights.to(a1.dtype)
         except NotImplementedError:
@@ -290,7 +294,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         def hook() -> None:
             pending.wait()
 
-        return hook, lambda: self._receive(pending)
+        return hook, lambda: self._receive(pending, quantize_received)
 
     @rejects_unbound("combine", lambda args, _: args[0].buffer)
     def finalize(
@@ -427,26 +431,29 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         )
         return reduced
 
-    def _receive(self, pending: PendingDispatch) -> _PrepareResult:
+    def _receive(
+        self, pending: PendingDispatch, quantize_received: _Quantize | None
+    ) -> _PrepareResult:
         result = pending.wait()
+        rows, scales = result.x, result.x_sf
+        if quantize_received is not None and rows.numel():
+            rows, scales = quantize_received(rows)
         counts = result.num_tokens_per_expert.to(torch.int32)
         metadata = ExpertTokensMetadata(
             expert_num_tokens=counts.to(result.x.device), expert_num_tokens_cpu=counts
         )
         if self.is_batched:
-            rows = by_expert(result.x, counts.numel())
-            return rows, result.x_sf, metadata, None, None
+            return by_expert(rows, counts.numel()), scales, metadata, None, None
         if self._has_local_ids:
             assert result.topk_weights is not None
-            device = result.x.device
-            local_ids = torch.arange(counts.numel(), dtype=torch.int32, device=device)
-            ids = local_ids.repeat_interleave(counts.to(device), output_size=result.x.shape[0])
-            return result.x, result.x_sf, metadata, ids[:, None], result.topk_weights[:, None]
+            local_ids = torch.arange(counts.numel(), dtype=torch.int32, device=rows.device)
+            ids = local_ids.repeat_interleave(counts.to(rows.device), output_size=rows.shape[0])
+            return rows, scales, metadata, ids[:, None], result.topk_weights[:, None]
         assert result.topk_idx is not None
         ids = torch.full_like(result.topk_idx, self._id_elsewhere)
         is_local = result.topk_idx >= 0
         ids[is_local] = self._global_ids[result.topk_idx[is_local]]
-        return result.x, result.x_sf, metadata, ids, result.topk_weights
+        return rows, scales, metadata, ids, result.topk_weights
 
     def _check_expert_map(self, expert_map: torch.Tensor) -> None:
         """Refuse another placement than the buffer's: rows would meet the weights of other experts."""
@@ -461,21 +468,37 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
 
     def _resolve_quantization(
         self, quant_config: Any, defer_input_quant: bool
-    ) -> Quantization | None:
-        """How rows travel; what cannot be done in the dispatch is refused on every rank."""
+    ) -> tuple[Quantization | None, _Quantize | None]:
+        """How rows travel, and what quantises them where they arrive; errors are those of every rank."""
         if self._quantization != "auto":
-            return self._quantization
+            return self._quantization, None
         dtype = getattr(quant_config, "quant_dtype", None)
         if defer_input_quant or dtype is None:
-            return None
+            return None, None
         block_shape = getattr(quant_config, "block_shape", None)
         if dtype is torch.float8_e4m3fn and block_shape is not None and block_shape[-1] == 128:
             if self._with_packed_scales:
-                return dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0)
-            return FP8_BLOCK128
+                return dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0), None
+            return FP8_BLOCK128, None
         if dtype == "mxfp8":
-            return MXFP8
-        raise NotImplementedError(
-            f"rows cannot be quantised to {dtype} with blocks {block_shape} while they are "
-            "dispatched; let the experts do it (defer_input_quant=True)"
-        )
+            return MXFP8, None
+        kinds = f"rows cannot be quantised to {dtype} with blocks {block_shape} while they are dispatched"
+        if self.is_batched:
+            # A scale of all rows would come of what stands in places that nobody filled.
+            raise NotImplementedError(f"{kinds}, nor afterwards in the batched format")
+        utils = vllm_module("model_executor.layers.fused_moe.utils")
+        if utils is None:
+            raise NotImplementedError(f"{kinds}, and vLLM is not there to do it afterwards")
+
+        def quantize_received(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            quantized: tuple[torch.Tensor, torch.Tensor | None] = utils.moe_kernel_quantize_input(
+                rows,
+                quant_config.a1_gscale if dtype == "nvfp4" else quant_config.a1_scale,
+                quant_dtype=dtype,
+                per_act_token_quant=quant_config.per_act_token_quant,
+                block_shape=block_shape,
+                is_scale_swizzled=quant_config.is_scale_swizzled,
+            )
+            return quantized
+
+        return None, quantize_received

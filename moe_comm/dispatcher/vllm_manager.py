@@ -72,13 +72,10 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
                     f"{shown(tcp_store_group)}"
                 )
             if isinstance(cpu_group, dist.ProcessGroup):
-                found = (cpu_group.rank(), cpu_group.size())
-                expected = (communicator.rank_idx, communicator.num_ranks)
+                found = f"rank {cpu_group.rank()} of {cpu_group.size()}"
+                expected = f"rank {communicator.rank_idx} of {communicator.num_ranks}"
                 if found != expected:
-                    raise ValueError(
-                        f"cpu_group has this process as rank and of ranks {found}, tcp_store_group "
-                        f"{expected}"
-                    )
+                    raise ValueError(f"cpu_group says {found}, tcp_store_group {expected}")
             self._group_buffers.check_backend(backend)
             if dp_world_size is not None:
                 as_int("dp_world_size", dp_world_size, 1, communicator.num_ranks)

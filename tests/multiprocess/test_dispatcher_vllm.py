@@ -218,9 +218,55 @@ def test_how_rows_are_quantised() -> None:
         assert prepare(mx)[1].dtype is MXFP8.sf_dtype
         assert prepare(FP8_CONFIG, defer=True)[0].dtype is torch.bfloat16
         nvfp4 = types.SimpleNamespace(quant_dtype="nvfp4", block_shape=None)
-        with pytest.raises(NotImplementedError, match="cannot be quantised to nvfp4"):
+        with pytest.raises(
+            NotImplementedError, match="cannot be quantised to nvfp4 with blocks None"
+        ):
             prepare(nvfp4)
         assert prepare(nvfp4, defer=True)[0].dtype is torch.bfloat16
+
+    on_vllm_ranks(run)
+    on_vllm_ranks(run, is_batched=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "nvfp4"])
+def test_vllm_quantises_received_rows_where_scales_do_not_travel(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    scales = {"nvfp4": torch.tensor(4.0), torch.int8: torch.tensor(0.5)}
+
+    def quantize(rows: torch.Tensor, scale: torch.Tensor, **given: Any) -> Any:
+        assert given == {
+            "quant_dtype": dtype,
+            "per_act_token_quant": False,
+            "block_shape": None,
+            "is_scale_swizzled": True,
+        }
+        return (rows.float() / scale).round().to(torch.int8), scale
+
+    utils = types.SimpleNamespace(moe_kernel_quantize_input=quantize)
+    monkeypatch.setattr("moe_comm.dispatcher.vllm.vllm_module", lambda name: utils)
+    config = types.SimpleNamespace(
+        quant_dtype=dtype,
+        block_shape=None,
+        a1_scale=scales[torch.int8],
+        a1_gscale=scales["nvfp4"],
+        per_act_token_quant=False,
+        is_scale_swizzled=True,
+    )
+
+    def run(shape: VllmPrepareAndFinalize, given: Any) -> None:
+        rows, *_ = shape.prepare(
+            given.x, given.topk_weights, given.topk_ids, NUM_EXPERTS, None, False, BF16_CONFIG
+        )
+        quantized, scale, _, ids, _ = shape.prepare(
+            given.x, given.topk_weights, given.topk_ids, NUM_EXPERTS, None, False, config
+        )
+        assert scale is scales[dtype]
+        assert torch.equal(quantized, (rows.float() / scale).round().to(torch.int8))
+        assert ids.shape == (rows.shape[0], NUM_TOPK)
+        # Where nobody has a token there is nothing to quantise.
+        nothing = (given.x[:0], given.topk_weights[:0], given.topk_ids[:0])
+        assert shape.prepare(*nothing, NUM_EXPERTS, None, False, config)[1] is None
 
     on_vllm_ranks(run)
 
@@ -335,7 +381,7 @@ def test_manager() -> None:
         assert manager.get_handle({"num_global_experts": 4}) is handle
         assert manager.get_handle({"num_experts": 4, "max_num_tokens_per_rank": 3}) is not handle
         for arguments, error, message in (
-            ({}, ValueError, "get_handle needs num_experts"),
+            ({}, ValueError, "get_handle needs num_experts where vLLM has no model"),
             ({"num_experts": 4, "num_ep_ranks": 3}, ValueError, "num_ep_ranks is 3"),
             ({"num_experts": 4, "num_local_experts": 1}, ValueError, "num_local_experts is 1"),
             ({"num_experts": 4, "speed": 1}, TypeError, r"does not know \['speed'\]"),
