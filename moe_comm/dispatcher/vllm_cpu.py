@@ -56,7 +56,7 @@ class VllmCpuCommunicator(CpuCommunicatorBase):  # type: ignore[misc]
 def _bring_tokens_by(manager: VllmAll2AllManager) -> None:
     """Let vLLM make this package's prepare and finalize where it would make its own.
 
-    vLLM keeps no registry of them, so that a function of its module is replaced in this process.
+    vLLM keeps no registry of them, so that functions of its modules are replaced in this process.
     """
     factory = "make_moe_prepare_and_finalize_naive_dp_ep"
     module = _expect(f"{_FUSED_MOE}.all2all_utils", factory)
@@ -72,6 +72,18 @@ def _bring_tokens_by(manager: VllmAll2AllManager) -> None:
 
     setattr(module, factory, make)
 
+    # On CPUs vLLM lets torch.compile look into its MoE layers, where nothing depends on what tokens
+    # choose. How many rows arrive does: so the layer is one operation, as on GPUs.
+    runner = _expect(f"{_FUSED_MOE}.runner.moe_runner", "MoERunner").MoERunner
+    _expect_attribute(runner, "_select_forward")
+
+    def select_forward(layer: Any) -> Any:
+        operations = torch.ops.vllm
+        is_alone = layer._shared_experts is None
+        return operations.moe_forward if is_alone else operations.moe_forward_shared
+
+    runner._select_forward = select_forward
+
 
 def _expect(name: str, attribute: str) -> Any:
     """The module of that name of vLLM, which has to have the attribute."""
@@ -81,9 +93,13 @@ def _expect(name: str, attribute: str) -> Any:
         if error.name is None or not name.startswith(error.name):
             raise  # something that vLLM itself needs
         module = None
-    if not hasattr(module, attribute):
-        raise ImportError(
-            f"MOE_COMM_VLLM=1 needs {name}.{attribute} as vLLM 0.32 has it, and there is none in "
-            f"{importlib.import_module('vllm').__version__}"
-        )
+    _expect_attribute(module, attribute, name)
     return module
+
+
+def _expect_attribute(holder: Any, attribute: str, name: str | None = None) -> None:
+    if not hasattr(holder, attribute):
+        raise ImportError(
+            f"MOE_COMM_VLLM=1 needs {name or holder.__qualname__}.{attribute} as vLLM 0.32 has it, and "
+            f"there is none in {importlib.import_module('vllm').__version__}"
+        )
