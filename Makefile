@@ -167,9 +167,11 @@ test-megatron: build  ## Layers and models of two releases of Megatron over this
 	PYTHONPATH="$(CURDIR)/build/megatron" $(MEGATRON_TESTS)
 
 VLLM_NEEDS = aiohttp cachetools cbor2 cloudpickle einops fastapi huggingface-hub llguidance loguru \
-  jsonschema model-hosting-container-standards msgspec openai partial-json-parser \
+  jsonschema model-hosting-container-standards msgspec openai oss-harmony partial-json-parser \
   prometheus-fastapi-instrumentator protobuf psutil py-cpuinfo pybase64 pydantic-extra-types \
-  python-multipart pyyaml pyzmq regex requests safetensors sentencepiece setproctitle tiktoken tokenizers tqdm uvicorn uvloop watchfiles
+  python-multipart pyyaml pyzmq regex requests safetensors sentencepiece setproctitle tiktoken \
+  tokenizers tqdm uvicorn uvloop watchfiles
+
 # Of vLLM what its API server imports, beside the environment: what it asks for besides would fetch torch
 # once more, or is for what no test does.
 .PHONY: test-vllm

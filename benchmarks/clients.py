@@ -1,7 +1,7 @@
 """Clients of this package inside a framework, timed in turns with the framework's own exchange.
 
-What `megatron_flex` and `transformers_experts` share: every client runs the same routing, is checked
-against the framework's own exchange before it is timed, and takes turns with it.
+What `megatron_flex`, `transformers_experts` and `vllm_experts` share: every client runs the same
+routing, is checked against the framework's own exchange before it is timed, and takes turns with it.
 """
 
 from __future__ import annotations

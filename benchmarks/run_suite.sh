@@ -65,5 +65,10 @@ if python -c 'import transformers.distributed.expert_parallel' 2>/dev/null; then
 else
   echo "transformers_experts: not run, needs transformers (pip install transformers)"
 fi
+if python -c 'import vllm' 2>/dev/null; then
+  OMP_NUM_THREADS=1 python -W ignore -m benchmarks.vllm_experts --json "$out/vllm_experts.json"
+else
+  echo "vllm_experts: not run, needs vLLM for CPUs (make test-vllm)"
+fi
 
 moe-comm bench summary "$out" --pictures "$out"

@@ -60,6 +60,8 @@ def _bring_tokens_by(manager: VllmAll2AllManager) -> None:
     """
     factory = "make_moe_prepare_and_finalize_naive_dp_ep"
     module = _expect(f"{_FUSED_MOE}.all2all_utils", factory)
+    runner = _expect(f"{_FUSED_MOE}.runner.moe_runner", "MoERunner").MoERunner
+    _expect_attribute(runner, "_select_forward")
     gathers_whole_batches = getattr(module, factory)
     config = importlib.import_module("vllm.config")
 
@@ -74,9 +76,6 @@ def _bring_tokens_by(manager: VllmAll2AllManager) -> None:
 
     # On CPUs vLLM lets torch.compile look into its MoE layers, where nothing depends on what tokens
     # choose. How many rows arrive does: so the layer is one operation, as on GPUs.
-    runner = _expect(f"{_FUSED_MOE}.runner.moe_runner", "MoERunner").MoERunner
-    _expect_attribute(runner, "_select_forward")
-
     def select_forward(layer: Any) -> Any:
         operations = torch.ops.vllm
         is_alone = layer._shared_experts is None

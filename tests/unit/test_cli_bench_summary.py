@@ -145,8 +145,8 @@ def test_every_case_has_a_row() -> None:
         for case in recorded.cases
         if case["op"] not in ("memory", "differentiable_overhead")
         and (
-            not case["op"].startswith(("megatron", "transformers"))
-            or (case["op"].endswith("_forward") and case["speedup"])
+            not case["op"].startswith(("megatron", "transformers", "vllm"))
+            or (case["op"].endswith(("_forward", "_layer")) and case["speedup"])
         )
     ]
     tables = markdown_tables(results)

@@ -22,12 +22,29 @@ BASELINES = {
     "expert_major": "`EXPERT_MAJOR`",
     "unreduced": "rows that cross one by one",
 }
-# Frameworks whose clients are timed in turns with its own exchange, which is the peer.
+# Frameworks whose clients are timed in turns with its own exchange, which is the peer: and a column for
+# each of these phases.
+_BOTH_WAYS = {"forward": "forward", "step": "forward and backward"}
 FRAMEWORKS = {
-    "megatron": ("Times as fast as Megatron's all-to-all dispatcher over Gloo", "alltoall_gloo"),
-    "transformers": ('Times as fast as transformers\' `"all_to_all"` over Gloo', "all_to_all_gloo"),
+    "megatron": (
+        "Times as fast as Megatron's all-to-all dispatcher over Gloo",
+        "alltoall_gloo",
+        _BOTH_WAYS,
+    ),
+    "transformers": (
+        'Times as fast as transformers\' `"all_to_all"` over Gloo',
+        "all_to_all_gloo",
+        _BOTH_WAYS,
+    ),
+    "vllm": (
+        "Times as fast as a layer of vLLM that gathers whole batches over Gloo",
+        "whole_batches_gloo",
+        {"layer": "layer", "prepare": "prepare", "experts": "experts", "finalize": "finalize"},
+    ),
 }
 CLIENTS = {
+    "expert_parallel": "tokens sent to their experts by this package",
+    "whole_batches": "whole batches gathered by this package",
     "ep_implementation": "the implementation of this package",
     "flex_manager": "Megatron's flex dispatcher with the manager of this package",
     "flex_hybridep": "Megatron's flex dispatcher, `hybridep`, over the `deep_ep` of this package",
@@ -91,7 +108,7 @@ def _table_of(name: str, case: Case) -> Table | None:
         return _reshard_table
     framework = op.split("_")[0]
     if framework in FRAMEWORKS:
-        has_row = op == f"{framework}_forward" and bool(case["speedup"])
+        has_row = op == f"{framework}_{_row_phase(framework)}" and bool(case["speedup"])
         return _CLIENT_TABLES[framework] if has_row else None
     if op in ("memory", "differentiable_overhead"):
         return None
@@ -199,14 +216,19 @@ def _node_table(rows: Sequence[Row]) -> str:
     return _table("One machine as several nodes", head, body, rows)
 
 
+def _row_phase(framework: str) -> str:
+    """The phase whose case stands for those of its client's others."""
+    return next(iter(FRAMEWORKS[framework][2]))
+
+
 def _client_table(framework: str, rows: Sequence[Row]) -> str:
-    title, peer = FRAMEWORKS[framework]
-    head = ("ranks x tokens, hidden", "client", "forward", "forward and backward")
+    title, peer, phases = FRAMEWORKS[framework]
+    head = ("ranks x tokens, hidden", "client", *phases.values())
     body = []
     for recorded, case in rows:
-        step = recorded.case(f"{framework}_step", client=case["client"])
         client = str(case["client"])
-        cells = (_ratio(one, peer) for one in (case, step))
+        timed = (recorded.case(f"{framework}_{phase}", client=client) for phase in phases)
+        cells = (_ratio(one, peer) for one in timed)
         body.append((_shape(case), CLIENTS.get(client, client), *cells))
     return _table(title, head, body, rows)
 
