@@ -37,7 +37,9 @@ def with_modules(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
 def test_the_package_names_it() -> None:
     project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     entry = re.search(
-        r'^\[project.entry-points."vllm.general_plugins"\]\nmoe_comm = "(.*)"$', project, re.M
+        r'^\[project.entry-points."vllm.general_plugins"\]\nmoe_comm = "(.*)"$',
+        project,
+        re.MULTILINE,
     )
     assert entry is not None
     assert entry[1] == f"{vllm_plugin.__name__}:{vllm_plugin.register.__name__}"
