@@ -177,6 +177,34 @@ def result_table(framework: Framework, case: ClientCase, rows: list[BenchRow]) -
     return table
 
 
+Step = Callable[[], tuple[dict[str, Interval], Mapping[str, torch.Tensor]]]
+"""One pass of a client: intervals by phase, and results to check."""
+
+
+def in_turns(
+    oracle: str, num_repeats: int, steps: Mapping[str, Step]
+) -> dict[str, list[dict[str, Interval]]]:
+    """Intervals by client, repeat and phase on this rank, once every client was checked. Collective.
+
+    Args:
+        oracle: The framework's own exchange, among `steps`.
+        num_repeats: Of every client.
+        steps: By client.
+
+    Raises:
+        ValueError: A client's results are not the oracle's.
+    """
+    expected = steps[oracle]()[1]
+    for name, step in steps.items():
+        if name != oracle:
+            check(oracle, name, expected, step()[1])
+    found: dict[str, list[dict[str, Interval]]] = {name: [] for name in steps}
+    for _ in range(num_repeats):
+        for name, step in steps.items():
+            found[name].append(step()[0])
+    return found
+
+
 def start() -> int:
     """When all ranks have come here, in nanoseconds."""
     dist.barrier()

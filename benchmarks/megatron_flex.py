@@ -10,6 +10,7 @@ Clients take turns. What experts compute is not timed; see docs/megatron.md.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 from unittest import mock
@@ -53,13 +54,11 @@ def time_rank(context: RankContext, case: clients.ClientCase) -> clients.RankTim
             name: _dispatcher(module, name, case, groups, context.rank_idx)
             for name in (ORACLE, *case.clients)
         }
-        expected = _step(dispatchers[ORACLE], routed)[1]
-        for name in case.clients:
-            clients.check(ORACLE, name, expected, _step(dispatchers[name], routed)[1])
-        found: dict[str, list[dict[str, Interval]]] = {name: [] for name in dispatchers}
-        for _ in range(case.num_repeats):
-            for name, dispatcher in dispatchers.items():
-                found[name].append(_step(dispatcher, routed)[0])
+        steps = {
+            name: functools.partial(_step, dispatcher, routed)
+            for name, dispatcher in dispatchers.items()
+        }
+        found = clients.in_turns(ORACLE, case.num_repeats, steps)
         backend = group_buffers(groups.tp_ep).communicator.backend
     return clients.RankTimes(backend=backend, intervals=found)
 

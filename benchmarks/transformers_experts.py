@@ -11,6 +11,7 @@ experts that return their rows: what experts compute is not timed. See docs/tran
 
 from __future__ import annotations
 
+import functools
 import time
 
 import torch
@@ -57,13 +58,11 @@ def time_rank(context: RankContext, case: clients.ClientCase) -> clients.RankTim
         for client in (ORACLE, *case.clients)
     }
     given = _given(context.rank_idx, case)
-    expected = _step(implementations[ORACLE], given)[1]
-    for client in case.clients:
-        clients.check(ORACLE, client, expected, _step(implementations[client], given)[1])
-    found: dict[str, list[dict[str, Interval]]] = {client: [] for client in implementations}
-    for _ in range(case.num_repeats):
-        for client, implementation in implementations.items():
-            found[client].append(_step(implementation, given)[0])
+    steps = {
+        client: functools.partial(_step, implementation, given)
+        for client, implementation in implementations.items()
+    }
+    found = clients.in_turns(ORACLE, case.num_repeats, steps)
     backend = group_buffers(mesh["ep"].get_group()).communicator.backend
     return clients.RankTimes(backend=backend, intervals=found)
 

@@ -11,6 +11,7 @@ mark. See docs/vllm.md.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -151,14 +152,10 @@ def time_rank(context: RankContext, case: clients.ClientCase) -> clients.RankTim
     experts = Experts(context, case)
     ways = _exchanges(context, case)
     given = _given(context.rank_idx, case)
-    expected = {"y": _layer(ways[ORACLE], experts, given)[1]}
-    for client in case.clients:
-        found = {"y": _layer(ways[client], experts, given)[1]}
-        clients.check(ORACLE, client, expected, found)
-    intervals: dict[str, list[dict[str, Interval]]] = {way: [] for way in (ORACLE, *case.clients)}
-    for _ in range(case.num_repeats):
-        for way, found_of_way in intervals.items():
-            found_of_way.append(_layer(ways[way], experts, given)[0])
+    steps = {
+        way: functools.partial(_layer, ways[way], experts, given) for way in (ORACLE, *case.clients)
+    }
+    intervals = clients.in_turns(ORACLE, case.num_repeats, steps)
     backend = group_buffers(context.group).communicator.backend
     return clients.RankTimes(backend=backend, intervals=intervals)
 
@@ -172,7 +169,7 @@ def _given(rank_idx: int, case: clients.ClientCase) -> Given:
 
 def _layer(
     exchange: Exchange, experts: Experts, given: Given
-) -> tuple[dict[str, Interval], torch.Tensor]:
+) -> tuple[dict[str, Interval], dict[str, torch.Tensor]]:
     """One layer; intervals and the result."""
     bring, take_back = exchange
     intervals: dict[str, Interval] = {}
@@ -185,7 +182,7 @@ def _layer(
     start = clients.start()
     y = take_back(expert_out, came)
     intervals["finalize"] = (start, time.monotonic_ns())
-    return intervals, y
+    return intervals, {"y": y}
 
 
 FRAMEWORK = clients.Framework(
