@@ -24,6 +24,8 @@ __all__ = [
     "nvshmem_home",
     "nvshmem_max_ctas",
     "poison_windows",
+    "sglang_num_max_dispatch_tokens_per_rank",
+    "sglang_plugins",
     "socket_interface",
     "trace_path",
     "vllm_is_asked",
@@ -126,6 +128,17 @@ def master_port() -> int:
 def mpi_job() -> str:
     """`PMIX_NAMESPACE`: which job of an MPI launcher this process belongs to; "" where it is not set."""
     return os.environ.get("PMIX_NAMESPACE", "")
+
+
+def sglang_num_max_dispatch_tokens_per_rank() -> int:
+    """`SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK`, which SGLang reads: of a low-latency batch, 128."""
+    return int(os.environ.get("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "128") or "128")
+
+
+def sglang_plugins() -> tuple[str, ...]:
+    """`SGLANG_PLUGINS`, which SGLang reads: names of the plugins to run, all of them when empty."""
+    value = os.environ.get("SGLANG_PLUGINS", "")
+    return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 def nvshmem_max_ctas() -> str | None:

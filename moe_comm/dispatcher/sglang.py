@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm import env
 from moe_comm.arguments import check_bool, check_kind, shown
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer
@@ -23,6 +24,7 @@ from moe_comm.dispatcher.phases import (
     begin_dispatch,
     by_expert,
 )
+from moe_comm.dispatcher.sglang_dtypes import QUANT_KEYS, DtypeChoice
 from moe_comm.dispatcher.sglang_formats import (
     BaseDispatcher,
     CombineInputFormat,
@@ -35,7 +37,7 @@ from moe_comm.dispatcher.sglang_formats import (
 from moe_comm.group_buffers import group_buffers
 from moe_comm.handles import DispatchHandle
 from moe_comm.missed_calls import keeps_unbound
-from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization
+from moe_comm.quantization import Quantization
 from moe_comm.validation import check_alignment
 
 __all__ = [
@@ -47,8 +49,6 @@ __all__ = [
     "DispatchOutputFormat",
     "SglangDispatcher",
 ]
-
-_QUANTIZATION_OF_DTYPE = {"bf16": None, "fp8": FP8_BLOCK128, "mxfp8": MXFP8}
 
 
 class _Stage(enum.Enum):
@@ -105,8 +105,10 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             `DeepEPMode`.
         async_finish: Phases never block: a bool, without effect.
         return_recv_hook: The same.
-        num_max_tokens_per_rank: Of a low-latency dispatch; needed unless the mode is "normal". Any
-            number.
+        runner_backend: Of SGLang's experts. Where it is given, SGLang chooses how rows travel: by its
+            server arguments, by what its quantisation methods say and by this backend.
+        num_max_tokens_per_rank: Of a low-latency dispatch, any number; None for what
+            `SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK` says, 128 when unset, as in SGLang.
         expert_alignment: To which `num_recv_tokens_per_expert` is rounded up.
         quantization: Of dispatched rows; see also `set_quant_config`.
         is_extend_in_batch: Whether the batch holds prefill, which is not low-latency; for "auto". None
@@ -130,6 +132,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         deepep_mode: Any = "auto",
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        runner_backend: Any = None,
         *,
         num_max_tokens_per_rank: int | None = None,
         expert_alignment: int = 1,
@@ -139,6 +142,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         mode = deepep_mode if isinstance(deepep_mode, str) else _value_of(deepep_mode)
+        self._dtypes = DtypeChoice(quantization, runner_backend)
         self._is_extend_in_batch = is_extend_in_batch
 
         def check() -> None:
@@ -153,14 +157,15 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             check_bool("return_recv_hook", return_recv_hook)
             check_alignment(expert_alignment)
             check_kind("quantization", quantization, Quantization, is_optional=True)
-            if mode != "normal" and num_max_tokens_per_rank is None:
-                raise ValueError(f"num_max_tokens_per_rank is needed in mode {mode!r}, got None")
             if is_extend_in_batch is not None and not callable(is_extend_in_batch):
                 raise TypeError(
                     f"is_extend_in_batch must be callable, got {shown(is_extend_in_batch)}"
                 )
             if mode == "auto" and is_extend_in_batch is None:
                 self._is_extend_in_batch = _sglang_is_extend_in_batch()
+            if mode != "normal" and num_max_tokens_per_rank is None:
+                env.sglang_num_max_dispatch_tokens_per_rank()
+            self._dtypes.update({})
 
         self.deepep_mode = mode
         self.router_topk = router_topk
@@ -170,11 +175,14 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         self.quant_config: dict[str, Any] | None = None
         self.overlap_args: Any = None
         self.meta_overlap_args: dict[str, Any] | None = None
-        self._quantization = quantization
+        self.runner_backend = runner_backend
+        self.expert_mask_gpu: torch.Tensor | None = None  # of kernels of AMD GPUs
         # Held here: those of a bootstrap live as long as somebody holds them.
         self._group_buffers = group_buffers(group, backend=backend)
         self._buffers: dict[bool, EpBuffer] = {}
-        most_tokens = [None] if mode == "normal" else [num_max_tokens_per_rank]
+        most_tokens: list[int | None] = [None]
+        if mode != "normal":
+            most_tokens = [_most_tokens(num_max_tokens_per_rank)]
         if mode == "auto":
             most_tokens.insert(0, None)
         for most in most_tokens:
@@ -250,7 +258,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
                 None if batch.is_low_latency else weights,
                 layout=Layout.LOW_LATENCY if batch.is_low_latency else Layout.RANK_MAJOR,
                 expert_alignment=1 if batch.is_low_latency else self.expert_alignment,
-                quantization=self._quantization,
+                quantization=self._dtypes.of_mode(is_low_latency=batch.is_low_latency),
             )
         except BaseException:
             del self._micro_batches[tbo_subbatch_index]
@@ -345,33 +353,23 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         """Say how rows travel from the next dispatch on; the same on every rank.
 
         Args:
-            quant_config: "quantization": a `Quantization` or None. "dispatcher_output_dtype": "bf16",
-                "fp8" (`FP8_BLOCK128`) or "mxfp8". "weight_dtype": of the experts, which does not matter
-                here. "input_global_scale": None, because NVFP4 is not offered.
+            quant_config: What SGLang's quantisation methods send; none of the keys is needed.
+                "dispatcher_output_dtype": "bf16", "fp8" (`FP8_BLOCK128`) or "mxfp8";
+                "normal_dispatcher_output_dtype" and "low_latency_dispatcher_output_dtype": the same for
+                one mode, before it. "input_global_scale": None, because NVFP4 is not offered.
+                "weight_dtype", "use_mxfp8" and "quant_type": of the experts, which does not matter here.
+                Of this package: "quantization", a `Quantization` or None, before all of them.
 
         Raises:
             ValueError: A key or a value is unknown.
-            NotImplementedError: NVFP4 is asked for.
+            NotImplementedError: Another format is asked for.
         """
-        known = {"quantization", "dispatcher_output_dtype", "weight_dtype", "input_global_scale"}
-        unknown = set(quant_config) - known
+        unknown = set(quant_config) - QUANT_KEYS
         if unknown:
             raise ValueError(
-                f"quant_config may have {sorted(known)}, got {sorted(unknown)} as well"
+                f"quant_config may have {sorted(QUANT_KEYS)}, got {sorted(unknown)} as well"
             )
-        if quant_config.get("input_global_scale") is not None:
-            raise NotImplementedError("NVFP4 dispatch (input_global_scale) is not offered")
-        if "dispatcher_output_dtype" in quant_config:
-            dtype = quant_config["dispatcher_output_dtype"]
-            dtype = getattr(dtype, "value", dtype)
-            if dtype not in _QUANTIZATION_OF_DTYPE:
-                raise ValueError(
-                    f"dispatcher_output_dtype must be one of {sorted(_QUANTIZATION_OF_DTYPE)}, got "
-                    f"{dtype!r}"
-                )
-            self._quantization = _QUANTIZATION_OF_DTYPE[dtype]
-        if "quantization" in quant_config:
-            self._quantization = quant_config["quantization"]
+        self._dtypes.update(quant_config)
         self.quant_config = dict(quant_config)
 
     def set_overlap_args(
@@ -443,6 +441,16 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         if self.params_dtype not in (None, rows.dtype) and not is_quantized:
             return TypeError(f"hidden_states is {rows.dtype}, params_dtype is {self.params_dtype}")
         return None
+
+
+def _most_tokens(given: int | None) -> int:
+    """Of a low-latency batch."""
+    if given is not None:
+        return given
+    try:
+        return env.sglang_num_max_dispatch_tokens_per_rank()
+    except ValueError:
+        return 1  # the check, which every rank hears of, reads it again
 
 
 def _sglang_is_extend_in_batch() -> Callable[[], bool]:

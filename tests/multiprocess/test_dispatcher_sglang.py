@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 import threading
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +19,10 @@ from moe_comm.dispatcher.sglang import (
     DispatchOutputFormat,
     SglangDispatcher,
 )
+from moe_comm.dispatcher.sglang_plugin import register
 from moe_comm.group_buffers import group_buffers
 from moe_comm.quantization import FP8_BLOCK128, Quantization
-from moe_comm.testing import RankContext, run_ranks
+from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.serving_batches import (
     HIDDEN,
     MOST_TOKENS,
@@ -237,8 +242,10 @@ def test_quant_config() -> None:
         ]
         with pytest.raises(ValueError, match=r"got \['color'\] as well"):
             dispatcher.set_quant_config({"color": 1})
-        with pytest.raises(ValueError, match="got 'nvfp4'"):
+        with pytest.raises(NotImplementedError, match="dispatcher_output_dtype='nvfp4'"):
             dispatcher.set_quant_config({"dispatcher_output_dtype": "nvfp4"})
+        with pytest.raises(ValueError, match="got 'fp4'"):
+            dispatcher.set_quant_config({"dispatcher_output_dtype": "fp4"})
         with pytest.raises(NotImplementedError, match="NVFP4"):
             dispatcher.set_quant_config({"input_global_scale": torch.ones(1)})
         dispatcher.set_overlap_args("signals", {"block_m": 64})
@@ -252,11 +259,156 @@ def test_quant_config() -> None:
     on_ranks(run)
 
 
+# What the quantisation methods of SGLang 0.5.23 send.
+SENT = [
+    ({}, False, True),
+    ({"weight_dtype": torch.bfloat16, "use_mxfp8": False}, False, True),
+    ({"quant_type": "gguf"}, False, True),
+    ({"input_global_scale": None}, False, True),
+    ({"dispatcher_output_dtype": "bf16"}, False, False),
+    (
+        {
+            "normal_dispatcher_output_dtype": "bf16",
+            "low_latency_dispatcher_output_dtype": "fp8",
+        },
+        False,
+        True,
+    ),
+    (
+        {"dispatcher_output_dtype": "fp8", "low_latency_dispatcher_output_dtype": "bf16"},
+        True,
+        False,
+    ),
+]
+
+
+def is_quantized(dispatcher: SglangDispatcher, given: Any) -> bool:
+    """Whether the rows of a dispatch came with scales; finishes the round."""
+    output = dispatcher.dispatch(given.x, given)
+    rows = torch.zeros(output.hidden_states.shape, dtype=torch.bfloat16)
+    dispatcher.combine(output._replace(hidden_states=rows)[:1] + tuple(output[2:4]))
+    return output.hidden_states_scale is not None
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+def test_every_key_that_sglang_sends(mode: str) -> None:
+    def run(dispatcher: SglangDispatcher, given: Any) -> None:
+        for config, is_fp8_normal, is_fp8_low_latency in SENT:
+            dispatcher.set_quant_config(config)
+            assert dispatcher.quant_config == config
+            is_told = any(name.endswith("output_dtype") for name in config)
+            is_fp8 = is_fp8_low_latency if mode == "low_latency" else is_fp8_normal
+            assert is_quantized(dispatcher, given) == (is_fp8 and is_told), config
+
+    on_ranks(run, mode)
+
+
+class FakeSglang:
+    """The functions of SGLang that are asked, in `sys.modules` for a test."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, server_dtype: str | None = None) -> None:
+        self.server_dtype = server_dtype
+        self.asked: list[tuple[str, Any]] = []
+        utils = types.SimpleNamespace(get_deepep_output_dtype=self.output_dtype)
+        self.deep_gemm = types.SimpleNamespace(ENABLE_JIT_DEEPGEMM=False)
+        patch.setitem(sys.modules, "sglang.srt.layers.moe.utils", utils)
+        patch.setitem(sys.modules, "sglang.srt.layers.deep_gemm_wrapper", self.deep_gemm)
+
+    def output_dtype(self, dispatcher: Any) -> Any:
+        mode = dispatcher.dispatch_mode.value
+        self.asked.append((mode, dispatcher.runner_backend))
+        told = dispatcher.quant_config.get("dispatcher_output_dtype")
+        told = dispatcher.quant_config.get(f"{mode}_dispatcher_output_dtype", told)
+        return types.SimpleNamespace(value=self.server_dtype or told or "fp8")
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+def test_sglang_chooses_where_it_says_for_which_experts(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeSglang(monkeypatch)
+
+    def run(dispatcher: SglangDispatcher, given: Any) -> None:
+        assert (dispatcher.runner_backend, dispatcher.expert_mask_gpu) == ("triton", None)
+        # Rows of the normal mode are FP8 for DeepGEMM alone.
+        assert is_quantized(dispatcher, given) == (mode == "low_latency")
+        for config, is_fp8_normal, is_fp8_low_latency in SENT:
+            dispatcher.set_quant_config(config)
+            is_fp8 = is_fp8_low_latency if mode == "low_latency" else is_fp8_normal
+            is_fp8 = is_fp8 and mode == "low_latency"
+            assert is_quantized(dispatcher, given) == is_fp8, config
+
+    on_ranks(run, mode, runner_backend="triton")
+    assert {"normal", "low_latency"} == {asked for asked, _ in fake.asked}
+    assert {backend for _, backend in fake.asked} == {"triton"}
+    fake.deep_gemm.ENABLE_JIT_DEEPGEMM = True
+    quantized = on_ranks(is_quantized, mode, runner_backend="triton")
+    assert quantized == [True, True]
+    fake.server_dtype = "bf16"
+    assert on_ranks(is_quantized, mode, runner_backend="triton") == [False, False]
+    quantized = on_ranks(is_quantized, mode, runner_backend="triton", quantization=FP8_BLOCK128)
+    assert quantized == [True, True]
+    fake.server_dtype = "int8"
+    with pytest.raises(RankError, match="'int8': such rows are not offered"):
+        on_ranks(is_quantized, mode, runner_backend="triton")
+
+
+def test_the_limit_of_sglangs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def places(context: RankContext) -> int:
+        dispatcher = SglangDispatcher(
+            context.group, NUM_TOPK, num_experts=NUM_EXPERTS, deepep_mode="low_latency"
+        )
+        given = batch_input(context.rank_idx, 0)
+        try:
+            return int(dispatcher.dispatch(given.x, given).hidden_states.shape[1])
+        finally:
+            group_buffers(context.group).destroy()
+
+    name = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+    monkeypatch.delenv(name, raising=False)
+    assert run_ranks(places, 2, mode="threads") == [256, 256]
+    monkeypatch.setenv(name, "24")
+    assert run_ranks(places, 2, mode="threads") == [48, 48]
+    monkeypatch.setenv(name, "many")
+    with pytest.raises(RankError, match="'many'"):
+        run_ranks(places, 2, mode="threads")
+
+
+def test_the_plugin_replaces_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[Any, ...]] = []
+    registry = types.SimpleNamespace(register=lambda *given: registered.append(given))
+    module = types.SimpleNamespace(
+        HookRegistry=registry, HookType=types.SimpleNamespace(REPLACE="replace")
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
+    for names in ("", "other"):
+        monkeypatch.setenv("SGLANG_PLUGINS", names)
+        register()
+    assert registered == []
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, moe_comm")
+    register()
+    (replaced,) = registered
+    assert replaced == (
+        "sglang.srt.layers.moe.token_dispatcher.deepep.DeepEPDispatcher",
+        SglangDispatcher,
+        "replace",
+    )
+
+
+def test_the_entry_point_leads_to_the_plugin() -> None:
+    text = Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text()
+    _, _, rest = text.partition('[project.entry-points."sglang.srt.plugins"]\n')
+    name, _, value = rest.partition("\n")[0].partition(" = ")
+    assert name == "moe_comm"  # which SGLANG_PLUGINS names
+    point = importlib.metadata.EntryPoint(name, value.strip('"'), "sglang.srt.plugins")
+    assert point.load() is register
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"deepep_mode": "fast"}, ValueError, "deepep_mode must be"),
-        ({"deepep_mode": "low_latency"}, ValueError, "num_max_tokens_per_rank is needed"),
+        ({"deepep_mode": "low_latency", "num_max_tokens_per_rank": -1}, ValueError, "got -1"),
         ({"deepep_mode": "normal", "num_experts": None}, ValueError, "num_experts is needed"),
         (
             {"deepep_mode": "normal", "num_local_experts": 3},

@@ -1,0 +1,99 @@
+"""How rows of a `SglangDispatcher` travel: what a caller, a quantisation method or SGLang itself says."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization
+
+__all__ = ["QUANT_KEYS", "DtypeChoice"]
+
+QUANT_KEYS = frozenset(
+    {
+        "quantization",
+        "dispatcher_output_dtype",
+        "normal_dispatcher_output_dtype",
+        "low_latency_dispatcher_output_dtype",
+        "input_global_scale",
+        "weight_dtype",
+        "use_mxfp8",
+        "quant_type",
+    }
+)
+_QUANTIZATION_OF_DTYPE = {"bf16": None, "fp8": FP8_BLOCK128, "mxfp8": MXFP8}
+_MODES = ("normal", "low_latency")
+
+
+class DtypeChoice:
+    """The quantisation of each mode.
+
+    Args:
+        quantization: Where a configuration does not say.
+        runner_backend: Of SGLang's experts; where it is given and `quantization` is not, SGLang is asked.
+    """
+
+    def __init__(self, quantization: Quantization | None, runner_backend: Any) -> None:
+        self._default = quantization
+        self._runner_backend = runner_backend
+        self._of_mode: dict[str, Quantization | None] = {}
+
+    def of_mode(self, *, is_low_latency: bool) -> Quantization | None:
+        """Of the next dispatch."""
+        return self._of_mode[_MODES[is_low_latency]]
+
+    def update(self, quant_config: dict[str, Any]) -> None:
+        """Choose again, by this configuration alone; where it raises, the earlier choice holds.
+
+        Raises:
+            ValueError: There is no such dtype.
+            NotImplementedError: It is one that is not offered.
+        """
+        if quant_config.get("input_global_scale") is not None:
+            raise NotImplementedError("NVFP4 dispatch (input_global_scale) is not offered")
+        self._of_mode = {mode: self._chosen(quant_config, mode) for mode in _MODES}
+
+    def _chosen(self, quant_config: dict[str, Any], mode: str) -> Quantization | None:
+        if "quantization" in quant_config:
+            chosen: Quantization | None = quant_config["quantization"]
+            return chosen
+        name = f"{mode}_dispatcher_output_dtype"
+        if quant_config.get(name) is None:
+            name = "dispatcher_output_dtype"
+        told = quant_config.get(name)
+        if self._runner_backend is not None and self._default is None:
+            # Also where a key says: server arguments go before it.
+            asked = _ask_sglang(quant_config, self._runner_backend, mode)
+            told = told if asked is None else asked
+        if told is None:
+            return self._default
+        return _quantization_of(name, told)
+
+
+def _quantization_of(name: str, dtype: Any) -> Quantization | None:
+    value = getattr(dtype, "value", dtype)
+    if value in ("int8", "nvfp4", "mxfp4"):
+        raise NotImplementedError(f"{name}={value!r}: such rows are not offered")
+    if value not in _QUANTIZATION_OF_DTYPE:
+        raise ValueError(f"{name} must be one of {sorted(_QUANTIZATION_OF_DTYPE)}, got {value!r}")
+    return _QUANTIZATION_OF_DTYPE[value]
+
+
+def _ask_sglang(quant_config: dict[str, Any], runner_backend: Any, mode: str) -> Any:
+    """What SGLang's own dispatcher would send, None where SGLang cannot be imported."""
+    try:
+        utils = importlib.import_module("sglang.srt.layers.moe.utils")
+        deep_gemm = importlib.import_module("sglang.srt.layers.deep_gemm_wrapper")
+    except ImportError:
+        return None
+    dtype = utils.get_deepep_output_dtype(
+        types.SimpleNamespace(
+            quant_config=quant_config,
+            runner_backend=runner_backend,
+            dispatch_mode=types.SimpleNamespace(value=mode),
+        )
+    ).value
+    # In its normal mode only the experts of DeepGEMM take FP8.
+    is_for_deep_gemm = mode == "normal" and dtype == "fp8"
+    return "bf16" if is_for_deep_gemm and not deep_gemm.ENABLE_JIT_DEEPGEMM else dtype
