@@ -57,7 +57,7 @@ def test_help_of_the_script_imports_no_torch() -> None:
 def test_the_script_is_the_module_beside_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert 'moe-comm = "moe_comm_command:main"' in text
-    assert 'py-modules = ["moe_comm_command"]' in text
+    assert 'py-modules = ["moe_comm_command", "moe_comm_pytest"]' in text
 
 
 def test_help_of_the_script_is_that_of_the_commands() -> None:
