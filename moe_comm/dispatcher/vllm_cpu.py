@@ -67,9 +67,14 @@ def _bring_tokens_by(manager: VllmAll2AllManager) -> None:
 
     def make(use_monolithic: bool, *args: Any, **kwargs: Any) -> Any:
         parallel = config.get_current_vllm_config().parallel_config
-        if use_monolithic or not parallel.enable_expert_parallel:
-            # Every rank has a part of every expert, or chooses experts for all tokens.
+        if not parallel.enable_expert_parallel:
+            # Every rank has a part of every expert, and needs all tokens.
             return gathers_whole_batches(use_monolithic, *args, **kwargs)
+        if use_monolithic:
+            raise NotImplementedError(
+                "MOE_COMM_VLLM=1 is for experts that are given their tokens' choices, not for those that "
+                "choose themselves (monolithic)"
+            )
         return VllmPrepareAndFinalize(manager.get_handle({}), has_local_ids=True)
 
     setattr(module, factory, make)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_comm.bootstrap import RankThreads
 from moe_comm.dispatcher.vllm import (
     FusedMoEActivationFormat,
     VllmPrepareAndFinalize,
@@ -371,6 +372,25 @@ def gather_and_scatter(context: RankContext) -> None:
 
 def test_manager_gathers_and_scatters_whole_batches() -> None:
     run_ranks(gather_and_scatter, 3, mode="threads")
+
+
+def test_manager_over_a_store_and_for_the_experts_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moe_comm.dispatcher.vllm_manager.num_experts_of_model", lambda: 6)
+
+    def run(context: RankContext, ranks: RankThreads) -> None:
+        mine = context.rank_idx
+        store_group = types.SimpleNamespace(
+            rank=mine, world_size=2, all_gather_obj=ranks[mine].all_gather
+        )
+        manager = VllmAll2AllManager(None, store_group)
+        assert manager.tcp_store_group is store_group
+        assert (manager.rank, manager.world_size) == (mine, 2)
+        assert manager.get_handle({}) is manager.get_handle({"num_experts": 6})
+        manager.destroy()
+
+    run_ranks(run, 2, RankThreads(2), mode="threads")
 
 
 def test_manager() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import urllib.error
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.utils import StatelessProcessGroup
 
+from benchmarks import clients, vllm_experts
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.vllm_servers import VOCABULARY, save_model, serving
@@ -170,3 +172,14 @@ def over_a_store(context: RankContext, path: str) -> list[float]:
 
 def test_ranks_meet_in_a_store(tmp_path: Path) -> None:
     assert run_ranks(over_a_store, 2, str(tmp_path / "store"), fresh=True) == [[0, 1, 1]] * 2
+
+
+def test_the_benchmark_checks_and_times_every_way() -> None:
+    framework = vllm_experts.FRAMEWORK
+    case = dataclasses.replace(
+        framework.case, num_tokens=24, hidden=64, num_experts=8, num_topk=2, num_repeats=2
+    )
+    rows = clients.bench(framework, case)
+    ways = (vllm_experts.ORACLE, *framework.case.clients)
+    ops = [f"vllm_{phase}" for phase in ("prepare", "experts", "finalize", "layer")]
+    assert {(row.extra["client"], row.op) for row in rows} == {(w, op) for w in ways for op in ops}
