@@ -32,9 +32,18 @@ __all__ = [
 ]
 
 
+def _is_on(value: str) -> bool:
+    return value not in ("", "0")
+
+
+def _names(value: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
 def poison_windows() -> bool:
     """`MOE_COMM_POISON=1`: fill every window with 0xFF when it is handed out, so unwritten rows show."""
-    return os.environ.get("MOE_COMM_POISON", "0") not in ("", "0")
+    return _is_on(os.environ.get("MOE_COMM_POISON", "0"))
 
 
 def trace_path() -> str | None:
@@ -49,13 +58,12 @@ def force_isa() -> str | None:
 
 def compat_names() -> tuple[str, ...]:
     """`MOE_COMM_COMPAT=deep_ep`: `compat.install` this name (or several, with commas) at import."""
-    value = os.environ.get("MOE_COMM_COMPAT", "")
-    return tuple(name.strip() for name in value.split(",") if name.strip())
+    return _names(os.environ.get("MOE_COMM_COMPAT", ""))
 
 
 def vllm_is_asked() -> bool:
     """`MOE_COMM_VLLM=1`: vLLM on CPUs brings tokens to experts of other ranks by this package."""
-    return os.environ.get("MOE_COMM_VLLM", "0") not in ("", "0")
+    return _is_on(os.environ.get("MOE_COMM_VLLM", "0"))
 
 
 def columns() -> int | None:
@@ -137,8 +145,7 @@ def sglang_num_max_dispatch_tokens_per_rank() -> int:
 
 def sglang_plugins() -> tuple[str, ...]:
     """`SGLANG_PLUGINS`, which SGLang reads: names of the plugins to run, all of them when empty."""
-    value = os.environ.get("SGLANG_PLUGINS", "")
-    return tuple(name.strip() for name in value.split(",") if name.strip())
+    return _names(os.environ.get("SGLANG_PLUGINS", ""))
 
 
 def nvshmem_max_ctas() -> str | None:
