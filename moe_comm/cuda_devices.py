@@ -23,6 +23,7 @@ __all__ = [
     "problem_with_devices",
     "problem_with_sms",
     "take_device",
+    "take_stream",
     "unusable_reason",
 ]
 
@@ -91,6 +92,16 @@ def identify(device_idx: int) -> DeviceIdentity:
 def take_device(rank_idx: int) -> None:
     """Make a GPU current on the calling thread, in turn by rank: for ranks that nobody gave one."""
     torch.cuda.set_device(rank_idx % torch.cuda.device_count())
+
+
+def take_stream(rank_idx: int) -> None:
+    """As `take_device`, with a stream of its own on that GPU: for ranks that are threads.
+
+    Threads share the default stream: what one rank puts there would wait for a kernel of another that
+    waits for that rank.
+    """
+    take_device(rank_idx)
+    torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 def max_connections(own: DeviceIdentity, devices: Sequence[DeviceIdentity]) -> int:

@@ -101,17 +101,6 @@ def _call(rank_idx: int, num_ranks: int, fn: Callable[..., Any], args: tuple[Any
         group_buffers.let_go()
 
 
-def _take_stream(rank_idx: int) -> None:
-    """Give the calling thread a GPU, in turn, and a stream of its own on it, where there are GPUs.
-
-    Threads share the default stream: what one rank puts there would wait for a kernel of another that
-    waits for that rank.
-    """
-    if torch.cuda.is_available():
-        cuda_devices.take_device(rank_idx)
-        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-
-
 def _run_threads(
     fn: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], timeout_s: float
 ) -> list[Outcome]:
@@ -122,7 +111,8 @@ def _run_threads(
     def main(rank_idx: int) -> None:
         outcome = Outcome()
         try:
-            _take_stream(rank_idx)
+            if torch.cuda.is_available():
+                cuda_devices.take_stream(rank_idx)
             outcome.result = fn(RankContext(rank_idx, num_ranks, ranks[rank_idx]), *args)
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             outcome = Outcome(error=error, trace=traceback.format_exc())

@@ -91,10 +91,8 @@ class Worker:
                 world_size=case.num_ranks,
             )
         if launch.backend == "cuda":
-            cuda_devices.take_device(rank_idx)
-            if group is not None:
-                # Threads would share the default stream, and each rank wait for what others do there.
-                torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+            take = cuda_devices.take_device if group is None else cuda_devices.take_stream
+            take(rank_idx)
         self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
         groups = None
         if case.api == "hybrid_ep":
