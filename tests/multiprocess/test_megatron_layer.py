@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from moe_comm import compat, fused_a2a
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.megatron import make_config, make_moe_layer, on_cpu
+from tests.helpers.pages import python_blocks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
@@ -104,7 +104,7 @@ def test_a_layer_over_fused_a2a_in_the_place_of_megatrons() -> None:
 
 @pytest.mark.full
 def test_a_layer_changed_as_documented() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = python_blocks(DOCUMENT)
     assert "install" in blocks[0]
     assert all(len(block.splitlines()) <= 10 for block in blocks)
     # New processes, in which nothing has imported Megatron without a deep_ep.

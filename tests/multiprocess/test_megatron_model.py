@@ -17,6 +17,7 @@ from moe_comm import compat
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.megatron import make_config, on_cpu, start_parallel_state
+from tests.helpers.pages import python_blocks
 
 pytestmark = [
     pytest.mark.full,
@@ -25,8 +26,7 @@ pytestmark = [
     ),
 ]
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/megatron.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = python_blocks(Path(__file__).resolve().parents[2] / "docs/megatron.md")
 NUM_LAYERS, NUM_EXPERTS, NUM_TOPK, HIDDEN = 2, 4, 2, 64
 VOCABULARY, LENGTH, BATCH, NUM_STEPS = 64, 16, 2, 20
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.pages import python_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/testing.md"
@@ -92,7 +93,7 @@ def test_fixtures(pytester: pytest.Pytester) -> None:
 
 
 def test_the_page(pytester: pytest.Pytester) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (block,) = python_blocks(PAGE)
     pytester.makepyfile(test_page=f"import torch\n\n{block}")
     result = pytester.runpytest("-p", "moe_comm_pytest", "-p", "no:xdist", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)

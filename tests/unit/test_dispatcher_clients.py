@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import sys
 import types
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from moe_comm.dispatcher import transformers
 from tests.helpers.failing_ranks import PROGRAM_S
 from tests.helpers.fresh_python import run_python
+from tests.helpers.pages import python_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,8 +136,7 @@ def test_where_a_framework_fails_to_import(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("page", ["dispatcher"])
 def test_the_code_of_a_page_runs(page: str) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = python_blocks(ROOT / "docs" / f"{page}.md")
     assert len(blocks) == 3
     check = (
         "x = torch.randn(5, 32)\n"
