@@ -33,15 +33,12 @@ NVSHMEM_FOLDER = $(or $(NVSHMEM_HOME),$(wildcard $(abspath $(VENV))/lib/python3*
 
 CXX_FILES = $(shell find csrc tests/cpp tests/gpu -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 
-# Every rung of what the marks select, cheapest first, two tests at a time. Who selects tests with
-# TEST_ARGS may leave a rung without any (status 5).
+# What the marks select, two tests at a time and in few to a portion, so that the cheapest rung is
+# first. Who selects tests with TEST_ARGS may leave a rung without any (status 5).
 PYTEST = $(BIN)/python -m pytest --durations=10 --durations-min=5 $(TEST_ARGS)
 MAY_BE_NONE = $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
-define rungs
-$(PYTEST) -n 2 --dist worksteal -m "$(1)" $(wildcard tests/unit) $(MAY_BE_NONE)
-$(PYTEST) -n 2 --dist worksteal -m "$(1)" $(RANKS) $(MAY_BE_NONE)
-endef
-RANKS := $(wildcard tests/cpp tests/multiprocess tests/gpu)
+RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess tests/gpu)
+run_tests = $(PYTEST) -n 2 --dist load --maxschedchunk 8 -m "$(1)" $(RUNGS) $(MAY_BE_NONE)
 
 .DEFAULT_GOAL := help
 .PHONY: help
@@ -107,16 +104,16 @@ emulated: $(TOOLS)
 test: $(PACKAGE)  ## Lint, then one of everything that can break, cheapest rung first
 	@$(MAKE) --no-print-directory -j2 $(READY) emulated
 	@$(MAKE) --no-print-directory -j2 lint test-programs
-	$(call rungs,not full and not clock and not slow)
+	$(call run_tests,not full and not clock and not slow)
 
 .PHONY: test-full
 test-full: test  ## And the whole products, 10,000 schedules, sanitizers; limits of the clock alone
-	$(call rungs,full and not clock and not slow)
-	$(PYTEST) -m "clock and not slow" tests/unit $(RANKS) $(MAY_BE_NONE)
+	$(call run_tests,full and not clock and not slow)
+	$(PYTEST) -m "clock and not slow" $(RUNGS) $(MAY_BE_NONE)
 
 .PHONY: test-all
 test-all: test-full  ## And what takes minutes or gigabytes: soak, the largest sizes, the wheel
-	$(call rungs,slow)
+	$(call run_tests,slow)
 
 .PHONY: tsan
 tsan: build  ## Ranks as threads under ThreadSanitizer

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import zlib
+from collections.abc import Generator
 from multiprocessing import forkserver
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ PRELOADED = [
 ]
 # And where tests of a client run, what takes long of it.
 PRELOADED_FOR = {"test_transformers": ["transformers.models.qwen3_moe.modeling_qwen3_moe"]}
+NUM_LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,22 +46,36 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     mark_what_no_sample_has(items)
     for item in items:
         for mark in item.iter_markers("clock"):
             check_margin(item.nodeid, mark)
+    yield  # and pytest selects by them
+    # Skipped one by one, a thousand tests would take ten seconds.
+    num_devices = torch.cuda.device_count()
+    kept, left_out = [], []
+    for item in items:
+        needs_more = any(mark.args[0] > num_devices for mark in item.iter_markers("gpu"))
+        (left_out if needs_more else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[NUM_LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["num_left_out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist's: its workers alone see tests
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[NUM_LEFT_OUT] = getattr(node, "workeroutput", {}).get("num_left_out", 0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("clock") and hasattr(item.config, "workerinput"):
         pytest.fail("a test of a wall-clock limit runs alone, not beside other workers of xdist")
-    for marker in item.iter_markers("gpu"):
-        (num_needed,) = marker.args
-        num_present = torch.cuda.device_count()
-        if num_present < num_needed:
-            pytest.skip(f"needs {num_needed} CUDA devices, this machine has {num_present}")
     if item.get_closest_marker("multinode"):
         pytest.skip("needs more than one node")
     if item.get_closest_marker("benchmark") and not item.config.getoption("--run-benchmark"):
@@ -95,3 +112,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("rungs")
     for rung, total in seconds.items():
         terminalreporter.write_line(f"{rung:<24} {num_tests[rung]:>6} tests {total:>8.1f} s")
+    num_left_out = terminalreporter.config.stash.get(NUM_LEFT_OUT, 0)
+    if num_left_out:
+        terminalreporter.write_line(
+            f"left out: {num_left_out} tests, which need more CUDA devices than the "
+            f"{torch.cuda.device_count()} of this machine"
+        )
