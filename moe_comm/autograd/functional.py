@@ -40,6 +40,7 @@ class TensorHandle(DispatchHandle):
             ranks said of gradients.
         link: float32 `[0]`. Carries no data; ties the backward of combine to that of dispatch, so that
             every rank runs both even where a caller skipped its experts.
+        local: The handle that the tensors stand for, where this process has it.
     """
 
     counts: torch.Tensor
@@ -47,6 +48,7 @@ class TensorHandle(DispatchHandle):
     topk_idx: torch.Tensor
     meta: torch.Tensor
     link: torch.Tensor
+    local: DispatchHandle | None
 
     def __init__(
         self,
@@ -55,12 +57,14 @@ class TensorHandle(DispatchHandle):
         topk_idx: torch.Tensor,
         meta: torch.Tensor,
         link: torch.Tensor,
+        local: DispatchHandle | None = None,
     ) -> None:
         object.__setattr__(self, "counts", counts)
         object.__setattr__(self, "slots", slots)
         object.__setattr__(self, "topk_idx", topk_idx)
         object.__setattr__(self, "meta", meta)
         object.__setattr__(self, "link", link)
+        object.__setattr__(self, "local", local)
 
     @property
     def buffer_id(self) -> int:
@@ -105,9 +109,17 @@ class TensorHandle(DispatchHandle):
     @functools.cached_property
     def plan(self) -> Plan:
         """See `DispatchHandle`."""
-        return operators.local_handle(
-            resolve_buffer(self.buffer_id), self.counts, self.slots, self.topk_idx, self.meta
-        ).plan
+        return self.of_buffer(resolve_buffer(self.buffer_id)).plan
+
+    def of_buffer(self, buffer: EpBuffer) -> DispatchHandle:
+        """As `buffer` takes it; see `operators.local_handle`."""
+        if self.local is not None:
+            return self.local
+        return operators.local_handle(buffer, *self.tensors())
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As operators take it."""
+        return self.counts, self.slots, self.topk_idx, self.meta
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -243,43 +255,24 @@ def dispatch(
             capacity=capacity,
         )
         raise AssertionError("EpBuffer.dispatch took what the operator does not")
-    config = buffer.config
-    sizes = [
-        buffer.communicator.num_ranks,
-        config.num_experts,
-        buffer.num_local_experts,
-        config.num_topk or 0,
-        config.num_max_tokens_per_rank or 0,
-    ]
     is_traced = torch.compiler.is_compiling()
     word = dispatch_word(data, topk_weights, is_traced=is_traced)
-    run = operators.DISPATCH if is_traced else _eager_dispatch
-    (
-        rows,
-        row_weights,
-        link,
-        local_topk_idx,
-        num_tokens_per_expert,
-        expert_offsets,
-        counts,
-        slots,
-        sent_topk_idx,
-        meta,
-        *further,
-    ) = run(
-        data,
-        scales,
-        topk_idx,
-        topk_weights,
-        buffer.id_tensor,
-        sizes,
-        int(layout),
-        expert_alignment,
-        encode_quantization(quantization),
-        encode_capacity(capacity),
-        word,
-        buffer.gradient_anchor if word else None,
-    )
+    anchor = buffer.gradient_anchor if word else None
+    local = None
+    if is_traced or formulas.is_watched(data, topk_weights, scales, topk_idx):
+        run = operators.DISPATCH if is_traced else _eager_dispatch
+        brought = run(
+            *(data, scales, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
+            *(int(layout), expert_alignment),
+            *(encode_quantization(quantization), encode_capacity(capacity), word, anchor),
+        )
+    else:
+        brought, local = formulas.dispatch_unwatched(
+            *(buffer, data, scales, topk_idx, topk_weights, layout, expert_alignment),
+            *(quantization, capacity, word, anchor),
+        )
+    rows, row_weights, link, local_topk_idx, num_tokens_per_expert, expert_offsets = brought[:6]
+    further = brought[10:]
     limited = None
     if capacity is not None or layout is Layout.LOW_LATENCY:
         limited = (further[0], further[1])
@@ -294,8 +287,19 @@ def dispatch(
         num_tokens_per_expert,
         expert_offsets,
         limited,
-        TensorHandle(counts, slots, sent_topk_idx, meta, link),
+        TensorHandle(brought[6], brought[7], brought[8], brought[9], link, local),
     )
+
+
+def _sizes(buffer: EpBuffer) -> list[int]:
+    config = buffer.config
+    return [
+        buffer.communicator.num_ranks,
+        config.num_experts,
+        buffer.num_local_experts,
+        config.num_topk or 0,
+        config.num_max_tokens_per_rank or 0,
+    ]
 
 
 @rejects_unbound("combine", lambda _, kwargs: kwargs.get("buffer"))
@@ -338,9 +342,10 @@ def combine(
         # An operator would refuse these on this rank alone; the buffer tells the peers.
         buffer.combine(expert_out, handle, topk_weights=topk_weights)
         raise AssertionError("EpBuffer.combine took what the operator does not")
+    is_traced = torch.compiler.is_compiling()
+    is_watched = is_traced or formulas.is_watched(expert_out, topk_weights)
     if not isinstance(handle, TensorHandle):
         handle = _export(handle)
-    is_traced = torch.compiler.is_compiling()
     link = handle.link
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
     if word and (
@@ -353,17 +358,13 @@ def combine(
             handle = _outside_inference(handle)
         if topk_weights is not None:
             expert_out, topk_weights = map(_clone_of_inference, (expert_out, topk_weights))
+    if not is_watched:
+        return formulas.combine_unwatched(
+            buffer, expert_out, topk_weights, handle.of_buffer(buffer), handle.tensors(), link, word
+        )
     run = operators.COMBINE if is_traced else _eager_combine
     y: torch.Tensor = run(
-        expert_out,
-        topk_weights,
-        buffer.id_tensor,
-        handle.counts,
-        handle.slots,
-        handle.topk_idx,
-        handle.meta,
-        link,
-        word,
+        *(expert_out, topk_weights, buffer.id_tensor, *handle.tensors(), link, word)
     )[0]
     return y
 
@@ -401,19 +402,11 @@ def _outside_inference(handle: TensorHandle) -> TensorHandle:
         _clone_of_inference(handle.topk_idx),
         _clone_of_inference(handle.meta),
         handle.link,
+        handle.local,
     )
 
 
 def _export(handle: DispatchHandle) -> TensorHandle:
     plan = handle.plan.to_tensors()
-    meta = torch.tensor(
-        [
-            handle.buffer_id,
-            handle.generation,
-            handle.layout,
-            handle.expert_alignment,
-            handle.num_recv_tokens,
-            0,
-        ]
-    )
-    return TensorHandle(plan.counts, plan.slots, plan.topk_idx, meta, torch.empty(0))
+    meta = operators.meta_of(handle, 0)
+    return TensorHandle(plan.counts, plan.slots, plan.topk_idx, meta, torch.empty(0), handle)

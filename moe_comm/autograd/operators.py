@@ -24,8 +24,9 @@ from moe_comm.autograd.inductor import keep_program_order
 from moe_comm.autograd.options import decode_capacity, decode_quantization
 from moe_comm.backends.base import PlanTensors
 from moe_comm.buffer import EpBuffer, resolve_buffer
-from moe_comm.config import Layout
-from moe_comm.handles import CombineResult, DispatchHandle
+from moe_comm.config import Capacity, Layout
+from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.quantization import Quantization
 from moe_comm.validation import SUMMABLE
 
 __all__ = [
@@ -34,8 +35,12 @@ __all__ = [
     "DISPATCH",
     "DISPATCH_BACKWARD",
     "SAVED_OPERATORS",
+    "combine_backward",
+    "dispatch_backward",
+    "dispatch_rows",
     "library",
     "local_handle",
+    "meta_of",
     "num_recv_topk",
 ]
 
@@ -152,23 +157,48 @@ def _dispatch(
     gradients: int,
     anchor: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    buffer = resolve_buffer(int(buffer_id))
+    outputs, _ = dispatch_rows(
+        resolve_buffer(int(buffer_id)),
+        x,
+        x_sf,
+        topk_idx,
+        topk_weights,
+        Layout(layout),
+        expert_alignment,
+        decode_quantization(quantization),
+        decode_capacity(capacity),
+        gradients,
+    )
+    return outputs
+
+
+def dispatch_rows(
+    buffer: EpBuffer,
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    layout: Layout,
+    expert_alignment: int,
+    quantization: Quantization | None,
+    capacity: Capacity | None,
+    gradients: int,
+) -> tuple[list[torch.Tensor], DispatchResult]:
+    """What `moe_comm::dispatch` returns, and the result that it is of."""
     result = buffer.dispatch(
         x.contiguous() if x_sf is None else (x.contiguous(), x_sf),
         topk_idx.contiguous(),
         None if topk_weights is None else topk_weights.contiguous(),
-        layout=Layout(layout),
+        layout=layout,
         expert_alignment=expert_alignment,
-        quantization=decode_quantization(quantization),
-        capacity=decode_capacity(capacity),
+        quantization=quantization,
+        capacity=capacity,
         gradients=gradients,
     )
+    if layout is Layout.LOW_LATENCY:
+        zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)
     rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
     plan = result.plan.to_tensors()
-    meta = [
-        *(buffer.buffer_id, buffer.generation, layout, expert_alignment),
-        *(rows.shape[0], result.gradients),
-    ]
     is_quantized_here = scales is not None and x_sf is None
     outputs = [
         x.new_empty_strided(rows.shape, (0, 0)) if is_quantized_here else rows,
@@ -180,21 +210,27 @@ def _dispatch(
         plan.counts,
         plan.slots,
         plan.topk_idx,
-        torch.tensor(meta),
+        meta_of(result.handle, result.gradients),
     ]
-    if layout == Layout.LOW_LATENCY:
-        _zero_unfilled(result.num_tokens_per_expert, rows, scales, weights)
-    if capacity or layout == Layout.LOW_LATENCY:
+    if capacity is not None or layout is Layout.LOW_LATENCY:
         overflow = torch.tensor([result.num_required_rows, int(result.has_overflow)])
         outputs += [result.num_dropped_per_expert, overflow]
     if scales is not None:
         outputs.append(scales)
         if is_quantized_here:
             outputs.append(rows)
-    return outputs
+    return outputs, result
 
 
-def _zero_unfilled(num_filled: torch.Tensor, *per_row: torch.Tensor | None) -> None:
+def meta_of(handle: DispatchHandle, gradients: int) -> torch.Tensor:
+    """The `meta` tensor of a handle; `gradients` is what the ranks of its dispatch said."""
+    # A number of an enumeration would be a hundred times as slow.
+    layout = int(handle.layout)
+    where = (handle.buffer_id, handle.generation, layout, handle.expert_alignment)
+    return torch.tensor((*where, handle.num_recv_tokens, gradients))
+
+
+def zero_unfilled(num_filled: torch.Tensor, *per_row: torch.Tensor | None) -> None:
     """Zero the rows of LOW_LATENCY that nothing was sent to.
 
     An expert computes on all rows, and the gradient of its weights is a sum over all rows: what is
@@ -229,11 +265,28 @@ def _dispatch_backward(
 ) -> list[torch.Tensor]:
     buffer = resolve_buffer(int(meta[META_BUFFER_ID]))
     handle = local_handle(buffer, counts, slots, topk_idx, meta)
+    return dispatch_backward(
+        buffer, handle, slots, grad_x, grad_weights, num_recv_tokens, hidden, dtype, weights_dtype
+    )
+
+
+def dispatch_backward(
+    buffer: EpBuffer,
+    handle: DispatchHandle,
+    like: torch.Tensor,
+    grad_x: torch.Tensor | None,
+    grad_weights: torch.Tensor | None,
+    num_recv_tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    """What `moe_comm::dispatch_backward` returns; new tensors are on the device of `like`."""
     row_weights = None
     if weights_dtype is not None:
         by_rank = handle.layout is Layout.RANK_MAJOR
         row_weights = (
-            slots.new_zeros(
+            like.new_zeros(
                 (num_recv_tokens, *((handle.num_recv_topk,) if by_rank else ())),
                 dtype=weights_dtype,
             )
@@ -242,9 +295,9 @@ def _dispatch_backward(
         )
     if dtype not in SUMMABLE:
         # Rows without a gradient, on every rank.
-        sums = slots.new_zeros((slots.shape[0], hidden), dtype=dtype)
+        sums = like.new_zeros((handle.num_tokens, hidden), dtype=dtype)
         if row_weights is None:
-            return [sums, slots.new_empty(0, dtype=torch.float32)]
+            return [sums, like.new_empty(0, dtype=torch.float32)]
         pulled = buffer.combine(None, handle, row_weights=row_weights)
         assert isinstance(pulled, CombineResult)
         assert pulled.topk_weights is not None
@@ -256,7 +309,7 @@ def _dispatch_backward(
     if isinstance(pulled, CombineResult):
         assert pulled.topk_weights is not None
         return [pulled.x, pulled.topk_weights]
-    return [pulled, slots.new_empty(0, dtype=torch.float32)]
+    return [pulled, like.new_empty(0, dtype=torch.float32)]
 
 
 def _combine(
@@ -294,22 +347,40 @@ def _combine_backward(
     hidden: int,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
+    del num_recv_tokens  # for the fake
     buffer = resolve_buffer(int(meta[META_BUFFER_ID]))
     handle = local_handle(buffer, counts, slots, topk_idx, meta)
+    return combine_backward(
+        buffer, handle, counts, slots, grad_y, expert_out, topk_weights, hidden, dtype
+    )
+
+
+def combine_backward(
+    buffer: EpBuffer,
+    handle: DispatchHandle,
+    counts: torch.Tensor,
+    like: torch.Tensor,
+    grad_y: torch.Tensor | None,
+    expert_out: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    hidden: int,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """What `moe_comm::combine_backward` returns; new tensors are on the device of `like`."""
     if grad_y is None:
-        grad_y = slots.new_zeros((slots.shape[0], hidden), dtype=dtype)
+        grad_y = like.new_zeros((handle.num_tokens, hidden), dtype=dtype)
     is_low_latency = handle.layout is Layout.LOW_LATENCY
     if topk_weights is None:
         rows = buffer.dispatch(grad_y.contiguous(), None, handle=handle).x
         if is_low_latency:
-            _zero_unfilled(_num_filled(buffer, counts), rows)
-        return [rows, slots.new_empty(0, dtype=torch.float32)]
+            zero_unfilled(_num_filled(buffer, counts), rows)
+        return [rows, like.new_empty(0, dtype=torch.float32)]
     assert expert_out is not None
     arrived = buffer.dispatch(grad_y.contiguous(), None, topk_weights.contiguous(), handle=handle)
     assert arrived.topk_weights is not None
     dots = buffer.weighted_gradient(arrived.x, expert_out.contiguous(), arrived.topk_weights)
     if is_low_latency:
-        _zero_unfilled(_num_filled(buffer, counts), arrived.x)
+        zero_unfilled(_num_filled(buffer, counts), arrived.x)
     pulled = buffer.combine(None, handle, row_weights=dots)
     assert isinstance(pulled, CombineResult)
     assert pulled.topk_weights is not None

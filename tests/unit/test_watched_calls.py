@@ -1,0 +1,108 @@
+"""Eager calls go around torch's operators where nobody could see them, with the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_comm
+from moe_comm import Communicator, EpBuffer, EpConfig, Layout
+
+HIDDEN, NUM_EXPERTS, NUM_TOPK = 16, 3, 2
+
+
+class Look(TorchDispatchMode):
+    """Lets every operator run."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        return func(*args, **(kwargs or {}))
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "mode": Look,
+    "profiler": profile,
+    "saved tensors": lambda: saved_tensors_hooks(same, same),
+}
+
+
+@pytest.fixture
+def buffer() -> Iterator[EpBuffer]:
+    config = EpConfig(
+        num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, hidden=HIDDEN, num_max_tokens_per_rank=8
+    )
+    with Communicator(backend="host") as comm:
+        yield EpBuffer(comm, config)
+
+
+def step(
+    buffer: EpBuffer, layout: Layout, *, is_weighted: bool, requires_grad: bool = True
+) -> tuple[moe_comm.DifferentiableDispatchResult, list[torch.Tensor]]:
+    """The result of a dispatch, and all that a step computes."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, HIDDEN, generator=generator).bfloat16().requires_grad_(requires_grad)
+    idx = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:NUM_TOPK] for _ in x])
+    weights = torch.rand(5, NUM_TOPK, generator=generator).requires_grad_(requires_grad)
+    result = moe_comm.dispatch(x, idx, weights, buffer=buffer, layout=layout)
+    rows = result.x * 2
+    y = moe_comm.combine(
+        rows, result.handle, buffer=buffer, topk_weights=weights if is_weighted else None
+    )
+    if not requires_grad:
+        return result, [y]
+    (y.float().square().sum() + result.topk_weights.square().sum()).backward()
+    return result, [y, x.grad, weights.grad]
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.LOW_LATENCY])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_whoever_may_see_operators_gets_them_with_the_same_bits(
+    buffer: EpBuffer, watcher: str, layout: Layout, is_weighted: bool
+) -> None:
+    alone, expected = step(buffer, layout, is_weighted=is_weighted)
+    assert alone.handle.local is not None
+    with WATCHERS[watcher]():
+        seen, found = step(buffer, layout, is_weighted=is_weighted)
+    assert seen.handle.local is None
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_profile_names_the_operators(buffer: EpBuffer) -> None:
+    with profile() as seen:
+        step(buffer, Layout.EXPERT_MAJOR, is_weighted=True)
+    names = {event.name for event in seen.function_events}
+    operators = ["dispatch", "combine", "dispatch_backward", "combine_backward"]
+    assert names >= {f"moe_comm::{name}" for name in operators}
+
+
+def test_a_handle_serves_on_either_side(buffer: EpBuffer) -> None:
+    """A dispatch that was seen and a combine that was not, and the other way round."""
+    _, (expected,) = step(buffer, Layout.EXPERT_MAJOR, is_weighted=False, requires_grad=False)
+    alone, _ = step(buffer, Layout.EXPERT_MAJOR, is_weighted=False, requires_grad=False)
+    with Look():
+        seen, _ = step(buffer, Layout.EXPERT_MAJOR, is_weighted=False, requires_grad=False)
+        crossed = moe_comm.combine(alone.x * 2, alone.handle, buffer=buffer)
+    assert torch.equal(crossed, expected)
+    assert torch.equal(moe_comm.combine(seen.x * 2, seen.handle, buffer=buffer), expected)
+
+
+def test_a_second_backward_is_refused(buffer: EpBuffer) -> None:
+    x = torch.ones(2, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    result = moe_comm.dispatch(x, torch.tensor([[0], [1]]).repeat(1, 2), buffer=buffer)
+    y = moe_comm.combine(result.x, result.handle, buffer=buffer).float().sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.backward()
