@@ -3,7 +3,19 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
+
+#include "core/sync.h"
+
 namespace moe::host {
+namespace {
+
+/// So many that the last ones end at about the same time, so few that taking them costs nothing.
+constexpr int kPartsOfAThread = 4;
+/// Of the caller for the last parts of others, before it sleeps: about as long as a part takes.
+constexpr int kNumYields = 200;
+
+}  // namespace
 
 std::thread start_quiet_thread(std::function<void()> body) {
   sigset_t all;
@@ -27,7 +39,7 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::start() {
   for (int worker_idx = 1; worker_idx < num_threads_; ++worker_idx)
-    workers_.push_back(start_quiet_thread([this, worker_idx] { work(worker_idx); }));
+    workers_.push_back(start_quiet_thread([this] { work(); }));
 }
 
 void ThreadPool::parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
@@ -37,38 +49,42 @@ void ThreadPool::parallel_for(int64_t count, const std::function<void(int64_t, i
   }
   if (workers_.empty())
     start();
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    count_ = count;
-    body_ = &body;
-    num_busy_ = num_threads_ - 1;
-    ++generation_;
-  }
-  start_.notify_all();
-  run_part(0);
   std::unique_lock<std::mutex> lock(mutex_);
-  end_.wait(lock, [this] { return num_busy_ == 0; });
+  count_ = count;
+  num_parts_ = std::min(count, int64_t{num_threads_} * kPartsOfAThread);
+  next_part_ = 0;
+  body_ = &body;
+  lock.unlock();
+  start_.notify_all();
+  lock.lock();
+  run_parts(lock);
+  for (int i = 0; i < kNumYields && num_running_ > 0; ++i) {
+    lock.unlock();
+    sync::yield();
+    lock.lock();
+  }
+  end_.wait(lock, [this] { return num_running_ == 0; });
 }
 
-void ThreadPool::run_part(int part_idx) {
-  const int64_t begin = count_ * part_idx / num_threads_;
-  const int64_t end = count_ * (part_idx + 1) / num_threads_;
-  if (begin < end)
-    (*body_)(begin, end);
+void ThreadPool::run_parts(std::unique_lock<std::mutex>& lock) {
+  while (next_part_ < num_parts_) {
+    const int64_t part_idx = next_part_++;
+    ++num_running_;
+    lock.unlock();
+    (*body_)(count_* part_idx / num_parts_, count_ * (part_idx + 1) / num_parts_);
+    lock.lock();
+    --num_running_;
+  }
 }
 
-void ThreadPool::work(int worker_idx) {
-  uint64_t seen_generation = 0;
+void ThreadPool::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    start_.wait(lock, [&] { return is_stopping_ || generation_ != seen_generation; });
+    start_.wait(lock, [&] { return is_stopping_ || next_part_ < num_parts_; });
     if (is_stopping_)
       return;
-    seen_generation = generation_;
-    lock.unlock();
-    run_part(worker_idx);
-    lock.lock();
-    if (--num_busy_ == 0)
+    run_parts(lock);
+    if (num_running_ == 0)
       end_.notify_one();
   }
 }

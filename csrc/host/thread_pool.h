@@ -18,25 +18,28 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  /// Runs @p body(begin, end) over [0, count) in contiguous parts, one per thread, and returns when
-  /// all have ended; in the calling thread alone when @p count < 2 or the pool has one thread.
-  /// @p body must not throw.
+  /// Runs @p body(begin, end) over [0, count) in contiguous parts and returns when all have ended;
+  /// in the calling thread alone when @p count < 2 or the pool has one thread. A thread takes the
+  /// next part whenever it has none: the caller waits for parts that were begun, never for a thread
+  /// that has yet to wake. @p body must not throw.
   void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body);
 
  private:
   void start();
-  void work(int worker_idx);
-  void run_part(int part_idx);
+  void work();
+  /// Runs parts until none is left. @p lock is held before and after.
+  void run_parts(std::unique_lock<std::mutex>& lock);
 
   int num_threads_;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable start_;
   std::condition_variable end_;
-  uint64_t generation_ = 0;
-  int num_busy_ = 0;
   bool is_stopping_ = false;
   int64_t count_ = 0;
+  int64_t num_parts_ = 0;
+  int64_t next_part_ = 0;
+  int num_running_ = 0;  ///< parts
   const std::function<void(int64_t, int64_t)>* body_ = nullptr;
 };
 
