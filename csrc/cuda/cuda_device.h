@@ -45,6 +45,7 @@ class CudaDevice final : public runtime::Device {
   const std::string& name() const override { return info_.name; }
   int32_t dlpack_type() const override { return 2; }  // kDLCUDA
   int32_t device_idx() const override { return device_idx_; }
+  bool has_host_caller() const override { return false; }
   int num_sms() const override { return info_.num_sms; }
   size_t max_shared_bytes() const override { return max_shared_bytes_; }
   bool has_bulk_copies() const override { return architecture_ >= 90; }
@@ -58,6 +59,7 @@ class CudaDevice final : public runtime::Device {
                             const std::shared_ptr<const void>& owner) override;
   /// @throws InvalidArgument  this process would use more streams of the device than connections.
   std::shared_ptr<runtime::Stream> create_stream() override;
+  std::shared_ptr<void> keep(std::shared_ptr<void> inputs) override { return inputs; }
   std::shared_ptr<runtime::Stream> side_stream() override { return pool_->side_stream(); }
   /// @param handle  torch.cuda.Stream.cuda_stream. The stream outlives this device.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;

@@ -75,6 +75,11 @@ class EndpointBase : public Recoverable {
   /// DLPack's type and number of the device whose memory that is.
   virtual int32_t dlpack_device_type() const = 0;
   virtual int32_t device_idx() const = 0;
+  /// Whether the caller is the host itself, whose tensors are ready and which waits for results;
+  /// else it is a stream.
+  virtual bool is_host_caller() const { return true; }
+  /// What stands for @p inputs, tensors of an operation, until nothing reads them any more.
+  virtual std::shared_ptr<void> keep_inputs(std::shared_ptr<void> inputs) { return inputs; }
   /// Where the caller's stream is now, for an operation issued now that begins later; null where
   /// the caller is the host.
   virtual std::shared_ptr<const void> mark_caller() { return nullptr; }

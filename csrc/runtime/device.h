@@ -45,6 +45,8 @@ class Device {
   /// DLPack's device type and number of tensors in its memory.
   virtual int32_t dlpack_type() const = 0;
   virtual int32_t device_idx() const = 0;
+  /// Whether callers are the host itself, whose tensors are ready and which waits for results.
+  virtual bool has_host_caller() const = 0;
 
   virtual int num_sms() const = 0;
   virtual size_t max_shared_bytes() const = 0;  ///< of a block, dynamic
@@ -67,12 +69,17 @@ class Device {
                                     int64_t bytes,
                                     const std::shared_ptr<const void>& owner) = 0;
 
+  /// What stands for @p inputs, tensors of a caller's that is a stream: they go when no stream
+  /// reads them any more. Where their allocator knows of streams that is as soon as nobody has
+  /// them.
+  virtual std::shared_ptr<void> keep(std::shared_ptr<void> inputs) = 0;
+
   virtual std::shared_ptr<Stream> create_stream() = 0;
   /// For copies of a few bytes that wait for nothing. One for all ranks of a process, where streams
   /// are few; in the emulator the host's.
   virtual std::shared_ptr<Stream> side_stream() = 0;
-  /// The caller's stream, by the number that Python knows it by. The emulator's only one is 0,
-  /// which stands for the host: what waits there blocks, what was recorded there is complete.
+  /// The caller's stream, by the number that Python knows it by. Where the caller is the host there
+  /// is only 0, which stands for it: what waits there blocks, what was recorded there is complete.
   virtual std::shared_ptr<Stream> caller_stream(uintptr_t handle) = 0;
 
   /// Makes the device current on the calling thread.

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host/dispatch.h"
@@ -66,8 +67,10 @@ class DeviceEndpoint : public host::EndpointBase {
   Device& device() const { return *device_; }
   /// The stream of this buffer's kernels.
   Stream& stream() const { return *stream_; }
-  /// Whether the caller is the host itself, whose tensors are ready and which waits for results.
-  bool is_host_caller() const { return device_->dlpack_type() == kDlpackCpu; }
+  bool is_host_caller() const override { return device_->has_host_caller(); }
+  std::shared_ptr<void> keep_inputs(std::shared_ptr<void> inputs) override {
+    return device_->keep(std::move(inputs));
+  }
 
   /// The caller's stream for operations issued from now on, by the number Python knows it by. Waits
   /// for those still on the progress thread, which belong to another stream.
@@ -167,8 +170,6 @@ class DeviceEndpoint : public host::EndpointBase {
   void drain() noexcept;
 
  private:
-  static constexpr int32_t kDlpackCpu = 1;
-
   DeviceEndpoint(std::shared_ptr<host::Group> group,
                  std::shared_ptr<SymmetricMemory> memory,
                  std::shared_ptr<Device> device,

@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "runtime/device.h"
@@ -10,8 +12,11 @@
 
 namespace moe::simt {
 
-/// Memory that streams may still use after its last owner is gone.
-class DeviceMemory;
+/// Who calls the operations on an emulated device, as far as streams go.
+enum class Caller {
+  kHost,     ///< the host itself, as with the CPU backend: what returns has ended
+  kStreams,  ///< streams that run beside the host, as with CUDA
+};
 
 /// The emulator as a device: kernels run on fibers, memory is the process's own.
 class SimtDevice final : public runtime::Device {
@@ -19,12 +24,13 @@ class SimtDevice final : public runtime::Device {
   static constexpr int kNumSms = 4;
 
   /// @param rank_idx  for reports of what kernels do wrong; -1 where there is one rank only.
-  explicit SimtDevice(int rank_idx = -1, int num_sms = kNumSms);
+  explicit SimtDevice(int rank_idx = -1, Caller caller = Caller::kHost, int num_sms = kNumSms);
   ~SimtDevice() override;
 
   const std::string& name() const override { return name_; }
   int32_t dlpack_type() const override;
   int32_t device_idx() const override { return 0; }
+  bool has_host_caller() const override { return caller_ == Caller::kHost; }
 
   int num_sms() const override { return num_sms_; }
   size_t max_shared_bytes() const override { return kMaxSharedBytes; }
@@ -40,10 +46,16 @@ class SimtDevice final : public runtime::Device {
                             int64_t bytes,
                             const std::shared_ptr<const void>& owner) override;
 
+  std::shared_ptr<void> keep(std::shared_ptr<void> inputs) override;
+
   std::shared_ptr<runtime::Stream> create_stream() override;
-  std::shared_ptr<runtime::Stream> side_stream() override { return caller_stream(0); }
-  /// @throws InvalidArgument  a handle other than 0, the host's.
+  std::shared_ptr<runtime::Stream> side_stream() override { return host_stream_; }
+  /// Of callers that are streams: the handle of a WorkerStream, which lives at least until the call
+  /// returns, or 0 for one of the device's own.
+  /// @throws InvalidArgument  another stream; where the caller is the host, a handle other than 0.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
+  /// The streams that were made or named here.
+  const std::shared_ptr<StreamOrder>& order() const { return order_; }
 
   // How often each was called, for tests of what operations cost the host.
   int64_t num_zeroed_allocations() const { return num_zeroed_allocations_.load(); }
@@ -55,10 +67,13 @@ class SimtDevice final : public runtime::Device {
 
  private:
   const int rank_idx_;
+  const Caller caller_;
   const int num_sms_;
   const std::string name_;
-  std::shared_ptr<DeviceMemory> memory_;
+  std::shared_ptr<StreamOrder> order_;
   std::shared_ptr<HostStream> host_stream_;
+  std::mutex mutex_;
+  std::map<uintptr_t, std::shared_ptr<runtime::Stream>> caller_streams_;
   std::atomic<int64_t> num_zeroed_allocations_{0};
   std::atomic<int64_t> num_unset_allocations_{0};
   std::atomic<int64_t> num_host_allocations_{0};

@@ -53,7 +53,15 @@ void Progress::check_until(uint64_t number) const {
     std::rethrow_exception(error_);
 }
 
-void Progress::run(const std::function<void()>& after_each) {
+void Progress::drop(std::shared_ptr<const void> owned) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (num_ended_ == num_added_)
+    return;  // the caller's, which goes when no lock is held
+  waiting_.push_back([owned = std::move(owned)](Scheduler&) {});
+  ++num_added_;
+}
+
+void Progress::run() {
   const host::FloatingPointScope floating_point;
   Scheduler scheduler;
   std::unique_lock<std::mutex> lock(mutex_);
@@ -80,9 +88,6 @@ void Progress::run(const std::function<void()>& after_each) {
       error_ = error;
     }
     changed_.notify_all();
-    lock.unlock();
-    after_each();
-    lock.lock();
   }
 }
 
@@ -90,6 +95,26 @@ void Progress::stop() {
   const std::lock_guard<std::mutex> lock(mutex_);
   is_stopping_ = true;
   changed_.notify_all();
+}
+
+// --- StreamOrder --------------------------------------------------------------------------------
+
+void StreamOrder::watch(const std::shared_ptr<Progress>& progress) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(streams_, [](const auto& stream) { return stream.expired(); });
+  streams_.push_back(progress);
+}
+
+void StreamOrder::drop(const std::shared_ptr<const void>& owned) {
+  std::vector<std::shared_ptr<Progress>> streams;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& weak : streams_)
+      if (auto stream = weak.lock())
+        streams.push_back(std::move(stream));
+  }
+  for (const auto& stream : streams)
+    stream->drop(owned);
 }
 
 // --- Capture ------------------------------------------------------------------------------------
@@ -155,6 +180,10 @@ class Capture {
 
 // --- DeviceStream -------------------------------------------------------------------------------
 
+std::shared_ptr<DeviceStream> DeviceStream::of_handle(void* handle) {
+  return dynamic_cast<DeviceStream&>(*static_cast<simt::Stream*>(handle)).shared_from_this();
+}
+
 std::shared_ptr<Capture> DeviceStream::capture() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return capture_ && capture_->is_open() ? capture_ : nullptr;
@@ -198,6 +227,10 @@ void DeviceStream::fill(void* target, int value, int64_t bytes) {
     put([=](Scheduler&) { std::memset(target, value, static_cast<size_t>(bytes)); });
 }
 
+void DeviceStream::call(std::function<void()> function) {
+  put([function = std::move(function)](Scheduler&) { function(); });
+}
+
 std::shared_ptr<runtime::Event> DeviceStream::record() {
   num_events_.fetch_add(1, std::memory_order_relaxed);
   if (const auto open = capture())
@@ -236,8 +269,7 @@ std::shared_ptr<Graph> DeviceStream::end_capture() {
 
 // --- WorkerStream -------------------------------------------------------------------------------
 
-WorkerStream::WorkerStream(int rank_idx, std::function<void()> after_each)
-    : DeviceStream(rank_idx), after_each_(std::move(after_each)), process_(getpid()) {}
+WorkerStream::WorkerStream(int rank_idx) : DeviceStream(rank_idx), process_(getpid()) {}
 
 WorkerStream::~WorkerStream() {
   if (getpid() != process_) {
@@ -261,8 +293,7 @@ void WorkerStream::run(Work work) {
   progress_->add(std::move(work));
   const std::lock_guard<std::mutex> lock(start_mutex_);
   if (!thread_.joinable())
-    thread_ = host::start_quiet_thread(
-        [progress = progress_, after_each = after_each_] { progress->run(after_each); });
+    thread_ = host::start_quiet_thread([progress = progress_] { progress->run(); });
 }
 
 std::shared_ptr<StreamEvent> WorkerStream::record_progress() {

@@ -39,10 +39,11 @@ class Progress {
   void await(uint64_t number) const;
   /// @throws what a piece of work threw.
   void check() const;
+  /// Drops @p owned once what was added so far has ended, well or not.
+  void drop(std::shared_ptr<const void> owned);
 
   /// Runs work until stop() was called and nothing is left.
-  /// @param after_each  called after every piece of work.
-  void run(const std::function<void()>& after_each);
+  void run();
   void stop();
 
  private:
@@ -58,13 +59,31 @@ class Progress {
   bool is_stopping_ = false;
 };
 
+/// The streams of a device.
+class StreamOrder {
+ public:
+  void watch(const std::shared_ptr<Progress>& progress);
+  /// Drops @p owned once every stream has ended what it holds now: at once, or on the thread of the
+  /// stream that ends last. Thread-safe.
+  void drop(const std::shared_ptr<const void>& owned);
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Progress>> streams_;
+};
+
 /// A stream of the emulated device.
 ///
 /// What a kernel throws ends the work of its stream: whatever was put in behind it is not run,
 /// events recorded behind it throw the same from is_complete(), and so does every further launch,
 /// copy, fill and wait. record() never throws.
-class DeviceStream : public runtime::Stream, public Stream {
+class DeviceStream : public runtime::Stream,
+                     public Stream,
+                     public std::enable_shared_from_this<DeviceStream> {
  public:
+  /// The living stream that has @p handle.
+  static std::shared_ptr<DeviceStream> of_handle(void* handle);
+
   /// @throws InvalidArgument  the shape is not one that a device takes.
   void launch(Kernel kernel) override;
   void* handle() const override;
@@ -74,6 +93,8 @@ class DeviceStream : public runtime::Stream, public Stream {
   void fill(void* target, int value, int64_t bytes) override;
   bool is_capturing() const override;
   bool is_idle() const override { return !is_capturing() && has_run_all(); }
+  /// Puts @p function into the stream, to be called on its thread; into a graph while capturing.
+  void call(std::function<void()> function);
 
   // How often each was called, for tests of what operations cost the host.
   int64_t num_launches() const { return num_launches_.load(); }
@@ -115,8 +136,7 @@ class DeviceStream : public runtime::Stream, public Stream {
 /// Runs its work in order on a thread of its own, which starts with the first piece of work.
 class WorkerStream final : public DeviceStream {
  public:
-  /// @param after_each  called on the stream's thread after every piece of work.
-  WorkerStream(int rank_idx, std::function<void()> after_each);
+  explicit WorkerStream(int rank_idx);
   /// Waits until all work has ended.
   ~WorkerStream() override;
 
@@ -129,7 +149,6 @@ class WorkerStream final : public DeviceStream {
   bool has_run_all() const override { return progress_->is_complete(progress_->num_added()); }
 
   std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
-  std::function<void()> after_each_;
   const pid_t process_;
   std::mutex start_mutex_;
   std::thread thread_;

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from moe_comm.backends.base import CombineOutput, DispatchOutput, Operation, Plan
-from moe_comm.backends.native import NativeBackend, Settings
+from moe_comm.backends.native import Settings
+from moe_comm.backends.stream_callers import StreamCallersBackend
 from moe_comm.config import EpConfig
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ TOKENS_PER_CHUNK = 64
 ResultT = TypeVar("ResultT")
 
 
-class CudaBackend(NativeBackend):
+class CudaBackend(StreamCallersBackend):
     """Operations by kernels, in the order of the caller's current stream; see `Backend`."""
 
     name = "cuda"
@@ -67,35 +67,6 @@ class CudaBackend(NativeBackend):
     def num_sms(self) -> int:
         """SMs that this buffer's kernels take on this rank."""
         return self._num_sms
-
-    def dispatch(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch`."""
-        return self._in_stream(lambda: NativeBackend.dispatch(self, *arguments, **options))
-
-    def dispatch_cached(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch_cached`."""
-        return self._in_stream(lambda: NativeBackend.dispatch_cached(self, *arguments, **options))
-
-    def combine(self, *arguments: Any, **options: Any) -> Operation[CombineOutput]:
-        """See `Backend.combine`."""
-        return self._in_stream(lambda: NativeBackend.combine(self, *arguments, **options))
-
-    def weighted_gradient(
-        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """See `Backend.weighted_gradient`."""
-        return self._in_stream(
-            lambda: NativeBackend.weighted_gradient(self, gradient, expert_out, weights)
-        )
-
-    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Backend.empty_expert_output`; a window of the device heap."""
-        return self._in_stream(lambda: NativeBackend.empty_expert_output(self, plan, hidden, dtype))
-
-    def reject(self, operation: str, error: Exception) -> NoReturn:
-        """See `Backend.reject`."""
-        self._in_stream(lambda: None)
-        super().reject(operation, error)
 
     def destroy(self) -> None:
         """See `Backend.destroy`."""

@@ -28,7 +28,7 @@ struct CUstream_st final : moe::simt::Stream {
   CUstream_st(int device, bool blocks)
       : device_idx(device),
         is_blocking(blocks),
-        worker(std::make_unique<moe::simt::WorkerStream>(-1, [] {})) {}
+        worker(std::make_unique<moe::simt::WorkerStream>(-1)) {}
 
   void launch(moe::simt::Kernel kernel) override;
 

@@ -11,11 +11,11 @@ class Graph:
     """What is captured between `with` and its end runs at every replay."""
 
     def __init__(self, buffer: EpBuffer) -> None:
-        backend: Any = buffer._backend
-        self._endpoint = backend._endpoint
+        self._backend: Any = buffer._backend
+        self._endpoint = self._backend._endpoint
 
     def __enter__(self) -> Graph:
-        self._endpoint.begin_capture()
+        self._backend._in_stream(self._endpoint.begin_capture)
         return self
 
     def __exit__(self, *_: object) -> None:

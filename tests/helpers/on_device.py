@@ -1,4 +1,4 @@
-"""Holds a backend that moves tensors of a GPU to suites that are written for the CPU."""
+"""Holds a backend whose tensors are not the host's to suites that are written for the CPU."""
 
 from __future__ import annotations
 
@@ -60,12 +60,8 @@ class _Fetched(Generic[OutputT]):
         return self._operation.is_complete()
 
 
-def _to_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
 class OnDevice(Backend):
-    """Takes and gives CPU tensors; `inner` sees them on `device`."""
+    """Takes and gives tensors of the host; `inner` sees them on the communicator's device."""
 
     def __init__(
         self,
@@ -80,24 +76,34 @@ class OnDevice(Backend):
         # By address on the host: windows that combine reads in place.
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """From the host to the device; returns `target`."""
+        return target.copy_(source)
+
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """From the device to the host."""
+        return tensor.cpu()
+
     def _to_device(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
             return None
         on_device = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
         )
-        return on_device.copy_(tensor)
+        return self._copy(on_device, tensor)
 
     def _rows_to_device(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         if rows is None or rows.data_ptr() not in self._windows:
             return self._to_device(rows)
         _, window = self._windows[rows.data_ptr()]
-        return window.copy_(rows) if window.shape == rows.shape else self._to_device(rows)
+        return self._copy(window, rows) if window.shape == rows.shape else self._to_device(rows)
 
-    @staticmethod
-    def _fetch_dispatch(output: DispatchOutput) -> DispatchOutput:
+    def _to_host(self, value: Any) -> Any:
+        return self._fetch(value) if isinstance(value, torch.Tensor) else value
+
+    def _fetch_dispatch(self, output: DispatchOutput) -> DispatchOutput:
         names = [field.name for field in dataclasses.fields(DispatchOutput)]
-        return DispatchOutput(**{name: _to_host(getattr(output, name)) for name in names})
+        return DispatchOutput(**{name: self._to_host(getattr(output, name)) for name in names})
 
     def dispatch(
         self,
@@ -149,7 +155,7 @@ class OnDevice(Backend):
 
         def fetch(output: CombineOutput) -> CombineOutput:
             names = [field.name for field in dataclasses.fields(CombineOutput)]
-            values = {name: _to_host(getattr(output, name)) for name in names}
+            values = {name: self._to_host(getattr(output, name)) for name in names}
             if out is not None:
                 values["x"] = out.copy_(values["x"])
             return CombineOutput(**values)
@@ -163,8 +169,8 @@ class OnDevice(Backend):
         dots = self._inner.weighted_gradient(
             on_device, self._to_device(expert_out), self._to_device(weights)
         )
-        gradient.copy_(on_device)
-        return dots.cpu()
+        gradient.copy_(self._to_host(on_device))
+        return self._fetch(dots)
 
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         window = self._inner.empty_expert_output(plan, hidden, dtype)

@@ -9,12 +9,14 @@ from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import CHECKS, check_case
 from moe_comm.testing.target import Target
+from tests.helpers.on_stream import connect_streams, make_on_stream
 
 TARGETS = {
     "reference": Target(name="reference", can_overlap=False),
     "collective": Target(name="collective"),
     "host": Target(name="host"),
     "simt": Target(name="simt"),
+    "simt-streams": Target(name="simt", make=make_on_stream, connect=connect_streams),
 }
 # The collective backend needs a process group, of which a process has one. A sample takes the first of
 # what it might take: cases of special interest run on the CPU backend.
@@ -23,6 +25,8 @@ MODES = [
     ("host", "threads"),
     ("simt", "processes"),
     ("simt", "threads"),
+    ("simt-streams", "threads"),
+    ("simt-streams", "processes"),
     ("collective", "processes"),
     ("reference", "threads"),
     ("reference", "processes"),

@@ -47,6 +47,8 @@ void weighted_gradient(DeviceEndpoint& endpoint,
   params.weights = factors.data;
   params.dots = view_tensor(dots).data;
   params.weight_bytes = static_cast<int32_t>(factors.element_bytes);
+  const std::shared_ptr<void> inputs = keep_inputs(
+      endpoint, false, [&] { return py::make_tuple(gradient, expert_out, weights, dots); });
   const py::gil_scoped_release no_gil;
   runtime::weighted_gradient(endpoint, params);
 }

@@ -96,9 +96,9 @@ void bind_combine(py::module_& module,
                        params.gradients = gradients;
                        if (is_async)
                          params.caller_mark = endpoint->mark_caller();
-                       std::shared_ptr<void> inputs;
-                       if (is_async || !endpoint->progress().is_idle())
-                         inputs = keep_alive(py::make_tuple(x, topk_weights, row_weights, out));
+                       std::shared_ptr<void> inputs = keep_inputs(*endpoint, is_async, [&] {
+                         return py::make_tuple(x, topk_weights, row_weights, out);
+                       });
                        auto* const raw = endpoint.get();
                        return std::make_unique<SubmittedCombine>(
                            std::move(endpoint),

@@ -259,10 +259,10 @@ void bind_dispatch(py::module_& module,
         params.is_async = is_async;
         if (is_async)
           params.caller_mark = endpoint->mark_caller();
-        std::shared_ptr<void> inputs;
-        if (is_async || !endpoint->progress().is_idle())
-          inputs = keep_alive(py::make_tuple(
-              arguments.x, arguments.x_sf, arguments.topk_idx, arguments.topk_weights));
+        std::shared_ptr<void> inputs = keep_inputs(*endpoint, is_async, [&] {
+          return py::make_tuple(
+              arguments.x, arguments.x_sf, arguments.topk_idx, arguments.topk_weights);
+        });
         auto* const raw = endpoint.get();
         return std::make_unique<SubmittedDispatch>(
             std::move(endpoint),

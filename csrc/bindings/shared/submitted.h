@@ -58,8 +58,19 @@ inline std::shared_ptr<void> keep_alive(py::tuple objects) {
   });
 }
 
+/// The tensors of a call, @p tensors() as a tuple, where something reads them when the call is
+/// over; else null, as the caller has them.
+template <typename MakeTuple>
+std::shared_ptr<void> keep_inputs(host::EndpointBase& endpoint,
+                                  bool is_async,
+                                  const MakeTuple& tensors) {
+  if (!is_async && endpoint.is_host_caller() && endpoint.progress().is_idle())
+    return nullptr;
+  return endpoint.keep_inputs(keep_alive(tensors()));
+}
+
 /// One operation of a buffer as Python holds it. @p inputs are given where a progress thread will
-/// read them: a caller interrupted by a signal may drop its own.
+/// read them, and where the caller is a stream: a caller interrupted by a signal may drop its own.
 template <typename Outcome>
 class Submitted {
  public:
@@ -72,7 +83,7 @@ class Submitted {
             bool runs_in_captures = false)
       : endpoint_(std::move(endpoint)), pending_(std::make_shared<host::Pending<Outcome>>()) {
     // Kernels may read them when the host has long done its part.
-    if (is_async && endpoint_->dlpack_device_type() != kDlpackCpu)
+    if (is_async && !endpoint_->is_host_caller())
       inputs_ = inputs;
     const py::gil_scoped_release no_gil;
     const bool is_captured = (is_async ? runs_in_captures : !endpoint_->progress().is_idle()) &&
@@ -128,8 +139,6 @@ class Submitted {
   DlpackDevice device() const { return {endpoint_->dlpack_device_type(), endpoint_->device_idx()}; }
 
  private:
-  static constexpr int32_t kDlpackCpu = 1;
-
   const Outcome& await_host() {
     if (pending_->is_complete())
       return pending_->wait({});

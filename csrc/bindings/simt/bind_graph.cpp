@@ -9,8 +9,10 @@ namespace {
 
 using runtime::DeviceEndpoint;
 
+/// Where graphs begin and run: the stream of the buffer stands in for a caller that has none.
 simt::DeviceStream& stream_of(DeviceEndpoint& endpoint) {
-  return dynamic_cast<simt::DeviceStream&>(endpoint.stream());
+  return dynamic_cast<simt::DeviceStream&>(endpoint.is_host_caller() ? endpoint.stream()
+                                                                     : endpoint.caller_stream());
 }
 
 /// How often the host called its device so far, for tests of what operations cost it.
@@ -27,7 +29,7 @@ py::dict device_calls(const DeviceEndpoint& endpoint) {
   return calls;
 }
 
-/// A graph and the stream of the buffer it was captured in.
+/// A graph of operations of one buffer.
 class BufferGraph {
  public:
   explicit BufferGraph(std::shared_ptr<DeviceEndpoint> endpoint)
@@ -35,7 +37,10 @@ class BufferGraph {
 
   size_t num_nodes() const { return graph_->num_nodes(); }
   void replay() { graph_->replay(stream_of(*endpoint_)); }
-  void synchronize() { endpoint_->synchronize(); }
+  void synchronize() {
+    const auto end = stream_of(*endpoint_).record();
+    dynamic_cast<const simt::StreamEvent&>(*end).await();
+  }
 
  private:
   std::shared_ptr<DeviceEndpoint> endpoint_;

@@ -7,8 +7,10 @@
 #include "bindings/shared/errors.h"
 #include "bindings/shared/warnings.h"
 #include "bindings/simt/bind_graph.h"
+#include "bindings/simt/bind_stream.h"
 #include "simt/shared_regions.h"
 #include "simt/simt_device.h"
+#include "simt/stream_heap.h"
 
 namespace moe::bindings {
 
@@ -17,16 +19,19 @@ namespace {
 std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(py::handle settings,
                                                          int num_sms,
                                                          int num_threads,
-                                                         int tokens_per_chunk) {
+                                                         int tokens_per_chunk,
+                                                         bool has_stream_callers) {
   const auto group = native_group_of(settings)->group;
   runtime::DeviceEndpointConfig config =
       device_config_of(settings, {num_sms, num_threads, tokens_per_chunk});
   config.internode = internode_config_of(settings, simt::make_shared_regions());
+  const auto device = std::make_shared<simt::SimtDevice>(
+      group->rank_idx(), has_stream_callers ? simt::Caller::kStreams : simt::Caller::kHost);
   // Emulated kernels reach whatever this process has mapped: the heap of the CPU backend.
-  return create_device_endpoint(settings,
-                                group->shared_memory(),
-                                std::make_shared<simt::SimtDevice>(group->rank_idx()),
-                                std::move(config));
+  std::shared_ptr<SymmetricMemory> memory = group->shared_memory();
+  if (has_stream_callers)
+    memory = simt::make_stream_heap(std::move(memory), device->order());
+  return create_device_endpoint(settings, std::move(memory), device, std::move(config));
 }
 
 int64_t rail_region_bytes(int num_ranks,
@@ -60,7 +65,9 @@ PYBIND11_MODULE(_simt, module) {
                       pybind11::arg("settings"),
                       pybind11::arg("num_sms"),
                       pybind11::arg("num_threads"),
-                      pybind11::arg("tokens_per_chunk"));
+                      pybind11::arg("tokens_per_chunk"),
+                      pybind11::arg("has_stream_callers"));
+  bind_stream(module);
   bind_graph(module, endpoint);
   module.def("rail_region_bytes",
              &rail_region_bytes,

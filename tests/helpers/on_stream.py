@@ -1,0 +1,95 @@
+"""Callers that are streams, on the emulator: tensors of the CPU that nobody may touch meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_comm import Communicator, EpConfig
+from moe_comm.backends.base import Backend
+from moe_comm.backends.simt import SimtBackend, Stream, current_stream, use_stream
+from moe_comm.testing import RankContext
+from tests.helpers.on_device import OnDevice
+
+__all__ = ["OnStream", "WaitsForStream", "connect_streams", "in_stream", "make_on_stream"]
+
+ResultT = TypeVar("ResultT")
+
+LAG_S = 0.001
+"""How long a stream lets the host run ahead, so that who does not wait for it comes too early."""
+
+
+class WaitsForStream(TorchDispatchMode):
+    """Has the current stream end before every operation of torch's, for code that reads results at once.
+
+    What a GPU's tensors do by themselves, as their operations go into the stream.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        stream = current_stream()
+        if stream is not None:
+            stream.synchronize()
+        return func(*args, **(kwargs or {}))
+
+
+def in_stream(
+    context: RankContext, fn: Callable[..., ResultT], *args: Any, **options: Any
+) -> ResultT:
+    """Call `fn(context, ...)` on a rank whose caller is a stream, waited for before torch reads."""
+    with use_stream(Stream()), WaitsForStream():
+        return fn(context, *args, **options)
+
+
+class OnStream(OnDevice):
+    """Copies go in the caller's stream in both directions, and tensors hold garbage before.
+
+    So an operation that does not follow the stream moves garbage, and so does a copy of its results that
+    does not come behind it.
+    """
+
+    def __init__(self, communicator: Communicator, config: EpConfig) -> None:
+        self._stream = Stream()
+        with use_stream(self._stream):
+            super().__init__(communicator, config, SimtBackend)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        _fill_with_garbage(target)
+        self._stream.call(lambda: target.copy_(source))
+        return target
+
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        fetched = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        _fill_with_garbage(fetched)
+        self._stream.call(lambda: fetched.copy_(tensor))
+        self._stream.synchronize()
+        return fetched
+
+    def _to_device(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if self._stream.is_idle():
+            self._stream.call(lambda: time.sleep(LAG_S))
+        return super()._to_device(tensor)
+
+
+def _fill_with_garbage(tensor: torch.Tensor) -> None:
+    """0xFF in every byte: NaN in every float format, and no expert."""
+    tensor.untyped_storage().fill_(0xFF)
+
+
+def connect_streams(group: Any) -> Communicator:
+    """A communicator for `make_on_stream`."""
+    return Communicator(group, backend="simt")
+
+
+def make_on_stream(communicator: Communicator, config: EpConfig) -> Backend:
+    """The emulator's backend with a stream as its caller, behind tensors of the host."""
+    return OnStream(communicator, config)
