@@ -5,10 +5,12 @@ What a stream holds is kept back by gates, so that nothing here depends on how l
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ HIDDEN = 64
 CONFIG = EpConfig(
     num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, hidden=HIDDEN, num_max_tokens_per_rank=NUM_TOKENS
 )
+GATE_S = 20.0
 LAYOUTS = (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR, Layout.LOW_LATENCY)
 
 
@@ -64,12 +67,12 @@ class Inputs:
 
 
 class Gate:
-    """A stream comes no further than here until the host opens it."""
+    """Streams come no further than here until the host opens it, or has failed for long."""
 
     def __init__(self, *streams: Stream) -> None:
         self._event = threading.Event()
         for stream in streams:
-            stream.call(self._event.wait)
+            stream.call(lambda: self._event.wait(GATE_S))
 
     def open(self) -> None:
         self._event.set()
@@ -83,22 +86,34 @@ def _dispatch(buffer: EpBuffer, inputs: Inputs, layout: Layout) -> DispatchResul
     return result
 
 
+@contextlib.contextmanager
+def _launched(buffer: EpBuffer) -> Iterator[None]:
+    """Until an asynchronous operation has launched its exchange, and could have run as far as it gets."""
+    backend: Any = buffer._backend
+    before = backend._endpoint.device_calls()["launches"]
+    yield
+    while backend._endpoint.device_calls()["launches"] < before + 2:
+        time.sleep(0.001)
+    time.sleep(0.01)
+
+
 def _follows(context: RankContext, layout: Layout) -> None:
     with use_stream(Stream()) as stream:
         buffer = _buffer(context)
         inputs = Inputs(context.rank_idx)
         gate = Gate(stream)
         inputs.write(stream)
-        result = _dispatch(buffer, inputs, layout)
+        with _launched(buffer):
+            result = _dispatch(buffer, inputs, layout)
         # Everything the operation has to see is still to be written.
-        assert not stream.is_idle()
         gate.open()
         result.event.wait()
 
         # Sums are written by a stream, too, behind what it holds.
         out = torch.full_like(inputs.x, float("nan"))
         gate = Gate(stream)
-        combined = buffer.combine(result.x, result.handle, out=out, async_op=True)
+        with _launched(buffer):
+            combined = buffer.combine(result.x, result.handle, out=out, async_op=True)
         assert isinstance(combined, CombineResult)
         assert bool(out.isnan().all())
         gate.open()
