@@ -1,14 +1,13 @@
 #include "runtime/device_endpoint.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <thread>
 #include <utility>
 
 #include "core/error.h"
 #include "runtime/device_plan.h"
 #include "runtime/dispatch_launches.h"
+#include "runtime/polling.h"
 #include "runtime/receive_phase.h"
 
 namespace moe::runtime {
@@ -24,7 +23,6 @@ using layout::Workspace;
 
 constexpr int kDefaultThreads = 256;
 constexpr int kDefaultTokensPerChunk = 64;
-constexpr int kSpinsBeforeSleep = 200;
 // What is made room for where the configuration leaves it open.
 constexpr int64_t kUsualTokens = 4096;
 constexpr int64_t kUsualTopk = 8;
@@ -32,17 +30,6 @@ constexpr int64_t kPlansAtOnce = 2;  ///< for each operation in flight: handles 
 constexpr int64_t kHostBytesAtOnce = 64 << 10;
 constexpr int64_t kPageBytes = 4096;  ///< to which memory is rounded up
 constexpr int64_t kMostLowLatencyBytes = int64_t{256} << 20;
-constexpr auto kSleep = std::chrono::microseconds(50);
-
-/// Waits for work whose own waits have limits.
-void await(const Event& event) {
-  for (int i = 0; !event.is_complete(); ++i) {
-    if (i < kSpinsBeforeSleep)
-      sync::yield();
-    else
-      std::this_thread::sleep_for(kSleep);
-  }
-}
 
 /// See host::CallerJoin.
 class StreamJoin : public host::CallerJoin {

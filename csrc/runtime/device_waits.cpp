@@ -6,6 +6,7 @@
 #include "host/arrival_watch.h"
 #include "host/warn.h"
 #include "runtime/device_exchange.h"
+#include "runtime/polling.h"
 
 // How the host waits for kernels: it polls what they write, and sees to it that they do not wait in
 // vain for a peer that has died, left or never comes.
@@ -18,8 +19,6 @@ using kernels::Cause;
 using kernels::OperationStatus;
 using layout::Phase;
 
-constexpr int kSpins = 200;
-constexpr int kYields = 200;
 constexpr int kLooksPerQuery = 256;
 constexpr auto kSleepBetweenLooks = std::chrono::microseconds(50);
 constexpr int64_t kLookEveryNs = 2'000'000;
@@ -30,19 +29,34 @@ constexpr int64_t kRemoteGraceNs = 2'000'000'000;
 
 }  // namespace
 
+void Polling::rest(int64_t waited_ns) {
+  switch (next(waited_ns)) {
+    case Step::kPause:
+      sync::pause();
+      break;
+    case Step::kYield:
+      sync::yield();
+      break;
+    case Step::kSleep:
+      std::this_thread::sleep_for(kSleepBetweenLooks);
+  }
+}
+
+void await(const Event& event) {
+  const int64_t start_ns = sync::now_ns();
+  for (Polling polling; !event.is_complete();)
+    polling.rest(sync::now_ns() - start_ns);
+}
+
 void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
   int64_t looked_ns = sync::now_ns();
   start_ns_ = warned_ns_ = looked_ns;
   death_ns_ = 0;
   remote_end_ns_ = 0;
-  for (int i = 0; !is_ready(); ++i) {
-    if (i < kSpins)
-      sync::pause();
-    else if (i < kSpins + kYields)
-      sync::yield();
-    else
-      std::this_thread::sleep_for(kSleepBetweenLooks);
-    const int64_t now_ns = sync::now_ns();
+  int64_t now_ns = looked_ns;
+  for (Polling polling; !is_ready();) {
+    polling.rest(now_ns - start_ns_);
+    now_ns = sync::now_ns();
     if (now_ns - looked_ns < kLookEveryNs)
       continue;
     looked_ns = now_ns;

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "emulated.h"
+#include "runtime/polling.h"
 #include "runtime/stream_marks.h"
 #include "simt/simt_device.h"
 
@@ -227,6 +228,25 @@ void test_capture_of_two_streams() {
   expect(!host->is_capturing() && !side->is_capturing(), "capture is over");
 }
 
+// --- Waiting ------------------------------------------------------------------------------------
+
+/// As long as an operation takes the host stays awake, however often it looks, and sleeps only
+/// then.
+void test_polling() {
+  using runtime::Polling;
+  Polling polling;
+  for (int i = 0; i < Polling::kNumPauses; ++i)
+    expect(polling.next(i) == Polling::Step::kPause, "it pauses first");
+  for (int i = 0; i < 1'000'000; ++i)
+    expect(polling.next(i) == Polling::Step::kYield, "then it gives its core away");
+  expect(polling.next(Polling::kAwakeNs - 1) == Polling::Step::kYield, "for some milliseconds");
+  expect(polling.next(Polling::kAwakeNs) == Polling::Step::kSleep, "then it sleeps");
+  expect(Polling::kAwakeNs >= 5'000'000, "no operation among peers that have come takes longer");
+  // Who looked rarely, because others had its core, has waited no shorter.
+  Polling rare;
+  expect(rare.next(Polling::kAwakeNs) == Polling::Step::kPause, "pauses are counted, not timed");
+}
+
 // --- Marks --------------------------------------------------------------------------------------
 
 simt::DeviceStream& emulated(runtime::Stream& stream) {
@@ -366,6 +386,7 @@ const Cases kCases = {
     {"marks_of_captured_streams", test_marks_of_captured_streams},
     {"marks_of_ended_streams", test_marks_of_ended_streams},
     {"memory_lifetime", test_memory_lifetime},
+    {"polling", test_polling},
     {"stream_marks", test_stream_marks},
     {"stream_order", test_stream_order},
     {"two_streams", test_two_streams},

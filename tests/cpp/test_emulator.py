@@ -47,6 +47,7 @@ CASES = {
         "marks_of_captured_streams",
         "marks_of_ended_streams",
         "memory_lifetime",
+        "polling",
         "stream_marks",
         "stream_order",
         "two_streams",

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/device.h"
+
+namespace moe::runtime {
+
+/// What the host does between two looks at what a device does.
+///
+/// An operation whose peers have come is over in a few milliseconds. So long the host stays awake:
+/// a sleeper is woken 50 to 100 us after what it waits for, in which the device has nothing to do.
+/// It pauses, and soon gives its core to whoever else is runnable, as ranks may outnumber cores.
+class Polling {
+ public:
+  enum class Step : uint8_t { kPause, kYield, kSleep };
+  static constexpr int kNumPauses = 200;
+  static constexpr int64_t kAwakeNs = 5'000'000;
+
+  /// @param waited_ns  since the first look
+  Step next(int64_t waited_ns) {
+    if (num_looks_ < kNumPauses) {
+      ++num_looks_;
+      return Step::kPause;
+    }
+    return waited_ns < kAwakeNs ? Step::kYield : Step::kSleep;
+  }
+  /// Makes the next step.
+  void rest(int64_t waited_ns);
+
+ private:
+  int num_looks_ = 0;
+};
+
+/// Waits for work whose own waits have limits. @throws what it threw.
+void await(const Event& event);
+
+}  // namespace moe::runtime
