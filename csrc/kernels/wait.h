@@ -113,8 +113,10 @@ class WaitMeter {
   MOE_DEVICE void end() const {
     if (totals_ == nullptr)
       return;
-    device::store(&totals_->waited_ns, waited_ns_ + (device::now_ns() - start_ns_));
-    device::store(&totals_->num_waits, num_waits_ + 1);
+    // The host may look at any time.
+    device::store_relaxed<device::Scope::kSystem>(&totals_->waited_ns,
+                                                  waited_ns_ + (device::now_ns() - start_ns_));
+    device::store_relaxed<device::Scope::kSystem>(&totals_->num_waits, num_waits_ + 1);
   }
 
  private:
