@@ -17,6 +17,9 @@
 #elif defined(MOE_SIMT_UCONTEXT)
 #include <ucontext.h>
 #endif
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
 
 #if !defined(MOE_SIMT_BOOST_CONTEXT) && !defined(MOE_SIMT_UCONTEXT)
 // void moe_simt_switch(void** from, void* to): puts the registers that a call preserves (System V
@@ -65,6 +68,38 @@ void moe_simt_begin();
 
 namespace moe::simt {
 
+#if defined(__SANITIZE_THREAD__)
+
+void Context::begin_sanitized() {
+  sanitized_ = __tsan_create_fiber(0);
+  is_own_sanitized_ = true;
+}
+
+Context::~Context() {
+  if (is_own_sanitized_)
+    __tsan_destroy_fiber(sanitized_);
+}
+
+void Context::switch_to(Context& next) {
+  if (sanitized_ == nullptr)
+    sanitized_ = __tsan_get_current_fiber();
+  // Fibers of one OS thread come after each other.
+  __tsan_switch_to_fiber(next.sanitized_, 0);
+  jump_to(next);
+}
+
+#else
+
+void Context::begin_sanitized() {}
+
+Context::~Context() = default;
+
+void Context::switch_to(Context& next) {
+  jump_to(next);
+}
+
+#endif
+
 #if defined(MOE_SIMT_BOOST_CONTEXT)
 
 // Whoever is switched to notes where the one that left goes on.
@@ -86,9 +121,11 @@ Context::Context(std::byte* stack, size_t stack_bytes, Entry entry, void* argume
     : handle_(boost::context::detail::make_fcontext(
           stack + stack_bytes, stack_bytes, &Transfer::begin)),
       entry_(entry),
-      argument_(argument) {}
+      argument_(argument) {
+  begin_sanitized();
+}
 
-void Context::switch_to(Context& next) {
+void Context::jump_to(Context& next) {
   Transfer transfer{this, &next};
   Transfer::note(boost::context::detail::jump_fcontext(next.handle_, &transfer));
 }
@@ -100,9 +137,11 @@ Context::Context(std::byte* stack, size_t stack_bytes, Entry entry, void* argume
       stack_bytes_(stack_bytes),
       is_started_(false),
       entry_(entry),
-      argument_(argument) {}
+      argument_(argument) {
+  begin_sanitized();
+}
 
-void Context::switch_to(Context& next) {
+void Context::jump_to(Context& next) {
   if (_setjmp(registers_) == 0)
     next.enter();
 }
@@ -145,13 +184,14 @@ Context::Context(std::byte* stack, size_t stack_bytes, Entry entry, void* argume
   words[3] = this;
   words[6] = reinterpret_cast<void*>(&moe_simt_begin);
   stack_pointer_ = words;
+  begin_sanitized();
 }
 
 void Context::begin(Context* self) {
   self->entry_(self->argument_);
 }
 
-void Context::switch_to(Context& next) {
+void Context::jump_to(Context& next) {
   moe_simt_switch(&stack_pointer_, next.stack_pointer_);
 }
 

@@ -28,6 +28,7 @@ class Context {
   Context() = default;
   /// Runs @p entry on @p stack once it is switched to; entry never returns.
   Context(std::byte* stack, size_t stack_bytes, Entry entry, void* argument);
+  ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
@@ -35,6 +36,13 @@ class Context {
   void switch_to(Context& next);
 
  private:
+  void begin_sanitized();
+  void jump_to(Context& next);
+
+  // ThreadSanitizer follows a stack of calls for every context.
+  void* sanitized_ = nullptr;  ///< null without it, and for an OS thread that has not switched yet
+  bool is_own_sanitized_ = false;
+
 #if defined(MOE_SIMT_BOOST_CONTEXT)
   struct Transfer;
   void* handle_ = nullptr;

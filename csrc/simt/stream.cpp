@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -180,6 +181,27 @@ class Capture {
 
 // --- DeviceStream -------------------------------------------------------------------------------
 
+namespace {
+
+template <typename Word>
+bool copy_word(void* target, const void* source, int64_t bytes) {
+  const auto addresses = reinterpret_cast<uintptr_t>(target) | reinterpret_cast<uintptr_t>(source);
+  if (bytes != sizeof(Word) || addresses % sizeof(Word) != 0)
+    return false;
+  const std::atomic_ref from(*static_cast<Word*>(const_cast<void*>(source)));
+  std::atomic_ref(*static_cast<Word*>(target))
+      .store(from.load(std::memory_order_acquire), std::memory_order_release);
+  return true;
+}
+
+/// A word is moved whole: kernels may be writing it.
+void copy_bytes(void* target, const void* source, int64_t bytes) {
+  if (!copy_word<uint64_t>(target, source, bytes) && !copy_word<uint32_t>(target, source, bytes))
+    std::memmove(target, source, static_cast<size_t>(bytes));
+}
+
+}  // namespace
+
 std::shared_ptr<DeviceStream> DeviceStream::of_handle(void* handle) {
   return dynamic_cast<DeviceStream&>(*static_cast<simt::Stream*>(handle)).shared_from_this();
 }
@@ -217,7 +239,7 @@ void DeviceStream::copy(void* target, const void* source, int64_t bytes) {
   MOE_CHECK(bytes >= 0, "a copy of ", bytes, " bytes");
   num_copies_.fetch_add(1, std::memory_order_relaxed);
   if (bytes > 0)
-    put([=](Scheduler&) { std::memmove(target, source, static_cast<size_t>(bytes)); });
+    put([=](Scheduler&) { copy_bytes(target, source, bytes); });
 }
 
 void DeviceStream::fill(void* target, int value, int64_t bytes) {

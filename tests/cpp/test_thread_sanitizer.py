@@ -1,6 +1,7 @@
 """ThreadSanitizer watches both sides of every exchange, because ranks can be threads of one process.
 
-It sees the loads and stores of the native module alone, not those of torch or Python.
+It sees the loads and stores of the native modules alone, not those of torch or Python: of the CPU backend,
+and of emulated kernels whose callers are streams.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def libtsan() -> str:
 
 
 def build(tree: Path) -> None:
-    wanted = {"MOE_COMM_SANITIZE": "thread", "MOE_COMM_MODULES": "host"}
+    wanted = {"MOE_COMM_SANITIZE": "thread", "MOE_COMM_MODULES": "host,simt"}
     environment = {**os.environ, **wanted}  # noqa: TID251
     run(
         *(sys.executable, "setup.py", "--quiet", "build", "--build-lib", "build/tsan"),

@@ -5,22 +5,30 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 
 import torch
 
 import moe_comm
+from moe_comm.backends.simt import Stream, use_stream
 from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem
 from moe_comm.resharding.nvshmem_copy_service import RemoteCopyService
 
 NUM_RANKS = 3
 NUM_ROUNDS = 20
+NUM_STREAM_ROUNDS = 6
 CONFIG = moe_comm.EpConfig(
     num_experts=8, num_topk=3, hidden=64, num_max_tokens_per_rank=64, dtype=torch.float32
 )
 
 
-def exchange(buffer: moe_comm.EpBuffer, round_idx: int, generator: torch.Generator) -> None:
-    """One dispatch and combine, in another mode every round."""
+def exchange(
+    buffer: moe_comm.EpBuffer,
+    round_idx: int,
+    generator: torch.Generator,
+    await_results: Callable[[], object] = lambda: None,
+) -> None:
+    """One dispatch and combine, in another mode every round; results may be read after `await_results`."""
     num_tokens = 5 + (buffer.communicator.rank_idx + round_idx) % 40
     x = torch.randn(num_tokens, CONFIG.hidden, generator=generator)
     topk_idx = torch.rand(num_tokens, CONFIG.num_experts, generator=generator).topk(3).indices
@@ -35,6 +43,7 @@ def exchange(buffer: moe_comm.EpBuffer, round_idx: int, generator: torch.Generat
         async_op=round_idx % 3 == 0,
     )
     result.event.wait()
+    await_results()
     if round_idx % 5 == 0:
         expert_out = buffer.empty_expert_output(result.handle)
         expert_out.copy_(result.x)
@@ -49,8 +58,19 @@ def exchange(buffer: moe_comm.EpBuffer, round_idx: int, generator: torch.Generat
     )
     assert isinstance(combined, moe_comm.CombineResult)
     combined.event.wait()
+    await_results()
     assert combined.topk_weights is not None
     assert torch.equal(combined.topk_weights, topk_weights)
+
+
+def exchange_in_streams(communicator: moe_comm.Communicator, generator: torch.Generator) -> None:
+    """The same by emulated kernels whose caller is a stream."""
+    with (
+        use_stream(Stream()) as stream,
+        moe_comm.EpBuffer(communicator, CONFIG, backend="simt") as buffer,
+    ):
+        for round_idx in range(NUM_STREAM_ROUNDS):
+            exchange(buffer, round_idx, generator, stream.synchronize)
 
 
 def copy_batch(engine: BatchedCopy, round_idx: int) -> None:
@@ -113,6 +133,7 @@ def main() -> int:
                         exchange(buffer, round_idx, generator)
                         copy_batch(engine, round_idx)
                 copy_through_slots(comm)
+                exchange_in_streams(comm, generator)
         except BaseException:  # noqa: BLE001 - reported by main; the other ranks must not wait
             failures.append(traceback.format_exc())
             ranks.abort()
