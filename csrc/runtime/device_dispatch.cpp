@@ -56,7 +56,8 @@ class DeviceDispatch {
 
   void move_rows() {
     exchange_.enter("data");
-    launches_.send_rows();
+    if (!are_rows_sent_)
+      launches_.send_rows();
     is_copied_out_ = !is_low_latency() &&
                      host::is_copied_out(endpoint_, needed(endpoint_.rank_idx()), params_.copy_out);
     // What is copied out has to be whole.
@@ -82,11 +83,22 @@ class DeviceDispatch {
     }
     exchange_.enter("rows");
     exchange_.publish(row);
-    // No count decides the size of a low-latency window, so nobody is short: rows follow their
-    // counts while the host reads those.
+    // Rows follow their counts while the host reads those. No count decides the size of a
+    // low-latency window, so nobody is short; elsewhere hardly anybody is where this rank has a
+    // window of the size it needed before, and if somebody is, the kernel returns at once.
     if (is_low_latency())
       move_rows();
+    else
+      send_rows_ahead();
     judge(exchange_.collect(true));
+  }
+
+  void send_rows_ahead() {
+    // Across nodes the kernel takes part in what follows the offers, too.
+    if (window_ == nullptr || endpoint_.internode() != nullptr)
+      return;
+    launches_.send_rows();
+    are_rows_sent_ = true;
   }
 
   void check_shortage() {
@@ -160,6 +172,7 @@ class DeviceDispatch {
         host::find_short_ranks(windows_, offers, endpoint_.group());
     if (short_ranks.empty())
       return;
+    are_rows_sent_ = false;
     kernels::OwnOffer own;
     if (std::find(short_ranks.begin(), short_ranks.end(), endpoint_.rank_idx()) !=
         short_ranks.end())
@@ -254,6 +267,7 @@ class DeviceDispatch {
   std::shared_ptr<const DevicePlan> plan_;
   std::shared_ptr<Window> window_;
   std::vector<ReceiveWindow> windows_;
+  bool are_rows_sent_ = false;  ///< unless the exchange has found that rows may not move
   bool is_moving_ = false;
   bool is_copied_out_ = false;
   bool receives_later_ = false;

@@ -131,6 +131,46 @@ def test_operations_follow_their_stream(layout: Layout) -> None:
     run_ranks(_follows, NUM_RANKS, layout, mode="threads")
 
 
+def _sends_ahead(context: RankContext) -> None:
+    """How many kernels are launched behind a stream that is kept back: what the host has not waited for."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        backend: Any = buffer._backend
+        endpoint = backend._endpoint
+
+        def launches(seed: int, num_tokens: int) -> tuple[int, int]:
+            """Before rows have come, and in all; `num_tokens` of this rank."""
+            inputs = Inputs(context.rank_idx, seed)
+            before = endpoint.device_calls()["launches"]
+            gate = Gate(stream)
+            inputs.write(stream)
+            with _launched(buffer):
+                result = buffer.dispatch(
+                    inputs.x[:num_tokens], inputs.topk_idx[:num_tokens], async_op=True
+                )
+            ahead = endpoint.device_calls()["launches"] - before
+            gate.open()
+            result.event.wait()
+            total = endpoint.device_calls()["launches"] - before
+            sums = buffer.combine(result.x, result.handle)
+            stream.synchronize()
+            wanted = inputs.sums(Layout.EXPERT_MAJOR)[:num_tokens]
+            assert torch.equal(sums, wanted)
+            return ahead, total
+
+        # Count, exchange; then second offers, as no rank has a window, rows, receive.
+        assert launches(0, 1) == (2, 5)
+        # Rows go to the window of the size that was needed before: too small, and they are sent again.
+        assert launches(1, NUM_TOKENS) == (3, 6)
+        # Count, exchange, rows; receive.
+        assert launches(1, NUM_TOKENS) == (3, 4)
+        buffer.destroy()
+
+
+def test_rows_are_sent_before_the_host_has_read_their_counts() -> None:
+    run_ranks(_sends_ahead, NUM_RANKS, mode="threads")
+
+
 def _across_streams(context: RankContext) -> None:
     """Inputs of one stream, operations of two, results read in a fourth; joined by events alone."""
     source, first, second, sink = (Stream() for _ in range(4))

@@ -84,19 +84,22 @@ void run_host_reads(Run& run, const KernelCase& shape) {
   const bool has_memory = run.random().chance(3, 4);
   std::vector<Step> steps;
   std::vector<int64_t> first_rows;
+  std::vector<uint8_t> sends_ahead;
   for (int i = 0; i < 2; ++i) {
     steps.push_back(draw_step(shape, world.placement(), &run.random()));
-    for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx)
+    for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx) {
       first_rows.push_back(run.random().chance(1, 2) ? 2 : 30);
+      // Within a node the host launches what sends rows before it has read their counts.
+      sends_ahead.push_back(shape.num_local_ranks == 0 && run.random().chance(3, 4) ? 1 : 0);
+    }
   }
   for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx)
     run.start_host(rank_idx, "dispatches", [&, rank_idx] {
-      for (size_t i = 0; i < steps.size(); ++i)
+      for (size_t i = 0; i < steps.size(); ++i) {
+        const size_t idx = i * static_cast<size_t>(shape.num_ranks) + static_cast<size_t>(rank_idx);
         world.dispatch_by_host(
-            rank_idx,
-            steps[i],
-            first_rows[i * static_cast<size_t>(shape.num_ranks) + static_cast<size_t>(rank_idx)],
-            has_memory);
+            rank_idx, steps[i], first_rows[idx], has_memory, sends_ahead[idx] != 0);
+      }
     });
   world.run_all();
 }

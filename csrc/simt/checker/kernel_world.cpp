@@ -495,10 +495,8 @@ void KernelWorld::combine(int rank_idx,
 
 // --- A host that waits for sizes ---------------------------------------------------------------
 
-void KernelWorld::dispatch_by_host(int rank_idx,
-                                   const Step& step,
-                                   int64_t first_rows,
-                                   bool has_memory) {
+void KernelWorld::dispatch_by_host(
+    int rank_idx, const Step& step, int64_t first_rows, bool has_memory, bool sends_ahead) {
   Rank& own = rank(rank_idx);
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const Inputs place = put_inputs(rank_idx, inputs);
@@ -530,6 +528,9 @@ void KernelWorld::dispatch_by_host(int rank_idx,
   exchange.host_read = host_read;
   exchange.ticket = ++own.ticket;
   launch_exchange(rank_idx, exchange);
+  const kernels::DispatchParams rows = dispatch_rows(rank_idx, choices, place, slots);
+  if (sends_ahead)
+    launch_rows(rank_idx, rows);
   kernels::OperationStatus status = await_ticket(own.ticket);
   // Every host sees in the same rows which ranks are short.
   std::vector<uint8_t> short_ranks(static_cast<size_t>(shape_.num_ranks));
@@ -577,7 +578,8 @@ void KernelWorld::dispatch_by_host(int rank_idx,
     expect_equal(has_memory, false, "a second offer failed although there was memory");
     return;
   }
-  launch_rows(rank_idx, dispatch_rows(rank_idx, choices, place, slots));
+  if (!sends_ahead || any_short)
+    launch_rows(rank_idx, rows);
   receive(rank_idx);
   ++num_checks_due_;
   own.stream->call("check of a dispatch", [this, rank_idx, &step, segment_idx, slots, epoch] {

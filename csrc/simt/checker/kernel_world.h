@@ -87,8 +87,10 @@ class KernelWorld {
 
   /// A dispatch whose host waits for sizes: polls for the rows, obtains a window where this rank is
   /// short, and launches the rest. Called by a thread of the host. @p first_rows: rows that the
-  /// window offered first has room for.
-  void dispatch_by_host(int rank_idx, const Step& step, int64_t first_rows, bool has_memory);
+  /// window offered first has room for. @p sends_ahead: what sends rows is launched before the host
+  /// waits, and again where a rank was short.
+  void dispatch_by_host(
+      int rank_idx, const Step& step, int64_t first_rows, bool has_memory, bool sends_ahead);
 
   /// What a rank's abort word becomes when the communicator is aborted; by a thread of the host.
   void abort(int rank_idx);
