@@ -20,7 +20,8 @@ namespace {
 //   0 is stored to a and b; row 1 is stored to c.
 template <typename Source, bool kBulk>
 MOE_KERNEL void dispatch(const DispatchParams params) {
-  if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)
+  if (has_left(params.buffer) ||
+      (device::load(params.tables.may_move) == 0 && !MOE_MUTANT(rows_sent_unasked)))
     return;
   const DispatchShape shape = DispatchShape::make(params, device::num_threads());
   std::byte* const shared = device::shared_memory();
