@@ -126,6 +126,9 @@ class DeviceEndpoint : public host::EndpointBase {
   const layout::Row& read_row(int rank_idx) const;
   const layout::SecondOffer& read_second_offer(int rank_idx) const;
   uint64_t take_ticket() { return ++last_ticket_; }
+  /// Of operations for kernels, so far; by whoever issues them.
+  int64_t num_host_waits() const { return num_host_waits_; }
+  void count_host_wait() { ++num_host_waits_; }
   /// Page-locked copy of the text of a row that is rejected; one operation at a time.
   const char* write_message(const std::string& text);
   /// Device copy of a value per rank, in the order of the stream; valid until the next call.
@@ -224,6 +227,7 @@ class DeviceEndpoint : public host::EndpointBase {
   mutable std::mutex side_mutex_;
   std::shared_ptr<std::byte> side_word_;  ///< page-locked, under side_mutex_
   uint64_t last_ticket_ = 0;
+  int64_t num_host_waits_ = 0;
   std::shared_ptr<const void> reserved_;  ///< for plans and tables of operations
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;

@@ -49,6 +49,7 @@ void await(const Event& event) {
 }
 
 void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
+  endpoint_.count_host_wait();
   int64_t looked_ns = sync::now_ns();
   start_ns_ = warned_ns_ = looked_ns;
   death_ns_ = 0;

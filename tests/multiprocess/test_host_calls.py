@@ -9,6 +9,7 @@ import torch
 
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.on_stream import in_stream
 
 NUM_EXPERTS = 6
 NUM_TOKENS = 5
@@ -72,16 +73,24 @@ def _count_calls(context: RankContext, layout: Layout) -> dict[str, Calls]:
     return calls
 
 
+@pytest.mark.parametrize("caller", ["host", "stream"])
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.LOW_LATENCY])
-def test_operations_make_few_calls_of_the_device(layout: Layout) -> None:
+def test_operations_make_few_calls_of_the_device(layout: Layout, caller: str) -> None:
     """Nothing is zeroed, which has the host wait, and nothing made anew but what results keep."""
-    for calls in run_ranks(_count_calls, 2, layout):
+    if caller == "host":
+        found = run_ranks(_count_calls, 2, layout)
+    else:
+        found = run_ranks(in_stream, 2, _count_calls, layout)
+    for calls in found:
         for operation, wanted in (
             ("dispatch", DISPATCH),
             ("cached", CACHED_DISPATCH),
             ("combine", COMBINE),
         ):
             events = calls[operation].pop("events")
+            host_waits = calls[operation].pop("host_waits")
             assert calls[operation] == wanted, operation
             # The end, and where rows are late one more, for a kernel that fails.
             assert 1 <= events <= 2, (operation, events)
+            # For the rows of all ranks; a host that calls waits for the end, too.
+            assert host_waits == (2 if caller == "host" else 1), operation

@@ -26,6 +26,7 @@ py::dict device_calls(const DeviceEndpoint& endpoint) {
   calls["launches"] = stream.num_launches();
   calls["copies"] = stream.num_copies();
   calls["events"] = stream.num_events();
+  calls["host_waits"] = endpoint.num_host_waits();
   return calls;
 }
 
