@@ -83,7 +83,7 @@ def _reject_gather(error: Exception, args: tuple[Any, ...], kwargs: dict[str, An
 def _reject_making(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell peers, who are making a communicator of the same group."""
     bootstrap = bootstrap_for(kwargs.get("group", args[1] if len(args) > 1 else None))
-    gathered = bootstrap.all_gather((str(error), "", "", None))
+    gathered = bootstrap.all_gather((str(error), "", "", "", None))
     raise_together(problem for problem, *_ in gathered)
 
 
@@ -224,10 +224,11 @@ class Communicator(ElasticRanks):
             problem = str(error).split("\n", 1)[0] or repr(error)
         if problem is not None:
             place, backend, rail = None, "", ""  # what is wrong may not even be picklable
-        gathered = self.bootstrap.all_gather((problem, backend, rail, place))
-        problems, backends, rails, places = zip(*gathered, strict=True)
+        kind = "" if problem is not None else self.device.type
+        gathered = self.bootstrap.all_gather((problem, backend, rail, kind, place))
+        problems, backends, rails, devices, places = zip(*gathered, strict=True)
         raise_together(problems)
-        for what, values in (("backends", backends), ("rails", rails)):
+        for what, values in (("backends", backends), ("rails", rails), ("devices", devices)):
             if len(set(values)) > 1:
                 raise ValueError(f"ranks ask for different {what}: {list(values)}")
         self.backend, self.num_local_ranks = choose_backend(backend, rail, self.device, places)
