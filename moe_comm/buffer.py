@@ -104,10 +104,10 @@ class EpBuffer:
         self.config = config
         self.buffer_id = next(_buffer_ids)
         # A compiled graph takes the id as data, so that layers with other buffers share the graph.
-        self.id_tensor = torch.tensor(self.buffer_id)
+        self.id_tensor = torch.tensor(self.buffer_id, device="cpu")
         with torch.inference_mode(mode=False):
             # Without elements; what autograd hangs an operation on that no tensor of this rank asks for.
-            self.gradient_anchor = torch.empty(0, requires_grad=True)
+            self.gradient_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self.generation = 0
         self._reference = weakref.ref(self)
         self._checks = CallChecks(config, communicator.device)
@@ -305,10 +305,10 @@ class EpBuffer:
         """
         self._check_alive()
         num_ranks = self.communicator.num_ranks
-        totals = torch.zeros(2, num_ranks, dtype=torch.int64)
+        totals = torch.zeros(2, num_ranks, dtype=torch.int64, device="cpu")
         for row, values in zip(totals, self._backend.wait_statistics(), strict=True):
             if values:
-                row.copy_(torch.tensor(values))
+                row.copy_(torch.tensor(values, device="cpu"))
         wait_ns, num_waits = (
             totals if self._waits_at_reset is None else totals - self._waits_at_reset
         )

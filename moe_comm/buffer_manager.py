@@ -38,7 +38,9 @@ class BufferManager:
         """
         values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         if config.expert_rank is not None:
-            values["expert_rank"] = tuple(torch.as_tensor(config.expert_rank).tolist())
+            values["expert_rank"] = tuple(
+                torch.as_tensor(config.expert_rank, device="cpu").tolist()
+            )
         identity = (*values.values(), key)
         found = self._buffers.get(identity)
         if found is None or found.is_destroyed:

@@ -97,8 +97,8 @@ def default_expert_rank(num_experts: int, num_ranks: int) -> torch.Tensor:
         7 experts on 3 ranks: `[0, 0, 0, 1, 1, 2, 2]`.
     """
     base, extra = divmod(num_experts, num_ranks)
-    sizes = torch.tensor([base + (rank < extra) for rank in range(num_ranks)])
-    return torch.repeat_interleave(torch.arange(num_ranks, dtype=torch.int32), sizes)
+    sizes = torch.tensor([base + (rank < extra) for rank in range(num_ranks)], device="cpu")
+    return torch.repeat_interleave(torch.arange(num_ranks, dtype=torch.int32, device="cpu"), sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class EpConfig:
                 f"x {self.dtype.itemsize} bytes ({self.dtype}) = {self.row_bytes}"
             )
         if self.expert_rank is not None:
-            placement = torch.as_tensor(self.expert_rank)
+            placement = torch.as_tensor(self.expert_rank, device="cpu")
             if placement.dtype.is_floating_point or placement.dtype == torch.bool:
                 raise TypeError(f"expert_rank must hold integers, got {placement.dtype}")
             if placement.shape != (self.num_experts,):
@@ -202,7 +202,7 @@ class EpConfig:
         """
         if self.expert_rank is None:
             return default_expert_rank(self.num_experts, num_ranks)
-        placement = torch.as_tensor(self.expert_rank)
+        placement = torch.as_tensor(self.expert_rank, device="cpu")
         outside = (placement < 0) | (placement >= num_ranks)
         if bool(outside.any()):
             expert_idx = int(outside.nonzero()[0])

@@ -82,7 +82,7 @@ class DispatchHandle:
         """Choices of this rank that a capacity or a mask dropped: bool `[num_tokens, num_topk]`."""
         tensors = self.plan.to_tensors()
         if tensors.layout is Layout.RANK_MAJOR:
-            return torch.zeros(tensors.topk_idx.shape, dtype=torch.bool)
+            return torch.zeros_like(tensors.topk_idx, dtype=torch.bool)
         return (tensors.topk_idx >= 0) & (tensors.slots < 0)
 
 

@@ -69,9 +69,9 @@ def has_element_twice(tensor: torch.Tensor) -> bool:
     else:
         return False
     # Dimensions that interleave, such as strides (2, 3), may still keep clear of each other.
-    offsets = torch.zeros(1, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
-        offsets = (offsets[:, None] + stride * torch.arange(size)).flatten()
+        offsets = (offsets[:, None] + stride * torch.arange(size, device="cpu")).flatten()
     return len(torch.unique(offsets)) < len(offsets)
 
 

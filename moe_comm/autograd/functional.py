@@ -174,7 +174,7 @@ class DifferentiableDispatchResult:
     def has_overflow(self) -> torch.Tensor:
         """See `DispatchResult`; a bool tensor without dimensions."""
         if self.limited is None:
-            return torch.zeros((), dtype=torch.bool)
+            return torch.zeros((), dtype=torch.bool, device="cpu")
         return self.limited[1][1] != 0
 
     @property
@@ -409,4 +409,5 @@ def _outside_inference(handle: TensorHandle) -> TensorHandle:
 def _export(handle: DispatchHandle) -> TensorHandle:
     plan = handle.plan.to_tensors()
     meta = operators.meta_of(handle, 0)
-    return TensorHandle(plan.counts, plan.slots, plan.topk_idx, meta, torch.empty(0), handle)
+    link = torch.empty(0, device="cpu")
+    return TensorHandle(plan.counts, plan.slots, plan.topk_idx, meta, link, handle)

@@ -213,7 +213,7 @@ def dispatch_rows(
         meta_of(result.handle, result.gradients),
     ]
     if capacity is not None or layout is Layout.LOW_LATENCY:
-        overflow = torch.tensor([result.num_required_rows, int(result.has_overflow)])
+        overflow = torch.tensor([result.num_required_rows, int(result.has_overflow)], device="cpu")
         outputs += [result.num_dropped_per_expert, overflow]
     if scales is not None:
         outputs.append(scales)
@@ -227,7 +227,7 @@ def meta_of(handle: DispatchHandle, gradients: int) -> torch.Tensor:
     # A number of an enumeration would be a hundred times as slow.
     layout = int(handle.layout)
     where = (handle.buffer_id, handle.generation, layout, handle.expert_alignment)
-    return torch.tensor((*where, handle.num_recv_tokens, gradients))
+    return torch.tensor((*where, handle.num_recv_tokens, gradients), device="cpu")
 
 
 def zero_unfilled(num_filled: torch.Tensor, *per_row: torch.Tensor | None) -> None:
@@ -331,7 +331,7 @@ def _combine(
         gradients=gradients,
     )
     if isinstance(combined, CombineResult):
-        return [combined.x, torch.tensor([combined.gradients])]
+        return [combined.x, torch.tensor([combined.gradients], device="cpu")]
     return [combined]
 
 
