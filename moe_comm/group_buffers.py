@@ -1,4 +1,4 @@
-"""One communicator and its buffers per process group, for callers that only know their group."""
+"""One communicator and its buffers per group and device, for callers that only know their group."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import as_int, shown
+from moe_comm.backend_choice import GPU_BACKENDS
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer
 from moe_comm.buffer_manager import BufferManager
 from moe_comm.communicator import Communicator
 from moe_comm.config import EpConfig
 
-__all__ = ["GroupBuffers", "group_buffers", "is_alive", "let_go"]
+__all__ = ["Device", "GroupBuffers", "group_buffers", "is_alive", "let_go"]
+
+Device = str | torch.device | None
 
 _lock = threading.Lock()
+# Both by group and kind of device, in the order in which they were made, which ranks share.
 # Of process groups, until they are destroyed: all ranks do that together. What layers hold is no
 # measure, as a cycle may keep a layer on one rank that another has collected.
-_held: dict[int, GroupBuffers] = {}
+_held: dict[tuple[int, str], GroupBuffers] = {}
 # Of bootstraps, whose end nobody sees.
-_living: weakref.WeakValueDictionary[int, GroupBuffers] = weakref.WeakValueDictionary()
+_living: weakref.WeakValueDictionary[tuple[int, str], GroupBuffers] = weakref.WeakValueDictionary()
 
 
 def let_go() -> None:
@@ -39,21 +43,50 @@ atexit.register(let_go)
 
 
 class GroupBuffers:
-    """The communicator of a group and its buffers, which take whatever each call brings.
+    """The communicator of a group for a device, and its buffers, which take whatever each call brings.
 
     Use `group_buffers` to share it with everybody else who works on the same group.
 
     Args:
         group: Process group, bootstrap, or None; see `Communicator`.
         backend: As in `Communicator`.
+        device: As in `group_buffers`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | Bootstrap | None, *, backend: str = "auto"
+        self,
+        group: dist.ProcessGroup | Bootstrap | None,
+        *,
+        backend: str = "auto",
+        device: Device = None,
     ) -> None:
-        self.group = group  # its id is the key under which this object is found
-        self.communicator = Communicator(group, backend=backend)
+        self.group = group  # its id is in the key under which this object is found
+        self.communicator = Communicator(
+            group, _device_for(group, backend, device), backend=backend
+        )
         self._manager = BufferManager(self.communicator)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors that its buffers move."""
+        return self.communicator.device
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise a ValueError where the group has buffers on another GPU of this rank."""
+        known = _known(self.group).get(device.type)
+        if known is not None and device.index not in (None, known.device.index):
+            raise ValueError(
+                f"a group has buffers on one device of a kind: these are on {known.device}, the "
+                f"tensors on {device}"
+            )
+
+    def check_together(self, check: Callable[[], str]) -> None:
+        """As `Communicator.check_together`, for ranks that may not agree on the device either.
+
+        All ranks meet through the communicator of the group that was made first.
+        """
+        first = next(iter(_known(self.group).values()), self)
+        first.communicator.check_together(check)
 
     def get(
         self,
@@ -123,11 +156,11 @@ class GroupBuffers:
             return (
                 f"{name}(num_experts={config.num_experts}, "
                 f"num_max_tokens_per_rank={config.num_max_tokens_per_rank}, "
-                f"expert_rank={placement.tolist()})"
+                f"expert_rank={placement.tolist()}) on {self.device.type}"
             )
 
         try:
-            self.communicator.check_together(state)
+            self.check_together(state)
             assert config is not None
             return self._manager.get(config)
         except Exception:
@@ -145,9 +178,10 @@ class GroupBuffers:
     def destroy(self) -> None:
         """Destroy the buffers and the communicator; idempotent."""
         with _lock:
+            key = (id(self.group), self.device.type)
             for known in (_held, _living):
-                if known.get(id(self.group)) is self:
-                    del known[id(self.group)]
+                if known.get(key) is self:
+                    del known[key]
         self._manager.destroy()
         self.communicator.destroy()
 
@@ -176,21 +210,42 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _known(key: Any) -> GroupBuffers | None:
+def _device_for(group: Any, backend: str, device: Device) -> str | torch.device:
+    """Where the tensors of a group are, as docs/gpu.md says it for callers."""
+    if device is not None:
+        return device
+    if backend != "auto":
+        return "cuda" if backend in GPU_BACKENDS else "cpu"
+    # A group that reaches GPUs by Gloo alone is one of CPU ranks on a machine with GPUs.
+    is_of_gpus = (
+        isinstance(group, dist.ProcessGroup)
+        and is_alive(group)
+        and "cuda:nccl" in dist.get_backend_config(group)
+    )
+    return "cuda" if is_of_gpus else "cpu"
+
+
+def _known(group: Any) -> dict[str, GroupBuffers]:
+    """The living of a group by kind of device, in the order in which they were made."""
     with _lock:
-        for group_id, held in list(_held.items()):
+        for key, held in list(_held.items()):
             if held.communicator.is_destroyed or not is_alive(held.group):  # type: ignore[arg-type]
-                del _held[group_id]
-        found = _held.get(id(key)) or _living.get(id(key))
-    if found is None or found.group is not key or found.communicator.is_destroyed:
-        return None
-    return found
+                del _held[key]
+        found = [*_held.items(), *_living.items()]
+    return {
+        kind: each
+        for (_, kind), each in found
+        if each.group is group and not each.communicator.is_destroyed
+    }
 
 
 def group_buffers(
-    group: dist.ProcessGroup | Bootstrap | None = None, *, backend: str = "auto"
+    group: dist.ProcessGroup | Bootstrap | None = None,
+    *,
+    backend: str = "auto",
+    device: Device = None,
 ) -> GroupBuffers:
-    """The shared buffers of a group, made on first use; collective where they are made.
+    """The shared buffers of a group on a device, made on first use; collective where they are made.
 
     Those of a process group are kept until it, or their communicator, is destroyed. Those of a
     bootstrap are kept as long as somebody holds them: hold them alike on every rank.
@@ -198,15 +253,33 @@ def group_buffers(
     Args:
         group: Process group, bootstrap, or None for the default process group.
         backend: For the first use; see `Communicator`.
+        device: Of the tensors, a GPU by number or "cuda" for the current one. None: that of `backend` where
+            it is named; the current GPU where the group has NCCL; else the CPU.
+
+    Raises:
+        ValueError: The group has buffers on another GPU of this rank, or some ranks ask for another kind
+            of device than others; on every rank.
     """
     key: Any = group
     if key is None and dist.is_available() and dist.is_initialized():
         key = dist.group.WORLD
-    found = _known(key)
-    if found is not None:
-        return found
-    made = GroupBuffers(key, backend=backend)
+    known = _known(key)
+    first = next(iter(known.values()), None)
+    try:
+        wanted = torch.device(_device_for(key, backend, device))
+        found = known.get(wanted.type)
+        if found is not None:
+            found.check_device(wanted)
+            return found
+    except (RuntimeError, TypeError, ValueError) as error:
+        if first is None:  # and so no communicator to tell peers through but the one that they make
+            return GroupBuffers(key, backend=backend, device=device)
+        first.communicator.reject(error)
+    if first is not None:
+        # Peers that have what they ask for are in another exchange of this communicator.
+        first.communicator.check_together(lambda: f"buffers of a group on {wanted.type}")
+    made = GroupBuffers(key, backend=backend, device=wanted)
     with _lock:
-        known = _held if isinstance(key, dist.ProcessGroup) else _living
-        known[id(key)] = made
+        kept = _held if isinstance(key, dist.ProcessGroup) else _living
+        kept[id(key), made.device.type] = made
     return made
