@@ -140,8 +140,9 @@ class MegatronManager:
         self.dispatched_probs: torch.Tensor | None = None
         self.tokens_per_expert: torch.Tensor | None = None
         self.handle: PermutedHandle | None = None
-        self.over_budget = torch.zeros(1, dtype=torch.bool)
-        self.required_recv = torch.zeros(1, dtype=torch.int64)
+        device = self._group_buffers.device  # where Megatron reduces them over ranks
+        self.over_budget = torch.zeros(1, dtype=torch.bool, device=device)
+        self.required_recv = torch.zeros(1, dtype=torch.int64, device=device)
         # Megatron looks at these; memory is sized by every call, so nothing is ever to be remade.
         self._bootstrapped = True
         self._zc_fwd_token_buf: torch.Tensor | None = None
@@ -350,6 +351,7 @@ class MegatronManager:
         self.dispatched_probs = rows.probs
         self.tokens_per_expert = rows.tokens_per_expert
         self.handle = rows.handle
-        self.over_budget |= rows.handle.overflow != 0
-        torch.maximum(self.required_recv, rows.handle.num_required_rows, out=self.required_recv)
+        self.over_budget |= (rows.handle.overflow != 0).to(self.over_budget.device)
+        required = rows.handle.num_required_rows.to(self.required_recv.device)
+        torch.maximum(self.required_recv, required, out=self.required_recv)
         return rows.hidden

@@ -107,9 +107,9 @@ class PendingDispatch:
             places=result.handle,
             topk_idx=self.topk_idx,
             probs_dtype=self.probs_dtype,
-            num_required_rows=torch.tensor([result.num_required_rows]),
-            link=torch.empty(0),
-            overflow=torch.tensor([result.has_overflow], dtype=torch.int32),
+            num_required_rows=torch.tensor([result.num_required_rows], device="cpu"),
+            link=torch.empty(0, device="cpu"),
+            overflow=torch.tensor([result.has_overflow], dtype=torch.int32, device="cpu"),
         )
         return PermutedRows(
             hidden=hidden,
@@ -293,7 +293,7 @@ class _Dispatch(torch.autograd.Function):
             ctx.mark_non_differentiable(arrived.hidden)
         elif arrived.probs is not None and not needs_weights(word):
             ctx.mark_non_differentiable(arrived.probs)
-        return arrived.hidden, arrived.probs, torch.empty(0)
+        return arrived.hidden, arrived.probs, torch.empty(0, device="cpu")
 
     @staticmethod
     @once_differentiable

@@ -165,15 +165,17 @@ class TransformersExperts:
     def _run_experts(self, rows: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """The experts' outputs, unweighted, in the order of the rows."""
         num_rows = rows.shape[0]
-        local_experts = torch.arange(num_tokens_per_expert.shape[0])
-        expert_ids = local_experts.repeat_interleave(num_tokens_per_expert, output_size=num_rows)
+        local_experts = torch.arange(num_tokens_per_expert.shape[0], device=rows.device)
+        expert_ids = local_experts.repeat_interleave(
+            num_tokens_per_expert.to(rows.device), output_size=num_rows
+        )
         # Experts never get no row at all: FSDP sums their gradients over ranks, so that each has to
         # have one. What is compiled does not know how many there are, and always has one more.
         has_spare_row = torch.compiler.is_compiling() or num_rows == 0
         if has_spare_row:
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
             expert_ids = torch.cat([expert_ids, local_experts[-1:]])
-        weights = torch.ones(expert_ids.shape[0], 1, dtype=rows.dtype)
+        weights = rows.new_ones(expert_ids.shape[0], 1)
         expert_out = self._experts_forward(rows, expert_ids[:, None], weights)
         return expert_out[:num_rows] if has_spare_row else expert_out
 

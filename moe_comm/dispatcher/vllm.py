@@ -458,8 +458,10 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
     def _check_expert_map(self, expert_map: torch.Tensor) -> None:
         """Refuse another placement than the buffer's: rows would meet the weights of other experts."""
         found = expert_map.cpu()
-        expected = torch.full((self.buffer.config.num_experts,), -1, dtype=found.dtype)
-        expected[self._global_ids] = torch.arange(self._global_ids.numel(), dtype=found.dtype)
+        expected = found.new_full((self.buffer.config.num_experts,), -1)
+        expected[self._global_ids] = torch.arange(
+            self._global_ids.numel(), dtype=found.dtype, device=found.device
+        )
         if not torch.equal(found, expected):
             raise ValueError(
                 f"expert_map must be {shown(expected.tolist())}, where the buffer has its experts, got "

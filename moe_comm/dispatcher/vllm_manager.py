@@ -62,7 +62,12 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
     ) -> None:
         is_store_group = _is_store_group(tcp_store_group)
         store_ranks = _StoreRanks(tcp_store_group) if is_store_group else None
-        self._group_buffers = group_buffers(store_ranks or cpu_group, backend=backend)
+        groups = parallel_groups() if isinstance(cpu_group, dist.ProcessGroup) else None
+        # Which is a group of CPUs wherever vLLM runs; its groups of parallel ranks know the device.
+        device = None if groups is None or backend != "auto" else groups[0].device
+        self._group_buffers = group_buffers(
+            store_ranks or cpu_group, backend=backend, device=device
+        )
         communicator = self._group_buffers.communicator
 
         def check() -> str:
@@ -86,7 +91,6 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
             return f"VllmAll2AllManager(dp_world_size={dp_world_size})"
 
         communicator.check_together(check)
-        groups = parallel_groups() if isinstance(cpu_group, dist.ProcessGroup) else None
         if groups is None:
             self.cpu_group = cpu_group
             self.tcp_store_group = tcp_store_group
@@ -254,7 +258,8 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
     ) -> tuple[Any, ...]:
         self._check_tokens_are_own(is_sequence_parallel)
         buffer = self._gather_buffer()
-        everywhere = torch.arange(self.world_size).expand(hidden_states.shape[0], -1).contiguous()
+        ranks = torch.arange(self.world_size, device=hidden_states.device)
+        everywhere = ranks.expand(hidden_states.shape[0], -1).contiguous()
         result = buffer.dispatch(hidden_states.contiguous(), everywhere, layout=Layout.RANK_MAJOR)
         self._gathered[self._ubatch_id()] = result.handle
         more = [] if extra_tensors is None else extra_tensors
