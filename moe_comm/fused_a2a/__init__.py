@@ -174,7 +174,7 @@ class FusedDispatch(torch.autograd.Function):
             check_count("num_experts", num_experts, minimum=1)
         except (TypeError, ValueError) as error:
             held.reject("dispatch", error)
-        buffer = held.ep_buffer(num_experts)
+        buffer = held.ep_buffer(num_experts, x)
         try:
             check_flags(async_finish, allocate_on_comm_stream)
             get_buffer(group, get_hidden_bytes(x))
@@ -251,7 +251,7 @@ class FusedCombine(torch.autograd.Function):
         try:
             check_flags(async_finish, allocate_on_comm_stream)
             held = get_buffer(group, get_hidden_bytes(x))
-            if held.ep_buffer(buffer.config.num_experts) is not buffer:
+            if held.ep_buffer(buffer.config.num_experts, x) is not buffer:
                 raise ValueError("handle belongs to the buffer of another group")
             rows = x.contiguous()
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
@@ -418,7 +418,7 @@ class HybridEPDispatch(torch.autograd.Function):
             check_count("num_local_experts", num_local_experts, minimum=1)
         except (TypeError, ValueError) as error:
             held.reject("dispatch", error)
-        buffer = held.ep_buffer(num_local_experts * held.group_size)
+        buffer = held.ep_buffer(num_local_experts * held.group_size, x)
         try:
             check_tuning(given)
             held.hidden_dim = max(held.hidden_dim, x.shape[-1])

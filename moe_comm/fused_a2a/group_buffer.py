@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from moe_comm.bootstrap import Bootstrap
@@ -18,7 +19,7 @@ Group: TypeAlias = dist.ProcessGroup | Bootstrap | None
 class GroupBuffer:
     """What Megatron's globals hold: one for every group, with the attributes that callers read.
 
-    The memory behind it is sized by every call, whatever stands here.
+    Its buffers are on the device that the first call works on, on which all ranks agree. The memory behind it is sized by every call, whatever stands here.
 
     Attributes:
         group: As given.
@@ -42,11 +43,32 @@ class GroupBuffer:
         self.max_num_of_tokens_per_rank = 0
         self.num_local_experts = 0
         self.use_fp8 = False
-        self._shared = shared
+        self._first = self._shared = shared
+        self._is_on_device = False
         self._latest: EpBuffer | None = None
 
-    def ep_buffer(self, num_experts: int) -> EpBuffer:
-        """The buffer beneath for so many experts of the group; collective on first use."""
+    def is_of(self, shared: GroupBuffers) -> bool:
+        """Whether it stands on what the group shares now."""
+        return self._first is shared and not self._shared.communicator.is_destroyed
+
+    def ep_buffer(self, num_experts: int, x: torch.Tensor) -> EpBuffer:
+        """The buffer beneath for so many experts of the group; collective on first use.
+
+        Args:
+            num_experts: Over all ranks.
+            x: Rows of the call.
+        """
+        if not self._is_on_device:
+            # What is no tensor is refused by the call.
+            device = x.device if isinstance(x, torch.Tensor) else self._shared.device
+
+            def check() -> str:
+                self._shared.check_device(device)
+                return f"buffers of fused_a2a on {device.type}"
+
+            self._shared.check_together(check)
+            self._shared = group_buffers(self.group, device=device)
+            self._is_on_device = True
         self._latest = self._shared.get(num_experts)
         return self._latest
 
@@ -76,6 +98,6 @@ def held_buffer(buffers: dict[int, GroupBuffer], group: Group) -> GroupBuffer:
             buffers.pop(key, None)
     shared = group_buffers(group)
     found = buffers.get(id(shared.group))
-    if found is None or found._shared is not shared:
+    if found is None or not found.is_of(shared):
         found = buffers[id(shared.group)] = GroupBuffer(shared)
     return found
