@@ -1,6 +1,6 @@
 """What `import deep_ep` gives after `moe_comm.compat.install("deep_ep")`.
 
-DeepEP's three interfaces for CPU ranks: `Buffer`, `HybridEPBuffer` and the dispatch and combine of
+DeepEP's three interfaces: `Buffer`, `HybridEPBuffer` and the dispatch and combine of
 `ElasticBuffer`.
 """
 

@@ -122,7 +122,10 @@ def check_tensor(
     *dtypes: torch.dtype,
     strided: bool = False,
 ) -> torch.Tensor:
-    """A tensor of one of the dtypes (any where none is given); None in `shape` is any size."""
+    """A tensor of one of the dtypes (any where none is given); None in `shape` is any size.
+
+    It has to be where its call works, which is torch's default device meanwhile (see `on_device`).
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided:
@@ -136,8 +139,9 @@ def check_tensor(
     if not is_shape:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape ({wanted}), got {tuple(value.shape)}")
-    if not value.is_cpu:
-        raise ValueError(f"{name} must be on cpu, got {value.device}")
+    device = torch.get_default_device()
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device}, got {value.device}")
     if not strided and not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
     return value

@@ -36,6 +36,7 @@ from moe_comm.compat.deep_ep.handles import RankMajorHandle, require_low_latency
 from moe_comm.compat.deep_ep.local_memory import LocalMemory
 from moe_comm.compat.deep_ep.masks import MaskedRanks
 from moe_comm.compat.deep_ep.rows import Rows
+from moe_comm.compat.deep_ep.streams import on_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.config import default_expert_rank
 from moe_comm.missed_calls import keeps_unbound
@@ -48,9 +49,9 @@ HandleParts = tuple[torch.Tensor, ...]
 
 
 class Buffer(MaskedRanks):
-    """Dispatch and combine with DeepEP's arguments, tuples and orders, for CPU tensors.
+    """Dispatch and combine with DeepEP's arguments, tuples and orders.
 
-    Any number of ranks and experts, any row that is a multiple of 16 bytes, any top-k, any number of
+    On the device of the first tensors. Any number of ranks and experts, any row that is a multiple of 16 bytes, any top-k, any number of
     tokens per rank. N tokens of this rank, H hidden, K choices, R ranks, E experts of which El are
     here, M received rows. Collective: every rank makes it and calls it in the same order. What one
     rank gets wrong is raised on every rank, as ValueError or TypeError.
@@ -60,14 +61,10 @@ class Buffer(MaskedRanks):
         num_nvl_bytes: Size of what `get_local_buffer_tensor` shows; no rows pass through it.
         num_rdma_bytes: The same with `use_rdma_buffer=True`.
         low_latency_mode: No effect: every buffer has both modes.
-        num_qps_per_rank: GPU only, no effect.
-        allow_nvlink_for_low_latency_mode: GPU only, no effect.
-        allow_mnnvl: GPU only, no effect.
+        num_qps_per_rank: No effect, like the next two and the last two.
         explicitly_destroy: `destroy()` may be called.
         enable_shrink: Ranks may be masked in low-latency mode.
         comm: An mpi4py communicator, in place of a group.
-        allow_nvlink_for_normal_mode: GPU only, no effect.
-        use_fabric: GPU only, no effect; None for False.
 
     Raises:
         ValueError: A size is negative, or both group and comm are given.
@@ -156,7 +153,7 @@ class Buffer(MaskedRanks):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """The present."""
+        """The end of what the current stream holds; on the CPU, the present."""
         return EventOverlap(EventHandle())
 
     @staticmethod
@@ -178,10 +175,9 @@ class Buffer(MaskedRanks):
         """DeepEP's recommendation, for any number of ranks."""
         return configs.recommended_combine_config(Buffer.num_sms, num_ranks)
 
-    def get_comm_stream(self) -> torch.cpu.Stream:
-        """The stream of the CPU, which orders nothing."""
-        self._owner.shared()
-        return torch.cpu.current_stream()
+    def get_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
+        """The stream that calls work in on a GPU; that of the CPU orders nothing."""
+        return self._owner.current_comm_stream()
 
     @ints_as_bools
     def get_local_buffer_tensor(
@@ -208,6 +204,7 @@ class Buffer(MaskedRanks):
         return memory.view(dtype, size, offset)
 
     @ints_as_bools
+    @on_device
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -222,8 +219,8 @@ class Buffer(MaskedRanks):
             topk_idx: int64 `[N, K]`, contiguous; -1 marks an unused choice.
             num_experts: E, any number; `default_expert_rank` says where each lives.
             previous_event: Waited for.
-            async_finish: The result has an event, which has come.
-            allocate_on_comm_stream: GPU only, no effect; needs the two before.
+            async_finish: The result has an event.
+            allocate_on_comm_stream: No effect; needs the two before.
 
         Returns:
             num_tokens_per_rank int32 `[R]`, None (ranks are on one machine), num_tokens_per_expert
@@ -248,6 +245,7 @@ class Buffer(MaskedRanks):
         )
 
     @ints_as_bools
+    @on_device
     @rejects_unbound_of("dispatch")
     def dispatch(
         self,
@@ -292,8 +290,8 @@ class Buffer(MaskedRanks):
                 0: as many as arrive.
             config: `num_sms / 2` is the number of channels in the handle.
             previous_event: Waited for.
-            async_finish: The result has an event. It has come: the result's shapes are data.
-            allocate_on_comm_stream: GPU only, no effect; needs the two before.
+            async_finish: The result has an event. The host has waited: the result's shapes are data.
+            allocate_on_comm_stream: No effect; needs the two before.
 
         Returns:
             recv_x, like x: `[M, H]` in order of (source rank, token), and scales contiguous;
@@ -347,6 +345,7 @@ class Buffer(MaskedRanks):
         )
 
     @ints_as_bools
+    @on_device
     @rejects_unbound_of("combine")
     def combine(
         self,
@@ -372,7 +371,7 @@ class Buffer(MaskedRanks):
             config: Validated, no effect.
             previous_event: Waited for.
             async_finish: Return before the end; wait for the event before the result is read.
-            allocate_on_comm_stream: GPU only, no effect; needs the two before.
+            allocate_on_comm_stream: No effect; needs the two before.
 
         Returns:
             `[N, H]` sums: biases, then ranks in ascending order, in float32 with one rounding; float32
@@ -423,6 +422,7 @@ class Buffer(MaskedRanks):
 
     @in_order_of_lineage
     @ints_as_bools
+    @on_device
     @rejects_unbound_of("dispatch", "low latency")
     def low_latency_dispatch(
         self,
@@ -497,6 +497,7 @@ class Buffer(MaskedRanks):
         )
 
     @ints_as_bools
+    @on_device
     @rejects_unbound_of("combine", "low latency")
     def low_latency_combine(
         self,

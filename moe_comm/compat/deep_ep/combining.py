@@ -11,6 +11,7 @@ from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.routing import last_choices
+from moe_comm.compat.deep_ep.streams import plan_here
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.config import Layout
 from moe_comm.handles import CombineResult, DispatchHandle
@@ -159,7 +160,7 @@ def combine_reduced(
     """
     pulled = _pulled_weights(buffer, native, topk_weights)
     returned = _return_rows(owner, arithmetic.sum_rows(rows, places), sources)
-    topk_idx = native.plan.to_tensors().topk_idx
+    topk_idx = plan_here(native.plan).topk_idx
     ranks, place = last_choices(topk_idx, buffer.expert_rank, owner.num_ranks)
     # Rows come back in order of (rank that held it, token here).
     num_from = torch.bincount(ranks[ranks >= 0], minlength=owner.num_ranks)
@@ -193,7 +194,7 @@ def _combine_with_biases(
         `[N, H]` and the weights `[N, K]` or None.
     """
     pulled = _pulled_weights(buffer, native, topk_weights)
-    plan = native.plan.to_tensors()
+    plan = plan_here(native.plan)
     returned = _return_rows(owner, rows, _sources(buffer, owner, native, plan.counts))
     # Rows come back in order of (rank that held it, row there), which is the order of slots.
     is_used = plan.slots >= 0

@@ -24,6 +24,7 @@ from moe_comm.compat.deep_ep.combining import Bias, check_biases, combine_reduce
 from moe_comm.compat.deep_ep.elastic_rows import EPHandle, Sending
 from moe_comm.compat.deep_ep.group import GroupOwner, checked, rejects_unbound_of
 from moe_comm.compat.deep_ep.rows import Rows
+from moe_comm.compat.deep_ep.streams import on_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.missed_calls import keeps_unbound, tells_peers
@@ -50,9 +51,9 @@ def _reject_barrier(error: Exception, args: tuple[Any, ...], _: dict[str, Any]) 
 
 
 class ElasticBuffer:
-    """Dispatch and combine with the arguments of DeepEP's second interface, for CPU tensors.
+    """Dispatch and combine with the arguments of DeepEP's second interface.
 
-    Any number of ranks and experts, any top-k (equal on all ranks), rows of a multiple of 16 bytes. N
+    On the device of the first tensors. Any number of ranks and experts, any top-k (equal on all ranks), rows of a multiple of 16 bytes. N
     tokens of this rank, H hidden, K choices, R ranks, E experts of which El are here. Collective:
     every rank makes it and calls it in the same order. What one rank gets wrong is raised on every
     rank, as ValueError or TypeError.
@@ -66,14 +67,14 @@ class ElasticBuffer:
         num_topk: For the size hint.
         use_fp8_dispatch: For the size hint.
         deterministic: No effect: everything is.
-        allow_hybrid_mode: GPU only, no effect.
+        allow_hybrid_mode: No effect.
         allow_multiple_reduction: With `do_expand`, a combine adds and rounds the rows of a token on the
             rank that has them, and the sums again. False: it rounds once, which takes one exchange.
         prefer_overlap_with_compute: For `get_theoretical_num_sms`.
-        sl_idx: GPU only, no effect.
+        sl_idx: No effect.
         num_allocated_qps: Kept, no effect.
         num_cpu_timeout_secs: Validated; the communicator has limits of its own.
-        num_gpu_timeout_secs: GPU only, no effect.
+        num_gpu_timeout_secs: No effect.
         explicitly_destroy: `destroy()` may be called.
 
     Raises:
@@ -182,13 +183,12 @@ class ElasticBuffer:
 
     @staticmethod
     def capture() -> EventHandle:
-        """The present."""
+        """The end of what the current stream holds; on the CPU, the present."""
         return EventHandle()
 
-    def get_comm_stream(self) -> torch.cpu.Stream:
-        """The stream of the CPU, which orders nothing."""
-        self._owner.shared()
-        return torch.cpu.current_stream()
+    def get_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
+        """As in `Buffer`."""
+        return self._owner.current_comm_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Ranks between machines and within one: all are on one."""
@@ -263,6 +263,7 @@ class ElasticBuffer:
         return self.num_allocated_qps
 
     @ints_as_bools
+    @on_device
     @rejects_unbound_of("dispatch")
     def dispatch(
         self,
@@ -302,8 +303,8 @@ class ElasticBuffer:
             num_qps: No effect.
             previous_event: Waited for.
             previous_event_before_epilogue: Waited for.
-            async_with_compute_stream: The result's event is one that has come.
-            allocate_on_comm_stream: GPU only, no effect.
+            async_with_compute_stream: The result has an event, for which the host has waited.
+            allocate_on_comm_stream: No effect.
             handle: Of an earlier dispatch: send to its places; shape, order and padding hold.
             do_handle_copy: The handle has a copy of `topk_idx`, not the tensor.
             do_cpu_sync: None for True. False: the worst case of rows, unfilled ones zero.
@@ -377,6 +378,7 @@ class ElasticBuffer:
         )
 
     @ints_as_bools
+    @on_device
     @rejects_unbound_of("combine")
     def combine(
         self,
@@ -405,7 +407,7 @@ class ElasticBuffer:
             previous_event_before_epilogue: Waited for.
             async_with_compute_stream: Return before the end; wait for the event before the result is
                 read.
-            allocate_on_comm_stream: GPU only, no effect.
+            allocate_on_comm_stream: No effect.
 
         Returns:
             `[N, H]` sums, in float32: biases, then rows by rank, rounded once. With `do_expand` see

@@ -13,6 +13,7 @@ from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
+from moe_comm.compat.deep_ep.streams import here, plan_here
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.config import Capacity, Layout
 from moe_comm.handles import DispatchHandle, DispatchResult
@@ -210,9 +211,9 @@ def _make_handle(
     """See `EPHandle`; `columns` are the choices and the index of every received row."""
     assert sending.topk_idx is not None
     num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
-    counts = result.handle.plan.to_tensors().counts
+    counts = plan_here(result.handle.plan).counts
     from_rank = counts[:, num_experts + owner.rank_idx].to(torch.int64)
-    raw = result.num_tokens_per_expert
+    raw = here(result.num_tokens_per_expert)
     unit = sending.expert_alignment
     rounded = (raw + unit - 1) // unit * unit
     ends = rounded.cumsum(0)
@@ -273,7 +274,7 @@ def _filled_rows(
     buffer: EpBuffer, owner: GroupOwner, counts: torch.Tensor, starts: torch.Tensor
 ) -> _Filled:
     """Of expanded rows whose experts begin at `starts`."""
-    mine = (buffer.expert_rank == owner.rank_idx).nonzero().flatten()
+    mine = here((buffer.expert_rank == owner.rank_idx).nonzero().flatten())
     per_expert = counts[:, mine].T.to(torch.int64)
     ranks = torch.arange(owner.num_ranks).repeat(len(mine))
     sources = torch.repeat_interleave(ranks, per_expert.flatten())
@@ -304,7 +305,7 @@ def _metadata(
     topk_idx = columns[:, :num_topk].to(torch.int64)
     tokens = filled.sources * sending.num_max_tokens + columns[:, num_topk]
     unique, place = torch.unique(tokens, sorted=True, return_inverse=True)
-    rank_of_bin = torch.cat([buffer.expert_rank.to(torch.int64), torch.tensor([-1])])
+    rank_of_bin = torch.cat([buffer.expert_rank.to(topk_idx), torch.tensor([-1])])
     first_here = (rank_of_bin[topk_idx] == owner.rank_idx).to(torch.int32).argmax(1)  # -1 is last
     metadata = torch.full((len(unique), 2 + num_topk), -1, dtype=torch.int32)
     metadata[:, 0] = unique.to(torch.int32)

@@ -1,15 +1,17 @@
-"""What all buffers of this module share: the `EpBuffer`s of a group."""
+"""What all buffers of this module share: the `EpBuffer`s of a group, on the device of the first tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import shown
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer, rejects_unbound
+from moe_comm.compat.deep_ep.streams import CommStream, tensors_in
 from moe_comm.group_buffers import GroupBuffers, group_buffers
 
 __all__ = ["GroupOwner", "MpiRanks", "checked", "refuse_not_offered", "rejects_unbound_of"]
@@ -21,6 +23,8 @@ ResultT = TypeVar("ResultT")
 class GroupOwner:
     """The `EpBuffer`s of one group, by number of experts. Collective where one is made.
 
+    They are on the device that the first collective call with tensors works on, on which all ranks agree.
+
     Args:
         group: Process group, bootstrap, or None for the default process group.
     """
@@ -30,8 +34,30 @@ class GroupOwner:
         communicator = self._shared.communicator
         self.rank_idx = communicator.rank_idx
         self.num_ranks = communicator.num_ranks
+        self._is_on_device = False
+        self._comm_streams: dict[torch.device, CommStream] = {}
         self._buffers: dict[tuple[str, tuple[int, int | None]], EpBuffer] = {}
         self._latest: dict[str, EpBuffer] = {}
+
+    def device_of(self, given: tuple[Any, ...]) -> torch.device:
+        """Where a call works: on the device of the first call, which is that of its first tensor."""
+        if self._is_on_device:
+            return self.shared().device
+        first = next(tensors_in(given), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def comm_stream(self, device: torch.device) -> CommStream:
+        """The stream of calls on a GPU, made on first use."""
+        if device not in self._comm_streams:
+            self._comm_streams[device] = CommStream(device)
+        return self._comm_streams[device]
+
+    def current_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
+        """What `get_comm_stream` of DeepEP gives; the stream of the CPU orders nothing."""
+        device = self.shared().device
+        if device.type == "cpu":
+            return torch.cpu.current_stream()
+        return self.comm_stream(device).stream
 
     def buffer_for(self, num_experts: int | None, problem: str = "") -> EpBuffer:
         """The buffer for so many experts; the latest where this rank does not know how many.
@@ -60,15 +86,21 @@ class GroupOwner:
             return self._latest[mode]
         buffer = None if shape is None else self._buffers.get((mode, shape))
         if buffer is None:
+            device = torch.get_default_device()  # as `on_device` has it
 
             def check() -> str:
                 if problem:
                     raise ValueError(problem)
-                return f"a {mode} buffer"
+                if not self._is_on_device:
+                    shared.check_device(device)
+                return f"a {mode} buffer on {device.type}"
 
             # A buffer is made by all ranks together, so those that cannot must say so first.
-            shared.communicator.check_together(check)
+            shared.check_together(check)
             assert shape is not None
+            if not self._is_on_device:
+                shared = self._shared = group_buffers(shared.group, device=device)
+                self._is_on_device = True
             num_experts, num_max_tokens = shape
             buffer = shared.get(
                 num_experts,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moe_comm import arithmetic
 from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer, rejects_unbound
+from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import hybrid_rows as rows
 from moe_comm.compat.deep_ep.arguments import (
     check_bools,
@@ -18,7 +18,7 @@ from moe_comm.compat.deep_ep.arguments import (
     ints_as_bools,
 )
 from moe_comm.compat.deep_ep.combining import announcement, sum_columns
-from moe_comm.compat.deep_ep.group import GroupOwner, checked
+from moe_comm.compat.deep_ep.group import GroupOwner, checked, rejects_unbound_of
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import (
     Configurer,
@@ -26,6 +26,7 @@ from moe_comm.compat.deep_ep.hybrid_config import (
     rounded_max_tokens,
 )
 from moe_comm.compat.deep_ep.hybrid_rows import Routing, indices_to_map
+from moe_comm.compat.deep_ep.streams import on_device
 from moe_comm.config import Capacity, Layout
 from moe_comm.dispatcher.routing_map import dense_of_topk
 from moe_comm.handles import CombineResult
@@ -37,7 +38,7 @@ HandleParts = tuple[Any, ...]
 
 
 class HybridEPBuffer:
-    """HybridEP's interface for CPU tensors.
+    """HybridEP's interface, on the device of the first tensors.
 
     Any number of ranks, experts and tokens per rank; rows of a multiple of 16 bytes. N tokens of this
     rank, H hidden, K choices, E experts of which El are on every rank, M received rows, P permuted
@@ -50,7 +51,7 @@ class HybridEPBuffer:
         max_num_of_tokens_per_rank: For `configurer`; not a limit.
         num_local_experts: El.
         use_fp8: For `configurer`; calls are told by the dtype of their rows.
-        num_sms_dispatch_api: GPU only, no effect; like all that follow.
+        num_sms_dispatch_api: No effect; like all that follow.
         num_sms_combine_api: See above.
         num_sms_preprocessing_api: See above.
         num_blocks_permute: See above.
@@ -135,7 +136,6 @@ class HybridEPBuffer:
         self.num_of_nodes = 1
         self.configurer = Configurer(config)
         self._num_local_experts = num_local_experts
-        self._buffer = self._owner.buffer_for(num_local_experts * self.group_size)
 
     def empty_jit_cache(self) -> None:
         """Nothing to do: nothing is compiled."""
@@ -153,15 +153,13 @@ class HybridEPBuffer:
     ) -> HybridEpConfigInstance:
         """A configuration for later calls; another number of experts holds from here on.
 
-        Collective where `num_local_experts` changes.
-
         Args:
             hidden_dim: For `configurer`.
             num_of_tokens_per_rank: For `configurer`.
             num_local_experts: El of later calls.
             pad_multiple: Kept in the result.
             use_fp8: Kept in the result.
-            fuse_permute_dispatch: GPU only, no effect.
+            fuse_permute_dispatch: No effect.
             kwargs: Other fields of `HybridEpConfigInstance`, kept in the result.
 
         Raises:
@@ -185,10 +183,10 @@ class HybridEPBuffer:
         if num_local_experts is not None and num_local_experts != self._num_local_experts:
             check_ints(1, num_local_experts=num_local_experts)
             self._num_local_experts = num_local_experts
-            self._buffer = self._owner.buffer_for(num_local_experts * self.group_size)
         return config
 
-    @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
+    @on_device
+    @rejects_unbound_of("dispatch")
     def dispatch(
         self,
         hidden: torch.Tensor,
@@ -261,7 +259,8 @@ class HybridEPBuffer:
         token, received_probs, received_scales = wire.unpack(result)
         return token, received_probs, received_scales, made
 
-    @rejects_unbound("combine", lambda args, _: args[0]._buffer)
+    @on_device
+    @rejects_unbound_of("combine")
     def combine(
         self,
         hidden: torch.Tensor,
@@ -302,7 +301,8 @@ class HybridEPBuffer:
         return combined.x, sum_columns(buffer, known.native, probs)[0]
 
     @ints_as_bools
-    @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
+    @on_device
+    @rejects_unbound_of("dispatch")
     def dispatch_with_permute(
         self,
         *,
@@ -342,7 +342,7 @@ class HybridEPBuffer:
             pad_multiple: Rows of an expert are padded with zeros to a multiple; None or 0 for none.
             handle: Of an earlier call: send to its places. P and `pad_multiple` hold.
             non_blocking: Needs `num_permuted_tokens`; no other effect.
-            fuse_permute_dispatch: GPU only, no effect: it is one pass anyway.
+            fuse_permute_dispatch: No effect: it is one pass anyway.
             num_dispatched_tokens: Deprecated, ignored but for its type.
             use_host_meta: Deprecated: `non_blocking` is its opposite.
 
@@ -408,7 +408,8 @@ class HybridEPBuffer:
         return token, result.topk_weights, scales, padded, made
 
     @ints_as_bools
-    @rejects_unbound("combine", lambda args, _: args[0]._buffer)
+    @on_device
+    @rejects_unbound_of("combine")
     def combine_with_unpermute(
         self,
         *,
@@ -426,7 +427,7 @@ class HybridEPBuffer:
             probs: float32 `[P]`, or None; all ranks give some or none does.
             handle: Of `dispatch_with_permute`.
             pad_multiple: None or that of the dispatch.
-            fuse_unpermute_combine: GPU only, no effect: it is one pass anyway.
+            fuse_unpermute_combine: No effect: it is one pass anyway.
             num_dispatched_tokens: Deprecated, ignored but for its type.
 
         Returns:
@@ -471,7 +472,9 @@ class HybridEPBuffer:
 
     def _buffer_of(self, handle: object) -> EpBuffer:
         self._owner.shared()
-        return handle.buffer if isinstance(handle, HybridHandle) else self._buffer
+        if isinstance(handle, HybridHandle):
+            return handle.buffer
+        return self._owner.buffer_for(self._num_local_experts * self.group_size)
 
     def _check_experts(
         self, buffer: EpBuffer, num_of_experts: int | None, per_rank: int | None

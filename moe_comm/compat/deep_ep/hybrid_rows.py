@@ -11,6 +11,7 @@ from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
+from moe_comm.compat.deep_ep.streams import here, plan_here
 from moe_comm.dispatcher.routing_map import (
     dense_of_topk,
     routing_map_of_topk,
@@ -261,7 +262,7 @@ def permuted_places(
         torch.zeros(0, num_local_experts, dtype=torch.bool),
         torch.zeros(0, dtype=torch.int32),
         torch.zeros(0, num_local_experts, dtype=torch.int32),
-        result.num_tokens_per_expert.to(torch.int32),
+        here(result.num_tokens_per_expert).to(torch.int32),
         num_tokens,
         config,
         torch.tensor([int(result.has_overflow)], dtype=torch.int32),
@@ -271,7 +272,7 @@ def permuted_places(
 def _sent_tokens(owner: GroupOwner, buffer: EpBuffer, result: DispatchResult) -> torch.Tensor:
     """int64 `[R, R]`: tokens that rank i sent to rank j, each once."""
     num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
-    counts = result.handle.plan.to_tensors().counts
+    counts = plan_here(result.handle.plan).counts
     return counts[:, num_experts : num_experts + num_ranks].to(torch.int64)
 
 
@@ -286,7 +287,7 @@ def _sparse_to_dense(
     """int32 `[N, R]`: the row of every token on every rank, or -1."""
     num_ranks = owner.num_ranks
     first = (sent.cumsum(0) - sent)[owner.rank_idx]
-    rank_of_bin = torch.cat([buffer.expert_rank.to(torch.int64), torch.tensor([num_ranks])])
+    rank_of_bin = torch.cat([buffer.expert_rank.to(topk_idx), torch.tensor([num_ranks])])
     is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
     is_in_rank.scatter_(1, rank_of_bin[topk_idx], True)  # -1 reads the last bin
     is_in_rank = is_in_rank[:, :num_ranks]

@@ -13,6 +13,7 @@ from moe_comm.compat.deep_ep.arguments import check_bools, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner, checked
 from moe_comm.compat.deep_ep.handles import LowLatencyHandle
+from moe_comm.compat.deep_ep.streams import here, plan_here
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.compat.deep_ep.utils.math import fp8_quantization
 from moe_comm.config import Layout
@@ -89,9 +90,9 @@ class Statistics:
     def add(self, result: DispatchResult) -> None:
         """Add a dispatch that has ended."""
         if self.expert_counts is not None:
-            self.expert_counts.add_(result.num_tokens_per_expert.to(torch.int32))
+            self.expert_counts.add_(result.num_tokens_per_expert.to(self.expert_counts))
         if self.wait_ns is not None:
-            self.wait_ns.add_(result.wait_ns)
+            self.wait_ns.add_(here(result.wait_ns))
 
 
 def dispatch(
@@ -159,7 +160,7 @@ def dispatch(
 
     def finish() -> None:
         recv_count.copy_(result.num_tokens_per_expert)
-        counts = result.plan.to_tensors().counts[:, : buffer.config.num_experts]
+        counts = plan_here(result.plan).counts[:, : buffer.config.num_experts]
         mine = counts[:, buffer.expert_rank == owner.rank_idx].T.to(torch.int64)
         layout_range.copy_(routing.packed_layout_range(mine))
         assert result.topk_weights is not None
@@ -236,7 +237,7 @@ def combine(
 
     def finish() -> None:
         if wait_stats is not None:
-            wait_stats.add_(pending.wait_ns)
+            wait_stats.add_(here(pending.wait_ns))
 
     event, hook = completion.finish(EventHandle.of(pending.event, finish))
     return sums, event, hook

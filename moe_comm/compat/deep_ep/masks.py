@@ -6,6 +6,7 @@ import torch
 
 from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, check_tensor, ints_as_bools
 from moe_comm.compat.deep_ep.group import GroupOwner
+from moe_comm.compat.deep_ep.streams import on_device
 
 __all__ = ["MaskedRanks"]
 
@@ -34,6 +35,7 @@ class MaskedRanks:
         else:
             self._masked.discard(rank_to_mask)
 
+    @on_device
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for ranks masked from this rank on, else 0, into int32 `[R]`. Local."""
         self._require_shrink()

@@ -22,6 +22,7 @@ from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner, checked
 from moe_comm.compat.deep_ep.handles import RankMajorHandle
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
+from moe_comm.compat.deep_ep.streams import plan_here
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.config import Capacity, Layout
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
@@ -252,7 +253,7 @@ def _expert_counts(
         # The choices made up from ranks say nothing of experts.
         assert sending.num_tokens_per_expert is not None
         gathered = owner.shared().communicator.all_gather(
-            sending.num_tokens_per_expert.numpy().tobytes()
+            sending.num_tokens_per_expert.cpu().numpy().tobytes()
         )
         per_rank = [torch.frombuffer(bytearray(part), dtype=torch.int32) for part in gathered]
         counts = torch.stack(per_rank).sum(0)[buffer.expert_rank == owner.rank_idx]
@@ -269,7 +270,7 @@ def _make_handle(
 ) -> RankMajorHandle:
     assert sending.is_token_in_rank is not None
     num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
-    counts = result.handle.plan.to_tensors().counts
+    counts = plan_here(result.handle.plan).counts
     rank_prefix = counts[:, num_experts : num_experts + num_ranks].cumsum(0, dtype=torch.int64)
     mine = rank_prefix[:, owner.rank_idx]
     num_filled = int(mine[-1])

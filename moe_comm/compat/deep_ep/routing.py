@@ -51,7 +51,7 @@ def dispatch_layout(topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks
     # Unused choices fall into a bin of their own, which is cut off.
     bins = torch.where(topk_idx < 0, num_experts, topk_idx)
     counts = torch.bincount(bins.flatten(), minlength=num_experts + 1)[:num_experts]
-    rank_of_bin = torch.cat([expert_rank.to(torch.int64), torch.tensor([num_ranks])])
+    rank_of_bin = torch.cat([expert_rank.to(topk_idx), torch.tensor([num_ranks])])
     is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
     is_in_rank.scatter_(1, rank_of_bin[bins], True)
     is_in_rank = is_in_rank[:, :num_ranks].contiguous()
@@ -76,7 +76,7 @@ def last_choices(
         int64 `[num_tokens, num_topk]` twice, -1 at all other choices: the rank, and the place of the
         token among those that go to this rank.
     """
-    rank_of_bin = torch.cat([expert_rank.to(torch.int64), torch.tensor([num_ranks])])
+    rank_of_bin = torch.cat([expert_rank.to(topk_idx), torch.tensor([num_ranks])])
     rank_of_choice = rank_of_bin[topk_idx]  # -1 reads the last bin
     is_same = rank_of_choice[:, :, None] == rank_of_choice[:, None, :]
     is_last = ~is_same.triu(1).any(dim=2) & (rank_of_choice < num_ranks)

@@ -1,4 +1,4 @@
-"""Events. A CPU has no streams: what an event waits for is an operation of this package, or nothing."""
+"""Events: the end of an operation of this package, and on GPUs of what a stream holds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from collections.abc import Callable
 
 import torch
 
+from moe_comm.compat.deep_ep import streams
 from moe_comm.handles import CommEvent
 
 __all__ = ["EventHandle", "EventOverlap", "wait_for"]
 
 
 class EventHandle:
-    """A point in time; `EventHandle()` is the present, which has come already."""
+    """A point in time; `EventHandle()` is the present.
+
+    On a CPU it has come already; with GPUs it is the end of what the current stream holds.
+    """
 
     def __init__(self) -> None:
+        self._mark = streams.present()
+        self._place = streams.running()
         self._event: CommEvent | None = None
         self._finish: Callable[[], None] | None = None
         self._earlier: tuple[EventHandle, ...] = ()
@@ -43,18 +49,25 @@ class EventHandle:
         return handle
 
     def current_stream_wait(self) -> None:
-        """Block until the operation ended; raise what ended it. Waiting again does the same."""
+        """Wait until the operation ended; raise what ended it. Waiting again does the same.
+
+        On a GPU the current stream waits. The host does too as far as it has a part in the operation.
+        """
         for earlier in self._earlier:
             earlier.current_stream_wait()
         event = self._event
-        if event is None:
-            return
-        event.wait()
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
-            self._event = None  # an event that has come keeps no rows
+        if event is not None:
+            # What is left to be done belongs into the stream of the call, as does the end of the operation.
+            with streams.resumed(self._place):
+                event.wait()
+                with self._lock:
+                    finish, self._finish = self._finish, None
+                    if finish is not None:
+                        finish()
+                    self._event = None  # an event that has come keeps no rows
+                    self._mark = streams.present()
+        if self._mark is not None:
+            streams.follow(self._mark, self._place)
 
 
 class EventOverlap:
@@ -62,7 +75,7 @@ class EventOverlap:
 
     Args:
         event: None where there is nothing to wait for.
-        extra_tensors: Kept alive as long as this object.
+        extra_tensors: Kept alive as long as this object, so that their memory is not offered again before.
 
     Attributes:
         hook_after_wait: What `register_hook_after_wait` was given, until it is called; else None.
@@ -79,7 +92,7 @@ class EventOverlap:
         self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Block until the operation ended, then call the registered hook.
+        """Wait as `EventHandle.current_stream_wait` does, then call the registered hook.
 
         Args:
             release_handle: Forget the event afterwards.

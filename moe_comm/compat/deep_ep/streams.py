@@ -1,0 +1,202 @@
+"""Where and when the calls of this module work: on the device of their tensors, on GPUs in a stream of their own.
+
+As in DeepEP, a call begins behind the caller's current stream or behind `previous_event`, and what the
+caller puts into its stream afterwards comes behind the call, or behind the wait for its event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import cuda
+
+from moe_comm.backends.base import Plan, PlanTensors
+
+__all__ = [
+    "CommStream",
+    "Place",
+    "follow",
+    "here",
+    "on_device",
+    "plan_here",
+    "present",
+    "resumed",
+    "running",
+    "tensors_in",
+]
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+_CPU = torch.device("cpu")
+_EARLY_ENDS = ("async_finish", "async_with_compute_stream", "return_recv_hook")
+
+
+class Place(NamedTuple):
+    """Where a call works.
+
+    Args:
+        device: Of its tensors.
+        stream: In which it works on a GPU; None on the CPU.
+    """
+
+    device: torch.device
+    stream: cuda.Stream | None
+
+
+class _Running(threading.local):
+    stream: cuda.Stream | None = None
+
+
+_running = _Running()
+
+
+def running() -> Place:
+    """Where the call works that this thread is in."""
+    return Place(torch.get_default_device(), _running.stream)
+
+
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that the host has, where the call works that this thread is in."""
+    return tensor.to(torch.get_default_device())
+
+
+def plan_here(plan: Plan) -> PlanTensors:
+    """As `here`, of what a plan holds."""
+    tensors = plan.to_tensors()
+    return dataclasses.replace(
+        tensors,
+        counts=here(tensors.counts),
+        slots=here(tensors.slots),
+        topk_idx=here(tensors.topk_idx),
+    )
+
+
+def present() -> cuda.Event | None:
+    """The end of what the current stream holds; None in a process that has put nothing into any."""
+    return cuda.current_stream().record_event() if cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def resumed(place: Place) -> Iterator[None]:
+    """Within it work goes on where a call has worked."""
+    if place == running():
+        yield
+    elif place.stream is None:
+        with place.device:
+            yield
+    else:
+        outer, _running.stream = _running.stream, place.stream
+        try:
+            with place.device, cuda.stream(place.stream):
+                yield
+        finally:
+            _running.stream = outer
+
+
+def follow(mark: cuda.Event, place: Place) -> None:
+    """What the caller's stream gets from now on comes behind `mark`, which was made at `place`."""
+    device = None if place.stream is None else place.device  # None: the current one
+    cuda.current_stream(device).wait_event(mark)
+
+
+class _Owner(Protocol):
+    def device_of(self, given: tuple[Any, ...]) -> torch.device: ...
+
+    def comm_stream(self, device: torch.device) -> CommStream: ...
+
+
+class CommStream:
+    """The stream in which one object's calls work on a GPU.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: cuda.Stream = cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def run(
+        self,
+        call: Callable[[], ResultT],
+        given: tuple[Any, ...],
+        *,
+        is_after_event: bool,
+        ends_early: bool,
+    ) -> ResultT:
+        """What `call` returns, whose work is put into this stream.
+
+        Args:
+            call: Waits for its `previous_event` itself.
+            given: Its arguments.
+            is_after_event: It comes behind that event alone, and not behind the caller's stream.
+            ends_early: The caller waits by an event or a hook.
+        """
+        caller = cuda.current_stream(self._device)
+        if not is_after_event:
+            self.stream.wait_stream(caller)
+        try:
+            with resumed(Place(self._device, self.stream)):
+                result = call()
+        finally:
+            # Also of a call that is refused: it may have looked at tensors.
+            if not ends_early:
+                caller.wait_stream(self.stream)
+        # The allocator offers memory again in the order of the stream that it was taken in.
+        for tensors, stream in ((given, self.stream), (result, caller)):
+            for tensor in tensors_in(tensors):
+                if tensor.device == self._device:
+                    tensor.record_stream(stream)
+        return result
+
+
+def on_device(method: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    """A decorator of methods of objects with a `GroupOwner`: they work where the tensors passed are.
+
+    Until it returns that device is torch's default: what is made lies there, what is passed has to.
+    """
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        owner: _Owner = args[0]._owner  # type: ignore[attr-defined]
+        given = (*args[1:], *kwargs.values())
+        device = owner.device_of(given)
+        if device == torch.get_default_device() == _CPU:
+            return method(*args, **kwargs)
+        if device == _CPU:
+            with device:
+                return method(*args, **kwargs)
+        try:
+            named = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            named = {}  # the method says so itself
+        event = named.get("previous_event")
+        return owner.comm_stream(device).run(
+            lambda: method(*args, **kwargs),
+            given,
+            # An event without anything to wait for is none.
+            is_after_event=getattr(event, "event", event) is not None,
+            ends_early=any(named.get(name) for name in _EARLY_ENDS),
+        )
+
+    return called
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of arguments and results, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from tensors_in([getattr(value, name) for name in value.__dataclass_fields__])
