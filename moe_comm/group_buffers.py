@@ -164,9 +164,11 @@ class GroupBuffers:
             assert config is not None
             return self._manager.get(config)
         except Exception:
-            # Whoever keeps the error keeps this, on one rank alone: the next call must not find it.
-            if not len(self._manager):
-                self.destroy()
+            # Whoever keeps the error keeps this, on one rank alone: the next call must not find it. Ranks
+            # may have asked for different devices.
+            for each in {**_known(self.group), self.device.type: self}.values():
+                if not len(each._manager):
+                    each.destroy()
             raise
 
     def check_backend(self, backend: str) -> None:

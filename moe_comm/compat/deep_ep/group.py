@@ -52,6 +52,11 @@ class GroupOwner:
             self._comm_streams[device] = CommStream(device)
         return self._comm_streams[device]
 
+    def use_on(self, stream: torch.cuda.Stream) -> None:
+        """Say that `stream` reads results, which may lie in windows."""
+        if self._is_on_device:
+            self.shared().communicator.use_on(stream)
+
     def current_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
         """What `get_comm_stream` of DeepEP gives; the stream of the CPU orders nothing."""
         device = self.shared().device

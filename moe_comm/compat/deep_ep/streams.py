@@ -112,6 +112,8 @@ class _Owner(Protocol):
 
     def comm_stream(self, device: torch.device) -> CommStream: ...
 
+    def use_on(self, stream: cuda.Stream) -> None: ...
+
 
 class CommStream:
     """The stream in which one object's calls work on a GPU.
@@ -180,13 +182,15 @@ def on_device(method: Callable[P, ResultT]) -> Callable[P, ResultT]:
         except TypeError:
             named = {}  # the method says so itself
         event = named.get("previous_event")
-        return owner.comm_stream(device).run(
+        result = owner.comm_stream(device).run(
             lambda: method(*args, **kwargs),
             given,
             # An event without anything to wait for is none.
             is_after_event=getattr(event, "event", event) is not None,
             ends_early=any(named.get(name) for name in _EARLY_ENDS),
         )
+        owner.use_on(cuda.current_stream(device))
+        return result
 
     return called
 
