@@ -145,7 +145,7 @@ class MegatronTokenDispatcher:
             probs: Of `dispatch_preprocess`; None for those it kept.
             async_finish: Return while the rows are in flight. What is returned then stands for them,
                 and only `dispatch_postprocess` makes use of it.
-            allocate_on_comm_stream: No effect on the CPU.
+            allocate_on_comm_stream: No effect.
 
         Returns:
             Rows and their probabilities.
@@ -192,7 +192,7 @@ class MegatronTokenDispatcher:
             hidden_states: `[M, hidden]`; rows of padding are not read.
             async_finish: Return while the sums are in flight. What is returned then stands for them,
                 and only `combine_postprocess` makes use of it.
-            allocate_on_comm_stream: No effect on the CPU.
+            allocate_on_comm_stream: No effect.
         """
         del allocate_on_comm_stream
         if not async_finish:

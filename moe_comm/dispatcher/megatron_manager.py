@@ -222,7 +222,7 @@ class MegatronManager:
             async_finish: Return while the rows are in flight. What is returned, and
                 `dispatched_probs`, then stand for the rows, and only
                 `get_permuted_hidden_states_by_experts` makes use of them.
-            allocate_on_comm_stream: No effect on the CPU.
+            allocate_on_comm_stream: No effect.
 
         Returns:
             `[M, hidden]`, permuted by expert; see `async_finish`.
@@ -289,7 +289,7 @@ class MegatronManager:
         Args:
             hidden_states: `[M, hidden]`; rows of padding are not read.
             async_finish: No effect: the sums are there on return. `start_combine` has two phases.
-            allocate_on_comm_stream: No effect on the CPU.
+            allocate_on_comm_stream: No effect.
 
         Returns:
             `[num_tokens, hidden]`.

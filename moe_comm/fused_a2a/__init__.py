@@ -5,7 +5,7 @@ arguments; a keyword always means what it says. The functions of DeepEP and Hybr
 because a backend always does; those of NCCL EP are as without Transformer Engine. Every call is collective over its group, and so is its backward.
 
 Numbers of SMs and blocks, `fused`, `async_finish` and `allocate_on_comm_stream` choose among GPU kernels
-and streams. They are checked, and have no effect on the CPU: a call returns when it has ended.
+and streams. They are checked, and have no effect: what follows a call in its stream comes behind it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def get_buffer(group: Group, hidden_bytes: int) -> GroupBuffer:
 
 
 def set_deepep_num_sms(num_sms: int) -> None:
-    """Check a number of SMs; no effect on the CPU.
+    """Check a number of SMs; no effect.
 
     Raises:
         TypeError: Not an int.
@@ -315,8 +315,8 @@ def fused_dispatch(
         token_probs: `[num_tokens, num_topk]`, any float dtype, or None.
         num_experts: Over all ranks.
         group: Process group, bootstrap, or None for the default group.
-        async_finish: No effect on the CPU.
-        allocate_on_comm_stream: No effect on the CPU.
+        async_finish: No effect.
+        allocate_on_comm_stream: No effect.
 
     Returns:
         Rows `[M, hidden]` in order of (source rank, token); their choices int64 `[M, num_topk]`, local
@@ -569,7 +569,7 @@ def hybrid_ep_combine(
         handle: Of `hybrid_ep_dispatch`.
         num_permuted_tokens: M, or None.
         pad_multiple: That of the dispatch, or None.
-        fused: No effect on the CPU.
+        fused: No effect.
 
     Returns:
         `[num_tokens, hidden]`.

@@ -71,6 +71,15 @@ def test_links_lead_somewhere(document: str) -> None:
     assert [link for link in local if not (folder / link).exists()] == []
 
 
+NOT_RUN_ON_GPUS = "Tensors may be on GPUs too, by the rules of gpu.md; no GPU has run this."
+FACES = ("deep_ep", "dispatcher", "megatron", "sglang", "torchtitan", "transformers", "vllm")
+
+
+@pytest.mark.parametrize("document", ["README.md", *(f"docs/{face}.md" for face in FACES)])
+def test_pages_say_alike_what_no_gpu_has_run(document: str) -> None:
+    assert " ".join((ROOT / document).read_text().split()).count(NOT_RUN_ON_GPUS) == 1
+
+
 def test_index_lists_every_page() -> None:
     listed = set(LINK.findall((ROOT / "docs/index.md").read_text()))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"} - listed == set()
