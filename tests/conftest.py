@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from multiprocessing import forkserver
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.client_rows import properties_of
 from tests.helpers.selection import check_margin, mark_what_no_sample_has
 
 BASE_SEED = 20260
@@ -96,6 +97,13 @@ def _server_of_ranks(request: pytest.FixtureRequest) -> None:
 def _seed(request: pytest.FixtureRequest) -> None:
     """The same random numbers for a test on every run, and others for every test."""
     torch.manual_seed(BASE_SEED + zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _client(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """What a test of a framework says of itself, for the page of clients."""
+    for name, value in properties_of(request.node).items():
+        record_property(name, value)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -46,6 +46,11 @@ CASES = [
 ]
 
 
+@pytest.mark.client(
+    "DeepEP",
+    way='`compat.install("deep_ep")`',
+    ran="{path}",
+)
 @pytest.mark.skipif(SOURCE is None, reason="DEEP_EP_SOURCE names no checkout of DeepEP")
 @pytest.mark.parametrize(("path", "arguments"), CASES)
 def test_passes(path: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

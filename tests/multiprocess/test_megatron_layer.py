@@ -96,12 +96,22 @@ def over_the_module_of_this_package(context: RankContext) -> None:
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.client(
+    "Megatron-Core",
+    way="`moe_comm.fused_a2a` as its module",
+    ran="an MoE layer, forward and backward",
+)
 @pytest.mark.full
 def test_a_layer_over_fused_a2a_in_the_place_of_megatrons() -> None:
     """Whatever names the release imports from its module are there."""
     run_ranks(over_the_module_of_this_package, 2, fresh=True)
 
 
+@pytest.mark.client(
+    "Megatron-Core",
+    way="each of docs/megatron.md",
+    ran="an MoE layer, forward and backward",
+)
 @pytest.mark.full
 def test_a_layer_changed_as_documented() -> None:
     blocks = python_blocks(DOCUMENT)

@@ -127,6 +127,11 @@ def trained_as_documented(context: RankContext, way: str) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.client(
+    "Megatron-Core",
+    way="{way}",
+    ran="a GPT model, 20 steps of an optimiser",
+)
 @pytest.mark.parametrize("way", ["deepep", "hybridep", "manager", "dispatcher", "fused_a2a"])
 def test_a_model_is_trained_as_with_the_all_to_all_dispatcher(way: str) -> None:
     # New processes, in which nothing has imported Megatron without a deep_ep.

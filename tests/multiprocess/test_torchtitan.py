@@ -90,6 +90,11 @@ def compare_with_all_to_all(
     return faults
 
 
+@pytest.mark.client(
+    "torchtitan",
+    way="`--override.imports`",
+    ran="the MoE layer of DeepSeek-V3, forward and backward",
+)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -135,6 +140,11 @@ def compare_over_deep_ep(context: RankContext) -> list[str]:
     return faults
 
 
+@pytest.mark.client(
+    "torchtitan",
+    way='`compat.install("deep_ep")`',
+    ran="its own HybridEP and DeepEP dispatchers",
+)
 def test_torchtitans_own_dispatchers_run_over_the_deep_ep_module() -> None:
     # Fresh processes: it installs a module and registers kernels.
     faults = run_ranks(compare_over_deep_ep, 2, fresh=True)
@@ -158,6 +168,11 @@ def count_operations_under_checkpointing(context: RankContext, with_policy: bool
     return operations
 
 
+@pytest.mark.client(
+    "torchtitan",
+    way="`--override.imports`",
+    ran="an MoE layer under activation checkpointing",
+)
 @pytest.mark.parametrize("with_policy", [True, False])
 def test_selective_checkpointing_communicates_once(with_policy: bool) -> None:
     for operations in run_ranks(count_operations_under_checkpointing, 2, with_policy):

@@ -96,6 +96,11 @@ RUNS = [
 ]
 
 
+@pytest.mark.client(
+    "transformers",
+    way="`register()`",
+    ran="{name}, {num_ranks} ranks: a step of training and generated text, in every layout",
+)
 @pytest.mark.parametrize(("name", "num_ranks"), RUNS)
 def test_losses_gradients_and_text_are_those_of_all_to_all_and_of_one_process(
     checkpoints: dict[str, str], name: str, num_ranks: int
@@ -172,6 +177,11 @@ def compare_layers(
     return faults
 
 
+@pytest.mark.client(
+    "transformers",
+    way="`register()`",
+    ran="experts of a model, plain and as FP8",
+)
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, FP8_BLOCK128)],
@@ -208,6 +218,11 @@ def train_where_experts_starve(context: RankContext, checkpoint: str) -> list[st
     ]
 
 
+@pytest.mark.client(
+    "transformers",
+    way="`register()`",
+    ran="experts that get no rows, under FSDP",
+)
 def test_experts_without_rows_train_with_their_replicas(checkpoints: dict[str, str]) -> None:
     faults = run_fresh(train_where_experts_starve, 4, checkpoints["qwen3_moe"])
     assert [text for rank in faults for text in rank] == []
@@ -235,6 +250,11 @@ def train_otherwise(context: RankContext, checkpoint: str, how: str) -> list[str
     ]
 
 
+@pytest.mark.client(
+    "transformers",
+    way="`register()`",
+    ran="a model {how}",
+)
 @pytest.mark.parametrize("how", ["recomputed", "compiled", "traced"])
 def test_recomputed_and_compiled_models_learn_the_same(
     checkpoints: dict[str, str], how: str
@@ -254,6 +274,11 @@ def save_what_was_trained(context: RankContext, checkpoint: str, folder: str) ->
     return logits.detach()
 
 
+@pytest.mark.client(
+    "transformers",
+    way="`register()`",
+    ran="`save_pretrained` after a step",
+)
 def test_what_was_trained_is_saved_whole(checkpoints: dict[str, str], tmp_path: Path) -> None:
     first = checkpoints["qwen3_moe"]
     logits, _ = run_fresh(save_what_was_trained, 2, first, str(tmp_path))
@@ -278,6 +303,11 @@ def test_ranks_with_different_options_are_told(checkpoints: dict[str, str]) -> N
     assert re.search(f"--- rank 1: ValueError.*{met}", str(caught.value))
 
 
+@pytest.mark.client(
+    "transformers",
+    way="the example",
+    ran="`Trainer`, then `generate()`",
+)
 def test_the_example_trains_and_generates() -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "train_transformers.py"
     sizes = ["--steps", "6", "--hidden", "32", "--context", "32", "--text-bytes", "20000"]

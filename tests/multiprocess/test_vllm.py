@@ -79,6 +79,11 @@ def deadly(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     return when, {"PYTHONPATH": str(tmp_path), "DIES_WHEN": str(when)}
 
 
+@pytest.mark.client(
+    "vLLM",
+    way="`MOE_COMM_VLLM=1`",
+    ran="API server, 2 data-parallel ranks, compiled: greedy tokens",
+)
 def test_two_ranks_give_the_tokens_of_one(
     checkpoint: str, tokens_of_one_rank: list[list[int]], tmp_path: Path
 ) -> None:
@@ -88,6 +93,11 @@ def test_two_ranks_give_the_tokens_of_one(
         assert "Using VllmPrepareAndFinalize" in server.said()
 
 
+@pytest.mark.client(
+    "vLLM",
+    way="`MOE_COMM_VLLM=1`",
+    ran="the same, eager, and a rank that is killed",
+)
 def test_a_rank_that_is_killed_is_named(
     checkpoint: str,
     tokens_of_one_rank: list[list[int]],
@@ -106,6 +116,11 @@ def test_a_rank_that_is_killed_is_named(
         assert "PeerFailedError: rank 1 died while rank 0 waited (dispatch" in server.said()
 
 
+@pytest.mark.client(
+    "vLLM",
+    way="`MOE_COMM_VLLM=1`",
+    ran="the same without expert parallelism",
+)
 def test_whole_batches_are_gathered_where_experts_are_cut(
     checkpoint: str, tokens_of_one_rank: list[list[int]], tmp_path: Path
 ) -> None:
@@ -148,6 +163,11 @@ def in_groups_of_vllm(context: RankContext) -> None:
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.client(
+    "vLLM",
+    way="`VllmAll2AllManager`",
+    ran="in the groups of vLLM",
+)
 def test_the_manager_has_the_groups_of_vllm() -> None:
     run_ranks(in_groups_of_vllm, 2, fresh=True)
 
@@ -170,6 +190,11 @@ def over_a_store(context: RankContext, path: str) -> list[float]:
     return rows[:, 0].tolist()
 
 
+@pytest.mark.client(
+    "vLLM",
+    way="`VllmAll2AllManager`",
+    ran="over the store of vLLM",
+)
 def test_ranks_meet_in_a_store(tmp_path: Path) -> None:
     assert run_ranks(over_a_store, 2, str(tmp_path / "store"), fresh=True) == [[0, 1, 1]] * 2
 

@@ -105,3 +105,65 @@ def test_every_installation_of_the_makefile_is_checked(
     names = {name for each in found for name in each.requirements}
     assert {"setuptools", "torch", "mpi4py"} <= names
     assert any(each.extras and {"lint", "test"} <= set(each.extras) for each in found)
+
+
+CLIENT_XML = (
+    """<testsuites><testsuite timestamp="2026-11-20T09:00:00">{cases}</testsuite></testsuites>"""
+)
+
+
+def client_case(test: str, ran: str, outcome: str = "", **said: str) -> str:
+    said = {
+        "framework": "torchtitan",
+        "release": "0.3.0",
+        "way": "override",
+        "on": "CPU ranks",
+        "version": "0.2.0",
+        "ran": ran,
+        "test": f"tests/t.py::{test}",
+        **said,
+    }
+    properties = "".join(f'<property name="{name}" value="{said[name]}"/>' for name in said)
+    return f"<testcase><properties>{properties}</properties>{outcome}</testcase>"
+
+
+def test_clients_are_rows_of_what_passed(tmp_path: Path) -> None:
+    clients = tool("clients")
+    xml, results = tmp_path / "ran.xml", tmp_path / "results"
+
+    def add(*cases: str) -> str:
+        xml.write_text(CLIENT_XML.format(cases="".join(cases)))
+        clients.add(xml, results)
+        return str(clients.page(results))
+
+    skipped = client_case("test_b", "a model", "<skipped/>")
+    page = add(client_case("test_a", "a layer"), client_case("test_a", "a layer"), skipped)
+    row = "| torchtitan | 0.3.0 | override | a layer | 2 | 2026-11-20, 0.2.0 | (1) |"
+    assert row + " `python -m pytest tests/t.py::test_a` |" in page
+    assert "a model" not in page
+    assert "(1) CPU ranks" in page
+    # A test's rows are those of its last run; rows of other tests and releases stay.
+    page = add(client_case("test_a", "another layer"), client_case("test_b", "a model"))
+    assert row not in page
+    assert "| another layer | 1 |" in page
+    page = add(client_case("test_c", "a step", on="others", release="0.4.0"))
+    assert all(f"| {ran} | 1 |" in page for ran in ("another layer", "a model", "a step"))
+    assert "(2) others" in page
+
+
+def test_a_client_that_failed_is_no_row(tmp_path: Path) -> None:
+    xml = tmp_path / "ran.xml"
+    for cases, message in (
+        (client_case("test_a", "x") + client_case("test_a", "x", "<failure/>"), "ended in failure"),
+        (client_case("test_a", "x", "<error/>"), "ended in error"),
+        (client_case("test_a", "x", "<skipped/>"), "no test of a client ran"),
+        ("<testcase/>", "no test of a client ran"),
+    ):
+        xml.write_text(CLIENT_XML.format(cases=cases))
+        with pytest.raises(ValueError, match=message):
+            tool("clients").add(xml, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_page_of_clients_is_what_the_tool_writes() -> None:
+    assert tool("clients").PAGE.read_text() == tool("clients").page()
