@@ -148,7 +148,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         self._ubatch_id = current_ubatch_id() if ubatch_id is None else ubatch_id
         self._prepared: dict[int, _Prepared] = {}
         is_local = buffer.expert_rank == buffer.communicator.rank_idx
-        self._global_ids = is_local.nonzero().flatten()
+        self._global_ids = is_local.nonzero().flatten().to(buffer.communicator.device)
         elsewhere = (~is_local).nonzero().flatten()
         # Fused experts take ids for valid that their expert_map then turns into "not here".
         self._id_elsewhere = int(elsewhere[0]) if elsewhere.numel() else -1
@@ -459,9 +459,8 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         """Refuse another placement than the buffer's: rows would meet the weights of other experts."""
         found = expert_map.cpu()
         expected = found.new_full((self.buffer.config.num_experts,), -1)
-        expected[self._global_ids] = torch.arange(
-            self._global_ids.numel(), dtype=found.dtype, device=found.device
-        )
+        here = self._global_ids.cpu()
+        expected[here] = torch.arange(here.numel(), dtype=found.dtype, device=found.device)
         if not torch.equal(found, expected):
             raise ValueError(
                 f"expert_map must be {shown(expected.tolist())}, where the buffer has its experts, got "

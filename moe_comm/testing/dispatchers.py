@@ -35,9 +35,10 @@ __all__ = ["DISPATCHERS", "local_experts", "most_tokens"]
 
 
 def local_experts(buffers: GroupBuffers, case: DispatcherCase) -> torch.Tensor:
-    """int64 global ids of this rank's experts, ascending."""
+    """int64 global ids of this rank's experts, ascending, on the device of the buffers."""
     buffer = buffers.get(case.num_experts)
-    return (buffer.expert_rank == buffer.communicator.rank_idx).nonzero().flatten()
+    is_here = buffer.expert_rank == buffer.communicator.rank_idx
+    return is_here.nonzero().flatten().to(buffers.device)
 
 
 def most_tokens(case: DispatcherCase) -> int:
@@ -52,7 +53,7 @@ def _grouped_experts(
     expert_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Experts on rows grouped by expert; NaN in padding, which nobody may read."""
-    sizes = expert_offsets.diff().to(torch.int64)
+    sizes = expert_offsets.diff().to(expert_ids.device, torch.int64)
     num_rest = rows.shape[0] - int(sizes.sum())
     # What lies behind the last expert is padding as well.
     ids = torch.cat([torch.repeat_interleave(expert_ids, sizes), expert_ids.new_zeros(num_rest)])
@@ -297,7 +298,7 @@ def _places_of_ranks(
         Places of a rank, which may be left unused; int64 `[T, K]` chosen places, -1 for none; ids of
         the experts of this rank's places.
     """
-    owner = buffers.get(case.num_experts).expert_rank.to(torch.int64)
+    owner = buffers.get(case.num_experts).expert_rank.to(buffers.device, torch.int64)
     num_ranks = buffers.communicator.num_ranks
     first = torch.searchsorted(owner, torch.arange(num_ranks))  # of contiguous blocks of experts
     num_places = int(torch.bincount(owner, minlength=num_ranks).max())

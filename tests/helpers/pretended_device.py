@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_comm import Communicator
+from moe_comm import Communicator, group_buffers
+from moe_comm.autograd import operators
 from moe_comm.backends import simt
 from moe_comm.backends.simt import SimtBackend
 
@@ -50,6 +51,10 @@ class _Pretended(torch.Tensor):
         made.inner = inner
         return made
 
+    @property
+    def is_meta(self) -> bool:
+        return False  # it has elements
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
@@ -76,6 +81,9 @@ def _wrapped(tensor: Any) -> Any:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
+    if name.startswith("moe_comm::"):
+        # The kernel itself: the device whose name is borrowed has kernels of its own, which move nothing.
+        return getattr(operators, "_" + name.partition("::")[2])(*args, **kwargs)
     given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     is_there = any(isinstance(each, _Pretended) for each in given)
     asked = kwargs.get("device")
@@ -211,6 +219,14 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     """Let surfaces that know their group alone find `DEVICE`. For all ranks that are threads of this process."""
     patch.setattr("moe_comm.group_buffers.Communicator", _PretendedCommunicator)
     patch.setattr("moe_comm.compat.deep_ep.streams.cuda", _Cuda)
+    device_for = group_buffers._device_for
+
+    def device_of_group(group: Any, backend: str, device: Any) -> Any:
+        # As if groups were of torch's default device.
+        is_left_open = device is None and backend == "auto"
+        return device_for(group, backend, torch.get_default_device() if is_left_open else device)
+
+    patch.setattr("moe_comm.group_buffers._device_for", device_of_group)
     load = "moe_comm.backends.agreement.load_backend"
     from moe_comm.backends import load_backend
 

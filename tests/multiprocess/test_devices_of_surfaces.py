@@ -14,7 +14,10 @@ from moe_comm import Communicator, fused_a2a, group_buffers
 from moe_comm.compat.deep_ep import Buffer, ElasticBuffer, EventOverlap, HybridEPBuffer, streams
 from moe_comm.compat.deep_ep.streams import tensors_in
 from moe_comm.compat.deep_ep.utils.event import EventHandle
+from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
+from moe_comm.testing.dispatcher_oracle import DISPATCHER_CASES, RankTokens, all_tokens
+from moe_comm.testing.dispatchers import DISPATCHERS
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.pretended_device import DEVICE, Stream, on_pretended_device, pretend
 
@@ -140,6 +143,17 @@ def fused(context: RankContext, mine: oracle.Given) -> Iterator[Any]:
     fused_a2a._buffers.pop(id(context.group))  # whose calls are on one device
 
 
+def dispatcher(context: RankContext, mine: oracle.Given) -> Iterator[Any]:
+    """Its constructor makes its buffer, before there are tensors."""
+    buffers = group_buffers.group_buffers(context.group, device=mine.x.device)
+    made = TokenDispatcher(CASE.num_experts, buffer=buffers.get(CASE.num_experts))
+    x, weights = (each.detach().requires_grad_() for each in (mine.x, mine.topk_weights))
+    routed = made.dispatch(x, weights, topk_idx=mine.topk_idx)
+    y = made.combine(routed.tokens * routed.probs[:, None], routed)
+    y.sum().backward()
+    yield routed.tokens, routed.probs, y, x.grad, weights.grad
+
+
 Calls = Callable[[RankContext, oracle.Given], Iterator[Any]]
 SURFACES: dict[str, Calls] = {
     "normal": normal,
@@ -147,8 +161,10 @@ SURFACES: dict[str, Calls] = {
     "elastic": elastic,
     "hybrid": hybrid,
     "fused": fused,
+    "dispatcher": dispatcher,
 }
 LONG = {"normal", "low_latency"}
+SHORT = {"megatron", "sglang normal", "vllm standard"}
 
 
 def compare(context: RankContext, surface: str) -> None:
@@ -179,6 +195,48 @@ def compare(context: RankContext, surface: str) -> None:
 )
 def test_calls_give_on_a_device_what_they_give_on_the_cpu(surface: str) -> None:
     run_ranks(compare, CASE.num_ranks, surface, mode="threads", timeout_s=120.0)
+
+
+def run_dispatcher(context: RankContext, name: str) -> None:
+    """A layer around a dispatcher that is constructed, as serving frameworks do, with a default device."""
+    target = next(each for each in DISPATCHERS if each.name == name)
+    case = next(each for each in DISPATCHER_CASES if each.name == "backward")
+    found = []
+    with on_pretended_device():
+        held = [group_buffers.group_buffers(context.group, device=each) for each in (CPU, DEVICE)]
+        mine = all_tokens(case)[context.rank_idx]
+        for buffers in held:
+            fused_a2a._buffers.pop(id(context.group), None)
+            fused_a2a._hybrid_ep_buffers.pop(id(context.group), None)
+            tensors = [mine.x, mine.topk_idx, mine.topk_weights, mine.grad]
+            x, topk_idx, weights, grad = (each.clone().to(buffers.device) for each in tensors)
+            if "backward" in target.features:
+                x.requires_grad_()
+                weights.requires_grad_()
+            with buffers.device:
+                y = target.run(buffers, case, RankTokens(x, topk_idx, weights, grad))
+                if "backward" in target.features:
+                    y.backward(grad)
+            assert y.device == buffers.device
+            found.append(
+                [y.detach().cpu(), *(g.cpu() for g in (x.grad, weights.grad) if g is not None)]
+            )
+        here, there = found
+        assert len(here) == len(there) == (3 if "backward" in target.features else 1)
+        for one, other in zip(here, there, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        del held
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each.name, marks=() if each.name in SHORT else pytest.mark.full)
+        for each in DISPATCHERS
+    ],
+)
+def test_dispatchers_give_on_a_device_what_they_give_on_the_cpu(name: str) -> None:
+    run_ranks(run_dispatcher, 2, name, mode="threads", timeout_s=120.0)
 
 
 def raised_by(call: Callable[[], object]) -> str:
