@@ -222,9 +222,11 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     device_for = group_buffers._device_for
 
     def device_of_group(group: Any, backend: str, device: Any) -> Any:
-        # As if groups were of torch's default device.
+        # As if the group were one of this device, where that is torch's default.
         is_left_open = device is None and backend == "auto"
-        return device_for(group, backend, torch.get_default_device() if is_left_open else device)
+        if is_left_open and torch.get_default_device() == DEVICE:
+            return DEVICE
+        return device_for(group, backend, device)
 
     patch.setattr("moe_comm.group_buffers._device_for", device_of_group)
     load = "moe_comm.backends.agreement.load_backend"
