@@ -11,6 +11,7 @@ import torch
 
 from moe_comm.arguments import as_int, check_bool
 from moe_comm.compat.deep_ep.config import Config
+from moe_comm.compat.deep_ep.streams import running
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 
 __all__ = [
@@ -124,7 +125,7 @@ def check_tensor(
 ) -> torch.Tensor:
     """A tensor of one of the dtypes (any where none is given); None in `shape` is any size.
 
-    It has to be where its call works, which is torch's default device meanwhile (see `on_device`).
+    It has to be where its call works (see `on_device`).
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -139,7 +140,7 @@ def check_tensor(
     if not is_shape:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape ({wanted}), got {tuple(value.shape)}")
-    device = torch.get_default_device()
+    device = running().device
     if value.device != device:
         raise ValueError(f"{name} must be on {device}, got {value.device}")
     if not strided and not value.is_contiguous():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moe_comm.arguments import shown
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer, rejects_unbound
-from moe_comm.compat.deep_ep.streams import CommStream, tensors_in
+from moe_comm.compat.deep_ep.streams import CommStream, running, tensors_in
 from moe_comm.group_buffers import GroupBuffers, group_buffers
 
 __all__ = ["GroupOwner", "MpiRanks", "checked", "refuse_not_offered", "rejects_unbound_of"]
@@ -91,7 +91,7 @@ class GroupOwner:
             return self._latest[mode]
         buffer = None if shape is None else self._buffers.get((mode, shape))
         if buffer is None:
-            device = torch.get_default_device()  # as `on_device` has it
+            device = running().device
 
             def check() -> str:
                 if problem:

@@ -35,7 +35,6 @@ __all__ = [
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
-_CPU = torch.device("cpu")
 _EARLY_ENDS = ("async_finish", "async_with_compute_stream", "return_recv_hook")
 
 
@@ -51,21 +50,24 @@ class Place(NamedTuple):
     stream: cuda.Stream | None
 
 
+_ON_CPU = Place(torch.device("cpu"), None)
+
+
 class _Running(threading.local):
-    stream: cuda.Stream | None = None
+    place: Place = _ON_CPU
 
 
 _running = _Running()
 
 
 def running() -> Place:
-    """Where the call works that this thread is in."""
-    return Place(torch.get_default_device(), _running.stream)
+    """Where the call works that this thread is in; the CPU outside of calls."""
+    return _running.place
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that the host has, where the call works that this thread is in."""
-    return tensor.to(torch.get_default_device())
+    return tensor.to(_running.place.device)
 
 
 def plan_here(plan: Plan) -> PlanTensors:
@@ -87,18 +89,20 @@ def present() -> cuda.Event | None:
 @contextmanager
 def resumed(place: Place) -> Iterator[None]:
     """Within it work goes on where a call has worked."""
-    if place == running():
-        yield
-    elif place.stream is None:
-        with place.device:
-            yield
-    else:
-        outer, _running.stream = _running.stream, place.stream
-        try:
+    outer, _running.place = _running.place, place
+    try:
+        if place.stream is not None:
             with place.device, cuda.stream(place.stream):
                 yield
-        finally:
-            _running.stream = outer
+        elif (
+            torch.empty(0).device == place.device
+        ):  # torch's default, without asking what made it so
+            yield
+        else:
+            with place.device:
+                yield
+    finally:
+        _running.place = outer
 
 
 def follow(mark: cuda.Event, place: Place) -> None:
@@ -172,10 +176,8 @@ def on_device(method: Callable[P, ResultT]) -> Callable[P, ResultT]:
         owner: _Owner = args[0]._owner  # type: ignore[attr-defined]
         given = (*args[1:], *kwargs.values())
         device = owner.device_of(given)
-        if device == torch.get_default_device() == _CPU:
-            return method(*args, **kwargs)
-        if device == _CPU:
-            with device:
+        if device == _ON_CPU.device:
+            with resumed(_ON_CPU):
                 return method(*args, **kwargs)
         try:
             named = signature.bind(*args, **kwargs).arguments
