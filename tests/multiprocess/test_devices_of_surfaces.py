@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moe_comm import Communicator, fused_a2a, group_buffers
 from moe_comm.compat.deep_ep import Buffer, ElasticBuffer, EventOverlap, HybridEPBuffer, streams
+from moe_comm.compat.deep_ep.hybrid_ep_buffer import indices_to_map
 from moe_comm.compat.deep_ep.streams import tensors_in
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.dispatcher import TokenDispatcher
@@ -130,6 +131,7 @@ def hybrid(context: RankContext, mine: oracle.Given) -> Iterator[Any]:
     yield buffer.combine(token, probs, handle)
     permuted = buffer.dispatch_with_permute(hidden=mine.x, pad_multiple=4, **chosen)
     yield permuted
+    yield indices_to_map(mine.topk_idx, mine.topk_weights, len(mine.x), CASE.num_experts)
     rows = {"hidden": permuted[0], "probs": permuted[1], "handle": permuted[4]}
     yield buffer.combine_with_unpermute(**rows)
 

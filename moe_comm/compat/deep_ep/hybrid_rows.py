@@ -11,7 +11,7 @@ from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
-from moe_comm.compat.deep_ep.streams import here, plan_here
+from moe_comm.compat.deep_ep.streams import Place, here, plan_here, resumed
 from moe_comm.dispatcher.routing_map import (
     dense_of_topk,
     routing_map_of_topk,
@@ -52,11 +52,13 @@ def indices_to_map(
         ValueError: A shape is wrong.
         TypeError: A dtype is wrong.
     """
-    check_tensor("topk_idx", topk_idx, (num_of_tokens, None), *_INT_TYPES, strided=True)
-    if topk_weights is not None:
-        check_tensor("topk_weights", topk_weights, tuple(topk_idx.shape), strided=True)
-        topk_weights = topk_weights.to(torch.float32)
-    return routing_map_of_topk(topk_idx.to(torch.int64), topk_weights, num_of_experts)
+    device = topk_idx.device if isinstance(topk_idx, torch.Tensor) else torch.device("cpu")
+    with resumed(Place(device, None)):
+        check_tensor("topk_idx", topk_idx, (num_of_tokens, None), *_INT_TYPES, strided=True)
+        if topk_weights is not None:
+            check_tensor("topk_weights", topk_weights, tuple(topk_idx.shape), strided=True)
+            topk_weights = topk_weights.to(torch.float32)
+        return routing_map_of_topk(topk_idx.to(torch.int64), topk_weights, num_of_experts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ _ON_CPU = Place(torch.device("cpu"), None)
 
 
 class _Running(threading.local):
-    place: Place = _ON_CPU
+    place: Place | None = None
 
 
 _running = _Running()
@@ -62,17 +62,19 @@ _running = _Running()
 
 def running() -> Place:
     """Where the call works that this thread is in; the CPU outside of calls."""
-    return _running.place
+    return _running.place or _ON_CPU
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that the host has, where the call works that this thread is in."""
-    return tensor.to(_running.place.device)
+    return tensor.to(running().device)
 
 
 def plan_here(plan: Plan) -> PlanTensors:
     """As `here`, of what a plan holds."""
     tensors = plan.to_tensors()
+    if tensors.counts.device == running().device:
+        return tensors
     return dataclasses.replace(
         tensors,
         counts=here(tensors.counts),
@@ -89,15 +91,17 @@ def present() -> cuda.Event | None:
 @contextmanager
 def resumed(place: Place) -> Iterator[None]:
     """Within it work goes on where a call has worked."""
-    outer, _running.place = _running.place, place
+    outer = _running.place
+    if outer == place:
+        yield
+        return
+    _running.place = place
     try:
         if place.stream is not None:
             with place.device, cuda.stream(place.stream):
                 yield
-        elif (
-            torch.empty(0).device == place.device
-        ):  # torch's default, without asking what made it so
-            yield
+        elif torch.empty(0).device == place.device:
+            yield  # torch's default already, whatever made it so
         else:
             with place.device:
                 yield
@@ -177,6 +181,13 @@ def on_device(method: Callable[P, ResultT]) -> Callable[P, ResultT]:
         given = (*args[1:], *kwargs.values())
         device = owner.device_of(given)
         if device == _ON_CPU.device:
+            if _running.place is None and torch.empty(0).device == device:
+                # As below, without a context manager, which costs as much as the rest of this.
+                _running.place = _ON_CPU
+                try:
+                    return method(*args, **kwargs)
+                finally:
+                    _running.place = None
             with resumed(_ON_CPU):
                 return method(*args, **kwargs)
         try:
