@@ -118,6 +118,8 @@ class Progress:
         ours, theirs = os.openpty()
         tty.setraw(theirs, termios.TCSANOW)
         environment = {**os.environ, "NINJA_STATUS": f"{self.STATUS} ", "TERM": "xterm"}
+        # Of make, whose job server ninja cannot reach through Python and would complain of.
+        environment.pop("MAKEFLAGS", None)
         with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
             os.close(theirs)
             pending = b""

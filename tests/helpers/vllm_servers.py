@@ -74,6 +74,15 @@ class Server:
         """All that its processes have said so far."""
         return self._log.read_text(errors="replace")
 
+    def hears(self, text: str) -> bool:
+        """Whether its processes say this; they write their errors after the server has answered."""
+        until = time.monotonic() + START_S
+        while text not in self.said():
+            if time.monotonic() > until or self._process.poll() is not None:
+                return text in self.said()
+            time.sleep(0.1)
+        return True
+
     def wait(self) -> None:
         """Until it takes requests."""
         until = time.monotonic() + START_S
