@@ -25,6 +25,7 @@ VOCABULARY = 96
 NUM_EXPERTS = 7
 # Its processes load torch one after the other, and may compile.
 START_S = 900.0
+SAY_S = 120.0
 ANSWER_S = 300.0
 
 
@@ -76,7 +77,7 @@ class Server:
 
     def hears(self, text: str) -> bool:
         """Whether its processes say this; they write their errors after the server has answered."""
-        until = time.monotonic() + START_S
+        until = time.monotonic() + SAY_S
         while text not in self.said():
             if time.monotonic() > until or self._process.poll() is not None:
                 return text in self.said()
