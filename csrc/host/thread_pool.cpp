@@ -11,9 +11,9 @@ namespace moe::host {
 namespace {
 
 /// So many that the last ones end at about the same time, so few that taking them costs nothing.
-constexpr int kPartsOfAThread = 4;
+constexpr int kPartsOfAThread = 16;
 /// Of the caller for the last parts of others, before it sleeps: about as long as a part takes.
-constexpr int kNumYields = 200;
+constexpr int kNumYields = 1000;
 
 }  // namespace
 
