@@ -238,8 +238,8 @@ def is_watched(
     """Whether anybody may look at operators, who then have to be called as such.
 
     They are for compilers, for modes and subclasses of tensors (selective checkpointing is one), for
-    profilers, and for hooks on what autograd saves, which a handle that is no tensor would go around. A call
-    through them costs more than a small exchange.
+    profilers, for lazy views, and for hooks on what autograd saves, which a handle that is no tensor would go
+    around. A call through them costs more than a small exchange.
     """
     return (
         torch._C._len_torch_dispatch_stack() > 0
@@ -248,6 +248,8 @@ def is_watched(
         or torch._C._autograd._profiler_enabled()
         or _saved_tensors_hooks(False) is not None
         or type(rows) not in _PLAIN
+        or rows.is_neg()  # a view that torch resolves before an operator
+        or rows.is_conj()
         or type(weights) not in _PLAIN_OR_NONE
         or type(scales) not in _PLAIN_OR_NONE
         or type(topk_idx) not in _PLAIN_OR_NONE

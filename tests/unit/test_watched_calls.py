@@ -80,6 +80,16 @@ def test_whoever_may_see_operators_gets_them_with_the_same_bits(
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_a_lazy_view_is_resolved(buffer: EpBuffer) -> None:
+    complex_rows = torch.randn(2, 16, dtype=torch.complex128)
+    x = complex_rows.conj().imag
+    assert x.is_neg()
+    config = EpConfig(num_experts=1, num_topk=1, hidden=16, dtype=torch.float64)
+    with EpBuffer(buffer.communicator, config) as doubles:
+        arrived = moe_comm.dispatch(x, torch.zeros(2, 1, dtype=torch.int64), buffer=doubles)
+        assert torch.equal(arrived.x, -complex_rows.imag)
+
+
 def test_a_profile_names_the_operators(buffer: EpBuffer) -> None:
     with profile() as seen:
         step(buffer, Layout.EXPERT_MAJOR, is_weighted=True)
