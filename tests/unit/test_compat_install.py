@@ -114,6 +114,9 @@ def test_names_inside_other_packages(
 ) -> None:
     parent_name, _, last = name.rpartition(".")
     parent = types.ModuleType(parent_name)
+    for module in list(sys.modules):
+        if f"{module}.".startswith(f"{name}."):
+            monkeypatch.delitem(sys.modules, module)  # another test needs the real one
     if has_parent:
         monkeypatch.setitem(sys.modules, parent_name, parent)
     compat.install(name)
