@@ -216,12 +216,7 @@ def combine_unwatched(
 ) -> torch.Tensor:
     """The sums with their gradient, where nobody sees operators; `handle` stands for `local`."""
     with torch.no_grad():
-        combined = buffer.combine(
-            expert_out.contiguous(),
-            local,
-            topk_weights=None if topk_weights is None else topk_weights.contiguous(),
-            gradients=word,
-        )
+        combined = operators.combine_rows(buffer, expert_out, local, topk_weights, word)
     if not isinstance(combined, CombineResult):
         return combined
     if not is_differentiated(combined.gradients):
@@ -238,7 +233,7 @@ def is_watched(
     """Whether anybody may look at operators, who then have to be called as such.
 
     They are for compilers, for modes and subclasses of tensors (selective checkpointing is one), for
-    profilers, for lazy views, and for hooks on what autograd saves, which a handle that is no tensor would go
+    profilers, and for hooks on what autograd saves, which a handle that is no tensor would go
     around. A call through them costs more than a small exchange.
     """
     return (
@@ -248,8 +243,6 @@ def is_watched(
         or torch._C._autograd._profiler_enabled()
         or _saved_tensors_hooks(False) is not None
         or type(rows) not in _PLAIN
-        or rows.is_neg()  # a view that torch resolves before an operator
-        or rows.is_conj()
         or type(weights) not in _PLAIN_OR_NONE
         or type(scales) not in _PLAIN_OR_NONE
         or type(topk_idx) not in _PLAIN_OR_NONE

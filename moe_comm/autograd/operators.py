@@ -36,6 +36,7 @@ __all__ = [
     "DISPATCH_BACKWARD",
     "SAVED_OPERATORS",
     "combine_backward",
+    "combine_rows",
     "dispatch_backward",
     "dispatch_rows",
     "library",
@@ -186,9 +187,9 @@ def dispatch_rows(
 ) -> tuple[list[torch.Tensor], DispatchResult]:
     """What `moe_comm::dispatch` returns, and the result that it is of."""
     result = buffer.dispatch(
-        x.contiguous() if x_sf is None else (x.contiguous(), x_sf),
+        as_bytes(x) if x_sf is None else (as_bytes(x), x_sf),
         topk_idx.contiguous(),
-        None if topk_weights is None else topk_weights.contiguous(),
+        None if topk_weights is None else as_bytes(topk_weights),
         layout=layout,
         expert_alignment=expert_alignment,
         quantization=quantization,
@@ -196,7 +197,7 @@ def dispatch_rows(
         gradients=gradients,
     )
     if layout is Layout.LOW_LATENCY:
-        zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)
+        _zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)
     rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
     plan = result.plan.to_tensors()
     is_quantized_here = scales is not None and x_sf is None
@@ -222,6 +223,11 @@ def dispatch_rows(
     return outputs, result
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, contiguous, and none of them a lazy conjugate or negation."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
 def meta_of(handle: DispatchHandle, gradients: int) -> torch.Tensor:
     """The `meta` tensor of a handle; `gradients` is what the ranks of its dispatch said."""
     # A number of an enumeration would be a hundred times as slow.
@@ -230,7 +236,7 @@ def meta_of(handle: DispatchHandle, gradients: int) -> torch.Tensor:
     return torch.tensor((*where, handle.num_recv_tokens, gradients), device="cpu")
 
 
-def zero_unfilled(num_filled: torch.Tensor, *per_row: torch.Tensor | None) -> None:
+def _zero_unfilled(num_filled: torch.Tensor, *per_row: torch.Tensor | None) -> None:
     """Zero the rows of LOW_LATENCY that nothing was sent to.
 
     An expert computes on all rows, and the gradient of its weights is a sum over all rows: what is
@@ -291,7 +297,7 @@ def dispatch_backward(
                 dtype=weights_dtype,
             )
             if grad_weights is None
-            else grad_weights.contiguous()
+            else as_bytes(grad_weights)
         )
     if dtype not in SUMMABLE:
         # Rows without a gradient, on every rank.
@@ -305,7 +311,7 @@ def dispatch_backward(
     if grad_x is None:
         # Peers read the rows of this rank whether or not it used them.
         grad_x = buffer.empty_expert_output(handle, hidden=hidden, dtype=dtype).zero_()
-    pulled = buffer.combine(grad_x.contiguous(), handle, row_weights=row_weights)
+    pulled = buffer.combine(as_bytes(grad_x), handle, row_weights=row_weights)
     if isinstance(pulled, CombineResult):
         assert pulled.topk_weights is not None
         return [pulled.x, pulled.topk_weights]
@@ -324,15 +330,32 @@ def _combine(
     gradients: int,
 ) -> list[torch.Tensor]:
     buffer = resolve_buffer(int(buffer_id))
-    combined = buffer.combine(
-        expert_out.contiguous(),
+    combined = combine_rows(
+        buffer,
+        expert_out,
         local_handle(buffer, counts, slots, topk_idx, meta),
-        topk_weights=None if topk_weights is None else topk_weights.contiguous(),
-        gradients=gradients,
+        topk_weights,
+        gradients,
     )
     if isinstance(combined, CombineResult):
         return [combined.x, torch.tensor([combined.gradients], device="cpu")]
     return [combined]
+
+
+def combine_rows(
+    buffer: EpBuffer,
+    expert_out: torch.Tensor,
+    handle: DispatchHandle,
+    topk_weights: torch.Tensor | None,
+    gradients: int,
+) -> torch.Tensor | CombineResult:
+    """What `EpBuffer.combine` returns for tensors of any strides."""
+    return buffer.combine(
+        as_bytes(expert_out),
+        handle,
+        topk_weights=None if topk_weights is None else as_bytes(topk_weights),
+        gradients=gradients,
+    )
 
 
 def _combine_backward(
@@ -371,16 +394,16 @@ def combine_backward(
         grad_y = like.new_zeros((handle.num_tokens, hidden), dtype=dtype)
     is_low_latency = handle.layout is Layout.LOW_LATENCY
     if topk_weights is None:
-        rows = buffer.dispatch(grad_y.contiguous(), None, handle=handle).x
+        rows = buffer.dispatch(as_bytes(grad_y), None, handle=handle).x
         if is_low_latency:
-            zero_unfilled(_num_filled(buffer, counts), rows)
+            _zero_unfilled(_num_filled(buffer, counts), rows)
         return [rows, like.new_empty(0, dtype=torch.float32)]
     assert expert_out is not None
-    arrived = buffer.dispatch(grad_y.contiguous(), None, topk_weights.contiguous(), handle=handle)
+    arrived = buffer.dispatch(as_bytes(grad_y), None, as_bytes(topk_weights), handle=handle)
     assert arrived.topk_weights is not None
-    dots = buffer.weighted_gradient(arrived.x, expert_out.contiguous(), arrived.topk_weights)
+    dots = buffer.weighted_gradient(arrived.x, as_bytes(expert_out), arrived.topk_weights)
     if is_low_latency:
-        zero_unfilled(_num_filled(buffer, counts), arrived.x)
+        _zero_unfilled(_num_filled(buffer, counts), arrived.x)
     pulled = buffer.combine(None, handle, row_weights=dots)
     assert isinstance(pulled, CombineResult)
     assert pulled.topk_weights is not None

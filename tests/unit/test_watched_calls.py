@@ -80,14 +80,28 @@ def test_whoever_may_see_operators_gets_them_with_the_same_bits(
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_a_lazy_view_is_resolved(buffer: EpBuffer) -> None:
-    complex_rows = torch.randn(2, 16, dtype=torch.complex128)
-    x = complex_rows.conj().imag
-    assert x.is_neg()
-    config = EpConfig(num_experts=1, num_topk=1, hidden=16, dtype=torch.float64)
+@pytest.mark.parametrize("lazy", ["rows", "weights", "gradient"])
+def test_lazy_negations_have_their_values(buffer: EpBuffer, lazy: str) -> None:
+    def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch._neg_view(-tensor) if name == lazy else tensor
+
+    x, weights = torch.rand(2, HIDDEN, dtype=torch.float64), torch.rand(2, 1, dtype=torch.float64)
+    config = EpConfig(num_experts=1, num_topk=1, hidden=HIDDEN, dtype=torch.float64)
     with EpBuffer(buffer.communicator, config) as doubles:
-        arrived = moe_comm.dispatch(x, torch.zeros(2, 1, dtype=torch.int64), buffer=doubles)
-        assert torch.equal(arrived.x, -complex_rows.imag)
+        leaf = x.clone().requires_grad_()
+        rows = torch._neg_view(-leaf) if lazy == "rows" else leaf
+        idx = torch.zeros(2, 1, dtype=torch.int64)
+        arrived = moe_comm.dispatch(rows, idx, given("weights", weights), buffer=doubles)
+        y = moe_comm.combine(
+            arrived.x, arrived.handle, buffer=doubles, topk_weights=given("weights", weights)
+        )
+        assert arrived.handle.local is not None
+        assert torch.equal(arrived.x, x)
+        assert torch.equal(arrived.topk_weights, weights[:, 0])
+        assert torch.equal(y, x * weights)
+        gradient = torch.rand(2, HIDDEN, dtype=torch.float64)
+        y.backward(given("gradient", gradient))
+        assert torch.equal(leaf.grad, gradient * weights)
 
 
 def test_a_profile_names_the_operators(buffer: EpBuffer) -> None:
