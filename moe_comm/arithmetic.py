@@ -42,7 +42,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 @contextlib.contextmanager
 def subnormals_kept() -> Iterator[None]:
     """The calling thread keeps subnormals inside, whatever `torch.set_flush_denormal` said."""
-    smallest_normal = torch.tensor(torch.finfo(torch.float64).tiny, dtype=torch.float64)
+    smallest_normal = torch.tensor(
+        torch.finfo(torch.float64).tiny, dtype=torch.float64, device="cpu"
+    )
     flushes = bool(smallest_normal * 0.5 == 0)
     if flushes:
         torch.set_flush_denormal(False)
