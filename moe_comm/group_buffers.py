@@ -6,7 +6,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,7 @@ class GroupBuffers:
             group, _device_for(group, backend, device), backend=backend
         )
         self._manager = BufferManager(self.communicator)
+        self.is_adopted = False  # by an object of every rank, that has no buffer yet
 
     @property
     def device(self) -> torch.device:
@@ -85,8 +86,14 @@ class GroupBuffers:
 
         All ranks meet through the communicator of the group that was made first.
         """
-        first = next(iter(_known(self.group).values()), self)
-        first.communicator.check_together(check)
+        self._first().communicator.check_together(check)
+
+    def reject(self, error: Exception) -> NoReturn:
+        """Raise `error` on every rank, in place of a `check_together` that peers enter."""
+        self._first().communicator.reject(error)
+
+    def _first(self) -> GroupBuffers:
+        return next(iter(_known(self.group).values()), self)
 
     def get(
         self,
@@ -164,11 +171,7 @@ class GroupBuffers:
             assert config is not None
             return self._manager.get(config)
         except Exception:
-            # Whoever keeps the error keeps this, on one rank alone: the next call must not find it. Ranks
-            # may have asked for different devices.
-            for each in {**_known(self.group), self.device.type: self}.values():
-                if not len(each._manager):
-                    each.destroy()
+            _forget_unused(self.group, self)
             raise
 
     def check_backend(self, backend: str) -> None:
@@ -241,6 +244,16 @@ def _known(group: Any) -> dict[str, GroupBuffers]:
     }
 
 
+def _forget_unused(group: Any, *further: GroupBuffers) -> None:
+    """Destroy what a failed call leaves of a group, on every rank alike, whichever call it made.
+
+    Who keeps the error keeps a communicator, on one rank alone: the next call must not find it.
+    """
+    for each in {id(each): each for each in (*_known(group).values(), *further)}.values():
+        if not each.is_adopted and not len(each._manager):
+            each.destroy()
+
+
 def group_buffers(
     group: dist.ProcessGroup | Bootstrap | None = None,
     *,
@@ -276,10 +289,17 @@ def group_buffers(
     except (RuntimeError, TypeError, ValueError) as error:
         if first is None:  # and so no communicator to tell peers through but the one that they make
             return GroupBuffers(key, backend=backend, device=device)
-        first.communicator.reject(error)
+        try:
+            first.communicator.reject(error)
+        finally:
+            _forget_unused(key)
     if first is not None:
-        # Peers that have what they ask for are in another exchange of this communicator.
-        first.communicator.check_together(lambda: f"buffers of a group on {wanted.type}")
+        try:
+            # Peers that have what they ask for are in another exchange of this communicator.
+            first.communicator.check_together(lambda: f"buffers of a group on {wanted.type}")
+        except Exception:
+            _forget_unused(key)
+            raise
     made = GroupBuffers(key, backend=backend, device=wanted)
     with _lock:
         kept = _held if isinstance(key, dist.ProcessGroup) else _living

@@ -90,7 +90,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
                 raise TypeError(f"ubatch_id must be callable, got {shown(ubatch_id)}")
             return f"VllmAll2AllManager(dp_world_size={dp_world_size})"
 
-        communicator.check_together(check)
+        self._group_buffers.check_together(check)
         if groups is None:
             self.cpu_group = cpu_group
             self.tcp_store_group = tcp_store_group

@@ -46,6 +46,7 @@ class GroupBuffer:
         self._first = self._shared = shared
         self._is_on_device = False
         self._latest: EpBuffer | None = None
+        shared.is_adopted = True
 
     def is_of(self, shared: GroupBuffers) -> bool:
         """Whether it stands on what the group shares now."""

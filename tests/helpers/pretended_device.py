@@ -219,6 +219,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     """Let surfaces that know their group alone find `DEVICE`. For all ranks that are threads of this process."""
     patch.setattr("moe_comm.group_buffers.Communicator", _PretendedCommunicator)
     patch.setattr("moe_comm.compat.deep_ep.streams.cuda", _Cuda)
+    patch.setattr("moe_comm.compat.deep_ep.streams.GPU", DEVICE.type)
     device_for = group_buffers._device_for
 
     def device_of_group(group: Any, backend: str, device: Any) -> Any:

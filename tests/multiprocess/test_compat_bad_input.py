@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from moe_comm.compat.deep_ep import Buffer, Config, HybridEPBuffer
+from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import Case
@@ -390,3 +392,57 @@ def check_first_call(context: RankContext) -> None:
 
 def test_a_mistake_in_the_first_call() -> None:
     run_ranks(check_first_call, 2)
+
+
+def give_what_cannot_be_bound(context: RankContext, has_buffer: bool) -> None:
+    """Before the first buffer is made, and before another one is."""
+    buffer = HybridEPBuffer(context.group, 64, NUM_MAX, 3)
+    hidden = torch.ones(4, 64, dtype=torch.bfloat16)
+    if has_buffer:
+        buffer.dispatch_with_permute(hidden=hidden, routing_map=torch.ones(4, 6, dtype=torch.bool))
+        buffer.update_template_config(num_local_experts=2)
+    num_experts = context.num_ranks * (2 if has_buffer else 3)
+    routing_map = torch.ones(4, num_experts, dtype=torch.bool)
+    given = {"no_such_keyword": 1} if context.rank_idx == 1 else {}
+    with pytest.raises(TypeError, match="no_such_keyword"):
+        buffer.dispatch_with_permute(hidden=hidden, routing_map=routing_map, **given)
+    arrived = buffer.dispatch_with_permute(hidden=hidden, routing_map=routing_map)
+    assert arrived[0].shape[0] == 4 * context.num_ranks * num_experts // context.num_ranks
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_what_cannot_be_bound_is_told_before_a_buffer_is_there(has_buffer: bool) -> None:
+    run_ranks(give_what_cannot_be_bound, 2, has_buffer, mode="threads")
+
+
+def give_tensors_of_no_device(context: RankContext) -> None:
+    buffer = HybridEPBuffer(context.group, 64, NUM_MAX, 3)
+    device = "meta" if context.rank_idx == 1 else "cpu"
+    hidden = torch.ones(4, 64, dtype=torch.bfloat16)
+    routing_map = torch.ones(4, 6, dtype=torch.bool)
+    with pytest.raises(ValueError, match="must be on cpu, got meta"):
+        buffer.dispatch_with_permute(hidden=hidden.to(device), routing_map=routing_map)
+    buffer.dispatch_with_permute(hidden=hidden, routing_map=routing_map)
+
+
+def test_tensors_of_no_device_are_refused_on_every_rank() -> None:
+    run_ranks(give_tensors_of_no_device, 2, mode="threads")
+
+
+def fail_and_go_on(context: RankContext) -> None:
+    """What is made before a mistake, and waits for its first call, outlives it on every rank."""
+    buffer = HybridEPBuffer(context.group, 64, NUM_MAX, 3)
+    with pytest.raises(ValueError, match="num_experts"):
+        TokenDispatcher(0, group=context.group)
+    with pytest.raises(ValueError, match="device"):
+        if context.rank_idx:
+            group_buffers(context.group, device="no such device")
+        TokenDispatcher(6, group=context.group)
+    hidden = torch.ones(4, 64, dtype=torch.bfloat16)
+    buffer.dispatch_with_permute(hidden=hidden, routing_map=torch.ones(4, 6, dtype=torch.bool))
+    TokenDispatcher(6, group=context.group)
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_a_mistake_leaves_what_others_hold(mode: str) -> None:
+    run_ranks(fail_and_go_on, 2, mode=mode)

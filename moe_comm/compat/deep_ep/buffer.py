@@ -109,7 +109,7 @@ class Buffer(MaskedRanks):
             return "a Buffer"
 
         self._owner = GroupOwner(MpiRanks(comm) if group is None and comm is not None else group)
-        self._owner.shared().communicator.check_together(check)
+        self._owner.shared().check_together(check)
         self.group = group
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes

@@ -136,7 +136,7 @@ class ElasticBuffer:
 
         self.group = group
         self._owner = GroupOwner(group)
-        self._owner.shared().communicator.check_together(check)
+        self._owner.shared().check_together(check)
         self.runtime: GroupOwner | None = self._owner
         self.rank_idx = self.scaleup_rank_idx = self._owner.rank_idx
         self.num_ranks = self.num_scaleup_ranks = self.num_nvlink_ranks = self._owner.num_ranks

@@ -8,9 +8,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from moe_comm import missed_calls
 from moe_comm.arguments import shown
 from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer, rejects_unbound
+from moe_comm.buffer import EpBuffer
+from moe_comm.compat.deep_ep import streams
 from moe_comm.compat.deep_ep.streams import CommStream, running, tensors_in
 from moe_comm.group_buffers import GroupBuffers, group_buffers
 
@@ -38,13 +40,18 @@ class GroupOwner:
         self._comm_streams: dict[torch.device, CommStream] = {}
         self._buffers: dict[tuple[str, tuple[int, int | None]], EpBuffer] = {}
         self._latest: dict[str, EpBuffer] = {}
+        self.num_experts: int | None = None  # of the next normal call, where the object knows it
+        self._shared.is_adopted = True
 
     def device_of(self, given: tuple[Any, ...]) -> torch.device:
         """Where a call works: on the device of the first call, which is that of its first tensor."""
         if self._is_on_device:
             return self.shared().device
         first = next(tensors_in(given), None)
-        return torch.device("cpu") if first is None else first.device
+        # What is on neither is refused as what is not on the CPU, on every rank.
+        if first is not None and first.device.type == streams.GPU:
+            return first.device
+        return torch.device("cpu")
 
     def comm_stream(self, device: torch.device) -> CommStream:
         """The stream of calls on a GPU, made on first use."""
@@ -116,9 +123,21 @@ class GroupOwner:
         self._latest[mode] = buffer
         return buffer
 
-    def latest(self, mode: str) -> EpBuffer | None:
-        """The buffer that this rank has used last in a mode: "normal" or "low latency"."""
-        return self._latest.get(mode)
+    def reject(self, operation: str, mode: str, error: Exception) -> None:
+        """Raise `error` on every rank in place of the next call, whose arguments cannot be bound.
+
+        Args:
+            operation: "dispatch" or "combine": what peers call.
+            mode: "normal" or "low latency".
+            error: What Python says.
+        """
+        buffer = self._latest.get(mode)
+        if self.num_experts is not None and mode == "normal":
+            buffer = self._buffers.get((mode, (self.num_experts, None)))
+        if buffer is None:
+            # Peers are about to make it.
+            self.shared().reject(error)
+        buffer.reject(operation, error)
 
     def shared(self) -> GroupBuffers:
         """What this group shares.
@@ -196,14 +215,21 @@ def rejects_unbound_of(
 
     Args:
         operation: "dispatch" or "combine".
-        mode: As in `GroupOwner.latest`.
+        mode: As in `GroupOwner.reject`.
     """
 
-    def buffer_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> EpBuffer | None:
-        # A handle says where peers are; else they are taken to be where they were before.
-        given = (*args[1:], *kwargs.values())
-        buffers = (getattr(each, "buffer", None) for each in given)
-        owner: GroupOwner = args[0]._owner
-        return next((each for each in buffers if each is not None), owner.latest(mode))
+    def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            owner: GroupOwner = args[0]._owner
+            buffers = [getattr(each, "buffer", None) for each in (*args[1:], *kwargs.values())]
+        except Exception:  # noqa: BLE001 - of an object that is not what it should be
+            missed_calls.keep(operation, error)
+            return
+        # A handle says where peers are; else they are taken to be where the next call goes.
+        buffer = next((each for each in buffers if isinstance(each, EpBuffer)), None)
+        if buffer is None:
+            owner.reject(operation, mode, error)
+        else:
+            buffer.reject(operation, error)
 
-    return rejects_unbound(operation, buffer_of)
+    return missed_calls.tells_peers(tell)

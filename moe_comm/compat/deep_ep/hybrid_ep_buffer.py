@@ -130,12 +130,12 @@ class HybridEPBuffer:
             )
             return f"a HybridEPBuffer of {num_local_experts} local experts"
 
-        self._owner.shared().communicator.check_together(check)
+        self._owner.shared().check_together(check)
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
         self.node_rank = 0
         self.num_of_nodes = 1
         self.configurer = Configurer(config)
-        self._num_local_experts = num_local_experts
+        self._set_num_local_experts(num_local_experts)
 
     def empty_jit_cache(self) -> None:
         """Nothing to do: nothing is compiled."""
@@ -182,7 +182,7 @@ class HybridEPBuffer:
         config = self.configurer.instance(**kwargs)
         if num_local_experts is not None and num_local_experts != self._num_local_experts:
             check_ints(1, num_local_experts=num_local_experts)
-            self._num_local_experts = num_local_experts
+            self._set_num_local_experts(num_local_experts)
         return config
 
     @on_device
@@ -470,11 +470,15 @@ class HybridEPBuffer:
             **values,
         )
 
+    def _set_num_local_experts(self, num_local_experts: int) -> None:
+        self._num_local_experts = num_local_experts
+        self._owner.num_experts = num_local_experts * self.group_size
+
     def _buffer_of(self, handle: object) -> EpBuffer:
         self._owner.shared()
         if isinstance(handle, HybridHandle):
             return handle.buffer
-        return self._owner.buffer_for(self._num_local_experts * self.group_size)
+        return self._owner.buffer_for(self._owner.num_experts)
 
     def _check_experts(
         self, buffer: EpBuffer, num_of_experts: int | None, per_rank: int | None

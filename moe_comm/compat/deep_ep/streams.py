@@ -35,6 +35,8 @@ __all__ = [
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
+GPU = "cuda"
+"""The kind of device whose calls work in streams."""
 _EARLY_ENDS = ("async_finish", "async_with_compute_stream", "return_recv_hook")
 
 
@@ -156,10 +158,12 @@ class CommStream:
         try:
             with resumed(Place(self._device, self.stream)):
                 result = call()
-        finally:
-            # Also of a call that is refused: it may have looked at tensors.
-            if not ends_early:
-                caller.wait_stream(self.stream)
+        except BaseException:
+            # A call that is refused may have looked at tensors, and gives nobody anything to wait by.
+            caller.wait_stream(self.stream)
+            raise
+        if not ends_early:
+            caller.wait_stream(self.stream)
         # The allocator offers memory again in the order of the stream that it was taken in.
         for tensors, stream in ((given, self.stream), (result, caller)):
             for tensor in tensors_in(tensors):

@@ -64,8 +64,8 @@ class EventHandle:
                     finish, self._finish = self._finish, None
                     if finish is not None:
                         finish()
-                    self._event = None  # an event that has come keeps no rows
                     self._mark = streams.present()
+                    self._event = None  # an event that has come keeps no rows
         if self._mark is not None:
             streams.follow(self._mark, self._place)
 
