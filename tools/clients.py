@@ -32,7 +32,7 @@ HEAD = """\
 
 Releases of frameworks, unchanged but for the way that a row names, with the tests that ran them. `tools/clients.py`
 writes this page from `benchmarks/results/clients`, which it fills from what pytest records; only what passed is there.
-Each command sets up what it needs, except a checkout of DeepEP. The command of a row runs its test against the release that
+`make` sets up what its targets need; the others run in its environment, with a checkout of DeepEP. The command of a row runs its test against the release that
 the Makefile names today; Megatron-Core's runs two.
 
 ```
@@ -50,17 +50,19 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """Rows of one run of pytest, a row for all cases of a test that say the same of themselves.
 
     Raises:
-        ValueError: A marked test failed, or the file has none that ran.
+        ValueError: A test failed, or the file has none of a client that ran.
     """
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for suite in ET.parse(path).getroot().iter("testsuite"):
         for case in suite.iter("testcase"):
             said = {each.get("name"): each.get("value") for each in case.iter("property")}
-            if "framework" not in said or case.find("skipped") is not None:
-                continue
             for kind in ("failure", "error"):
                 if case.find(kind) is not None:
-                    raise ValueError(f"{path}: {said['test']} ended in {kind}")
+                    # One that ends before it begins says nothing of itself.
+                    test = f"{case.get('classname')}.{case.get('name')}"
+                    raise ValueError(f"{path}: {test} ended in {kind}")
+            if "framework" not in said or case.find("skipped") is not None:
+                continue
             key = tuple(str(said[name]) for name in KEYS)
             row = found.setdefault(
                 key, {**said, "cases": 0, "when": str(suite.get("timestamp"))[:10]}

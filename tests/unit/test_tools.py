@@ -156,6 +156,7 @@ def test_a_client_that_failed_is_no_row(tmp_path: Path) -> None:
     for cases, message in (
         (client_case("test_a", "x") + client_case("test_a", "x", "<failure/>"), "ended in failure"),
         (client_case("test_a", "x", "<error/>"), "ended in error"),
+        (client_case("test_a", "x") + "<testcase><error/></testcase>", "ended in error"),
         (client_case("test_a", "x", "<skipped/>"), "no test of a client ran"),
         ("<testcase/>", "no test of a client ran"),
     ):
