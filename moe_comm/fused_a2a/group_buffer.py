@@ -81,14 +81,14 @@ class GroupBuffer:
     def reject(self, operation: str, error: Exception) -> NoReturn:
         """Raise `error` on every rank where this one cannot tell which buffer the call is for.
 
-        The peers are taken to use that of the call before; if there was none, only this rank raises.
+        The peers are taken to use that of the call before; if there was none, they are about to make it.
 
         Args:
             operation: "dispatch" or "combine": what the other ranks call.
             error: A ValueError or TypeError.
         """
         if self._latest is None:
-            raise error
+            self._shared.reject(error)
         self._latest.reject(operation, error)
 
 

@@ -584,3 +584,16 @@ def destroyed_group(context: RankContext) -> None:
 
 def test_the_buffer_of_a_destroyed_group_is_dropped() -> None:
     run_ranks(destroyed_group, 2)
+
+
+def begin_with_a_mistake(context: RankContext) -> None:
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    idx = torch.zeros(3, 1, dtype=torch.int64)
+    wrong = 0 if context.rank_idx == 1 else NUM_EXPERTS
+    with pytest.raises(ValueError, match="rank 1: num_experts must be >= 1, got 0"):
+        fused_a2a.fused_dispatch(x, idx, None, wrong, context.group)
+    fused_a2a.fused_dispatch(x, idx, None, NUM_EXPERTS, context.group)
+
+
+def test_a_mistake_in_the_first_call_of_a_group_is_told_to_all() -> None:
+    run_ranks(begin_with_a_mistake, 2, fresh=True)
