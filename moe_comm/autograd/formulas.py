@@ -74,7 +74,7 @@ class _Dispatch(torch.autograd.Function):
         counts, slots, topk_idx, meta = ctx.saved_tensors
         shape = (ctx.num_recv_tokens, ctx.hidden, ctx.dtype, ctx.weights_dtype)
         local = ctx.local
-        if local is None:
+        if local is None or is_watched(grads[0], grads[1]):
             grad_x, grad_weights = operators.DISPATCH_BACKWARD(
                 *(grads[0], grads[1], counts, slots, topk_idx, meta), *shape
             )
@@ -120,7 +120,7 @@ class _Combine(torch.autograd.Function):
         counts, slots, topk_idx, meta, *weighted = ctx.saved_tensors
         expert_out, topk_weights = weighted or (None, None)
         local = ctx.local
-        if local is None:
+        if local is None or is_watched(grad_y):
             grad_expert_out, grad_weights = operators.COMBINE_BACKWARD(
                 *(grad_y, expert_out, topk_weights),
                 *(counts, slots, topk_idx, meta),
@@ -149,8 +149,7 @@ class _Combine(torch.autograd.Function):
         )
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_OR_NONE = _PLAIN | {type(None)}
+_PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 def _no_one_knows(_: bool) -> bool:
@@ -225,8 +224,8 @@ def combine_unwatched(
 
 
 def is_watched(
-    rows: torch.Tensor,
-    weights: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     topk_idx: torch.Tensor | None = None,
 ) -> bool:
@@ -242,7 +241,7 @@ def is_watched(
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
         or _saved_tensors_hooks(False) is not None
-        or type(rows) not in _PLAIN
+        or type(rows) not in _PLAIN_OR_NONE
         or type(weights) not in _PLAIN_OR_NONE
         or type(scales) not in _PLAIN_OR_NONE
         or type(topk_idx) not in _PLAIN_OR_NONE

@@ -104,6 +104,49 @@ def test_lazy_negations_have_their_values(buffer: EpBuffer, lazy: str) -> None:
         assert torch.equal(leaf.grad, gradient * weights)
 
 
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as those of functional collectives are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Wrapped], inner: torch.Tensor) -> Wrapped:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapped) else value
+
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_gradient_may_be_of_a_class_of_its_own(buffer: EpBuffer, is_weighted: bool) -> None:
+    def gradients(wrap: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        x = torch.ones(2, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        weights = torch.full((2, 1), 0.5, requires_grad=True)
+        arrived = moe_comm.dispatch(x, torch.tensor([[0], [1]]), weights, buffer=single)
+        y = moe_comm.combine(
+            *(arrived.x * 2, arrived.handle),
+            buffer=single,
+            topk_weights=weights if is_weighted else None,
+        )
+        wanted = torch.arange(2 * HIDDEN, dtype=torch.bfloat16).view(2, HIDDEN)
+        torch.autograd.backward(
+            [y, arrived.topk_weights], [wrap(wanted), wrap(torch.ones(len(arrived.topk_weights)))]
+        )
+        return [x.grad, weights.grad]
+
+    config = EpConfig(num_experts=2, num_topk=1, hidden=HIDDEN)
+    with EpBuffer(buffer.communicator, config) as single:
+        found = gradients(Wrapped)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(same), found, strict=True))
+
+
 def test_a_profile_names_the_operators(buffer: EpBuffer) -> None:
     with profile() as seen:
         step(buffer, Layout.EXPERT_MAJOR, is_weighted=True)
