@@ -88,6 +88,26 @@ class GroupBuffers:
         """
         self._first().communicator.check_together(check)
 
+    def for_device(self, device: torch.device, check: Callable[[], str]) -> GroupBuffers:
+        """The group's buffers on the device of a first call, on which all ranks agree. Collective.
+
+        Args:
+            device: Of the tensors of that call.
+            check: As in `Communicator.check_together`; what it says names the kind of the device.
+
+        Raises:
+            ValueError: `check` raises on some rank, ranks differ, or the group has buffers on another GPU
+                of some rank; on every rank.
+        """
+
+        def checked() -> str:
+            said = check()
+            self.check_device(device)
+            return said
+
+        self.check_together(checked)
+        return group_buffers(self.group, device=device)
+
     def reject(self, error: Exception) -> NoReturn:
         """Raise `error` on every rank, in place of a `check_together` that peers enter."""
         self._first().communicator.reject(error)

@@ -19,7 +19,8 @@ Group: TypeAlias = dist.ProcessGroup | Bootstrap | None
 class GroupBuffer:
     """What Megatron's globals hold: one for every group, with the attributes that callers read.
 
-    Its buffers are on the device that the first call works on, on which all ranks agree. The memory behind it is sized by every call, whatever stands here.
+    Its buffers are on the device that the first call works on, on which all ranks agree. The memory
+    behind it is sized by every call, whatever stands here.
 
     Attributes:
         group: As given.
@@ -62,13 +63,9 @@ class GroupBuffer:
         if not self._is_on_device:
             # What is no tensor is refused by the call.
             device = x.device if isinstance(x, torch.Tensor) else self._shared.device
-
-            def check() -> str:
-                self._shared.check_device(device)
-                return f"buffers of fused_a2a on {device.type}"
-
-            self._shared.check_together(check)
-            self._shared = group_buffers(self.group, device=device)
+            self._shared = self._shared.for_device(
+                device, lambda: f"buffers of fused_a2a on {device.type}"
+            )
             self._is_on_device = True
         self._latest = self._shared.get(num_experts)
         return self._latest

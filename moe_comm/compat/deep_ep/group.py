@@ -103,16 +103,15 @@ class GroupOwner:
             def check() -> str:
                 if problem:
                     raise ValueError(problem)
-                if not self._is_on_device:
-                    shared.check_device(device)
                 return f"a {mode} buffer on {device.type}"
 
             # A buffer is made by all ranks together, so those that cannot must say so first.
-            shared.check_together(check)
-            assert shape is not None
-            if not self._is_on_device:
-                shared = self._shared = group_buffers(shared.group, device=device)
+            if self._is_on_device:
+                shared.check_together(check)
+            else:
+                shared = self._shared = shared.for_device(device, check)
                 self._is_on_device = True
+            assert shape is not None
             num_experts, num_max_tokens = shape
             buffer = shared.get(
                 num_experts,
