@@ -51,10 +51,10 @@ HandleParts = tuple[torch.Tensor, ...]
 class Buffer(MaskedRanks):
     """Dispatch and combine with DeepEP's arguments, tuples and orders.
 
-    On the device of the first tensors. Any number of ranks and experts, any row that is a multiple of 16 bytes, any top-k, any number of
-    tokens per rank. N tokens of this rank, H hidden, K choices, R ranks, E experts of which El are
-    here, M received rows. Collective: every rank makes it and calls it in the same order. What one
-    rank gets wrong is raised on every rank, as ValueError or TypeError.
+    On the device of the first tensors. Any number of ranks and experts, any row that is a multiple of
+    16 bytes, any top-k, any number of tokens per rank. N tokens of this rank, H hidden, K choices, R
+    ranks, E experts of which El are here, M received rows. Collective: every rank makes it and calls
+    it in the same order. What one rank gets wrong is raised on every rank, as ValueError or TypeError.
 
     Args:
         group: Process group, bootstrap, or None for the default process group.

@@ -53,10 +53,10 @@ def _reject_barrier(error: Exception, args: tuple[Any, ...], _: dict[str, Any]) 
 class ElasticBuffer:
     """Dispatch and combine with the arguments of DeepEP's second interface.
 
-    On the device of the first tensors. Any number of ranks and experts, any top-k (equal on all ranks), rows of a multiple of 16 bytes. N
-    tokens of this rank, H hidden, K choices, R ranks, E experts of which El are here. Collective:
-    every rank makes it and calls it in the same order. What one rank gets wrong is raised on every
-    rank, as ValueError or TypeError.
+    On the device of the first tensors. Any number of ranks and experts, any top-k (equal on all ranks),
+    rows of a multiple of 16 bytes. N tokens of this rank, H hidden, K choices, R ranks, E experts of
+    which El are here. Collective: every rank makes it and calls it in the same order. What one rank
+    gets wrong is raised on every rank, as ValueError or TypeError.
 
     Args:
         group: Process group, bootstrap, or None for the default process group.
