@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from moe_comm.compat.deep_ep import Buffer
 from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext
 
@@ -136,3 +137,13 @@ def backend_of_group(context: RankContext, backend: str) -> Iterator[None]:
         yield
     finally:
         shared.destroy()
+
+
+def routing(buffer: Buffer, topk_idx: torch.Tensor, num_experts: int) -> dict[str, torch.Tensor]:
+    """What `Buffer.dispatch` is told of a layout, by its keywords."""
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    return {
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+    }

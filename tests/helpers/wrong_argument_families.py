@@ -72,12 +72,9 @@ def same_as_first() -> Callable[[Any], None]:
 def compat_calls(context: RankContext) -> Mapping[str, Entry]:
     mine = oracle.given(CASE, context.rank_idx)
     buffer = Buffer(context.group)
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mine.topk_idx, 6)
     sending = {
         "x": mine.x,
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
+        **oracle.routing(buffer, mine.topk_idx, 6),
         "topk_idx": mine.topk_idx,
         "topk_weights": mine.topk_weights,
     }

@@ -40,15 +40,10 @@ class Calls:
     low_latency_handle: tuple
 
     def dispatch(self, **changes: Any) -> object:
-        per_rank, _, per_expert, in_rank, _ = self.v1.get_dispatch_layout(
-            self.mine.topk_idx, CASE.num_experts
-        )
         return self.v1.dispatch(
             **{
                 "x": self.mine.x,
-                "num_tokens_per_rank": per_rank,
-                "is_token_in_rank": in_rank,
-                "num_tokens_per_expert": per_expert,
+                **oracle.routing(self.v1, self.mine.topk_idx, CASE.num_experts),
                 "topk_idx": self.mine.topk_idx,
                 "topk_weights": self.mine.topk_weights,
                 **changes,

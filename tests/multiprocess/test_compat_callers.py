@@ -18,17 +18,9 @@ NUM_MAX = 16
 
 
 def send(buffer: Buffer, case: Case, mine: Given, x: Any, *, has_topk: bool = True) -> tuple:
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-        mine.topk_idx, case.num_experts
-    )
     topk = {"topk_idx": mine.topk_idx, "topk_weights": mine.topk_weights} if has_topk else {}
-    return buffer.dispatch(
-        x,
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        **topk,
-    )
+    routing = oracle.routing(buffer, mine.topk_idx, case.num_experts)
+    return buffer.dispatch(x, **routing, **topk)
 
 
 def check_weights_are_summed(context: RankContext, case: Case) -> None:

@@ -19,14 +19,9 @@ NUM_SMS = 6
 
 
 def send(buffer: Buffer, case: Case, mine: Given, **changes: object) -> tuple:
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-        mine.topk_idx, case.num_experts
-    )
     arguments = {
         "x": mine.x,
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
+        **oracle.routing(buffer, mine.topk_idx, case.num_experts),
         "topk_idx": mine.topk_idx,
         "topk_weights": mine.topk_weights,
         "config": Config(NUM_SMS),

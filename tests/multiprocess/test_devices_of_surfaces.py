@@ -42,14 +42,8 @@ def given(rank_idx: int, device: torch.device) -> oracle.Given:
 
 def normal(context: RankContext, mine: oracle.Given) -> Iterator[Any]:
     buffer = Buffer(context.group, enable_shrink=True)
-    layout = buffer.get_dispatch_layout(mine.topk_idx, CASE.num_experts)
-    per_rank, _, per_expert, in_rank, _ = layout
-    yield layout
-    routing = {
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
-    }
+    yield buffer.get_dispatch_layout(mine.topk_idx, CASE.num_experts)
+    routing = oracle.routing(buffer, mine.topk_idx, CASE.num_experts)
     arrived = buffer.dispatch(
         mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights, **routing
     )
@@ -253,12 +247,7 @@ def differ(context: RankContext) -> None:
         held = [group_buffers.group_buffers(context.group, device=each) for each in (CPU, DEVICE)]
         mine = given(context.rank_idx, (CPU, DEVICE)[context.rank_idx])
         buffer = Buffer(context.group)
-        routing = buffer.get_dispatch_layout(mine.topk_idx, CASE.num_experts)
-        arguments = {
-            "num_tokens_per_rank": routing[0],
-            "num_tokens_per_expert": routing[2],
-            "is_token_in_rank": routing[3],
-        }
+        arguments = oracle.routing(buffer, mine.topk_idx, CASE.num_experts)
         texts = [
             raised_by(lambda: buffer.dispatch(mine.x, **arguments)),
             raised_by(
@@ -303,11 +292,8 @@ def follow_events(context: RankContext) -> None:
     with on_pretended_device() as stream:
         mine = given(context.rank_idx, DEVICE)
         buffer = Buffer(context.group)
-        routing = buffer.get_dispatch_layout(mine.topk_idx, CASE.num_experts)
         arguments = {
-            "num_tokens_per_rank": routing[0],
-            "num_tokens_per_expert": routing[2],
-            "is_token_in_rank": routing[3],
+            **oracle.routing(buffer, mine.topk_idx, CASE.num_experts),
             "topk_idx": mine.topk_idx,
             "topk_weights": mine.topk_weights,
         }
