@@ -229,7 +229,8 @@ class EpBuffer:
                     capacity,
                     handle,
                 )
-                self._warn_of_gradients("dispatch", x=rows, topk_weights=topk_weights)
+                if gradients == 0:
+                    self._warn_of_gradients("dispatch", x=rows, topk_weights=topk_weights)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
             if handle is None:
@@ -261,13 +262,12 @@ class EpBuffer:
                 )
             output = None if async_op else operation.wait()
         if handle is not None:
-            kept = handle
-            return DispatchResult(operation, lambda _: kept, output=output)
+            return DispatchResult(operation, output=output, handle=handle)
 
         def make_handle(arrived: DispatchOutput) -> DispatchHandle:
             return self._make_handle(arrived.plan, layout, expert_alignment)
 
-        return DispatchResult(operation, make_handle, capacity, output)
+        return DispatchResult(operation, capacity, output=output, make_handle=make_handle)
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Ranks that later LOW_LATENCY dispatches of this buffer leave out, from this rank on. Local.
@@ -409,12 +409,13 @@ class EpBuffer:
                     check_word(gradients)
                 self._check_handle(handle)
                 self._checks.check_combine(handle, expert_out, topk_weights, row_weights, out)
-                self._warn_of_gradients(
-                    "combine",
-                    expert_out=expert_out,
-                    topk_weights=topk_weights,
-                    row_weights=row_weights,
-                )
+                if gradients == 0:
+                    self._warn_of_gradients(
+                        "combine",
+                        expert_out=expert_out,
+                        topk_weights=topk_weights,
+                        row_weights=row_weights,
+                    )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
             operation = self._backend.combine(

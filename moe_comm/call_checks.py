@@ -145,14 +145,16 @@ def is_plain_dispatch(
         return False
     choices = topk_idx.shape
     num_tokens, num_topk = choices if len(choices) == 2 else (-1, -1)
+    most_tokens = config.num_max_tokens_per_rank
     if (
         x.dtype is not config.dtype
         or topk_idx.dtype is not _INT64
         or x.shape != (num_tokens, config.hidden)
         or num_topk != config.num_topk
         or not (x.is_cpu and topk_idx.is_cpu and x.is_contiguous() and topk_idx.is_contiguous())
-        or (config.num_max_tokens_per_rank or -1) < num_tokens
+        or x.is_neg()
         or type(layout) is not Layout
+        or (layout is Layout.LOW_LATENCY if most_tokens is None else num_tokens > most_tokens)
         or type(expert_alignment) is not int
         or expert_alignment != 1
     ):
@@ -176,6 +178,7 @@ def is_plain_combine(
         or expert_out.dtype not in validation.SUMMABLE
         or expert_out.shape != (handle.num_recv_tokens, config.hidden)
         or not (expert_out.is_cpu and expert_out.is_contiguous())
+        or expert_out.is_neg()
     ):
         return False
     return topk_weights is None or (

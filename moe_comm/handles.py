@@ -49,12 +49,16 @@ class WaitStatistics:
     num_waits: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+# Of dispatches without a gradient; never written, and never an output of autograd.
+_NO_LINK = torch.empty(0, device="cpu")
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class DispatchHandle:
     """What combine and cached dispatch need to know of a dispatch.
 
     Valid for any number of later operations of the same buffer, in any order, until the buffer is
-    destroyed. Holds places relative to a window, never an address.
+    destroyed. Holds places relative to a window, never an address. Made by a dispatch, never changed.
 
     Args:
         buffer_id: Of the buffer that made it.
@@ -66,6 +70,8 @@ class DispatchHandle:
         num_recv_tokens: Rows of this rank's result, M, padding included.
         num_recv_topk: Largest number of choices per token of all ranks.
         plan: Belongs to the backend.
+        link: float32 `[0]`. Carries no data; ties the backward of a combine to that of the dispatch, so
+            that every rank runs both even where a caller skipped its experts.
     """
 
     buffer_id: int
@@ -77,6 +83,7 @@ class DispatchHandle:
     num_recv_tokens: int
     num_recv_topk: int
     plan: Plan
+    link: torch.Tensor = _NO_LINK
 
     def dropped_choices(self) -> torch.Tensor:
         """Choices of this rank that a capacity or a mask dropped: bool `[num_tokens, num_topk]`."""
@@ -91,12 +98,14 @@ class DispatchResult:
 
     With `async_op=True` the first look at an attribute waits until its shape is known (LOW_LATENCY: x,
     x_sf and topk_weights are there at once), and `event` must be waited for before the data is read
-    or the inputs are overwritten.
+    or the inputs are overwritten. `moe_comm.dispatch` returns when the rows are there; gradients then
+    flow through `x` and `topk_weights`, and LOW_LATENCY rows that nothing was sent to are zero.
 
     Attributes:
         x: `[M, hidden]`. EXPERT_MAJOR: rows of local expert e are
             `x[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`; padding is zero.
-            LOW_LATENCY: M is `num_local_experts * num_ranks * num_max_tokens_per_rank`.
+            LOW_LATENCY: M is `num_local_experts * num_ranks * num_max_tokens_per_rank`. Rows that
+            `moe_comm.dispatch` has quantised are `QuantizedRows`.
         x_sf: Scale factors `[M, num_scales]` of quantised rows (see `Quantization`), LOW_LATENCY:
             `[num_local_experts, M / num_local_experts, num_scales]`; else None.
         topk_idx: None (EXPERT_MAJOR), or int64 `[M, K]` local expert ids, -1 elsewhere (RANK_MAJOR).
@@ -107,9 +116,12 @@ class DispatchResult:
             expert, without padding and without what was dropped.
         num_dropped_per_expert: int64 `[num_local_experts]` on the host: choices of every local
             expert that a capacity or a masked rank dropped.
-        num_required_rows: Rows this rank's result would have without a capacity.
-        has_overflow: Whether rows for this rank were dropped, or its capacity had to grow.
-        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation.
+        num_required_rows: int64 without dimensions, on the host: rows that this rank's result would
+            have without a capacity.
+        has_overflow: bool without dimensions, on the host: whether rows for this rank were dropped, or
+            its capacity had to grow.
+        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation; zeros
+            where the backend cannot tell, and in compiled code.
         expert_offsets: int32 `[num_local_experts + 1]` on x's device: padded starts. RANK_MAJOR: where
             the experts would start after a local permute with the same alignment.
         status: None, or where the dispatch was captured into a graph int32 `[2]` on the device: how
@@ -123,21 +135,34 @@ class DispatchResult:
         event: End of the operation.
     """
 
-    __slots__ = ("_capacity", "_event", "_handle", "_make_handle", "_operation", "_output")
+    __slots__ = (
+        "_capacity",
+        "_event",
+        "_handle",
+        "_make_handle",
+        "_operation",
+        "_output",
+        "_topk_weights",
+        "_x",
+    )
 
     def __init__(
         self,
         operation: Operation[DispatchOutput],
-        make_handle: Callable[[DispatchOutput], DispatchHandle],
         capacity: Capacity | None = None,
+        *,
         output: DispatchOutput | None = None,
+        handle: DispatchHandle | None = None,
+        make_handle: Callable[[DispatchOutput], DispatchHandle] | None = None,
     ) -> None:
         self._operation = operation
-        self._make_handle = make_handle
         self._capacity = capacity
         self._output = output  # of an operation that has ended
-        self._handle: DispatchHandle | None = None
+        self._handle = handle
+        self._make_handle = make_handle  # where there is no handle yet
         self._event: CommEvent | None = None
+        self._x: torch.Tensor | None = None
+        self._topk_weights: torch.Tensor | None = None
 
     def _arrived(self) -> DispatchOutput:
         if self._output is None:
@@ -151,6 +176,18 @@ class DispatchResult:
         early = self._operation.early
         return self._arrived() if early is None else early
 
+    def join_graph(
+        self, x: torch.Tensor, topk_weights: torch.Tensor | None, link: torch.Tensor
+    ) -> None:
+        """Hand these out from now on: what autograd made of the rows, of their weights and of the link."""
+        self._x = x
+        self._topk_weights = topk_weights
+        self.handle.link = link
+
+    def hand_out(self, handle: DispatchHandle) -> None:
+        """Another form of the handle, from now on."""
+        self._handle = handle
+
     @property
     def event(self) -> CommEvent:
         """See the class."""
@@ -161,7 +198,7 @@ class DispatchResult:
     @property
     def x(self) -> torch.Tensor:
         """See the class."""
-        return self._early().x
+        return self._early().x if self._x is None else self._x
 
     @property
     def x_sf(self) -> torch.Tensor | None:
@@ -176,7 +213,7 @@ class DispatchResult:
     @property
     def topk_weights(self) -> torch.Tensor | None:
         """See the class."""
-        return self._early().topk_weights
+        return self._early().topk_weights if self._topk_weights is None else self._topk_weights
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
@@ -189,18 +226,20 @@ class DispatchResult:
         return self._arrived().num_dropped_per_expert
 
     @property
-    def num_required_rows(self) -> int:
+    def num_required_rows(self) -> torch.Tensor:
         """See the class."""
-        return self._arrived().num_required_rows
+        number = self._arrived().num_required_rows
+        return number if isinstance(number, torch.Tensor) else torch.tensor(number, device="cpu")
 
     @property
-    def has_overflow(self) -> bool:
+    def has_overflow(self) -> torch.Tensor:
         """See the class."""
         output = self._arrived()
+        has_dropped = output.num_dropped_per_expert.any()
         most_rows = None if self._capacity is None else self._capacity.num_rows
-        if most_rows is not None and output.num_required_rows > most_rows:
-            return True
-        return bool(output.num_dropped_per_expert.any())
+        if most_rows is None:
+            return has_dropped
+        return has_dropped | (self.num_required_rows > most_rows)
 
     @property
     def status(self) -> torch.Tensor | None:
@@ -231,6 +270,7 @@ class DispatchResult:
     def handle(self) -> DispatchHandle:
         """See the class."""
         if self._handle is None:
+            assert self._make_handle is not None
             self._handle = self._make_handle(self._arrived())
         return self._handle
 

@@ -6,20 +6,21 @@ keeps communication out of recomputation.
 
 from __future__ import annotations
 
-from moe_comm.autograd.functional import (
-    DifferentiableDispatchResult,
-    TensorHandle,
-    combine,
-    dispatch,
-)
+from typing import NoReturn
+
+from moe_comm.autograd.functional import combine, dispatch
 from moe_comm.autograd.operators import SAVED_OPERATORS
 from moe_comm.autograd.quantized_rows import QuantizedRows
 
-__all__ = [
-    "SAVED_OPERATORS",
-    "DifferentiableDispatchResult",
-    "QuantizedRows",
-    "TensorHandle",
-    "combine",
-    "dispatch",
-]
+__all__ = ["SAVED_OPERATORS", "QuantizedRows", "combine", "dispatch"]
+
+_GONE = {
+    "DifferentiableDispatchResult": "moe_comm.DispatchResult",
+    "TensorHandle": "moe_comm.DispatchHandle",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Says what to write for a name that is no more."""
+    instead = f", which is {_GONE[name]} now" if name in _GONE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")

@@ -60,7 +60,7 @@ def dispatch(
         buffer_id.new_empty(6),
     ]
     if capacity or layout == Layout.LOW_LATENCY:
-        outputs += [buffer_id.new_empty(num_local_experts), buffer_id.new_empty(2)]
+        outputs += [buffer_id.new_empty(num_local_experts), buffer_id.new_empty(())]
     how = decode_quantization(quantization)
     num_experts_apart = num_local_experts if layout == Layout.LOW_LATENCY else None
     if x_sf is not None:

@@ -7,18 +7,20 @@ change no collective operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._C import DispatchKeySet, _after_autograd_keyset, _AutoDispatchBelowAutograd
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moe_comm.autograd import operators
 from moe_comm.autograd.agreement import is_differentiated, needs_rows, needs_weights
+from moe_comm.autograd.quantized_rows import wrap_rows
 from moe_comm.buffer import EpBuffer, resolve_buffer
 from moe_comm.config import Capacity, Layout
-from moe_comm.handles import CombineResult, DispatchHandle
+from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
 from moe_comm.quantization import Quantization
 from moe_comm.validation import SUMMABLE
 
@@ -36,116 +38,120 @@ def _below_autograd(operator: Any, keyset: DispatchKeySet | None, *args: Any) ->
         return operator.redispatch(keyset & _after_autograd_keyset, *args)
 
 
-class _Dispatch(torch.autograd.Function):
+def _keep(
+    ctx: Any, handle: DispatchHandle | Sequence[torch.Tensor], *weighted: torch.Tensor
+) -> None:
+    """For the backward: what weights were applied to, and the handle, as it is or as tensors."""
+    ctx.local = handle if isinstance(handle, DispatchHandle) else None
+    saved = weighted if isinstance(handle, DispatchHandle) else (*weighted, *handle)
+    if saved:
+        ctx.save_for_backward(*saved)
+
+
+class _Dispatch(Function):
     """Backward is an unweighted combine; the gradient of the weights is pulled with it.
 
-    Outputs are x, topk_weights and link. What has no gradient goes around autograd: an output costs
-    time.
+    Outputs are x, link and, where there are any, topk_weights. What has no gradient goes around
+    autograd: an output costs time.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        brought: list[torch.Tensor],
-        local: DispatchHandle | None,
+        outputs: list[torch.Tensor],
+        handle: DispatchHandle | Sequence[torch.Tensor],
         word: int,
         anchor: torch.Tensor | None,
         x: torch.Tensor,
         topk_weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        rows, weights, link, *others = brought
-        ctx.local = local
-        ctx.save_for_backward(*others[3:7])  # the handle
+        rows = outputs[0]
+        weights = outputs[2] if len(outputs) > 2 else None
+        _keep(ctx, handle)
         ctx.set_materialize_grads(False)
-        without_gradient = []
         if not needs_rows(word):
-            without_gradient.append(rows)
-        if not needs_weights(word):
-            without_gradient.append(weights)
-        ctx.mark_non_differentiable(*without_gradient)
-        ctx.num_recv_tokens, ctx.hidden = rows.shape
-        ctx.dtype = rows.dtype
-        ctx.weights_dtype = None if topk_weights is None else weights.dtype
-        return rows, weights, link
+            ctx.mark_non_differentiable(rows)
+        elif weights is not None and not needs_weights(word):
+            ctx.mark_non_differentiable(weights)
+        num_rows, hidden = rows.shape
+        ctx.shape = num_rows, hidden, rows.dtype, None if weights is None else weights.dtype
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        counts, slots, topk_idx, meta = ctx.saved_tensors
-        shape = (ctx.num_recv_tokens, ctx.hidden, ctx.dtype, ctx.weights_dtype)
+    def backward(
+        ctx: Any,
+        grad_rows: torch.Tensor | None,
+        _: torch.Tensor | None,
+        grad_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
         local = ctx.local
-        if local is None or is_watched(grads[0], grads[1]):
+        handle = ctx.saved_tensors
+        if local is None or is_watched(grad_rows, grad_weights):
             grad_x, grad_weights = operators.DISPATCH_BACKWARD(
-                *(grads[0], grads[1], counts, slots, topk_idx, meta), *shape
+                *(grad_rows, grad_weights, *(handle or operators.tensors_of(local))), *ctx.shape
             )
         else:
-            buffer = resolve_buffer(local.buffer_id)
             grad_x, grad_weights = operators.dispatch_backward(
-                buffer, local, slots, grads[0], grads[1], *shape
+                resolve_buffer(local.buffer_id), local, grad_rows, grad_weights, *ctx.shape
             )
         *_, needs_x, needs_topk_weights = ctx.needs_input_grad
         return (
             *(None, None, None, None),
             # Rows whose gradients combine cannot add have none.
-            grad_x if needs_x and ctx.dtype in SUMMABLE else None,
+            grad_x if needs_x and ctx.shape[2] in SUMMABLE else None,
             grad_weights if needs_topk_weights else None,
         )
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     """Backward is a cached dispatch; where weights were applied, a weights-only combine after it."""
 
     @staticmethod
     def forward(
         ctx: Any,
         brought: list[torch.Tensor],
-        local: DispatchHandle | None,
+        handle: DispatchHandle | Sequence[torch.Tensor],
         expert_out: torch.Tensor,
         topk_weights: torch.Tensor | None,
         link: torch.Tensor,
-        *handle: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.local = local
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            *handle, *((expert_out, topk_weights) if topk_weights is not None else ())
-        )
-        ctx.num_recv_tokens, ctx.hidden = expert_out.shape
-        ctx.dtype = expert_out.dtype
+        ctx.is_weighted = topk_weights is not None
+        _keep(ctx, handle, *((expert_out, topk_weights) if topk_weights is not None else ()))
+        ctx.shape = *expert_out.shape, expert_out.dtype
         return brought[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        counts, slots, topk_idx, meta, *weighted = ctx.saved_tensors
-        expert_out, topk_weights = weighted or (None, None)
         local = ctx.local
+        # Read once: where saved tensors are computed anew, they are handed out only once.
+        saved = ctx.saved_tensors
+        expert_out, topk_weights, *handle = saved if ctx.is_weighted else (None, None, *saved)
         if local is None or is_watched(grad_y):
             grad_expert_out, grad_weights = operators.COMBINE_BACKWARD(
-                *(grad_y, expert_out, topk_weights),
-                *(counts, slots, topk_idx, meta),
-                *(ctx.num_recv_tokens, ctx.hidden, ctx.dtype),
+                *(grad_y, expert_out, topk_weights, *(handle or operators.tensors_of(local))),
+                *ctx.shape,
             )
         else:
+            _, hidden, dtype = ctx.shape
             grad_expert_out, grad_weights = operators.combine_backward(
                 resolve_buffer(local.buffer_id),
                 local,
-                counts,
-                slots,
                 grad_y,
                 expert_out,
                 topk_weights,
-                ctx.hidden,
-                ctx.dtype,
+                hidden,
+                dtype,
             )
-        _, _, needs_expert_out, needs_topk_weights, *_ = ctx.needs_input_grad
+        _, _, needs_expert_out, needs_topk_weights, _ = ctx.needs_input_grad
         return (
             *(None, None),
             grad_expert_out if needs_expert_out else None,
             grad_weights if needs_topk_weights else None,
             # The link: the engine goes on to the dispatch whether or not its gradient is defined.
             None,
-            *(None, None, None, None),
         )
 
 
@@ -160,8 +166,10 @@ def _no_one_knows(_: bool) -> bool:
 _saved_tensors_hooks: Callable[[bool], object] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", _no_one_knows
 )
-_apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = _Dispatch.apply
-_apply_combine: Callable[..., torch.Tensor] = _Combine.apply
+# `Function.apply` looks at every argument for what functorch has left behind, which the operators
+# and `is_watched` have done: past it, the node is made at once.
+_apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = super(Function, _Dispatch).apply
+_apply_combine: Callable[..., torch.Tensor] = super(Function, _Combine).apply
 
 
 def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
@@ -174,8 +182,10 @@ def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
         word = brought[9][operators.META_GRADIENTS].item()
     if not is_differentiated(word):
         return brought
-    rows, weights, link = _apply_dispatch(brought, None, word, anchor, x, topk_weights)
-    return [rows, weights, link, *brought[3:]]
+    rows, weights, link, *others = brought
+    outputs = [rows, link] if topk_weights is None else [rows, link, weights]
+    rows, link, *has_weights = _Dispatch.apply(outputs, others[3:7], word, anchor, x, topk_weights)  # type: ignore[no-untyped-call]
+    return [rows, *(has_weights or [weights]), link, *others]
 
 
 def dispatch_unwatched(
@@ -190,37 +200,49 @@ def dispatch_unwatched(
     capacity: Capacity | None,
     word: int,
     anchor: torch.Tensor | None,
-) -> tuple[list[torch.Tensor], DispatchHandle]:
-    """What the operator returns with its gradient, and the handle, where nobody sees operators."""
-    with torch.no_grad():
-        brought, result = operators.dispatch_rows(
-            *(buffer, x, x_sf, topk_idx, topk_weights, layout, expert_alignment),
-            *(quantization, capacity, word),
+) -> DispatchResult:
+    """The result with its gradient, where nobody sees operators."""
+    result = operators.dispatch_rows(
+        *(buffer, x, x_sf, topk_idx, topk_weights, layout, expert_alignment),
+        *(quantization, capacity, word),
+    )
+    is_quantized_here = quantization is not None and x_sf is None
+    is_in_graph = word != 0 and is_differentiated(result.gradients)
+    if not (is_in_graph or is_quantized_here):
+        return result
+    arrived, weights, link = result.x, result.topk_weights, result.handle.link
+    rows = x.new_empty_strided(arrived.shape, (0, 0)) if is_quantized_here else arrived
+    if is_in_graph:
+        outputs = [rows, torch.empty(0, device="cpu")]
+        if weights is not None:
+            outputs.append(weights)
+        rows, link, *has_weights = _apply_dispatch(
+            outputs, result.handle, result.gradients, anchor, x, topk_weights
         )
-    local = result.handle
-    word = result.gradients if word else 0
-    if is_differentiated(word):
-        brought[:3] = _apply_dispatch(brought, local, word, anchor, x, topk_weights)
-    return brought, local
+        weights = has_weights[0] if has_weights else None
+    if is_quantized_here:
+        assert result.x_sf is not None
+        assert quantization is not None
+        rows = wrap_rows(rows, arrived, result.x_sf, quantization)
+    result.join_graph(rows, weights, link)
+    return result
 
 
 def combine_unwatched(
     buffer: EpBuffer,
     expert_out: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    local: DispatchHandle,
-    handle: tuple[torch.Tensor, ...],
+    handle: DispatchHandle,
     link: torch.Tensor,
     word: int,
 ) -> torch.Tensor:
-    """The sums with their gradient, where nobody sees operators; `handle` stands for `local`."""
-    with torch.no_grad():
-        combined = operators.combine_rows(buffer, expert_out, local, topk_weights, word)
+    """The sums with their gradient, where nobody sees operators."""
+    combined = operators.combine_rows(buffer, expert_out, handle, topk_weights, word)
     if not isinstance(combined, CombineResult):
         return combined
     if not is_differentiated(combined.gradients):
         return combined.x
-    return _apply_combine([combined.x], local, expert_out, topk_weights, link, *handle)
+    return _apply_combine([combined.x], handle, expert_out, topk_weights, link)
 
 
 def is_watched(
@@ -258,7 +280,7 @@ def combine(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
         word = brought[1].item()
     if not is_differentiated(word):
         return brought
-    return [_apply_combine(brought, None, expert_out, topk_weights, link, *handle), *brought[1:]]
+    return [_Combine.apply(brought, handle, expert_out, topk_weights, link), *brought[1:]]  # type: ignore[no-untyped-call]
 
 
 operators.library.impl("dispatch", dispatch, "Autograd", with_keyset=True)

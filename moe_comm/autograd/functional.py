@@ -2,185 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
 from moe_comm import missed_calls
 from moe_comm.autograd import formulas, operators
 from moe_comm.autograd.agreement import combine_word, dispatch_word, is_cut_from
+from moe_comm.autograd.graph_forms import OperatorOutput, TensorHandle
 from moe_comm.autograd.options import encode_capacity, encode_quantization
-from moe_comm.autograd.quantized_rows import wrap_rows
-from moe_comm.backends.base import Completed, Plan
-from moe_comm.buffer import EpBuffer, rejects_unbound, resolve_buffer
+from moe_comm.backends.base import Completed, DispatchOutput
+from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Capacity, Layout
-from moe_comm.handles import CommEvent, DispatchHandle
+from moe_comm.handles import DispatchHandle, DispatchResult
 from moe_comm.quantization import Quantization
 
-__all__ = ["DifferentiableDispatchResult", "TensorHandle", "combine", "dispatch"]
+__all__ = ["combine", "dispatch"]
 
 # The formulas around the operators, without a round trip through the dispatcher of torch: the same
 # operators run, below autograd, so dispatch modes (selective checkpointing) see them all the same.
 _eager_dispatch = functools.partial(formulas.dispatch, None)
 _eager_combine = functools.partial(formulas.combine, None)
-
-
-class TensorHandle(DispatchHandle):
-    """A handle whose contents are tensors, so that it can live inside a compiled graph.
-
-    `EpBuffer.combine` and `EpBuffer.empty_expert_output` take it like any other handle.
-
-    Args:
-        counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; see `PlanTensors`.
-        slots: int64 `[num_tokens, num_slots]`; see `PlanTensors`.
-        topk_idx: int64 `[num_tokens, num_topk]`.
-        meta: int64 `[6]`: buffer id, generation, layout, expert alignment, received rows, and what the
-            ranks said of gradients.
-        link: float32 `[0]`. Carries no data; ties the backward of combine to that of dispatch, so that
-            every rank runs both even where a caller skipped its experts.
-        local: The handle that the tensors stand for, where this process has it.
-    """
-
-    counts: torch.Tensor
-    slots: torch.Tensor
-    topk_idx: torch.Tensor
-    meta: torch.Tensor
-    link: torch.Tensor
-    local: DispatchHandle | None
-
-    def __init__(
-        self,
-        counts: torch.Tensor,
-        slots: torch.Tensor,
-        topk_idx: torch.Tensor,
-        meta: torch.Tensor,
-        link: torch.Tensor,
-        local: DispatchHandle | None = None,
-    ) -> None:
-        object.__setattr__(self, "counts", counts)
-        object.__setattr__(self, "slots", slots)
-        object.__setattr__(self, "topk_idx", topk_idx)
-        object.__setattr__(self, "meta", meta)
-        object.__setattr__(self, "link", link)
-        object.__setattr__(self, "local", local)
-
-    @property
-    def buffer_id(self) -> int:
-        """See `DispatchHandle`."""
-        return int(self.meta[operators.META_BUFFER_ID])
-
-    @property
-    def generation(self) -> int:
-        """See `DispatchHandle`."""
-        return int(self.meta[operators.META_GENERATION])
-
-    @property
-    def layout(self) -> Layout:
-        """See `DispatchHandle`."""
-        return Layout(int(self.meta[operators.META_LAYOUT]))
-
-    @property
-    def expert_alignment(self) -> int:
-        """See `DispatchHandle`."""
-        return int(self.meta[operators.META_ALIGNMENT])
-
-    @property
-    def num_tokens(self) -> int:
-        """See `DispatchHandle`."""
-        return self.topk_idx.shape[0]
-
-    @property
-    def num_topk(self) -> int:
-        """See `DispatchHandle`."""
-        return self.topk_idx.shape[1]
-
-    @property
-    def num_recv_tokens(self) -> int:
-        """See `DispatchHandle`."""
-        return int(self.meta[operators.META_NUM_RECV_TOKENS])
-
-    @property
-    def num_recv_topk(self) -> int:
-        """See `DispatchHandle`."""
-        return operators.num_recv_topk(self.counts)
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """See `DispatchHandle`."""
-        return self.of_buffer(resolve_buffer(self.buffer_id)).plan
-
-    def of_buffer(self, buffer: EpBuffer) -> DispatchHandle:
-        """As `buffer` takes it; see `operators.local_handle`."""
-        if self.local is not None:
-            return self.local
-        return operators.local_handle(buffer, *self.tensors())
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As operators take it."""
-        return self.counts, self.slots, self.topk_idx, self.meta
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DifferentiableDispatchResult:
-    """What a differentiable dispatch brought to this rank; attributes as in `DispatchResult`.
-
-    Gradients flow through `x` and `topk_weights`. LOW_LATENCY rows that nothing was sent to are zero.
-    """
-
-    rows: torch.Tensor  # x, or where it was quantised here: what its gradient flows to
-    data: torch.Tensor | None
-    x_sf: torch.Tensor | None
-    quantization: Quantization | None
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    num_tokens_per_expert: torch.Tensor
-    expert_offsets: torch.Tensor
-    limited: tuple[torch.Tensor, torch.Tensor] | None
-    handle: TensorHandle
-
-    @property
-    def x(self) -> torch.Tensor:
-        """Rows; `QuantizedRows` where they were quantised in this dispatch."""
-        if self.data is None:
-            return self.rows
-        kept: torch.Tensor | None = self.__dict__.get("_x")
-        if kept is not None:
-            return kept
-        assert self.x_sf is not None
-        assert self.quantization is not None
-        x = wrap_rows(self.rows, self.data, self.x_sf, self.quantization)
-        if not torch.compiler.is_compiling():
-            # Never in a compiled region: what it keeps here would become an output of its graph.
-            self.__dict__["_x"] = x
-        return x
-
-    @property
-    def num_dropped_per_expert(self) -> torch.Tensor:
-        """See `DispatchResult`."""
-        if self.limited is None:
-            return torch.zeros_like(self.num_tokens_per_expert)
-        return self.limited[0]
-
-    @property
-    def num_required_rows(self) -> torch.Tensor:
-        """See `DispatchResult`; an int64 tensor without dimensions."""
-        if self.limited is None:
-            return self.handle.meta[operators.META_NUM_RECV_TOKENS]
-        return self.limited[1][0]
-
-    @property
-    def has_overflow(self) -> torch.Tensor:
-        """See `DispatchResult`; a bool tensor without dimensions."""
-        if self.limited is None:
-            return torch.zeros((), dtype=torch.bool, device="cpu")
-        return self.limited[1][1] != 0
-
-    @property
-    def event(self) -> CommEvent:
-        """End of the operation, which is over when the result is handed out."""
-        return CommEvent(Completed(None))
 
 
 @rejects_unbound("dispatch", lambda _, kwargs: kwargs.get("buffer"))
@@ -194,7 +39,7 @@ def dispatch(
     expert_alignment: int = 1,
     quantization: Quantization | None = None,
     capacity: Capacity | None = None,
-) -> DifferentiableDispatchResult:
+) -> DispatchResult:
     """Send each token to the ranks of its experts; differentiable in `x` and `topk_weights`.
 
     Collective, and so is its backward: every rank calls it in the same order. Where any rank needs a
@@ -216,8 +61,8 @@ def dispatch(
         capacity: Limits on what is delivered; see `EpBuffer.dispatch`. What is dropped has gradient 0.
 
     Returns:
-        Attributes of `DispatchResult`. Under torch.compile the number of rows is an unbacked size,
-        except where `LOW_LATENCY` or `capacity` ("drop" or "raise") fix it.
+        See `DispatchResult`. Under torch.compile the number of rows is an unbacked size, except where
+        `LOW_LATENCY` or `capacity` ("drop" or "raise") fix it.
 
     Raises:
         ValueError: See `EpBuffer.dispatch`; also the errors of the communication. On every rank where
@@ -258,26 +103,29 @@ def dispatch(
     is_traced = torch.compiler.is_compiling()
     word = dispatch_word(data, topk_weights, is_traced=is_traced)
     anchor = buffer.gradient_anchor if word else None
-    local = None
-    if is_traced or formulas.is_watched(data, topk_weights, scales, topk_idx):
-        run = operators.DISPATCH if is_traced else _eager_dispatch
-        brought = run(
-            *(data, scales, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
-            *(int(layout), expert_alignment),
-            *(encode_quantization(quantization), encode_capacity(capacity), word, anchor),
-        )
-    else:
-        brought, local = formulas.dispatch_unwatched(
+    if not (is_traced or formulas.is_watched(data, topk_weights, scales, topk_idx)):
+        result = formulas.dispatch_unwatched(
             *(buffer, data, scales, topk_idx, topk_weights, layout, expert_alignment),
             *(quantization, capacity, word, anchor),
         )
+        if "torch._dynamo" in sys.modules:
+            # It may go into a graph, which takes it as tensors and cannot make them.
+            result.hand_out(_export(result.handle))
+        return result
+    run = operators.DISPATCH if is_traced else _eager_dispatch
+    brought = run(
+        *(data, scales, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
+        *(int(layout), expert_alignment),
+        *(encode_quantization(quantization), encode_capacity(capacity), word, anchor),
+    )
     rows, row_weights, link, local_topk_idx, num_tokens_per_expert, expert_offsets = brought[:6]
     further = brought[10:]
     limited = None
     if capacity is not None or layout is Layout.LOW_LATENCY:
         limited = (further[0], further[1])
         further = further[2:]
-    return DifferentiableDispatchResult(
+    handle = TensorHandle(brought[6], brought[7], brought[8], brought[9], link)
+    parts = OperatorOutput(
         rows,
         further[1] if len(further) == 2 else None,
         further[0] if further else None,
@@ -287,8 +135,10 @@ def dispatch(
         num_tokens_per_expert,
         expert_offsets,
         limited,
-        TensorHandle(brought[6], brought[7], brought[8], brought[9], link, local),
+        handle,
     )
+    output = cast("DispatchOutput", parts)
+    return DispatchResult(Completed(output), capacity, output=output, handle=handle)
 
 
 def _sizes(buffer: EpBuffer) -> list[int]:
@@ -344,28 +194,25 @@ def combine(
         raise AssertionError("EpBuffer.combine took what the operator does not")
     is_traced = torch.compiler.is_compiling()
     is_watched = is_traced or formulas.is_watched(expert_out, topk_weights)
-    if not isinstance(handle, TensorHandle):
-        handle = _export(handle)
     link = handle.link
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
     if word and (
         not link.requires_grad or (not is_traced and is_cut_from(expert_out, link.grad_fn))
     ):
         link = buffer.gradient_anchor
-    if word and not is_traced:
+    if word and not is_traced and topk_weights is not None:
         # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.
-        if handle.counts.is_inference():
-            handle = _outside_inference(handle)
-        if topk_weights is not None:
-            expert_out, topk_weights = map(_clone_of_inference, (expert_out, topk_weights))
+        expert_out, topk_weights = map(_clone_of_inference, (expert_out, topk_weights))
     if not is_watched:
-        return formulas.combine_unwatched(
-            buffer, expert_out, topk_weights, handle.of_buffer(buffer), handle.tensors(), link, word
-        )
+        local = handle.of_buffer(buffer) if isinstance(handle, TensorHandle) else handle
+        return formulas.combine_unwatched(buffer, expert_out, topk_weights, local, link, word)
+    if not isinstance(handle, TensorHandle):
+        handle = _export(handle)
+    tensors: Sequence[torch.Tensor] = handle.tensors()
+    if word and not is_traced:
+        tensors = [_clone_of_inference(tensor) for tensor in tensors]
     run = operators.COMBINE if is_traced else _eager_combine
-    y: torch.Tensor = run(
-        *(expert_out, topk_weights, buffer.id_tensor, *handle.tensors(), link, word)
-    )[0]
+    y: torch.Tensor = run(*(expert_out, topk_weights, buffer.id_tensor, *tensors, link, word))[0]
     return y
 
 
@@ -395,19 +242,5 @@ def _clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def _outside_inference(handle: TensorHandle) -> TensorHandle:
-    return TensorHandle(
-        _clone_of_inference(handle.counts),
-        _clone_of_inference(handle.slots),
-        _clone_of_inference(handle.topk_idx),
-        _clone_of_inference(handle.meta),
-        handle.link,
-        handle.local,
-    )
-
-
 def _export(handle: DispatchHandle) -> TensorHandle:
-    plan = handle.plan.to_tensors()
-    meta = operators.meta_of(handle, 0)
-    link = torch.empty(0, device="cpu")
-    return TensorHandle(plan.counts, plan.slots, plan.topk_idx, meta, link, handle)
+    return TensorHandle(*operators.tensors_of(handle), handle.link, handle)

@@ -41,8 +41,8 @@ __all__ = [
     "dispatch_rows",
     "library",
     "local_handle",
-    "meta_of",
     "num_recv_topk",
+    "tensors_of",
 ]
 
 # Layout of the `meta` tensor of a handle.
@@ -65,9 +65,9 @@ library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyp
 # anchor: not read; requires a gradient where no other input may.
 # -> x, topk_weights, link, topk_idx as received, num_tokens_per_expert, expert_offsets, then the
 #    handle: counts, slots, topk_idx as sent, meta. A tensor that does not exist has 0 elements.
-#    With a capacity and in LOW_LATENCY: num_dropped_per_expert and int64 [2], num_required_rows and
-#    has_overflow. With x_sf: the scale factors. With a quantization of x: scale factors and data; the
-#    first output then has the dtype of x, no memory and no values: it is there for its gradient.
+#    With a capacity and in LOW_LATENCY: num_dropped_per_expert and num_required_rows. With x_sf: the
+#    scale factors. With a quantization of x: scale factors and data; the first output then has the
+#    dtype of x, no memory and no values: it is there for its gradient.
 library.define(
     "dispatch(Tensor x, Tensor? x_sf, Tensor topk_idx, Tensor? topk_weights, Tensor buffer_id, "
     "int[] sizes, int layout, int expert_alignment, int[] quantization, SymInt[] capacity, "
@@ -158,7 +158,7 @@ def _dispatch(
     gradients: int,
     anchor: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    outputs, _ = dispatch_rows(
+    result = dispatch_rows(
         resolve_buffer(int(buffer_id)),
         x,
         x_sf,
@@ -170,6 +170,23 @@ def _dispatch(
         decode_capacity(capacity),
         gradients,
     )
+    rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
+    is_quantized_here = scales is not None and x_sf is None
+    outputs = [
+        x.new_empty_strided(rows.shape, (0, 0)) if is_quantized_here else rows,
+        x.new_empty(0, dtype=torch.float32) if weights is None else weights,
+        x.new_empty(0, dtype=torch.float32),
+        topk_idx.new_empty(0) if ids is None else ids,
+        result.num_tokens_per_expert,
+        result.expert_offsets,
+        *tensors_of(result.handle, result.gradients),
+    ]
+    if capacity or layout == Layout.LOW_LATENCY:
+        outputs += [result.num_dropped_per_expert, result.num_required_rows]
+    if scales is not None:
+        outputs.append(scales)
+        if is_quantized_here:
+            outputs.append(rows)
     return outputs
 
 
@@ -184,8 +201,8 @@ def dispatch_rows(
     quantization: Quantization | None,
     capacity: Capacity | None,
     gradients: int,
-) -> tuple[list[torch.Tensor], DispatchResult]:
-    """What `moe_comm::dispatch` returns, and the result that it is of."""
+) -> DispatchResult:
+    """What `EpBuffer.dispatch` returns for tensors of any strides, and no row of it undefined."""
     result = buffer.dispatch(
         as_bytes(x) if x_sf is None else (as_bytes(x), x_sf),
         topk_idx.contiguous(),
@@ -198,42 +215,26 @@ def dispatch_rows(
     )
     if layout is Layout.LOW_LATENCY:
         _zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)
-    rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
-    plan = result.plan.to_tensors()
-    is_quantized_here = scales is not None and x_sf is None
-    outputs = [
-        x.new_empty_strided(rows.shape, (0, 0)) if is_quantized_here else rows,
-        x.new_empty(0, dtype=torch.float32) if weights is None else weights,
-        x.new_empty(0, dtype=torch.float32),
-        topk_idx.new_empty(0) if ids is None else ids,
-        result.num_tokens_per_expert,
-        result.expert_offsets,
-        plan.counts,
-        plan.slots,
-        plan.topk_idx,
-        meta_of(result.handle, result.gradients),
-    ]
-    if capacity is not None or layout is Layout.LOW_LATENCY:
-        overflow = torch.tensor([result.num_required_rows, int(result.has_overflow)], device="cpu")
-        outputs += [result.num_dropped_per_expert, overflow]
-    if scales is not None:
-        outputs.append(scales)
-        if is_quantized_here:
-            outputs.append(rows)
-    return outputs, result
+    return result
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers, contiguous, and none of them a lazy conjugate or negation."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
-def meta_of(handle: DispatchHandle, gradients: int) -> torch.Tensor:
-    """The `meta` tensor of a handle; `gradients` is what the ranks of its dispatch said."""
+def tensors_of(
+    handle: DispatchHandle, gradients: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A handle as operators take it; `gradients` is what the ranks of its dispatch said."""
+    plan = handle.plan.to_tensors()
     # A number of an enumeration would be a hundred times as slow.
     layout = int(handle.layout)
     where = (handle.buffer_id, handle.generation, layout, handle.expert_alignment)
-    return torch.tensor((*where, handle.num_recv_tokens, gradients), device="cpu")
+    meta = torch.tensor((*where, handle.num_recv_tokens, gradients), device="cpu")
+    return plan.counts, plan.slots, plan.topk_idx, meta
 
 
 def _zero_unfilled(num_filled: torch.Tensor, *per_row: torch.Tensor | None) -> None:
@@ -272,14 +273,13 @@ def _dispatch_backward(
     buffer = resolve_buffer(int(meta[META_BUFFER_ID]))
     handle = local_handle(buffer, counts, slots, topk_idx, meta)
     return dispatch_backward(
-        buffer, handle, slots, grad_x, grad_weights, num_recv_tokens, hidden, dtype, weights_dtype
+        buffer, handle, grad_x, grad_weights, num_recv_tokens, hidden, dtype, weights_dtype
     )
 
 
 def dispatch_backward(
     buffer: EpBuffer,
     handle: DispatchHandle,
-    like: torch.Tensor,
     grad_x: torch.Tensor | None,
     grad_weights: torch.Tensor | None,
     num_recv_tokens: int,
@@ -287,23 +287,25 @@ def dispatch_backward(
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
-    """What `moe_comm::dispatch_backward` returns; new tensors are on the device of `like`."""
+    """What `moe_comm::dispatch_backward` returns."""
+    device = buffer.communicator.device
     row_weights = None
     if weights_dtype is not None:
         by_rank = handle.layout is Layout.RANK_MAJOR
         row_weights = (
-            like.new_zeros(
+            torch.zeros(
                 (num_recv_tokens, *((handle.num_recv_topk,) if by_rank else ())),
                 dtype=weights_dtype,
+                device=device,
             )
             if grad_weights is None
             else as_bytes(grad_weights)
         )
     if dtype not in SUMMABLE:
         # Rows without a gradient, on every rank.
-        sums = like.new_zeros((handle.num_tokens, hidden), dtype=dtype)
+        sums = torch.zeros((handle.num_tokens, hidden), dtype=dtype, device=device)
         if row_weights is None:
-            return [sums, like.new_empty(0, dtype=torch.float32)]
+            return [sums, torch.empty(0, device=device)]
         pulled = buffer.combine(None, handle, row_weights=row_weights)
         assert isinstance(pulled, CombineResult)
         assert pulled.topk_weights is not None
@@ -315,7 +317,7 @@ def dispatch_backward(
     if isinstance(pulled, CombineResult):
         assert pulled.topk_weights is not None
         return [pulled.x, pulled.topk_weights]
-    return [pulled, like.new_empty(0, dtype=torch.float32)]
+    return [pulled, torch.empty(0, device=device)]
 
 
 def _combine(
@@ -373,45 +375,43 @@ def _combine_backward(
     del num_recv_tokens  # for the fake
     buffer = resolve_buffer(int(meta[META_BUFFER_ID]))
     handle = local_handle(buffer, counts, slots, topk_idx, meta)
-    return combine_backward(
-        buffer, handle, counts, slots, grad_y, expert_out, topk_weights, hidden, dtype
-    )
+    return combine_backward(buffer, handle, grad_y, expert_out, topk_weights, hidden, dtype)
 
 
 def combine_backward(
     buffer: EpBuffer,
     handle: DispatchHandle,
-    counts: torch.Tensor,
-    like: torch.Tensor,
     grad_y: torch.Tensor | None,
     expert_out: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     hidden: int,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """What `moe_comm::combine_backward` returns; new tensors are on the device of `like`."""
+    """What `moe_comm::combine_backward` returns."""
+    device = buffer.communicator.device
     if grad_y is None:
-        grad_y = like.new_zeros((handle.num_tokens, hidden), dtype=dtype)
+        grad_y = torch.zeros((handle.num_tokens, hidden), dtype=dtype, device=device)
     is_low_latency = handle.layout is Layout.LOW_LATENCY
     if topk_weights is None:
         rows = buffer.dispatch(as_bytes(grad_y), None, handle=handle).x
         if is_low_latency:
-            _zero_unfilled(_num_filled(buffer, counts), rows)
-        return [rows, like.new_empty(0, dtype=torch.float32)]
+            _zero_unfilled(_num_filled(buffer, handle), rows)
+        return [rows, torch.empty(0, device=device)]
     assert expert_out is not None
     arrived = buffer.dispatch(as_bytes(grad_y), None, as_bytes(topk_weights), handle=handle)
     assert arrived.topk_weights is not None
     dots = buffer.weighted_gradient(arrived.x, as_bytes(expert_out), arrived.topk_weights)
     if is_low_latency:
-        _zero_unfilled(_num_filled(buffer, counts), arrived.x)
+        _zero_unfilled(_num_filled(buffer, handle), arrived.x)
     pulled = buffer.combine(None, handle, row_weights=dots)
     assert isinstance(pulled, CombineResult)
     assert pulled.topk_weights is not None
     return [arrived.x, pulled.topk_weights]
 
 
-def _num_filled(buffer: EpBuffer, counts: torch.Tensor) -> torch.Tensor:
-    """int64 `[num_local_experts]`: rows of every local expert, from the `counts` of a plan."""
+def _num_filled(buffer: EpBuffer, handle: DispatchHandle) -> torch.Tensor:
+    """int64 `[num_local_experts]`: rows of every local expert."""
+    counts = handle.plan.to_tensors().counts
     is_local = buffer.expert_rank == buffer.communicator.rank_idx
     return counts[:, : buffer.config.num_experts][:, is_local].sum(0)
 

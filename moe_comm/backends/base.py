@@ -138,7 +138,8 @@ class DispatchOutput:
         num_tokens_per_expert: int64 `[num_local_experts]`, kept choices, CPU.
         num_dropped_per_expert: int64 `[num_local_experts]`, choices of every local expert that a
             capacity or a mask dropped, CPU; zeros in a cached dispatch.
-        num_required_rows: Rows this rank's result would need to drop nothing, padding included.
+        num_required_rows: Rows this rank's result would need to drop nothing, padding included; from a
+            graph int64 without dimensions.
         expert_offsets: int32 `[num_local_experts + 1]`, padded starts, last is the padded total.
         wait_ns: int64 `[num_ranks]`, nanoseconds this rank waited for each rank; zeros where the
             backend cannot tell.
@@ -153,7 +154,7 @@ class DispatchOutput:
     topk_weights: torch.Tensor | None
     num_tokens_per_expert: torch.Tensor
     num_dropped_per_expert: torch.Tensor
-    num_required_rows: int
+    num_required_rows: int | torch.Tensor
     expert_offsets: torch.Tensor
     wait_ns: torch.Tensor
     plan: Plan

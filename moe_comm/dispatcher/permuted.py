@@ -107,9 +107,9 @@ class PendingDispatch:
             places=result.handle,
             topk_idx=self.topk_idx,
             probs_dtype=self.probs_dtype,
-            num_required_rows=torch.tensor([result.num_required_rows], device="cpu"),
+            num_required_rows=result.num_required_rows.reshape(1),
             link=torch.empty(0, device="cpu"),
-            overflow=torch.tensor([result.has_overflow], dtype=torch.int32, device="cpu"),
+            overflow=result.has_overflow.to(torch.int32).reshape(1),
         )
         return PermutedRows(
             hidden=hidden,

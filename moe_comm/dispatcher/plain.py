@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import check_kind, shown
-from moe_comm.autograd import TensorHandle, combine, dispatch
+from moe_comm.autograd import combine, dispatch
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Capacity
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.group_buffers import group_buffers
+from moe_comm.handles import DispatchHandle
 from moe_comm.missed_calls import GATHER, keep_for_peers, keeps_unbound
 from moe_comm.quantization import Quantization
 from moe_comm.validation import check_alignment
@@ -46,7 +47,7 @@ class DispatchedTokens:
     expert_offsets: torch.Tensor
     probs: torch.Tensor | None
     num_dropped_per_expert: torch.Tensor
-    handle: TensorHandle
+    handle: DispatchHandle
     topk_weights: torch.Tensor | None
     shape: tuple[int, ...]
 

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import as_int
-from moe_comm.autograd import SAVED_OPERATORS, TensorHandle, combine, dispatch
+from moe_comm.autograd import SAVED_OPERATORS, combine, dispatch
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.config import Capacity
 from moe_comm.group_buffers import GroupBuffers, group_buffers
+from moe_comm.handles import DispatchHandle
 from moe_comm.missed_calls import GATHER, keep_for_peers
 
 __all__ = ["DispatchMetadata", "TorchtitanTokenDispatcher"]
@@ -72,7 +73,7 @@ class DispatchMetadata:
         num_required_rows: int64 without dimensions: rows that dropping nothing would have taken.
     """
 
-    handle: TensorHandle
+    handle: DispatchHandle
     topk_scores: torch.Tensor
     num_dropped_per_expert: torch.Tensor
     num_required_rows: torch.Tensor

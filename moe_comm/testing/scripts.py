@@ -231,7 +231,7 @@ def compare_dispatch(
         expected.equal(f"{what}: {name}", getattr(got, name), getattr(want, name))
     expected.true(
         f"{what}: num_required_rows",
-        got.num_required_rows == want.num_required_rows,
+        int(got.num_required_rows) == want.num_required_rows,
         f"got {got.num_required_rows}, want {want.num_required_rows}",
     )
     waited = got.wait_ns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -173,8 +174,10 @@ def moe(
     elif case.capacity is not None and case.layout is not Layout.LOW_LATENCY:
         # Rows beyond the last expert are of no expert.
         num_rows = int(result.expert_offsets[-1])
-        head = dataclasses.replace(
-            result, topk_weights=None if in_dispatch is None else result.topk_weights[:num_rows]
+        head = types.SimpleNamespace(
+            expert_offsets=result.expert_offsets,
+            topk_idx=result.topk_idx,
+            topk_weights=None if in_dispatch is None else result.topk_weights[:num_rows],
         )
         out = expert_scale(rows[:num_rows], head, buffer, case.layout, scale)
         out = torch.cat([out, out.new_zeros(rows.shape[0] - num_rows, rows.shape[1])])

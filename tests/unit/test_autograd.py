@@ -224,7 +224,7 @@ def test_outputs_equal_those_of_the_buffer(buffer: EpBuffer, layout: Layout) -> 
         expected.topk_weights[~is_filled] = 0
     for name in (
         *("x", "topk_weights", "num_tokens_per_expert", "expert_offsets"),
-        "num_dropped_per_expert",
+        *("num_dropped_per_expert", "num_required_rows", "has_overflow"),
     ):
         assert torch.equal(getattr(actual, name), getattr(expected, name))
         assert getattr(actual, name).dtype is getattr(expected, name).dtype
@@ -232,9 +232,11 @@ def test_outputs_equal_those_of_the_buffer(buffer: EpBuffer, layout: Layout) -> 
     if expected.topk_idx is not None:
         assert torch.equal(actual.topk_idx, expected.topk_idx)
     assert actual.x_sf is None
-    assert actual.num_required_rows == expected.num_required_rows
-    assert actual.has_overflow == expected.has_overflow
+    assert type(actual) is type(expected) is moe_comm.DispatchResult
     assert actual.event.is_complete()
+    assert actual.wait_ns.shape == expected.wait_ns.shape
+    assert actual.status is expected.status is None
+    assert isinstance(actual.handle, moe_comm.DispatchHandle)
     for name in (
         *("buffer_id", "generation", "layout", "expert_alignment"),
         *("num_tokens", "num_topk", "num_recv_tokens", "num_recv_topk"),
@@ -404,3 +406,11 @@ def test_operators_end_with_their_buffer(communicator: Communicator) -> None:
     del buffer
     with pytest.raises(ValueError, match=f"no living EpBuffer has id {int(id_tensor)}"):
         operators.DISPATCH(*arguments, id_tensor, *options)
+
+
+@pytest.mark.parametrize("name", ["DifferentiableDispatchResult", "TensorHandle"])
+def test_a_name_that_is_gone_says_what_it_is_now(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}', which is moe_comm.Dispatch"):
+        getattr(moe_comm.autograd, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'dispatches'$"):
+        _ = moe_comm.autograd.dispatches

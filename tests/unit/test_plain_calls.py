@@ -23,6 +23,7 @@ def _rows() -> list[object]:
         torch.zeros(16, dtype=torch.bfloat16),
         torch.zeros(3, 16, dtype=torch.bfloat16, device="meta"),
         torch.nn.Parameter(good),
+        torch._neg_view(good),
         (good, good),
         None,
     ]
@@ -71,6 +72,22 @@ def test_a_plain_dispatch_passes_every_check() -> None:
         validation.check_capacity(None, layout, alignment)
     # Rows of every layout, with and without weights; and none.
     assert num_plain == 3 * 2 + 3 * 1
+
+
+@pytest.mark.parametrize("most_tokens", [None, 0, 2, 3])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_any_number_of_tokens_is_plain_where_none_is_configured(
+    most_tokens: int | None, layout: Layout
+) -> None:
+    x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64)
+    config = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=most_tokens)
+    is_plain = call_checks.is_plain_dispatch(config, x, topk_idx, None, layout, 1)
+    assert is_plain == (
+        most_tokens == 3 or (most_tokens is None and layout is not Layout.LOW_LATENCY)
+    )
+    if not is_plain:
+        with pytest.raises(ValueError, match="num_max_tokens_per_rank"):
+            validation.check_dispatch(config, x, topk_idx, None, layout, 1, is_quantized=False)
 
 
 def test_an_open_configuration_leaves_a_dispatch_to_the_checks() -> None:

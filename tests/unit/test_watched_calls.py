@@ -49,7 +49,7 @@ def buffer() -> Iterator[EpBuffer]:
 
 def step(
     buffer: EpBuffer, layout: Layout, *, is_weighted: bool, requires_grad: bool = True
-) -> tuple[moe_comm.DifferentiableDispatchResult, list[torch.Tensor]]:
+) -> tuple[moe_comm.DispatchResult, list[torch.Tensor]]:
     """The result of a dispatch, and all that a step computes."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(5, HIDDEN, generator=generator).bfloat16().requires_grad_(requires_grad)

@@ -267,7 +267,7 @@ def permuted_places(
         here(result.num_tokens_per_expert).to(torch.int32),
         num_tokens,
         config,
-        torch.tensor([int(result.has_overflow)], dtype=torch.int32),
+        result.has_overflow.to(torch.int32).reshape(1),
     )
 
 
