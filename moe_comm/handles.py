@@ -85,6 +85,21 @@ class DispatchHandle:
     plan: Plan
     link: torch.Tensor = _NO_LINK
 
+    def linked(self, link: torch.Tensor) -> DispatchHandle:
+        """The same with another link. What `link` comes from may hold this one, as it has none."""
+        return DispatchHandle(
+            buffer_id=self.buffer_id,
+            generation=self.generation,
+            layout=self.layout,
+            expert_alignment=self.expert_alignment,
+            num_tokens=self.num_tokens,
+            num_topk=self.num_topk,
+            num_recv_tokens=self.num_recv_tokens,
+            num_recv_topk=self.num_recv_topk,
+            plan=self.plan,
+            link=link,
+        )
+
     def dropped_choices(self) -> torch.Tensor:
         """Choices of this rank that a capacity or a mask dropped: bool `[num_tokens, num_topk]`."""
         tensors = self.plan.to_tensors()
@@ -176,16 +191,15 @@ class DispatchResult:
         early = self._operation.early
         return self._arrived() if early is None else early
 
-    def join_graph(
-        self, x: torch.Tensor, topk_weights: torch.Tensor | None, link: torch.Tensor
+    def hand_out(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: DispatchHandle,
     ) -> None:
-        """Hand these out from now on: what autograd made of the rows, of their weights and of the link."""
+        """What others have made of the rows, of their weights and of the handle, from now on."""
         self._x = x
         self._topk_weights = topk_weights
-        self.handle.link = link
-
-    def hand_out(self, handle: DispatchHandle) -> None:
-        """Another form of the handle, from now on."""
         self._handle = handle
 
     @property

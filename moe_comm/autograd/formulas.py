@@ -210,21 +210,22 @@ def dispatch_unwatched(
     is_in_graph = word != 0 and is_differentiated(result.gradients)
     if not (is_in_graph or is_quantized_here):
         return result
-    arrived, weights, link = result.x, result.topk_weights, result.handle.link
+    arrived, weights, handle = result.x, result.topk_weights, result.handle
     rows = x.new_empty_strided(arrived.shape, (0, 0)) if is_quantized_here else arrived
     if is_in_graph:
         outputs = [rows, torch.empty(0, device="cpu")]
         if weights is not None:
             outputs.append(weights)
         rows, link, *has_weights = _apply_dispatch(
-            outputs, result.handle, result.gradients, anchor, x, topk_weights
+            outputs, handle, result.gradients, anchor, x, topk_weights
         )
         weights = has_weights[0] if has_weights else None
+        handle = handle.linked(link)
     if is_quantized_here:
         assert result.x_sf is not None
         assert quantization is not None
         rows = wrap_rows(rows, arrived, result.x_sf, quantization)
-    result.join_graph(rows, weights, link)
+    result.hand_out(rows, weights, handle)
     return result
 
 

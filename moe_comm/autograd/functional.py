@@ -110,7 +110,7 @@ def dispatch(
         )
         if "torch._dynamo" in sys.modules:
             # It may go into a graph, which takes it as tensors and cannot make them.
-            result.hand_out(_export(result.handle))
+            result.hand_out(result.x, result.topk_weights, _export(result.handle))
         return result
     run = operators.DISPATCH if is_traced else _eager_dispatch
     brought = run(
