@@ -85,21 +85,16 @@ class EpBuffer:
     Args:
         communicator: Owner of the peers.
         config: Shape of the exchange.
-        backend: One for tensors on the communicator's device, see `Communicator`; None for its own.
 
     Raises:
         ValueError: Configurations differ between ranks; both values are named on every rank.
     """
 
     @gathers
-    def __init__(
-        self, communicator: Communicator, config: EpConfig, *, backend: str | None = None
-    ) -> None:
+    def __init__(self, communicator: Communicator, config: EpConfig) -> None:
         check_communicator(communicator)
         communicator.check_process("EpBuffer")
-        backend_class = agree_on_backend(
-            communicator, config, communicator.backend if backend is None else backend
-        )
+        backend_class = agree_on_backend(communicator, config)
         self.communicator = communicator
         self.config = config
         self.buffer_id = next(_buffer_ids)

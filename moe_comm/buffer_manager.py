@@ -21,12 +21,10 @@ class BufferManager:
 
     Args:
         communicator: Owner of the peers.
-        backend: As in `EpBuffer`.
     """
 
-    def __init__(self, communicator: Communicator, *, backend: str | None = None) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._backend = backend
         self._buffers: dict[tuple[object, ...], EpBuffer] = {}
 
     def get(self, config: EpConfig, *, key: object = None) -> EpBuffer:
@@ -44,7 +42,7 @@ class BufferManager:
         identity = (*values.values(), key)
         found = self._buffers.get(identity)
         if found is None or found.is_destroyed:
-            self._buffers[identity] = EpBuffer(self.communicator, config, backend=self._backend)
+            self._buffers[identity] = EpBuffer(self.communicator, config)
         return self._buffers[identity]
 
     def __len__(self) -> int:

@@ -46,7 +46,6 @@ class GradientSum:
         part_ranks: Rank of every part, in the order in which parts are added; None for one part per
             rank, in rank order. Equal on every rank. After a `recover`, name living ranks: the sum
             knows no other than those that are named.
-        backend: As in `EpBuffer`.
 
     Raises:
         ValueError: An argument breaks a rule, or ranks disagree.
@@ -67,7 +66,6 @@ class GradientSum:
         dtype: torch.dtype = torch.float32,
         *,
         part_ranks: Sequence[int] | None = None,
-        backend: str | None = None,
     ) -> None:
         check_communicator(communicator)
         num_ranks = communicator.num_ranks
@@ -94,7 +92,7 @@ class GradientSum:
             dtype=None,
             expert_rank=[*ranks, *range(num_ranks)],
         )
-        self._buffer = EpBuffer(communicator, config, backend=backend)
+        self._buffer = EpBuffer(communicator, config)
         slice_elements = -(-num_elements // num_ranks)
         multiple = ROW_BYTES_MULTIPLE // dtype.itemsize
         self._hidden = min(

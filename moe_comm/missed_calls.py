@@ -30,6 +30,11 @@ ResultT = TypeVar("ResultT")
 
 GATHER = "gather"
 
+# Keywords that calls have had.
+_MOVED_ARGUMENTS = {
+    "backend": "the backend is its communicator's, give it to Communicator(..., backend=...)"
+}
+
 
 class MissedCall(NamedTuple):
     """A call that peers wait in.
@@ -99,12 +104,20 @@ def tells_peers(
                 trace = error.__traceback__
                 if trace is None or trace.tb_next is not None:
                     raise  # out of the function itself
-                tell(error, args, kwargs)
-                raise
+                unbound = _with_what_to_write(error)
+                tell(unbound, args, kwargs)
+                raise unbound from None
 
         return called
 
     return decorate
+
+
+def _with_what_to_write(error: TypeError) -> TypeError:
+    for name, instead in _MOVED_ARGUMENTS.items():
+        if str(error).endswith(f"unexpected keyword argument '{name}'"):
+            return TypeError(f"{error}: {instead}")
+    return error
 
 
 keeps_unbound = tells_peers(lambda error, args, kwargs: keep(GATHER, error))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
 from moe_comm.arguments import text_of
-from moe_comm.backend_choice import GPU_BACKENDS
 from moe_comm.backends import load_backend, messages
 from moe_comm.backends.base import Backend
 from moe_comm.backends.routing import NodeReduction, Placement
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.config import EpConfig
 
-__all__ = ["Askers", "Peers", "agree_on_backend", "agree_on_config", "node_reduction_of"]
+__all__ = ["Communicators", "Peers", "agree_on_backend", "agree_on_config", "node_reduction_of"]
 
 
 class Peers(Protocol):
@@ -41,10 +38,13 @@ class Peers(Protocol):
         ...
 
 
-class Askers(Protocol):
+class Communicators(Protocol):
     """What choosing a backend needs of a communicator."""
 
-    device: torch.device
+    @property
+    def backend(self) -> str:
+        """Its name, the same on every rank."""
+        ...
 
     def exchange(self, call: str, payload: bytes) -> list[bytes]:
         """Every rank's payload in rank order, empty for ranks that failed before a recovery."""
@@ -83,13 +83,14 @@ def node_reduction_of(peers: Peers, config: EpConfig) -> NodeReduction | None:
     return NodeReduction(peers.num_local_ranks, peers.rank_idx // peers.num_local_ranks)
 
 
-def agree_on_backend(communicator: Askers, config: object, name: str) -> type[Backend]:
-    """The backend that every rank asks for. Collective.
+def agree_on_backend(communicator: Communicators, config: object) -> type[Backend]:
+    """The backend of a communicator, for a buffer. Collective.
 
     Raises:
-        ValueError: Backends differ or there is no such backend, on every rank.
+        ValueError: A rank cannot load it or its configuration does not fit it, on every rank.
         TypeError: A rank's configuration is none, on every rank.
     """
+    name = communicator.backend
     error: Exception | None = None
     backend_class = None
     try:
@@ -100,27 +101,13 @@ def agree_on_backend(communicator: Askers, config: object, name: str) -> type[Ba
             raise ValueError(
                 f"the {name} backend has no node_reduction: it must be False, got True"
             )
-        if (name in GPU_BACKENDS) != (communicator.device.type == "cuda"):
-            raise ValueError(
-                f"the {name} backend does not move tensors on {communicator.device}, the device of "
-                "the communicator"
-            )
     except Exception as raised:  # noqa: BLE001 - whatever it is, peers must hear of it
         error = raised
     problem = "" if error is None else f"{type(error).__name__}:{text_of(error)}"
-    said = f"{name}\0{problem}".encode(errors="backslashreplace")
-    answers = communicator.exchange("EpBuffer", said)
-    asked: dict[str, int] = {}
+    answers = communicator.exchange("EpBuffer", problem.encode(errors="backslashreplace"))
     for rank_idx, answer in enumerate(answers):
-        if not answer:
-            continue  # failed before a recovery
-        peer_name, peer_problem = answer.decode().split("\0", 1)
-        if peer_problem:
-            kind, _, text = peer_problem.partition(":")
+        if answer:
+            kind, _, text = answer.decode().partition(":")
             raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank_idx}: {text}")
-        asked.setdefault(peer_name, rank_idx)
-    if len(asked) > 1:
-        texts = ", ".join(f"{peer_name!r} on rank {rank}" for peer_name, rank in asked.items())
-        raise ValueError(f"ranks ask for different backends: {texts}")
     assert backend_class is not None
     return backend_class

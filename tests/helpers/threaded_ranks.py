@@ -63,11 +63,12 @@ def exchange(
     assert torch.equal(combined.topk_weights, topk_weights)
 
 
-def exchange_in_streams(communicator: moe_comm.Communicator, generator: torch.Generator) -> None:
+def exchange_in_streams(group: moe_comm.Bootstrap, generator: torch.Generator) -> None:
     """The same by emulated kernels whose caller is a stream."""
     with (
         use_stream(Stream()) as stream,
-        moe_comm.EpBuffer(communicator, CONFIG, backend="simt") as buffer,
+        moe_comm.Communicator(group, backend="simt") as communicator,
+        moe_comm.EpBuffer(communicator, CONFIG) as buffer,
     ):
         for round_idx in range(NUM_STREAM_ROUNDS):
             exchange(buffer, round_idx, generator, stream.synchronize)
@@ -133,7 +134,7 @@ def main() -> int:
                         exchange(buffer, round_idx, generator)
                         copy_batch(engine, round_idx)
                 copy_through_slots(comm)
-                exchange_in_streams(comm, generator)
+                exchange_in_streams(ranks[rank_idx], generator)
         except BaseException:  # noqa: BLE001 - reported by main; the other ranks must not wait
             failures.append(traceback.format_exc())
             ranks.abort()

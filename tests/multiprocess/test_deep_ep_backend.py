@@ -205,11 +205,10 @@ def make_buffer(context: RankContext, ranks_with_deep_ep: tuple[int, ...]) -> st
     if context.rank_idx in ranks_with_deep_ep:
         compat.install("deep_ep")
     try:
-        with Communicator(context.group, backend="collective") as communicator:
+        with Communicator(context.group, backend="deep_ep") as communicator:
             with pytest.raises(ValueError, match="deep_ep") as raised:
-                EpBuffer(communicator, CONFIG, backend="deep_ep")
-            x, topk_idx, _ = tokens_of(context.rank_idx)
-            EpBuffer(communicator, CONFIG).dispatch(x, topk_idx)
+                EpBuffer(communicator, CONFIG)
+            assert communicator.all_gather(b"on") == [b"on"] * context.num_ranks
             return str(raised.value)
     finally:
         compat.uninstall("deep_ep")

@@ -132,7 +132,7 @@ def _fork(context: RankContext) -> list[str]:
     x, topk_idx = inputs(buffer, 1)
     kept = buffer.dispatch(x, topk_idx, async_op=True)  # starts the progress thread
     kept.event.wait()
-    plain = EpBuffer(comm, config_for(2), backend="collective")
+    plain = EpBuffer(Communicator(context.group, backend="collective"), config_for(2))
     copies = GlooCopyService()
     kept_rows = torch.zeros(kept.handle.num_recv_tokens, 64, dtype=torch.bfloat16)
     texts = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -82,9 +84,20 @@ class Shape:
         return tokens
 
 
+@contextlib.contextmanager
+def buffer_on(comm: moe_comm.Communicator, shape: Shape, backend: str) -> Iterator[EpBuffer]:
+    """A buffer of the ranks of `comm`, with the same nodes."""
+    with contextlib.ExitStack() as until_the_end:
+        if backend != comm.backend:
+            nodes = {"num_local_ranks": comm.num_local_ranks}
+            other = moe_comm.Communicator(comm.bootstrap, backend=backend, **nodes)
+            comm = until_the_end.enter_context(other)
+        yield until_the_end.enter_context(EpBuffer(comm, shape.config))
+
+
 def combined_on(comm: moe_comm.Communicator, shape: Shape, backend: str) -> torch.Tensor:
     x, topk_idx, weights = shape.batch(comm.rank_idx)
-    with EpBuffer(comm, shape.config, backend=backend) as buffer:
+    with buffer_on(comm, shape, backend) as buffer:
         result = buffer.dispatch(x, topk_idx, layout=shape.layout)
         return buffer.combine(
             rows_of(result.x, comm.rank_idx), result.handle, topk_weights=weights
@@ -173,7 +186,7 @@ def test_gradients_have_the_bits_of_the_reference(layout: Layout) -> None:
             x, topk_idx, weights = shape.batch(comm.rank_idx)
             x.requires_grad_()
             weights.requires_grad_()
-            with EpBuffer(comm, shape.config, backend=name) as buffer:
+            with buffer_on(comm, shape, name) as buffer:
                 received = dispatch(x, topk_idx, weights, buffer=buffer, layout=layout)
                 out = received.x * (1.0 + 0.125 * comm.rank_idx) + 0.25
                 if not applies:
@@ -207,7 +220,10 @@ def test_ranks_that_differ_are_refused() -> None:
 
 def test_deep_ep_refuses_it() -> None:
     def body(comm: moe_comm.Communicator) -> None:
-        with pytest.raises(ValueError, match="the deep_ep backend has no node_reduction"):
-            EpBuffer(comm, Shape().config, backend="deep_ep")
+        with (
+            pytest.raises(ValueError, match="the deep_ep backend has no node_reduction"),
+            buffer_on(comm, Shape(), "deep_ep"),
+        ):
+            pass
 
     on_ranks(1, body)

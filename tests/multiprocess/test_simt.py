@@ -47,8 +47,8 @@ def make_buffer(
     context: RankContext, backend: str = "simt", num_tokens: int = 32, **options: Any
 ) -> EpBuffer:
     options = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0, **options}
-    comm = Communicator(context.group, backend="host", **options)
-    return EpBuffer(comm, config_for(context.num_ranks, num_tokens), backend=backend)
+    comm = Communicator(context.group, backend=backend, **options)
+    return EpBuffer(comm, config_for(context.num_ranks, num_tokens))
 
 
 def told(error: BaseException) -> Told:
@@ -140,9 +140,9 @@ _FIRST_ERROR = """
 import torch
 import moe_comm
 
-comm = moe_comm.Communicator(moe_comm.RankThreads(1)[0], backend="host", max_heap_bytes=1 << 20)
+comm = moe_comm.Communicator(moe_comm.RankThreads(1)[0], backend="simt", max_heap_bytes=1 << 20)
 config = moe_comm.EpConfig(num_experts=1, num_topk=1, hidden=64, num_max_tokens_per_rank=4)
-buffer = moe_comm.EpBuffer(comm, config, backend="simt")
+buffer = moe_comm.EpBuffer(comm, config)
 rows, choices = torch.ones(4, 64).bfloat16(), torch.zeros(4, 1, dtype=torch.int64)
 handle = buffer.dispatch(rows, choices).handle
 try:
@@ -165,7 +165,7 @@ def test_the_first_error_of_a_process_may_come_from_the_heap() -> None:
 def _close(context: RankContext, folder: str, waits: bool) -> str:
     """Rank 1 destroys its buffer; the others come before it does so, or behind."""
     buffer = make_buffer(context)
-    other = EpBuffer(buffer.communicator, buffer.config, backend="simt")
+    other = EpBuffer(buffer.communicator, buffer.config)
     step(buffer, 1)
     ready = Path(folder)
     error = None
