@@ -19,7 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Provide what `MOE_COMM_COMPAT` names before test modules are imported."""
     del config
     if os.environ.get("MOE_COMM_COMPAT"):  # noqa: TID251 - whether to import what reads it
-        import moe_comm  # noqa: F401
+        from moe_comm import compat
+
+        compat.install_from_environment()
 
 
 @pytest.fixture(scope="session")

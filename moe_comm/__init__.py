@@ -6,7 +6,7 @@ forms of the buffer's operations.
 
 from __future__ import annotations
 
-from moe_comm import compat
+from moe_comm import compat as compat
 from moe_comm.autograd import SAVED_OPERATORS, QuantizedRows, combine, dispatch
 from moe_comm.bootstrap import Bootstrap, RankThreads
 from moe_comm.buffer import EpBuffer
@@ -76,5 +76,3 @@ __all__ = [
     "dispatch",
     "quantize",
 ]
-
-compat.install_from_environment()

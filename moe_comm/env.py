@@ -57,7 +57,7 @@ def force_isa() -> str | None:
 
 
 def compat_names() -> tuple[str, ...]:
-    """`MOE_COMM_COMPAT=deep_ep`: `compat.install` this name (or several, with commas) at import."""
+    """`MOE_COMM_COMPAT=deep_ep`: names for `compat.install_from_environment`, with commas."""
     return _names(os.environ.get("MOE_COMM_COMPAT", ""))
 
 

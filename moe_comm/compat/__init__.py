@@ -10,8 +10,8 @@
 | megatron.core.resharding | `moe_comm.resharding` | docs/resharding.md |
 | etha.comm.ir | `moe_comm.resharding.ir` | docs/resharding_ir.md |
 
-For programs that cannot be edited, `MOE_COMM_COMPAT=deep_ep` (or several names, with commas) does the
-same when moe_comm is imported, and `python -m moe_comm.compat` where it never is.
+For programs that cannot be edited, `python -m moe_comm.compat` does the same before they begin, with the
+names in `MOE_COMM_COMPAT` (`deep_ep`, or several with commas).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def installed() -> tuple[str, ...]:
 
 
 def install_from_environment() -> None:
-    """Install what `MOE_COMM_COMPAT` names. Called when moe_comm is imported.
+    """Install what `MOE_COMM_COMPAT` names.
 
     Raises:
         ValueError: It names something else, or another module of that name is imported.

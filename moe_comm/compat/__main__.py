@@ -5,8 +5,8 @@
     python -m moe_comm.compat enable      # then: MOE_COMM_COMPAT=deep_ep python train.py
 
 `run` installs what `MOE_COMM_COMPAT` names, or deep_ep, and runs the program as Python would. `enable` writes a line into the
-site-packages of this environment that imports moe_comm at the start of Python where `MOE_COMM_COMPAT`
-is set; `disable` removes it.
+site-packages of this environment that installs what `MOE_COMM_COMPAT` names at the start of Python, where
+it is set; `disable` removes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from moe_comm import compat
 __all__ = ["main"]
 
 _PTH_NAME = "moe_comm_compat.pth"
-_PTH_LINE = "import os; os.environ.get('MOE_COMM_COMPAT') and __import__('moe_comm')\n"
+_PTH_LINE = (
+    "import os; os.environ.get('MOE_COMM_COMPAT') "
+    "and __import__('moe_comm.compat').compat.install_from_environment()\n"
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(program: str, arguments: list[str], *, is_module: bool) -> None:
-    if not compat.installed():  # as moe_comm was imported
+    compat.install_from_environment()
+    if not compat.installed():
         compat.install("deep_ep")
     sys.argv = [program, *arguments]
     if is_module:

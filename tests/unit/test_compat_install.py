@@ -166,10 +166,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.mark.full
 def test_by_environment(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "program.py").write_text("import moe_comm\n" + PROGRAM)
+    """By a call, which the import of the package is not."""
+    call = "from moe_comm import compat; compat.install_from_environment()\n"
+    (tmp_path / "program.py").write_text(call + PROGRAM)
     ran = run("program.py", "--x", names="deep_ep")
     assert ran.stdout == "moe_comm.compat.deep_ep.buffer ['--x']\n", ran.stderr
-    ran = run("-c", "import moe_comm", names="deep_ep,shallow_ep")
+    ran = run("-c", "import moe_comm, sys; print('deep_ep' in sys.modules)", names="deep_ep")
+    assert ran.stdout == "False\n", ran.stderr
+    ran = run("-c", call, names="deep_ep,shallow_ep")
     assert "name must be one of deep_ep, " in ran.stderr
     assert "got 'shallow_ep'" in ran.stderr
     ran = run("program.py")
