@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -36,15 +36,17 @@ from moe_comm.survivors import (
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+    from typing_extensions import Self
 
     from moe_comm import _host
-    from moe_comm.communicator import Communicator
 
 __all__ = ["ElasticRanks", "Grown", "Shrunk"]
 
+CommunicatorT = TypeVar("CommunicatorT")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shrunk:
+class Shrunk(Generic[CommunicatorT]):
     """What the survivors go on with.
 
     Args:
@@ -56,14 +58,14 @@ class Shrunk:
         former_ranks: Old number of every rank of `communicator`.
     """
 
-    communicator: Communicator
+    communicator: CommunicatorT
     failed_ranks: tuple[int, ...]
     completed_epochs: tuple[int, ...]
     former_ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grown:
+class Grown(Generic[CommunicatorT]):
     """What all ranks go on with, those that were there and those that joined.
 
     Args:
@@ -72,7 +74,7 @@ class Grown:
         new_ranks: Numbers in `communicator` of those that joined, ascending.
     """
 
-    communicator: Communicator
+    communicator: CommunicatorT
     former_ranks: tuple[int, ...]
     new_ranks: tuple[int, ...]
 
@@ -83,9 +85,10 @@ def _refuse_to_shrink(error: Exception, args: tuple[Any, ...], kwargs: dict[str,
 
 
 class ElasticRanks:
-    """What a `Communicator` does when ranks are lost or come."""
+    """What a `Communicator` does when ranks are lost or come: the half of it that makes another one."""
 
     # Of the communicator.
+    bootstrap: Bootstrap
     rank_idx: int
     num_ranks: int
     num_local_ranks: int
@@ -96,6 +99,7 @@ class ElasticRanks:
     require_native: Callable[[], _host.Group]
     check_process: Callable[[str], None]
     destroy: Callable[[], None]
+    all_gather: Callable[[bytes], list[bytes]]
     _options: dict[str, Any]
     _closed_by: str
     # By rank, the node it was on before nodes were broken up because ranks of them had failed.
@@ -105,13 +109,11 @@ class ElasticRanks:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def _successor(self, bootstrap: Bootstrap, num_local_ranks: int | None) -> Communicator:
+    def _successor(self, bootstrap: Bootstrap, num_local_ranks: int | None) -> Self:
         """The communicator that its ranks go on with. Collective over them."""
-        made: Any = type(self)(
+        return type(self)(
             bootstrap, self.device, None, num_local_ranks, backend=self.backend, **self._options
         )
-        communicator: Communicator = made
-        return communicator
 
     def _close(self, closed_by: str) -> None:
         self._closed_by = closed_by
@@ -138,7 +140,7 @@ class ElasticRanks:
         *,
         num_local_ranks: int | None = None,
         require_majority: bool = True,
-    ) -> Shrunk:
+    ) -> Shrunk[Self]:
         """Go on with the survivors, in a new communicator. Collective over the survivors.
 
         The survivors agree over the communicator's own sockets on who has failed: every rank that one
@@ -185,7 +187,7 @@ class ElasticRanks:
             reported, "shrink", agreed, problem, require_majority is not False
         )
 
-        def make(decision: Decision) -> Communicator:
+        def make(decision: Decision) -> Any:  # Self, which a nested function cannot return
             size = num_local_ranks
             home_nodes = tuple(self._home_nodes[rank] for rank in decision.survivors)
             if size is None and len(set(self._home_nodes)) > 1:
@@ -195,6 +197,7 @@ class ElasticRanks:
                 communicator._home_nodes = home_nodes
             return communicator
 
+        communicator: Self
         communicator, decision = rebuild(native, Decision(*(tuple(part) for part in found)), make)
         communicator.bootstrap = OwnSockets(communicator.require_native())
         self._close("shrink()")
@@ -212,7 +215,7 @@ class ElasticRanks:
         *,
         num_local_ranks: int | None = None,
         timeout_s: float = 300.0,
-    ) -> Grown:
+    ) -> Grown[Self]:
         """Go on with processes that `join`, in a new communicator. Collective over the living.
 
         Either all living ranks return with the new communicator, and this one is closed as by
@@ -260,13 +263,13 @@ class ElasticRanks:
             "arrival_timeout_s": self.arrival_timeout_s,
         }
 
-        def make(newcomers: Newcomers) -> Communicator:
+        def make(newcomers: Newcomers) -> Any:
             made = self._successor(newcomers, num_local_ranks=size)
             meet(made)
             return made
 
         newcomers = Newcomers(native, host, timeout_s)
-        communicator = make_grown(native, newcomers, {**options, **timeouts}, make)
+        communicator: Self = make_grown(native, newcomers, {**options, **timeouts}, make)
         communicator.bootstrap = OwnSockets(communicator.require_native())
         self._close("grow()")
         return Grown(
@@ -287,7 +290,7 @@ class ElasticRanks:
         num_threads: int | None = None,
         with_huge_pages: bool = True,
         num_sms: int | None = None,
-    ) -> Grown:
+    ) -> Grown[Self]:
         """Become a rank of a communicator whose ranks call `grow`. Needs no process group.
 
         Args:
@@ -316,7 +319,7 @@ class ElasticRanks:
         newcomer = Newcomer(open_store(rendezvous, False, timeout_s), rank_idx, timeout_s)
         invitation = newcomer.invitation
         try:
-            communicator: Any = cls(
+            communicator = cls(
                 newcomer,
                 device,
                 max_heap_bytes=max_heap_bytes,
