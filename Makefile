@@ -31,13 +31,13 @@ compile = $(with_tools) $(BIN)/python setup.py --quiet build_ext --inplace
 
 NVSHMEM_FOLDER = $(or $(NVSHMEM_HOME),$(wildcard $(abspath $(VENV))/lib/python3*/site-packages/nvidia/nvshmem))
 
-CXX_FILES = $(shell find csrc tests/cpp tests/gpu -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
+CXX_FILES = $(shell find csrc tests/cpp tests/schedules tests/gpu -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 
 # What the marks select, two tests at a time and in few to a portion, so that the cheapest rung is
 # first. Who selects tests with TEST_ARGS may leave a rung without any (status 5).
 PYTEST = $(BIN)/python -m pytest --durations=10 --durations-min=5 $(TEST_ARGS)
 MAY_BE_NONE = $(if $(TEST_ARGS),|| [ $$? -eq 5 ])
-RUNGS := $(wildcard tests/unit tests/cpp tests/multiprocess tests/gpu)
+RUNGS := $(wildcard tests/unit tests/cpp tests/schedules tests/multiprocess tests/gpu)
 run_tests = $(PYTEST) -n 2 --dist load --maxschedchunk 8 -m "$(1)" $(RUNGS) $(MAY_BE_NONE)
 
 .DEFAULT_GOAL := help
@@ -92,7 +92,7 @@ lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
 
-# The programs that tests/cpp runs, and before them only what needs no package beside the compiler.
+# The programs that tests run, and before them only what needs no package beside the compiler.
 .PHONY: test-programs emulated
 test-programs: $(READY)
 	$(compile) --test-programs

@@ -212,7 +212,7 @@ class CMakeBuild(build_ext):
 
     user_options = [  # noqa: RUF012 - as setuptools wants it
         *build_ext.user_options,
-        ("test-programs", None, "build the programs of tests/cpp too (in place only)"),
+        ("test-programs", None, "build the programs that tests run too (in place only)"),
     ]
     boolean_options = [*build_ext.boolean_options, "test-programs"]  # noqa: RUF012
 

@@ -65,10 +65,17 @@ foreach(target moe_comm_faulty_runtime stream_callers)
   target_compile_definitions(${target} PRIVATE MOE_WITH_MUTANTS)
 endforeach()
 
-# The whole, with such faults, and every access checked.
+# The whole, with such faults, and every access checked. Host and kernels have words of their own for
+# the order of an access.
+file(GLOB kernel_checker CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/schedules/*.cpp")
+set(host_checker ${kernel_checker})
+list(FILTER host_checker INCLUDE REGEX "/host_[^/]*$")
+moe_comm_unite(kernel_checker ${kernel_checker})
+moe_comm_unite(host_checker ${host_checker})
 moe_comm_add_objects(moe_comm_checked ${MOE_COMM_COMMON_SOURCES} ${MOE_COMM_KERNEL_SOURCES}
-  ${MOE_COMM_SIMT_SOURCES} ${MOE_COMM_CHECKER_SOURCES})
+  ${MOE_COMM_SIMT_SOURCES} ${kernel_checker})
 moe_comm_use_simt(moe_comm_checked)
+target_include_directories(moe_comm_checked PRIVATE "${PROJECT_SOURCE_DIR}/tests")
 target_compile_definitions(moe_comm_checked PRIVATE MOE_SIMT_CHECKED MOE_WITH_MUTANTS)
 
 # Programs that run for a second have no use for more.

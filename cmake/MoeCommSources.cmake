@@ -6,7 +6,7 @@
 #   MOE_COMM_RUNTIME_SOURCES   operations on a device, driven from the host
 #   MOE_COMM_KERNEL_SOURCES    *.cu: kernels, for nvcc or (as C++) for the emulator
 #   MOE_COMM_INTERNODE_SOURCES those among them that put rows into memory of other nodes
-#   MOE_COMM_SIMT_SOURCES      the emulator; MOE_COMM_CHECKER_SOURCES its checks and scenarios
+#   MOE_COMM_SIMT_SOURCES      the emulator
 #
 # Most of a compilation is headers, and templates that every file needs: files of one unit are
 # compiled as one. -DCMAKE_UNITY_BUILD=OFF compiles each alone.
@@ -41,7 +41,6 @@ moe_comm_glob(MOE_COMM_KERNEL_SOURCES kernels/*.cu)
 set(MOE_COMM_INTERNODE_SOURCES ${MOE_COMM_KERNEL_SOURCES})
 list(FILTER MOE_COMM_INTERNODE_SOURCES INCLUDE REGEX "/internode_[^/]*\\.cu$")
 moe_comm_glob(MOE_COMM_SIMT_SOURCES simt/*.cpp)
-moe_comm_glob(MOE_COMM_CHECKER_SOURCES simt/checker/*.cpp)
 
 set(MOE_COMM_AVX2_FLAGS "-mavx2;-mf16c")
 set(MOE_COMM_AVX512_FLAGS "-mavx2;-mf16c;-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq")
@@ -84,7 +83,3 @@ moe_comm_unite(kernels ${MOE_COMM_KERNEL_SOURCES})
 moe_comm_unite(internode_kernels ${MOE_COMM_INTERNODE_SOURCES})
 moe_comm_unite(simt ${MOE_COMM_SIMT_SOURCES})
 moe_comm_unite(simt_bindings ${MOE_COMM_SIMT_BINDINGS})
-# Host and kernels have words of their own for the order of an access.
-moe_comm_unite(kernel_checker ${MOE_COMM_CHECKER_SOURCES})
-moe_comm_glob(files simt/checker/host_*.cpp)
-moe_comm_unite(host_checker ${files})

@@ -1,6 +1,6 @@
 #include "core/sync.h"
 
-// A checked build has its own (simt/checker): fibers do not sleep, and time is what it says.
+// A checked build has its own (tests/schedules): fibers do not sleep, and time is what it says.
 #if !defined(MOE_SIMT_CHECKED)
 
 #include <linux/futex.h>

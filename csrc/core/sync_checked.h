@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // What core/sync.h is in a checked build (MOE_SIMT_CHECKED): calls of the checker, which
-// simt/checker implements. Not included by anything else.
+// tests/schedules implements. Not included by anything else.
 
 namespace moe::sync::checked {
 

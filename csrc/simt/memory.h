@@ -7,7 +7,7 @@
 //   direct    (the module _simt) the access itself, atomics across processes; direct_memory.cpp
 //   checked   (MOE_SIMT_CHECKED) performed by the checker, which delays and reorders stores and
 //             bulk copies, keeps clocks and bounds, and may run other threads first;
-//             checker/checked_memory.cpp
+//             tests/schedules/checked_memory.cpp
 // Addresses are those that kernels hold. In the checked build nothing is mapped there, so that an
 // access past these functions faults.
 

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = "aarch64-linux-gnu-g++"
 
 # bindings needs Python's headers for the target, cuda and nvshmem NVIDIA's, which a cross compiler
-# does not bring; simt/checker is no part of the package.
-NOT_HERE = {"bindings", "cuda", "nvshmem", "checker"}
+# does not bring.
+NOT_HERE = {"bindings", "cuda", "nvshmem"}
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "csrc").rglob("*.cpp")

@@ -1,0 +1,296 @@
+#include "schedules/host_layer.h"
+
+#include <cstring>
+
+#include "core/error.h"
+#include "core/math.h"
+#include "core/sync.h"
+
+namespace moe::simt::checker {
+
+namespace {
+
+/// What combine multiplies the row of a choice with: large numbers that cancel, and small ones that
+/// are lost beside them.
+float factor_of(int64_t choice) {
+  constexpr float kFactors[] = {16777216.0f, 1.0f, -16777216.0f};
+  return kFactors[choice % 3];
+}
+
+}  // namespace
+
+HostLayer::Tokens HostLayer::tokens_of(int rank_idx, int64_t step, int64_t values) const {
+  Random random(rank_.world().seed() * 1009 + static_cast<uint64_t>(step) * 31 +
+                static_cast<uint64_t>(rank_idx));
+  Tokens tokens;
+  if ((excluded_ >> rank_idx & 1) != 0)
+    return tokens;
+  tokens.num_tokens = random.between(0, shape_.most_tokens);
+  for (int64_t token_idx = 0; token_idx < tokens.num_tokens; ++token_idx) {
+    // Small whole numbers: sums are exact in any order.
+    for (int64_t i = 0; i < shape_.hidden; ++i)
+      tokens.x.push_back(static_cast<float>(1 + rank_idx * 1000 + token_idx * 100 + i + values));
+    for (int64_t i = 0; i < scale_row_bytes(); ++i)
+      tokens.scales.push_back(
+          static_cast<std::byte>(1 + (rank_idx * 83 + token_idx * 17 + i * 5 + values) % 255));
+    for (int64_t k = 0; k < shape_.num_topk; ++k) {
+      const int64_t expert_idx = random.between(-1, shape_.num_experts - 1);
+      const bool is_there = expert_idx >= 0 && (excluded_ >> rank_of(expert_idx) & 1) == 0;
+      tokens.topk_idx.push_back(is_there ? expert_idx : -1);
+      tokens.weights.push_back(static_cast<float>(token_idx * 16 + k + 1));
+    }
+  }
+  return tokens;
+}
+
+host::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
+                                          const std::shared_ptr<const host::PlanHeader>& plan) {
+  host::DispatchParams params;
+  params.x = reinterpret_cast<const std::byte*>(tokens.x.data());
+  params.topk_idx = tokens.topk_idx.data();
+  params.num_tokens = tokens.num_tokens;
+  params.num_topk = shape_.num_topk;
+  params.source_row_bytes = row_bytes();
+  params.row_bytes = row_bytes();
+  params.dtype = dlpack_type(DType::kFloat32);
+  if (shape_.with_weights) {
+    params.weights = reinterpret_cast<const std::byte*>(tokens.weights.data());
+    params.weight_bytes = 4;
+  }
+  if (shape_.num_scales > 0) {
+    params.quantization_code = 1 | (shape_.has_scale_columns ? 2 : 0);
+    params.num_scales = shape_.num_scales;
+    params.scale_bytes = shape_.scale_bytes;
+    params.scales = tokens.scales.data();
+    params.scale_row_stride = scale_row_bytes();
+    params.scale_step = shape_.scale_bytes;
+  }
+  params.layout = shape_.layout;
+  params.expert_alignment = shape_.alignment;
+  params.copy_out = shape_.copy_out;
+  params.plan = plan;
+  host::DispatchOutcome outcome = host::dispatch(*endpoint_, params, interrupt_check_);
+  ++num_completed_;
+  return outcome;
+}
+
+void HostLayer::check_row(const host::DispatchOutcome& outcome,
+                          int64_t row_idx,
+                          const float* expected,
+                          const char* what) const {
+  const std::byte* const row = offset_ptr(outcome.rows, row_idx, row_bytes());
+  std::vector<float> found(static_cast<size_t>(shape_.hidden));
+  sync::read_shared(found.data(), row, static_cast<size_t>(row_bytes()));
+  const float first = expected == nullptr ? 0.0f : *expected;
+  for (int64_t i = 0; i < shape_.hidden; ++i)
+    if (found[static_cast<size_t>(i)] != (expected == nullptr ? 0.0f : expected[i]))
+      return rank_.fail(
+          concat(what, ": row ", row_idx, " holds ", found[0], " instead of ", first));
+}
+
+/// @param expected  Null for padding, which is zero.
+void HostLayer::check_scales(const host::DispatchOutcome& outcome,
+                             int64_t row_idx,
+                             const std::byte* expected) const {
+  const auto bytes = static_cast<size_t>(shape_.scale_bytes);
+  for (int64_t i = 0; i < shape_.num_scales; ++i) {
+    std::vector<std::byte> found(bytes);
+    std::vector<std::byte> wanted(bytes);
+    sync::read_shared(
+        found.data(),
+        outcome.scales + outcome.scale_map.place(row_idx) + i * outcome.scale_map.step(),
+        bytes);
+    if (expected != nullptr)
+      std::memcpy(wanted.data(), expected + i * shape_.scale_bytes, bytes);
+    if (found != wanted)
+      return rank_.fail(concat("scale factor ", i, " of row ", row_idx, " is not its own"));
+  }
+}
+
+void HostLayer::check_rows(const host::DispatchOutcome& outcome,
+                           int64_t step,
+                           int64_t values) const {
+  int64_t row_idx = 0;
+  const auto& placement = endpoint_->placement();
+  const auto& owned = placement.local_experts[static_cast<size_t>(rank_.rank_idx())];
+  std::vector<Tokens> all;
+  for (int rank_idx = 0; rank_idx < rank_.num_ranks(); ++rank_idx)
+    all.push_back(tokens_of(rank_idx, step, values));
+  if (shape_.layout == layout::RowLayout::kRankMajor) {
+    for (const Tokens& tokens : all)
+      for (int64_t token_idx = 0; token_idx < tokens.num_tokens; ++token_idx)
+        for (int64_t k = 0; k < shape_.num_topk; ++k) {
+          const int64_t expert_idx =
+              tokens.topk_idx[static_cast<size_t>(token_idx * shape_.num_topk + k)];
+          if (expert_idx < 0 || rank_of(expert_idx) != rank_.rank_idx())
+            continue;
+          check_scales(outcome, row_idx, tokens.scales.data() + token_idx * scale_row_bytes());
+          check_row(outcome, row_idx++, tokens.x.data() + token_idx * shape_.hidden, "dispatch");
+          break;
+        }
+  } else {
+    for (const int32_t local : owned) {
+      for (const Tokens& tokens : all)
+        for (size_t i = 0; i < tokens.topk_idx.size(); ++i) {
+          if (tokens.topk_idx[i] != local)
+            continue;
+          const auto token_idx = static_cast<int64_t>(i) / shape_.num_topk;
+          if (shape_.with_weights) {
+            float weight = 0.0f;
+            sync::read_shared(&weight, outcome.weights + row_idx * 4, sizeof(weight));
+            if (weight != tokens.weights[i])
+              rank_.fail(concat("weight of row ", row_idx, " is ", weight));
+          }
+          check_scales(outcome, row_idx, tokens.scales.data() + token_idx * scale_row_bytes());
+          check_row(outcome, row_idx++, tokens.x.data() + token_idx * shape_.hidden, "dispatch");
+        }
+      for (; row_idx % shape_.alignment != 0; ++row_idx) {
+        check_scales(outcome, row_idx, nullptr);
+        check_row(outcome, row_idx, nullptr, "padding");
+      }
+    }
+  }
+  if (row_idx != outcome.plan->num_rows())
+    rank_.fail(concat("dispatch gives ", outcome.plan->num_rows(), " rows instead of ", row_idx));
+}
+
+void HostLayer::combine(const host::DispatchOutcome& outcome, const Tokens& tokens) {
+  const int64_t bytes = outcome.plan->num_rows() * row_bytes();
+  std::shared_ptr<Window> window;
+  std::vector<std::byte> private_rows(static_cast<size_t>(bytes));
+  sync::read_shared(private_rows.data(), outcome.rows, private_rows.size());
+  host::CombineParams params;
+  params.x = private_rows.data();
+  if (shape_.is_in_place) {
+    window = rank_.heap().allocate(static_cast<uint64_t>(bytes));
+    sync::write_shared(window->data(), private_rows.data(), private_rows.size());
+    params.x = window->data();
+  }
+  params.has_rows = true;
+  params.dtype = DType::kFloat32;
+  params.hidden = shape_.hidden;
+  params.plan = outcome.plan;
+  params.copy_out = shape_.copy_out;
+  if (shape_.with_weights) {
+    params.row_weights = outcome.weights;
+    params.row_weight_bytes = 4;
+  }
+  std::vector<float> factors;
+  if (shape_.with_factors) {
+    for (size_t i = 0; i < tokens.topk_idx.size(); ++i)
+      factors.push_back(factor_of(static_cast<int64_t>(i)));
+    params.weights = reinterpret_cast<const std::byte*>(factors.data());
+    params.weight_bytes = 4;
+  }
+  const host::CombineOutcome sums = host::combine(*endpoint_, params, interrupt_check_);
+  ++num_completed_;
+  read_elsewhere(sums.sums, tokens.num_tokens * row_bytes());
+  if (window)
+    sync::fill_shared(window->data(), 0x7F, private_rows.size());
+  std::vector<float> row(static_cast<size_t>(shape_.hidden));
+  for (int64_t token_idx = 0; token_idx < tokens.num_tokens; ++token_idx) {
+    uint64_t ranks = 0;
+    int num_choices = 0;
+    for (int64_t k = 0; k < shape_.num_topk; ++k) {
+      const auto choice = static_cast<size_t>(token_idx * shape_.num_topk + k);
+      const int64_t expert_idx = tokens.topk_idx[choice];
+      if (expert_idx < 0)
+        continue;
+      ranks |= uint64_t{1} << rank_of(expert_idx);
+      ++num_choices;
+      if (!shape_.with_weights)
+        continue;
+      float weight = 0.0f;
+      sync::read_shared(&weight, sums.weights + choice * 4, sizeof(weight));
+      if (weight != tokens.weights[choice])
+        rank_.fail(concat("combine: weight ", choice, " is ", weight));
+    }
+    if (shape_.layout == layout::RowLayout::kRankMajor)
+      num_choices = __builtin_popcountll(ranks);
+    sync::read_shared(row.data(), sums.sums + token_idx * row_bytes(), row.size() * 4);
+    const float expected = shape_.with_factors
+                               ? sum_of(tokens, token_idx)
+                               : tokens.x[static_cast<size_t>(token_idx * shape_.hidden)] *
+                                     static_cast<float>(num_choices);
+    if (row[0] != expected)
+      rank_.fail(concat("combine: token ", token_idx, " is ", row[0], " instead of ", expected));
+  }
+}
+
+float HostLayer::sum_of(const Tokens& tokens, int64_t token_idx) const {
+  const NodeLayout& nodes = endpoint_->group().nodes();
+  const bool by_node = endpoint_->config().node_reduction;
+  const float value = tokens.x[static_cast<size_t>(token_idx * shape_.hidden)];
+  float sum = 0.0f;
+  for (int node_idx = 0; node_idx < (by_node ? nodes.num_nodes() : 1); ++node_idx) {
+    float partial = 0.0f;
+    for (int64_t i = token_idx * shape_.num_topk; i < (token_idx + 1) * shape_.num_topk; ++i) {
+      const int64_t expert_idx = tokens.topk_idx[static_cast<size_t>(i)];
+      if (expert_idx >= 0 && (!by_node || nodes.node_idx(rank_of(expert_idx)) == node_idx))
+        partial += value * factor_of(i);
+    }
+    sum += partial;
+  }
+  return sum;
+}
+
+/// The caller of an operation may pass its result on with no more than a release.
+void HostLayer::read_elsewhere(const std::byte* begin, int64_t bytes) const {
+  if (!shape_.is_read_elsewhere)
+    return;
+  rank_.start("reader", [begin, bytes] {
+    std::vector<std::byte> copy(static_cast<size_t>(bytes));
+    sync::read_shared(copy.data(), begin, copy.size());
+  });
+  rank_.join_all();
+}
+
+void HostLayer::run(int64_t step) {
+  const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
+  const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
+  read_elsewhere(outcome.rows, outcome.plan->num_rows() * row_bytes());
+  check_rows(outcome, step, 0);
+  combine(outcome, tokens);
+}
+
+void HostLayer::run_twice(int64_t step) {
+  constexpr int64_t kOtherValues = 7;
+  const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
+  const host::DispatchOutcome first = dispatch(tokens, nullptr);
+  const Tokens others = tokens_of(rank_.rank_idx(), step, kOtherValues);
+  const host::DispatchOutcome second = dispatch(others, first.plan);
+  check_rows(first, step, 0);
+  check_rows(second, step, kOtherValues);
+  combine(second, others);
+}
+
+void HostLayer::run_dispatch(int64_t step) {
+  check_rows(dispatch(tokens_of(rank_.rank_idx(), step, 0), nullptr), step, 0);
+}
+
+void HostLayer::run_combines(int64_t step) {
+  const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
+  const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
+  while (true)
+    combine(outcome, tokens);
+}
+
+void HostLayer::run_rejected(int64_t step, int bad_rank) {
+  Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
+  if (rank_.rank_idx() == bad_rank) {
+    tokens = Tokens{1, std::vector<float>(static_cast<size_t>(shape_.hidden)), {}, {}, {}};
+    tokens.topk_idx.assign(static_cast<size_t>(shape_.num_topk), shape_.num_experts);
+    tokens.weights.assign(static_cast<size_t>(shape_.num_topk), 1.0f);
+  }
+  try {
+    dispatch(tokens, nullptr);
+  } catch (const InvalidArgument& error) {
+    const std::string text = error.what();
+    if (text.find(concat("rank ", bad_rank, ": topk_idx[0, 0] = ", shape_.num_experts)) != 0)
+      rank_.fail(concat("another rejection: ", text));
+    return;
+  }
+  rank_.fail("a bad expert id was not rejected");
+}
+
+}  // namespace moe::simt::checker

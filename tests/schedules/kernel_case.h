@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/dtype.h"
+#include "host/row_kernels.h"
+#include "kernels/buffer.h"
+#include "layout/capacity.h"
+#include "layout/routing.h"
+#include "layout/window.h"
+#include "schedules/random.h"
+
+namespace moe::simt::checker {
+
+/// A small case of the kernels: shapes that all its operations have in common.
+struct KernelCase {
+  int num_ranks = 2;
+  int num_local_ranks = 0;       ///< of a node; 0 where all ranks share one
+  int64_t tokens_per_chunk = 1;  ///< of rows between nodes
+  int64_t num_reply_places = 1;  ///< of a combine between nodes: the least a rail region has
+  bool node_reduction = false;   ///< a node sends one sum for a token of another
+  int num_experts = 4;
+  int num_blocks = 2;
+  int num_threads = 32;
+  int depth = 2;
+  layout::RowLayout layout = layout::RowLayout::kExpertMajor;
+  int64_t expert_alignment = 1;
+  int num_topk = 2;
+  int64_t num_max_tokens = 5;  ///< of a rank; every step draws how many
+  DType dtype = DType::kBFloat16;
+  int64_t hidden = 16;
+  bool is_quantized = false;
+  host::RowQuantization quantization;
+  bool is_column_major = false;
+  bool with_weights = false;
+  bool is_plain = false;
+  layout::CapacityRule rule;
+  bool has_fixed_rows = false;  ///< a rank's result has a number of rows that is drawn
+  bool is_at_limits = false;    ///< as many rows as the limits allow, or one (unit) more
+  bool with_masks = false;      ///< low-latency: a rank is masked now and then
+  bool has_bad_choice = false;  ///< of one rank in each step
+
+  int64_t source_row_bytes() const { return hidden * element_bytes(dtype); }
+  int64_t row_bytes() const { return is_quantized ? hidden : source_row_bytes(); }
+  int64_t num_scales() const { return is_quantized ? quantization.num_blocks() : 0; }
+  int64_t scale_bytes() const {
+    return !is_quantized ? 0 : quantization.scale_format == host::ScaleFormat::kUe8m0 ? 1 : 4;
+  }
+  bool is_by_rank() const { return layout == layout::RowLayout::kRankMajor; }
+  layout::Arrangement arrangement() const;
+};
+
+/// What one rank puts into a step.
+struct RankInputs {
+  int64_t num_tokens = 0;
+  std::vector<int64_t> topk_idx;   ///< [num_tokens, num_topk]
+  std::vector<std::byte> x;        ///< [num_tokens, source_row_bytes]
+  std::vector<float> weights;      ///< [num_tokens, num_topk]
+  std::vector<uint8_t> is_masked;  ///< [num_ranks]
+  int64_t fixed_rows = -1;
+};
+
+/// Bytes of which some have no value that anybody may rely on.
+struct ExpectedBytes {
+  std::vector<std::byte> bytes;
+  std::vector<uint8_t> is_defined;
+
+  explicit ExpectedBytes(int64_t num_bytes = 0)
+      : bytes(static_cast<size_t>(num_bytes)), is_defined(static_cast<size_t>(num_bytes)) {}
+  void set(int64_t offset, const void* from, int64_t num_bytes);
+  void fill(int64_t offset, int value, int64_t num_bytes);
+};
+
+/// What one rank gets out of a dispatch.
+struct ExpectedDispatch {
+  layout::ReceiveWindow window;
+  layout::ReceivedRows received;
+  ExpectedBytes bytes;          ///< of the window
+  std::vector<int64_t> slots;   ///< of its tokens
+  int64_t num_slots = 0;        ///< per token
+  int64_t num_filled_rows = 0;  ///< that some rank sends
+};
+
+/// One step of all ranks: what they put in, and what plain C++ makes of it.
+struct Step {
+  std::vector<RankInputs> inputs;
+  kernels::OperationStatus status = kernels::OperationStatus::kOk;
+  layout::CountMatrix kept;
+  int64_t num_recv_topk = 0;
+  std::vector<ExpectedDispatch> dispatched;  ///< by rank
+};
+
+/// Draws which rank owns which expert; some may own none.
+layout::Placement draw_placement(const KernelCase& shape, Random* random);
+Step draw_step(const KernelCase& shape, const layout::Placement& placement, Random* random);
+
+/// Other rows and weights with the routing of @p step, for a cached dispatch.
+Step draw_cached_step(const KernelCase& shape,
+                      const layout::Placement& placement,
+                      const Step& step,
+                      Random* random);
+
+/// Rows of numbers whose sums depend on their order.
+std::vector<std::byte> draw_rows(DType dtype, int64_t num_elements, Random* random);
+
+/// What combine makes of @p outputs ([num_rows, hidden] by rank) on @p rank_idx. With
+/// node_reduction rows are float32, bfloat16 or float16.
+/// @param is_weighted  the weights of the step are applied
+ExpectedBytes expected_sums(const KernelCase& shape,
+                            const Step& step,
+                            const std::vector<std::vector<std::byte>>& outputs,
+                            int rank_idx,
+                            bool is_weighted);
+
+/// Weights that combine pulls on @p rank_idx. @param row_weights  [num_rows] or [num_rows,
+///   num_recv_topk] by rank
+ExpectedBytes expected_pulled(const KernelCase& shape,
+                              const layout::Placement& placement,
+                              const Step& step,
+                              const std::vector<std::vector<float>>& row_weights,
+                              int rank_idx);
+
+}  // namespace moe::simt::checker

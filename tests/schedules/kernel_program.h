@@ -1,0 +1,20 @@
+#pragma once
+
+#include "schedules/kernel_world.h"
+
+namespace moe::simt::checker {
+
+/// Dispatch and combine, then the same again with the handle, and what they must deliver; bytes
+/// that were moved are those of the formulas of docs/emulator.md.
+void run_operations(Run& run,
+                    const KernelCase& shape,
+                    int num_rounds,
+                    bool has_dispatches_only = false);
+
+/// Dispatches whose hosts wait for sizes; ranks that are short make second offers.
+void run_host_reads(Run& run, const KernelCase& shape);
+
+/// Dispatches of all ranks but one, which never comes, or until they are aborted.
+void run_to_an_early_end(Run& run, const KernelCase& shape, bool is_aborted);
+
+}  // namespace moe::simt::checker

@@ -1,0 +1,169 @@
+// Operations of the kernels, device to device, in small cases of every kind.
+
+#include <memory>
+#include <vector>
+
+#include "schedules/kernel_program.h"
+
+namespace moe::simt::checker {
+namespace {
+
+using layout::OnOverflow;
+using layout::RowLayout;
+
+/// A shape that differs from seed to seed in everything that a kind of case leaves open.
+KernelCase draw_case(Run& run, KernelCase shape) {
+  Random& random = run.random();
+  shape.num_blocks = static_cast<int>(random.between(1, 2));
+  shape.num_threads = random.chance(1, 4) ? 64 : 32;
+  shape.num_ranks =
+      static_cast<int>(random.chance(1, 8) ? random.between(1, 4) : random.between(2, 3));
+  shape.num_experts = static_cast<int>(random.between(shape.num_ranks, 2 * shape.num_ranks));
+  shape.num_max_tokens = random.between(2, 5);
+  return shape;
+}
+
+KernelCase expert_major(Run& run) {
+  KernelCase shape;
+  shape.layout = RowLayout::kExpertMajor;
+  shape.expert_alignment = run.random().chance(1, 2) ? 4 : 1;
+  shape.hidden = run.random().chance(1, 2) ? 8 : 24;
+  shape.num_topk = 3;
+  return draw_case(run, shape);
+}
+
+MOE_SCENARIO(expert_major, "dispatch, combine, cached dispatch, combine; rows by bulk copy") {
+  run_operations(run, expert_major(run), 1);
+}
+
+MOE_SCENARIO(expert_major_plain, "the same by loads and stores, with weights") {
+  KernelCase shape = expert_major(run);
+  shape.is_plain = true;
+  shape.with_weights = true;
+  shape.dtype = run.random().chance(1, 2) ? DType::kFloat32 : DType::kFloat16;
+  run_operations(run, shape, 1);
+}
+
+MOE_SCENARIO(expert_major_epochs, "three rounds, so that windows and ring entries are used again") {
+  KernelCase shape = expert_major(run);
+  shape.num_ranks = 2;
+  shape.num_threads = 32;
+  shape.num_max_tokens = 3;
+  run_operations(run, shape, 3);
+}
+
+MOE_SCENARIO(dispatches, "one dispatch behind the other, into windows that were written over") {
+  KernelCase shape = expert_major(run);
+  shape.num_threads = 32;
+  shape.num_max_tokens = 3;
+  run_operations(run, shape, 4, true);
+}
+
+MOE_SCENARIO(expert_major_odd, "rows of bytes that no wide unit divides") {
+  KernelCase shape = expert_major(run);
+  shape.hidden = 9;
+  shape.with_weights = true;
+  run_operations(run, shape, 1);
+}
+
+MOE_SCENARIO(rank_major, "one row per token and rank, with weights and local expert ids") {
+  KernelCase shape;
+  shape.layout = RowLayout::kRankMajor;
+  shape.num_topk = 3;
+  shape.hidden = 16;
+  shape.with_weights = true;
+  shape.is_plain = run.random().chance(1, 4);
+  run_operations(run, draw_case(run, shape), 1);
+}
+
+MOE_SCENARIO(low_latency, "places that follow from shapes alone, ranks masked now and then") {
+  KernelCase shape;
+  shape.layout = RowLayout::kLowLatency;
+  shape.hidden = 16;
+  shape.with_masks = true;
+  shape = draw_case(run, shape);
+  shape.num_max_tokens = 3;
+  run_operations(run, shape, 2);
+}
+
+KernelCase quantized(Run& run, int block, host::ScaleFormat format) {
+  KernelCase shape;
+  shape.is_quantized = true;
+  shape.dtype = run.random().chance(1, 2) ? DType::kBFloat16 : DType::kFloat32;
+  shape.hidden = run.random().chance(1, 2) ? 32 : 144;
+  shape.is_column_major = run.random().chance(1, 2);
+  shape.expert_alignment = 2;
+  shape.quantization.dtype = shape.dtype;
+  shape.quantization.block = block;
+  shape.quantization.scale_format = format;
+  shape.quantization.hidden = shape.hidden;
+  shape.is_plain = run.random().chance(1, 4);
+  shape = draw_case(run, shape);
+  shape.num_max_tokens = 3;
+  return shape;
+}
+
+MOE_SCENARIO(fp8_block128, "rows quantised in shared memory, float32 scale factors") {
+  run_operations(run, quantized(run, 128, host::ScaleFormat::kFloat32), 1);
+}
+
+MOE_SCENARIO(mxfp8, "rows quantised in shared memory, scale factors of one byte") {
+  run_operations(run, quantized(run, 32, host::ScaleFormat::kUe8m0), 1);
+}
+
+MOE_SCENARIO(drops, "rows beyond an expert's capacity or a rank's fixed rows are dropped") {
+  KernelCase shape = expert_major(run);
+  shape.rule.on_overflow = OnOverflow::kDrop;
+  if (run.random().chance(1, 2))
+    shape.rule.expert_capacity = run.random().between(0, 3);
+  shape.has_fixed_rows = run.random().chance(1, 2);
+  run_operations(run, shape, 2);
+}
+
+MOE_SCENARIO(raises, "more rows than a capacity that raises: nobody sends, the next goes on") {
+  KernelCase shape = expert_major(run);
+  shape.rule.on_overflow = OnOverflow::kRaise;
+  shape.rule.expert_capacity = run.random().between(1, 4);
+  run_operations(run, shape, 3);
+}
+
+MOE_SCENARIO(limits, "as many rows as limits allow, which is no overflow, or one more") {
+  KernelCase shape = expert_major(run);
+  constexpr OnOverflow kAll[] = {
+      OnOverflow::kRaise, OnOverflow::kRaise, OnOverflow::kDrop, OnOverflow::kGrow};
+  shape.rule.on_overflow = kAll[run.random().below(4)];
+  shape.has_fixed_rows = shape.rule.on_overflow == OnOverflow::kGrow || run.random().chance(1, 2);
+  if (!shape.has_fixed_rows ||
+      (shape.rule.on_overflow == OnOverflow::kDrop && run.random().chance(1, 2)))
+    shape.rule.expert_capacity = run.random().between(1, 3);
+  shape.is_at_limits = true;
+  run_operations(run, shape, 2);
+}
+
+MOE_SCENARIO(bad_choice, "one rank has an id that is none: nobody sends, the next goes on") {
+  KernelCase shape = expert_major(run);
+  shape.has_bad_choice = true;
+  run_operations(run, shape, 4);
+}
+
+MOE_SCENARIO(host_read, "hosts wait for sizes; ranks that are short make second offers") {
+  run_host_reads(run, expert_major(run));
+}
+
+KernelCase two_or_three_ranks(Run& run) {
+  KernelCase shape = expert_major(run);
+  shape.num_ranks = static_cast<int>(run.random().between(2, 3));
+  shape.num_experts = 2 * shape.num_ranks;
+  return shape;
+}
+
+MOE_SCENARIO(never_comes, "a rank stops taking part: the others name it and leave") {
+  run_to_an_early_end(run, two_or_three_ranks(run), false);
+}
+
+MOE_SCENARIO(aborted, "the communicator is aborted at some moment: everybody leaves") {
+  run_to_an_early_end(run, two_or_three_ranks(run), true);
+}
+
+}  // namespace
+}  // namespace moe::simt::checker
