@@ -95,15 +95,6 @@ if(MOE_COMM_HAS_CUDA)
     target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
   endforeach()
 
-  # The same over a runtime and a driver of the tests' own, with kernels on the emulator.
-  moe_comm_add_program(worst_driver moe_comm_cuda moe_comm_runtime moe_comm_kernels moe_comm_simt
-    moe_comm_common moe_comm_rows)
-  file(GLOB stand_in CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/cpp/cuda_stand_in*.cpp")
-  moe_comm_unite(stand_in ${stand_in})
-  target_sources(worst_driver PRIVATE ${stand_in})
-  target_include_directories(worst_driver SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-  moe_comm_use_simt(worst_driver)
-
   moe_comm_add_module(_cuda moe_comm_cuda_module moe_comm_cuda_bindings moe_comm_cuda moe_comm_device_bindings
     moe_comm_runtime moe_comm_cuda_kernels)
   set_target_properties(_cuda PROPERTIES CUDA_RESOLVE_DEVICE_SYMBOLS OFF)

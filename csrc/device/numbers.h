@@ -30,8 +30,6 @@ struct Float32 {
   using Bits = uint32_t;
   static MOE_DEVICE float widen(uint32_t bits) { return bits_float(bits); }
   static MOE_DEVICE uint32_t narrow(float value) {
-    if (MOE_MUTANT(nan_not_canonical))
-      return float_bits(value);
     return value == value ? float_bits(value) : 0x7FC00000u;
   }
 };

@@ -83,6 +83,5 @@
 // hot loop, so that the kernel fits the cache of instructions. It is given values: what a reference
 // is to would have to lie in memory.
 
-#include "core/mutant.h"
 #include "device/launch.h"
 #include MOE_DEVICE_PRIMITIVES

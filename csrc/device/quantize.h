@@ -89,8 +89,7 @@ MOE_DEVICE Bytes16 quantize_elements(const float (&values)[kLaneElements],
   }
   for (int mask = 1; mask < block / kLaneElements; mask *= 2) {
     const uint32_t other = shuffle_xor(most, mask);
-    if (!MOE_MUTANT(amax_of_one_lane))
-      most = other > most ? other : most;
+    most = other > most ? other : most;
   }
   *scale = block_scale(bits_float(most), block, format);
   Bytes16 codes;

@@ -25,8 +25,7 @@ class StageRing {
     if (lane_idx() == 0) {
       for (int i = 0; i < kNumStages; ++i)
         init_mbarrier(barriers + i, 1);
-      if (!MOE_MUTANT(no_fence_after_mbarrier_init))
-        fence_mbarrier_init();
+      fence_mbarrier_init();
     }
     sync_warp();
   }
@@ -39,8 +38,7 @@ class StageRing {
   /// Lane 0, at most one piece ahead of what was stored; every piece before has been committed,
   /// with stores or none.
   MOE_DEVICE void load(int64_t piece, const std::byte* source, uint32_t bytes) {
-    if (!MOE_MUTANT(stage_filled_while_read))
-      await_bulk_reads<kNumStages - 2>();
+    await_bulk_reads<kNumStages - 2>();
     MBarrier* const barrier = barriers_ + stage_of(piece);
     arrive_expect(barrier, bytes);
     bulk_load(stage(piece), source, bytes, barrier);
@@ -48,9 +46,7 @@ class StageRing {
 
   /// Any lane that is to read the stage, or to store from it.
   MOE_DEVICE void await(int64_t piece) {
-    auto parity = static_cast<uint32_t>(piece / kNumStages % 2);
-    if (MOE_MUTANT(stage_parity_never_flips))
-      parity = 0;
+    const auto parity = static_cast<uint32_t>(piece / kNumStages % 2);
     while (!try_wait(barriers_ + stage_of(piece), parity))
       pause(kPauseNs);
   }

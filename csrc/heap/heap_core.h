@@ -97,10 +97,6 @@ struct HeapCore {
   void release(WindowAllocator::Block* block) noexcept {
     if (block == nullptr || origin.is_forked_child())
       return;  // in a child the mutex may be held for ever by a thread that is not there
-    if (MOE_MUTANT(window_freed_without_lock)) {
-      allocator.free(block);
-      return;
-    }
     const std::lock_guard lock(mutex);
     allocator.free(block);
   }

@@ -156,7 +156,7 @@ uint64_t WindowAllocator::largest_free_bytes() const {
 WindowAllocator::Block* WindowAllocator::split(Block* block, uint64_t lower_bytes) {
   Block* upper = take_node();
   upper->segment_idx = block->segment_idx;
-  upper->offset = block->offset + lower_bytes - (MOE_MUTANT(windows_overlap) ? kSmallBytes : 0);
+  upper->offset = block->offset + lower_bytes;
   upper->bytes = block->bytes - lower_bytes;
   upper->state = block->state;
   upper->lower = block;
@@ -232,7 +232,7 @@ void WindowAllocator::free(Block* block) noexcept {
   counters_.live_bytes -= block->bytes;
   --counters_.num_live;
   sync::note_exclusive(this);
-  if (block->quarantine_round == quarantine_round_ && !MOE_MUTANT(quarantine_forgotten)) {
+  if (block->quarantine_round == quarantine_round_) {
     counters_.quarantined_bytes += block->bytes;
     block->state = BlockState::kQuarantined;
     block->next = std::exchange(quarantined_, block);
@@ -249,7 +249,7 @@ void WindowAllocator::shrink(Block* block, uint64_t bytes) {
   Block* tail = split(block, kept_bytes);
   // The tail counts as a window for the moment it takes to free it; a tail that peers may still
   // write to stays aside like the rest.
-  tail->quarantine_round = MOE_MUTANT(tail_leaves_quarantine) ? 0 : block->quarantine_round;
+  tail->quarantine_round = block->quarantine_round;
   ++counters_.num_live;
   free(tail);
 }

@@ -46,22 +46,15 @@ class CombineOperation {
     gradients_ = unite_gradients(rows, endpoint_.group());
     exchange_.enter("data");
     resolve_bases(rows);
-    if (MOE_MUTANT(done_before_rows_are_read))
-      exchange_.release_done();
     if (exchange_.relay() == nullptr)
       add(0, plan_.num_tokens);
     else
       add_across_nodes();
     exchange_.release_done();
-    if (MOE_MUTANT(rows_given_back_early)) {
-      exchange_.withdraw_offers();
-      copied_rows_ = nullptr;
-    }
     exchange_.enter("done");
     // Until every peer has pulled its rows they belong to the operation.
     for (int peer_rank = 0; peer_rank < endpoint_.num_ranks(); ++peer_rank)
-      if (layout::sends_rows(plan_.counts, peer_rank, endpoint_.rank_idx()) &&
-          !MOE_MUTANT(no_wait_for_pullers))
+      if (layout::sends_rows(plan_.counts, peer_rank, endpoint_.rank_idx()))
         exchange_.await_done(peer_rank);
     return outcome();
   }
@@ -107,8 +100,7 @@ class CombineOperation {
       const int64_t first = begin * kBlockBytes;
       const int64_t last = end * kBlockBytes < bytes ? end * kBlockBytes : bytes;
       kernels.copy(source + first, target + first, last - first, mode);
-      if (!MOE_MUTANT(no_store_fence_after_copying_in))
-        kernels.store_fence();
+      kernels.store_fence();
     });
     *offer = (*window)->offer();
     return true;
@@ -230,8 +222,6 @@ class CombineOperation {
       add_term(offset_ptr(base, Slot::row_idx(slots[i]), row_bytes_), weight, terms);
     }
     terms->own.end = static_cast<int>(terms->places.size());
-    if (MOE_MUTANT(own_rows_one_by_one))
-      terms->own.begin = terms->own.end;
     for (; next != terms->sums.end(); ++next)
       add_term(remote_->row(token_idx, next->second), nullptr, terms);
   }
@@ -327,8 +317,7 @@ class CombineOperation {
       if (!go_on(token_idx, shows_progress))
         break;
     }
-    if (!MOE_MUTANT(no_store_fence_after_sums))
-      kernels.store_fence();
+    kernels.store_fence();
   }
 
   /// Weights in the type the rows are added in.

@@ -62,8 +62,7 @@ int64_t CopyRun::ready_slots(const Channel& channel) const {
                                                  : workspace.filled(channel.peer_rank);
   const auto count =
       static_cast<int64_t>(layout::count_in_epoch(sync::load_acquire(word.value), epoch_));
-  const int64_t num_ahead = engine_.config().num_slots + (MOE_MUTANT(slot_filled_early) ? 1 : 0);
-  const int64_t limit = channel.is_outgoing ? count + num_ahead : count;
+  const int64_t limit = channel.is_outgoing ? count + engine_.config().num_slots : count;
   return std::min(limit, channel.num_slots_needed) - channel.num_moved;
 }
 
@@ -72,8 +71,7 @@ void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, St
   if (part.channel == nullptr) {
     const int64_t begin = part.idx * kDirectPartBytes;
     route.direct.copy(kernels, begin, std::min(begin + kDirectPartBytes, route.direct.end()), mode);
-    if (!MOE_MUTANT(no_store_fence_in_copy))
-      kernels.store_fence();
+    kernels.store_fence();
     return;
   }
   const Channel& channel = *part.channel;
@@ -146,8 +144,6 @@ void CopyRun::move(PreparedCopies::Route& route) {
     group_.check_abort();
     if (num_threads == 1) {
       for (const Part& part : parts) {
-        if (MOE_MUTANT(slot_flag_before_bytes))
-          end_part(part);
         copy_part(route, part, mode);
         end_part(part);
       }
@@ -165,8 +161,7 @@ void CopyRun::move(PreparedCopies::Route& route) {
 
 void CopyRun::await_done(const PreparedCopies::Route& route) {
   for_active_peers([&](int peer_rank) {
-    if (route.writes_here[static_cast<size_t>(peer_rank)] != 0 &&
-        !MOE_MUTANT(no_wait_for_direct_writes))
+    if (route.writes_here[static_cast<size_t>(peer_rank)] != 0)
       await_entered(
           layout::Phase::kData,
           [&] { return !is_missing(peer_rank); },

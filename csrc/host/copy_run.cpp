@@ -129,8 +129,6 @@ void CopyRun::publish_row(RowStatus status,
   for_active_peers([&](int peer_rank) {
     fill_for(peer_rank);
     CopyRow& target = engine_.workspace(peer_rank).row(group_.rank_idx());
-    if (MOE_MUTANT(copy_row_flag_before_body))
-      sync::store_release(target.epoch, epoch_);
     sync::write_body(target, row);
     sync::store_release(target.epoch, epoch_);
     sync::ring(group_.doorbell(peer_rank));
@@ -219,8 +217,6 @@ void CopyRun::collect_verdicts() {
   std::string message;
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (!group_.is_active(peer_rank))
-      continue;
-    if (MOE_MUTANT(no_wait_for_verdicts))
       continue;
     await_entered(Phase::kVerdicts, [&] { return !is_awaited(peer_rank); }, is_awaited);
     CopyVerdict verdict;

@@ -40,16 +40,11 @@ class DispatchOperation {
       exchange_cached_rows();
     exchange_.enter("data");
     resolve_bases();
-    if (MOE_MUTANT(done_before_rows))
-      exchange_.release_done();
     write_rows();
     exchange_.enter("done");
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
-      if (layout::sends_rows(plan_->counts, src_rank, endpoint_.rank_idx()) &&
-          !MOE_MUTANT(no_wait_for_senders))
+      if (layout::sends_rows(plan_->counts, src_rank, endpoint_.rank_idx()))
         exchange_.await_done(src_rank);
-    if (MOE_MUTANT(matrix_read_after_done) && params_.plan == nullptr)
-      exchange_.collect(true);
     return outcome();
   }
 
@@ -280,8 +275,7 @@ class DispatchOperation {
 
   void end_rows() {
     exchange_.release_done();
-    if (!MOE_MUTANT(padding_not_zeroed))
-      zero_padding();
+    zero_padding();
   }
 
   /// Padding belongs to the receiver: no sender writes there.
@@ -313,8 +307,7 @@ class DispatchOperation {
     endpoint_.kernels().zero(offset_ptr(base, first, params_.row_bytes),
                              num_rows * params_.row_bytes,
                              endpoint_.store_mode(num_rows * params_.row_bytes));
-    if (!MOE_MUTANT(no_store_fence_after_padding))
-      endpoint_.kernels().store_fence();
+    endpoint_.kernels().store_fence();
     const auto& scales = window.scales;
     const int64_t scales_at = window.scales_offset + scales.place(first);
     if (!scales.is_column_major)

@@ -29,8 +29,6 @@ Exchange::Exchange(Endpoint& endpoint,
 }
 
 void Exchange::check_closed() const {
-  if (MOE_MUTANT(closed_not_looked_at))
-    return;
   const auto& workspace = endpoint_.own_workspace();
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
@@ -51,9 +49,7 @@ void Exchange::await_reuse() {
   const auto depth = static_cast<uint64_t>(endpoint_.config().depth);
   if (epoch_ < endpoint_.first_epoch() + depth)
     return;
-  if (MOE_MUTANT(no_reuse_wait))
-    return;
-  const uint64_t former_epoch = epoch_ - depth - (MOE_MUTANT(reuse_wait_of_wrong_epoch) ? 1 : 0);
+  const uint64_t former_epoch = epoch_ - depth;
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (!group_.is_active(peer_rank))
       continue;
@@ -100,16 +96,10 @@ template <typename StoreTail>
 void Exchange::store_row(int src_rank, const Row& header, StoreTail&& store_tail) {
   for_local_ranks([&](int peer_rank) {
     Row& row = endpoint_.workspace(peer_rank).row(epoch_, src_rank);
-    if (MOE_MUTANT(row_flag_before_body))
-      sync::store_release(row.epoch, epoch_);
     sync::write_body(row, header);
     store_tail(row);
-    if (MOE_MUTANT(row_flag_relaxed))
-      sync::store_relaxed(row.epoch, epoch_);
-    else
-      sync::store_release(row.epoch, epoch_);
-    if (!MOE_MUTANT(no_ring_after_row))
-      sync::ring(group_.doorbell(peer_rank));
+    sync::store_release(row.epoch, epoch_);
+    sync::ring(group_.doorbell(peer_rank));
   });
 }
 
@@ -209,13 +199,8 @@ void Exchange::publish_second_offer(const Offer& offer,
 void Exchange::store_second_offer(int src_rank, const SecondOffer& body) {
   for_local_ranks([&](int peer_rank) {
     auto& second = endpoint_.workspace(peer_rank).second_offer(epoch_, src_rank);
-    if (MOE_MUTANT(second_offer_flag_before_body))
-      sync::store_release(second.epoch, epoch_);
     sync::write_body(second, body);
-    if (MOE_MUTANT(second_offer_flag_relaxed))
-      sync::store_relaxed(second.epoch, epoch_);
-    else
-      sync::store_release(second.epoch, epoch_);
+    sync::store_release(second.epoch, epoch_);
     sync::ring(group_.doorbell(peer_rank));
   });
 }
@@ -223,8 +208,7 @@ void Exchange::store_second_offer(int src_rank, const SecondOffer& body) {
 SecondOffer Exchange::await_second_offer(int peer_rank) {
   const auto& second = endpoint_.own_workspace().second_offer(epoch_, peer_rank);
   step_ = Phase::kOffers;
-  if (!MOE_MUTANT(no_wait_for_second_offers))
-    await_flag(peer_rank, Phase::kOffers, epoch_, second.epoch);
+  await_flag(peer_rank, Phase::kOffers, epoch_, second.epoch);
   step_ = Phase::kData;
   SecondOffer body{};
   sync::read_body(body, second);
@@ -235,8 +219,7 @@ void Exchange::settle() {
   release_done();
   if (relay_ != nullptr) {
     for (const int node_idx : relay_->nodes())
-      if (!MOE_MUTANT(no_done_for_rail))
-        release_done_of(relay_->rail_rank(node_idx));
+      release_done_of(relay_->rail_rank(node_idx));
     relay_->finish_sends();
   }
   endpoint_.complete_epoch(epoch_);
@@ -261,13 +244,8 @@ void Exchange::release_done() {
 void Exchange::release_done_of(int src_rank) {
   for_local_ranks([&](int peer_rank) {
     auto& done = endpoint_.workspace(peer_rank).done(epoch_, src_rank);
-    const uint64_t value = epoch_ - (MOE_MUTANT(done_of_former_epoch) ? 1 : 0);
-    if (MOE_MUTANT(done_flag_relaxed))
-      sync::store_relaxed(done.epoch, value);
-    else
-      sync::store_release(done.epoch, value);
-    if (!MOE_MUTANT(no_ring_after_done))
-      sync::ring(group_.doorbell(peer_rank));
+    sync::store_release(done.epoch, epoch_);
+    sync::ring(group_.doorbell(peer_rank));
   });
 }
 
@@ -283,8 +261,6 @@ void Exchange::fail(const std::string& reason) {
   give_up(reason);
   if (relay_ != nullptr)
     relay_->give_up(reason);
-  if (MOE_MUTANT(no_quarantine_after_abort))
-    offered_.clear();
   quarantine_offers();
 }
 

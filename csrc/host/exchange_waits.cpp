@@ -49,9 +49,7 @@ void Exchange::await_row(int peer_rank) {
   const auto ready = [&] {
     if (relay_ != nullptr)
       relay_->pump();
-    const uint64_t seen = MOE_MUTANT(row_wait_relaxed) ? sync::load_relaxed(row.epoch)
-                                                       : sync::load_acquire(row.epoch);
-    return seen >= epoch_;
+    return sync::load_acquire(row.epoch) >= epoch_;
   };
   if (ready()) [[likely]]
     return;
@@ -66,8 +64,7 @@ void Exchange::await_row(int peer_rank) {
       interrupt_check_();
     if (ready())
       return;
-    if (!MOE_MUTANT(abort_not_polled))
-      group_.check_abort();
+    group_.check_abort();
     try {
       check_closed();
     } catch (const InvalidArgument&) {
@@ -93,9 +90,7 @@ void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint
   const auto ready = [&] {
     if (relay_ != nullptr)
       relay_->pump();
-    const uint64_t seen =
-        MOE_MUTANT(flag_wait_relaxed) ? sync::load_relaxed(flag) : sync::load_acquire(flag);
-    return seen >= epoch;
+    return sync::load_acquire(flag) >= epoch;
   };
   if (ready()) [[likely]]
     return;
@@ -112,8 +107,7 @@ void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint
       interrupt_check_();
     if (ready())
       return;
-    if (!MOE_MUTANT(abort_not_polled))
-      group_.check_abort();
+    group_.check_abort();
     const int64_t now_ns = sync::now_ns();
     const uint64_t progress = sync::load_relaxed(peer_activity.progress);
     if (progress != seen_progress) {

@@ -345,7 +345,7 @@ void Group::store_abort_at_peers(const layout::AbortRecord& record) {
 }
 
 void Group::spread_abort() {
-  if (!is_aborted() || !await_abort_record() || MOE_MUTANT(abort_not_spread))
+  if (!is_aborted() || !await_abort_record())
     return;
   layout::AbortRecord record{};
   sync::read_body<sizeof(record.state)>(record, *own_abort_);
@@ -362,13 +362,8 @@ void Group::store_abort(layout::ControlBlock& control, const layout::AbortRecord
                       layout::AbortRecord::word(generation(), layout::AbortRecord::kBeingWritten)))
     return;
   const uint32_t is_set = layout::AbortRecord::word(generation(), layout::AbortRecord::kSet);
-  if (MOE_MUTANT(abort_set_before_record))
-    sync::store_release(target.state, is_set);
   sync::write_body<sizeof(record.state)>(target, record);
-  if (MOE_MUTANT(abort_set_relaxed))
-    sync::store_relaxed(target.state, is_set);
-  else
-    sync::store_release(target.state, is_set);
+  sync::store_release(target.state, is_set);
   sync::ring(control.doorbell);
 }
 
@@ -491,8 +486,7 @@ void Group::free_retired() {
     for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
       const uint64_t* const word = retired.closed_words[static_cast<size_t>(peer_rank)];
       const bool is_gone = !is_active(peer_rank) || state(peer_rank) != PeerState::kAlive;
-      if (word != nullptr && !is_gone && !MOE_MUTANT(control_area_freed_early) &&
-          sync::load_acquire(*word) == 0)
+      if (word != nullptr && !is_gone && sync::load_acquire(*word) == 0)
         return false;
     }
     return true;

@@ -128,7 +128,7 @@ bool Group::step_recovery() {
   const auto is_gone = missing_ranks();
   // Who goes on without this rank says so before it leaves. But once this rank has committed, a
   // peer may have ended this call and be in the next, while others' commitments are on their way.
-  if (recovery_.decision.empty() || MOE_MUTANT(next_call_ends_recovery))
+  if (recovery_.decision.empty())
     shrink_agreement_->check_nobody_shrinks("recover");
   else
     shrink_agreement_->check_evicted();
@@ -138,7 +138,7 @@ bool Group::step_recovery() {
     const auto idx = static_cast<size_t>(peer_rank);
     if (peer_rank == rank_idx_ || !is_active(peer_rank))
       continue;
-    const bool is_heeded = own.empty() || own[1 + idx] == 0 || MOE_MUTANT(failed_rank_commits);
+    const bool is_heeded = own.empty() || own[1 + idx] == 0;
     while (link_->take(members_[idx], channel_ | kRecoveryChannelBit, generation(), &message)) {
       if (message[0] == kProposal) {
         recovery_.proposals[idx] = message;
@@ -226,11 +226,8 @@ std::string Group::merge_proposals() const {
     while (position < proposal.size()) {
       const auto epochs = read_value<BufferEpochs>(proposal, &position);
       BufferEpochs& merged = buffers.emplace(epochs.buffer_number, epochs).first->second;
-      merged.next_epoch = MOE_MUTANT(resume_at_wrong_epoch)
-                              ? std::min(merged.next_epoch, epochs.next_epoch)
-                              : std::max(merged.next_epoch, epochs.next_epoch);
-      if (!MOE_MUTANT(epoch_of_first_living))
-        merged.last_completed = std::min(merged.last_completed, epochs.last_completed);
+      merged.next_epoch = std::max(merged.next_epoch, epochs.next_epoch);
+      merged.last_completed = std::min(merged.last_completed, epochs.last_completed);
     }
   }
   std::string decision = kCommitment + own.substr(1, count);

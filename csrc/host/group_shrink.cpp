@@ -189,8 +189,7 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
                             (group_.link()->is_link_lost(group_.members()[idx]) ? 0 : kEnded));
   }
   for (size_t idx = 0; idx < voices_.size(); ++idx)
-    if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken && counts(voices_[idx]) &&
-        !MOE_MUTANT(reports_not_heeded))
+    if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken && counts(voices_[idx]))
       unite(&members, voices_[idx].ballot.members);
   bool has_heard_all = true;
   for (size_t idx = 0; idx < voices_.size(); ++idx)
@@ -234,7 +233,7 @@ bool ShrinkAgreement::is_unanimous_locked() const {
     const Voice& voice = voices_[idx];
     if (!voice.has_spoken || voice.ballot.round != own.round ||
         !have_same_failed(voice.ballot.members, own.members) ||
-        (voice.ballot.has_group < own.has_group && !MOE_MUTANT(group_of_some_survivors)))
+        voice.ballot.has_group < own.has_group)
       return false;
   }
   return true;
@@ -243,7 +242,7 @@ bool ShrinkAgreement::is_unanimous_locked() const {
 /// Whether at most one group can come of this; refuses once patience is over.
 bool ShrinkAgreement::has_majority_locked() {
   const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
-  if (!needs_majority_ || have_majority(members) || MOE_MUTANT(minority_goes_on))
+  if (!needs_majority_ || have_majority(members))
     return true;
   const int64_t now_ns = sync::now_ns();
   if (short_since_ns_ == 0)
@@ -296,8 +295,7 @@ ShrinkDecision ShrinkAgreement::decide_locked() {
     for (size_t position = 0; position < epochs.size();) {
       const auto buffer = read_value<BufferEpochs>(epochs, &position);
       uint64_t& last = completed.emplace(buffer.buffer_number, buffer.last_completed).first->second;
-      last = MOE_MUTANT(epoch_of_some_survivor) ? std::max(last, buffer.last_completed)
-                                                : std::min(last, buffer.last_completed);
+      last = std::min(last, buffer.last_completed);
     }
   }
   for (const auto& [number, last] : completed)
@@ -417,7 +415,7 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
     wait_until(
         group_,
         [&] {
-          if (!has_arrived || MOE_MUTANT(gathered_payload_forgotten))
+          if (!has_arrived)
             has_arrived =
                 group_.link()->take(link_rank, group_.shrink_channel(), sequence, &payloads[i]);
           return has_arrived;

@@ -297,8 +297,6 @@ bool InternodeCombine::serve(Supply* supply) {
     if (addition_)
       read_sum_request(supply);
     check_request(*supply);
-    if (MOE_MUTANT(rail_done_before_rows_are_added))
-      relay_.release_done(supply->src_rank);
   }
   bool has_sent = false;
   while (!supply->on_the_way.empty() &&

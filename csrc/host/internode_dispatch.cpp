@@ -134,10 +134,10 @@ void InternodeDispatch::start() {
   for (const int node_idx : relay_.nodes()) {
     const int src_rank = relay_.rail_rank(node_idx);
     const bool has_rows = sends_to_node(src_rank, own_node_);
-    if (!has_rows || MOE_MUTANT(relayed_done_before_rows))
+    if (!has_rows) {
       relay_.release_done(src_rank);
-    if (!has_rows)
       continue;
+    }
     Arrival arrival;
     arrival.node_idx = node_idx;
     arrival.src_rank = src_rank;

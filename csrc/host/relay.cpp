@@ -92,7 +92,7 @@ Relay::Transfer Relay::receive(int node_idx, Rail::Buffer buffer, uint64_t bytes
 bool Relay::has_moved(const Transfer& transfer, int node_idx) {
   switch (transfer->state()) {
     case Rail::State::kMoving:
-      return MOE_MUTANT(rail_message_not_awaited);
+      return false;
     case Rail::State::kMoved:
       return true;
     case Rail::State::kFailed:
@@ -107,8 +107,7 @@ void Relay::wait(int node_idx, const std::function<bool()>& is_ready) {
 
 void Relay::release_done(int src_rank) {
   // Rows are left unwritten once somebody has given up.
-  if (!MOE_MUTANT(relay_done_after_abort))
-    group_.check_abort();
+  group_.check_abort();
   exchange_.release_done_of(src_rank);
 }
 

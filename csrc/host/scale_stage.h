@@ -5,7 +5,6 @@
 #include <cstring>
 #include <vector>
 
-#include "core/mutant.h"
 #include "core/sync.h"
 
 namespace moe::host {
@@ -41,7 +40,7 @@ class ScaleStage {
   }
 
   void flush_all() {
-    for (size_t i = MOE_MUTANT(scales_of_first_stream_lost) ? 1 : 0; i < streams_.size(); ++i)
+    for (size_t i = 0; i < streams_.size(); ++i)
       flush(static_cast<int64_t>(i));
   }
 
@@ -81,13 +80,9 @@ class ScaleStage {
         std::memcpy(&column[i],
                     first + (i * num_scales_ + block) * static_cast<int64_t>(sizeof(Word)),
                     sizeof(Word));
-      const int64_t num_written =
-          stream.num_rows == rows_per_line_ && MOE_MUTANT(full_line_of_scales_cut)
-              ? stream.num_rows - 1
-              : stream.num_rows;
       sync::write_shared(stream.first + block * stream.step,
                          column,
-                         static_cast<size_t>(num_written) * sizeof(Word));
+                         static_cast<size_t>(stream.num_rows) * sizeof(Word));
     }
     stream.num_rows = 0;
   }

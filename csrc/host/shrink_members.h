@@ -5,8 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "core/mutant.h"
-
 // What a rank takes the others for while survivors of failures agree: one byte per rank.
 
 namespace moe::host {
@@ -60,8 +58,7 @@ inline uint64_t gather_sequence(uint32_t attempt, uint32_t round, uint32_t gathe
 #else
   constexpr uint32_t kGatherBits = 20;
 #endif
-  const uint32_t wrapped =
-      MOE_MUTANT(gather_counter_overflows) ? gather_idx : gather_idx % (1u << kGatherBits);
+  const uint32_t wrapped = gather_idx % (1u << kGatherBits);
   return (uint64_t{attempt} + 1) << 40 | ((uint64_t{round} << kGatherBits) + wrapped);
 }
 

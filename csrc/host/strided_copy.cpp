@@ -4,8 +4,6 @@
 #include <bit>
 #include <cstring>
 
-#include "core/mutant.h"
-
 namespace moe::host {
 
 namespace {
@@ -178,8 +176,7 @@ struct Lanes {
       for (int i = 0; i < kLanes; ++i) {
         uint64_t word = 0;
         std::memcpy(&word, data + at + 8 * i, sizeof(word));
-        now.lane[i] = MOE_MUTANT(checksum_without_order) ? now.lane[i] + absorb(kOdd, word)
-                                                         : absorb(now.lane[i], word);
+        now.lane[i] = absorb(now.lane[i], word);
       }
     *this = now;
   }

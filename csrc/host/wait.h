@@ -61,11 +61,8 @@ void wait_until(Group& group, const WaitLadder& ladder, Ready&& ready, OnSlow&& 
   }
   while (!ready()) {
     // Aborts and deaths ring as well: a sleeper that looks at them once it is enrolled hears them.
-    if (MOE_MUTANT(abort_looked_at_before_enrolment))
-      on_slow();
     sync::sleep_unless(group.own_doorbell(), kSleepSliceNs, [&] {
-      if (!MOE_MUTANT(abort_looked_at_before_enrolment))
-        on_slow();
+      on_slow();
       return ready();
     });
   }

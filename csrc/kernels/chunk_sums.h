@@ -39,7 +39,7 @@ class ChunkSums {
     for (int i = device::thread_idx(); i < num_groups_ * num_columns_; i += device::num_threads()) {
       int32_t before = num_groups_ == 1 ? 0 : sum_of_groups(i % num_columns_, i / num_columns_);
       walk(i, [&](int32_t* place, int32_t count) {
-        device::store(place, MOE_MUTANT(chunk_sums_off_by_one) ? before + count : before);
+        device::store(place, before);
         before += count;
       });
     }

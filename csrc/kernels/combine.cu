@@ -53,8 +53,7 @@ class StagedRows {
         device::init_mbarrier(mbarriers_ + stage, 1);
       device::fence_mbarrier_init();
       // Rows were acquired by loads, in the kernel before or by whoever gave them here.
-      if (!MOE_MUTANT(no_fence_before_bulk_load))
-        device::fence_proxy_async();
+      device::fence_proxy_async();
     }
     device::sync_warp();
     if (!walk_.has_ended())
@@ -65,12 +64,10 @@ class StagedRows {
 
   /// Takes the next piece into registers and fills its stage again.
   MOE_DEVICE void take(LaneUnits<Bytes16>* piece, int num_units) {
-    const uint32_t parity = MOE_MUTANT(combine_parity_stuck) ? 0 : parity_;
-    while (!device::try_wait(mbarriers_ + taken_stage_, parity)) {
+    while (!device::try_wait(mbarriers_ + taken_stage_, parity_)) {
     }
     piece->load(stages_ + taken_stage_ * kPieceBytes<Bytes16>, num_units);
-    if (!MOE_MUTANT(stage_refilled_before_read))
-      device::sync_warp();
+    device::sync_warp();
     fill();
     taken_stage_ = (taken_stage_ + 1) % kNumStages;
     parity_ ^= taken_stage_ == 0 ? 1 : 0;
@@ -218,10 +215,8 @@ MOE_DEVICE void pull_weights(const CombineParams& params) {
     if (slot != Slot::kNone) {
       const std::byte* const weights =
           device::load_constant(&params.tables.peers[Slot::rank_idx(slot)].weights);
-      const int64_t weight_idx = is_by_rank
-                                     ? Slot::row_idx(slot) * params.num_recv_topk +
-                                           (MOE_MUTANT(pulled_weight_of_other_choice) ? 0 : k)
-                                     : Slot::row_idx(slot);
+      const int64_t weight_idx =
+          is_by_rank ? Slot::row_idx(slot) * params.num_recv_topk + k : Slot::row_idx(slot);
       weight = device::load(reinterpret_cast<const Weight*>(weights) + weight_idx);
     }
     device::store(reinterpret_cast<Weight*>(params.pulled) + choice, weight);
@@ -239,19 +234,12 @@ MOE_KERNEL void combine(const CombineParams params) {
   if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)
     return;
   auto* const scratch = reinterpret_cast<int32_t*>(device::shared_memory());
-  const auto end = [&] {
-    finish(params.buffer, params.tables, layout::Operation::kCombine, scratch);
-  };
-  const bool ends_early = MOE_MUTANT(done_before_rows_were_read);
-  if (ends_early)
-    end();
   sum_rows<Number, kWeighted>(params);
   if (params.pulled_bytes == 8)
     pull_weights<uint64_t>(params);
   else if (params.pulled_bytes == 4)
     pull_weights<uint32_t>(params);
-  if (!ends_early)
-    end();
+  finish(params.buffer, params.tables, layout::Operation::kCombine, scratch);
 }
 
 template <typename Number>

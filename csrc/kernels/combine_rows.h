@@ -82,8 +82,7 @@ class TokenRows {
         return false;
       fetch();
     }
-    const uint32_t later = left_ & (left_ - 1);
-    lane_ = device::first_bit(MOE_MUTANT(rows_added_out_of_order) && later != 0 ? later : left_);
+    lane_ = device::first_bit(left_);
     left_ &= ~(uint32_t{1} << lane_);
     return true;
   }
@@ -104,10 +103,9 @@ class TokenRows {
           device::load_constant(params_.slots + token_idx_ * params_.num_slots + slot_idx);
       has_row = slot != Slot::kNone;
       if (has_row) {
-        const int64_t row_idx = Slot::row_idx(slot) + (MOE_MUTANT(combine_next_row) ? 1 : 0);
         const std::byte* const rows =
             device::load_constant(&params_.tables.peers[Slot::rank_idx(slot)].rows);
-        row_ = reinterpret_cast<uint64_t>(offset_ptr(rows, row_idx, row_bytes_));
+        row_ = reinterpret_cast<uint64_t>(offset_ptr(rows, Slot::row_idx(slot), row_bytes_));
         if constexpr (kWeighted)
           weight_ = load_weight(token_idx_ * params_.num_topk + slot_idx);
       }
@@ -116,8 +114,6 @@ class TokenRows {
   }
 
   MOE_DEVICE Scalar load_weight(int64_t choice) const {
-    if (MOE_MUTANT(weight_of_first_choice))
-      choice = token_idx_ * params_.num_topk;
     if constexpr (sizeof(Scalar) == 8)
       if (params_.weight_bytes == 8)
         return device::load_constant(reinterpret_cast<const double*>(params_.weights) + choice);
@@ -159,7 +155,6 @@ class LaneSums {
 
   template <bool kWeighted>
   MOE_DEVICE void add(const LaneUnits<Unit>& row, Scalar weight) {
-    const bool is_fused = MOE_MUTANT(fused_multiply_add);
 #pragma unroll
     for (int i = 0; i < kUnitsPerLane; ++i) {
       Scalar values[kElements];
@@ -168,8 +163,7 @@ class LaneSums {
       for (int j = 0; j < kElements; ++j) {
         Scalar& sum = sums_[i][j];
         if constexpr (kWeighted)
-          sum = is_fused ? fused(values[j], weight, sum)
-                         : device::add(sum, device::multiply(values[j], weight));
+          sum = device::add(sum, device::multiply(values[j], weight));
         else
           sum = device::add(sum, values[j]);
       }
@@ -183,14 +177,6 @@ class LaneSums {
 #pragma unroll
       for (int j = 0; j < kElements; ++j)
         sums_[i][j] = device::add(sums_[i][j], other.sums_[i][j]);
-  }
-
-  /// What they would be once stored.
-  MOE_DEVICE LaneSums rounded() const {
-    LaneSums sums;
-    for (int i = 0; i < kUnitsPerLane; ++i)
-      device::widen_unit<Number, Unit>(device::narrow_unit<Number, Unit>(sums_[i]), sums.sums_[i]);
-    return sums;
   }
 
   /// Lanes write adjacent units: ordinary stores fill whole sectors, need no shared memory and no
@@ -214,13 +200,6 @@ class LaneSums {
 
  private:
   static constexpr int kElements = device::kElementsPerUnit<Number, Unit>;
-
-  static MOE_DEVICE Scalar fused(Scalar a, Scalar b, Scalar c) {
-    if constexpr (sizeof(Scalar) == 8)
-      return __builtin_fma(a, b, c);
-    else
-      return __builtin_fmaf(a, b, c);
-  }
 
   Scalar sums_[kUnitsPerLane][kElements] = {};
 };

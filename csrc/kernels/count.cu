@@ -106,9 +106,7 @@ MOE_DEVICE void place_choices(const CountParams& params, const Chunk& chunk, int
     if (key >= 0 && device::first_bit(equals) == lane_idx)
       device::store(counts + key, before + device::population(equals));
     device::sync_warp();
-    const int32_t place =
-        before +
-        (MOE_MUTANT(place_ignores_lower_lanes) ? 0 : device::population(equals & lower_lanes));
+    const int32_t place = before + device::population(equals & lower_lanes);
     if (i < end)
       device::store(choices.place_in_chunk + i, key < 0 ? -1 : place);
   }
@@ -124,8 +122,7 @@ MOE_KERNEL void count_choices(CountParams params) {
   for (int chunk_idx = device::block_idx(); chunk_idx < choices.num_chunks;
        chunk_idx += device::num_blocks()) {
     for (int i = device::thread_idx(); i < num_counts; i += device::num_threads())
-      if (!MOE_MUTANT(histogram_not_reset))
-        device::store(to_expert + i, int32_t{0});
+      device::store(to_expert + i, int32_t{0});
     device::sync_block();
     const int64_t begin = int64_t{chunk_idx} * choices.tokens_per_chunk;
     const int64_t end = begin + choices.tokens_per_chunk;

@@ -20,17 +20,10 @@ namespace {
 //   0 is stored to a and b; row 1 is stored to c.
 template <typename Source, bool kBulk>
 MOE_KERNEL void dispatch(const DispatchParams params) {
-  if (has_left(params.buffer) ||
-      (device::load(params.tables.may_move) == 0 && !MOE_MUTANT(rows_sent_unasked)))
+  if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)
     return;
   const DispatchShape shape = DispatchShape::make(params, device::num_threads());
   std::byte* const shared = device::shared_memory();
-  const auto end = [&] {
-    finish_rows(params.buffer, params.tables, reinterpret_cast<int32_t*>(shared));
-  };
-  const bool ends_early = MOE_MUTANT(done_before_rows_were_written);
-  if (ends_early)
-    end();
   const WarpMemory memory{shared + shape.scratch_bytes + device::warp_idx() * shape.warp_bytes,
                           shape};
   if constexpr (kBulk && device::kHasBulkCopies)
@@ -38,8 +31,7 @@ MOE_KERNEL void dispatch(const DispatchParams params) {
   else
     move_by_loads<Source>(params, memory);
   Padding(params).zero();
-  if (!ends_early)
-    end();
+  finish_rows(params.buffer, params.tables, reinterpret_cast<int32_t*>(shared));
 }
 
 }  // namespace

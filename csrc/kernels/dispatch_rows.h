@@ -412,8 +412,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
                 static_cast<uint32_t>(bytes_of(piece)));
   };
   // What this rank's stream and its peers wrote so far is what bulk copies read and overwrite.
-  if (!MOE_MUTANT(no_proxy_fence_before_rows))
-    device::fence_proxy_async();
+  device::fence_proxy_async();
   companions.clear_scales();
   bool has_piece = walk.advance();
   if (has_piece)
@@ -443,14 +442,13 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
                                store_codes(codes + element, own, num_own, 16);
                              });
       stored = codes;
-      if (!MOE_MUTANT(no_proxy_fence_after_quantizing))
-        device::fence_proxy_async_shared();
+      device::fence_proxy_async_shared();
       device::sync_warp();
     } else if (is_last && params.num_scales > 0) {
       companions.gather_scales(piece.token_idx);
     }
     if (is_leader) {
-      if (!kQuantizes && !MOE_MUTANT(row_stored_before_it_came))
+      if (!kQuantizes)
         ring.await(idx);
       for (int i = 0; i < num_slots; ++i)
         if (std::byte* const row = places.row(device::load(piece.slots + i)))

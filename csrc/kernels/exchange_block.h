@@ -82,8 +82,7 @@ class ExchangeBlock {
       return;
     }
     if (device::thread_idx() == 0) {
-      if (!MOE_MUTANT(epoch_not_kept))
-        device::store(&buffer_.state->epoch, epoch_);
+      device::store(&buffer_.state->epoch, epoch_);
       device::store(params_.tables.epoch, epoch_);
     }
     conclude(exchange());
@@ -119,8 +118,6 @@ class ExchangeBlock {
       take_kept();
     if (!peers_.relay_rows(site(layout::Phase::kRows), narrow_scratch()) || !await_rows())
       return OperationStatus::kLeft;
-    if (MOE_MUTANT(done_before_rows_are_taken))
-      peers_.release_done(epoch_);
     const bool is_agreed = all(agrees()) && agrees_on_gradients();
     take_rows(is_agreed);
     if (!is_agreed)
@@ -179,7 +176,7 @@ class ExchangeBlock {
     int64_t first_wrong = INT64_MAX;
     for (int i = device::thread_idx(); i < params_.choices.num_chunks; i += device::num_threads()) {
       const int64_t bad_idx = device::load(params_.choices.bad_choice + i);
-      if (bad_idx >= 0 && bad_idx < first_wrong && !MOE_MUTANT(bad_choice_ignored))
+      if (bad_idx >= 0 && bad_idx < first_wrong)
         first_wrong = bad_idx;
     }
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
@@ -239,20 +236,19 @@ class ExchangeBlock {
   /// Nobody rewrites a ring entry that a peer may still read.
   MOE_DEVICE bool await_reuse() const {
     const auto depth = static_cast<uint64_t>(buffer_.depth);
-    if (epoch_ < buffer_.first_epoch + depth || MOE_MUTANT(no_wait_for_reuse))
+    if (epoch_ < buffer_.first_epoch + depth)
       return true;
     const uint64_t former_epoch = epoch_ - depth;
-    return await_all(layout::Phase::kReuse,
-                     MOE_MUTANT(reuse_an_epoch_early) ? former_epoch - 1 : former_epoch,
-                     buffer_.stall_limit_ns,
-                     [&](int rank_idx) { return &own_.done(former_epoch, rank_idx).epoch; });
+    return await_all(
+        layout::Phase::kReuse, former_epoch, buffer_.stall_limit_ns, [&](int rank_idx) {
+          return &own_.done(former_epoch, rank_idx).epoch;
+        });
   }
 
   MOE_DEVICE bool await_rows() const {
-    return await_all(layout::Phase::kRows,
-                     MOE_MUTANT(rows_of_former_epoch) ? epoch_ - 1 : epoch_,
-                     buffer_.arrival_limit_ns,
-                     [this](int rank_idx) { return &own_.row(epoch_, rank_idx).epoch; });
+    return await_all(layout::Phase::kRows, epoch_, buffer_.arrival_limit_ns, [this](int rank_idx) {
+      return &own_.row(epoch_, rank_idx).epoch;
+    });
   }
 
   /// For a flag of every active rank.
@@ -285,16 +281,13 @@ class ExchangeBlock {
       if (!is_active(rank_idx))
         continue;
       const Row& peer_row = own_.row(epoch_, rank_idx);
-      const int32_t status = MOE_MUTANT(peer_row_read_as_constant)
-                                 ? device::load_constant(&peer_row.status)
-                                 : device::load(&peer_row.status);
-      if (status != static_cast<int32_t>(RowStatus::kOk) && !MOE_MUTANT(row_status_ignored))
+      const int32_t status = device::load(&peer_row.status);
+      if (status != static_cast<int32_t>(RowStatus::kOk))
         agrees = false;
       const layout::OperationArguments arguments = load_struct(&peer_row.arguments);
-      if (!arguments.is_same_as(params_.arguments) && !MOE_MUTANT(agreement_not_checked))
+      if (!arguments.is_same_as(params_.arguments))
         agrees = false;
-      if (layout::GradientWord::do_clash(arguments.gradients, params_.arguments.gradients) &&
-          !MOE_MUTANT(gradients_not_judged))
+      if (layout::GradientWord::do_clash(arguments.gradients, params_.arguments.gradients))
         agrees = false;
     }
     return agrees;
@@ -318,7 +311,7 @@ class ExchangeBlock {
       is_needed = is_needed || GradientWord::is_needed(word);
       is_apart = is_apart || GradientWord::are_apart(word, own_word);
     }
-    return all(!is_needed) || all(!is_apart) || MOE_MUTANT(gradients_of_others_not_judged);
+    return all(!is_needed) || all(!is_apart);
   }
 
   /// Copies rows to where they stay: their ring entry is written again after the done flags.
@@ -389,7 +382,7 @@ class ExchangeBlock {
       if (is_active(rank_idx)) {
         const Offer offer = offer_of(rank_idx);
         const auto needed_bytes = static_cast<uint64_t>(peer.window.bytes);
-        if (needed_bytes > offer.bytes && !MOE_MUTANT(short_offer_ignored)) {
+        if (needed_bytes > offer.bytes) {
           is_short = true;
           if (rank_idx == own_rank && params_.host_read != nullptr)
             show_phase(buffer_, layout::Phase::kGrowing);
@@ -465,7 +458,7 @@ class ExchangeBlock {
     const bool is_settled = status == OperationStatus::kRejected ||
                             status == OperationStatus::kOverflow ||
                             (status == OperationStatus::kShort && params_.host_read == nullptr);
-    if (is_settled && !MOE_MUTANT(no_done_without_rows))
+    if (is_settled)
       peers_.release_done(epoch_);
     peers_.end();
     if (params_.host_read != nullptr && device::thread_idx() == 0)

@@ -15,15 +15,8 @@ MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
     if (device::load_constant(buffer.is_active + peer_rank) == 0)
       continue;
     const layout::Workspace peer = workspace(buffer, peer_rank);
-    const uint64_t ring_epoch = MOE_MUTANT(done_in_next_ring_entry) ? epoch + 1 : epoch;
-    uint64_t* const flag = &peer.done(ring_epoch, buffer.rank_idx).epoch;
-    if (MOE_MUTANT(done_without_release))
-      device::store_relaxed<device::Scope::kSystem>(flag, epoch);
-    else if (MOE_MUTANT(done_at_device_scope))
-      device::store_release<device::Scope::kDevice>(flag, epoch);
-    else
-      device::store_release<device::Scope::kSystem>(
-          flag, MOE_MUTANT(done_epoch_too_low) ? epoch - 1 : epoch);
+    uint64_t* const flag = &peer.done(epoch, buffer.rank_idx).epoch;
+    device::store_release<device::Scope::kSystem>(flag, epoch);
   }
 }
 
@@ -40,22 +33,16 @@ MOE_DEVICE bool finish_rows(const Buffer& buffer,
                             const Tables& tables,
                             int32_t* scratch,
                             const Release& release) {
-  if (MOE_MUTANT(only_sources_of_bulk_stores_awaited))
-    device::await_bulk_reads<0>();
-  else if (!MOE_MUTANT(no_wait_for_bulk_stores))
-    device::await_bulk_stores<0>();
-  if (!MOE_MUTANT(no_barrier_before_done))
-    device::sync_block();
+  device::await_bulk_stores<0>();
+  device::sync_block();
   // Where one thread counts, the others learn of it through shared memory.
   if (device::thread_idx() == 0) {
     uint32_t* const num_blocks_done = &buffer.state->num_blocks_done;
     const uint32_t before =
-        MOE_MUTANT(blocks_counted_without_order)
-            ? device::add_relaxed<device::Scope::kDevice>(num_blocks_done, uint32_t{1})
-            : device::add_acq_rel<device::Scope::kDevice>(num_blocks_done, uint32_t{1});
+        device::add_acq_rel<device::Scope::kDevice>(num_blocks_done, uint32_t{1});
     const auto num_others = static_cast<uint32_t>(device::num_blocks() - 1);
-    const bool is_last = before == (MOE_MUTANT(done_by_first_block) ? 0 : num_others);
-    if (is_last && !MOE_MUTANT(blocks_done_not_reset))
+    const bool is_last = before == num_others;
+    if (is_last)
       device::store_relaxed<device::Scope::kDevice>(num_blocks_done, uint32_t{0});
     device::store(scratch, static_cast<int32_t>(is_last));
   }
@@ -86,9 +73,7 @@ MOE_DEVICE void await_done(const Buffer& buffer,
                            const Tables& tables,
                            layout::Operation operation,
                            int32_t* scratch) {
-  if (MOE_MUTANT(no_wait_for_done))
-    return;
-  const uint64_t epoch = device::load(tables.epoch) - (MOE_MUTANT(done_of_epoch_before) ? 1 : 0);
+  const uint64_t epoch = device::load(tables.epoch);
   const layout::Workspace own = workspace(buffer, buffer.rank_idx);
   const WaitSite site{layout::Phase::kData, static_cast<int32_t>(operation), epoch};
   const bool all_done = block_await_flags(

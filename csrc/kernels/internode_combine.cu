@@ -30,10 +30,9 @@ MOE_DEVICE LaneSums<Number, Unit> add_nodes(const CombineParams& params,
   const int own_node = rails.nodes.node_idx(params.buffer.rank_idx);
   LaneSums<Number, Unit> sums;
 #pragma unroll 1
-  for (int i = 0; i < rails.map.num_nodes; ++i) {
-    const int node_idx = MOE_MUTANT(nodes_added_backwards) ? rails.map.num_nodes - 1 - i : i;
+  for (int node_idx = 0; node_idx < rails.map.num_nodes; ++node_idx) {
     if (node_idx == own_node) {
-      sums.add(MOE_MUTANT(own_rows_rounded) ? own.rounded() : own);
+      sums.add(own);
       continue;
     }
     const std::byte* const from = sources.sum(node_idx);
@@ -67,8 +66,7 @@ MOE_DEVICE void add_rows(const CombineParams& params,
   };
   for_pieces<Unit>(row_bytes, [&](int64_t offset, int num_units) {
     LaneSums<Number, Unit> sums;
-    for (int i = 0; i < params.num_slots; ++i) {
-      const int slot_idx = MOE_MUTANT(rail_rows_added_backwards) ? params.num_slots - 1 - i : i;
+    for (int slot_idx = 0; slot_idx < params.num_slots; ++slot_idx) {
       const std::byte* const from = sources.row(slot_idx);
       if (from == nullptr)
         continue;
@@ -173,9 +171,8 @@ MOE_DEVICE bool combine_chunks(const CombineParams& params, const Rails& rails, 
   const int64_t num_own = rails.num_chunks(params.num_tokens);
   if (turns.first_chunk >= turns.num_units)
     return true;
-  const int64_t num_ahead = turns.num_ahead + (MOE_MUTANT(reply_place_used_early) ? 1 : 0);
 #pragma unroll 1
-  for (int64_t turn = 0; turn < num_ahead && turns.chunk(turn) < num_own; ++turn)
+  for (int64_t turn = 0; turn < turns.num_ahead && turns.chunk(turn) < num_own; ++turn)
     requests.ask(turns.chunk(turn), turns.place(turns.chunk(turn)));
 #pragma unroll 1
   for (int64_t turn = 0;; ++turn) {
@@ -198,7 +195,7 @@ MOE_DEVICE bool combine_chunks(const CombineParams& params, const Rails& rails, 
       return false;
     add_chunk<Number, kWeighted>(
         params, rails, sources, requests, chunk_idx, turns.place(chunk_idx), &progress);
-    const int64_t next = turns.chunk(turn + num_ahead);
+    const int64_t next = turns.chunk(turn + turns.num_ahead);
     if (next < num_own)
       requests.ask(next, turns.place(next));
   }

@@ -103,16 +103,12 @@ class NodeSums {
       }
       num_rows_ += count;
     }
-    if (MOE_MUTANT(node_sum_without_last_row) && num_rows_ > 1)
-      --num_rows_;
     next_ += num_rows_;
     device::sync_warp();
   }
 
   /// 1 where none is applied: a product with it is the row.
   MOE_DEVICE Scalar load_weight(int64_t i) const {
-    if (MOE_MUTANT(weight_of_next_slot) && i + 1 < num_slots_)
-      ++i;
     if (weight_bytes_ == 0)
       return Scalar{1};
     if constexpr (sizeof(Scalar) == 8)
@@ -220,8 +216,7 @@ class RailRequests {
   /// kernel is to leave.
   MOE_DEVICE bool answer(int src_node, int64_t chunk_idx, ProgressShower* progress) const {
     const int own_node = rail_.own_node();
-    if (!MOE_MUTANT(no_wait_for_requests) &&
-        !await(src_node, rails_.map.chunk_signal(own_node, src_node, chunk_idx)))
+    if (!await(src_node, rails_.map.chunk_signal(own_node, src_node, chunk_idx)))
       return false;
     const std::byte* const request =
         rail_.at(rails_.map.area_in(own_node, src_node) + chunk_idx * reply_.request_stride);
@@ -230,21 +225,15 @@ class RailRequests {
       return true;
     const int64_t offset = reply_.replies_offset + header.place * reply_.window_bytes();
     const int64_t from = rails_.map.area_out(own_node, src_node) + offset;
-    const auto put = [&] {
-      rail_.put(src_node,
-                rails_.map.area_in(src_node, own_node) + offset,
-                from,
-                reply_.reply_bytes(header.num_rows, header.num_slots),
-                rails_.map.reply_signal(src_node, own_node, chunk_idx),
-                epoch_);
-    };
-    if (MOE_MUTANT(reply_put_before_rows))
-      put();
     write_rows(header, request, rail_.at(from), progress);
     if (params_.pulled_bytes > 0)
       write_weights(header, request, rail_.at(from + reply_.reply_bytes(header.num_rows, 0)));
-    if (!MOE_MUTANT(reply_put_before_rows))
-      put();
+    rail_.put(src_node,
+              rails_.map.area_in(src_node, own_node) + offset,
+              from,
+              reply_.reply_bytes(header.num_rows, header.num_slots),
+              rails_.map.reply_signal(src_node, own_node, chunk_idx),
+              epoch_);
     device::sync_warp();
     return true;
   }
@@ -256,7 +245,7 @@ class RailRequests {
 #pragma unroll 1
     for (int i = 0; i < rail_.num_remote_nodes(); ++i) {
       const int node_idx = rail_.remote_node(i);
-      if (sources_.total_rows(node_idx) > 0 && !MOE_MUTANT(no_wait_for_replies) &&
+      if (sources_.total_rows(node_idx) > 0 &&
           !await(node_idx, rails_.map.reply_signal(rail_.own_node(), node_idx, chunk_idx)))
         return false;
     }

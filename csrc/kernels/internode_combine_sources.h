@@ -193,8 +193,7 @@ class TokenSources {
       const std::byte* const reply =
           rail_.at(rails_.map.area_in(rail_.own_node(), at.node_idx) + reply_.replies_offset +
                    place * reply_.window_bytes());
-      const int32_t row_idx = at.row_idx + (MOE_MUTANT(reply_of_next_slot) ? 1 : 0);
-      const auto row = reinterpret_cast<uint64_t>(reply + row_idx * reply_.row_stride);
+      const auto row = reinterpret_cast<uint64_t>(reply + at.row_idx * reply_.row_stride);
       if constexpr (!kReduces)
         device::store(rows_ + at.slot_idx, row);
       else if (at.is_first)

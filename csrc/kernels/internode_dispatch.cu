@@ -37,8 +37,6 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
     return;
   std::byte* const shared = device::shared_memory();
   auto* const scratch = reinterpret_cast<int32_t*>(shared);
-  const auto end = [&] { internode_finish_rows(params.buffer, params.tables, rails, scratch); };
-  const bool ends_early = MOE_MUTANT(rail_done_before_forwarding);
   const bool has_left = block_has_left(params.buffer, scratch);
   ProgressShower progress(params.buffer);
   const int64_t num_units = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
@@ -55,10 +53,6 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
     for (int64_t chunk_idx = own_unit; chunk_idx < num_chunks; chunk_idx += num_units)
       packer.send(chunk_idx, &progress);
     Padding(params).zero();
-  }
-  if (ends_early)
-    end();
-  if (!has_left) {
     const RailForwarder forwarder(params, rails);
     const RailMemory rail(params.buffer, rails);
 #pragma unroll 1
@@ -75,8 +69,7 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
       }
     }
   }
-  if (!ends_early)
-    end();
+  internode_finish_rows(params.buffer, params.tables, rails, scratch);
 }
 
 }  // namespace

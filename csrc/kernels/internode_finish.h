@@ -25,8 +25,7 @@ MOE_DEVICE bool internode_finish_rows(const Buffer& buffer,
                                       const Tables& tables,
                                       const Rails& rails,
                                       int32_t* scratch) {
-  if (!MOE_MUTANT(rows_without_quiet))
-    device::quiet();
+  device::quiet();
   return finish_rows(buffer, tables, scratch, [&](uint64_t epoch) {
     if (block_has_left(buffer, scratch))
       return false;

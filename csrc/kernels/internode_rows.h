@@ -180,9 +180,7 @@ class RailPacker {
       const int64_t slot = device::load(slots_ + i);
       const bool is_there = slot != layout::Slot::kNone &&
                             rails_.nodes.node_idx(layout::Slot::rank_idx(slot)) == node_idx;
-      device::store(
-          slots + i,
-          !is_there ? layout::Slot::kNone : slot + (MOE_MUTANT(rail_slot_off_by_one) ? 1 : 0));
+      device::store(slots + i, is_there ? slot : layout::Slot::kNone);
     }
     if (record_.weights_offset > record_.ids_offset)
       copy_words<int64_t>(
@@ -219,7 +217,7 @@ class RailPacker {
                 from,
                 record_.chunk_bytes(num_records),
                 rails_.map.chunk_signal(node_idx, own_node, chunk_idx),
-                MOE_MUTANT(chunk_epoch_too_low) ? epoch_ - 1 : epoch_);
+                epoch_);
     }
     device::sync_warp();
   }
@@ -267,10 +265,9 @@ class RailForwarder {
                                                     : layout::Operation::kDispatch),
         epoch_,
         false};
-    const int64_t signalled = MOE_MUTANT(signal_of_other_chunk) && chunk_idx > 0 ? 0 : chunk_idx;
     if (!rail_.await(site,
                      src_node,
-                     rails_.map.chunk_signal(rail_.own_node(), src_node, signalled),
+                     rails_.map.chunk_signal(rail_.own_node(), src_node, chunk_idx),
                      epoch_,
                      buffer.stall_limit_ns))
       return false;

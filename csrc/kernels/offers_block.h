@@ -52,7 +52,7 @@ class OffersBlock {
         epoch_,
         buffer_.stall_limit_ns,
         scratch(),
-        [this](int rank_idx) { return is_short(rank_idx) && !MOE_MUTANT(no_wait_for_offers); },
+        [this](int rank_idx) { return is_short(rank_idx); },
         [this](int rank_idx) { return &own_.second_offer(epoch_, rank_idx).epoch; });
     if (!have_come)
       return OperationStatus::kLeft;
@@ -103,15 +103,14 @@ class OffersBlock {
       Peer* const peer = params_.tables.peers + rank_idx;
       const Offer offer = second_offer(rank_idx).offer;
       if (offer.bytes < static_cast<uint64_t>(device::load(&peer->window.bytes))) {
-        has_room = has_room && MOE_MUTANT(failed_offer_ignored);
+        has_room = false;
         continue;
       }
       if (!peers_.moves_rows(rank_idx, sends) && rank_idx != buffer_.rank_idx)
         continue;
       std::byte* place = nullptr;
       has_come = has_come && resolve(buffer_, site(), rank_idx, offer, &place);
-      if (!MOE_MUTANT(second_offer_not_taken))
-        device::store(&peer->rows, place);
+      device::store(&peer->rows, place);
     }
     if (!device::block_all(has_come, scratch()))
       return OperationStatus::kLeft;
@@ -124,7 +123,7 @@ class OffersBlock {
       device::store(params_.tables.may_move, int32_t{status == OperationStatus::kOk});
     }
     device::sync_block();
-    if (status == OperationStatus::kShort && !MOE_MUTANT(no_done_without_rows))
+    if (status == OperationStatus::kShort)
       peers_.release_done(epoch_);
     peers_.end();
     if (params_.host_read != nullptr && device::thread_idx() == 0) {

@@ -57,12 +57,7 @@ MOE_DEVICE void block_copy(int64_t num_words,
 
 /// Raises the flag of something written to a peer.
 MOE_DEVICE void raise_flag(uint64_t* flag, uint64_t epoch) {
-  if (MOE_MUTANT(row_flag_without_release))
-    device::store_relaxed<device::Scope::kSystem>(flag, epoch);
-  else if (MOE_MUTANT(row_flag_at_device_scope))
-    device::store_release<device::Scope::kDevice>(flag, epoch);
-  else
-    device::store_release<device::Scope::kSystem>(flag, epoch);
+  device::store_release<device::Scope::kSystem>(flag, epoch);
 }
 
 /// Successive ranks.
@@ -90,16 +85,13 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
   const auto peer_row = [&](int64_t i) {
     const int peer_rank = readers.behind(buffer.rank_idx, i);
     const bool is_active = device::load_constant(buffer.is_active + peer_rank) != 0;
-    const uint64_t ring_epoch = MOE_MUTANT(row_in_next_ring_entry) ? epoch + 1 : epoch;
-    return is_active ? &workspace(buffer, peer_rank).row(ring_epoch, buffer.rank_idx) : nullptr;
+    return is_active ? &workspace(buffer, peer_rank).row(epoch, buffer.rank_idx) : nullptr;
   };
   const auto raise_flags = [&] {
     for (int i = device::thread_idx(); i < readers.count; i += device::num_threads())
       if (layout::Row* const to = peer_row(i))
         raise_flag(&to->epoch, epoch);
   };
-  if (MOE_MUTANT(row_flag_before_body))
-    raise_flags();
   const auto num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
   for (int64_t i = device::thread_idx(); i < num_words * readers.count;
        i += device::num_threads()) {
@@ -115,8 +107,7 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
                     device::load(reinterpret_cast<const uint64_t*>(row + 8)));
   }
   device::sync_block();
-  if (!MOE_MUTANT(row_flag_before_body))
-    raise_flags();
+  raise_flags();
 }
 
 /// Writes the second offer of @p src_rank, all but its epoch, to the active ranks of @p readers;
@@ -131,8 +122,6 @@ MOE_DEVICE void publish_offer(const Buffer& buffer,
     if (device::load_constant(buffer.is_active + peer_rank) == 0)
       continue;
     layout::SecondOffer& to = workspace(buffer, peer_rank).second_offer(epoch, src_rank);
-    if (MOE_MUTANT(offer_flag_before_body))
-      raise_flag(&to.epoch, epoch);
     store_struct(&to.offer, second.offer);
     device::store(&to.needed_bytes, second.needed_bytes);
     device::store(&to.available_bytes, second.available_bytes);
@@ -170,10 +159,7 @@ MOE_DEVICE bool resolve(const Buffer& buffer,
 /// ticket.
 MOE_DEVICE void give_ticket(HostRead* host_read, uint64_t ticket, OperationStatus status) {
   device::store(&host_read->status, static_cast<int32_t>(status));
-  if (MOE_MUTANT(ticket_without_release))
-    device::store_relaxed<device::Scope::kSystem>(&host_read->ticket, ticket);
-  else
-    device::store_release<device::Scope::kSystem>(&host_read->ticket, ticket);
+  device::store_release<device::Scope::kSystem>(&host_read->ticket, ticket);
 }
 
 }  // namespace moe::kernels

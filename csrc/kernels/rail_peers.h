@@ -38,8 +38,6 @@ class RailMemory {
       int node_idx, int64_t to, int64_t from, int64_t bytes, int64_t signal, uint64_t value) const {
     const int32_t pe = device::load_constant(rails_.pes + rank_of(node_idx));
     uint64_t* const signal_place = at<uint64_t>(signal);
-    if (MOE_MUTANT(signal_before_put))
-      device::put_signal(pe, nullptr, nullptr, 0, signal_place, value);
     device::put_signal(pe, at(to), at(from), bytes, signal_place, value);
   }
 
@@ -52,18 +50,13 @@ class RailMemory {
                         uint64_t limit_ns) const {
     int32_t has_come = 1;
     if (device::lane_idx() == 0)
-      has_come = await_flag(buffer_,
-                            site,
-                            rank_of(src_node),
-                            at<const uint64_t>(signal),
-                            MOE_MUTANT(signal_of_former_epoch) ? expected - 1 : expected,
-                            limit_ns);
-    if (device::lane_idx() == 0 && has_come != 0 && !MOE_MUTANT(put_not_taken))
+      has_come = await_flag(
+          buffer_, site, rank_of(src_node), at<const uint64_t>(signal), expected, limit_ns);
+    if (device::lane_idx() == 0 && has_come != 0)
       device::take_put(at<const uint64_t>(signal), expected);
     has_come = device::shuffle(has_come, 0);
     // What lane 0 acquired, all lanes may read.
-    if (!MOE_MUTANT(signal_for_one_lane))
-      device::sync_warp();
+    device::sync_warp();
     return has_come != 0;
   }
 
@@ -180,10 +173,7 @@ class RailPeers {
   MOE_DEVICE bool has_far_ranks() const { return rail_.num_remote_nodes() > 0; }
   MOE_DEVICE void release_done(uint64_t epoch) const { release_rail_done(buffer_, rails_, epoch); }
   /// What was sent is written again by the next operation.
-  MOE_DEVICE void end() const {
-    if (!MOE_MUTANT(exchange_without_quiet))
-      device::quiet();
-  }
+  MOE_DEVICE void end() const { device::quiet(); }
 
  private:
   static constexpr int64_t kWordBytes = sizeof(device::Bytes16);
@@ -245,7 +235,7 @@ class RailPeers {
         if (device::lane_idx() == 0 &&
             device::load_relaxed<device::Scope::kSystem>(flag_of(src_rank)) < site.epoch)
           state = has_come(node_idx) ? 1 : 2;
-        if (state == 1 && !MOE_MUTANT(put_not_taken))
+        if (state == 1)
           device::take_put(rail_.at<const uint64_t>(offset_of(node_idx)), site.epoch);
         state = device::shuffle(state, 0);
         if (state == 2 && missing < 0)
@@ -253,8 +243,7 @@ class RailPeers {
         if (state != 1)
           return;
         // What lane 0 acquired, all lanes may read.
-        if (!MOE_MUTANT(signal_for_one_lane))
-          device::sync_warp();
+        device::sync_warp();
         hand_on(src_rank, rail_.at(offset_of(node_idx)));
         device::sync_warp();
       });
@@ -323,8 +312,6 @@ class RailPeers {
           raise_flag(place_of(peer_rank), epoch);
       }
     };
-    if (MOE_MUTANT(relay_flag_before_body))
-      raise_flags();
     const int64_t num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
 #pragma unroll 1
     for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize) {
@@ -336,8 +323,7 @@ class RailPeers {
           store_word(reinterpret_cast<std::byte*>(place_of(peer_rank)), word, value);
       }
     }
-    if (!MOE_MUTANT(relay_flag_before_body))
-      raise_flags();
+    raise_flags();
   }
 
   const Buffer& buffer_;

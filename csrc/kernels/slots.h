@@ -108,14 +108,13 @@ class SlotFinder {
     const int64_t chunk_idx = token_idx / choices.tokens_per_chunk;
     int32_t place =
         device::load_constant(choices.place_in_chunk + token_idx * choices.num_slots + entry);
-    if (!MOE_MUTANT(slot_without_chunk_start))
-      place += device::load_constant(choices.chunk_counts + chunk_idx * num_columns_ + column);
+    place += device::load_constant(choices.chunk_counts + chunk_idx * num_columns_ + column);
     const int32_t num_kept = device::load_constant(kept_ + column);
-    if (MOE_MUTANT(slot_beyond_kept) ? place > num_kept : place >= num_kept)
+    if (place >= num_kept)
       return layout::Slot::kNone;
     const int64_t start = device::load_constant(params_.tables.stream_starts +
                                                 (choices.is_by_rank != 0 ? dst_rank : column));
-    return layout::Slot::pack(dst_rank, start + place + (MOE_MUTANT(slot_off_by_one) ? 1 : 0));
+    return layout::Slot::pack(dst_rank, start + place);
   }
 
   const DispatchParams& params_;

@@ -46,8 +46,7 @@ class StagedCopies {
         device::init_mbarrier(mbarriers_ + stage, 1);
       device::fence_mbarrier_init();
       // Sources were written, or acquired, by the kernels before.
-      if (!MOE_MUTANT(no_fence_before_copies))
-        device::fence_proxy_async();
+      device::fence_proxy_async();
     }
   }
 
@@ -57,8 +56,7 @@ class StagedCopies {
       store_oldest();
     if (device::lane_idx() == 0) {
       // What this stage held before has left it: at most the stores behind that one may be pending.
-      if (!MOE_MUTANT(copy_stage_reused_early))
-        device::await_bulk_reads<kNumStages - kNumLoads>();
+      device::await_bulk_reads<kNumStages - kNumLoads>();
       device::MBarrier* const mbarrier = mbarriers_ + load_stage_;
       device::arrive_expect(mbarrier, static_cast<uint32_t>(bytes));
       device::bulk_load(
@@ -84,7 +82,7 @@ class StagedCopies {
   /// Every target is written. Before the block ends.
   MOE_DEVICE void finish() {
     store_all();
-    if (device::lane_idx() == 0 && !MOE_MUTANT(copies_not_awaited))
+    if (device::lane_idx() == 0)
       device::await_bulk_stores<0>();
   }
 
@@ -190,8 +188,7 @@ MOE_DEVICE_CALLED void copy_adjacent(const std::byte* source, std::byte* target,
         device::store(to + first + i * device::kWarpSize, units[i]);
   }
   const int64_t tail = head + num_units * kUnitBytes;
-  if (!MOE_MUTANT(copy_tail_lost))
-    copy_bytes(tail, bytes - tail);
+  copy_bytes(tail, bytes - tail);
 }
 
 MOE_DEVICE void copy_adjacent(const std::byte* source, std::byte* target, int64_t bytes) {

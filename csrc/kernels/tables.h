@@ -40,7 +40,7 @@ class CountBlock {
     *num_dropped = 0;
     add_up_experts();
     if (is_low_latency()) {
-      if (!MOE_MUTANT(masks_ignored) && apply_masks()) {
+      if (apply_masks()) {
         const int64_t num_asked = num_own_choices();
         forget_empty_streams();
         add_up_experts();
@@ -206,7 +206,7 @@ class CountBlock {
   MOE_DEVICE void lay_out_experts() const {
     add_up_rows([this](int j) {
       const int64_t total = device::load(scratch_.totals + j);
-      return MOE_MUTANT(experts_not_aligned) ? total : arrangement_.expert_rows(total);
+      return arrangement_.expert_rows(total);
     });
   }
 
@@ -214,10 +214,8 @@ class CountBlock {
     bool is_over = false;
     for (int j = device::thread_idx(); limit >= 0 && j < buffer_.num_experts;
          j += device::num_threads())
-      is_over = is_over || device::load(scratch_.totals + j) >
-                               (MOE_MUTANT(full_capacity_overflows) ? limit - 1 : limit);
-    return device::block_max<int64_t>(is_over ? 1 : 0, scratch_.words) != 0 &&
-           !MOE_MUTANT(overflow_ignored);
+      is_over = is_over || device::load(scratch_.totals + j) > limit;
+    return device::block_max<int64_t>(is_over ? 1 : 0, scratch_.words) != 0;
   }
 
   MOE_DEVICE bool exceeds_fixed_rows() const {
@@ -225,8 +223,7 @@ class CountBlock {
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const int64_t fixed_rows = count(rank_idx, fixed_column());
-      const int64_t most = MOE_MUTANT(full_rank_overflows) ? fixed_rows - 1 : fixed_rows;
-      is_over = is_over || (fixed_rows >= 0 && num_required_rows(rank_idx) > most);
+      is_over = is_over || (fixed_rows >= 0 && num_required_rows(rank_idx) > fixed_rows);
     }
     return device::block_max<int64_t>(is_over ? 1 : 0, scratch_.words) != 0;
   }
@@ -276,7 +273,7 @@ class CountBlock {
     };
     add_up_rows([&](int j) {
       const int64_t kept = within_capacity(j);
-      return MOE_MUTANT(room_without_padding) ? kept : arrangement_.expert_rows(kept);
+      return arrangement_.expert_rows(kept);
     });
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads()) {
       const int owner = owner_at(j);
@@ -287,8 +284,6 @@ class CountBlock {
         const int64_t room = fixed_rows > start ? fixed_rows - start : 0;
         kept = kept < room ? kept : room;
       }
-      if (MOE_MUTANT(kept_one_too_many))
-        ++kept;
       if (kept >= device::load(scratch_.totals + j))
         continue;
       clip_column(expert_at(j), kept);
@@ -351,19 +346,18 @@ class CountBlock {
 
   /// First row that this rank writes: for every rank (by rank), else for every expert.
   MOE_DEVICE void fill_stream_starts(int64_t* stream_starts) const {
-    const int end_rank =
-        MOE_MUTANT(stream_starts_behind_own) ? buffer_.rank_idx + 1 : buffer_.rank_idx;
     if (arrangement_.is_by_rank()) {
       for (int dst_rank = device::thread_idx(); dst_rank < buffer_.num_ranks;
            dst_rank += device::num_threads())
         device::store(stream_starts + dst_rank,
-                      sum_of_column(buffer_.num_experts + dst_rank, end_rank));
+                      sum_of_column(buffer_.num_experts + dst_rank, buffer_.rank_idx));
       return;
     }
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads()) {
       const int expert_idx = expert_at(j);
       const int64_t start = padded_start(j, first_of_rank(owner_at(j)));
-      device::store(stream_starts + expert_idx, start + sum_of_column(expert_idx, end_rank));
+      device::store(stream_starts + expert_idx,
+                    start + sum_of_column(expert_idx, buffer_.rank_idx));
     }
   }
 

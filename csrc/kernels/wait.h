@@ -25,8 +25,7 @@ struct WaitSite {
 /// Whether an earlier kernel of the buffer left early. All threads of the block call and get the
 /// same answer; no kernel sets the word while another of its blocks may still ask.
 MOE_DEVICE bool has_left(const Buffer& buffer) {
-  const bool left = device::load_relaxed<device::Scope::kDevice>(&buffer.state->has_left) != 0 &&
-                    !MOE_MUTANT(has_left_ignored);
+  const bool left = device::load_relaxed<device::Scope::kDevice>(&buffer.state->has_left) != 0;
   // Nobody waits, and hence leaves, before all have asked.
   device::sync_block();
   return left;
@@ -35,8 +34,7 @@ MOE_DEVICE bool has_left(const Buffer& buffer) {
 MOE_DEVICE bool is_aborted(const Buffer& buffer) {
   const uint32_t word = device::load_relaxed<device::Scope::kSystem>(buffer.abort_word);
   return layout::AbortRecord::is_set(word) &&
-         (layout::AbortRecord::generation(word) >= buffer.abort_generation ||
-          MOE_MUTANT(abort_of_former_generation));
+         layout::AbortRecord::generation(word) >= buffer.abort_generation;
 }
 
 MOE_DEVICE layout::Workspace workspace(const Buffer& buffer, int rank_idx) {
@@ -77,8 +75,6 @@ MOE_DEVICE_CALLED void report_leaving(BufferState* state,
                                       uint64_t seen) {
   if (device::add_relaxed<device::Scope::kDevice>(&state->has_left, uint32_t{1}) != 0)
     return;
-  if (MOE_MUTANT(report_cause_first))
-    device::store_release<device::Scope::kSystem>(&report->cause, static_cast<uint32_t>(cause));
   device::store(&report->peer_rank, static_cast<int32_t>(peer_rank));
   device::store(&report->phase, static_cast<int32_t>(site.phase));
   device::store(&report->operation, site.operation);
@@ -156,22 +152,22 @@ MOE_DEVICE bool await_until(const Buffer& buffer,
     if (num_polls % kPollsPerCheck != 0)
       continue;
     pause_ns = pause_ns < kLongestPauseNs ? 2 * pause_ns : kLongestPauseNs;
-    if (is_aborted(buffer) && !MOE_MUTANT(abort_ignored)) {
+    if (is_aborted(buffer)) {
       leave(buffer, Cause::kAborted, peer_rank, site, expected, seen);
       return false;
     }
     const uint64_t now_ns = device::now_ns();
-    if (now_ns - moved_ns <= limit_ns || MOE_MUTANT(wait_without_limit))
+    if (now_ns - moved_ns <= limit_ns)
       continue;
     const uint64_t progress = device::load_relaxed<device::Scope::kSystem>(&activity.progress);
-    if (progress != seen_progress && !MOE_MUTANT(progress_ignored)) {
+    if (progress != seen_progress) {
       seen_progress = progress;
       moved_ns = now_ns;
       continue;
     }
     const bool is_growing = device::load_relaxed<device::Scope::kSystem>(&activity.phase) ==
                             static_cast<int32_t>(layout::Phase::kGrowing);
-    if (is_growing && !MOE_MUTANT(growing_ignored) && now_ns - moved_ns <= buffer.arrival_limit_ns)
+    if (is_growing && now_ns - moved_ns <= buffer.arrival_limit_ns)
       continue;
     leave(buffer, Cause::kTimedOut, peer_rank, site, expected, seen);
     return false;
@@ -188,9 +184,7 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
                            uint64_t limit_ns) {
   uint64_t seen = 0;
   return await_until(buffer, site, peer_rank, expected, seen, limit_ns, [&] {
-    seen = MOE_MUTANT(wait_without_acquire)   ? device::load_relaxed<device::Scope::kSystem>(flag)
-           : MOE_MUTANT(wait_at_device_scope) ? device::load_acquire<device::Scope::kDevice>(flag)
-                                              : device::load_acquire<device::Scope::kSystem>(flag);
+    seen = device::load_acquire<device::Scope::kSystem>(flag);
     return seen >= expected;
   });
 }

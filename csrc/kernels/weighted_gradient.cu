@@ -37,9 +37,7 @@ MOE_DEVICE void scale_and_dot(typename Number::Bits* gradient,
     if (kWhole || element < hidden) {
       const Scalar factor = Number::widen(gradient_bits[i]);
       const Scalar scaled = device::multiply(factor, weight);
-      *dot = device::add(*dot,
-                         device::multiply(MOE_MUTANT(dot_of_scaled_gradient) ? scaled : factor,
-                                          Number::widen(value_bits[i])));
+      *dot = device::add(*dot, device::multiply(factor, Number::widen(value_bits[i])));
       device::store(gradient + element, Number::narrow(scaled));
     }
   }

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "core/mutant.h"
-
 namespace moe::layout {
 
 namespace {
@@ -76,7 +74,7 @@ void drop_rows(CountMatrix* counts,
       if (fixed_rows >= 0)
         clip_expert(counts, expert_idx, fixed_rows - start);
       const int64_t kept = counts->to_expert(expert_idx);
-      start += MOE_MUTANT(padding_takes_no_room) ? kept : arrangement.expert_rows(kept);
+      start += arrangement.expert_rows(kept);
     }
   }
 }
@@ -92,7 +90,7 @@ std::vector<Overflow> find_overflows(const CountMatrix& asked,
   const int64_t limit = is_low_latency ? arrangement.rows_per_expert : rule.expert_capacity;
   for (int expert_idx = 0; limit >= 0 && expert_idx < asked.num_experts; ++expert_idx) {
     const int64_t needed = asked.to_expert(expert_idx);
-    if (needed > limit || (needed == limit && MOE_MUTANT(limit_is_overflow)))
+    if (needed > limit)
       overflows.push_back(
           {placement.expert_rank[static_cast<size_t>(expert_idx)], expert_idx, needed, limit});
   }

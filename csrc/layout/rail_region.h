@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "core/math.h"
-#include "core/mutant.h"
 #include "layout/workspace.h"
 
 namespace moe::layout {
@@ -93,8 +92,7 @@ struct RailRegion {
 
  private:
   MOE_HOST_DEVICE int64_t in_ring(uint64_t epoch, int owner_node, int src_node) const {
-    const auto ring_depth = static_cast<uint64_t>(MOE_MUTANT(rail_ring_of_one_entry) ? 1 : depth);
-    const auto entry = static_cast<int64_t>(epoch % ring_depth);
+    const auto entry = static_cast<int64_t>(epoch % static_cast<uint64_t>(depth));
     return entry * (num_nodes - 1) + place_of(owner_node, src_node);
   }
 };

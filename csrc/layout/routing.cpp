@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/math.h"
-#include "core/mutant.h"
 
 namespace moe::layout {
 
@@ -105,8 +104,7 @@ std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
           before = total;
         total += counts.to_expert(peer_rank, expert_idx);
       }
-      starts[static_cast<size_t>(expert_idx)] =
-          start + before - (MOE_MUTANT(slot_one_too_low) && start + before > 0 ? 1 : 0);
+      starts[static_cast<size_t>(expert_idx)] = start + before;
       start += arrangement.expert_rows(total);
     }
   }

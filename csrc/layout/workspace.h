@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "core/math.h"
-#include "core/mutant.h"
 #include "layout/row.h"
 
 namespace moe::layout {
@@ -89,8 +88,6 @@ class Workspace {
     return 64 + int64_t{64} * num_ranks + entry_idx * entry_bytes(num_ranks, row_stride);
   }
   MOE_HOST_DEVICE int64_t entry(uint64_t epoch) const {
-    if (MOE_MUTANT(wrong_ring_entry))
-      epoch = 0;
     return entry_offset(
         num_ranks_, static_cast<int64_t>(epoch % static_cast<uint64_t>(depth_)), row_stride_);
   }

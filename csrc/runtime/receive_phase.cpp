@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/mutant.h"
 #include "host/progress.h"
 #include "runtime/device_exchange.h"
 
@@ -100,7 +99,7 @@ class StreamReceive final : public ReceivePhase {
     end_ = DeviceEndpoint::join_caller(caller_, endpoint_.leave_running());
     endpoint_.complete_epoch(epoch_);
     // Behind the kernel nobody writes to them; after an abort peers may, until the next operation.
-    if (!endpoint_.group().is_aborted() || MOE_MUTANT(window_freed_while_receiving))
+    if (!endpoint_.group().is_aborted())
       offered_.clear();
   }
 

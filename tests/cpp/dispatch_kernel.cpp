@@ -9,14 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "core/mutant.h"
+#include "schedules/fault.h"
 
 namespace {
-std::string g_mutant;
+std::string g_fault;
 }  // namespace
 
-bool moe::simt::is_mutant(const char* name) {
-  return g_mutant == name;
+bool moe::simt::is_fault_on(const char* name) {
+  return g_fault == name;
 }
 
 namespace {
@@ -139,7 +139,7 @@ std::vector<Case> cases() {
 
 int main(int argc, char** argv) {
   if (argc > 1)
-    g_mutant = argv[1];
+    g_fault = argv[1];
   int num_cases = 0;
   int num_failed = 0;
   for (const Case& test : cases()) {

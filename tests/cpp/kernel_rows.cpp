@@ -1,6 +1,6 @@
 // Kernels that add, scale and copy rows, run by the emulator: every byte is that of the CPU
 // backend, for every dtype, number of rows, size, alignment and shape of the grid. Prints "ok", or
-// what differs. An argument names a fault of the kernels to switch on (core/mutant.h).
+// what differs. An argument names a fault of the kernels to switch on (tests/schedules/faults).
 
 #include <sys/mman.h>
 
@@ -20,11 +20,11 @@
 #include "simt/grid.h"
 
 namespace {
-const char* g_mutant = "";
+const char* g_fault = "";
 }
 
-bool moe::simt::is_mutant(const char* name) {
-  return std::strcmp(name, g_mutant) == 0;
+bool moe::simt::is_fault_on(const char* name) {
+  return std::strcmp(name, g_fault) == 0;
 }
 
 namespace {
@@ -473,7 +473,7 @@ void check_large_offsets() {
 
 int main(int num_arguments, char** arguments) {
   if (num_arguments > 1)
-    g_mutant = arguments[1];
+    g_fault = arguments[1];
   try {
     check_combines();
     check_combine_that_may_not_move();

@@ -2,7 +2,7 @@
 // own. Windows belong to the heap of the CPU backend, which hands them out as soon as they are
 // given back: what is given back too early shows.
 //
-// `stream_callers` prints "ok" or what was found; `stream_callers --mutant NAME` has that fault.
+// `stream_callers` prints "ok" or what was found; `stream_callers --fault NAME` has that fault.
 
 #include <atomic>
 #include <chrono>
@@ -23,10 +23,10 @@
 
 namespace moe::simt {
 
-static std::string g_mutant;
+static std::string g_fault;
 
-bool is_mutant(const char* name) {
-  return g_mutant == name;
+bool is_fault_on(const char* name) {
+  return g_fault == name;
 }
 
 }  // namespace moe::simt
@@ -147,8 +147,8 @@ void abort_while_receiving(bool starts) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc == 3 && std::strcmp(argv[1], "--mutant") == 0)
-    simt::g_mutant = argv[2];
+  if (argc == 3 && std::strcmp(argv[1], "--fault") == 0)
+    simt::g_fault = argv[2];
   abort_while_receiving(true);
   abort_while_receiving(false);
   std::puts("ok");

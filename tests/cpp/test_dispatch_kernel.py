@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.native_programs import build_program
+from tests.schedules.fault_catalogue import names_found_by
 
 # Faults that change bytes and nothing outside windows. The others, schedules find.
-MUTANTS = ["slot_without_chunk_start", "slot_beyond_kept", "amax_of_one_lane", "padding_not_zeroed"]
+FAULTS = names_found_by("dispatch_kernel")
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +25,10 @@ def test_rows_lie_where_the_layouts_say(program: Path) -> None:
     assert ended.stdout.startswith("ok ")
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_faults_are_seen(program: Path, mutant: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(program: Path, fault: str) -> None:
     ended = subprocess.run(
-        [program, mutant], capture_output=True, text=True, check=False, timeout=300
+        [program, fault], capture_output=True, text=True, check=False, timeout=300
     )
-    assert ended.returncode == 1, f"{mutant} passes"
+    assert ended.returncode == 1, f"{fault} passes"
     assert "wanted" in ended.stdout or "assign_slots" in ended.stdout, ended.stdout

@@ -113,38 +113,38 @@ class Reader {
   uint64_t at_ = 0;
 };
 
-std::string pack(const Outcome& outcome, const std::set<std::string>& mutants) {
+std::string pack(const Outcome& outcome, const std::set<std::string>& faults) {
   std::string message;
   for (const uint64_t number :
        {outcome.num_schedules, outcome.num_steps, outcome.num_failed, outcome.first_failed})
     put(message, number);
-  put(message, uint64_t{has_met_mutant()});
+  put(message, uint64_t{has_met_fault()});
   put(message, outcome.findings.size());
   for (const Finding& finding : outcome.findings) {
     put(message, static_cast<uint64_t>(finding.kind));
     put(message, finding.text);
   }
-  put(message, mutants.size());
-  for (const std::string& name : mutants)
+  put(message, faults.size());
+  for (const std::string& name : faults)
     put(message, name);
   return message;
 }
 
-Outcome unpack(Reader reader, std::set<std::string>* mutants) {
+Outcome unpack(Reader reader, std::set<std::string>* faults) {
   Outcome outcome;
   outcome.num_schedules = reader.number();
   outcome.num_steps = reader.number();
   outcome.num_failed = reader.number();
   outcome.first_failed = reader.number();
-  outcome.has_met_mutant = reader.number() != 0;
+  outcome.has_met_fault = reader.number() != 0;
   for (uint64_t num_left = reader.number(); num_left > 0; --num_left) {
     const auto kind = static_cast<Kind>(reader.number());
     outcome.findings.push_back({kind, reader.text()});
   }
   for (uint64_t num_left = reader.number(); num_left > 0; --num_left) {
     std::string name = reader.text();
-    if (mutants != nullptr)
-      mutants->insert(std::move(name));
+    if (faults != nullptr)
+      faults->insert(std::move(name));
   }
   return outcome;
 }
@@ -175,12 +175,12 @@ std::string read_all(int fd) {
 [[noreturn]] void run_child(const Scenario& scenario,
                             const Exploration& exploration,
                             Progress& progress,
-                            bool wants_mutants,
+                            bool wants_faults,
                             int fd) {
   try {
-    std::set<std::string> mutants;
-    note_mutants(wants_mutants ? &mutants : nullptr);
-    write_all(fd, pack(explore_here(scenario, exploration, progress), mutants));
+    std::set<std::string> faults;
+    note_faults(wants_faults ? &faults : nullptr);
+    write_all(fd, pack(explore_here(scenario, exploration, progress), faults));
     _exit(EXIT_SUCCESS);
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
@@ -195,7 +195,7 @@ Outcome crashed(const Progress& progress, int signal) {
   outcome.num_steps = progress.num_steps;
   outcome.num_failed = progress.num_failed + 1;
   outcome.first_failed = progress.seed;
-  outcome.has_met_mutant = true;  // or the finding is one without it
+  outcome.has_met_fault = true;  // or the finding is one without it
   outcome.findings.push_back({Kind::kCrash,
                               concat("signal ",
                                      signal,
@@ -210,7 +210,7 @@ Outcome crashed(const Progress& progress, int signal) {
 
 Outcome explore(const Scenario& scenario,
                 const Exploration& exploration,
-                std::set<std::string>* mutants) {
+                std::set<std::string>* faults) {
   const SharedProgress progress;
   std::array<int, 2> ends{};
   MOE_CHECK(pipe(ends.data()) == 0, "no pipe to a child: ", std::strerror(errno));
@@ -220,7 +220,7 @@ Outcome explore(const Scenario& scenario,
   MOE_CHECK(child >= 0, "no child process: ", std::strerror(errno));
   if (child == 0) {
     close(ends[0]);
-    run_child(scenario, exploration, *progress, mutants != nullptr, ends[1]);
+    run_child(scenario, exploration, *progress, faults != nullptr, ends[1]);
   }
   close(ends[1]);
   std::string message = read_all(ends[0]);
@@ -231,7 +231,7 @@ Outcome explore(const Scenario& scenario,
   if (WIFEXITED(status) && WEXITSTATUS(status) != 0)
     throw std::runtime_error(concat("exit status ", WEXITSTATUS(status), " of ", scenario.name));
   Outcome outcome = WIFSIGNALED(status) ? crashed(*progress, WTERMSIG(status))
-                                        : unpack(Reader(std::move(message)), mutants);
+                                        : unpack(Reader(std::move(message)), faults);
   outcome.scenario = &scenario;
   outcome.seconds = seconds_since(start);
   return outcome;

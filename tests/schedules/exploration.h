@@ -23,7 +23,7 @@ struct Outcome {
   uint64_t num_steps = 0;
   uint64_t num_failed = 0;
   uint64_t first_failed = 0;
-  bool has_met_mutant = false;    ///< the fault that is switched on, if any
+  bool has_met_fault = false;     ///< the fault that is switched on, if any
   std::vector<Finding> findings;  ///< of the first schedule that failed
   double seconds = 0;
 };
@@ -31,9 +31,9 @@ struct Outcome {
 /// Runs the seeds in a process of its own. Code of the host is not kept from reading through a
 /// pointer that a fault has made wrong: a signal ends that process, and is a finding of the
 /// schedule that ran.
-/// @param mutants gets the names of faults that the code came across, unless null or crashed.
+/// @param faults gets the names of faults that the code came across, unless null or crashed.
 Outcome explore(const Scenario& scenario,
                 const Exploration& exploration,
-                std::set<std::string>* mutants);
+                std::set<std::string>* faults);
 
 }  // namespace moe::simt::checker

@@ -7,21 +7,21 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/mutant.h"
 #include "schedules/checked_memory.h"
+#include "schedules/fault.h"
 
 namespace moe::simt {
 
 namespace {
-const char* active_mutant = nullptr;
+const char* active_fault = nullptr;
 bool is_active_met = false;
-std::set<std::string>* met_mutants = nullptr;
+std::set<std::string>* met_faults = nullptr;
 }  // namespace
 
-bool is_mutant(const char* name) {
-  if (met_mutants != nullptr)
-    met_mutants->insert(name);
-  const bool is_active = active_mutant != nullptr && std::strcmp(active_mutant, name) == 0;
+bool is_fault_on(const char* name) {
+  if (met_faults != nullptr)
+    met_faults->insert(name);
+  const bool is_active = active_fault != nullptr && std::strcmp(active_fault, name) == 0;
   is_active_met = is_active_met || is_active;
   return is_active;
 }
@@ -30,16 +30,16 @@ bool is_mutant(const char* name) {
 
 namespace moe::simt::checker {
 
-void set_mutant(const char* name) {
-  active_mutant = name;
+void set_fault(const char* name) {
+  active_fault = name;
 }
 
-bool has_met_mutant() {
+bool has_met_fault() {
   return is_active_met;
 }
 
-void note_mutants(std::set<std::string>* names) {
-  met_mutants = names;
+void note_faults(std::set<std::string>* names) {
+  met_faults = names;
 }
 
 std::vector<Scenario>& scenarios() {

@@ -114,11 +114,11 @@ struct Trace {
 Trace last_trace();
 
 /// Switches the fault of that name on, or all off for null. The name is kept, not copied.
-void set_mutant(const char* name);
+void set_fault(const char* name);
 /// Whether code has come across the fault that is on.
-bool has_met_mutant();
+bool has_met_fault();
 /// From now on the names of faults that code comes across are added to @p names.
-void note_mutants(std::set<std::string>* names);
+void note_faults(std::set<std::string>* names);
 
 }  // namespace moe::simt::checker
 

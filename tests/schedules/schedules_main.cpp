@@ -20,21 +20,21 @@ namespace moe::simt::checker {
 namespace {
 
 constexpr const char* kUsage =
-    "schedules --scenario NAME[,NAME...]|all [--seeds FIRST:END] [--mutant NAME] [--keep-going]\n"
-    "          [--seconds LIMIT] [--json] [--list-mutants] | --list\n"
+    "schedules --scenario NAME[,NAME...]|all [--seeds FIRST:END] [--fault NAME] [--keep-going]\n"
+    "          [--seconds LIMIT] [--json] [--list-faults] | --list\n"
     "Runs every seed of [FIRST, END) of each scenario; exit 0 when all is clean, 1 when something\n"
     "was found, 2 for a wrong argument. The first finding ends a scenario, but for --keep-going.\n"
-    "With --mutant a fault is switched on: MOE_MUTANT(NAME) in the sources.\n"
+    "With --fault one of tests/schedules/faults is switched on.\n"
     "--seconds ends each scenario early, after the schedule that runs then.\n"
-    "--list-mutants names the faults that the code which ran could have switched on.\n";
+    "--list-faults names the faults that the code which ran could have switched on.\n";
 
 struct Options {
   std::vector<std::string> names;
   Exploration exploration;
-  std::string mutant = "none";
+  std::string fault = "none";
   bool is_json = false;
   bool is_list = false;
-  bool lists_mutants = false;
+  bool lists_faults = false;
 };
 
 uint64_t to_number(const std::string& text) {
@@ -69,16 +69,16 @@ Options read_options(int argc, char** argv) {
         options.names.push_back(name);
     } else if (option == "--seeds") {
       read_seeds(value(), &options);
-    } else if (option == "--mutant") {
-      options.mutant = value();
+    } else if (option == "--fault") {
+      options.fault = value();
     } else if (option == "--seconds") {
       options.exploration.most_seconds = static_cast<double>(to_number(value()));
     } else if (option == "--json") {
       options.is_json = true;
     } else if (option == "--keep-going") {
       options.exploration.keeps_going = true;
-    } else if (option == "--list-mutants") {
-      options.lists_mutants = true;
+    } else if (option == "--list-faults") {
+      options.lists_faults = true;
     } else if (option == "--list") {
       options.is_list = true;
     } else {
@@ -115,7 +115,7 @@ std::string quoted(const std::string& text) {
 }
 
 void print_json(const std::vector<Outcome>& outcomes, const Options& options) {
-  std::cout << "{\"mutant\": " << quoted(options.mutant) << ", \"scenarios\": [";
+  std::cout << "{\"fault\": " << quoted(options.fault) << ", \"scenarios\": [";
   for (size_t i = 0; i < outcomes.size(); ++i) {
     const Outcome& outcome = outcomes[i];
     std::cout << (i == 0 ? "" : ", ") << "{\"name\": " << quoted(outcome.scenario->name)
@@ -147,8 +147,8 @@ void print(const Outcome& outcome, const Options& options) {
     std::cout << "  " << kind_name(finding.kind) << ": " << finding.text << "\n";
   std::cout << "  replay: schedules --scenario " << outcome.scenario->name << " --seeds "
             << outcome.first_failed;
-  if (options.mutant != "none")
-    std::cout << " --mutant " << options.mutant;
+  if (options.fault != "none")
+    std::cout << " --fault " << options.fault;
   std::cout << "\n";
 }
 
@@ -159,28 +159,28 @@ int run(const Options& options) {
                 << scenario.summary << "\n";
     return 0;
   }
-  set_mutant(options.mutant == "none" ? nullptr : options.mutant.c_str());
-  std::set<std::string> mutants;
+  set_fault(options.fault == "none" ? nullptr : options.fault.c_str());
+  std::set<std::string> faults;
   std::vector<Outcome> outcomes;
   bool is_clean = true;
-  bool has_met_mutant = options.mutant == "none";
+  bool has_met_fault = options.fault == "none";
   for (const Scenario* const scenario : chosen(options)) {
     outcomes.push_back(
-        explore(*scenario, options.exploration, options.lists_mutants ? &mutants : nullptr));
+        explore(*scenario, options.exploration, options.lists_faults ? &faults : nullptr));
     is_clean = is_clean && outcomes.back().num_failed == 0;
-    has_met_mutant = has_met_mutant || outcomes.back().has_met_mutant;
+    has_met_fault = has_met_fault || outcomes.back().has_met_fault;
     if (!options.is_json)
       print(outcomes.back(), options);
     std::cout.flush();
   }
   if (options.is_json)
     print_json(outcomes, options);
-  for (const std::string& name : mutants)
+  for (const std::string& name : faults)
     std::cout << name << "\n";
-  MOE_CHECK(has_met_mutant,
+  MOE_CHECK(has_met_fault,
             "no code that ran has a fault '",
-            options.mutant,
-            "'; --list-mutants names those of these scenarios");
+            options.fault,
+            "'; --list-faults names those of these scenarios");
   return is_clean ? 0 : 1;
 }
 

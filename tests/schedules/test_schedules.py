@@ -8,23 +8,19 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.mutant_catalogue import CATALOGUE, Mutant
 from tests.helpers.native_programs import build_program
+from tests.schedules.fault_catalogue import Fault, read_catalogue
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
 
 # The first test builds the program, where nobody has.
 pytestmark = pytest.mark.timeout(1200)
-
-SITE = re.compile(r"MOE_MUTANT\(([a-z0-9_]+)\)")
 
 # How many schedules of each scenario: small cases are cheap, those of many epochs are not.
 NUM_SCHEDULES = 200
@@ -68,20 +64,20 @@ class Explored:
 
 
 def explore(
-    program: Path, scenario: str, num_schedules: int, *, mutant: str = "none", first: int = 0
+    program: Path, scenario: str, num_schedules: int, *, fault: str = "none", first: int = 0
 ) -> Explored:
     done = subprocess.run(
         [
             str(program),
             *("--scenario", scenario, "--seeds", f"{first}:{first + num_schedules}"),
-            *("--mutant", mutant, "--json"),
+            *("--fault", fault, "--json"),
         ],
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
-    where = f"schedules --scenario {scenario} --mutant {mutant}"
+    where = f"schedules --scenario {scenario} --fault {fault}"
     assert done.returncode in (0, 1), f"{where}: {done.returncode}\n{done.stderr[-2000:]}"
     (outcome,) = json.loads(done.stdout)["scenarios"]
     found = tuple((finding["kind"], finding["text"]) for finding in outcome["findings"])
@@ -156,7 +152,7 @@ def test_a_signal_is_a_finding(program: Path) -> None:
                 "--seeds",
                 f"{first}:{first + 20}",
             ),
-            *("--mutant", "no_wait_for_verdicts"),
+            *("--fault", "no_wait_for_verdicts"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1, done.stderr
@@ -165,7 +161,7 @@ def test_a_signal_is_a_finding(program: Path) -> None:
         if found is not None:
             break
     assert found is not None, done.stdout
-    assert f"--scenario host_copy --seeds {found[1]} --mutant no_wait_for_verdicts" in done.stdout
+    assert f"--scenario host_copy --seeds {found[1]} --fault no_wait_for_verdicts" in done.stdout
 
 
 def test_a_failure_says_how_to_replay_it(program: Path) -> None:
@@ -194,52 +190,23 @@ def test_wrong_arguments_are_refused(program: Path, arguments: tuple[str, ...]) 
 
 
 def test_a_fault_that_nothing_comes_across_is_refused(program: Path) -> None:
-    for scenario, mutant in (
+    for scenario, fault in (
         ("host_layer", "no_such_fault"),
         ("host_layer", "done_before_rows_were_read"),
     ):
-        command = [str(program), "--scenario", scenario, "--seeds", "3", "--mutant", mutant]
+        command = [str(program), "--scenario", scenario, "--seeds", "3", "--fault", fault]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2, done.stdout
-        assert f"no code that ran has a fault '{mutant}'" in done.stderr
+        assert f"no code that ran has a fault '{fault}'" in done.stderr
 
 
-def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program of tests/cpp that has faults."""
-    return subprocess.run(
-        [build_program(name), *arguments], capture_output=True, text=True, check=False, timeout=300
-    )
+FAULTS = [fault for fault in read_catalogue()[0] if fault.scenarios]
 
 
-def test_a_window_of_a_late_receive_is_kept() -> None:
-    """Callers that are streams, on the emulator; see tests/cpp/stream_callers.cpp."""
-    ended = run_program("stream_callers")
-    assert (ended.stdout, ended.stderr, ended.returncode) == ("ok\n", "", 0)
-
-
-def sites() -> Iterator[tuple[str, str]]:
-    """Every fault that can be switched on, with the file of the place."""
-    for path in sorted((ROOT / "csrc").rglob("*")):
-        name = path.relative_to(ROOT / "csrc").as_posix()
-        if path.suffix in {".h", ".cpp", ".cu", ".cuh"} and name != "core/mutant.h":
-            for mutant in SITE.findall(path.read_text()):
-                yield mutant, name
-
-
-def test_the_catalogue_lists_what_the_sources_have() -> None:
-    listed = {(mutant.name, file) for mutant in CATALOGUE for file in mutant.files}
-    assert listed == set(sites())
-    assert len({mutant.name for mutant in CATALOGUE}) == len(CATALOGUE) >= 40
-
-
-@pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.name)
-def test_a_fault_is_found(program: Path, mutant: Mutant) -> None:
-    assert mutant.scenarios or mutant.programs
-    for name in mutant.programs:
-        found = run_program(name, "--mutant", mutant.name)
-        assert "a window that a peer may write to is handed out" in found.stderr, mutant.rule
-    num_most = NUM_MOST_UNTIL_FOUND_OF.get(mutant.name, NUM_MOST_UNTIL_FOUND)
-    for scenario in mutant.scenarios:
-        outcome = explore(program, scenario, num_most, mutant=mutant.name)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_found(program: Path, fault: Fault) -> None:
+    num_most = NUM_MOST_UNTIL_FOUND_OF.get(fault.name, NUM_MOST_UNTIL_FOUND)
+    for scenario in fault.scenarios:
+        outcome = explore(program, scenario, num_most, fault=fault.name)
         kinds = {kind for kind, _ in outcome.findings}
-        assert kinds & set(mutant.kinds), (mutant.rule, scenario, outcome.findings)
+        assert kinds & set(fault.kinds), (fault.rule, scenario, outcome.findings)

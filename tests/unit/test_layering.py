@@ -103,6 +103,7 @@ def test_cxx_quoted_includes_exist() -> None:
         ("host/wait.cpp", '  #  include "../heap/group.h"'),
         ("host/wait.cpp", "#include <pybind11/pybind11.h>"),
         ("core/dtype.h", "#include <c10/util/BFloat16.h>"),
+        ("core/sync.h", '#include "schedules/fault.h"'),
         ("simt/grid.cpp", "#include <boost/context/fiber.hpp>"),
         ("simt/grid.cpp", "#include <sanitizer/tsan_interface.h>"),
         ("bindings/host_module.cpp", "#include <torch/extension.h>"),
