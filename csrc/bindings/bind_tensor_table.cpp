@@ -60,14 +60,53 @@ const char* type_name(PyObject* object) {
   return Py_TYPE(object)->tp_name;
 }
 
+/// @p object, or what it is a weak reference to; null where that is gone.
+py::object referent(py::handle object) {
+  if (!PyWeakref_CheckRef(object.ptr()))
+    return py::reinterpret_borrow<py::object>(object);
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(object.ptr(), &found) < 0)
+    throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(found);
+#else
+  PyObject* const found = PyWeakref_GetObject(object.ptr());
+  return found == Py_None ? py::object() : py::reinterpret_borrow<py::object>(found);
+#endif
+}
+
+/// Whether @p object is @p known, or what @p known is a weak reference to. Reads no more of it than
+/// its address: the last refit has emptied the cache of it.
+bool is_same(PyObject* object, PyObject* known) {
+  return object == known || (PyWeakref_CheckRef(known) &&
+                             object == reinterpret_cast<PyWeakReference*>(known)->wr_object);
+}
+
+/// `__dict__` of a module, or of what @p module is a weak reference to; null where that is gone.
+py::object dict_of(py::handle module) {
+  const py::object found = referent(module);
+  if (!found)
+    return found;
+  PyObject* const dict = PyObject_GenericGetDict(found.ptr(), nullptr);
+  if (dict == nullptr)
+    PyErr_Clear();
+  MOE_CHECK(dict != nullptr, "modules have attributes, got ", type_name(found.ptr()));
+  return py::reinterpret_steal<py::object>(dict);
+}
+
 /// Places, shapes, strides and dtypes of a list of tensors as they were when this was made.
+///
+/// Tensors are given themselves or as weak references; a weak reference to a tensor that is gone
+/// matches none.
 class TensorTable {
  public:
   TensorTable(py::handle api, const py::list& tensors) : api_(find_api(api)) {
     places_.reserve(tensors.size());
     layouts_.reserve(tensors.size());
     for (const py::handle tensor : tensors) {
-      const Description now = describe(tensor);
+      const py::object object = referent(tensor);
+      MOE_CHECK(object, "tensors of a table must be alive, one of ", tensors.size(), " is gone");
+      const Description now = describe(object);
       places_.push_back(place_of(now));
       layouts_.push_back(layout_of(now));
       shapes_.insert(shapes_.end(), now.shape, now.shape + now.num_dims);
@@ -83,7 +122,10 @@ class TensorTable {
     const int64_t* stride = strides_.data();
     for (size_t i = 0; i < layouts_.size(); ++i) {
       prefetch(tensors, i);
-      const Description now = describe(tensors[i]);
+      const py::object tensor = referent(PyList_GET_ITEM(tensors.ptr(), i));
+      if (!tensor)
+        return false;
+      const Description now = describe(tensor);
       if (layout_of(now) != layouts_[i] || place_of(now) != places_[i])
         return false;
       for (int32_t dim = 0; dim < now.num_dims; ++dim)
@@ -104,24 +146,33 @@ class TensorTable {
   }
 
   /// Brings tensors that come soon into the cache, which the last refit has emptied of them: the
-  /// Python object first, later what its first word behind the header points to, torch's tensor.
-  /// Only a hint: on another torch it fetches in vain.
+  /// weak reference, then the Python object, later what its first word behind the header points to,
+  /// torch's tensor. Only a hint: on another torch it fetches in vain.
   static void prefetch(const py::list& tensors, size_t i) {
+    constexpr size_t kReferenceAhead = 48;
     constexpr size_t kObjectAhead = 32;
     constexpr size_t kTensorAhead = 16;
     constexpr int kTensorBytes = 192;
     const size_t count = tensors.size();
+    if (i + kReferenceAhead < count)
+      __builtin_prefetch(PyList_GET_ITEM(tensors.ptr(), i + kReferenceAhead));
     if (i + kObjectAhead < count)
-      __builtin_prefetch(PyList_GET_ITEM(tensors.ptr(), i + kObjectAhead));
+      __builtin_prefetch(object_of(tensors, i + kObjectAhead));
     if (i + kTensorAhead >= count)
       return;
-    PyObject* const object = PyList_GET_ITEM(tensors.ptr(), i + kTensorAhead);
+    PyObject* const object = object_of(tensors, i + kTensorAhead);
     if (Py_TYPE(object)->tp_basicsize < static_cast<Py_ssize_t>(sizeof(PyObject) + sizeof(void*)))
       return;
     const char* tensor;
     std::memcpy(&tensor, object + 1, sizeof tensor);
     for (int line = 0; line < kTensorBytes; line += 64)
       __builtin_prefetch(tensor + line);
+  }
+
+  /// A tensor of the list, or None where a weak reference has lost it.
+  static PyObject* object_of(const py::list& tensors, size_t i) {
+    PyObject* const item = PyList_GET_ITEM(tensors.ptr(), i);
+    return PyWeakref_CheckRef(item) ? reinterpret_cast<PyWeakReference*>(item)->wr_object : item;
   }
 
   static uintptr_t place_of(const Description& now) {
@@ -147,7 +198,8 @@ class TensorTable {
 /// Whether modules hold, in this order, exactly @p keys and the very objects @p values as
 /// parameters, buffers and submodules.
 ///
-/// @param modules  `__dict__` of every module.
+/// @param modules  Themselves or weak references.
+/// @param values  Themselves or weak references.
 bool hold_same(const py::list& modules, const py::list& keys, const py::list& values) {
   static PyObject* const kinds[] = {PyUnicode_InternFromString("_parameters"),
                                     PyUnicode_InternFromString("_buffers"),
@@ -156,9 +208,11 @@ bool hold_same(const py::list& modules, const py::list& keys, const py::list& va
   const auto total = static_cast<Py_ssize_t>(keys.size());
   MOE_CHECK_EQ(static_cast<Py_ssize_t>(values.size()), total, "number of values and of keys");
   for (const py::handle module : modules) {
-    MOE_CHECK(PyDict_Check(module.ptr()), "hold_same takes dicts, got ", type_name(module.ptr()));
+    const py::object attributes = dict_of(module);
+    if (!attributes)
+      return false;
     for (PyObject* const kind : kinds) {
-      PyObject* const dict = PyDict_GetItemWithError(module.ptr(), kind);
+      PyObject* const dict = PyDict_GetItemWithError(attributes.ptr(), kind);
       if (dict == nullptr && PyErr_Occurred())
         throw py::error_already_set();
       if (dict == nullptr || !PyDict_Check(dict) || count + PyDict_GET_SIZE(dict) > total)
@@ -166,7 +220,7 @@ bool hold_same(const py::list& modules, const py::list& keys, const py::list& va
       PyObject* key = nullptr;
       PyObject* value = nullptr;
       for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); ++count) {
-        if (value != PyList_GET_ITEM(values.ptr(), count))
+        if (!is_same(value, PyList_GET_ITEM(values.ptr(), count)))
           return false;
         PyObject* const known = PyList_GET_ITEM(keys.ptr(), count);
         if (key == known)
@@ -182,11 +236,11 @@ bool hold_same(const py::list& modules, const py::list& keys, const py::list& va
   return count == total;
 }
 
-/// Whether one of @p dicts has @p key.
-bool any_has(const py::list& dicts, py::handle key) {
-  for (const py::handle dict : dicts) {
-    MOE_CHECK(PyDict_Check(dict.ptr()), "any_has takes dicts, got ", type_name(dict.ptr()));
-    const int found = PyDict_Contains(dict.ptr(), key.ptr());
+/// Whether one of @p modules, themselves or weak references, has an attribute @p key of its own.
+bool any_has(const py::list& modules, py::handle key) {
+  for (const py::handle module : modules) {
+    const py::object attributes = dict_of(module);
+    const int found = attributes ? PyDict_Contains(attributes.ptr(), key.ptr()) : 0;
     if (found < 0)
       throw py::error_already_set();
     if (found > 0)
@@ -202,7 +256,7 @@ void bind_tensor_table(py::module_& module) {
       .def(py::init<py::handle, const py::list&>(), py::arg("api"), py::arg("tensors"))
       .def("matches", &TensorTable::matches, py::arg("tensors"));
   module.def("hold_same", &hold_same, py::arg("modules"), py::arg("keys"), py::arg("values"));
-  module.def("any_has", &any_has, py::arg("dicts"), py::arg("key"));
+  module.def("any_has", &any_has, py::arg("modules"), py::arg("key"));
 }
 
 }  // namespace moe::bindings

@@ -17,10 +17,10 @@ from moe_comm.errors import CommunicationError
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.group_failures import failure_of
+from moe_comm.resharding.kept import KeptWhile
 from moe_comm.resharding.module_tensors import ModuleState, module_state, modules_with
 from moe_comm.resharding.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.plan import ReshardPlan, Slices, TensorSpec, TransferOp
-from moe_comm.resharding.repeated_refits import RepeatedRefits
 from moe_comm.resharding.sources import Sources, in_view, reduce_partial_sources
 from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.resharding.utils import local_tensor
@@ -162,6 +162,38 @@ def _problem_with(
                     f"{name} of the {side} module was planned as {spec.dtype}, it is {tensor.dtype}"
                 )
     return None
+
+
+States = tuple[ModuleState, ModuleState]
+"""Of the source and the destination."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Repeat:
+    """One plan between two modules as a service has prepared it.
+
+    Args:
+        prepared: What the service's `prepare()` returned. It may hold views of the tensors.
+        ops: Lists of the plan, to notice that they were replaced.
+        states: Of the modules.
+    """
+
+    prepared: Any
+    ops: tuple[list[TransferOp], list[TransferOp]]
+    states: States
+
+    def is_valid(self, plan: ReshardPlan, states: States) -> bool:
+        """Whether an execution would submit the same memory again."""
+        return (
+            self.ops[0] is plan.send_ops
+            and self.ops[1] is plan.recv_ops
+            and self.states[0] is states[0]
+            and self.states[1] is states[1]
+        )
+
+
+_repeats: KeptWhile[tuple[int, ...], _Repeat] = KeptWhile()
+"""By the `id`s of service, plan, source and destination: what can run again."""
 
 
 class _Refit:
@@ -364,7 +396,7 @@ def execute_reshard_plan(
 def execute(
     plan: ReshardPlan,
     modules: tuple[torch.nn.Module | None, torch.nn.Module | None],
-    states: tuple[ModuleState, ModuleState],
+    states: States,
     service: CopyService,
     group: dist.ProcessGroup | Bootstrap | None,
     transform: ReshardTransform | None,
@@ -383,17 +415,20 @@ def execute(
         strict: As there.
     """
     dst_module = modules[1]
-    src_tensors, dst_tensors = states[0].tensors, states[1].tensors
+    owners = (service, plan, *modules)
+    key = tuple(map(id, owners))
     run: Callable[[], None] = service.run
     with _telling_peers(service), torch.no_grad():
         hooks = None if transform is None else as_reshard_transform(transform)
-        repeats = RepeatedRefits.of(service) if hooks is None else None
-        repeat = None if repeats is None else repeats.find(plan, modules, states)
+        repeat = None if hooks is not None else _repeats.get(key)
+        is_repeated = repeat is not None and repeat.is_valid(plan, states)
+        src_tensors, dst_tensors = ({}, {}) if is_repeated else (each.tensors for each in states)
         refit = _Refit(plan, service, hooks, src_tensors, dst_tensors)
-        if repeat is not None:
+        if repeat is not None and is_repeated:
             run = _prepared_run(service, repeat.prepared)
             refit.is_direct = bool(plan.recv_ops)
         else:
+            _repeats.drop(key)
             if hooks is not None:
                 hooks.begin()
             problem = _problem_with(plan.send_ops, plan.sources, src_tensors, "source", strict)
@@ -407,9 +442,10 @@ def execute(
             reduced = reduce_partial_sources(plan, src_tensors, problem)
             refit.submit_sends(reduced)
             refit.submit_recvs()
-            if repeats is not None and refit.is_repeatable and not refit.skipped:
+            if _can_repeat(service) and refit.is_repeatable and not refit.skipped:
                 prepared = getattr(service, "prepare")()  # noqa: B009 - not of every service
-                repeats.keep(prepared, plan, modules, states)
+                ops = plan.send_ops, plan.recv_ops
+                _repeats.put(key, _Repeat(prepared, ops, states), owners)
                 run = _prepared_run(service, prepared)
 
     if refit.skipped:
@@ -418,12 +454,15 @@ def execute(
     try:
         _run(refit, run, service, group, dst_module)
     except BaseException:
-        if repeats is not None:
-            repeats.forget(plan, modules)
+        _repeats.drop(key)
         raise
     if dst_module is not None and plan.recv_ops and not refit.skipped:
         stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
+
+
+def _can_repeat(service: CopyService) -> bool:
+    return all(hasattr(type(service), name) for name in ("prepare", "run_prepared"))
 
 
 def _prepared_run(service: Any, prepared: Any) -> Callable[[], None]:

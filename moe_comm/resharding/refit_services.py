@@ -21,6 +21,7 @@ from moe_comm.resharding.refit_group import RefitGroup, agree, identity_of
 __all__ = [
     "RefitBackendName",
     "check_backend",
+    "check_serves",
     "clear_service_cache",
     "get_or_create",
     "get_or_create_service",
@@ -62,7 +63,7 @@ def get_or_create_service(backend: RefitBackendName, group: Group = None) -> Cop
     try:
         if not isinstance(name, str):
             raise TypeError(f"backend must be a name, got {shown(name)}")
-        _check_serves(name, ranks)
+        check_serves(name, ranks)
     except (TypeError, ValueError) as error:
         problem = problem or error
     if problem is not None and any(key == identity_of(ranks.key) for _, key in service_cache):
@@ -99,7 +100,7 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"{what}; there are {', '.join(sorted(_SERVICES))}")
 
 
-def _check_serves(backend: str, group: RefitGroup) -> None:
+def check_serves(backend: str, group: RefitGroup) -> None:
     """There is such a service, and it can serve this group."""
     check_backend(backend)
     if backend in ("gloo", "nccl") and not isinstance(group.handle, dist.ProcessGroup | None):
@@ -110,7 +111,7 @@ def _check_serves(backend: str, group: RefitGroup) -> None:
 
 def get_or_create(backend: str, group: RefitGroup, *, is_new: bool) -> CopyService:
     """The service of a backend that all ranks have agreed on; `is_new`: not one that is there."""
-    _check_serves(backend, group)
+    check_serves(backend, group)
     key = backend, identity_of(group.key)
     service = service_cache.get(key)
     if service is not None and is_new:

@@ -1,21 +1,27 @@
-"""Whether tensors are what and where they were: asked before a refit repeats what was prepared."""
+"""Whether tensors are what and where they were: asked before a refit repeats what was prepared.
+
+Tensors and modules are given themselves or as weak references.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from moe_comm import _host
 
-__all__ = ["TensorTable", "any_has", "hold_same"]
+__all__ = ["TensorTable", "Tensors", "any_has", "hold_same"]
 
 any_has = _host.any_has
 hold_same = _host.hold_same
+
+Tensors: TypeAlias = "list[torch.Tensor] | list[weakref.ref[torch.Tensor]]"
 
 _DTYPE = operator.attrgetter("dtype")
 # DLPack's table of C functions, which torch has from 2.10 on: it describes a tensor in some ten
@@ -23,11 +29,15 @@ _DTYPE = operator.attrgetter("dtype")
 _EXCHANGE_API = vars(torch.Tensor).get("__dlpack_c_exchange_api__")
 
 
-def _plain(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's parts of DTensors."""
-    if set(map(type, tensors)) - {torch.Tensor, torch.nn.Parameter}:
-        return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-    return tensors
+def _plain(tensors: Tensors) -> list[torch.Tensor] | None:
+    """The tensors themselves, and this rank's parts of DTensors; None where a tensor is gone."""
+    plain: list[torch.Tensor] = []
+    for given in tensors:
+        tensor = given() if isinstance(given, weakref.ref) else given
+        if tensor is None:
+            return None
+        plain.append(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    return plain
 
 
 class TensorTable:
@@ -35,12 +45,17 @@ class TensorTable:
 
     Args:
         tensors: Of DTensors, this rank's part counts.
+
+    Raises:
+        ValueError: A tensor is gone.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: Tensors) -> None:
+        plain = _plain(tensors)
+        if plain is None:
+            raise ValueError(f"tensors of a table must be alive, one of {len(tensors)} is gone")
         self._native: _host.TensorTable | None = None
         self._described: list[list[Any]] | None = None
-        plain = _plain(tensors)
         if _EXCHANGE_API is not None:
             # What DLPack cannot describe (a dtype, a subclass; another version) is described in Python.
             with contextlib.suppress(BufferError, RuntimeError, ValueError):
@@ -48,13 +63,23 @@ class TensorTable:
         if self._native is None:
             self._described = _describe(plain)
 
-    def matches(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether `tensors`, in the order of those that this was made of, are what those were."""
-        plain = _plain(tensors)
-        if self._native is None:
-            return _describe(plain) == self._described
+    def matches(self, tensors: Tensors, *, has_dtensors: bool = True) -> bool:
+        """Whether `tensors`, in the order of those that this was made of, are what those were.
+
+        Args:
+            tensors: The tensors.
+            has_dtensors: False where the caller knows that no tensor is a DTensor: then none is looked
+                at in Python.
+        """
+        if self._native is None or has_dtensors:
+            plain = _plain(tensors)
+            if plain is None:
+                return False
+            if self._native is None:
+                return _describe(plain) == self._described
+            tensors = plain
         try:
-            return self._native.matches(plain)
+            return self._native.matches(tensors)
         except (BufferError, RuntimeError):
             return False  # one cannot be described, and all could
 

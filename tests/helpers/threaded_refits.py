@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_comm.resharding import refit
+from moe_comm.resharding import refit, refit_pass
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.testing import RankContext, run_ranks
@@ -41,12 +41,12 @@ def error_of(call: Any) -> str:
 def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ranks that made a plan from here on, once per plan."""
     made: list[int] = []
-    build = refit.build_local_reshard_plan
+    build = refit_pass.build_local_reshard_plan
 
     def counted(*args: Any, **options: Any) -> ReshardPlan:
         plan = build(*args, **options)
         made.append(plan.rank)
         return plan
 
-    monkeypatch.setattr(refit, "build_local_reshard_plan", counted)
+    monkeypatch.setattr(refit_pass, "build_local_reshard_plan", counted)
     return made

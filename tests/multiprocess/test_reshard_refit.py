@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moe_comm import CommunicationError, Communicator, PeerFailedError
-from moe_comm.resharding import refit, refit_services, stale
+from moe_comm.resharding import refit, refit_group, refit_services, stale
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.model_shapes import MoEShape, build_module, fill, find_differences
@@ -312,7 +312,7 @@ def _forgets(context: RankContext) -> list[str]:
     wrong = []
     for seed in range(4):
         if seed and context.rank_idx == seed - 1:
-            key = "symmetric", refit.identity_of(context.group)
+            key = "symmetric", refit_group.identity_of(context.group)
             refit_services.service_cache.pop(key).close()
         swap(context, src.fill(seed), dst)
         wrong += dst.wrong(seed)

@@ -15,8 +15,9 @@ from torch import nn
 from moe_comm.resharding import planner, refit, stale
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.execution import execute_reshard_plan
+from moe_comm.resharding.kept import KeptWhile
 from moe_comm.resharding.parallelism import Parallelism, RankGroup
-from moe_comm.resharding.plan_cache import PlanCache, PlanCacheKey
+from moe_comm.resharding.plan_cache import KeptPlans
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.sharded_nets import ShardedNet
 from tests.helpers.threaded_refits import error_of, nets, swap
@@ -86,7 +87,6 @@ def test_a_rank_that_cannot_begin_is_named_by_all(spoil: Any, text: str, call: s
         src, dst = nets(context, "tp2", "single")
         # The second time there is a plan, which the models are compared with.
         swap(context, src.fill(0), dst)
-        dst.__dict__.pop("_refit_config_tuple")
         options = spoil(dst) if context.rank_idx == 1 else {}
         if call == "prepare":
             prepare = refit.prepare_swap_model_weights
@@ -185,17 +185,15 @@ def test_groups_replaced_by_others_of_the_same_sizes() -> None:
 
 
 def test_a_group_does_not_remember_the_models_that_are_gone() -> None:
-    cache, group = PlanCache(), nn.Identity()
-    num_before = len(weakref.finalize._registry)
+    cache: KeptWhile[int, KeptPlans] = KeptWhile()
+    group = nn.Identity()
     for number in range(3):
-        key = PlanCacheKey(rank=number, src_config=None, dst_config=None, num_experts=None)
         model = nn.Identity()
-        cache.put(key, cast("Any", SimpleNamespace()), (model, group))
-        assert len(cache) == 1
+        cache.put(number, KeptPlans(), (model, None, group))
+        assert len(cache) == weakref.getweakrefcount(group) == 1
         del model
         gc.collect()
-        assert len(cache) == 0
-    assert len(weakref.finalize._registry) == num_before
+        assert len(cache) == weakref.getweakrefcount(group) == 0
 
 
 # ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.resharding import planner, refit, refit_services, stale
+from moe_comm.resharding import planner, refit, refit_group, refit_pass, refit_services, stale
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.parallelism import Parallelism
@@ -161,6 +161,10 @@ def test_a_sender_serves_two_targets_in_turn(plans_made: list[int]) -> None:
 def test_plans_go_with_their_models() -> None:
     def rank(context: RankContext) -> weakref.ref[Any]:
         src, dst = nets(context, "tp2", "single")
+        # As modules of FSDP do, a submodule refers to its root.
+        for net in (src, dst):
+            net.inner = torch.nn.Module()
+            vars(net.inner)["root"] = net
         swap(context, src.fill(0), dst)
         return weakref.ref(dst)
 
@@ -168,6 +172,17 @@ def test_plans_go_with_their_models() -> None:
     gc.collect()
     assert [target() for target in targets] == [None, None]
     assert len(refit._plan_cache) == 0
+
+
+def test_a_refit_leaves_nothing_on_its_models() -> None:
+    def rank(context: RankContext) -> None:
+        pair = nets(context, "tp2", "single")
+        before = [set(vars(module)) for net in pair for module in net.modules()]
+        for seed in range(2):
+            swap(context, pair[0].fill(seed), pair[1], verify="checksum")
+        assert [set(vars(module)) for net in pair for module in net.modules()] == before
+
+    threads(rank, 2)
 
 
 def test_services_by_backend_and_group() -> None:
@@ -201,7 +216,7 @@ def test_a_rank_that_closed_its_service_gets_a_new_one_with_the_others() -> None
     def rank(context: RankContext) -> None:
         src, dst = nets(context, "tp2", "single")
         for seed in range(3):
-            known = ("symmetric", refit.identity_of(context.group))
+            known = ("symmetric", refit_group.identity_of(context.group))
             old = refit_services.service_cache.get(known)
             if seed == 1 and context.rank_idx == 0:
                 refit_services.service_cache.pop(known).close()
@@ -281,14 +296,14 @@ def test_pools_are_written_one_after_the_other(
             assert dst is None or dst.wrong(seed) == []
 
     plans: list[ReshardPlan] = []
-    build = refit.build_local_reshard_plan
+    build = refit_pass.build_local_reshard_plan
 
     def kept(*args: Any, **options: Any) -> ReshardPlan:
         plan = build(*args, **options)
         plans.append(plan)
         return plan
 
-    monkeypatch.setattr(refit, "build_local_reshard_plan", kept)
+    monkeypatch.setattr(refit_pass, "build_local_reshard_plan", kept)
     threads(rank, 4)
     receivers = sorted(plan.rank for plan in plans if plan.recv_ops)
     assert len(plans) == 8

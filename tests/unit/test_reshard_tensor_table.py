@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -100,8 +101,15 @@ def test_what_dlpack_cannot_describe_is_described_in_python() -> None:
     assert not TensorTable([torch.zeros(3), torch.zeros(4)]).matches(tensors)
 
 
-def held(parameters: dict[str, Any], buffers: dict[str, Any], modules: dict[str, Any]) -> Any:
-    return {"_parameters": parameters, "_buffers": buffers, "_modules": modules, "training": True}
+class Holder:
+    """What a module is to those who look at its attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def held(parameters: dict[str, Any], buffers: dict[str, Any], modules: dict[str, Any]) -> Holder:
+    return Holder(_parameters=parameters, _buffers=buffers, _modules=modules, training=True)
 
 
 def test_the_very_objects_count() -> None:
@@ -114,20 +122,55 @@ def test_the_very_objects_count() -> None:
     assert not hold_same([held({"a": one, "b": None}, {}, {})], keys, values)
     assert not hold_same([held({"a": other, "b": None}, {}, {"c": other})], keys, values)
     assert not hold_same([held({"a": one, "e": None}, {}, {"c": other})], keys, values)
-    assert not hold_same([{}], [], [])
+    assert not hold_same([Holder()], [], [])
     key = str(b"a key", "ascii")
     equal_key = str(b"a key", "ascii")
     assert key is not equal_key
     assert hold_same([held({key: one}, {}, {})], [equal_key], [one])
-    with pytest.raises(ValueError, match="takes dicts, got list"):
+    with pytest.raises(ValueError, match="modules have attributes, got list"):
         hold_same([[]], keys, values)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="number of values and of keys"):
         hold_same(modules, keys, values[:1])
 
 
 def test_any_has() -> None:
-    assert any_has([{}, {"a": None}], "a")
-    assert not any_has([{}, {"a": None}], "b")
+    modules = [Holder(), Holder(a=None)]
+    for given in (modules, list(map(weakref.ref, modules))):
+        assert any_has(given, "a")
+        assert not any_has(given, "b")
     assert not any_has([], "a")
-    with pytest.raises(ValueError, match="takes dicts, got int"):
-        any_has([1], "a")  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="modules have attributes, got int"):
+        any_has([1], "a")
+
+
+def test_weak_references_are_what_they_refer_to(kind: str) -> None:
+    del kind
+    tensors = some_tensors()
+    references = list(map(weakref.ref, tensors))
+    table = TensorTable(references)
+    for has_dtensors in (False, True):
+        assert table.matches(references, has_dtensors=has_dtensors)
+    assert table.matches(tensors)
+    tensors[1].t_()
+    assert not table.matches(references, has_dtensors=False)
+    tensors[1].t_()
+    assert table.matches(references, has_dtensors=False)
+    del tensors[2]
+    for has_dtensors in (False, True):
+        assert not table.matches(references, has_dtensors=has_dtensors)
+    with pytest.raises(ValueError, match="must be alive, one of 5 is gone"):
+        TensorTable(references)
+
+
+def test_objects_are_held_weakly_or_not() -> None:
+    one = torch.zeros(2)
+    modules = [held({"a": one}, {}, {}) for _ in range(2)]
+    known, values = list(map(weakref.ref, modules)), [weakref.ref(one)] * 2
+    assert hold_same(known, ["a", "a"], values)
+    vars(modules[1])["_parameters"]["a"] = torch.zeros(2)
+    assert not hold_same(known, ["a", "a"], values)
+    vars(modules[1])["_parameters"]["a"] = one
+    assert hold_same(known, ["a", "a"], values)
+    del modules[0]
+    assert not hold_same(known, ["a"], values[:1])
+    assert not any_has(known[:1], "a")
