@@ -30,8 +30,7 @@ from train_moe import NUM_SHARDS, MoeModel, Options, read_text, train_step
 
 import moe_comm
 from moe_comm.dispatcher import TokenDispatcher
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.refit import clear_all_caches, swap_model_weights
+from moe_comm.resharding import Parallelism, Refit, clear_all_caches
 
 NUM_TRAINERS = 4
 NUM_SEQUENCES = 4
@@ -49,7 +48,7 @@ class Settings:
         collocated: Layout on the training processes.
         apart: Layout on processes of their own.
         num_apart: Those processes.
-        refit_method: Of `swap_model_weights`.
+        refit_method: Of both `Refit`s.
     """
 
     options: Options
@@ -162,15 +161,19 @@ def run_rank(rank: int, settings: Settings, store: str, results: SimpleQueue[Any
     else:
         layout = Parallelism.parse(settings.apart, settings.num_apart)
         apart = LaidOutModel(options, layout, NUM_TRAINERS, NUM_SEQUENCES)
+    into_apart = Refit(source, apart, settings.refit_method)
+    into_collocated = None
+    if rank < NUM_TRAINERS:
+        into_collocated = Refit(source, collocated, settings.refit_method, trainers)
     for round_idx in range(settings.num_rounds):
-        if trainer is not None and source is not None and collocated is not None:
+        if not (trainer is None or source is None or collocated is None or into_collocated is None):
             loss = trainer.train(options.num_steps)
             if rank == 0:
                 results.put(("loss", round_idx, loss))
             say(round_idx, "source", source, 0.0)
-            refit_ms = refit(source, collocated, settings.refit_method, trainers)
+            refit_ms = timed(into_collocated, trainers)
             say(round_idx, "collocated", collocated, refit_ms)
-        refit_ms = refit(source, apart, settings.refit_method, None)
+        refit_ms = timed(into_apart, None)
         if apart is not None:
             say(round_idx, "apart", apart, refit_ms)
     clear_all_caches()
@@ -181,16 +184,11 @@ def run_rank(rank: int, settings: Settings, store: str, results: SimpleQueue[Any
     dist.destroy_process_group()
 
 
-def refit(
-    source: LaidOutModel | None,
-    target: LaidOutModel | None,
-    method: str,
-    group: dist.ProcessGroup | None,
-) -> float:
-    """Bring the weights of `source` into `target`; milliseconds. Collective over `group`."""
+def timed(refit: Refit, group: dist.ProcessGroup | None) -> float:
+    """Run a refit; milliseconds. Collective over `group`, its ranks."""
     dist.barrier(group)  # some are still generating
     start = time.perf_counter()
-    swap_model_weights(source, target, method, group=group)
+    refit.run()
     return (time.perf_counter() - start) * 1e3
 
 

@@ -23,6 +23,7 @@ from moe_comm.resharding.planner import (
     index_metadata_rosters,
 )
 from moe_comm.resharding.refit import (
+    Refit,
     clear_all_caches,
     clear_plan_cache,
     clear_service_cache,
@@ -50,6 +51,7 @@ __all__ = [
     "PlanError",
     "ProcessGroups",
     "RankGroup",
+    "Refit",
     "RefitProof",
     "ReshardPlan",
     "ReshardTransform",

@@ -71,8 +71,9 @@ class _TensorDict(dict[str, torch.Tensor]):
 class _Listing:
     """Tensors of a module by name, and what it held when they were listed.
 
-    Refers to modules and tensors weakly alone. Listings are kept beside modules and not on them, and a
-    submodule may refer to its root, as those of FSDP do: a root that its listing kept alive would never go.
+    Refers to modules and tensors weakly. Listings are kept beside modules and not on them, and a
+    submodule may refer to its root, as those of FSDP do: a root that its listing kept alive would
+    never go.
 
     Args:
         module: The outermost.

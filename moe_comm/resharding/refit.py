@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, TypeVar
 from moe_comm.arguments import as_int
 from moe_comm.missed_calls import tells_peers
 from moe_comm.resharding.copy_services.base import CopyService
-from moe_comm.resharding.kept import KeptWhile
 from moe_comm.resharding.plan_cache import PlanCacheKey
 from moe_comm.resharding.refit_group import RefitGroup, agree
 from moe_comm.resharding.refit_models import (
@@ -18,7 +17,7 @@ from moe_comm.resharding.refit_models import (
     _needs_mxfp8_conversion,
     _setup_mxfp8_transform_on_plan,
 )
-from moe_comm.resharding.refit_pass import Group, Options, Pass, PlanCache, Verify
+from moe_comm.resharding.refit_pass import Group, Options, Pass, Verify, plan_cache
 from moe_comm.resharding.refit_services import (
     RefitBackendName,
     check_backend,
@@ -27,6 +26,7 @@ from moe_comm.resharding.refit_services import (
 )
 
 __all__ = [
+    "Refit",
     "RefitBackendName",
     "Verify",
     "_PlanCacheKey",
@@ -47,13 +47,12 @@ ResultT = TypeVar("ResultT")
 
 _PlanCacheKey = PlanCacheKey
 
-_plan_cache: PlanCache = KeptWhile()
-"""Of all refits of this process."""
+_plan_cache = plan_cache
 
 
 def clear_plan_cache() -> None:
-    """Forget the plans of this process."""
-    _plan_cache.clear()
+    """Forget all plans of this process. All ranks of a refit plan anew where one has forgotten."""
+    plan_cache.clear()
 
 
 def clear_all_caches() -> None:
@@ -71,7 +70,6 @@ class _Request:
         service: `refit_method`; None where there is none.
         rank_offsets: Of the source and the target.
         problem: What is wrong with an argument, or None.
-        plans: Where plans are kept.
     """
 
     function: str
@@ -86,7 +84,7 @@ class _Request:
     verify: Verify
     strict: bool
     problem: Exception | None
-    plans: PlanCache
+    refit: str = ""
 
     def passes(self) -> Iterator[Pass]:
         """One for each pool of targets. The first one raises what is wrong, on every rank."""
@@ -103,10 +101,10 @@ class _Request:
                     self.strict,
                     self.num_dst_pools,
                     pool_index,
+                    refit=self.refit,
                 ),
                 self.service,
                 self.problem,
-                self.plans,
             )
 
 
@@ -114,7 +112,7 @@ def _tells_group(position: int) -> Callable[[Callable[P, ResultT]], Callable[P, 
     """A decorator for refits: peers hear of arguments that Python cannot bind.
 
     Args:
-        position: Of `group` among the positional arguments.
+        position: Of `group` among the positional arguments, `self` among them.
     """
 
     def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -129,6 +127,98 @@ def _tells_group(position: int) -> Callable[[Callable[P, ResultT]], Callable[P, 
 def _agree_on_nothing(group: RefitGroup, problem: Exception) -> None:
     """Raise what is wrong on this rank, after the others have heard of it."""
     agree(group, problem=problem, options="", has_service=False, plan_ids=[], nonce=0)
+
+
+def _reject_run(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell peers, who are in a run of the refit."""
+    request = args[0]._request
+    service = request.service if isinstance(request.service, CopyService) else None
+    _agree_on_nothing(RefitGroup(request.group, service), error)
+
+
+class Refit:
+    """Weights of one model into another: planned once, run as often as the source is trained.
+
+    Collective: all ranks make it, and run it in the same order among their other refits. It keeps both
+    models alive. Making it does what `prepare_swap_model_weights` does, and plans are shared with that
+    function and with `swap_model_weights`. The first run connects the transport and prepares the copies;
+    later ones repeat them.
+
+    Before each run every rank sees whether both models still hold what was planned for. A rank where
+    tensors were replaced, or their memory, prepares its copies anew. Where names, shapes, dtypes or the
+    way in which tensors are cut are others on one rank, all ranks plan anew.
+
+    Args:
+        src_model: What this rank holds of the source, or None.
+        target_model: What this rank holds of the target, or None. Runs write it in place. A target
+            whose config asks for MXFP8 inference is converted here.
+        refit_method: "symmetric", "gloo", "nccl", "nvshmem", or a `CopyService`.
+        group: The ranks, as for `swap_model_weights`, like all that follow.
+        src_rank_offset: Added to the ranks of the source's groups.
+        dst_rank_offset: Added to the ranks of the target's groups.
+        transform: A `ReshardTransform`, or an object with its methods; None for none.
+        num_dst_pools: Groups of ranks that each hold a whole target.
+        dst_pool_index: Of these, the one that this rank's target belongs to.
+        verify: "plan", "checksum" or None.
+        strict: Refuse source parameters without a destination.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, CommunicationError: As `swap_model_weights`, on every rank.
+
+    Example:
+        refit = Refit(trained, served, "symmetric")
+        for batch in batches:
+            train(trained, batch)
+            refit.run()
+    """
+
+    @_tells_group(4)
+    def __init__(
+        self,
+        src_model: Model,
+        target_model: Model,
+        refit_method: RefitBackendName | CopyService,
+        group: Group = None,
+        src_rank_offset: int = 0,
+        dst_rank_offset: int = 0,
+        transform: Any = None,
+        num_dst_pools: int = 1,
+        dst_pool_index: int = 0,
+        *,
+        verify: Verify = "plan",
+        strict: bool = False,
+    ) -> None:
+        request = _request(
+            "Refit",
+            src_model,
+            target_model,
+            refit_method,
+            group,
+            (src_rank_offset, dst_rank_offset),
+            transform,
+            (num_dst_pools, dst_pool_index),
+            verify,
+            strict,
+        )
+        plan_ids = [each.prepare() for each in request.passes()]
+        # The plans of all ranks have the same id, by which they tell this refit from another.
+        self._request = dataclasses.replace(
+            request, function="Refit.run", refit=f"{plan_ids[0]:016x}"
+        )
+
+    @tells_peers(_reject_run)
+    def run(self) -> None:
+        """Copy the weights of the source as they are now into the target. Collective, blocking.
+
+        Raises:
+            ValueError: The source is stale, no plan can be made for what the models hold now, or ranks
+                run different refits; on every rank, before anything moves.
+            RuntimeError: An error of the service.
+            RefitError: With `verify="checksum"`: the target does not hold what its source holds.
+            CommunicationError: A peer is gone or did not come.
+        """
+        for each in self._request.passes():
+            each.run()
 
 
 @_tells_group(2)
@@ -179,7 +269,6 @@ def prepare_swap_model_weights(
         verify,
         strict,
         _problem_with_pools(num_dst_pools, dst_pool_index),
-        _plan_cache,
     )
     for each in request.passes():
         each.prepare()
@@ -249,7 +338,6 @@ def swap_model_weights(
         (num_dst_pools, dst_pool_index),
         verify,
         strict,
-        _plan_cache,
     )
     for each in request.passes():
         each.run()
@@ -301,7 +389,6 @@ def reshard_model_weights(
         Options("reshard_model_weights", verify, strict, 1, pool_index),
         given,
         problem,
-        _plan_cache,
     ).run()
 
 
@@ -327,7 +414,6 @@ def _request(
     pools: tuple[int, int],
     verify: Verify,
     strict: bool,
-    plans: PlanCache,
 ) -> _Request:
     """The arguments of a refit over a transport, and what is wrong with them."""
     problem = _problem_with_pools(*pools)
@@ -355,5 +441,4 @@ def _request(
         verify,
         strict,
         problem,
-        plans,
     )

@@ -51,7 +51,7 @@ from moe_comm.resharding.refit_services import (
 from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.resharding.verification import verify_refit
 
-__all__ = ["VERIFY", "Group", "Options", "Pass", "PlanCache", "Verify"]
+__all__ = ["VERIFY", "Group", "Options", "Pass", "Verify", "plan_cache"]
 
 Verify = Literal["plan", "checksum"] | None
 """None; "plan": a plan is verified when it is made; "checksum": and every refit after it ran."""
@@ -60,8 +60,8 @@ VERIFY = (None, "plan", "checksum")
 
 Group: TypeAlias = "dist.ProcessGroup | Bootstrap | None"
 
-PlanCache: TypeAlias = KeptWhile[PlanCacheKey, KeptPlans]
-"""Plans by whose weights they move, for as long as these models and their group live."""
+plan_cache: KeptWhile[PlanCacheKey, KeptPlans] = KeptWhile()
+"""The plans of all refits of this process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +100,8 @@ class Pass:
         options: Options,
         service: CopyService | str | None,
         problem: Exception | None,
-        plans: PlanCache,
     ) -> None:
         self.rank_offsets = rank_offsets
-        self.plans = plans
         self.group = RefitGroup(
             group,
             service if isinstance(service, CopyService) else None,
@@ -173,7 +171,7 @@ class Pass:
 
     def _fitting_plans(self) -> list[int]:
         """Plans that were made for what the models hold now."""
-        kept = self.plans.get(self.key)
+        kept = plan_cache.get(self.key)
         if kept is None:
             return []
         states = self.states or self._look()
@@ -184,7 +182,7 @@ class Pass:
 
     def plan(self, agreement: Agreement) -> KeptPlan:
         """The plan, made by all ranks together unless all have it."""
-        known_plans = self.plans.get(self.key) or KeptPlans()
+        known_plans = plan_cache.get(self.key) or KeptPlans()
         kept = known_plans.find(agreement.plan_id)
         if kept is not None:
             return kept
@@ -217,7 +215,7 @@ class Pass:
         _harmonize_buffer_dtypes(plan, source, target, self.group.handle)
         kept = KeptPlan(plan, agreement.new_plan_id, self._look(), planned, self.options.strict)
         known_plans.put(kept)
-        self.plans.put(self.key, known_plans, (source, target, self.group.key))
+        plan_cache.put(self.key, known_plans, (source, target, self.group.key))
         return kept
 
     def prepare(self) -> int:

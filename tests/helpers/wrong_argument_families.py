@@ -441,6 +441,19 @@ def refit_calls(context: RankContext) -> Mapping[str, Entry]:
             refit.reshard_model_weights, {**models, "service": service}, is_copied
         ),
         "prepare_swap_model_weights": Entry(refit.prepare_swap_model_weights, models),
+        "Refit": Entry(
+            refit.Refit,
+            {**models, "refit_method": "symmetric"},
+            is_copied,
+            finish=lambda made: made.run(),
+        ),
+        "Refit over a service": Entry(
+            refit.Refit,
+            {**models, "refit_method": service},
+            is_copied,
+            finish=lambda made: made.run(),
+        ),
+        "Refit.run": Entry(refit.Refit(src, dst, service).run, {}, is_copied),
         "get_or_create_service": Entry(
             get_new_service,
             {"backend": "symmetric", "group": context.group},
