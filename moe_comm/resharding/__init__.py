@@ -13,8 +13,9 @@ from moe_comm.resharding.metadata import (
     ParameterMetadata,
     ShardingDescriptor,
 )
+from moe_comm.resharding.ops import TransferOp
 from moe_comm.resharding.parallelism import Parallelism, ProcessGroups, RankGroup
-from moe_comm.resharding.plan import ReshardPlan, TransferOp
+from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.plan_check import PlanError, format_plan, verify_plan, verify_plans
 from moe_comm.resharding.planner import (
     build_centralized_reshard_plan,

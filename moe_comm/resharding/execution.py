@@ -20,7 +20,8 @@ from moe_comm.resharding.group_failures import failure_of
 from moe_comm.resharding.kept import KeptWhile
 from moe_comm.resharding.module_tensors import ModuleState, module_state, modules_with
 from moe_comm.resharding.number_formats import is_mxfp8_tensor
-from moe_comm.resharding.plan import ReshardPlan, Slices, TensorSpec, TransferOp
+from moe_comm.resharding.ops import Slices, TransferOp
+from moe_comm.resharding.plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.sources import Sources, in_view, reduce_partial_sources
 from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.resharding.utils import local_tensor

@@ -9,7 +9,8 @@ import torch
 
 from moe_comm.resharding import intervals
 from moe_comm.resharding.intervals import Box
-from moe_comm.resharding.plan import ReshardPlan, Slices, TensorSpec, TransferOp, unpack_task_id
+from moe_comm.resharding.ops import Slices, TransferOp, unpack_task_id
+from moe_comm.resharding.plan import ReshardPlan, TensorSpec
 
 __all__ = ["PlanError", "bytes_per_pair", "format_plan", "verify_plan", "verify_plans"]
 

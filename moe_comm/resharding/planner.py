@@ -21,15 +21,9 @@ from moe_comm.resharding.assignment import Assignment
 from moe_comm.resharding.disagreement import name_ranks
 from moe_comm.resharding.intervals import Box
 from moe_comm.resharding.metadata import ParameterMetadata
+from moe_comm.resharding.ops import Slices, TransferOp, pack_task_id
 from moe_comm.resharding.parallelism import OFFSET_HINT
-from moe_comm.resharding.plan import (
-    PartialReduction,
-    ReshardPlan,
-    Slices,
-    TensorSpec,
-    TransferOp,
-    pack_task_id,
-)
+from moe_comm.resharding.plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan_check import PlanError, verify_plan
 from moe_comm.resharding.rosters import (
     Families,

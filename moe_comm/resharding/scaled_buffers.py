@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from moe_comm.resharding.number_formats import Block, ScaledTensor, scale_shape
-from moe_comm.resharding.transform_protocol import ReshardTransform, Slices
+from moe_comm.resharding.ops import Slices
+from moe_comm.resharding.transform_protocol import ReshardTransform
 
 __all__ = [
     "Assembly",

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.resharding.module_tensors import local_tensor
 from moe_comm.resharding.number_formats import is_mxfp8_tensor
-from moe_comm.resharding.plan import PartialReduction, ReshardPlan, TransferOp
+from moe_comm.resharding.ops import TransferOp
+from moe_comm.resharding.plan import PartialReduction, ReshardPlan
 from moe_comm.resharding.transforms import _ensure_sendable
 
 __all__ = ["Sources", "in_view", "reduce_partial_sources"]

@@ -9,7 +9,7 @@ import math
 
 from moe_comm.resharding import intervals
 from moe_comm.resharding.metadata import ParameterMetadata, ShardingDescriptor
-from moe_comm.resharding.plan import Slices
+from moe_comm.resharding.ops import Slices
 from moe_comm.resharding.utils import _get_rank_in_group
 
 __all__ = [

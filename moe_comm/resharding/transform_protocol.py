@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from moe_comm.resharding.plan import TransferOp
+from moe_comm.resharding.ops import Slices, TransferOp
 
-__all__ = ["ReshardTransform", "Slices", "as_reshard_transform"]
-
-Slices = tuple[slice, ...]
+__all__ = ["ReshardTransform", "as_reshard_transform"]
 
 
 class ReshardTransform:

@@ -22,7 +22,7 @@ from moe_comm.resharding.number_formats import (
     validate_fp8_block_tensor,
     validate_mxfp8_tensor,
 )
-from moe_comm.resharding.plan import TransferOp
+from moe_comm.resharding.ops import Slices, TransferOp
 from moe_comm.resharding.scaled_buffers import (
     Assembly,
     ScaledBufferTransform,
@@ -30,11 +30,7 @@ from moe_comm.resharding.scaled_buffers import (
     slices_of,
     write_chosen,
 )
-from moe_comm.resharding.transform_protocol import (
-    ReshardTransform,
-    Slices,
-    as_reshard_transform,
-)
+from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
 
 __all__ = [
     "FP8BlockReshardTransform",

@@ -20,7 +20,8 @@ from moe_comm.resharding.module_tensors import (
     named_persistent_buffers,
     named_refit_tensors,
 )
-from moe_comm.resharding.plan import ReshardPlan, TransferOp
+from moe_comm.resharding.ops import TransferOp
+from moe_comm.resharding.plan import ReshardPlan
 
 __all__ = [
     "ParameterMetadata",

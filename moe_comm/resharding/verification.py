@@ -17,7 +17,8 @@ from moe_comm.resharding import stale
 from moe_comm.resharding.batched_copy import checksum
 from moe_comm.resharding.module_tensors import get_refit_tensor_dict, local_tensor
 from moe_comm.resharding.number_formats import is_mxfp8_tensor
-from moe_comm.resharding.plan import ReshardPlan, TransferOp, unpack_task_id
+from moe_comm.resharding.ops import TransferOp, unpack_task_id
+from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.sources import Sources, in_view, reduce_partial_sources
 from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
 

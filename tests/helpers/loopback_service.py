@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from moe_comm.resharding.copy_services.base import CopyService
-from moe_comm.resharding.plan import ReshardPlan, TransferOp
+from moe_comm.resharding.ops import TransferOp
+from moe_comm.resharding.plan import ReshardPlan
 
 
 class LoopbackService(CopyService):

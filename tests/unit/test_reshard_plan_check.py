@@ -11,13 +11,8 @@ import torch
 
 from moe_comm.resharding import plan_check
 from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.plan import (
-    PartialReduction,
-    ReshardPlan,
-    TensorSpec,
-    TransferOp,
-    pack_task_id,
-)
+from moe_comm.resharding.ops import TransferOp, pack_task_id
+from moe_comm.resharding.plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan_check import PlanError
 from moe_comm.resharding.planner import build_plan_from_rosters, index_metadata_rosters
 

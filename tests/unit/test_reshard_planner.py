@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from moe_comm.resharding import plan_check
 from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
 from moe_comm.resharding.model_shapes import MoEShape, roster
+from moe_comm.resharding.ops import pack_task_id
 from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan import PartialReduction, ReshardPlan, pack_task_id
+from moe_comm.resharding.plan import PartialReduction, ReshardPlan
 from moe_comm.resharding.plan_check import PlanError
 from moe_comm.resharding.planner import (
     _iter_global_transfer_ops,

@@ -17,7 +17,7 @@ from moe_comm.resharding.number_formats import (
     quantize_mxfp8,
     swizzle_scales,
 )
-from moe_comm.resharding.plan import TransferOp
+from moe_comm.resharding.ops import TransferOp
 from moe_comm.resharding.transforms import (
     FP8BlockReshardTransform,
     MXFP8ReshardTransform,

@@ -14,7 +14,8 @@ from torch import nn
 import moe_comm
 from moe_comm import errors
 from moe_comm.resharding import stale, verification
-from moe_comm.resharding.plan import ReshardPlan, TransferOp
+from moe_comm.resharding.ops import TransferOp
+from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.transform_protocol import ReshardTransform
 from moe_comm.resharding.verification import RefitProof, verify_refit
 from tests.helpers.loopback_service import module_of
