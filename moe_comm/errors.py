@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 __all__ = [
     "CapacityError",
     "CommunicationError",
     "EvictedError",
+    "Overflow",
     "PeerFailedError",
     "PeerTimeoutError",
     "RefitError",
@@ -107,6 +109,22 @@ class CapacityError(RuntimeError):
         self.available_bytes = available_bytes
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.needed_rows: tuple[int, ...] = tuple(needed_rows)
+
+
+class Overflow(NamedTuple):
+    """A limit of a dispatch that more rows were asked for than it allows.
+
+    Args:
+        rank_idx: Whose rows these are.
+        expert_idx: The expert that the limit is of; None where it is of all rows of the rank.
+        num_needed: Rows that were asked for.
+        num_available: Rows that there is room for.
+    """
+
+    rank_idx: int
+    expert_idx: int | None
+    num_needed: int
+    num_available: int
 
 
 class RefitError(RuntimeError):

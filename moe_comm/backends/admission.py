@@ -6,15 +6,13 @@ Pure functions, equal on every rank. All tensors are on the CPU. R ranks, E expe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
-from moe_comm.backends import routing
+from moe_comm.backends import messages, routing
 from moe_comm.backends.routing import Placement, RowOrder
 from moe_comm.config import Capacity, Layout
-from moe_comm.errors import CapacityError
+from moe_comm.errors import Overflow
 
 __all__ = ["Admission", "Asked", "admit", "ask"]
 
@@ -101,7 +99,8 @@ def admit(
         if capacity.on_overflow == "raise":
             overflows = _overflows(kept, required, num_asked_rows, placement, most_per_expert)
             if overflows:
-                _raise_overflows(overflows, kept, placement, row_bytes)
+                rows = kept.sum(dim=0)[placement.experts_of(overflows[0].rank_idx)]
+                raise messages.beyond_limits(overflows, rows.tolist(), row_bytes)
         else:
             if most_per_expert is not None:
                 kept = _first_rows(kept, torch.full((num_experts,), most_per_expert))
@@ -154,62 +153,29 @@ def _within_windows(
     return _first_rows(choices, torch.where(num_rows[placement.expert_rank] < 0, unlimited, most))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Overflow:
-    """A limit that more rows were asked for than it allows."""
-
-    rank_idx: int
-    place: str
-    num_needed: int
-    num_available: int
-
-
 def _overflows(
     choices: torch.Tensor,
     required: torch.Tensor,
     num_rows: torch.Tensor,
     placement: Placement,
     most_per_expert: int | None,
-) -> list[_Overflow]:
+) -> list[Overflow]:
     """Every limit that is exceeded: experts ascending, then ranks ascending."""
     found = []
     owners = placement.expert_rank.tolist()
     for expert_idx, total in enumerate(choices.sum(dim=0).tolist()):
         if most_per_expert is not None and total > most_per_expert:
-            rank_idx = owners[expert_idx]
-            place = f"expert {expert_idx} on rank {rank_idx}"
-            found.append(_Overflow(rank_idx, place, total, most_per_expert))
+            found.append(Overflow(owners[expert_idx], expert_idx, total, most_per_expert))
     for rank_idx, (needed, available) in enumerate(
         zip(required.tolist(), num_rows.tolist(), strict=True)
     ):
         if 0 <= available < needed:
-            found.append(_Overflow(rank_idx, f"rank {rank_idx}", needed, available))
+            found.append(Overflow(rank_idx, None, needed, available))
     return found
-
-
-def _text_of(overflows: Sequence[_Overflow]) -> str:
-    return "; ".join(
-        f"{each.place} would receive {each.num_needed} rows, it has room for {each.num_available}"
-        for each in overflows
-    )
 
 
 def _check_places(choices: torch.Tensor, placement: Placement, order: RowOrder) -> None:
     nothing = torch.zeros(placement.num_ranks, dtype=torch.int64)
     overflows = _overflows(choices, nothing, nothing, placement, order.num_places_per_expert)
     if overflows:
-        raise ValueError(_text_of(overflows))
-
-
-def _raise_overflows(
-    overflows: Sequence[_Overflow], choices: torch.Tensor, placement: Placement, row_bytes: int
-) -> NoReturn:
-    first = overflows[0]
-    rows = choices.sum(dim=0)[placement.experts_of(first.rank_idx)]
-    raise CapacityError(
-        _text_of(overflows),
-        needed_bytes=first.num_needed * row_bytes,
-        available_bytes=first.num_available * row_bytes,
-        ranks=list(dict.fromkeys(each.rank_idx for each in overflows)),
-        needed_rows=rows.tolist(),
-    )
+        raise messages.no_places(overflows)

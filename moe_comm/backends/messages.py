@@ -13,10 +13,12 @@ import torch
 
 from moe_comm.backends.base import PlanTensors
 from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.errors import CapacityError, Overflow
 from moe_comm.quantization import Quantization
 
 __all__ = [
     "bad_expert_id",
+    "beyond_limits",
     "call_hash",
     "calls_differ",
     "config_differs",
@@ -24,6 +26,7 @@ __all__ = [
     "describe_config",
     "describe_dispatch",
     "describe_dispatch_cached",
+    "no_places",
     "rejected",
 ]
 
@@ -33,6 +36,31 @@ def bad_expert_id(token_idx: int, topk_pos: int, value: int, num_experts: int) -
     return ValueError(
         f"topk_idx[{token_idx}, {topk_pos}] = {value} is not an expert id in [-1, {num_experts})"
     )
+
+
+def beyond_limits(
+    overflows: Sequence[Overflow], needed_rows: Sequence[int], row_bytes: int
+) -> CapacityError:
+    """For every rank, when a dispatch asks for more than limits that raise allow.
+
+    Args:
+        overflows: All of them, at least one.
+        needed_rows: Of the local experts of the first one's rank.
+        row_bytes: Of a row on arrival.
+    """
+    first = overflows[0]
+    return CapacityError(
+        _overflow_text(overflows),
+        needed_bytes=first.num_needed * row_bytes,
+        available_bytes=first.num_available * row_bytes,
+        ranks=list(dict.fromkeys(each.rank_idx for each in overflows)),
+        needed_rows=needed_rows,
+    )
+
+
+def no_places(overflows: Sequence[Overflow]) -> ValueError:
+    """For every rank, when experts have more rows than places in LOW_LATENCY."""
+    return ValueError(_overflow_text(overflows))
 
 
 def rejected(errors: Sequence[Exception | None]) -> Exception | None:
@@ -136,6 +164,15 @@ def config_differs(fields: Sequence[dict[str, str]]) -> ValueError | None:
                     f"{other[name]} on rank {rank_idx}"
                 )
     return None
+
+
+def _overflow_text(overflows: Sequence[Overflow]) -> str:
+    return "; ".join(
+        ("" if each.expert_idx is None else f"expert {each.expert_idx} on ")
+        + f"rank {each.rank_idx} would receive {each.num_needed} rows, "
+        f"it has room for {each.num_available}"
+        for each in overflows
+    )
 
 
 def _places(layout: Layout, expert_alignment: int) -> str:

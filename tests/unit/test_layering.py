@@ -206,6 +206,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.quantization",
         "moe_comm.quantized",
         "moe_comm.routing_trace",
+        "moe_comm.spec",
         "moe_comm.tracing",
     },
     {"moe_comm.budget", "moe_comm.output_files"},
