@@ -69,8 +69,8 @@ class Received:
     """What a rank gets from a dispatch; M rows, see `DispatchOutput` for every other tensor.
 
     Args:
-        is_filled: bool `[M]`: rows that some token sent. The others are zero; in LOW_LATENCY they are
-            undefined.
+        is_defined: LOW_LATENCY: bool `[M]`, rows that some token sent; the others are undefined. Else
+            None: what no token sent is zero.
     """
 
     x: torch.Tensor
@@ -81,7 +81,7 @@ class Received:
     num_dropped_per_expert: torch.Tensor
     num_required_rows: int
     expert_offsets: torch.Tensor
-    is_filled: torch.Tensor
+    is_defined: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -360,6 +360,7 @@ class Dispatch:
         origin = [
             -1 if row is None else first[row.source_idx] + row.token_idx for row in window.rows
         ]
+        is_filled = torch.tensor([row is not None for row in window.rows], dtype=torch.bool)
         factors = None if x_sf is None else _taken(x_sf, origin)
         return Received(
             x=_taken(x, origin),
@@ -370,7 +371,7 @@ class Dispatch:
             num_dropped_per_expert=torch.tensor(window.num_dropped_per_expert, dtype=torch.int64),
             num_required_rows=window.num_required_rows,
             expert_offsets=torch.tensor(window.expert_offsets, dtype=torch.int32),
-            is_filled=torch.tensor([row is not None for row in window.rows], dtype=torch.bool),
+            is_defined=is_filled if self.layout is Layout.LOW_LATENCY else None,
         )
 
     def _local_topk_idx(self, rank_idx: int, rows: list[Origin | None]) -> torch.Tensor | None:
@@ -441,10 +442,10 @@ class Dispatch:
             num_local_ranks: Ranks of a node where rows are added on their node first; else None.
         """
         num_node_ranks = num_local_ranks or self.num_ranks
+        own_node = rank_idx // num_node_ranks
         first = _starts([len(out) for out in expert_out])
         rows = torch.cat(list(expert_out))
-        terms = self.terms(rank_idx)
-        dtype, hidden = rows.dtype, rows.shape[1]
+        terms, dtype, hidden = self.terms(rank_idx), rows.dtype, rows.shape[1]
         sums = torch.zeros(len(terms), hidden, dtype=arithmetic.accumulator_dtype(dtype))
         with arithmetic.subnormals_kept():
             for token_idx, token in enumerate(terms):
@@ -456,7 +457,6 @@ class Dispatch:
                     if topk_weights is not None:
                         weights = topk_weights[token_idx]
                         added = [row * weights[k] for row, (k, _) in zip(added, there, strict=True)]
-                    own_node = rank_idx // num_node_ranks
                     sums[token_idx, some] = sum_in_order(added, nodes, own_node, dtype)
         return arithmetic.round_to(sums, dtype)
 

@@ -13,10 +13,10 @@ from moe_comm.backends.base import Backend, Plan
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 from moe_comm.testing import calls
+from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, case_inputs
 from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
-from moe_comm.testing.oracle import Oracle
 from moe_comm.testing.scripts import compare_dispatch
 from moe_comm.testing.target import Target
 
@@ -43,17 +43,17 @@ class _Mistake:
 class _Caller:
     """The calls of one rank, with valid arguments unless said otherwise."""
 
-    def __init__(self, backend: Backend, oracle: Oracle, rank_idx: int) -> None:
+    def __init__(self, backend: Backend, data: CaseData, rank_idx: int) -> None:
         self.backend = backend
-        self.oracle = oracle
+        self.data = data
         self.rank_idx = rank_idx
-        self.mine = oracle.inputs[rank_idx]
+        self.mine = data.inputs[rank_idx]
         self.plan: Plan = self.dispatch()
 
     def dispatch(self, **changes: Any) -> Plan:
         """A dispatch; returns its plan."""
         return (
-            calls.dispatch(self.backend, self.oracle.case, self.rank_idx, self.mine, **changes)
+            calls.dispatch(self.backend, self.data.case, self.rank_idx, self.mine, **changes)
             .wait()
             .plan
         )
@@ -221,11 +221,11 @@ def run_bad_input(context: RankContext, target: Target) -> list[str]:
     """Every mistake, made by the first and by the last rank; after each of them the buffer works."""
     expected = Expectations()
     case = Case(name="bad input", num_ranks=context.num_ranks, num_tokens=(4,) * context.num_ranks)
-    oracle = Oracle(case, case_inputs(case))
+    data = CaseData(case, case_inputs(case))
     rank_idx = context.rank_idx
     with target.communicator(context) as communicator:
         backend = target.backend(communicator, case.config)
-        caller = _Caller(backend, oracle, rank_idx)
+        caller = _Caller(backend, data, rank_idx)
         for bad_rank in {0, context.num_ranks - 1}:
             for mistake in _mistakes(bad_rank):
                 if context.num_ranks == 1 and not mistake.pattern.startswith(("^rank", "x ")):
@@ -256,11 +256,12 @@ def _expect_error(
 
 
 def _expect_work(expected: Expectations, what: str, caller: _Caller) -> None:
-    oracle, rank_idx = caller.oracle, caller.rank_idx
-    output = calls.dispatch(caller.backend, oracle.case, rank_idx, caller.mine).wait()
-    rows = [rank.x for rank in oracle.inputs]
-    weights = [rank.topk_weights for rank in oracle.inputs]
-    compare_dispatch(expected, what, output, oracle.dispatched(rank_idx, rows, weights))
+    data, rank_idx = caller.data, caller.rank_idx
+    output = calls.dispatch(caller.backend, data.case, rank_idx, caller.mine).wait()
+    rows = [rank.x for rank in data.inputs]
+    weights = [rank.topk_weights for rank in data.inputs]
+    want = data.received(rank_idx, rows, weights)
+    compare_dispatch(expected, what, output, want)
 
 
 def run_bad_config(context: RankContext, target: Target) -> list[str]:

@@ -93,7 +93,7 @@ class Expectations:
         Args:
             what: Says which tensors these are.
             got: From the backend.
-            want: From the oracle.
+            want: From the definition.
             rows: bool `[M]`: only these rows are compared, and the shape of all.
         """
         pair = _Pair(what, got, want, rows)

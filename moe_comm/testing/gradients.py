@@ -12,10 +12,10 @@ from moe_comm.backends.base import CombineOutput, DispatchOutput
 from moe_comm.backends.gradients import ENABLED, NEEDS_ROWS, NEEDS_WEIGHTS
 from moe_comm.config import Layout
 from moe_comm.testing import calls
+from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, case_inputs
 from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
-from moe_comm.testing.oracle import Oracle
 from moe_comm.testing.scripts import compare_dispatch
 from moe_comm.testing.target import Target
 
@@ -40,11 +40,11 @@ def run_gradients(context: RankContext, target: Target) -> list[str]:
     expected = Expectations()
     rank_idx = context.rank_idx
     case = Case(name="gradients", num_ranks=context.num_ranks, num_tokens=(3, 0, 4))
-    oracle = Oracle(case, case_inputs(case))
-    mine = oracle.inputs[rank_idx]
-    rows = [rank.x for rank in oracle.inputs]
-    weights = [rank.topk_weights for rank in oracle.inputs]
-    want = oracle.dispatched(rank_idx, rows, weights)
+    data = CaseData(case, case_inputs(case))
+    mine = data.inputs[rank_idx]
+    rows = [rank.x for rank in data.inputs]
+    weights = [rank.topk_weights for rank in data.inputs]
+    want = data.received(rank_idx, rows, weights)
     with target.communicator(context) as communicator:
         backend = target.backend(communicator, case.config)
         plan = calls.dispatch(backend, case, rank_idx, mine).wait().plan

@@ -16,10 +16,10 @@ from moe_comm.config import Capacity, Layout
 from moe_comm.errors import CapacityError
 from moe_comm.quantization import MXFP8
 from moe_comm.testing import calls
+from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, RankInput, case_inputs
 from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
-from moe_comm.testing.oracle import Oracle
 from moe_comm.testing.scripts import compare_dispatch
 from moe_comm.testing.target import Target
 
@@ -169,9 +169,9 @@ def run_limits(context: RankContext, target: Target) -> list[str]:
         )
         for rank in case_inputs(case)
     ]
-    oracle = Oracle(case, inputs)
+    data = CaseData(case, inputs)
     rows, weights = [rank.x for rank in inputs], [rank.topk_weights for rank in inputs]
-    want = oracle.dispatched(rank_idx, rows, weights)
+    want = data.received(rank_idx, rows, weights)
     with target.communicator(context) as communicator:
         backend = target.backend(communicator, case.config)
         for refusal in _refusals(num_ranks):
@@ -187,7 +187,7 @@ def run_limits(context: RankContext, target: Target) -> list[str]:
             compare_dispatch(expected, f"after {refusal.name}", output, want)
         for edge in _edges(case):
             output = calls.dispatch(backend, edge, rank_idx, inputs[rank_idx]).wait()
-            at_edge = Oracle(edge, inputs).dispatched(rank_idx, rows, weights)
+            at_edge = CaseData(edge, inputs).received(rank_idx, rows, weights)
             compare_dispatch(expected, f"at a limit, {edge.name}", output, at_edge)
         backend.destroy()
     return [f"rank {rank_idx}: {text}" for text in expected.result()]

@@ -11,11 +11,12 @@ from moe_comm.backends.base import Backend, DispatchOutput, Plan
 from moe_comm.config import Layout
 from moe_comm.quantization import FP8_BLOCK128, MXFP8
 from moe_comm.quantized import QUANTIZABLE_DTYPES
+from moe_comm.spec import Received
 from moe_comm.testing import calls
+from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, RankInput, case_inputs, scales_of_case
 from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
-from moe_comm.testing.oracle import Expected, Oracle
 from moe_comm.testing.target import Target
 
 __all__ = ["compare_dispatch", "run_case"]
@@ -54,15 +55,15 @@ class _Round:
         self.case = case
         self.round_idx = round_idx
         self.expected = expected
-        self.oracle = Oracle(case, case_inputs(case, round_idx))
-        self.mine: RankInput = self.oracle.inputs[rank_idx]
+        self.data = CaseData(case, case_inputs(case, round_idx))
+        self.mine: RankInput = self.data.inputs[rank_idx]
         self.copy_out = _COPY_OUT[round_idx % len(_COPY_OUT)]
         self.num_combines = 0
 
     def dispatch(self, backend: Backend) -> None:
         """With and without weights."""
         self.backend = backend
-        inputs = self.oracle.inputs
+        inputs = self.data.inputs
         scales = [rank.x_sf for rank in inputs if rank.x_sf is not None]
         for has_weights in (False, True):
             output = calls.dispatch(
@@ -73,7 +74,7 @@ class _Round:
                 has_weights=has_weights,
                 copy_out=self.copy_out,
             ).wait()
-            want = self.oracle.dispatched(
+            want = self.data.received(
                 self.rank_idx,
                 [rank.x for rank in inputs],
                 [rank.topk_weights for rank in inputs] if has_weights else None,
@@ -91,8 +92,8 @@ class _Round:
             got = getattr(self.plan, name)
             self.expected.true(f"plan.{name}", got == want_number, f"got {got}, want {want_number}")
         tensors = self.plan.to_tensors()
-        self.expected.equal("plan counts", tensors.counts, self.oracle.counts)
-        self.expected.equal("plan slots", tensors.slots, self.oracle.slots(self.rank_idx))
+        self.expected.equal("plan counts", tensors.counts, self.data.dispatch.counts)
+        self.expected.equal("plan slots", tensors.slots, self.data.dispatch.slots(self.rank_idx))
         self.expected.equal("plan topk_idx", tensors.topk_idx, self.mine.topk_idx)
         if self.round_idx % 2:
             self.plan = backend.import_plan(tensors)
@@ -107,7 +108,7 @@ class _Round:
         ):
             self._combine(hidden, dtype, has_weights=has_weights, has_row_weights=has_row_weights)
         weights_dtype = self.case.weights_dtype
-        row_weights = self.oracle.row_weights(("pulled", self.round_idx), weights_dtype)
+        row_weights = self.data.row_weights(("pulled", self.round_idx), weights_dtype)
         pulled = calls.combine(
             self.backend,
             None,
@@ -116,11 +117,9 @@ class _Round:
             row_weights[self.rank_idx],
             copy_out=self.copy_out,
         ).wait()
-        want = self.oracle.combined(self.rank_idx, None, None, row_weights)
+        want = self.data.dispatch.pulled(self.rank_idx, row_weights)
         self.expected.equal(self._text("combine of no rows: x"), pulled.x, None)
-        self.expected.equal(
-            self._text("combine of no rows: weights"), pulled.topk_weights, want.topk_weights
-        )
+        self.expected.equal(self._text("combine of no rows: weights"), pulled.topk_weights, want)
 
     def _combine(
         self, hidden: int, dtype: torch.dtype, *, has_weights: bool, has_row_weights: bool
@@ -129,9 +128,9 @@ class _Round:
         self.num_combines += 1
         is_wide = dtype == torch.float64
         weights_dtype = torch.float64 if is_wide else torch.float32
-        expert_outputs = self.oracle.expert_outputs(("out", key), hidden, dtype)
+        expert_outputs = self.data.expert_outputs(("out", key), hidden, dtype)
         row_weights = (
-            self.oracle.row_weights(("weights", key), weights_dtype) if has_row_weights else None
+            self.data.row_weights(("weights", key), weights_dtype) if has_row_weights else None
         )
         weights = self.mine.topk_weights.to(weights_dtype) if has_weights else None
         rows = expert_outputs[self.rank_idx]
@@ -155,12 +154,15 @@ class _Round:
             out=out,
             copy_out=self.copy_out,
         ).wait()
-        want = self.oracle.combined(self.rank_idx, expert_outputs, weights, row_weights)
+        want = self.data.sums(self.rank_idx, expert_outputs, weights)
+        pulled = None
+        if row_weights is not None:
+            pulled = self.data.dispatch.pulled(self.rank_idx, row_weights)
         what = self._text(f"combine {dtype} weights={has_weights}")
-        self.expected.equal(what, output.x, want.x)
-        self.expected.equal(f"{what} row_weights", output.topk_weights, want.topk_weights)
+        self.expected.equal(what, output.x, want)
+        self.expected.equal(f"{what} row_weights", output.topk_weights, pulled)
         if out is not None:
-            self.expected.equal(f"{what} out=", out, want.x)
+            self.expected.equal(f"{what} out=", out, want)
         # From here on the rows are the caller's again; a peer that still reads them adds NaN.
         rows.fill_(float("nan"))
 
@@ -175,10 +177,10 @@ class _Round:
             (72, torch.float16, True, in_columns if quantization is None else FP8_BLOCK128),
         ):
             key = (self.round_idx, hidden, dtype)
-            rows = self.oracle.rows(key, hidden, dtype)
+            rows = self.data.rows(key, hidden, dtype)
             weights = None
             if has_weights and dtype is self.case.dtype:
-                weights = [rank.topk_weights for rank in self.oracle.inputs]
+                weights = [rank.topk_weights for rank in self.data.inputs]
             scales = scales_of_case(self.case, key) if dtype is self.case.dtype else None
             if scales is None and dtype not in QUANTIZABLE_DTYPES:
                 other = None
@@ -191,7 +193,7 @@ class _Round:
                 quantization=other,
                 copy_out=self.copy_out,
             )
-            want = self.oracle.dispatched(
+            want = self.data.received(
                 self.rank_idx, rows, weights, scales=scales, quantization=other, is_cached=True
             )
             self._compare(f"cached dispatch {dtype}", output, want)
@@ -200,7 +202,7 @@ class _Round:
         """The local backward of weights applied in combine."""
         dtype = self.case.combine_dtype
         gradient, value = (
-            self.oracle.expert_outputs((name, self.round_idx), self.case.combine_hidden, dtype)[
+            self.data.expert_outputs((name, self.round_idx), self.case.combine_hidden, dtype)[
                 self.rank_idx
             ]
             for name in ("gradient", "value")
@@ -213,7 +215,7 @@ class _Round:
         self.expected.equal(self._text("weighted_gradient dots"), dots, want_dots)
         self.expected.equal(self._text("weighted_gradient gradient"), gradient, want_gradient)
 
-    def _compare(self, what: str, got: DispatchOutput, want: Expected) -> None:
+    def _compare(self, what: str, got: DispatchOutput, want: Received) -> None:
         compare_dispatch(self.expected, self._text(what), got, want)
 
     def _text(self, what: str) -> str:
@@ -221,7 +223,7 @@ class _Round:
 
 
 def compare_dispatch(
-    expected: Expectations, what: str, got: DispatchOutput, want: Expected
+    expected: Expectations, what: str, got: DispatchOutput, want: Received
 ) -> None:
     """Everything that a dispatch gives."""
     defined = want.is_defined
@@ -247,12 +249,15 @@ def compare_dispatch(
         (shape, [stride for size, stride in zip(shape, strides, strict=True) if size > 1])
         for shape, strides in (
             (tuple(got.x_sf.shape), got.x_sf.stride()),
-            (want.scale_shape, want.scale_strides),
+            (tuple(want.x_sf.shape), want.x_sf.stride()),
         )
     )
     # Strides of empty tensors and of dimensions of one element mean nothing.
     is_same = form == want_form if got.x_sf.numel() else form[0] == want_form[0]
     expected.true(f"{what}: shape and strides of x_sf", is_same, f"got {form}, want {want_form}")
     if is_same:
-        scales = got.x_sf.reshape(want.x_sf.shape) if got.x_sf.dim() == 3 else got.x_sf
-        expected.equal(f"{what}: x_sf", scales, want.x_sf, rows=defined)
+        got_rows, want_rows = (
+            sf.reshape(len(got.x), sf.shape[-1]) if sf.dim() == 3 else sf
+            for sf in (got.x_sf, want.x_sf)
+        )
+        expected.equal(f"{what}: x_sf", got_rows, want_rows, rows=defined)

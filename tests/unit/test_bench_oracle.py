@@ -24,7 +24,7 @@ from moe_comm.quantization import (
 )
 from moe_comm.quantized import dequantize
 from moe_comm.routing_trace import save_routing_trace
-from moe_comm.testing.quantized_oracle import quantized_rows
+from moe_comm.spec import quantize_rows
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
 
@@ -124,7 +124,7 @@ def test_oracle_accepts_exactly_the_right_quantised_rows(case: BenchCase) -> Non
         for part_idx in (0, 1):
 
             def part_of(source: int, part_idx: int = part_idx) -> torch.Tensor:
-                part = quantized_rows(make_x(case, source), quantization)[part_idx]
+                part = quantize_rows(make_x(case, source), quantization)[part_idx]
                 # float8 has no torch.full and no comparison: bytes instead.
                 return part.view(torch.uint8)
 
@@ -149,7 +149,7 @@ def test_oracle_accepts_exactly_the_right_quantised_rows(case: BenchCase) -> Non
         oracle.run_experts(case, rank_idx, data, out, scales)
         first = oracle.source_rows(case, rank_idx)[0]
         row, token, label = (int(values[0]) for values in first)
-        sent = quantized_rows(make_x(case, 0), quantization)
+        sent = quantize_rows(make_x(case, 0), quantization)
         x = dequantize(*sent, quantization, case.torch_dtype)[token]
         assert torch.equal(out[row], (x.float() * (1 + label % 61 / 64)).to(x.dtype))
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 import pytest
 import torch
 
 import moe_comm
-from moe_comm import quantized
+from moe_comm import quantized, spec
 from moe_comm.backends import routing
 from moe_comm.backends.routing import RowOrder
 from moe_comm.config import Layout
@@ -23,10 +23,10 @@ from moe_comm.quantization import (
 )
 from moe_comm.testing.cases import Case, rows_of_case, seeded
 from moe_comm.testing.compare import difference
-from moe_comm.testing.quantized_oracle import E4M3_VALUES, quantized_rows
 
 POWERS = dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.FLOAT32_POWER_OF_2)
 PACKED = dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0)
+Quantize = Callable[[torch.Tensor, Quantization], tuple[torch.Tensor, torch.Tensor]]
 ALL = {"float32": FP8_BLOCK128, "powers": POWERS, "packed": PACKED, "mxfp8": MXFP8}
 
 
@@ -51,14 +51,14 @@ def e4m3_value(code: int) -> Fraction:
     return Fraction(8 + mantissa) * Fraction(2) ** (exponent - 10)
 
 
-def test_the_table_of_the_oracle() -> None:
+def test_the_values_of_codes() -> None:
     values = [float(e4m3_value(code)) for code in range(0x7F)]
-    assert E4M3_VALUES.tolist() == values
     every_code = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert every_code.float().tolist() == values
 
 
-def test_rounding_is_to_nearest_even() -> None:
+@pytest.mark.parametrize("quantize", [moe_comm.quantize, spec.quantize_rows])
+def test_rounding_is_to_nearest_even(quantize: Quantize) -> None:
     """Every value of e4m3, every middle of two, and their neighbours in float32."""
     table = [e4m3_value(code) for code in range(0x7F)]
     wanted: list[tuple[float, int]] = []
@@ -74,7 +74,7 @@ def test_rounding_is_to_nearest_even() -> None:
         some = wanted[first : first + 31]
         for sign, bit in ((1.0, 0), (-1.0, 0x80)):
             x = torch.tensor([[448.0] + [sign * value for value, _ in some]])
-            data, scales = moe_comm.quantize(x, MXFP8)
+            data, scales = quantize(x, MXFP8)
             assert scales.view(torch.uint8).tolist() == [[127]]
             assert codes(data) == [0x7E] + [code | bit for _, code in some]
 
@@ -83,13 +83,13 @@ def test_rounding_is_to_nearest_even() -> None:
 @pytest.mark.parametrize("dtype", quantized.QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("hidden", [1, 31, 32, 128, 129, 416, 1000])
 @pytest.mark.parametrize("quantization", ALL.values(), ids=ALL)
-def test_bits_are_those_of_the_oracle(
+def test_bits_are_those_of_the_definition(
     quantization: Quantization, hidden: int, dtype: torch.dtype
 ) -> None:
     case = Case(name="rows", num_ranks=1, num_tokens=(1,), quantization=quantization)
     x = rows_of_case(case, 40, hidden, dtype, seeded(hidden, dtype))
     data, scales = moe_comm.quantize(x, quantization)
-    want_data, want_scales = quantized_rows(x, quantization)
+    want_data, want_scales = spec.quantize_rows(x, quantization)
     assert difference(data, want_data) is None
     assert difference(scales, want_scales) is None
 
@@ -100,22 +100,23 @@ def test_random_bits_of_float32(quantization: Quantization) -> None:
     x = raw.to(torch.int32).view(torch.float32)
     x = torch.where(x.isfinite(), x, 1.0)
     data, scales = moe_comm.quantize(x, quantization)
-    want_data, want_scales = quantized_rows(x, quantization)
+    want_data, want_scales = spec.quantize_rows(x, quantization)
     assert difference(data, want_data) is None
     assert difference(scales, want_scales) is None
 
 
-def test_subnormals_count(flush_denormal: bool) -> None:
+@pytest.mark.parametrize("quantize", [moe_comm.quantize, spec.quantize_rows])
+def test_subnormals_count(flush_denormal: bool, quantize: Quantize) -> None:
     """amax 448 * 2**-127 * 2**-20 is a subnormal of float32; so are all quotients."""
     tiny = torch.zeros(1, 32)
     tiny.view(torch.int32)[0, 0] = 448  # 448 * 2**-149
-    data, scales = moe_comm.quantize(tiny, MXFP8)
+    data, scales = quantize(tiny, MXFP8)
     # The exponent stops at -127: 448 * 2**-149 * 2**127 = 448 * 2**-22, which rounds to nothing.
     assert scales.view(torch.uint8).tolist() == [[0]]
     assert codes(data) == [0] * 32
     tiny.view(torch.int32)[0, 0] = 1 << 14  # 2**-135, 2**-8 after scaling
     tiny.view(torch.int32)[0, 1] = 3 << 12  # 1.5 * 2**-136
-    data, scales = moe_comm.quantize(tiny, MXFP8)
+    data, scales = quantize(tiny, MXFP8)
     assert codes(data)[:3] == [2, 2, 0]  # 1.5 * 2**-9 is halfway between codes 1 and 2
     values = moe_comm.dequantize(data, scales, MXFP8, torch.float32)
     assert values.view(torch.int32)[0, :3].tolist() == [1 << 14, 1 << 14, 0]
@@ -156,21 +157,22 @@ def test_a_block_with_nan_or_infinity_is_all_nan() -> None:
                 assert first[:4] == [0, 0, 0xC0, 0x7F]
 
 
-def test_scale_factors_by_hand() -> None:
+@pytest.mark.parametrize("quantize", [moe_comm.quantize, spec.quantize_rows])
+def test_scale_factors_by_hand(quantize: Quantize) -> None:
     x = torch.tensor([[0.0] * 128 + [448.0] * 128 + [449.0] * 128 + [-224.0] * 128 + [1.0] * 4])
     least = float(torch.tensor(1e-4) / torch.tensor(448.0))
     one = float(torch.tensor(1.0) / torch.tensor(448.0))
-    factors = moe_comm.quantize(x, FP8_BLOCK128)[1]
+    factors = quantize(x, FP8_BLOCK128)[1]
     assert factors.tolist() == [
         [least, 1.0, float(torch.tensor(449.0) / torch.tensor(448.0)), 0.5, one]
     ]
-    assert moe_comm.quantize(x, POWERS)[1].tolist() == [[2.0**-22, 1.0, 2.0, 0.5, 2.0**-8]]
-    packed = moe_comm.quantize(x, PACKED)[1]
+    assert quantize(x, POWERS)[1].tolist() == [[2.0**-22, 1.0, 2.0, 0.5, 2.0**-8]]
+    packed = quantize(x, PACKED)[1]
     assert packed.dtype is torch.int32
     exponents = [127 - 22, 127, 128, 126, 127 - 8, 0, 0, 0]
     assert packed.view(torch.uint8).tolist() == [exponents]
     assert packed.tolist() == [[105 | 127 << 8 | 128 << 16 | 126 << 24, 119]]
-    mx = moe_comm.quantize(x, MXFP8)[1]
+    mx = quantize(x, MXFP8)[1]
     assert mx.dtype is torch.float8_e8m0fnu
     wanted = [0] * 4 + [127] * 4 + [128] * 4 + [126] * 4 + [119]
     assert mx.view(torch.uint8).tolist() == [wanted]

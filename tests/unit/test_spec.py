@@ -52,7 +52,7 @@ def got(dispatched: Dispatch, rank_idx: int) -> dict[str, Any]:
     """What a rank receives, as lists; rows of one element."""
     received = dispatched.received(rank_idx, X, WEIGHTS)
     fields = {each.name: getattr(received, each.name) for each in dataclasses.fields(received)}
-    del fields["x_sf"], fields["is_filled"]
+    del fields["x_sf"], fields["is_defined"]
     fields["x"] = received.x[:, 0]
     return {
         name: value.tolist() if isinstance(value, torch.Tensor) else value
@@ -117,7 +117,9 @@ def test_rows_in_fixed_places() -> None:
     made = dispatch(Layout.LOW_LATENCY)
     zero, one = got(made, 0), got(made, 1)
     filled = [[True, True, True, False, True, False, False, False], [True, True, True, False]]
-    assert [made.received(rank, X).is_filled.tolist() for rank in (0, 1)] == filled
+    is_defined = [made.received(rank, X).is_defined for rank in (0, 1)]
+    assert [None if each is None else each.tolist() for each in is_defined] == filled
+    assert dispatch().received(0, X).is_defined is None
     assert zero["x"] == [1, 2, 4, 0, 3, 0, 0, 0]
     assert zero["topk_weights"] == [0.25, 0.125, 8, 0, 2, 0, 0, 0]
     assert (zero["num_tokens_per_expert"], zero["expert_offsets"]) == ([3, 1], [0, 4, 8])
@@ -391,7 +393,7 @@ def test_scale_factors_on_arrival() -> None:
 def test_no_tokens_at_all(layout: Layout) -> None:
     made = dispatch(layout, topk_idx=[torch.empty(0, 2, dtype=torch.int64)] * 2)
     received = made.received(0, [torch.empty(0, 1)] * 2, [torch.empty(0, 2)] * 2)
-    assert not received.is_filled.any()
+    assert received.is_defined is None or not received.is_defined.any()
     assert received.num_tokens_per_expert.tolist() == [0, 0]
     outs = [torch.empty(len(window.rows), 1) for window in made.windows]
     assert made.sums(0, outs).shape == (0, 1)
