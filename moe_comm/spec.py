@@ -333,9 +333,7 @@ class Dispatch:
     @functools.cached_property
     def again(self) -> Dispatch:
         """A cached dispatch: to the same places, whatever is sent."""
-        return dataclasses.replace(
-            self, capacities=(), masked_ranks=frozenset(), counts_of_earlier=self.counts
-        )
+        return self if self.is_cached else dataclasses.replace(self, counts_of_earlier=self.counts)
 
     def received(
         self,

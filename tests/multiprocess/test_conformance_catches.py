@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from moe_comm.backends import admission, reference
+from moe_comm import spec
+from moe_comm.backends import reference
 from moe_comm.backends.base import CombineOutput, Completed, DispatchOutput, Operation, Plan
 from moe_comm.backends.gradients import ENABLED
-from moe_comm.backends.routing import Placement, RowOrder
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import FP8_BLOCK128
 from moe_comm.testing import CHECKS, Case, ConformanceError, RankError, Target, check_case
@@ -97,7 +98,7 @@ class AddsBackwards(_Mutant):
                 flipped = dataclasses.replace(
                     tensors, slots=tensors.slots.flip(1), topk_idx=tensors.topk_idx.flip(1)
                 )
-                plan = dataclasses.replace(plan, tensors=flipped)
+                plan = dataclasses.replace(plan, tensors=flipped, dispatch=None)
                 topk_weights = None if topk_weights is None else topk_weights.flip(1)
         return super().combine(x, plan, topk_weights, *args, **options)
 
@@ -242,6 +243,22 @@ class GrowsAFullRank(_LowersLimits):
         return dataclasses.replace(capacity, num_rows=capacity.num_rows + alignment)
 
 
+class _UnpaddedDrops(spec.Dispatch):
+    @functools.cached_property
+    def kept(self) -> list[list[spec.Origin]]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return spec.Dispatch(**{**fields, "expert_alignment": 1}).kept
+
+
+class DropsAsIfUnpadded(_Mutant):
+    """Rows are kept that would have a place if experts before theirs were not padded."""
+
+    def _dispatch_of(self, *args: Any, **options: Any) -> spec.Dispatch:
+        made = super()._dispatch_of(*args, **options)
+        fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+        return _UnpaddedDrops(**fields)
+
+
 class ChangesTheException(_Mutant):
     def reject(self, operation: str, error: Exception) -> NoReturn:
         super().reject(operation, RuntimeError(str(error)))
@@ -308,27 +325,12 @@ def test_a_wrong_bit_is_found(mutant: type[_Mutant], case: Case, symptom: str) -
         (DropsFromAFullExpert, "limits"),
         (RaisesAtAFullRank, "limits"),
         (GrowsAFullRank, "limits"),
+        (DropsAsIfUnpadded, "limits"),
     ],
 )
 def test_a_missing_refusal_is_found(mutant: type[_Mutant], check: str) -> None:
     with pytest.raises((ConformanceError, RankError)):
         CHECKS[check](Target(name="mutant", make=mutant, can_overlap=False), mode="threads")
-
-
-def test_a_drop_rule_that_ignores_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are kept that would have a place if experts before theirs were not padded."""
-    unpatched = admission._within_windows
-
-    def within_windows(
-        choices: torch.Tensor, num_rows: torch.Tensor, placement: Placement, order: RowOrder
-    ) -> torch.Tensor:
-        return unpatched(
-            choices, num_rows, placement, dataclasses.replace(order, expert_alignment=1)
-        )
-
-    monkeypatch.setattr(admission, "_within_windows", within_windows)
-    with pytest.raises((ConformanceError, RankError)):
-        CHECKS["limits"](Target(name="mutant", make=_Mutant, can_overlap=False), mode="threads")
 
 
 def test_the_unchanged_mutant_passes() -> None:

@@ -7,12 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from moe_comm import EpConfig, arithmetic
+from moe_comm import EpConfig, arithmetic, spec
 from moe_comm.backends import messages
-from moe_comm.backends.base import PlanTensors
-from moe_comm.backends.reference import combined
-from moe_comm.backends.routing import SLOT_RANK_SHIFT, NodeReduction, Placement
-from moe_comm.config import Layout
 from moe_comm.testing.case_list import NODE_REDUCTION_CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import check_case
@@ -41,6 +37,11 @@ def sum_of(
     )
     assert sums.dtype is dtype
     assert (sums == sums[0, 0]).all()
+    wide_terms = [arithmetic.widen(row) for row in rows]
+    if weights is not None:
+        wide_terms = [row * weight for row, weight in zip(wide_terms, weights, strict=True)]
+    defined = spec.sum_in_order(wide_terms, nodes, own_node, dtype)
+    assert torch.equal(arithmetic.round_to(torch.as_tensor(defined), dtype), sums[0])
     return float(sums[0, 0])
 
 
@@ -102,31 +103,6 @@ def test_a_token_without_rows_gets_zero() -> None:
     nothing = torch.full((2, 3), -1)
     sums = arithmetic.sum_rows_by_node(rows, nothing, nothing, 0)
     assert sums.view(torch.int16).tolist() == [[0] * 4] * 2
-
-
-def test_combined_for_a_stated_layout() -> None:
-    """4 ranks with an expert each, a token with a choice of each: what a layout of nodes gives."""
-    placement = Placement.of(torch.arange(4), 4)
-    slots = torch.tensor([[rank << SLOT_RANK_SHIFT for rank in range(4)]])
-    plan = PlanTensors(
-        counts=torch.tensor([[1] * 8 + [-1, 4]], dtype=torch.int32),
-        slots=slots,
-        topk_idx=torch.tensor([[0, 1, 2, 3]]),
-        layout=Layout.EXPERT_MAJOR,
-        expert_alignment=1,
-    )
-    outs = [torch.full((1, 8), float(v), dtype=torch.bfloat16) for v in (256, 1, 1, 1)]
-
-    def sums(reduction: NodeReduction | None) -> float:
-        x = combined(plan, None, outs, None, placement, reduction).x
-        assert x is not None
-        return float(x[0, 0])
-
-    assert sums(None) == 260  # 259
-    assert sums(NodeReduction(num_local_ranks=4, own_node=0)) == 260
-    assert sums(NodeReduction(num_local_ranks=2, own_node=0)) == 260  # 257 + 2
-    assert sums(NodeReduction(num_local_ranks=2, own_node=1)) == 258  # 256 + 2
-    assert sums(NodeReduction(num_local_ranks=1, own_node=3)) == 260  # one by one: none is rounded
 
 
 def test_ranks_that_differ_are_told() -> None:
