@@ -197,8 +197,30 @@ class kernels:
         streaming: bool,
     ) -> None: ...
     @staticmethod
-    def roof_fan_out(src: Any, row_bytes: int, dst: list[Any], isa: str | None = ...) -> None: ...
+    def roof_fan_out(
+        src: Any,
+        row_bytes: int,
+        dst: list[Any],
+        isa: str | None = ...,
+        *,
+        streaming: bool = ...,
+        num_passes: int = ...,
+    ) -> None: ...
     @staticmethod
-    def roof_sum(src: list[Any], dst: Any, isa: str | None = ...) -> None: ...
+    def roof_sum(
+        src: list[Any],
+        dst: Any,
+        isa: str | None = ...,
+        *,
+        streaming: bool = ...,
+        num_passes: int = ...,
+    ) -> None: ...
     @staticmethod
-    def roof_copy(src: Any, dst: Any, isa: str | None = ...) -> None: ...
+    def roof_copy(
+        src: Any,
+        dst: Any,
+        isa: str | None = ...,
+        *,
+        streaming: bool = ...,
+        num_passes: int = ...,
+    ) -> None: ...

@@ -272,7 +272,9 @@ void check_lines(int64_t bytes, const char* what) {
 void roof_fan_out(const py::buffer& src,
                   int64_t row_bytes,
                   const std::vector<py::buffer>& dst,
-                  const std::optional<std::string>& isa) {
+                  const std::optional<std::string>& isa,
+                  bool streaming,
+                  int num_passes) {
   const RoofKernels& kernels = roof_kernels(isa);
   const Bytes rows(src, false);
   check_lines(row_bytes, "row");
@@ -285,24 +287,35 @@ void roof_fan_out(const py::buffer& src,
   rows.check(rows.size(), 64, "source");
   const ByteRows copies(dst, rows.size(), 64, true, "destination");
   const py::gil_scoped_release release;
-  kernels.fan_out(rows.data(), rows.size() / row_bytes, row_bytes, copies.data(), copies.size());
+  for (int i = 0; i < num_passes; ++i)
+    kernels.fan_out(rows.data(),
+                    rows.size() / row_bytes,
+                    row_bytes,
+                    copies.data(),
+                    copies.size(),
+                    store_mode(streaming));
 }
 
 void roof_sum(const std::vector<py::buffer>& src,
               const py::buffer& dst,
-              const std::optional<std::string>& isa) {
+              const std::optional<std::string>& isa,
+              bool streaming,
+              int num_passes) {
   const RoofKernels& kernels = roof_kernels(isa);
   const Bytes sum(dst, true);
   check_lines(sum.size(), "sum");
   sum.check(sum.size(), 64, "sum");
   const ByteRows streams(src, sum.size(), 64, false, "source");
   const py::gil_scoped_release release;
-  kernels.sum(streams.data(), streams.size(), sum.size(), sum.data());
+  for (int i = 0; i < num_passes; ++i)
+    kernels.sum(streams.data(), streams.size(), sum.size(), sum.data(), store_mode(streaming));
 }
 
 void roof_copy(const py::buffer& src,
                const py::buffer& dst,
-               const std::optional<std::string>& isa) {
+               const std::optional<std::string>& isa,
+               bool streaming,
+               int num_passes) {
   const RoofKernels& kernels = roof_kernels(isa);
   const Bytes from(src, false);
   const Bytes to(dst, true);
@@ -310,13 +323,15 @@ void roof_copy(const py::buffer& src,
   from.check(from.size(), 64, "source");
   to.check(from.size(), 64, "destination");
   const py::gil_scoped_release release;
-  kernels.copy(from.data(), to.data(), from.size());
+  for (int i = 0; i < num_passes; ++i)
+    kernels.copy(from.data(), to.data(), from.size(), store_mode(streaming));
 }
 
 }  // namespace
 
 /// Adds the submodule `kernels`: the row kernels of each instruction set (for tests) and the roofs
-/// (for benchmarks). Every buffer is one-dimensional, of bytes, and is used in place.
+/// (for benchmarks, in `num_passes` over the same bytes). Every buffer is one-dimensional, of
+/// bytes, and is used in place.
 void bind_kernels(py::module_& parent) {
   py::module_ m = parent.def_submodule("kernels", "Inner loops over rows, and their roofs.");
   m.def("instruction_sets", &instruction_sets, "Names usable as `isa` here, slowest first.");
@@ -370,9 +385,26 @@ void bind_kernels(py::module_& parent) {
         py::arg("src"),
         py::arg("row_bytes"),
         py::arg("dst"),
-        py::arg("isa") = py::none());
-  m.def("roof_sum", &roof_sum, py::arg("src"), py::arg("dst"), py::arg("isa") = py::none());
-  m.def("roof_copy", &roof_copy, py::arg("src"), py::arg("dst"), py::arg("isa") = py::none());
+        py::arg("isa") = py::none(),
+        py::kw_only(),
+        py::arg("streaming") = true,
+        py::arg("num_passes") = 1);
+  m.def("roof_sum",
+        &roof_sum,
+        py::arg("src"),
+        py::arg("dst"),
+        py::arg("isa") = py::none(),
+        py::kw_only(),
+        py::arg("streaming") = true,
+        py::arg("num_passes") = 1);
+  m.def("roof_copy",
+        &roof_copy,
+        py::arg("src"),
+        py::arg("dst"),
+        py::arg("isa") = py::none(),
+        py::kw_only(),
+        py::arg("streaming") = true,
+        py::arg("num_passes") = 1);
 }
 
 }  // namespace moe::bindings

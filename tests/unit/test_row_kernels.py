@@ -395,21 +395,25 @@ def test_copy_and_zero(
     target.check_margins()
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("isa", ISAS)
-def test_roofs_move_the_bytes_they_count(rng: np.random.Generator, isa: str) -> None:
+def test_roofs_move_the_bytes_they_count(
+    rng: np.random.Generator, isa: str, streaming: bool
+) -> None:
+    how = {"streaming": streaming, "num_passes": 2}
     streams = [place(rng.integers(0, 2**32, 912, np.uint32), 0) for _ in range(9)]
     num_bytes = streams[0].nbytes
     for num in (1, 2, 8, 9):
         targets = [Guarded(num_bytes) for _ in range(num)]
-        kernels.roof_fan_out(streams[0], 192, [t.bytes for t in targets], isa)
+        kernels.roof_fan_out(streams[0], 192, [t.bytes for t in targets], isa, **how)
         assert all((t.bytes == streams[0]).all() for t in targets)
-        kernels.roof_sum(streams[:num], targets[0].bytes, isa)
+        kernels.roof_sum(streams[:num], targets[0].bytes, isa, **how)
         want = np.sum([s.view(np.uint32) for s in streams[:num]], axis=0, dtype=np.uint32)
         assert (targets[0].bytes.view(np.uint32) == want).all()
         for target in targets:
             target.check_margins()
     target = Guarded(num_bytes)
-    kernels.roof_copy(streams[1], target.bytes, isa)
+    kernels.roof_copy(streams[1], target.bytes, isa, **how)
     assert (target.bytes == streams[1]).all()
     target.check_margins()
 

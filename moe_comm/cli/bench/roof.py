@@ -66,16 +66,20 @@ class Roof:
         self.combine_bytes = sum(part.size for part in self._sum_turns) * (1 + num_sources)
         self.copy_in_bytes = 2 * num_copied
 
-    def dispatch(self) -> None:
-        """Read every row of x once, write as many bytes as its copies have."""
+    def dispatch(self, **how: Any) -> None:
+        """Read every row of x once, write as many bytes as its copies have.
+
+        Args:
+            how: `streaming` and `num_passes` of the kernels; both also of `combine`.
+        """
         for part, copies in self._fan_outs:
             # Reads are in address order here, so the length of a row changes nothing.
-            self._kernels.roof_fan_out(part, LINE_BYTES, copies)
+            self._kernels.roof_fan_out(part, LINE_BYTES, copies, **how)
 
-    def combine(self) -> None:
+    def combine(self, **how: Any) -> None:
         """Read K rows and write one sum, for every token."""
         for part in self._sum_turns:
-            self._kernels.roof_sum([stream[: part.size] for stream in self._sources], part)
+            self._kernels.roof_sum([stream[: part.size] for stream in self._sources], part, **how)
 
     def copy_in(self) -> None:
         """Copy the ordinary rows into the window."""
