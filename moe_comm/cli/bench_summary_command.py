@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from moe_comm.cli.bench.picture import DARK, LIGHT, draw, picture_of
+from moe_comm.cli.bench.picture import draw, picture_of
 from moe_comm.cli.bench.recorded import load_recorded
+from moe_comm.cli.bench.svg import DARK, LIGHT
 from moe_comm.cli.bench.tables import markdown_tables, write_between_marks
 from moe_comm.cli.command_rules import in_a_sentence
 from moe_comm.output_files import check_output

@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
-from moe_comm.cli.bench.picture import DARK, LIGHT, Palette, draw, picture_of
+from moe_comm.cli.bench.picture import draw, picture_of
 from moe_comm.cli.bench.recorded import Recorded, load_recorded
+from moe_comm.cli.bench.svg import DARK, LIGHT, Palette
 from moe_comm.cli.bench.tables import BEGIN, END, markdown_tables, write_between_marks
 
 ROOT = Path(__file__).resolve().parents[2]

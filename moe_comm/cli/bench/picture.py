@@ -1,76 +1,40 @@
-"""The picture of the README: recorded results as SVG, for light and for dark pages.
-
-It is written as text, without a plotting library, so that the same results give the same bytes everywhere.
-"""
+"""The picture of the README: recorded results as SVG, for light and for dark pages."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from xml.sax.saxutils import escape
 
 from moe_comm.cli.bench.recorded import Recorded, machine_line
 from moe_comm.cli.bench.report import LABELS
+from moe_comm.cli.bench.svg import (
+    BAR,
+    MARGIN,
+    TICK,
+    Palette,
+    axis_label,
+    bar,
+    foot,
+    foot_height,
+    head,
+    text_at,
+    vertical,
+)
 
-__all__ = ["DARK", "LIGHT", "Palette", "Picture", "RowGroup", "draw", "picture_of"]
+__all__ = ["Picture", "RowGroup", "draw", "picture_of"]
 
 DISPATCH_COMBINE = "train_4_ranks"
 RESHARD = "reshard_tp2_ep2_to_tp4"
 PEER_NAMES = {"gloo": "Gloo", "mpi": "OpenMPI"}
 RESHARD_LABELS = {"heap": "reshard, in place", "outside": "reshard, ordinary tensors"}
 
-# Pixels, at the width of a README; text of common fonts is at most as wide as the room for it.
-WIDTH = 860
-MARGIN = 8
+# Pixels; text of common fonts is at most as wide as the room for it.
 TOP = 86
 ROW = 54
-BAR = 17
 BAR_GAP = 4
 RATIO_LEFT, RATIO_WIDTH = 224, 300
 ROOF_LEFT, ROOF_WIDTH = 640, 156
-TICK = 5
-FOOT_LINE = 17
-FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', Helvetica, Arial, sans-serif"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Palette:
-    """Colors of one version.
-
-    Args:
-        name: Of the version, and in the name of its file.
-        text: Of what is read first.
-        muted: Of the rest, lines included.
-        track: Of what a share is a share of.
-        roof: Of shares of the roof.
-        peers: By peer.
-    """
-
-    name: str
-    text: str
-    muted: str
-    track: str
-    roof: str
-    peers: Mapping[str, str]
-
-
-LIGHT = Palette(
-    name="light",
-    text="#1f2328",
-    muted="#59636e",
-    track="#eaeef2",
-    roof="#5e6b78",
-    peers={"gloo": "#0969da", "mpi": "#bc4c00"},
-)
-DARK = Palette(
-    name="dark",
-    text="#e6edf3",
-    muted="#9198a1",
-    track="#262c36",
-    roof="#9aa7b4",
-    peers={"gloo": "#4493f8", "mpi": "#db6d28"},
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,62 +124,57 @@ def picture_of(results: Mapping[str, Recorded]) -> Picture:
 def draw(picture: Picture, palette: Palette) -> str:
     """The picture as the text of an SVG file; the page shows through its background."""
     bottom = TOP + ROW * len(picture.groups)
-    height = bottom + 38 + FOOT_LINE * len(picture.notes)
+    height = bottom + foot_height(picture.notes)
     top = max((ratio for group in picture.groups for ratio in group.speedup.values()), default=1.0)
     step = _tick_step(max(top, 1.0))
     num_ticks = math.ceil(max(top, 1.0) / step)
     unit = RATIO_WIDTH / (num_ticks * step)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'viewBox="0 0 {WIDTH} {height}" role="img" font-family="{FONT}">',
-        f"<title>{escape(picture.title)}</title>",
-        f"<desc>{escape(' '.join(_in_words(picture)))}</desc>",
-        _text(MARGIN, 22, picture.title, palette.text, size=17, weight=600),
-        _text(
+        *head(picture.title, " ".join(_in_words(picture)), height, palette),
+        text_at(
             RATIO_LEFT,
             58,
             "times as fast as a peer that delivers the same",
             palette.text,
             weight=600,
         ),
-        _text(ROOF_LEFT, 58, "share of the memory roof", palette.text, weight=600),
+        text_at(ROOF_LEFT, 58, "share of the memory roof", palette.text, weight=600),
     ]
     for tick in range(num_ticks + 1):
         x = RATIO_LEFT + tick * step * unit
-        lines.append(_line(x, bottom, bottom + TICK, palette.muted))
-        lines.append(_axis_label(x, bottom, f"{tick * step:g}", palette))
+        lines.append(vertical(x, bottom, bottom + TICK, palette.muted))
+        lines.append(axis_label(x, bottom, f"{tick * step:g}", palette))
     for percent in (0, 50, 100):
         x = ROOF_LEFT + ROOF_WIDTH * percent / 100
-        lines.append(_line(x, bottom, bottom + TICK, palette.muted))
-        lines.append(_axis_label(x, bottom, f"{percent} %", palette))
+        lines.append(vertical(x, bottom, bottom + TICK, palette.muted))
+        lines.append(axis_label(x, bottom, f"{percent} %", palette))
     for idx, group in enumerate(picture.groups):
         lines += _group(group, TOP + ROW * idx, unit, palette)
     for x in (RATIO_LEFT, ROOF_LEFT):
-        lines.append(_line(x, TOP - 8, bottom, palette.muted))
+        lines.append(vertical(x, TOP - 8, bottom, palette.muted))
     # One times as fast as a peer, and all that memory can do.
     for x, name in ((RATIO_LEFT + unit, "equal"), (ROOF_LEFT + ROOF_WIDTH, "roof")):
-        lines.append(_line(x, TOP - 8, bottom, palette.text, dashes="2 3"))
-        lines.append(_text(x, TOP - 11, name, palette.muted, size=11, anchor="middle"))
-    for idx, note in enumerate(picture.notes):
-        lines.append(_text(MARGIN, bottom + 46 + FOOT_LINE * idx, note, palette.muted, size=12))
+        lines.append(vertical(x, TOP - 8, bottom, palette.text, dashes="2 3"))
+        lines.append(text_at(x, TOP - 11, name, palette.muted, size=11, anchor="middle"))
+    lines += foot(picture.notes, bottom, palette)
     return "\n".join([*lines, "</svg>", ""])
 
 
 def _group(group: RowGroup, y: float, unit: float, palette: Palette) -> Iterator[str]:
     middle = y + (ROW - 10) / 2
-    yield _text(MARGIN, middle - 3, group.label, palette.text, size=14, weight=600)
-    yield _text(MARGIN, middle + 14, group.detail, palette.muted, size=12)
+    yield text_at(MARGIN, middle - 3, group.label, palette.text, size=14, weight=600)
+    yield text_at(MARGIN, middle + 14, group.detail, palette.muted, size=12)
     high = BAR * len(group.speedup) + BAR_GAP * (len(group.speedup) - 1)
     for idx, (peer, ratio) in enumerate(group.speedup.items()):
         bar_y = middle - high / 2 + idx * (BAR + BAR_GAP)
-        yield _bar(RATIO_LEFT, bar_y, ratio * unit, palette.peers[peer])
+        yield bar(RATIO_LEFT, bar_y, ratio * unit, palette.peers[peer])
         end = RATIO_LEFT + ratio * unit + 6
-        yield _text(end, bar_y + 13, _times(peer, ratio), palette.text)
+        yield text_at(end, bar_y + 13, _times(peer, ratio), palette.text)
     bar_y = middle - BAR / 2
-    yield _bar(ROOF_LEFT, bar_y, ROOF_WIDTH, palette.track)
-    yield _bar(ROOF_LEFT, bar_y, ROOF_WIDTH * group.fraction_of_roof, palette.roof)
+    yield bar(ROOF_LEFT, bar_y, ROOF_WIDTH, palette.track)
+    yield bar(ROOF_LEFT, bar_y, ROOF_WIDTH * group.fraction_of_roof, palette.roof)
     end = ROOF_LEFT + ROOF_WIDTH * max(group.fraction_of_roof, 1.0) + 6
-    yield _text(end, bar_y + 13, f"{group.fraction_of_roof:.0%}".replace("%", " %"), palette.text)
+    yield text_at(end, bar_y + 13, f"{group.fraction_of_roof:.0%}".replace("%", " %"), palette.text)
 
 
 def _in_words(picture: Picture) -> Iterator[str]:
@@ -238,34 +197,3 @@ def _tick_step(top: float) -> float:
             if top <= 6 * factor * power:
                 return factor * power
         power *= 10.0
-
-
-def _axis_label(x: float, bottom: float, text: str, palette: Palette) -> str:
-    return _text(x, bottom + TICK + 14, text, palette.muted, size=12, anchor="middle")
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    color: str,
-    *,
-    size: int = 13,
-    weight: int = 400,
-    anchor: str = "start",
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" '
-        f'text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
-    )
-
-
-def _line(x: float, top: float, bottom: float, color: str, *, dashes: str = "none") -> str:
-    return (
-        f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" '
-        f'stroke="{color}" stroke-dasharray="{dashes}"/>'
-    )
-
-
-def _bar(x: float, y: float, width: float, color: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BAR}" fill="{color}"/>'
