@@ -25,6 +25,16 @@ bench decode_2_ranks --ranks 2 --tokens 8 --hidden 2048 --peers "$peers"
 bench decode_4_ranks --ranks 4 --tokens 8 --hidden 2048 --peers "$peers"
 bench decode_8_ranks --ranks 8 --tokens 8 --hidden 2048 --peers "$peers"
 
+# What the time of a call is made of.
+sweep() {
+  name=$1
+  shift
+  moe-comm bench dispatch-combine --sweep --hidden 2048 --json "$out/$name.json" --plot "$out/$name.svg" "$@"
+}
+
+sweep sweep_1_rank --ranks 1
+sweep sweep_2_ranks --ranks 2
+
 # Each of these takes turns with the plain call on the same input.
 bench fp8_2_ranks --ranks 2 --tokens 4096 --quantization fp8_block128
 bench fp8_packed_2_ranks --ranks 2 --tokens 4096 --quantization fp8_block128 \

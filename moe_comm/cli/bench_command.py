@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,9 +16,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import collect_environment
-from moe_comm.cli.bench.report import header_line, result_table, write_plot
+from moe_comm.cli.bench.report import header_line, result_table, sweep_tables, write_plot
 from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
+from moe_comm.cli.bench.sweep import SWEEP_TOKENS, check_sweep, run_sweep
+from moe_comm.cli.bench.sweep_picture import draw_sweep, sweep_pictures
 from moe_comm.cli.bench_reshard_command import bench_reshard
 from moe_comm.cli.bench_summary_command import bench_summary
 from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
@@ -92,7 +94,16 @@ def bench() -> None:
 )
 def dispatch_combine(
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens of every rank.")] = 4096,
+    tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens of every rank [default: 4096].")
+    ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep",
+            help="1, 2, 4, ... 4096 tokens in place of --tokens: what the time is made of.",
+        ),
+    ] = False,
     hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
     topk: Annotated[
         int | None, typer.Option(min=1, help="Choices per token [default: 8, or the trace's].")
@@ -167,7 +178,12 @@ def dispatch_combine(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (needs matplotlib).")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a plot here (needs matplotlib); of a sweep, .svg: PLOT-light.svg and -dark.svg."
+        ),
+    ] = None,
 ) -> None:
     """Dispatch and combine between ranks on this machine.
 
@@ -177,10 +193,15 @@ def dispatch_combine(
     with in_a_sentence("bench"):
         check_output("--json", json_path)
         check_output("--plot", plot)
+        if sweep and tokens is not None:
+            raise ValueError(f"--sweep is over tokens: --tokens is not given, got {tokens}")
+        pictures = sweep_pictures(plot) if sweep and plot is not None else []
+        for _, picture in pictures:
+            check_output("--plot", picture)
         topk, experts = _resolve_routing(routing, topk, experts)
         case = BenchCase(
             num_ranks=ranks,
-            num_tokens=tokens,
+            num_tokens=SWEEP_TOKENS[-1] if sweep else 4096 if tokens is None else tokens,
             hidden=hidden,
             num_topk=topk,
             num_experts=experts,
@@ -207,23 +228,34 @@ def dispatch_combine(
             rail=rail.value,
             mode=mode.value,
         )
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        if sweep:
+            check_sweep(case, options)
+        elif plot is not None and importlib.util.find_spec("matplotlib") is None:
             # Found out before minutes of measuring, not after.
             raise ValueError("--plot needs matplotlib: pip install matplotlib")
         environment = collect_environment()
         console = wide_console()
         console.print(header_line(environment), soft_wrap=True)
+        environment["pinned"] = pin
+        if sweep:
+            with _progress(console) as progress:
+                rows = run_sweep(case, options, _teller(progress))
+            console.print(sweep_tables(rows))
+            if json_path is not None:
+                _write_json(json_path, to_json(environment, rows, {}))
+            for palette, path in pictures:
+                text = draw_sweep(rows, header_line(environment), palette)
+                path.write_text(text, encoding="utf-8")
+            return
         with _progress(console) as progress:
             with CaseRun(case, options, _teller(progress)) as run:
                 rows = run.run()
                 missing_peers = run.missing_peers
                 environment["devices"] = run.devices
         console.print(result_table(rows, missing_peers))
-        environment["pinned"] = pin
         environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}
         if json_path is not None:
-            document = to_json(environment, rows, missing_peers)
-            json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            _write_json(json_path, to_json(environment, rows, missing_peers))
         if plot is not None:
             write_plot(plot, rows, environment)
 
@@ -235,6 +267,10 @@ bench_app.command(
 bench_app.command("summary", epilog=example("moe-comm bench summary benchmarks/results"))(
     bench_summary
 )
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _resolve_routing(

@@ -12,14 +12,16 @@ from typer.testing import CliRunner
 
 from moe_comm.bootstrap import RankThreads
 from moe_comm.cli.app import app
-from moe_comm.cli.bench import worker
+from moe_comm.cli.bench import sweep, worker
 from moe_comm.cli.bench.case import BenchCase, make_x
 from moe_comm.cli.bench.exchange import Arrived, NativeExchange
 from moe_comm.cli.bench.internode_traffic import internode_bytes
+from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.peers.mpi import missing_mpi
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
 from moe_comm.cli.bench.run import BenchOptions, CaseRun
 from moe_comm.cli.bench.side import Side
+from moe_comm.cli.bench.sweep_worker import SweepWorker
 from moe_comm.communicator import Communicator
 from moe_comm.config import Layout
 from moe_comm.quantization import FP8_BLOCK128, Quantization, QuantizationFormat
@@ -77,6 +79,69 @@ def test_host_backend_is_timed_between_roofs(tmp_path: Path) -> None:
     for stage, window_bytes in memory["window_bytes"].items():
         assert memory["resident_bytes"][stage] >= window_bytes
     assert (tmp_path / "plot.png").exists()
+
+
+SWEEP = ("--sweep", "--hidden", "64", "--topk", "2", "--experts", "4", "--repeats", "1")
+
+
+def test_a_sweep_takes_every_size_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moe_comm._host")
+    monkeypatch.setattr(sweep, "SWEEP_TOKENS", (1, 8))
+    plot, out = tmp_path / "plot.svg", tmp_path / "out.json"
+    done = CliRunner().invoke(
+        app,
+        ["bench", "dispatch-combine", *SWEEP, "--plot", str(plot), "--json", str(out)],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0, done.output
+    assert "fixed cost" in done.output
+    cases = json.loads(out.read_text())["cases"]
+    sizes = [case for case in cases if case["op"] == "sweep"]
+    assert [case["tokens"] for case in sizes] == [1, 8]
+    for case in sizes:
+        assert (case["check"], case["ranks"]) == ("ok", 2)
+        assert set(case["threads_us"]) >= {"automatic", "1"}
+        assert case["differentiable_ratio"] > 0.0
+        for name in PARTS:
+            both = case["dispatch_parts_us"][name] + case["combine_parts_us"][name]
+            assert case["parts_us"][name] == pytest.approx(both)
+            # Two ranks may have met without waiting; nothing else comes for nothing.
+            assert both >= 0.0 if name == "waiting" else both > 0.0, name
+    assert sizes[1]["bytes"] == 2 * 2 * 8 * 3 * 128
+    assert sizes[1]["fraction_of_roof"] > 0.0
+    fixed = {case["what"]: case for case in cases if case["op"] == "fixed_cost"}
+    assert len(fixed) == len(cases) - 2 == 7
+    assert fixed["EpBuffer.dispatch, 1 rank"]["tokens"] == 1
+    assert fixed["EpBuffer.dispatch, 1 rank"]["hidden"] == 8
+    assert all(case["ratio"] > 0.0 for case in fixed.values())
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"plot-light.svg", "plot-dark.svg"}
+
+
+def test_a_wrong_result_ends_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moe_comm._host")
+    monkeypatch.setattr(SweepWorker, "begin", lambda *_: "rank 0 row 3 differs")
+    monkeypatch.setattr(RankProcesses, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(RankProcesses, "__exit__", lambda *_: None)
+    monkeypatch.setattr(
+        RankProcesses, "call", lambda _, method, *arguments: [getattr(SweepWorker, method)()]
+    )
+    with pytest.raises(WorkerError, match="check against the reference failed: rank 0 row 3"):
+        sweep.run_sweep(CASE, BenchOptions())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--tokens", "8"], "--tokens is not given, got 8"),
+        (["--peers", "gloo"], "no peers, got gloo"),
+        (["--api", "hybrid-ep"], "compared with native"),
+        (["--plot", "plot.png"], "must end in .svg, got plot.png"),
+    ],
+)
+def test_what_a_sweep_cannot_do_is_refused(arguments: list[str], problem: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "dispatch-combine", *SWEEP, *arguments])
+    assert done.exit_code == 1
+    assert problem in " ".join(done.output.split())
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,15 @@ import torch
 from moe_comm.cli.bench import oracle
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.memory import parse_smaps, total_bytes
+from moe_comm.cli.bench.parts import PARTS, middle_half, take_apart
 from moe_comm.cli.bench.peers.pipeline import AllToAllPipeline
-from moe_comm.cli.bench.report import case_title, result_table, write_plot
+from moe_comm.cli.bench.report import (
+    case_title,
+    result_table,
+    sweep_tables,
+    threads_ratio,
+    write_plot,
+)
 from moe_comm.cli.bench.result import BenchRow, to_json
 from moe_comm.cli.bench.run import (
     BenchOptions,
@@ -21,6 +29,9 @@ from moe_comm.cli.bench.run import (
     default_operations,
 )
 from moe_comm.cli.bench.statistics import Pair, makespan_us, percentile
+from moe_comm.cli.bench.svg import DARK, LIGHT
+from moe_comm.cli.bench.sweep import check_sweep
+from moe_comm.cli.bench.sweep_picture import draw_sweep, sweep_pictures
 from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
 from moe_comm.cli.bench.worker import Sample
 from moe_comm.cli.command_rules import wide_console
@@ -33,6 +44,7 @@ from moe_comm.quantization import (
     ScaleFormat,
 )
 from moe_comm.routing_trace import save_routing_trace
+from moe_comm.tracing import PhaseRecord
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
 
@@ -356,3 +368,130 @@ def test_plot_is_an_image(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing was timed"):
         write_plot(tmp_path / "plot.png", some_rows()[1:], environment)
+
+
+def phase(epoch: int, name: str, start_us: int, end_us: int, peer: int = -1) -> PhaseRecord:
+    return PhaseRecord(
+        rank=0,
+        buffer=1,
+        epoch=epoch,
+        operation="dispatch",
+        phase=name,
+        start_ns=start_us * 1000,
+        end_ns=end_us * 1000,
+        peer=peer,
+    )
+
+
+def test_a_call_is_taken_apart_into_parts_that_add_up() -> None:
+    records = [
+        phase(7, "prepare", 10, 12),
+        phase(7, "rows", 12, 15),
+        phase(7, "rows", 15, 35, peer=1),
+        phase(7, "data", 35, 42),
+        phase(7, "done", 42, 43, peer=2),
+        phase(7, "done", 43, 44),
+        phase(8, "data", 70, 80),
+    ]
+    # Calls of 50 and of 25 us, with native calls of 40 and 16 us in them.
+    first, second = take_apart([(0, 50_000), (60_000, 85_000)], [40_000, 16_000], records[::-1])
+    assert first == {"python": 10, "binding": 6, "rows": 6, "waiting": 21, "copies": 7}
+    assert second == {"python": 9, "binding": 6, "rows": 0, "waiting": 0, "copies": 10}
+    assert tuple(first) == PARTS
+    with pytest.raises(RuntimeError, match=r"1 calls made 1 native calls .* 2 operations"):
+        take_apart([(0, 50_000)], [40_000], records)
+
+
+def test_parts_are_of_the_middle_half_of_the_calls() -> None:
+    def call(us: float) -> dict[str, float]:
+        return {"python": us - 4, "binding": 1, "rows": 1, "waiting": 0, "copies": 2}
+
+    middle = middle_half([call(us) for us in (1000, 12, 10, 5, 11)])
+    assert middle == {"python": 7, "binding": 1, "rows": 1, "waiting": 0, "copies": 2}
+    assert middle_half([call(5), call(7)])["python"] == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        (SMALL, {"backend": "reference"}, "host backend apart, got reference"),
+        (SMALL, {"peers": ("gloo",)}, "no peers, got gloo"),
+        (SMALL, {"operations": ("dispatch",)}, "no operations, got dispatch"),
+        (SMALL, {"num_threads": 2}, "no threads, which it compares, got 2"),
+        (SMALL, {"num_local_ranks": 1}, "no local ranks, got 1"),
+        (SMALL, {"mode": "threads"}, "got mode threads"),
+        (SMALL, {"rail": "gloo"}, "rail gloo"),
+        (HYBRID_EP, {}, "got one compared with native"),
+        (LOW_LATENCY, {}, "got one compared with expert_major"),
+    ],
+)
+def test_a_sweep_rejects(case: BenchCase, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_sweep(case, BenchOptions(**options))
+
+
+def a_size(num_tokens: int, p50_us: float, roof_us: float | None) -> BenchRow:
+    parts = dict(zip(PARTS, (4.0, 2.0, 1.0, 1.0, 8.0), strict=True))
+    return BenchRow(
+        op="sweep",
+        case=dataclasses.replace(SMALL, num_tokens=num_tokens),
+        backend="host",
+        p50_us=p50_us,
+        p95_us=2 * p50_us,
+        bytes=4000,
+        roof_gbs=None if roof_us is None else 4.0 / roof_us,
+        fraction_of_roof=None if roof_us is None else roof_us / p50_us,
+        extra={
+            "parts_us": parts,
+            "threads_us": {"automatic": 1.3 * p50_us, "1": 2 * p50_us, "2": p50_us},
+            "differentiable_ratio": 1.7,
+        },
+    )
+
+
+def test_a_sweep_has_a_table_of_sizes_and_one_of_the_fixed_cost() -> None:
+    fixed = BenchRow(
+        op="fixed_cost",
+        case=SMALL,
+        backend="host",
+        p50_us=9.0,
+        peer_p50_us={"a no-op": 4.5},
+        extra={"what": "EpBuffer.dispatch", "ratio": 2.0},
+    )
+    console = wide_console()
+    with console.capture() as capture:
+        console.print(sweep_tables([a_size(1, 100.0, None), a_size(8, 1000.0, 10.0), fixed]))
+    lines = capture.get().splitlines()
+    cells = {
+        words[0]: words[1:]
+        for words in ([cell.strip() for cell in line.split("│")[1:-1]] for line in lines)
+        if words
+    }
+    assert cells["1"][5:] == ["-", "4.0", "2.0", "1.0", "1.0", "8.0", "1.70x", "1.30x", "ok"]
+    assert cells["8"][:6] == ["1,000.0", "2,000.0", "0.00", "-", "0.4", "0.010"]
+    assert cells["EpBuffer.dispatch"] == ["9.0", "a no-op", "4.5", "2.00x"]
+    assert threads_ratio({"automatic": 3.0, "1": 2.0, "2": 4.0}) == 1.5
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=lambda palette: palette.name)
+def test_the_plot_of_a_sweep_shows_its_numbers(palette: Any) -> None:
+    svg = draw_sweep([a_size(1, 100.0, None), a_size(8, 1000.0, 10.0)], "here & now", palette)
+    root = ET.fromstring(svg)
+    widths: dict[str, list[float]] = {}
+    for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+        widths.setdefault(rect.attrib["fill"], []).append(float(rect.attrib["width"]))
+    shown = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    # From 10 to 1000 us, on a logarithmic axis that begins where the lowest number is.
+    short, long = widths[palette.track]
+    assert (short * 2, widths[palette.roof][0]) == (pytest.approx(long), 0.0)
+    python, copies = (widths[palette.parts[name]] for name in ("python", "copies"))
+    assert copies == [pytest.approx(2 * us, abs=0.2) for us in python]
+    assert {"1", "8", "100", "1,000", "10", "here & now", *PARTS} <= set(shown)
+    assert "8 tokens: 1,000 us" in str(root.findtext("{http://www.w3.org/2000/svg}desc"))
+
+
+def test_a_plot_of_a_sweep_is_two_files(tmp_path: Path) -> None:
+    pictures = sweep_pictures(tmp_path / "out.svg")
+    assert [path.name for _, path in pictures] == ["out-light.svg", "out-dark.svg"]
+    with pytest.raises(ValueError, match=r"must end in \.svg, got .*out\.png"):
+        sweep_pictures(tmp_path / "out.png")

@@ -169,6 +169,7 @@ class RankProcesses(WorkerProcesses):
         num_local_ranks: Of the communicator; None for one node.
         rail: Of the communicator.
         mode: "processes", or "threads" of one process.
+        worker: What every rank is.
 
     Raises:
         WorkerError: A rank could not start.
@@ -185,6 +186,7 @@ class RankProcesses(WorkerProcesses):
         num_local_ranks: int | None = None,
         rail: str = "auto",
         mode: str = "processes",
+        worker: type[Worker] = Worker,
     ) -> None:
         launch = Launch(
             case=case,
@@ -195,4 +197,18 @@ class RankProcesses(WorkerProcesses):
             num_local_ranks=num_local_ranks,
             rail=rail,
         )
-        super().__init__(case.num_ranks, functools.partial(Worker, launch), mode)
+        super().__init__(case.num_ranks, functools.partial(worker, launch), mode)
+
+    def check(self, method: str = "check", *arguments: Any) -> None:
+        """Call a method that compares results with the reference's, on every rank.
+
+        Args:
+            method: Of the worker; returns None, or what is wrong.
+            arguments: Its own.
+
+        Raises:
+            WorkerError: A result is wrong, and a wrong operation has no speed.
+        """
+        problems = [problem for problem in self.call(method, *arguments) if problem is not None]
+        if problems:
+            raise WorkerError("the check against the reference failed: " + "; ".join(problems))

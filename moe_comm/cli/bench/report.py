@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.result import BenchRow
 from moe_comm.cli.command_rules import folded
 
-__all__ = ["case_title", "header_line", "result_table", "write_plot"]
+__all__ = [
+    "case_title",
+    "header_line",
+    "result_table",
+    "sweep_tables",
+    "threads_ratio",
+    "write_plot",
+]
 
 LABELS = {
     "dispatch": "dispatch",
@@ -36,8 +44,8 @@ def header_line(environment: dict[str, Any]) -> str:
     )
 
 
-def case_title(case: BenchCase) -> str:
-    """The case on one line."""
+def case_title(case: BenchCase, *, is_sweep: bool = False) -> str:
+    """The case on one line; of a sweep, without its tokens."""
     routing = f"routing {case.routing.name}" if case.routing else f"skew {case.skew:g}"
     kind = "" if case.api == "native" else f", {case.api}"
     if case.quantization is not None:
@@ -47,8 +55,9 @@ def case_title(case: BenchCase) -> str:
             f", {case.quantization.format.name} with {case.quantization.scale_format.name} scales, "
             f"{order}"
         )
+    tokens = "sweep over tokens" if is_sweep else f"{case.num_tokens} tokens each"
     return (
-        f"dispatch-combine: {case.num_ranks} ranks, {case.num_tokens} tokens each, hidden {case.hidden}, "
+        f"dispatch-combine: {case.num_ranks} ranks, {tokens}, hidden {case.hidden}, "
         f"top-{case.num_topk} of {case.num_experts}, {case.dtype}{kind}, {case.layout.name}, "
         f"alignment {case.expert_alignment}, {routing}"
     )
@@ -95,6 +104,65 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
         )
     notes += [Text(f"{peer}: not compared, {why}") for peer, why in sorted(missing_peers.items())]
     return Group(folded(table), *notes)
+
+
+def sweep_tables(rows: Sequence[BenchRow]) -> Group:
+    """Of a sweep: every size with what its time is made of, and the fixed cost."""
+    sizes = [row for row in rows if row.op == "sweep"]
+    table = Table(title=case_title(sizes[0].case, is_sweep=True), title_justify="left")
+    for name in ("tokens", "p50 us", "p95 us", "MB", "GB/s", "roof GB/s", "of roof"):
+        table.add_column(name, justify="right")
+    for name in PARTS:
+        table.add_column(name, justify="right")
+    for name in ("differentiable", "threads"):
+        table.add_column(name, justify="right")
+    table.add_column("check")
+    for row in sizes:
+        table.add_row(
+            str(row.case.num_tokens),
+            _number(row.p50_us, 1),
+            _number(row.p95_us, 1),
+            _number(None if row.bytes is None else row.bytes / 1e6, 2),
+            _number(row.gbs, 1),
+            _number(row.roof_gbs, 1),
+            _number(row.fraction_of_roof, 3),
+            *(_number(row.extra["parts_us"][name], 1) for name in PARTS),
+            _ratio(row.extra["differentiable_ratio"]),
+            _ratio(threads_ratio(row.extra["threads_us"])),
+            row.check,
+        )
+    fixed = Table(title="fixed cost", title_justify="left")
+    fixed.add_column("of")
+    fixed.add_column("p50 us", justify="right")
+    fixed.add_column("against")
+    fixed.add_column("p50 us", justify="right")
+    fixed.add_column("ratio", justify="right")
+    for row in rows:
+        if row.op != "fixed_cost":
+            continue
+        ((against, their_us),) = row.peer_p50_us.items()
+        fixed.add_row(
+            row.extra["what"],
+            _number(row.p50_us, 1),
+            against,
+            _number(their_us, 1),
+            _ratio(row.extra["ratio"]),
+        )
+    return Group(
+        folded(table),
+        Text(
+            f"microseconds of dispatch + combine; {', '.join(PARTS)}: what the middle half of the calls "
+            "spent, which adds up; differentiable: its time over the eager time; threads: time with their "
+            "number chosen by itself over that with the best fixed number"
+        ),
+        folded(fixed),
+    )
+
+
+def threads_ratio(threads_us: Mapping[str, float]) -> float:
+    """Time with the number of threads that is chosen by itself over that with the best fixed one."""
+    fixed = [us for number, us in threads_us.items() if number != "automatic"]
+    return threads_us["automatic"] / min(fixed)
 
 
 def write_plot(path: Path, rows: Sequence[BenchRow], environment: dict[str, Any]) -> None:

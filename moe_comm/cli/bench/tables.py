@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.recorded import Recorded, machine_line
-from moe_comm.cli.bench.report import LABELS
+from moe_comm.cli.bench.report import LABELS, threads_ratio
 
 __all__ = ["BEGIN", "END", "markdown_tables", "write_between_marks"]
 
@@ -104,8 +105,8 @@ def write_between_marks(page: Path, text: str) -> None:
 def _table_of(name: str, case: Case) -> Table | None:
     """The table that has a row for a case; None for what stands in another case's row, or only in its file."""
     op = case["op"]
-    if op == "reshard":
-        return _reshard_table
+    if op in _TABLES_OF_OPS:
+        return _TABLES_OF_OPS[op]
     framework = op.split("_")[0]
     if framework in FRAMEWORKS:
         has_row = op == f"{framework}_{_row_phase(framework)}" and bool(case["speedup"])
@@ -163,6 +164,39 @@ def _decode_table(rows: Sequence[Row]) -> str:
         for recorded, case in rows
     )
     return _table("Small batches", head, body, rows)
+
+
+def _sweep_table(rows: Sequence[Row]) -> str:
+    head = (
+        "ranks x tokens, hidden",
+        "dispatch + combine, p50",
+        "of the roof",
+        *PARTS,
+        "differentiable",
+        "threads",
+    )
+    body = (
+        (
+            _shape(case),
+            _us(case["p50_us"]),
+            _share(case["fraction_of_roof"]),
+            *(f"{case['parts_us'][name]:.1f} us" for name in PARTS),
+            f"{case['differentiable_ratio']:.1f} x",
+            f"{threads_ratio(case['threads_us']):.2f} x",
+        )
+        for _, case in rows
+    )
+    return _table("What a call is made of", head, body, rows)
+
+
+def _fixed_cost_table(rows: Sequence[Row]) -> str:
+    head = ("ranks x tokens, hidden", "fixed cost of", "p50", "against", "p50", "ratio")
+    body = []
+    for _, case in rows:
+        ((against, their_us),) = case["peer_p50_us"].items()
+        cells = (case["what"], _us(case["p50_us"]), against, f"{their_us:.1f} us")
+        body.append((_shape(case), *cells, f"{case['ratio']:.1f}"))
+    return _table("Fixed cost", head, body, rows)
 
 
 def _baseline_table(rows: Sequence[Row]) -> str:
@@ -259,9 +293,17 @@ def _reshard_table(rows: Sequence[Row]) -> str:
     return _table("Reshard", head, body, rows)
 
 
+_TABLES_OF_OPS: dict[str, Table] = {
+    "reshard": _reshard_table,
+    "sweep": _sweep_table,
+    "fixed_cost": _fixed_cost_table,
+}
+
 TABLES: tuple[Table, ...] = (
     _row_table,
     _decode_table,
+    _sweep_table,
+    _fixed_cost_table,
     _baseline_table,
     _node_table,
     *_CLIENT_TABLES.values(),
