@@ -102,6 +102,13 @@ def test_cli_commands_exist(document: str) -> None:
         assert outcome.exit_code == 0, f"moe-comm {command}: {outcome.output}"
 
 
+def test_places_named_to_contributors_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:moe_comm|csrc|tests|docs|tools|benchmarks)[\w/]*(?:/|\.\w+))`", text)
+    assert len(set(named)) > 30
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
