@@ -200,5 +200,5 @@ check-wheel: wheel  ## Try the wheel in clean environments, beside the oldest to
 
 .PHONY: clean
 clean:  ## Remove everything that make has made
-	rm -rf $(VENV) build dist moe_comm.egg-info moe_comm/_*.so
+	rm -rf $(VENV) build dist moe_comm.egg-info moe_comm/_*.so tests/_*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -256,6 +256,9 @@ class CMakeBuild(build_ext):
                 else:
                     self.warn(f"{ext.name} is not built: {MISSING_FOR[module]}")
                     remove_module(f"_{module}")
+            if self.test_programs:
+                file = self.get_ext_filename("_host_testing")
+                replace_if_changed(build_dir / "lib" / file, ROOT / "tests" / file)
             if self._keeps_build_dir:
                 self._remove_older(set(MODULES) - set(wanted))
 
@@ -302,13 +305,20 @@ class CMakeBuild(build_ext):
             raise SystemExit(f"exit status {returncode} of: {' '.join(command)}")
 
     def _remove_older(self, others: set[str]) -> None:
-        """Removes those of the `others` that lie in the checkout and that an edit may have outdated."""
+        """Removes what lies in the checkout, was not built and an edit may have outdated."""
         edited = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*.*"))
-        for name in sorted(others):
-            for module in (ROOT / "moe_comm").glob(f"_{name}.*.so"):
-                if module.stat().st_mtime < edited:
-                    self.warn(f"{module.name} is removed: there are newer sources")
-                    module.unlink()
+        modules = [
+            *(
+                module
+                for name in sorted(others)
+                for module in (ROOT / "moe_comm").glob(f"_{name}.*.so")
+            ),
+            *(() if self.test_programs else (ROOT / "tests").glob("_host_testing.*.so")),
+        ]
+        for module in modules:
+            if module.stat().st_mtime < edited:
+                self.warn(f"{module.name} is removed: there are newer sources")
+                module.unlink()
 
     def copy_extensions_to_source(self) -> None:
         build_py = self.get_finalized_command("build_py")

@@ -185,18 +185,6 @@ class kernels:
     @staticmethod
     def best_instruction_set() -> str: ...
     @staticmethod
-    def quantize_row(
-        isa: str,
-        dtype: str,
-        block: int,
-        scale_format: str,
-        src: Any,
-        dst: list[Any],
-        scales: Any,
-        *,
-        streaming: bool,
-    ) -> None: ...
-    @staticmethod
     def roof_fan_out(
         src: Any,
         row_bytes: int,

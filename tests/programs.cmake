@@ -1,4 +1,4 @@
-# Programs that tests run, all of which `test_programs` builds. A source distribution has none.
+# What tests run and import, all of which `test_programs` builds. A source distribution has none.
 add_custom_target(test_programs)
 
 # moe_comm_add_program(name objects...): tests/cpp/name.cpp, linked from what moe_comm_add_objects()
@@ -17,6 +17,15 @@ foreach(name socket_rail group_leaves group_evicts group_gathers mesh_leaves gro
 endforeach()
 moe_comm_add_program(region_pool)
 target_sources(region_pool PRIVATE "${PROJECT_SOURCE_DIR}/csrc/nvshmem/region_pool.cpp")
+
+# What only tests call of the CPU backend. setup.py puts this module into tests/.
+set(sources "${PROJECT_SOURCE_DIR}/tests/cpp/host_testing.cpp"
+  "${PROJECT_SOURCE_DIR}/tests/cpp/host_testing_kernels.cpp")
+moe_comm_unite(host_testing ${sources})
+moe_comm_add_bindings(moe_comm_host_testing ${sources})
+moe_comm_add_module(_host_testing moe_comm_host_testing)
+set_target_properties(_host_testing PROPERTIES EXCLUDE_FROM_ALL TRUE)
+add_dependencies(test_programs _host_testing)
 
 # Heap and sockets under sanitizers, which not every compiler brings: the tests that run these
 # programs build them.

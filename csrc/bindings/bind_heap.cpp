@@ -1,74 +1,21 @@
-#include <chrono>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
+#include <string>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/shared/peer_check.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
-#include "heap/window_allocator.h"
 
 namespace moe::bindings {
 
 namespace py = pybind11;
 using heap::HeapOptions;
-using heap::HeapStats;
 using heap::PeerMesh;
 using heap::ShmHeap;
-using heap::WindowAllocator;
-
-namespace {
-
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-/// Waits for the mesh to report a change, without the service thread ever needing the GIL.
-class ChangeWaiter {
- public:
-  explicit ChangeWaiter(std::shared_ptr<PeerMesh> mesh) : mesh_(std::move(mesh)) {
-    id_ = mesh_->add_listener([this] {
-      const std::lock_guard lock(mutex_);
-      ++num_changes_;
-      changed_.notify_all();
-    });
-  }
-  ~ChangeWaiter() { mesh_->remove_listener(id_); }
-
-  uint64_t num_changes() const {
-    const std::lock_guard lock(mutex_);
-    return num_changes_;
-  }
-
-  /// @return Whether more than @p seen changes were reported within @p timeout_s.
-  bool wait_beyond(uint64_t seen, double timeout_s) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(
-        lock, std::chrono::duration<double>(timeout_s), [&] { return num_changes_ > seen; });
-  }
-
- private:
-  std::shared_ptr<PeerMesh> mesh_;
-  int id_ = -1;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  uint64_t num_changes_ = 0;
-};
-
-py::tuple to_tuple(const Offer& offer) {
-  return py::make_tuple(offer.segment_idx, offer.offset, offer.bytes);
-}
-
-Offer to_offer(const py::tuple& values) {
-  return Offer{
-      values[0].cast<uint32_t>(), 0, values[1].cast<uint64_t>(), values[2].cast<uint64_t>()};
-}
-
-void bind_mesh(py::module_& module) {
-  py::enum_<PeerState>(module, "PeerState")
-      .value("ALIVE", PeerState::kAlive)
-      .value("LEFT", PeerState::kLeft)
-      .value("DEAD", PeerState::kDead);
+void bind_heap(py::module_& module) {
   py::class_<PeerMesh, std::shared_ptr<PeerMesh>>(module, "PeerMesh")
       .def_static("create", [] { return PeerMesh::create(); })
       .def_static(
@@ -101,64 +48,7 @@ void bind_mesh(py::module_& module) {
           py::arg("check") = py::none(),
           py::arg("num_local_ranks") = 0,
           py::arg("link_timeout_s") = 30.0)
-      .def_property_readonly("rank_idx", &PeerMesh::rank_idx)
-      .def_property_readonly("num_ranks", &PeerMesh::num_ranks)
-      .def("state", &PeerMesh::state, py::arg("rank_idx"))
-      .def("is_link_lost", &PeerMesh::is_link_lost, py::arg("rank_idx"))
-      .def("post",
-           &PeerMesh::post,
-           py::arg("rank_idx"),
-           py::arg("channel"),
-           py::arg("sequence"),
-           py::arg("payload"),
-           NoGil())
-      .def(
-          "take",
-          [](PeerMesh& self, int rank_idx, uint64_t channel, uint64_t sequence) -> py::object {
-            std::string payload;
-            if (!self.take(rank_idx, channel, sequence, &payload))
-              return py::none();
-            return py::bytes(payload);
-          },
-          py::arg("rank_idx"),
-          py::arg("channel"),
-          py::arg("sequence"))
-      .def("peer_segment_bytes", &PeerMesh::peer_segment_bytes)
       .def("leave", &PeerMesh::leave, NoGil());
-  py::class_<ChangeWaiter, std::shared_ptr<ChangeWaiter>>(module, "ChangeWaiter")
-      .def(py::init<std::shared_ptr<PeerMesh>>())
-      .def_property_readonly("num_changes", &ChangeWaiter::num_changes)
-      .def("wait_beyond",
-           &ChangeWaiter::wait_beyond,
-           py::arg("seen"),
-           py::arg("timeout_s"),
-           NoGil());
-}
-
-void bind_windows(py::module_& module) {
-  py::class_<Window, std::shared_ptr<Window>>(module, "Window", py::buffer_protocol())
-      .def_property_readonly("offer", [](const Window& self) { return to_tuple(self.offer()); })
-      .def_property_readonly("bytes", &Window::bytes)
-      .def_property_readonly(
-          "address", [](const Window& self) { return reinterpret_cast<uintptr_t>(self.data()); })
-      .def("shrink", &Window::shrink, py::arg("bytes"))
-      .def("quarantine", &Window::quarantine)
-      .def_buffer([](Window& self) {
-        return py::buffer_info(reinterpret_cast<uint8_t*>(self.data()),
-                               static_cast<py::ssize_t>(self.bytes()));
-      });
-  py::class_<HeapStats>(module, "HeapStats")
-      .def_readonly("segment_bytes", &HeapStats::segment_bytes)
-      .def_readonly("resident_bytes", &HeapStats::resident_bytes)
-      .def_readonly("live_bytes", &HeapStats::live_bytes)
-      .def_readonly("quarantined_bytes", &HeapStats::quarantined_bytes)
-      .def_readonly("peak_live_bytes", &HeapStats::peak_live_bytes)
-      .def_readonly("num_segments", &HeapStats::num_segments)
-      .def_readonly("num_windows", &HeapStats::num_windows)
-      .def_readonly("num_allocations", &HeapStats::num_allocations)
-      .def_readonly("num_growths", &HeapStats::num_growths)
-      .def_readonly("huge_page_bytes", &HeapStats::huge_page_bytes)
-      .def_readonly("peer_segment_bytes", &HeapStats::peer_segment_bytes);
   py::class_<ShmHeap, std::shared_ptr<ShmHeap>>(module, "ShmHeap")
       .def_static(
           "create",
@@ -172,127 +62,7 @@ void bind_windows(py::module_& module) {
           py::arg("mesh"),
           py::arg("limit_bytes") = 0,
           py::arg("with_huge_pages") = true,
-          py::arg("poison") = false)
-      .def("allocate", &ShmHeap::allocate, py::arg("bytes"), NoGil())
-      .def("allocate_free", &ShmHeap::allocate_free, py::arg("most_bytes"), NoGil())
-      .def(
-          "resolve",
-          // The peer's bytes themselves: writes through the view are seen by the owner.
-          [](ShmHeap& self, int rank_idx, const py::tuple& offer) -> py::object {
-            const Offer place = to_offer(offer);
-            std::byte* data = self.try_resolve(rank_idx, place);
-            if (data == nullptr)
-              return py::none();
-            return py::memoryview::from_memory(data, static_cast<py::ssize_t>(place.bytes));
-          },
-          py::arg("rank_idx"),
-          py::arg("offer"),
-          py::keep_alive<0, 1>())
-      .def(
-          "find",
-          [](const ShmHeap& self, uintptr_t address, uint64_t bytes) -> py::object {
-            Offer offer;
-            if (!self.find(reinterpret_cast<const void*>(address), bytes, &offer))
-              return py::none();
-            return to_tuple(offer);
-          },
-          py::arg("address"),
-          py::arg("bytes"))
-      .def("available_bytes", &ShmHeap::available_bytes)
-      .def("end_quarantine", &ShmHeap::end_quarantine)
-      .def("reserve", &ShmHeap::reserve, py::arg("bytes"), NoGil())
-      .def("trim", &ShmHeap::trim, NoGil())
-      .def("stats", &ShmHeap::stats, py::arg("verify_huge_pages") = false, NoGil());
-}
-
-/// A block by number: Python holds no pointers into the allocator.
-class NumberedAllocator {
- public:
-  void add_segment(uint32_t segment_idx, uint64_t bytes) {
-    allocator_.add_segment(segment_idx, bytes);
-  }
-
-  py::object allocate(uint64_t bytes) { return number(allocator_.allocate(bytes)); }
-  py::object allocate_largest(uint64_t bytes) { return number(allocator_.allocate_largest(bytes)); }
-  void free(size_t block_idx) {
-    allocator_.free(block(block_idx));
-    blocks_[block_idx] = nullptr;
-  }
-  void shrink(size_t block_idx, uint64_t bytes) { allocator_.shrink(block(block_idx), bytes); }
-  void quarantine(size_t block_idx) { allocator_.quarantine(block(block_idx)); }
-  void end_quarantine() { allocator_.end_quarantine(); }
-  uint64_t largest_free_bytes() const { return allocator_.largest_free_bytes(); }
-  py::tuple place(size_t block_idx) {
-    const WindowAllocator::Block* found = block(block_idx);
-    return py::make_tuple(found->segment_idx, found->offset, found->bytes);
-  }
-
-  /// (offset, bytes, is_free) of every block of a segment.
-  py::list blocks(uint32_t segment_idx) const {
-    py::list found;
-    for (const WindowAllocator::Block* block : allocator_.blocks(segment_idx))
-      found.append(py::make_tuple(
-          block->offset, block->bytes, block->state == WindowAllocator::BlockState::kFree));
-    return found;
-  }
-
-  py::dict counters() const {
-    const WindowAllocator::Counters& counters = allocator_.counters();
-    py::dict values;
-    values["free_bytes"] = counters.free_bytes;
-    values["live_bytes"] = counters.live_bytes;
-    values["quarantined_bytes"] = counters.quarantined_bytes;
-    values["peak_live_bytes"] = counters.peak_live_bytes;
-    values["num_live"] = counters.num_live;
-    values["num_allocations"] = counters.num_allocations;
-    return values;
-  }
-
- private:
-  py::object number(WindowAllocator::Block* block) {
-    if (block == nullptr)
-      return py::none();
-    blocks_.push_back(block);
-    return py::int_(blocks_.size() - 1);
-  }
-
-  WindowAllocator::Block* block(size_t block_idx) const {
-    MOE_CHECK(block_idx < blocks_.size() && blocks_[block_idx] != nullptr,
-              "block ",
-              block_idx,
-              " is not live; ",
-              blocks_.size(),
-              " were ever made");
-    return blocks_[block_idx];
-  }
-
-  WindowAllocator allocator_;
-  std::vector<WindowAllocator::Block*> blocks_;
-};
-
-void bind_allocator(py::module_& module) {
-  py::class_<NumberedAllocator>(module, "WindowAllocator")
-      .def(py::init<>())
-      .def("add_segment", &NumberedAllocator::add_segment, py::arg("segment_idx"), py::arg("bytes"))
-      .def("allocate", &NumberedAllocator::allocate, py::arg("bytes"))
-      .def("allocate_largest", &NumberedAllocator::allocate_largest, py::arg("most_bytes"))
-      .def("free", &NumberedAllocator::free, py::arg("block_idx"))
-      .def("shrink", &NumberedAllocator::shrink, py::arg("block_idx"), py::arg("bytes"))
-      .def("quarantine", &NumberedAllocator::quarantine, py::arg("block_idx"))
-      .def("end_quarantine", &NumberedAllocator::end_quarantine)
-      .def("largest_free_bytes", &NumberedAllocator::largest_free_bytes)
-      .def("place", &NumberedAllocator::place, py::arg("block_idx"))
-      .def("blocks", &NumberedAllocator::blocks, py::arg("segment_idx"))
-      .def("counters", &NumberedAllocator::counters)
-      .def_static("rounded_bytes", &WindowAllocator::rounded_bytes, py::arg("bytes"));
-}
-
-}  // namespace
-
-void bind_heap(py::module_& module) {
-  bind_mesh(module);
-  bind_windows(module);
-  bind_allocator(module);
+          py::arg("poison") = false);
 }
 
 }  // namespace moe::bindings

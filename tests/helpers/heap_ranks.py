@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm import _host
+from tests import _host_testing
 from tests.helpers.failing_ranks import has_stopped, wait_for
 
 MIB = 1 << 20
@@ -110,7 +111,7 @@ def open_mesh(state: Any) -> bytes:
 
 def connect(state: Any, rank_idx: int, addresses: list[bytes], options: dict[str, Any]) -> None:
     state.mesh.connect(rank_idx, addresses, WAIT_S)
-    state.waiter = _host.ChangeWaiter(state.mesh)
+    state.waiter = _host_testing.ChangeWaiter(state.mesh)
     state.heap = _host.ShmHeap.create(state.mesh, **options)
 
 
@@ -146,7 +147,7 @@ def wait_gone(state: Any, rank_idx: int) -> tuple[str, float]:
     while True:
         seen = state.waiter.num_changes
         peer_state = state.mesh.state(rank_idx)
-        if peer_state != _host.PeerState.ALIVE:
+        if peer_state != _host_testing.PeerState.ALIVE:
             return peer_state.name, time.monotonic()
         if not state.waiter.wait_beyond(seen, deadline - time.monotonic()):
             raise TimeoutError(f"rank {rank_idx} is still {peer_state.name} after {WAIT_S} s")

@@ -471,6 +471,7 @@ def as_program(script: str) -> str:
         import sys, types
         sys.modules["moe_comm"] = types.ModuleType("moe_comm")
         sys.modules["moe_comm"].__path__ = [{folder!r}]
+        from tests import _host_testing
         """
     return textwrap.dedent(head) + textwrap.dedent(script)
 

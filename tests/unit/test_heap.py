@@ -16,6 +16,7 @@ import pytest
 
 from moe_comm import _host
 from moe_comm.errors import CapacityError, PeerFailedError
+from tests import _host_testing
 from tests.helpers.failing_ranks import num_threads
 
 PAGE = 4096
@@ -54,7 +55,7 @@ class Ranks:
     meshes: list[_host.PeerMesh]
     heaps: list[_host.ShmHeap]
 
-    def resolve(self, reader: int, owner: int, window: _host.Window) -> memoryview:
+    def resolve(self, reader: int, owner: int, window: _host_testing.Window) -> memoryview:
         """The window's bytes as another rank addresses them."""
         wait_for(
             lambda: self.heaps[reader].resolve(owner, window.offer) is not None, "the announcement"
@@ -118,7 +119,7 @@ def test_messages_arrive_in_order_between_all_pairs(num_ranks: int) -> None:
 
 def test_channels_and_sequences_are_apart() -> None:
     with ranks(2) as group:
-        waiter = _host.ChangeWaiter(group.meshes[1])
+        waiter = _host_testing.ChangeWaiter(group.meshes[1])
         for channel, sequence in ((1, 1), (1, 2), (2, 1), (2**64 - 1, 2**64 - 1)):
             group.meshes[0].post(1, channel, sequence, b"%d.%d" % (channel, sequence))
         last = (2**64 - 1, 2**64 - 1)
@@ -168,19 +169,19 @@ def test_leaving_is_not_dying_and_does_not_overtake_messages() -> None:
         group.meshes[0].leave()
         for peer in (1, 2):
             wait_for(
-                lambda peer=peer: group.meshes[peer].state(0) != _host.PeerState.ALIVE,
+                lambda peer=peer: group.meshes[peer].state(0) != _host_testing.PeerState.ALIVE,
                 "the goodbye",
             )
-            assert group.meshes[peer].state(0) == _host.PeerState.LEFT
+            assert group.meshes[peer].state(0) == _host_testing.PeerState.LEFT
         assert all(group.meshes[1].take(0, 3, number) == bytes(50_000) for number in range(50))
-        assert group.meshes[1].state(2) == _host.PeerState.ALIVE
+        assert group.meshes[1].state(2) == _host_testing.PeerState.ALIVE
         group.meshes[1].post(0, 0, 0, b"to nobody")
 
 
 def test_removed_listener_is_not_called() -> None:
     with ranks(2) as group:
-        removed = _host.ChangeWaiter(group.meshes[1])
-        kept = _host.ChangeWaiter(group.meshes[1])
+        removed = _host_testing.ChangeWaiter(group.meshes[1])
+        kept = _host_testing.ChangeWaiter(group.meshes[1])
         group.meshes[0].post(1, 0, 0, b"x")
         assert removed.wait_beyond(0, WAIT_S)
         del removed

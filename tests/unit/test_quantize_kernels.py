@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm import _host
+from tests import _host_testing
 from tests.guarded_bytes import Guarded, aligned, place
 
-kernels = _host.kernels
+kernels = _host_testing.kernels
 
-ISAS = kernels.instruction_sets()
+ISAS = _host.kernels.instruction_sets()
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KINDS = ["bits", "normal", "spread", "tiny", "huge", "zero"]
 # Around blocks, lines of codes and registers of every instruction set.

@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm import _host
+from tests import _host_testing
 from tests.guarded_bytes import Guarded, aligned, place
 
-kernels = _host.kernels
+kernels = _host_testing.kernels
 
-ISAS = kernels.instruction_sets()
+ISAS = _host.kernels.instruction_sets()
 
 
 @dataclass(frozen=True)
@@ -405,15 +406,15 @@ def test_roofs_move_the_bytes_they_count(
     num_bytes = streams[0].nbytes
     for num in (1, 2, 8, 9):
         targets = [Guarded(num_bytes) for _ in range(num)]
-        kernels.roof_fan_out(streams[0], 192, [t.bytes for t in targets], isa, **how)
+        _host.kernels.roof_fan_out(streams[0], 192, [t.bytes for t in targets], isa, **how)
         assert all((t.bytes == streams[0]).all() for t in targets)
-        kernels.roof_sum(streams[:num], targets[0].bytes, isa, **how)
+        _host.kernels.roof_sum(streams[:num], targets[0].bytes, isa, **how)
         want = np.sum([s.view(np.uint32) for s in streams[:num]], axis=0, dtype=np.uint32)
         assert (targets[0].bytes.view(np.uint32) == want).all()
         for target in targets:
             target.check_margins()
     target = Guarded(num_bytes)
-    kernels.roof_copy(streams[1], target.bytes, isa, **how)
+    _host.kernels.roof_copy(streams[1], target.bytes, isa, **how)
     assert (target.bytes == streams[1]).all()
     target.check_margins()
 
@@ -431,9 +432,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="weights: expected 4 bytes, got 8"):
         kernels.sum_rows("portable", "float32", [row], row[:8], aligned(64), streaming=False)
     with pytest.raises(ValueError, match="row: expected a multiple of 64 bytes, got 32"):
-        kernels.roof_fan_out(row, 32, [aligned(64)])
+        _host.kernels.roof_fan_out(row, 32, [aligned(64)])
 
 
 def test_best_instruction_set_is_the_last() -> None:
     assert ISAS[0] == "portable"
-    assert kernels.best_instruction_set() == ISAS[-1]
+    assert _host.kernels.best_instruction_set() == ISAS[-1]

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moe_comm import _host
+from tests import _host_testing
 
 PAGE = 4096
 SMALL = 64
@@ -40,7 +40,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = _host.WindowAllocator()
+        self.allocator = _host_testing.WindowAllocator()
         self.num_segments = 0
         self.held: dict[int, Held] = {}
         self.aside: list[tuple[int, int, int]] = []
@@ -188,7 +188,7 @@ TestAllocator = AllocatorMachine.TestCase
 
 
 def test_recently_freed_memory_comes_first() -> None:
-    allocator = _host.WindowAllocator()
+    allocator = _host_testing.WindowAllocator()
     allocator.add_segment(0, SEGMENT_BYTES)
     # Separators keep the freed blocks from merging.
     blocks = [(allocator.allocate(2 * PAGE), allocator.allocate(PAGE)) for _ in range(8)]
@@ -203,11 +203,11 @@ def test_recently_freed_memory_comes_first() -> None:
     [(1, 64), (64, 64), (65, 128), (4032, 4032), (4033, 4096), (4096, 4096), (4097, 8192)],
 )
 def test_granularity(num_bytes: int, rounded: int) -> None:
-    assert _host.WindowAllocator.rounded_bytes(num_bytes) == rounded
+    assert _host_testing.WindowAllocator.rounded_bytes(num_bytes) == rounded
 
 
 def test_small_windows_do_not_scatter() -> None:
-    allocator = _host.WindowAllocator()
+    allocator = _host_testing.WindowAllocator()
     allocator.add_segment(0, SEGMENT_BYTES)
     small = []
     for _ in range(40):
