@@ -445,21 +445,6 @@ def test_an_import_downwards_is_allowed(module: str, source: str) -> None:
 
 # ---------------------------------------------------------------------------------------------
 
-NUM_MAX_LINES = 600
-
-
-def test_no_source_file_is_overlong() -> None:
-    """Past 600 lines a file holds a second idea that wants a file of its own."""
-    sources = [
-        path
-        for folder in ("moe_comm", "csrc", "tests", "benchmarks", "examples", "cmake")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".h", ".cpp", ".cmake"}
-    ]
-    assert len(sources) > 20
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
-    assert {name: length for name, length in lengths.items() if length > NUM_MAX_LINES} == {}
-
 
 def test_no_cxx_source_reads_the_environment() -> None:
     calls = [path for path in CXX_FILES if "getenv" in (ROOT / "csrc" / path).read_text()]
