@@ -20,9 +20,9 @@ from moe_comm.cli.bench.reshard.report import reshard_document, reshard_table, w
 from moe_comm.cli.bench.reshard.run import RESHARD_PEERS, ReshardOptions, run_case
 from moe_comm.cli.command_rules import in_a_sentence, wide_console
 from moe_comm.cli.options import DtypeName, parse_bytes
+from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.output_files import check_output
-from moe_comm.resharding.model_shapes import MoEShape, TensorList
 from moe_comm.resharding.parallelism import Parallelism
 
 __all__ = ["bench_reshard"]

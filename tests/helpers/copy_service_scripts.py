@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moe_comm.cli.reshard.model_shapes import MoEShape, build_module, fill, find_differences
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.execution import execute_reshard_plan
 from moe_comm.resharding.heap_parameters import place_in_heap
-from moe_comm.resharding.model_shapes import MoEShape, build_module, fill, find_differences
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.planner import build_local_reshard_plan
 from moe_comm.testing import RankContext

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moe_comm import Communicator
-from moe_comm.resharding import clear_all_caches, model_shapes, stale
+from moe_comm.cli.reshard import model_shapes
+from moe_comm.cli.reshard.model_shapes import MoEShape, ShapedModel
+from moe_comm.resharding import clear_all_caches, stale
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.execution import execute_reshard_plan
 from moe_comm.resharding.heap_parameters import place_in_heap
-from moe_comm.resharding.model_shapes import MoEShape, ShapedModel
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.planner import build_local_reshard_plan

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moe_comm import CommunicationError, Communicator, PeerFailedError
+from moe_comm.cli.reshard.model_shapes import MoEShape, build_module, fill, find_differences
 from moe_comm.resharding import refit, refit_group, refit_services, stale
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.model_shapes import MoEShape, build_module, fill, find_differences
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
 from moe_comm.cli.options import parse_bytes
+from moe_comm.cli.reshard.model_shapes import MoEShape, roster
+from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
 from moe_comm.cli.reshard.shapes import ModelName
 from moe_comm.cli.reshard.traffic import Links, Traffic, predict, schedule_steps
-from moe_comm.resharding.model_shapes import MoEShape, roster
 from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.published_shapes import PUBLISHED_SHAPES
 
 SIZES = (
     *("--model", "mixtral-8x7b", "--layers", "2", "--hidden", "64", "--heads", "8"),

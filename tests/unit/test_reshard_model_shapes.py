@@ -7,9 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.metadata_extraction import extract_module_metadata
-from moe_comm.resharding.model_shapes import (
+from moe_comm.cli.reshard.model_shapes import (
     LatentAttention,
     MoEShape,
     ShapedModel,
@@ -19,8 +17,10 @@ from moe_comm.resharding.model_shapes import (
     find_differences,
     roster,
 )
+from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
+from moe_comm.resharding.metadata import ParameterMetadata
+from moe_comm.resharding.metadata_extraction import extract_module_metadata
 from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.published_shapes import PUBLISHED_SHAPES
 
 SMALL = MoEShape(
     num_layers=3,

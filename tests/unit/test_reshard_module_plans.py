@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.bootstrap import Bootstrap, RankThreads, _ProcessGroup
-from moe_comm.resharding import plan_check
-from moe_comm.resharding.model_shapes import (
+from moe_comm.cli.reshard.model_shapes import (
     MoEShape,
     ShapedModel,
     build_module,
@@ -22,6 +21,7 @@ from moe_comm.resharding.model_shapes import (
     find_differences,
     roster,
 )
+from moe_comm.resharding import plan_check
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.plan_check import PlanError

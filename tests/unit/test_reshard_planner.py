@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_comm.cli.reshard.model_shapes import MoEShape, roster
 from moe_comm.resharding import plan_check
 from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
-from moe_comm.resharding.model_shapes import MoEShape, roster
 from moe_comm.resharding.ops import pack_task_id
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import PartialReduction, ReshardPlan

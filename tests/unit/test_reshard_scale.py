@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from moe_comm.cli.reshard.model_shapes import MoEShape, roster
 from moe_comm.resharding import intervals, plan_check, planner
 from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.model_shapes import MoEShape, roster
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.rosters import Roster, decode_roster, encode_roster

@@ -6,8 +6,8 @@ import dataclasses
 import enum
 from typing import Any
 
-from moe_comm.resharding.model_shapes import MoEShape, TensorList
-from moe_comm.resharding.published_shapes import PUBLISHED_SHAPES
+from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList
+from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
 
 __all__ = ["ModelName", "describe", "shape_from_options"]
 

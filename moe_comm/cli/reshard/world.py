@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList, roster
 from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.model_shapes import MoEShape, TensorList, roster
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.planner import build_plan_from_encoded_rosters

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from moe_comm.cli.reshard.model_shapes import MoEShape
 from moe_comm.cli.reshard.world import PlanningCase
-from moe_comm.resharding.model_shapes import MoEShape
 
 __all__ = ["MEMORIES", "TRANSPORTS", "ReshardCase", "dtype_name", "shape_of_bytes"]
 

@@ -17,13 +17,13 @@ from moe_comm.cli.bench.memory import PeakMemory
 from moe_comm.cli.bench.reshard.case import ReshardCase
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.cli.bench.worker import Sample
+from moe_comm.cli.reshard.model_shapes import ShapedModel, build_module, fill, find_differences
 from moe_comm.communicator import Communicator
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.heap_parameters import place_in_heap
-from moe_comm.resharding.model_shapes import ShapedModel, build_module, fill, find_differences
 from moe_comm.resharding.module_tensors import named_refit_tensors
 from moe_comm.resharding.refit import clear_all_caches, swap_model_weights
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_comm.resharding.model_shapes import LatentAttention, MoEShape
+from moe_comm.cli.reshard.model_shapes import LatentAttention, MoEShape
 
 __all__ = ["PUBLISHED_SHAPES"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_comm.resharding.described_tensors import (
+from moe_comm.cli.reshard.described_tensors import (
     DescribedTensor,
     LatentAttention,
     MoEShape,
