@@ -36,11 +36,8 @@ from moe_comm.resharding.rosters import (
 )
 from moe_comm.resharding.tp_planning import (
     _build_descriptors_for_param,
-    _determine_source_ranks_for_dst_param,
-    _emit_lcm_block_ops,
     _finalize_dp_transfers,
     _plan_tp,
-    _tp_block_layout,
 )
 from moe_comm.resharding.utils import (
     extract_module_metadata,
@@ -50,12 +47,9 @@ from moe_comm.resharding.utils import (
 
 __all__ = [
     "_build_descriptors_for_param",
-    "_determine_source_ranks_for_dst_param",
-    "_emit_lcm_block_ops",
     "_finalize_dp_transfers",
     "_iter_global_transfer_ops",
     "_plan_tp",
-    "_tp_block_layout",
     "build_centralized_reshard_plan",
     "build_local_reshard_plan",
     "build_plan_from_encoded_rosters",

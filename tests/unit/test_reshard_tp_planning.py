@@ -62,7 +62,8 @@ def test_strided_shards(num_src: int, num_dst: int, src_stride: int, dst_stride:
         (3, LENGTH // num_dst), dst_ranks, is_tp=True, partition_dim=1, partition_stride=dst_stride
     )
     for place, rank in enumerate(dst_ranks):
-        ops = planner._determine_source_ranks_for_dst_param("w", src, dst, rank)
+        descriptors = planner._build_descriptors_for_param(src, dst)
+        ops = planner._plan_tp("w", src, dst, descriptors, rank)
         found = received(dict(enumerate(sources)), dst.shape, ops)
         assert torch.equal(found, destinations[place])
         if src_stride == dst_stride == 1:
@@ -114,9 +115,6 @@ def test_replicas() -> None:
     assert plan("w", src, same, 0) == [(0, everything, everything)]
     assert plan("w", src, other, 3) == [(1, everything, everything)]
     assert plan("w", src, other, 0) == []
-    assert planner._determine_source_ranks_for_dst_param("w", src, other, 2) == plan(
-        "w", src, other, 2
-    )
 
 
 def descriptor(dim: int = 0, name: str = "tp") -> ShardingDescriptor:
@@ -183,7 +181,7 @@ def descriptor(dim: int = 0, name: str = "tp") -> ShardingDescriptor:
                 0,
             ),
             RuntimeError,
-            "w: TP dim0 of length 6 not divisible by LCM 4 of 2 x 2 and 1 x 1 segments",
+            "w: TP dim0 of length 6 does not divide into 2 x 2 and 1 x 1 segments",
         ),
     ],
 )
