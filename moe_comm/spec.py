@@ -268,34 +268,32 @@ class Dispatch:
         offsets = [0, *itertools.accumulate(map(self._padded, sizes))]
         return Window(rows, sizes, dropped, offsets, num_required)
 
-    def places(self, rank_idx: int) -> list[list[Place | None]]:
-        """Where the row of every choice of a rank lies: `places[token][k]`, None for none."""
-        places: list[list[Place | None]] = []
-        for token_idx, token in enumerate(self.choices[rank_idx]):
-            places.append([])
-            for k, expert_idx in enumerate(token):
-                topk_pos = -1 if self.layout is Layout.RANK_MAJOR else k
-                owner = -1 if expert_idx < 0 else self.expert_rank[expert_idx]
-                origin = Origin(rank_idx, token_idx, topk_pos)
-                places[-1].append(self._place_of.get((origin, owner)))
-        return places
-
     @functools.cached_property
-    def _place_of(self) -> dict[tuple[Origin, int], Place]:
-        """By origin and receiving rank."""
-        return {
-            (origin, rank_idx): Place(rank_idx, row_idx)
-            for rank_idx, window in enumerate(self.windows)
-            for row_idx, origin in enumerate(window.rows)
-            if origin is not None
-        }
+    def places(self) -> list[list[list[Place | None]]]:
+        """Where the row of every choice lies: `places[rank][token][k]`, None for none."""
+        places: list[list[list[Place | None]]] = [
+            [[None] * len(token) for token in tokens] for tokens in self.choices
+        ]
+        for rank_idx, window in enumerate(self.windows):
+            for row_idx, origin in enumerate(window.rows):
+                if origin is None:
+                    continue
+                at_token = places[origin.source_idx][origin.token_idx]
+                if origin.topk_pos >= 0:
+                    at_token[origin.topk_pos] = Place(rank_idx, row_idx)
+                    continue
+                token = self.choices[origin.source_idx][origin.token_idx]
+                for k, expert_idx in enumerate(token):
+                    if expert_idx >= 0 and self.expert_rank[expert_idx] == rank_idx:
+                        at_token[k] = Place(rank_idx, row_idx)
+        return places
 
     def terms(self, rank_idx: int) -> list[list[Place | None]]:
         """The rows that are added for every token of a rank, in their order.
 
         By choice, with None for those without a row; RANK_MAJOR: one for every rank, ascending.
         """
-        places = self.places(rank_idx)
+        places = self.places[rank_idx]
         if self.layout is not Layout.RANK_MAJOR:
             return places
         return [[*sorted({place for place in token if place is not None})] for token in places]
@@ -470,7 +468,7 @@ class Dispatch:
         elements = [
             -1 if place is None
             else (first[place.rank_idx] + place.row_idx) * width + topk_pos % width
-            for token in self.places(rank_idx)
+            for token in self.places[rank_idx]
             for topk_pos, place in enumerate(token)
         ]  # fmt: skip
         columns = [weights.reshape(-1, 1) for weights in row_weights]

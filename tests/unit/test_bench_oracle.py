@@ -24,7 +24,7 @@ from moe_comm.quantization import (
 )
 from moe_comm.quantized import dequantize
 from moe_comm.routing_trace import save_routing_trace
-from moe_comm.spec import quantize_rows
+from moe_comm.spec import Dispatch, quantize_rows
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
 
@@ -57,13 +57,13 @@ QUANTIZED_CASES = [
 ]
 
 
-def brute_force_rows(
+def defined_rows(
     case: BenchCase,
     rank_idx: int,
     make_rows: Callable[[int], torch.Tensor] | None = None,
     unfilled: float = 77.0,
 ) -> torch.Tensor:
-    """Received rows by three nested loops over the definition.
+    """Received rows as the definition has them.
 
     Args:
         case: The case.
@@ -71,37 +71,25 @@ def brute_force_rows(
         make_rows: `[num_tokens, n]` that every source rank sends; None for its x.
         unfilled: What stands in places of LOW_LATENCY that nobody filled.
     """
-    expert_rank = default_expert_rank(case.num_experts, case.num_ranks).tolist()
-    make_rows = make_rows or (lambda i: make_x(case, i))
-    data = [(make_rows(i), make_topk_idx(case, i).tolist()) for i in range(case.num_ranks)]
-    num_columns, dtype = data[0][0].shape[1], data[0][0].dtype
-    rows = []
-    if case.layout == Layout.RANK_MAJOR:
-        for x, topk_idx in data:
-            for token_idx, choices in enumerate(topk_idx):
-                if any(expert >= 0 and expert_rank[expert] == rank_idx for expert in choices):
-                    rows.append(x[token_idx])
-    else:
-        for expert in range(case.num_experts):
-            if expert_rank[expert] != rank_idx:
-                continue
-            for x, topk_idx in data:
-                for token_idx, choices in enumerate(topk_idx):
-                    rows += [x[token_idx] for choice in choices if choice == expert]
-            num_places = case.num_ranks * case.num_tokens
-            while case.layout == Layout.LOW_LATENCY and (not rows or len(rows) % num_places):
-                rows.append(torch.full((num_columns,), unfilled).to(dtype))
-            while len(rows) % case.expert_alignment:
-                rows.append(torch.zeros(num_columns, dtype=dtype))
-    if not rows:
-        return torch.empty(0, num_columns, dtype=dtype)
-    return torch.stack(rows)
+    is_low_latency = case.layout is Layout.LOW_LATENCY
+    dispatch = Dispatch(
+        topk_idx=[make_topk_idx(case, source) for source in range(case.num_ranks)],
+        expert_rank=default_expert_rank(case.num_experts, case.num_ranks).tolist(),
+        layout=case.layout,
+        expert_alignment=case.expert_alignment,
+        num_places_per_expert=case.num_ranks * case.num_tokens if is_low_latency else 0,
+    )
+    make_rows = make_rows or (lambda source: make_x(case, source))
+    received = dispatch.received(rank_idx, [make_rows(rank) for rank in range(case.num_ranks)])
+    if received.is_defined is not None:
+        received.x[~received.is_defined] = torch.tensor(unfilled).to(received.x.dtype)
+    return received.x
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_oracle_accepts_exactly_the_right_rows(case: BenchCase) -> None:
     for rank_idx in range(case.num_ranks):
-        rows = brute_force_rows(case, rank_idx)
+        rows = defined_rows(case, rank_idx)
         assert oracle.check_dispatch(case, rank_idx, rows) is None
         if rows.shape[0] == 0:
             continue
@@ -128,7 +116,7 @@ def test_oracle_accepts_exactly_the_right_quantised_rows(case: BenchCase) -> Non
                 # float8 has no torch.full and no comparison: bytes instead.
                 return part.view(torch.uint8)
 
-            parts.append(brute_force_rows(case, rank_idx, part_of))
+            parts.append(defined_rows(case, rank_idx, part_of))
         data = parts[0].view(torch.float8_e4m3fn)
         scales = parts[1].view(quantization.sf_dtype)
         if quantization.is_column_major:
@@ -158,7 +146,7 @@ def test_oracle_compares_weights_and_sums_of_hybrid_ep() -> None:
     case = dataclasses.replace(SMALL, num_experts=6, api="hybrid_ep", expert_alignment=4)
     expert_rank = default_expert_rank(6, 3).tolist()
     for rank_idx in range(case.num_ranks):
-        rows = brute_force_rows(case, rank_idx)
+        rows = defined_rows(case, rank_idx)
         weights = torch.zeros(rows.shape[0])
         for source, (row_idx, token_idx, label) in enumerate(oracle.source_rows(case, rank_idx)):
             probs = make_routing_map(case, source)[1]
@@ -214,7 +202,7 @@ def test_oracle_accepts_exactly_the_right_sums(case: BenchCase) -> None:
 
 def test_experts_mark_padding_with_nan() -> None:
     case = dataclasses.replace(SMALL, expert_alignment=8)
-    rows = brute_force_rows(case, 0)
+    rows = defined_rows(case, 0)
     out = torch.empty_like(rows)
     oracle.run_experts(case, 0, rows, out)
     is_padding = (rows == 0).all(dim=1)
@@ -229,7 +217,7 @@ def test_traffic_counts_rows(case: BenchCase) -> None:
     for rank_idx in range(case.num_ranks):
         of_rank = traffic.rank_traffic(case, rank_idx)
         num_received += of_rank.num_recv_rows
-        rows = brute_force_rows(case, rank_idx)
+        rows = defined_rows(case, rank_idx)
         assert of_rank.num_window_rows == rows.shape[0]
         if case.layout != Layout.LOW_LATENCY:
             assert of_rank.num_recv_rows + of_rank.num_padding_rows == rows.shape[0]

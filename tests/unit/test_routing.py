@@ -9,6 +9,7 @@ from moe_comm.backends import admission, routing
 from moe_comm.backends.base import PlanTensors
 from moe_comm.backends.routing import Placement, RowOrder
 from moe_comm.config import Layout
+from moe_comm.spec import Dispatch
 
 
 @st.composite
@@ -25,39 +26,9 @@ def routings(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[int], int, in
     return choices, expert_rank, draw(st.sampled_from([1, 2, 4, 8])), num_topk
 
 
-def brute_force_rows(
-    choices: list[list[list[int]]], expert_rank: list[int], layout: Layout, alignment: int
-) -> list[list[tuple[int, int, int] | None]]:
-    """What lies in every row of every rank: (source, token, choice or -1), or None for padding."""
-    windows: list[list[tuple[int, int, int] | None]] = []
-    for rank_idx in range(len(choices)):
-        window: list[tuple[int, int, int] | None] = []
-        if layout is Layout.RANK_MAJOR:
-            for source_idx, tokens in enumerate(choices):
-                for token_idx, token in enumerate(tokens):
-                    if any(e >= 0 and expert_rank[e] == rank_idx for e in token):
-                        window.append((source_idx, token_idx, -1))
-        else:
-            for expert_idx in range(len(expert_rank)):
-                if expert_rank[expert_idx] != rank_idx:
-                    continue
-                start = len(window)
-                for source_idx, tokens in enumerate(choices):
-                    for token_idx, token in enumerate(tokens):
-                        for k, chosen in enumerate(token):
-                            if chosen == expert_idx:
-                                window.append((source_idx, token_idx, k))
-                # LOW_LATENCY: every expert has as many places, also one that nobody chose.
-                end = start + alignment if layout is Layout.LOW_LATENCY else start
-                while len(window) % alignment or len(window) < end:
-                    window.append(None)
-        windows.append(window)
-    return windows
-
-
 @settings(max_examples=150, deadline=None)
 @given(routings(), st.sampled_from(list(Layout)))
-def test_slots_and_windows_match_brute_force(
+def test_slots_and_windows_are_those_of_the_definition(
     routing_case: tuple[list[list[list[int]]], list[int], int, int], layout: Layout
 ) -> None:
     choices, expert_rank, alignment, num_topk = routing_case
@@ -67,48 +38,35 @@ def test_slots_and_windows_match_brute_force(
     order = RowOrder(layout, alignment)
     if layout is Layout.LOW_LATENCY:
         order = RowOrder(layout, 1, num_ranks * 6 * num_topk)
-        alignment = order.num_places_per_expert
     counts = torch.stack([admission.ask(tensor, placement, None) for tensor in tensors])
-    windows = brute_force_rows(choices, expert_rank, layout, alignment)
+    dispatch = Dispatch(
+        tensors, expert_rank, layout, order.expert_alignment, order.num_places_per_expert
+    )
+    assert torch.equal(dispatch.counts, counts)
 
     arriving: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
     for source_idx, topk_idx in enumerate(tensors):
         slots = routing.send_slots(source_idx, topk_idx, counts, placement, order)
+        assert torch.equal(slots, dispatch.slots(source_idx))
         plan = PlanTensors(counts, slots, topk_idx, layout, order.expert_alignment)
         routing.validate_plan_tensors(plan, placement)
-        by_choice = routing.choice_slots(plan, placement)
-        for token_idx, token in enumerate(choices[source_idx]):
-            ranks = [int(slot) >> 48 for slot in slots[token_idx] if slot >= 0]
-            if layout is Layout.RANK_MAJOR:
-                assert ranks == sorted({expert_rank[e] for e in token if e >= 0})
-                assert all(slot == -1 for slot in slots[token_idx, len(ranks) :])
-            for k, chosen in enumerate(token):
-                slot = int(by_choice[token_idx, k])
-                if chosen < 0:
-                    assert slot == -1
-                    continue
-                rank_idx, row = slot >> 48, slot & (2**48 - 1)
-                assert rank_idx == expert_rank[chosen]
-                kept = -1 if layout is Layout.RANK_MAJOR else k
-                assert windows[rank_idx][row] == (source_idx, token_idx, kept)
+        assert routing.choice_slots(plan, placement).tolist() == [
+            [-1 if place is None else place.rank_idx << 48 | place.row_idx for place in token]
+            for token in dispatch.places[source_idx]
+        ]
         for slot in sorted({int(slot) for slot in slots.flatten() if slot >= 0}):
             arriving[slot >> 48].append((source_idx, slot & (2**48 - 1)))
 
-    for rank_idx, window in enumerate(windows):
+    for rank_idx, window in enumerate(dispatch.windows):
         got = routing.window_of(rank_idx, counts, placement, order)
-        assert got.num_recv_tokens == len(window)
+        assert got.num_recv_tokens == len(window.rows)
         # Senders that sort their rows by slot send them in this order.
         assert got.source_rows.tolist() == [row for _, row in arriving[rank_idx]]
         assert got.num_rows_per_source.tolist() == [
             sum(source == peer for source, _ in arriving[rank_idx]) for peer in range(num_ranks)
         ]
-        mine = [idx for idx, owner in enumerate(expert_rank) if owner == rank_idx]
-        totals = [sum(token.count(e) for tokens in choices for token in tokens) for e in mine]
-        assert got.num_tokens_per_expert.tolist() == totals
-        padded = [-(-total // alignment) * alignment for total in totals]
-        if layout is Layout.LOW_LATENCY:
-            padded = [alignment] * len(totals)
-        assert got.expert_offsets.tolist() == [sum(padded[:i]) for i in range(len(padded) + 1)]
+        assert got.num_tokens_per_expert.tolist() == window.num_tokens_per_expert
+        assert got.expert_offsets.tolist() == window.expert_offsets
         assert got.expert_offsets.dtype is torch.int32
         assert got.num_tokens_per_expert.dtype is torch.int64
 

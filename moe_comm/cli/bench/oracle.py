@@ -1,20 +1,23 @@
-"""What dispatch and combine must give, computed by each rank alone from the seed, and compared whole.
+"""What dispatch and combine gave against the definition (`moe_comm.spec`), compared whole.
 
-Written apart from the package's own routing functions, so that a mistake there shows. Quantised rows are
-compared with those of the reference (`moe_comm.quantized`). Peers' rows are drawn again from
-the seed, one source rank at a time; nothing is gathered.
+Each rank knows from the seed what all ranks put in, so nothing is gathered: peers' rows are drawn again,
+one source rank at a time. Quantised rows are compared with those of `moe_comm.quantized`, which unit
+tests hold to the definition.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import torch
 
+from moe_comm import arithmetic
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_topk_weights, make_x
 from moe_comm.config import Layout, default_expert_rank
 from moe_comm.quantized import dequantize, quantize
+from moe_comm.spec import Dispatch, sum_in_order
 
 __all__ = ["check_combine", "check_dispatch", "expert_scale", "run_experts", "source_rows"]
 
@@ -33,7 +36,61 @@ def expert_scale(case: BenchCase, label_idx: torch.Tensor) -> torch.Tensor:
         The shape of `label_idx`, exact in every dtype of the benchmark.
     """
     scale = 1.0 + (label_idx % NUM_SCALES).to(torch.float64) / 64.0
-    return scale.to(_accumulator(case.torch_dtype))
+    return scale.to(arithmetic.accumulator_dtype(case.torch_dtype))
+
+
+class _Rows(NamedTuple):
+    """What the definition says of one rank; labels are expert ids (RANK_MAJOR: rank indices).
+
+    Args:
+        source: int64 `[M, 3]`, of every received row the source rank, token and choice, else -1.
+        label: int64 `[M]`, what the row is for, -1 where there is none.
+        added_label: int64 `[T, N]`, of the rows that are added for every token, in their order, else -1.
+        added_rank: int64 `[T, N]`, the rank of each.
+    """
+
+    source: torch.Tensor
+    label: torch.Tensor
+    added_label: torch.Tensor
+    added_rank: torch.Tensor
+
+
+@functools.lru_cache(maxsize=8)
+def _rows_of(case: BenchCase, rank_idx: int) -> _Rows:
+    """The definition applied to the case; only tensors are kept of it, because it is large."""
+    by_rank = case.layout is Layout.RANK_MAJOR
+    num_places = case.num_ranks * case.num_tokens if case.layout is Layout.LOW_LATENCY else 0
+    dispatch = Dispatch(
+        topk_idx=[make_topk_idx(case, rank_idx) for rank_idx in range(case.num_ranks)],
+        expert_rank=default_expert_rank(case.num_experts, case.num_ranks).tolist(),
+        layout=case.layout,
+        expert_alignment=case.expert_alignment,
+        num_places_per_expert=num_places,
+    )
+    rows = dispatch.windows[rank_idx].rows
+    source = [(-1, -1, -1) if origin is None else tuple(origin) for origin in rows]
+    label = [
+        -1 if origin is None
+        else rank_idx if by_rank
+        else dispatch.choices[origin.source_idx][origin.token_idx][origin.topk_pos]
+        for origin in rows
+    ]  # fmt: skip
+    added = [
+        [(place.rank_idx if by_rank else token[k], place.rank_idx)
+         for k, place in enumerate(places) if place is not None]
+        for token, places in zip(dispatch.choices[rank_idx], dispatch.terms(rank_idx), strict=True)
+    ]  # fmt: skip
+    if case.api == "hybrid_ep":
+        # A routing map has no order of choices; its sums go by expert.
+        added = [sorted(token) for token in added]
+    most = max(map(len, added), default=0)
+    padded = [token + [(-1, -1)] * (most - len(token)) for token in added]
+    added_label, added_rank = _int64(padded, (case.num_tokens, most, 2)).unbind(2)
+    return _Rows(_int64(source, (-1, 3)), _int64(label, (-1,)), added_label, added_rank)
+
+
+def _int64(values: object, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).reshape(shape)
 
 
 def source_rows(
@@ -45,61 +102,17 @@ def source_rows(
         For every source rank: row in the receiver's window, token on the source, and label (expert id,
         or receiving rank for RANK_MAJOR); int64, one entry per row that moves.
     """
-    expert_rank = default_expert_rank(case.num_experts, case.num_ranks).to(torch.int64)
+    rows = _rows_of(case, rank_idx)
     per_source = []
-    for src_rank_idx in range(case.num_ranks):
-        topk_idx = make_topk_idx(case, src_rank_idx)
-        is_here = (topk_idx >= 0) & (expert_rank[topk_idx.clamp(min=0)] == rank_idx)
-        if case.layout == Layout.RANK_MAJOR:
-            token_idx = is_here.any(dim=1).nonzero().flatten()
-            label = torch.full_like(token_idx, rank_idx)
-        else:
-            token_idx, topk_pos = is_here.nonzero(as_tuple=True)
-            label = topk_idx[token_idx, topk_pos]
-            # Tokens ascend, choices ascend within a token; a stable sort keeps that per expert.
-            order = torch.sort(label, stable=True).indices
-            token_idx, label = token_idx[order], label[order]
-        per_source.append((token_idx, label))
-
-    if case.layout == Layout.RANK_MAJOR:
-        starts = [0]
-        for token_idx, _ in per_source:
-            starts.append(starts[-1] + token_idx.numel())
-        return [
-            (torch.arange(start, start + token_idx.numel()), token_idx, label)
-            for start, (token_idx, label) in zip(starts, per_source, strict=False)
-        ]
-
-    counts = torch.stack(
-        [torch.bincount(label, minlength=case.num_experts) for _, label in per_source]
-    )
-    padded = -(-counts.sum(dim=0) // case.expert_alignment) * case.expert_alignment
-    if case.layout is Layout.LOW_LATENCY:
-        # Every local expert owns as many rows, whatever was routed to it.
-        padded = (expert_rank == rank_idx).to(torch.int64) * case.num_ranks * case.num_tokens
-    next_row = padded.cumsum(0) - padded
-    rows = []
-    for src_rank_idx, (token_idx, label) in enumerate(per_source):
-        sent = counts[src_rank_idx]
-        first_of_expert = sent.cumsum(0) - sent
-        position = torch.arange(label.numel()) - first_of_expert[label]
-        rows.append((next_row[label] + position, token_idx, label))
-        next_row = next_row + sent
-    return rows
+    for source_idx in range(case.num_ranks):
+        row_idx = (rows.source[:, 0] == source_idx).nonzero().flatten()
+        per_source.append((row_idx, rows.source[row_idx, 1], rows.label[row_idx]))
+    return per_source
 
 
 def num_window_rows(case: BenchCase, rank_idx: int) -> int:
     """Rows of the receiver's window, padding included."""
-    if case.layout is Layout.LOW_LATENCY:
-        is_local = default_expert_rank(case.num_experts, case.num_ranks) == rank_idx
-        return int(is_local.sum()) * case.num_ranks * case.num_tokens
-    rows = source_rows(case, rank_idx)
-    num_rows = sum(row.numel() for row, _, _ in rows)
-    if case.layout == Layout.RANK_MAJOR or num_rows == 0:
-        return num_rows
-    label = torch.cat([label for _, _, label in rows])
-    counts = torch.bincount(label, minlength=case.num_experts)
-    return int((-(-counts // case.expert_alignment) * case.expert_alignment).sum())
+    return len(_rows_of(case, rank_idx).label)
 
 
 def check_dispatch(
@@ -148,11 +161,13 @@ def check_dispatch(
         received.append(_bits(x_sf.reshape(num_rows, -1)))
     if topk_weights is not None:
         received.append(_bits(topk_weights.view(num_rows, -1)))
-    is_padding = torch.ones(num_rows, dtype=torch.bool)
-    for src_rank_idx, (row_idx, token_idx, label) in enumerate(source_rows(case, rank_idx)):
-        is_padding[row_idx] = False
+    origins = _rows_of(case, rank_idx).source
+    for src_rank_idx in range(case.num_ranks):
+        row_idx = (origins[:, 0] == src_rank_idx).nonzero().flatten()
+        token_idx, topk_pos = origins[row_idx, 1], origins[row_idx, 2]
         sent = [_bits(tensor) for tensor in _quantized(case, make_x(case, src_rank_idx))]
-        weights = _weights_of_rows(case, src_rank_idx, token_idx, label)
+        if case.sends_weights:
+            weights = make_topk_weights(case, src_rank_idx)[token_idx, topk_pos]
         for block in _blocks(row_idx.numel()):
             rows, tokens = row_idx[block], token_idx[block]
             expected = [tensor[tokens] for tensor in sent]
@@ -174,7 +189,7 @@ def check_dispatch(
                 )
     if case.layout is Layout.LOW_LATENCY:
         return None  # what is not filled is undefined
-    padding_row = is_padding.nonzero().flatten()
+    padding_row = (origins[:, 0] < 0).nonzero().flatten()
     for block in _blocks(padding_row.numel()):
         rows = padding_row[block]
         for tensor in received:
@@ -190,17 +205,6 @@ def _quantized(case: BenchCase, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if case.quantization is None:
         return (x,)
     return quantize(x, dataclasses.replace(case.quantization, is_column_major=False))
-
-
-def _weights_of_rows(
-    case: BenchCase, src_rank_idx: int, token_idx: torch.Tensor, label: torch.Tensor
-) -> torch.Tensor:
-    """float32, one per row: the weight that the token gives the expert `label`."""
-    if not case.sends_weights:
-        return torch.empty(token_idx.numel())
-    is_choice = make_topk_idx(case, src_rank_idx)[token_idx] == label[:, None]
-    topk_pos = is_choice.to(torch.uint8).argmax(dim=1)
-    return make_topk_weights(case, src_rank_idx)[token_idx, topk_pos]
 
 
 def run_experts(
@@ -224,9 +228,7 @@ def run_experts(
     if x_sf is not None:
         assert case.quantization is not None
         x = dequantize(x, x_sf, case.quantization, case.torch_dtype)
-    label = torch.full((x.shape[0],), -1, dtype=torch.int64)
-    for row_idx, _, row_label in source_rows(case, rank_idx):
-        label[row_idx] = row_label
+    label = _rows_of(case, rank_idx).label
     scale = expert_scale(case, label.clamp(min=0))
     scale[label < 0] = torch.nan
     for block in _blocks(x.shape[0]):
@@ -252,17 +254,13 @@ def check_combine(
             f"rank {rank_idx} got sums {tuple(y.shape)} {y.dtype}, expected "
             f"{(case.num_tokens, case.hidden)} {case.torch_dtype}"
         )
-    label = _labels_in_order(case, rank_idx)
     x = make_x(case, rank_idx)
     if case.quantization is not None:
         data, scales = _quantized(case, x)
         x = dequantize(data, scales, case.quantization, case.torch_dtype)
     for block in _blocks(case.num_tokens):
         y_rows = y[block]
-        add = _sum_in_order
-        if case.reduced_local_ranks is not None:
-            add = functools.partial(_sum_by_node, rank_idx=rank_idx)
-        expected = add(case, x[block], label[block])
+        expected = _sums(case, rank_idx, x[block], block)
         is_off = _bits(y_rows) != _bits(expected)
         if max_ulps > 0:
             is_off &= (_ordered_bits(y_rows) - _ordered_bits(expected)).abs() > max_ulps
@@ -283,60 +281,26 @@ def _blocks(num_rows: int) -> list[slice]:
     return [slice(start, start + NUM_TOKENS_PER_BLOCK) for start in starts]
 
 
-def _sum_in_order(case: BenchCase, x_rows: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return _accumulated(case, x_rows, label).to(case.torch_dtype)
-
-
-def _sum_by_node(
-    case: BenchCase, x_rows: torch.Tensor, label: torch.Tensor, rank_idx: int
-) -> torch.Tensor:
-    """With `EpConfig.node_reduction`, for tokens of a rank; docs/nodes.md."""
-    num_local_ranks = case.reduced_local_ranks
-    assert num_local_ranks is not None
-    rank = label
-    if case.layout is not Layout.RANK_MAJOR:
-        expert_rank = default_expert_rank(case.num_experts, case.num_ranks).to(torch.int64)
-        rank = expert_rank[label.clamp(min=0)]
-    node = rank.div(num_local_ranks, rounding_mode="floor")
-    acc = torch.zeros_like(x_rows, dtype=_accumulator(case.torch_dtype))
-    for node_idx in range(case.num_ranks // num_local_ranks):
-        partial = _accumulated(case, x_rows, torch.where(node == node_idx, label, -1))
-        if node_idx != rank_idx // num_local_ranks:
-            partial = partial.to(case.torch_dtype).to(partial.dtype)
-        acc = acc + partial
-    return acc.to(case.torch_dtype)
-
-
-def _accumulated(case: BenchCase, x_rows: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Rows of one token after the other, not rounded at the end."""
-    accumulator = _accumulator(case.torch_dtype)
-    wide_x = x_rows.to(accumulator)
-    acc = torch.zeros_like(wide_x)
-    for position in range(label.shape[1]):
-        scale = expert_scale(case, label[:, position].clamp(min=0))
-        row = (wide_x * scale[:, None]).to(case.torch_dtype).to(accumulator)
-        contributes = (label[:, position] >= 0)[:, None]
-        acc = torch.where(contributes, acc + row, acc)
-    return acc
-
-
-def _labels_in_order(case: BenchCase, rank_idx: int) -> torch.Tensor:
-    """Labels of the rows of every token in the order they are added, -1 for none."""
-    topk_idx = make_topk_idx(case, rank_idx)
-    if case.api == "hybrid_ep":
-        # A routing map has no order of choices; its sums go by expert.
-        return topk_idx.sort(dim=1).values
-    if case.layout != Layout.RANK_MAJOR:
-        return topk_idx
-    expert_rank = default_expert_rank(case.num_experts, case.num_ranks).to(torch.int64)
-    dst_rank = torch.where(topk_idx >= 0, expert_rank[topk_idx.clamp(min=0)], -1)
-    rank = torch.arange(case.num_ranks)
-    goes_to = (dst_rank[:, :, None] == rank).any(dim=1)
-    return torch.where(goes_to, rank, -1)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _sums(case: BenchCase, rank_idx: int, x: torch.Tensor, tokens: slice) -> torch.Tensor:
+    """What experts make of rows `[n, hidden]` of some tokens, added."""
+    rows = _rows_of(case, rank_idx)
+    num_node_ranks = case.reduced_local_ranks or case.num_ranks
+    wide = x.to(arithmetic.accumulator_dtype(x.dtype))
+    terms, nodes = [], []
+    for label, rank in zip(rows.added_label[tokens].T, rows.added_rank[tokens].T, strict=True):
+        scale = expert_scale(case, label.clamp(min=0))
+        output = (wide * scale[:, None]).to(x.dtype).to(wide.dtype)
+        node_of = torch.where(label < 0, -1, rank // num_node_ranks)
+        for node in range(case.num_ranks // num_node_ranks):
+            is_here = node_of == node
+            if bool(is_here.any()):
+                # Elsewhere +0.0, which changes no sum: none is ever -0.0.
+                terms.append(
+                    output if bool(is_here.all()) else torch.where(is_here[:, None], output, 0.0)
+                )
+                nodes.append(node)
+    total = sum_in_order(terms, nodes, rank_idx // num_node_ranks, x.dtype)
+    return torch.as_tensor(total).expand(x.shape).to(x.dtype)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
