@@ -1,4 +1,4 @@
-"""One suite for every dispatcher: an MoE layer around it against `dispatcher_oracle`.
+"""One suite for every dispatcher: an MoE layer around it against what `dispatcher_cases` expects.
 
 `check_dispatcher` holds a target to a case. `DISPATCHERS` has the dispatchers of this package; one made
 elsewhere is a `DispatcherTarget` of its own.
@@ -13,7 +13,7 @@ import torch
 
 from moe_comm.group_buffers import GroupBuffers, group_buffers
 from moe_comm.testing.conformance import ConformanceError
-from moe_comm.testing.dispatcher_oracle import (
+from moe_comm.testing.dispatcher_cases import (
     DispatcherCase,
     Expected,
     RankTokens,
@@ -64,7 +64,7 @@ def check_dispatcher(
     """Run a case `num_rounds` times on one group and compare every rank's results.
 
     Raises:
-        ConformanceError: A row is further from the oracle than its arithmetic explains, or the rounds
+        ConformanceError: A row is further from what is expected than its arithmetic explains, or the rounds
             differ; the message has the worst row.
         ValueError: The target does not offer what the case needs.
     """
@@ -127,7 +127,7 @@ def _compare(
     eps_f32 = torch.finfo(torch.float32).eps
     num_terms = case.num_topk + 4  # additions, and the products before them
     comparisons = [
-        # Experts' outputs are rounded by the oracle too: what is left is the sum.
+        # What is expected rounds experts' outputs too: what is left is the sum.
         ("y", got[0], want.y, eps * want.y_size + num_terms * eps_f32 * want.y_size),
     ]
     if case.with_backward:

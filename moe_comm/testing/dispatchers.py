@@ -23,13 +23,13 @@ from moe_comm.dispatcher.transformers import TransformersExperts
 from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.group_buffers import GroupBuffers
-from moe_comm.testing.dispatcher_conformance import DispatcherTarget
-from moe_comm.testing.dispatcher_oracle import (
+from moe_comm.testing.dispatcher_cases import (
     DispatcherCase,
     RankTokens,
     expert_output,
     fixed_rows,
 )
+from moe_comm.testing.dispatcher_conformance import DispatcherTarget
 
 __all__ = ["DISPATCHERS", "local_experts", "most_tokens"]
 

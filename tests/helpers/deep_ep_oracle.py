@@ -1,4 +1,4 @@
-"""What DeepEP's calls must return, from the text of its contract, with loops over tokens.
+"""What DeepEP's calls must return: the definition (`moe_comm.spec`) in the terms of its contract.
 
 Every rank makes every rank's input from the case, so that no communication is needed to know what is
 right.
@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import torch
 
 from moe_comm.compat.deep_ep import Buffer
+from moe_comm.config import Layout, default_expert_rank
 from moe_comm.group_buffers import group_buffers
+from moe_comm.spec import Dispatch, sum_in_order
 from moe_comm.testing import RankContext
 
 
@@ -77,56 +79,50 @@ def all_given(case: Case, salt: int = 0) -> list[Given]:
     return [given(case, rank_idx, salt) for rank_idx in range(case.num_ranks)]
 
 
+def owners(case: Case) -> list[int]:
+    """The rank of every expert: contiguous blocks, the first ranks have one more where they do not divide."""
+    return default_expert_rank(case.num_experts, case.num_ranks).tolist()  # type: ignore[no-any-return]
+
+
 def experts_of(case: Case, rank_idx: int) -> range:
-    """Contiguous blocks; the first ranks have one more where experts do not divide."""
-    base, extra = divmod(case.num_experts, case.num_ranks)
-    start = rank_idx * base + min(rank_idx, extra)
-    return range(start, start + base + (rank_idx < extra))
+    start = sum(owner < rank_idx for owner in owners(case))
+    return range(start, start + owners(case).count(rank_idx))
 
 
 def rank_of(case: Case, expert_idx: int) -> int:
-    return next(r for r in range(case.num_ranks) if expert_idx in experts_of(case, r))
+    return owners(case)[expert_idx]
+
+
+def dispatched(case: Case, inputs: list[Given], layout: Layout) -> Dispatch:
+    """What DeepEP's calls are in terms of this package."""
+    return Dispatch([each.topk_idx for each in inputs], owners(case), layout)
 
 
 def layout(case: Case, mine: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens per rank, tokens per expert, is token in rank."""
-    per_expert = torch.zeros(case.num_experts, dtype=torch.int32)
-    in_rank = torch.zeros(mine.num_tokens, case.num_ranks, dtype=torch.bool)
-    for token_idx, choices in enumerate(mine.topk_idx.tolist()):
-        for expert_idx in choices:
-            if expert_idx >= 0:
-                per_expert[expert_idx] += 1
-                in_rank[token_idx, rank_of(case, expert_idx)] = True
-    return in_rank.sum(0).to(torch.int32), per_expert, in_rank
+    alone = dispatched(case, [mine], Layout.RANK_MAJOR)
+    ranks = range(case.num_ranks)
+    in_rank = [[alone.goes_to(token, rank_idx) for rank_idx in ranks] for token in alone.choices[0]]
+    is_in_rank = torch.tensor(in_rank, dtype=torch.bool).reshape(-1, case.num_ranks)
+    per_expert = torch.tensor([len(origins) for origins in alone.asked], dtype=torch.int32)
+    return is_in_rank.sum(0).to(torch.int32), per_expert, is_in_rank
 
 
 def arrivals(case: Case, inputs: list[Given], rank_idx: int) -> list[tuple[int, int]]:
     """(source rank, token) of every row a rank receives, one per token."""
-    return [
-        (source, token_idx)
-        for source, each in enumerate(inputs)
-        for token_idx in range(each.num_tokens)
-        if layout(case, each)[2][token_idx, rank_idx]
-    ]
+    rows = dispatched(case, inputs, Layout.RANK_MAJOR).window(rank_idx).rows
+    return [(origin.source_idx, origin.token_idx) for origin in rows if origin is not None]
 
 
 def expert_arrivals(case: Case, inputs: list[Given], expert_idx: int) -> list[tuple[int, int, int]]:
     """(source rank, token, k) of every row an expert receives."""
-    return [
-        (source, token_idx, k)
-        for source, each in enumerate(inputs)
-        for token_idx, choices in enumerate(each.topk_idx.tolist())
-        for k, choice in enumerate(choices)
-        if choice == expert_idx
-    ]
+    return [tuple(each) for each in dispatched(case, inputs, Layout.EXPERT_MAJOR).asked[expert_idx]]
 
 
 def summed(terms: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Terms added one by one in float32 from 0, rounded once to the dtype of `like`."""
-    total = torch.zeros(like.shape, dtype=torch.float32)
-    for term in terms:
-        total = total + term.float()
-    return total.to(like.dtype)
+    total = sum_in_order([term.float() for term in terms], [0] * len(terms), 0, like.dtype)
+    return torch.as_tensor(total).expand(like.shape).to(like.dtype)
 
 
 @contextlib.contextmanager

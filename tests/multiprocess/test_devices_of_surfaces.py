@@ -17,7 +17,7 @@ from moe_comm.compat.deep_ep.streams import tensors_in
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
-from moe_comm.testing.dispatcher_oracle import DISPATCHER_CASES, RankTokens, all_tokens
+from moe_comm.testing.dispatcher_cases import DISPATCHER_CASES, RankTokens, all_tokens
 from moe_comm.testing.dispatchers import DISPATCHERS
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.pretended_device import DEVICE, Stream, on_pretended_device, pretend

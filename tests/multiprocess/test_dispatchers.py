@@ -1,4 +1,4 @@
-"""Every dispatcher against the plain torch oracle, and what the suite finds when one is broken."""
+"""Every dispatcher against a layer in plain torch, and what the suite finds when one is broken."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
 from moe_comm.group_buffers import GroupBuffers, group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.conformance import ConformanceError
-from moe_comm.testing.dispatcher_conformance import DispatcherTarget, can_run, check_dispatcher
-from moe_comm.testing.dispatcher_oracle import (
+from moe_comm.testing.dispatcher_cases import (
     DISPATCHER_CASES,
     DispatcherCase,
     RankTokens,
@@ -23,6 +22,7 @@ from moe_comm.testing.dispatcher_oracle import (
     expert_output,
     kept_choices,
 )
+from moe_comm.testing.dispatcher_conformance import DispatcherTarget, can_run, check_dispatcher
 from moe_comm.testing.dispatchers import DISPATCHERS
 
 RUNS = [
@@ -111,8 +111,8 @@ def test_the_suite_finds(fault: str) -> None:
         check_dispatcher(target, case, mode="threads")
 
 
-def test_the_oracle_is_what_autograd_says() -> None:
-    """Value and gradients of the analytic oracle against float64 autograd of a loop over choices."""
+def test_what_is_expected_is_what_autograd_says() -> None:
+    """Value and gradients of the analytic layer against float64 autograd of a loop over choices."""
     case = DispatcherCase(
         name="oracle", num_tokens=(5,), num_topk=3, routing="masked", dtype=torch.float64
     )

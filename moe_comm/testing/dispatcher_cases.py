@@ -1,16 +1,21 @@
-"""What an MoE layer around a dispatcher must compute, on one rank, in plain torch and float64."""
+"""Cases of MoE layers around a dispatcher, and what they must compute, in plain torch and float64.
+
+Which choices are kept and how rows are quantised comes from the definition (`moe_comm.spec`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 from typing import Literal
 
 import torch
 
-from moe_comm.config import default_expert_rank
+from moe_comm.config import Capacity, Layout, default_expert_rank
 from moe_comm.quantization import FP8_BLOCK128, Quantization
+from moe_comm.spec import Dispatch, quantize_rows
 
 __all__ = [
     "DISPATCHER_CASES",
@@ -150,7 +155,9 @@ def expected(case: DispatcherCase, rank_idx: int) -> Expected:
     """What `rank_idx` must get."""
     tokens = all_tokens(case)[rank_idx]
     kept = kept_choices(case)[rank_idx]
-    x = tokens.x if case.quantization is None else _after_quantization(tokens.x)
+    x = tokens.x
+    if case.quantization is not None:
+        x = _after_quantization(x, case.quantization)
     grad = tokens.grad.double()
     weights = torch.where(kept, tokens.topk_weights.double(), 0)
     outputs, slopes = [], []
@@ -176,29 +183,26 @@ def expected(case: DispatcherCase, rank_idx: int) -> Expected:
 def kept_choices(case: DispatcherCase) -> tuple[torch.Tensor, ...]:
     """Bool `[T, K]` of every rank: choices that are used and lie within the limits."""
     inputs = all_tokens(case)
-    kept = [rank.topk_idx >= 0 for rank in inputs]
-    rows_of_expert: list[list[tuple[int, int, int]]] = [[] for _ in range(case.num_experts)]
-    for rank_idx, rank in enumerate(inputs):
-        for token_idx, choices in enumerate(rank.topk_idx.tolist()):
-            for topk_pos, expert_idx in enumerate(choices):
-                if expert_idx >= 0:
-                    rows_of_expert[expert_idx].append((rank_idx, token_idx, topk_pos))
-    limit = case.num_rows_per_expert
-    if limit is not None:
-        for rows in rows_of_expert:
-            for rank_idx, token_idx, topk_pos in rows[limit:]:
-                kept[rank_idx][token_idx, topk_pos] = False
-            del rows[limit:]
-    if case.capacity_factor is not None:
-        owner = default_expert_rank(case.num_experts, case.num_ranks).tolist()
-        place_of_rank = [0] * case.num_ranks
-        for expert_idx, rows in enumerate(rows_of_expert):
-            start = place_of_rank[owner[expert_idx]]
-            for position, (rank_idx, token_idx, topk_pos) in enumerate(rows):
-                if start + position >= fixed_rows(case, owner[expert_idx]):
-                    kept[rank_idx][token_idx, topk_pos] = False
-            padded = -(-len(rows) // case.expert_alignment) * case.expert_alignment
-            place_of_rank[owner[expert_idx]] = start + padded
+    limits: list[Capacity | None] = [None] * case.num_ranks
+    if case.num_rows_per_expert is not None or case.capacity_factor is not None:
+        limits = [
+            Capacity(
+                num_rows=None if case.capacity_factor is None else fixed_rows(case, rank_idx),
+                num_rows_per_expert=case.num_rows_per_expert,
+                on_overflow="drop",
+            )
+            for rank_idx in range(case.num_ranks)
+        ]
+    dispatch = Dispatch(
+        topk_idx=[rank.topk_idx for rank in inputs],
+        expert_rank=default_expert_rank(case.num_experts, case.num_ranks).tolist(),
+        layout=Layout.EXPERT_MAJOR,
+        expert_alignment=case.expert_alignment,
+        capacities=limits,
+    )
+    kept = [torch.zeros(rank.topk_idx.shape, dtype=torch.bool) for rank in inputs]
+    for origin in itertools.chain(*dispatch.kept):
+        kept[origin.source_idx][origin.token_idx, origin.topk_pos] = True
     return tuple(kept)
 
 
@@ -213,14 +217,11 @@ def fixed_rows(case: DispatcherCase, rank_idx: int) -> int:
     return -(-num_rows // case.expert_alignment) * case.expert_alignment
 
 
-def _after_quantization(x: torch.Tensor) -> torch.Tensor:
-    """X through FP8_BLOCK128 with float32 scales and back; hidden a multiple of 128."""
-    blocks = x.float().view(x.shape[0], -1, 128)
-    amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
-    # Not 448.0 / amax, which torch computes as a product with the reciprocal.
-    data = (blocks * torch.full_like(amax, 448.0).div(amax)).clamp(-448, 448)
-    data = data.to(torch.float8_e4m3fn)
-    return (data.float() * (amax / 448.0)).view(x.shape).to(x.dtype)
+def _after_quantization(x: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+    """X quantised with float32 scale factors, and back; hidden a multiple of the block."""
+    data, factors = quantize_rows(x, quantization)
+    blocks = data.float().view(*factors.shape, quantization.format.block) * factors[..., None]
+    return blocks.view(x.shape).to(x.dtype)
 
 
 def _cases() -> tuple[DispatcherCase, ...]:
