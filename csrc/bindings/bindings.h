@@ -15,5 +15,6 @@ void bind_buffer(pybind11::module_& module);
 void bind_internode(pybind11::module_& module);
 void bind_batched_copy(pybind11::module_& module);
 void bind_tensor_table(pybind11::module_& module);
+void bind_routing_map(pybind11::module_& module);
 
 }  // namespace moe::bindings

@@ -15,4 +15,5 @@ PYBIND11_MODULE(_host, module) {
   bind_internode(module);
   bind_batched_copy(module);
   bind_tensor_table(module);
+  bind_routing_map(module);
 }

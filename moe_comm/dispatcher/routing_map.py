@@ -1,9 +1,21 @@
-"""Routing maps and dense probabilities, as routers give them, and the top-k form that travels."""
+"""Routing maps and dense probabilities, as routers give them, and the top-k form that travels.
+
+Of plain CPU tensors that nobody differentiates or watches, each form is made of the other in one native
+call: as operators of torch that takes several times as long as a small exchange.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+from typing import Any
+
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
+
+from moe_comm.autograd.formulas import is_watched
+from moe_comm.backends.native_dtypes import DLPACK_TYPES
 
 __all__ = ["dense_of_topk", "routing_map_of_topk", "topk_of_routing_map"]
 
@@ -40,6 +52,12 @@ def topk_of_routing_map(
             f"probs must have the shape of routing_map {tuple(routing_map.shape)}, got "
             f"{tuple(probs.shape)}"
         )
+    if _is_plain(routing_map, probs) and (native := _native()) is not None:
+        if probs is None:
+            return from_dlpack(native.topk_of_routing_map(routing_map, None, 0)[0]), None
+        probs = probs.contiguous()
+        listed = native.topk_of_routing_map(routing_map, probs, DLPACK_TYPES[probs.dtype])
+        return from_dlpack(listed[0]), from_dlpack(listed[1])
     num_tokens, num_experts = routing_map.shape
     places = _true_places(routing_map)
     # A bool is a byte that is 0 or 1.
@@ -79,8 +97,12 @@ def routing_map_of_topk(
     Returns:
         bool `[num_tokens, num_experts]` and the weights in that shape, 0 elsewhere, or None.
     """
-    is_choice = torch.ones_like(topk_idx, dtype=torch.bool)
-    routing_map = dense_of_topk(is_choice, topk_idx, num_experts)
+    if _is_plain(topk_idx) and (native := _native()) is not None:
+        flags = native.dense_of_topk(None, topk_idx.contiguous(), num_experts, _BYTE)
+        routing_map = from_dlpack(flags).view(torch.bool)
+    else:
+        is_choice = torch.ones_like(topk_idx, dtype=torch.bool)
+        routing_map = dense_of_topk(is_choice, topk_idx, num_experts)
     if topk_weights is None:
         return routing_map, None
     return routing_map, dense_of_topk(topk_weights, topk_idx, num_experts)
@@ -97,6 +119,12 @@ def dense_of_topk(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
     Returns:
         `[num_tokens, num_experts]`, dtype of values, 0 where nothing was put.
     """
+    if _is_plain(topk_idx, values) and (native := _native()) is not None:
+        type_number = DLPACK_TYPES[values.dtype]
+        values = values.contiguous()
+        return from_dlpack(
+            native.dense_of_topk(values, topk_idx.contiguous(), num_experts, type_number)
+        )
     num_tokens = topk_idx.shape[0]
     is_unused = topk_idx < 0
     if not bool(is_unused.any()):
@@ -105,6 +133,29 @@ def dense_of_topk(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
     dense = values.new_zeros((num_tokens, num_experts + 1))
     dense.scatter_(1, topk_idx.masked_fill(is_unused, num_experts), values)
     return dense[:, :num_experts].contiguous()
+
+
+_BYTE = DLPACK_TYPES[torch.uint8]
+
+
+def _is_plain(ids: torch.Tensor, values: torch.Tensor | None = None) -> bool:
+    """Whether a native call may take the place of operators that nobody looks at."""
+    if torch.compiler.is_compiling() or not ids.is_cpu or is_watched(ids, values):
+        return False
+    return values is None or (
+        values.is_cpu
+        and not (values.requires_grad and torch.is_grad_enabled())
+        and values.dtype in DLPACK_TYPES
+    )
+
+
+@functools.cache
+def _native() -> Any:
+    """The native module, or None where it was not built."""
+    try:
+        return importlib.import_module("moe_comm._host")
+    except ImportError:
+        return None
 
 
 def _true_places(routing_map: torch.Tensor) -> torch.Tensor:

@@ -227,6 +227,7 @@ USERS_OF_NATIVE = {
         "moe_comm.backends.host",
         "moe_comm.backends.native",
         "moe_comm.backends.rails",
+        "moe_comm.dispatcher.routing_map",
         "moe_comm.resharding.batched_copy",
         "moe_comm.resharding.tensor_table",
         "moe_comm.cli",
