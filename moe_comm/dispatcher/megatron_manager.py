@@ -352,6 +352,5 @@ class MegatronManager:
         self.tokens_per_expert = rows.tokens_per_expert
         self.handle = rows.handle
         self.over_budget |= (rows.handle.overflow != 0).to(self.over_budget.device)
-        required = rows.handle.num_required_rows.to(self.required_recv.device)
-        torch.maximum(self.required_recv, required, out=self.required_recv)
+        self.required_recv.clamp_(min=rows.handle.num_required_rows)
         return rows.hidden

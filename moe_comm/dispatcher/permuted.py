@@ -5,7 +5,7 @@ What `fused_a2a.HybridEPDispatch` and the Megatron dispatcher share. Collective 
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "PermutedRows",
     "gradient_of_combine",
     "gradient_of_dispatch",
+    "padded_tokens_per_expert",
     "start_combine",
     "start_dispatch",
 ]
@@ -39,23 +40,24 @@ class PermutedHandle(NamedTuple):
         places: Where they went.
         topk_idx: int64 `[num_tokens, num_topk]`, the routing map of this rank.
         probs_dtype: Of the probabilities that travelled, or None.
-        num_required_rows: int64 `[1]`: rows this rank would get without a budget, padding included.
-        link: float32 `[0]`. Carries no data; ties the backward of combine to that of dispatch.
-        overflow: int32 `[1]`: 1 where rows for this rank were dropped, else 0. Readers of the
-            handles of others take the flag as the last element.
+        num_required_rows: Rows this rank would get without a budget, padding included.
+        link: float32 `[0]`. Carries no data; ties the backward of combine to that of dispatch. None
+            where the dispatch has no backward.
+        overflow: int32 `[1]`: 1 where rows for this rank were dropped, else 0; without a budget the
+            same tensor for all, not to be written to. Readers of the handles of others take the flag
+            as the last element.
     """
 
     buffer: EpBuffer
     places: DispatchHandle
     topk_idx: torch.Tensor
     probs_dtype: torch.dtype | None
-    num_required_rows: torch.Tensor
-    link: torch.Tensor
+    num_required_rows: int
+    link: torch.Tensor | None
     overflow: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class PermutedRows:
+class PermutedRows(NamedTuple):
     """What arrived; M rows.
 
     Args:
@@ -74,8 +76,7 @@ class PermutedRows:
     handle: PermutedHandle
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class PendingDispatch:
+class PendingDispatch(NamedTuple):
     """A dispatch that may be in flight.
 
     Args:
@@ -85,6 +86,7 @@ class PendingDispatch:
         dtype: Of x.
         quantization: Of the rows, or None.
         probs_dtype: See `PermutedHandle`.
+        has_budget: Whether rows may have been dropped.
     """
 
     buffer: EpBuffer
@@ -93,29 +95,32 @@ class PendingDispatch:
     dtype: torch.dtype
     quantization: Quantization | None
     probs_dtype: torch.dtype | None
+    has_budget: bool
 
     def wait(self) -> PermutedRows:
         """The rows, not differentiable."""
         result = self.result
-        result.event.wait()
+        places = result.handle  # waits for the end
         hidden = result.x
         if self.quantization is not None:
             assert result.x_sf is not None
             hidden = QuantizedRows(result.x, result.x_sf, self.quantization, self.dtype)
         handle = PermutedHandle(
             buffer=self.buffer,
-            places=result.handle,
+            places=places,
             topk_idx=self.topk_idx,
             probs_dtype=self.probs_dtype,
-            num_required_rows=result.num_required_rows.reshape(1),
-            link=torch.empty(0, device="cpu"),
-            overflow=result.has_overflow.to(torch.int32).reshape(1),
+            num_required_rows=(
+                int(result.num_required_rows) if self.has_budget else places.num_recv_tokens
+            ),
+            link=None,
+            overflow=_flag(bool(result.has_overflow)) if self.has_budget else _no_overflow(),
         )
         return PermutedRows(
             hidden=hidden,
             sf=result.x_sf,
             probs=result.topk_weights,
-            tokens_per_expert=result.expert_offsets.to("cpu", torch.int64).diff(),
+            tokens_per_expert=padded_tokens_per_expert(result),
             handle=handle,
         )
 
@@ -134,11 +139,10 @@ class PendingDispatch:
             x, probs, self.buffer.gradient_anchor, arrived, word
         )
         handle = arrived.handle._replace(link=link)
-        return dataclasses.replace(arrived, hidden=hidden, probs=row_probs, handle=handle)
+        return arrived._replace(hidden=hidden, probs=row_probs, handle=handle)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class PendingCombine:
+class PendingCombine(NamedTuple):
     """A combine that may be in flight.
 
     Args:
@@ -156,10 +160,8 @@ class PendingCombine:
 
     def wait(self) -> torch.Tensor:
         """The sums, not differentiable."""
-        if isinstance(self.result, torch.Tensor):
-            return self.result
-        self.result.event.wait()
-        return self.result.x
+        result = self.result
+        return result if isinstance(result, torch.Tensor) else result.x
 
     def wait_differentiable(self, rows: torch.Tensor) -> torch.Tensor:
         """The sums, with the gradient of `rows`, which were given to `start_combine`."""
@@ -167,7 +169,7 @@ class PendingCombine:
         if not is_differentiated(self.gradients):
             return sums
         link = self.handle.link
-        if not link.requires_grad or is_cut_from(rows, link.grad_fn):
+        if link is None or not link.requires_grad or is_cut_from(rows, link.grad_fn):
             link = self.handle.buffer.gradient_anchor
         summed: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
             rows, link, [sums], self.handle
@@ -215,9 +217,9 @@ def start_dispatch(
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
     result = buffer.dispatch(
-        x.detach().contiguous(),
+        _detached(x).contiguous(),
         topk_idx,
-        None if weights is None else weights.detach(),
+        weights,
         expert_alignment=expert_alignment,
         quantization=quantization,
         capacity=capacity,
@@ -231,7 +233,17 @@ def start_dispatch(
         dtype=x.dtype,
         quantization=quantization,
         probs_dtype=None if probs is None else probs.dtype,
+        has_budget=capacity is not None,
     )
+
+
+def padded_tokens_per_expert(result: DispatchResult) -> torch.Tensor:
+    """int64 `[num_local_experts]` on the host: rows of every local expert, padding included."""
+    if result.handle.expert_alignment == 1:
+        counts = result.num_tokens_per_expert  # as they are, which is no work
+        if counts.is_cpu:  # not where the dispatch was captured into a graph
+            return counts
+    return result.expert_offsets.to("cpu", torch.int64).diff()
 
 
 def start_combine(
@@ -323,27 +335,44 @@ class _Combine(torch.autograd.Function):
         return gradient_of_combine(grad_sums, ctx.handle), None, None, None
 
 
+def _flag(is_set: bool) -> torch.Tensor:
+    return torch.full((1,), is_set, dtype=torch.int32, device="cpu")
+
+
+@functools.cache
+def _no_overflow() -> torch.Tensor:
+    """Of every dispatch without a budget, which drops nothing: a tensor costs as much as its checks."""
+    return _flag(False)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def _plain(rows: torch.Tensor) -> torch.Tensor:
     """As combine takes them."""
-    if not isinstance(rows, torch.Tensor):
-        raise TypeError(f"rows must be a tensor, got {type(rows).__name__}")
-    if rows.layout is not torch.strided:
-        raise TypeError(f"rows must be a dense tensor, got one of layout {rows.layout}")
-    rows = rows.detach()
+    _check_dense("rows", rows)
+    rows = _detached(rows)
     if isinstance(rows, QuantizedRows):
         rows = rows.dequantize()
     return rows.contiguous()
+
+
+def _check_dense(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
 
 
 def _choices(
     buffer: EpBuffer, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The map as top-k, and the probs in a dtype that travels."""
-    for name, tensor in (("x", x), ("routing_map", routing_map), ("probs", probs)):
-        if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "probs"):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor is not None and tensor.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+    _check_dense("x", x)
+    _check_dense("routing_map", routing_map)
+    if probs is not None:
+        _check_dense("probs", probs)
     expected = (x.shape[0] if x.dim() else 0, buffer.config.num_experts)
     if routing_map.shape != expected:
         raise ValueError(
@@ -353,7 +382,9 @@ def _choices(
     if probs is not None:
         if not probs.is_floating_point():
             raise TypeError(f"probs must be floating-point, got {probs.dtype}")
-        if probs.dtype is not torch.float64 or x.dtype is not torch.float64:
+        probs = _detached(probs)
+        if probs.dtype is not torch.float32 and (
+            probs.dtype is not torch.float64 or x.dtype is not torch.float64
+        ):
             probs = probs.float()
-    with torch.no_grad():
-        return topk_of_routing_map(routing_map.contiguous(), probs)
+    return topk_of_routing_map(routing_map.contiguous(), probs)

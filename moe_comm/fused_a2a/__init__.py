@@ -42,6 +42,7 @@ from moe_comm.fused_a2a.collective_function import (
     gradients_of,
     heard,
     link_to,
+    runs_once,
     said,
 )
 from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, held_buffer
@@ -93,6 +94,12 @@ HYBRIDEP_TOKEN_ALIGNMENT = 64
 # The names that Megatron's callers read: those of the latest group. None makes the next call ask again.
 _buffer: GroupBuffer | None = None
 _hybrid_ep_buffer: GroupBuffer | None = None
+
+# In the order of `DISPATCH_MAIN`.
+_DISPATCH_DEFAULTS: dict[str, Any] = dict.fromkeys(DISPATCH_MAIN) | {
+    "fused": False,
+    "num_sms_preprocessing_api": 108,
+}
 
 # Of every group, until its process group is destroyed: ranks agree on what is held.
 _buffers: dict[int, GroupBuffer] = {}
@@ -154,10 +161,11 @@ class FusedDispatch(torch.autograd.Function):
     def apply(cls, *args: Any) -> FusedDispatched:
         """See `fused_dispatch`."""
         word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
-        dispatched: FusedDispatched = _linked(apply_collectively(super().apply, word, args))
+        dispatched: FusedDispatched = _linked(apply_collectively(cls, word, args))
         return dispatched
 
     @staticmethod
+    @runs_once
     def forward(
         ctx: Any,
         x: torch.Tensor,
@@ -229,10 +237,11 @@ class FusedCombine(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> tuple[torch.Tensor, None]:
         """See `fused_combine`."""
-        combined: tuple[torch.Tensor, None] = apply_combine(super().apply, args, 2)
+        combined: tuple[torch.Tensor, None] = apply_combine(cls, args, 2)
         return combined
 
     @staticmethod
+    @runs_once
     def forward(
         ctx: Any,
         x: torch.Tensor,
@@ -397,10 +406,11 @@ class HybridEPDispatch(torch.autograd.Function):
     def apply(cls, *args: Any) -> HybridDispatched:
         """See `hybrid_ep_dispatch`."""
         word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
-        dispatched: HybridDispatched = _linked(apply_collectively(super().apply, word, args))
+        dispatched: HybridDispatched = _linked(apply_collectively(cls, word, args))
         return dispatched
 
     @staticmethod
+    @runs_once
     def forward(
         ctx: Any,
         x: torch.Tensor,
@@ -421,8 +431,9 @@ class HybridEPDispatch(torch.autograd.Function):
         buffer = held.ep_buffer(num_local_experts * held.group_size, x)
         try:
             check_tuning(given)
-            held.hidden_dim = max(held.hidden_dim, x.shape[-1])
-            held.max_num_of_tokens_per_rank = max(held.max_num_of_tokens_per_rank, x.shape[0])
+            num_tokens, hidden = x.shape[0], x.shape[-1]
+            held.hidden_dim = max(held.hidden_dim, hidden)
+            held.max_num_of_tokens_per_rank = max(held.max_num_of_tokens_per_rank, num_tokens)
             held.num_local_experts = num_local_experts
             pad_multiple, num_rows = given.get("pad_multiple"), given.get("num_permuted_tokens")
             num_rows = None if num_rows is None else int(num_rows)
@@ -469,10 +480,11 @@ class HybridEPCombine(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> torch.Tensor:
         """See `hybrid_ep_combine`."""
-        combined: torch.Tensor = apply_combine(super().apply, args, 1)
+        combined: torch.Tensor = apply_combine(cls, args, 1)
         return combined
 
     @staticmethod
+    @runs_once
     def forward(
         ctx: Any,
         x: torch.Tensor,
@@ -549,9 +561,7 @@ def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
             buffer.reject("dispatch", error)
         missed_calls.keep("dispatch", error)
         raise
-    defaults = {"fused": False, "num_sms_preprocessing_api": 108}
-    values = [given.get(option, defaults.get(option)) for option in DISPATCH_MAIN]
-    return HybridEPDispatch.apply(*values)
+    return HybridEPDispatch.apply(*(_DISPATCH_DEFAULTS | given).values())
 
 
 @rejects_unbound("combine", _latest_of(_hybrid_ep_buffers, -1))

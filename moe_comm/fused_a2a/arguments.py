@@ -21,6 +21,7 @@ __all__ = [
 
 _SMS = ("num_sms_dispatch_api", "num_sms_combine_api")
 _BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
+_TUNING = (*_SMS, *_BLOCKS, "num_sms_preprocessing_api")
 _LIMITS = ("num_permuted_tokens", "pad_multiple")
 DISPATCH_FIXED = ("x", "routing_map", "probs", "group", "num_local_experts")
 _DISPATCH_R0_16 = (*DISPATCH_FIXED, *_SMS, *_LIMITS)
@@ -57,21 +58,24 @@ def named(
         raise TypeError(
             f"{function} takes {len(order)} positional arguments at most, got {len(args)}"
         )
-    unknown = sorted(set(kwargs) - set(known))
-    if unknown:
-        raise TypeError(f"{function} has no argument {unknown[0]!r}")
+    for name in kwargs:
+        if name not in known:
+            unknown = sorted(set(kwargs) - set(known))
+            raise TypeError(f"{function} has no argument {unknown[0]!r}")
     given = dict(zip(order, args, strict=False)) | kwargs
-    missing = [name for name in required if name not in given]
-    if missing:
-        raise TypeError(f"{function} needs {', '.join(missing)}")
+    if len(args) < len(required):
+        missing = [name for name in required if name not in given]
+        if missing:
+            raise TypeError(f"{function} needs {', '.join(missing)}")
     return given
 
 
 def check_tuning(given: dict[str, Any]) -> None:
     """Options that choose among GPU kernels."""
-    for name in (*_SMS, *_BLOCKS, "num_sms_preprocessing_api"):
-        if given.get(name) is not None:
-            check_count(name, given[name])
+    for name in _TUNING:
+        value = given.get(name)
+        if value is not None:
+            check_count(name, value)
     check_bool("fused", given.get("fused", False))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,16 @@ import torch
 
 from moe_comm.autograd.agreement import combine_word, is_cut_from, is_differentiated
 
-__all__ = ["apply_collectively", "apply_combine", "gradients_of", "heard", "link_to", "said", "tie"]
+__all__ = [
+    "apply_collectively",
+    "apply_combine",
+    "gradients_of",
+    "heard",
+    "link_to",
+    "runs_once",
+    "said",
+    "tie",
+]
 
 
 class _Words(threading.local):
@@ -18,9 +28,14 @@ class _Words(threading.local):
 
     said = 0
     heard = 0
+    done: tuple[_Kept, Any] | None = None
 
 
 _words = _Words()
+
+
+class _Kept:
+    """What a forward outside the graph keeps for the backward, in place of autograd's context."""
 
 
 def said() -> int:
@@ -33,25 +48,56 @@ def heard(word: int) -> None:
     _words.heard = word
 
 
-def apply_collectively(apply: Callable[..., Any], word: int, args: tuple[Any, ...]) -> Any:
-    """Call a function's `apply`; its outputs require a gradient where any rank needs one.
+def runs_once(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of forwards: in the graph, one takes over what was done outside it."""
+
+    @functools.wraps(forward)
+    def run(ctx: Any, *args: Any) -> Any:
+        if _words.done is None:
+            return forward(ctx, *args)
+        kept, outputs = _words.done
+        for name, value in vars(kept).items():
+            setattr(ctx, name, value)
+        return outputs
+
+    return run
+
+
+def apply_collectively(function: Any, word: int, args: tuple[Any, ...]) -> Any:
+    """What a function returns; its outputs require a gradient where any rank needs one.
+
+    The operation runs outside the graph: whether it belongs there only its ranks together know, and
+    a function of autograd takes as long as a small exchange.
 
     Args:
-        apply: Of the function, whose forward says `said()` and hands on what is `heard()`.
+        function: Whose forward `runs_once`, says `said()` and hands on what is `heard()`.
         word: What this rank says of gradients.
         args: Of the function.
     """
-    if not word:
-        return apply(*args)
-    _words.said, _words.heard = word, 0
+    words = _words
+    words.said, words.heard = word, 0
     try:
-        outputs = apply(*_with_leaf(args))
-        is_needed = is_differentiated(_words.heard)
-    finally:
-        _words.said = _words.heard = 0
-    if is_needed:
+        if torch._C._are_functorch_transforms_active():
+            return _in_graph(function, *args)  # which refuses them
+        kept = _Kept()
+        # As `torch.no_grad()`, whose context costs as much as the checks of a call. A word is said
+        # where gradients are enabled.
+        torch._C._set_grad_enabled(False)
+        try:
+            outputs = function.forward(kept, *args)
+        finally:
+            torch._C._set_grad_enabled(word != 0)
+        if is_differentiated(words.heard):
+            words.done = (kept, outputs)
+            outputs = _in_graph(function, *_with_leaf(args))
         return outputs
-    return tuple(map(_detached, outputs)) if isinstance(outputs, tuple) else _detached(outputs)
+    finally:
+        words.said = words.heard = 0
+        words.done = None
+
+
+# Of autograd, beneath what functions have in its place.
+_in_graph: Callable[..., Any] = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
 def link_to(rows: torch.Tensor) -> torch.Tensor:
@@ -111,20 +157,14 @@ def _with_leaf(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[: could[0]], leaf, *args[could[0] + 1 :])
 
 
-def _detached(output: Any) -> Any:
-    if isinstance(output, torch.Tensor) and output.requires_grad:
-        return output.detach()
-    return output
-
-
-def apply_combine(apply: Callable[..., Any], args: tuple[Any, ...], handle_idx: int) -> Any:
-    """Call `apply` of a combine, tied to its dispatch by the handle `args[handle_idx]`. Collective."""
+def apply_combine(function: Any, args: tuple[Any, ...], handle_idx: int) -> Any:
+    """As `apply_collectively`, of a combine: tied to its dispatch by the handle `args[handle_idx]`."""
     rows = args[0] if args else None
     handle = args[handle_idx] if handle_idx < len(args) else None
     link = getattr(handle, "link", None)
     word = combine_word(rows, link)
     return apply_collectively(
-        apply,
+        function,
         word,
         (tie(rows, link, getattr(handle, "num_pairs", None)), *args[1:]) if word else args,
     )

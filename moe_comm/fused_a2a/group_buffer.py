@@ -45,6 +45,7 @@ class GroupBuffer:
         self.num_local_experts = 0
         self.use_fp8 = False
         self._first = self._shared = shared
+        self._is_first_on_cpu = shared.device.type == "cpu"
         self._is_on_device = False
         self._latest: EpBuffer | None = None
         shared.is_adopted = True
@@ -52,6 +53,15 @@ class GroupBuffer:
     def is_of(self, shared: GroupBuffers) -> bool:
         """Whether it stands on what the group shares now."""
         return self._first is shared and not self._shared.communicator.is_destroyed
+
+    def is_sure(self) -> bool:
+        """Whether it is what the group would find again, without asking what the group shares.
+
+        On the CPU, that is; of a GPU the current device has a say.
+        """
+        return self._is_first_on_cpu and not (
+            self._first.communicator.is_destroyed or self._shared.communicator.is_destroyed
+        )
 
     def ep_buffer(self, num_experts: int, x: torch.Tensor) -> EpBuffer:
         """The buffer beneath for so many experts of the group; collective on first use.
@@ -67,8 +77,10 @@ class GroupBuffer:
                 device, lambda: f"buffers of fused_a2a on {device.type}"
             )
             self._is_on_device = True
-        self._latest = self._shared.get(num_experts)
-        return self._latest
+        latest = self._latest
+        if latest is None or latest.is_destroyed or latest.config.num_experts != num_experts:
+            latest = self._latest = self._shared.get(num_experts)
+        return latest
 
     @property
     def latest(self) -> EpBuffer | None:
@@ -94,6 +106,12 @@ def held_buffer(buffers: dict[int, GroupBuffer], group: Group) -> GroupBuffer:
     for key, buffer in list(buffers.items()):
         if isinstance(buffer.group, dist.ProcessGroup) and not is_alive(buffer.group):
             buffers.pop(key, None)
+    given = group
+    if given is None and dist.is_available() and dist.is_initialized():
+        given = dist.group.WORLD
+    known = buffers.get(id(given))
+    if known is not None and known.group is given and known.is_sure():
+        return known
     shared = group_buffers(group)
     found = buffers.get(id(shared.group))
     if found is None or not found.is_of(shared):

@@ -241,7 +241,7 @@ def budgeted(context: RankContext, backend: str) -> None:
         x, mine.routing_map, probs, context.group, len(experts), None, None, budget, 4
     )
     assert handle[-1].tolist() == [int(context.rank_idx == 0)]
-    assert handle.num_required_rows.tolist() == [len(rows)]
+    assert handle.num_required_rows == len(rows)
     kept = rows[:budget]
     assert hidden.shape[0] == budget
     want = [torch.zeros(16) if row is None else batches[row[0]].x[row[1]] for row in kept]
