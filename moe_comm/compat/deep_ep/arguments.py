@@ -45,6 +45,9 @@ def ints_as_bools(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        # Most calls have none of those: numbers of other names are left to the function.
+        if not any(type(value) is int for value in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
         named = [taken(name, value) for name, value in zip(names, args, strict=False)]
         rest = {name: taken(name, value) for name, value in kwargs.items()}
         return function(*named, *args[len(named) :], **rest)  # type: ignore[arg-type]
@@ -134,9 +137,11 @@ def check_tensor(
     if dtypes and value.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name} must be {wanted}, got {value.dtype}")
-    is_shape = len(shape) == value.dim() and all(
-        want is None or want == size for want, size in zip(shape, value.shape, strict=True)
-    )
+    sizes = value.shape
+    is_shape = len(shape) == len(sizes)
+    for want, size in zip(shape, sizes, strict=False):
+        if want is not None and want != size:
+            is_shape = False
     if not is_shape:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape ({wanted}), got {tuple(value.shape)}")

@@ -26,8 +26,9 @@ from moe_comm.compat.deep_ep.hybrid_config import (
     rounded_max_tokens,
 )
 from moe_comm.compat.deep_ep.hybrid_rows import Routing, indices_to_map
-from moe_comm.compat.deep_ep.streams import on_device
+from moe_comm.compat.deep_ep.streams import here, on_device
 from moe_comm.config import Capacity, Layout
+from moe_comm.dispatcher.permuted import padded_tokens_per_expert
 from moe_comm.dispatcher.routing_map import dense_of_topk
 from moe_comm.handles import CombineResult
 from moe_comm.missed_calls import keeps_unbound
@@ -396,7 +397,9 @@ class HybridEPBuffer:
         )
         config = self._instance(hidden, pad_multiple=pad_multiple or 0)
         made = HybridHandle.of(
-            rows.permuted_places(self._owner, buffer, result, routing, config),
+            rows.permuted_places(
+                self._owner, buffer, result, routing, config, has_budget=capacity is not None
+            ),
             buffer=buffer,
             native=result.handle,
             topk_idx=routing.topk_idx,
@@ -404,7 +407,7 @@ class HybridEPBuffer:
             pad_multiple=alignment,
         )
         token, _, scales = wire.unpack(result)
-        padded = result.expert_offsets.diff().to(torch.int64)
+        padded = here(padded_tokens_per_expert(result))
         return token, result.topk_weights, scales, padded, made
 
     @ints_as_bools

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
+from moe_comm.backends.base import PlanTensors
 from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
-from moe_comm.compat.deep_ep.streams import Place, here, plan_here, resumed
+from moe_comm.compat.deep_ep.streams import Place, here, plan_here, resumed, running
 from moe_comm.dispatcher.routing_map import (
     dense_of_topk,
     routing_map_of_topk,
@@ -223,7 +225,7 @@ def rank_major_places(
     config: HybridEpConfigInstance,
 ) -> tuple[object, ...]:
     """The seven places of a handle of `dispatch`."""
-    sent = _sent_tokens(owner, buffer, result)
+    plan = plan_here(result.handle.plan)
     num_tokens = routing.topk_idx.shape[0]
     local_ids = result.topk_idx
     assert local_ids is not None
@@ -232,10 +234,10 @@ def rank_major_places(
     is_local, _ = routing_map_of_topk(local_ids, None, buffer.num_local_experts)
     local_map[: local_ids.shape[0]] = is_local
     return (
-        _sparse_to_dense(owner, buffer, sent, routing.topk_idx),
+        _sparse_to_dense(owner, buffer, plan, routing.topk_idx),
         torch.ones(num_tokens, 1, dtype=torch.bool),
         torch.ones(num_tokens, 0, dtype=torch.bool),
-        _num_dispatched(owner, sent),
+        _num_dispatched(owner, buffer, plan),
         local_map,
         num_tokens,
         config,
@@ -248,46 +250,59 @@ def permuted_places(
     result: DispatchResult,
     routing: Routing,
     config: HybridEpConfigInstance,
+    *,
+    has_budget: bool,
 ) -> tuple[object, ...]:
-    """The eleven places of a handle of `dispatch_with_permute`.
+    """The eleven places of a handle of `dispatch_with_permute`; `has_budget`: rows may be missing.
 
     What only kernels read is empty: there are no dense rows that it could describe.
     """
-    sent = _sent_tokens(owner, buffer, result)
     num_tokens = routing.topk_idx.shape[0]
-    num_local_experts = buffer.num_local_experts
+    of_shape = _of_shape(owner.num_ranks, buffer.num_local_experts, num_tokens, running().device)
     return (
-        torch.zeros(0, owner.num_ranks, dtype=torch.int32),
-        torch.ones(num_tokens, 1, dtype=torch.bool),
-        torch.ones(num_tokens, 0, dtype=torch.bool),
-        _num_dispatched(owner, sent),
-        torch.zeros(0, num_local_experts, dtype=torch.bool),
-        torch.zeros(0, dtype=torch.int32),
-        torch.zeros(0, num_local_experts, dtype=torch.int32),
+        *of_shape[:3],
+        _num_dispatched(owner, buffer, plan_here(result.handle.plan)),
+        *of_shape[3:],
         here(result.num_tokens_per_expert).to(torch.int32),
         num_tokens,
         config,
-        result.has_overflow.to(torch.int32).reshape(1),
+        torch.full((1,), has_budget and bool(result.has_overflow), dtype=torch.int32),
     )
 
 
-def _sent_tokens(owner: GroupOwner, buffer: EpBuffer, result: DispatchResult) -> torch.Tensor:
-    """int64 `[R, R]`: tokens that rank i sent to rank j, each once."""
-    num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
-    counts = plan_here(result.handle.plan).counts
-    return counts[:, num_experts : num_experts + num_ranks].to(torch.int64)
+@functools.lru_cache(maxsize=64)
+def _of_shape(
+    num_ranks: int, num_local_experts: int, num_tokens: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Places 0 to 2 and 4 to 6 of a permuted handle, which follow from a call's shape.
+
+    Handles share them: nobody has a reason to write to them, and to make them anew takes longer than
+    a small exchange.
+    """
+    of_device = functools.partial(torch.zeros, device=device)
+    return (
+        of_device(0, num_ranks, dtype=torch.int32),
+        torch.ones(num_tokens, 1, dtype=torch.bool, device=device),
+        torch.ones(num_tokens, 0, dtype=torch.bool, device=device),
+        of_device(0, num_local_experts, dtype=torch.bool),
+        of_device(0, dtype=torch.int32),
+        of_device(0, num_local_experts, dtype=torch.int32),
+    )
 
 
-def _num_dispatched(owner: GroupOwner, sent: torch.Tensor) -> torch.Tensor:
+def _num_dispatched(owner: GroupOwner, buffer: EpBuffer, plan: PlanTensors) -> torch.Tensor:
     """int32 `[1]`, tokens received here, each once."""
-    return sent[:, owner.rank_idx].sum().to(torch.int32).reshape(1)
+    received = plan.counts[:, buffer.config.num_experts + owner.rank_idx]
+    return received.sum(0, keepdim=True, dtype=torch.int32)
 
 
 def _sparse_to_dense(
-    owner: GroupOwner, buffer: EpBuffer, sent: torch.Tensor, topk_idx: torch.Tensor
+    owner: GroupOwner, buffer: EpBuffer, plan: PlanTensors, topk_idx: torch.Tensor
 ) -> torch.Tensor:
     """int32 `[N, R]`: the row of every token on every rank, or -1."""
-    num_ranks = owner.num_ranks
+    num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
+    # int64 [R, R]: tokens that rank i sent to rank j, each once.
+    sent = plan.counts[:, num_experts : num_experts + num_ranks].to(torch.int64)
     first = (sent.cumsum(0) - sent)[owner.rank_idx]
     rank_of_bin = torch.cat([buffer.expert_rank.to(topk_idx), torch.tensor([num_ranks])])
     is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
