@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -10,18 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.cli.bench import oracle
+from moe_comm.cli.bench import oracle, sweep
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.memory import parse_smaps, total_bytes
 from moe_comm.cli.bench.parts import PARTS, middle_half, take_apart
 from moe_comm.cli.bench.peers.pipeline import AllToAllPipeline
-from moe_comm.cli.bench.report import (
-    case_title,
-    result_table,
-    sweep_tables,
-    threads_ratio,
-    write_plot,
-)
+from moe_comm.cli.bench.report import case_title, result_table, sweep_tables, write_plot
 from moe_comm.cli.bench.result import BenchRow, to_json
 from moe_comm.cli.bench.run import (
     BenchOptions,
@@ -443,10 +438,29 @@ def a_size(num_tokens: int, p50_us: float, roof_us: float | None) -> BenchRow:
         fraction_of_roof=None if roof_us is None else roof_us / p50_us,
         extra={
             "parts_us": parts,
-            "threads_us": {"automatic": 1.3 * p50_us, "1": 2 * p50_us, "2": p50_us},
+            "threads_ratio": 1.3,
             "differentiable_ratio": 1.7,
         },
     )
+
+
+def test_ratios_of_a_sweep_are_medians_over_rounds() -> None:
+    """Whatever a machine does from one round to the next, blocks of one round saw much the same."""
+    times = {"ours": iter([9.0, 1.0, 2.0, 60.0]), "theirs": iter([9.0, 2.0, 1.0, 40.0])}
+    order: list[str] = []
+
+    def block(name: str) -> list[float]:
+        order.append(name)
+        us = next(times[name])
+        return [us, us + 1.0, us + 2.0]
+
+    blocks = {name: functools.partial(block, name) for name in times}
+    pooled, medians = sweep._in_turns(blocks, 3, lambda _: None)
+    # A warm-up, then rounds of which each starts one block later.
+    assert order == ["ours", "theirs", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    assert medians == {"ours": [2.0, 3.0, 61.0], "theirs": [3.0, 2.0, 41.0]}
+    assert sweep._median_ratio(medians["ours"], medians["theirs"]) == pytest.approx(61 / 41)
+    assert len(pooled["ours"]) == 9
 
 
 def test_a_sweep_has_a_table_of_sizes_and_one_of_the_fixed_cost() -> None:
@@ -470,7 +484,6 @@ def test_a_sweep_has_a_table_of_sizes_and_one_of_the_fixed_cost() -> None:
     assert cells["1"][5:] == ["-", "4.0", "2.0", "1.0", "1.0", "8.0", "1.70x", "1.30x", "ok"]
     assert cells["8"][:6] == ["1,000.0", "2,000.0", "0.00", "-", "0.4", "0.010"]
     assert cells["EpBuffer.dispatch"] == ["9.0", "a no-op", "4.5", "2.00x"]
-    assert threads_ratio({"automatic": 3.0, "1": 2.0, "2": 4.0}) == 1.5
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=lambda palette: palette.name)

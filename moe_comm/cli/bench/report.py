@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ __all__ = [
     "header_line",
     "result_table",
     "sweep_tables",
-    "threads_ratio",
     "write_plot",
 ]
 
@@ -128,7 +127,7 @@ def sweep_tables(rows: Sequence[BenchRow]) -> Group:
             _number(row.fraction_of_roof, 3),
             *(_number(row.extra["parts_us"][name], 1) for name in PARTS),
             _ratio(row.extra["differentiable_ratio"]),
-            _ratio(threads_ratio(row.extra["threads_us"])),
+            _ratio(row.extra["threads_ratio"]),
             row.check,
         )
     fixed = Table(title="fixed cost", title_justify="left")
@@ -157,12 +156,6 @@ def sweep_tables(rows: Sequence[BenchRow]) -> Group:
         ),
         folded(fixed),
     )
-
-
-def threads_ratio(threads_us: Mapping[str, float]) -> float:
-    """Time with the number of threads that is chosen by itself over that with the best fixed one."""
-    fixed = [us for number, us in threads_us.items() if number != "automatic"]
-    return threads_us["automatic"] / min(fixed)
 
 
 def write_plot(path: Path, rows: Sequence[BenchRow], environment: dict[str, Any]) -> None:

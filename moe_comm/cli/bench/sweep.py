@@ -12,7 +12,6 @@ from typing import Any
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.parts import PARTS, Parts, middle_half
 from moe_comm.cli.bench.processes import RankProcesses
-from moe_comm.cli.bench.report import threads_ratio
 from moe_comm.cli.bench.result import BenchRow
 from moe_comm.cli.bench.run import BenchOptions, operation_bytes
 from moe_comm.cli.bench.statistics import Interval, percentile, wall_times_us
@@ -27,8 +26,8 @@ FIXED_ROW_BYTES = 16
 
 DIFFERENTIABLE_TOKENS = 8
 
-BLOCK_US = 30_000.0
-MIN_ITERATIONS, MAX_ITERATIONS = 5, 200
+BLOCK_US = 50_000.0
+MIN_ITERATIONS, MAX_ITERATIONS = 7, 200
 NUM_WARM_UP = 5
 ROOF_BYTES_PER_US = 10_000.0  # what a slow machine moves, for the number of passes alone
 
@@ -113,7 +112,7 @@ def _measure_size(
         warm_up = ranks.call("run_eager", NUM_WARM_UP)
     num_iterations = _num_iterations(warm_up)
     of_rank_us = num_bytes / case.num_ranks / ROOF_BYTES_PER_US
-    num_passes = max(1, min(MAX_ITERATIONS, int(BLOCK_US / 10 / max(of_rank_us, 1e-3))))
+    num_passes = max(1, min(MAX_ITERATIONS, int(BLOCK_US / 20 / max(of_rank_us, 1e-3))))
 
     def timed(method: str, *arguments: Any) -> Callable[[], list[float]]:
         return lambda: _pooled_us(ranks.call(method, *arguments, num_iterations))
@@ -163,6 +162,9 @@ def _measure_size(
             },
             **{f"{operation}_parts_us": taken for operation, taken in by_operation.items()},
             "threads_us": threads_us,
+            "threads_ratio": max(
+                _median_ratio(medians["automatic"], medians[str(number)]) for number in numbers
+            ),
             "roof_us": {
                 stores: percentile(pooled[stores], 0.5)
                 for stores in ("cached", "streaming")
@@ -245,12 +247,11 @@ def _ratios_of_sizes(sizes: Sequence[BenchRow]) -> list[BenchRow]:
         assert row.p50_us is not None
         us, ratio = row.extra["differentiable_us"], row.extra["differentiable_ratio"]
         rows.append(_fixed_row(row, "differentiable", us, "eager", row.p50_us, ratio))
-    worst = max(sizes, key=lambda row: threads_ratio(row.extra["threads_us"]))
+    worst = max(sizes, key=lambda row: row.extra["threads_ratio"])
     threads_us = worst.extra["threads_us"]
-    number, their_us = _best_fixed(threads_us)
     what = "threads by themselves, the worst size"
-    us, ratio = threads_us["automatic"], threads_ratio(threads_us)
-    return [*rows, _fixed_row(worst, what, us, number, their_us, ratio)]
+    us, ratio = threads_us["automatic"], worst.extra["threads_ratio"]
+    return [*rows, _fixed_row(worst, what, us, *_best_fixed(threads_us), ratio)]
 
 
 def _fixed_row(
