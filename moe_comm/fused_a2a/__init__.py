@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -25,6 +25,7 @@ from moe_comm.config import Layout
 from moe_comm.dispatcher import permuted
 from moe_comm.dispatcher.permuted import PermutedHandle
 from moe_comm.fused_a2a.arguments import (
+    DISPATCH_DEFAULTS,
     DISPATCH_FIXED,
     DISPATCH_MAIN,
     INIT_FIXED,
@@ -41,10 +42,10 @@ from moe_comm.fused_a2a.collective_function import (
     apply_combine,
     gradients_of,
     heard,
-    link_to,
     runs_once,
     said,
 )
+from moe_comm.fused_a2a.fused_handle import FusedHandle, linked
 from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, held_buffer
 from moe_comm.fused_a2a.nccl_ep import (
     HAVE_TE_EP,
@@ -56,7 +57,7 @@ from moe_comm.fused_a2a.nccl_ep import (
     nccl_ep_finalize,
     new_nccl_ep_buffer,
 )
-from moe_comm.handles import CombineResult, DispatchHandle
+from moe_comm.handles import CombineResult
 from moe_comm.quantization import FP8_BLOCK128
 
 __all__ = [
@@ -95,12 +96,6 @@ HYBRIDEP_TOKEN_ALIGNMENT = 64
 _buffer: GroupBuffer | None = None
 _hybrid_ep_buffer: GroupBuffer | None = None
 
-# In the order of `DISPATCH_MAIN`.
-_DISPATCH_DEFAULTS: dict[str, Any] = dict.fromkeys(DISPATCH_MAIN) | {
-    "fused": False,
-    "num_sms_preprocessing_api": 108,
-}
-
 # Of every group, until its process group is destroyed: ranks agree on what is held.
 _buffers: dict[int, GroupBuffer] = {}
 _hybrid_ep_buffers: dict[int, GroupBuffer] = {}
@@ -137,15 +132,6 @@ def set_deepep_num_sms(num_sms: int) -> None:
     check_count("num_sms", num_sms)
 
 
-class FusedHandle(NamedTuple):
-    """What combine and the backward need of a `FusedDispatch`; opaque."""
-
-    buffer: EpBuffer
-    places: DispatchHandle
-    link: torch.Tensor | None = None
-    num_pairs: int | None = None
-
-
 FusedDispatched: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, FusedHandle
 ]
@@ -161,7 +147,7 @@ class FusedDispatch(torch.autograd.Function):
     def apply(cls, *args: Any) -> FusedDispatched:
         """See `fused_dispatch`."""
         word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
-        dispatched: FusedDispatched = _linked(apply_collectively(cls, word, args))
+        dispatched: FusedDispatched = linked(apply_collectively(cls, word, args))
         return dispatched
 
     @staticmethod
@@ -406,7 +392,7 @@ class HybridEPDispatch(torch.autograd.Function):
     def apply(cls, *args: Any) -> HybridDispatched:
         """See `hybrid_ep_dispatch`."""
         word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
-        dispatched: HybridDispatched = _linked(apply_collectively(cls, word, args))
+        dispatched: HybridDispatched = linked(apply_collectively(cls, word, args))
         return dispatched
 
     @staticmethod
@@ -561,7 +547,7 @@ def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
             buffer.reject("dispatch", error)
         missed_calls.keep("dispatch", error)
         raise
-    return HybridEPDispatch.apply(*(_DISPATCH_DEFAULTS | given).values())
+    return HybridEPDispatch.apply(*(DISPATCH_DEFAULTS | given).values())
 
 
 @rejects_unbound("combine", _latest_of(_hybrid_ep_buffers, -1))
@@ -595,14 +581,3 @@ def _hybrid_buffer(group: Group) -> GroupBuffer:
             _forget_announcements()  # the caller may have reset the name by hand
         _hybrid_ep_buffer = buffer
     return buffer
-
-
-def _linked(dispatched: Any) -> Any:
-    """What a dispatch returned, its handle with what ties the backward of combine to it."""
-    rows, *others, handle = dispatched
-    if not rows.requires_grad:
-        return dispatched
-    handle = handle._replace(link=link_to(rows))
-    if isinstance(handle, FusedHandle):  # whose rows are tokens, of which experts may share some
-        handle = handle._replace(num_pairs=int(others[-1].sum()))
-    return (rows, *others, handle)

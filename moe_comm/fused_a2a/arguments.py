@@ -7,6 +7,7 @@ from typing import Any
 from moe_comm.arguments import as_int, check_bool
 
 __all__ = [
+    "DISPATCH_DEFAULTS",
     "DISPATCH_FIXED",
     "DISPATCH_MAIN",
     "INIT_FIXED",
@@ -27,6 +28,11 @@ DISPATCH_FIXED = ("x", "routing_map", "probs", "group", "num_local_experts")
 _DISPATCH_R0_16 = (*DISPATCH_FIXED, *_SMS, *_LIMITS)
 _DISPATCH_R0_17 = (*DISPATCH_FIXED, *_SMS, *_BLOCKS, "fused", *_LIMITS)
 DISPATCH_MAIN = (*_DISPATCH_R0_17, "num_sms_preprocessing_api")
+# In the order of `DISPATCH_MAIN`.
+DISPATCH_DEFAULTS: dict[str, Any] = dict.fromkeys(DISPATCH_MAIN) | {
+    "fused": False,
+    "num_sms_preprocessing_api": 108,
+}
 INIT_FIXED = ("group", "hidden_dim", "num_tokens", "num_local_experts")
 INIT_R0_16 = (*INIT_FIXED, *_SMS, "fp8_dispatch")
 INIT_MAIN = (*INIT_FIXED, *_SMS, *_BLOCKS, "fp8_dispatch", "num_sms_preprocessing_api")
