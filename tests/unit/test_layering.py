@@ -16,31 +16,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # ---------------------------------------------------------------------------------------------
-# C++: which folders of csrc a folder may include from, besides itself.
+# C++: which folders of csrc a folder may include from, besides itself, is said by its README.
 
-CXX_ARROWS: dict[str, set[str]] = {
-    "bindings": {
-        "nvshmem",
-        "cuda",
-        "simt",
-        "runtime",
-        "kernels",
-        "device",
-        "host",
-        "heap",
-        "layout",
-        "core",
-    },
-    "nvshmem": {"cuda", "runtime", "device", "host", "heap", "layout", "core"},
-    "cuda": {"runtime", "device", "heap", "layout", "core"},
-    "simt": {"runtime", "kernels", "device", "host", "heap", "layout", "core"},
-    "runtime": {"kernels", "device", "host", "layout", "core"},
-    "kernels": {"device", "layout", "core"},
-    "device": {"layout", "core"},
-    "host": {"layout", "core"},
-    "heap": {"core"},
-    "layout": {"core"},
-    "core": set(),
+KNOWS = re.compile(r"^Knows: ([\w, ]+)\.$", re.MULTILINE)
+
+
+def known_folders(readme: str) -> set[str]:
+    """What the README of a folder of csrc says that it knows."""
+    (knows,) = KNOWS.findall(readme)
+    return set() if knows == "nothing else" else set(knows.split(", "))
+
+
+CXX_ARROWS = {
+    folder.name: known_folders((folder / "README.md").read_text())
+    for folder in (ROOT / "csrc").iterdir()
 }
 
 SYSTEM_FOLDERS = {"sys", "linux", "net", "netinet", "arpa", "bits"}
@@ -76,6 +65,15 @@ def test_cxx_includes_follow_the_arrows() -> None:
     assert len(CXX_FILES) > 100
     texts = {path: (ROOT / "csrc" / path).read_text() for path in CXX_FILES}
     assert [found for path in CXX_FILES for found in cxx_violations(path, texts[path])] == []
+
+
+def test_folders_of_csrc_know_each_other_one_way() -> None:
+    assert len(CXX_ARROWS) > 8
+    standing: set[str] = set()
+    while rest := CXX_ARROWS.keys() - standing:
+        ground = {folder for folder in rest if CXX_ARROWS[folder] <= standing}
+        assert ground, f"{sorted(rest)} know each other, or folders that are none"
+        standing |= ground
 
 
 def test_cxx_quoted_includes_exist() -> None:
