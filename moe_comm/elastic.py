@@ -20,7 +20,7 @@ from moe_comm.arguments import as_int
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import PeerFailedError
 from moe_comm.missed_calls import tells_peers
-from moe_comm.rendezvous import Host, Newcomer, Newcomers, first_line, open_store
+from moe_comm.rendezvous import Host, JoiningRank, JoiningRanks, first_line, open_store
 from moe_comm.survivors import (
     Decision,
     OwnSockets,
@@ -263,19 +263,19 @@ class ElasticRanks:
             "arrival_timeout_s": self.arrival_timeout_s,
         }
 
-        def make(newcomers: Newcomers) -> Any:
-            made = self._successor(newcomers, num_local_ranks=size)
+        def make(joining: JoiningRanks) -> Any:
+            made = self._successor(joining, num_local_ranks=size)
             meet(made)
             return made
 
-        newcomers = Newcomers(native, host, timeout_s)
-        communicator: Self = make_grown(native, newcomers, {**options, **timeouts}, make)
+        joining = JoiningRanks(native, host, timeout_s)
+        communicator: Self = make_grown(native, joining, {**options, **timeouts}, make)
         communicator.bootstrap = OwnSockets(communicator.require_native())
         self._close("grow()")
         return Grown(
             communicator=communicator,
-            former_ranks=newcomers.former_ranks,
-            new_ranks=newcomers.new_ranks,
+            former_ranks=joining.former_ranks,
+            new_ranks=joining.new_ranks,
         )
 
     @classmethod
@@ -316,11 +316,11 @@ class ElasticRanks:
                 raise ValueError(f"rank_idx must be >= 0, got {rank_idx}")
         if not timeout_s > 0.0:
             raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
-        newcomer = Newcomer(open_store(rendezvous, False, timeout_s), rank_idx, timeout_s)
-        invitation = newcomer.invitation
+        joining = JoiningRank(open_store(rendezvous, False, timeout_s), rank_idx, timeout_s)
+        invitation = joining.invitation
         try:
             communicator = cls(
-                newcomer,
+                joining,
                 device,
                 max_heap_bytes=max_heap_bytes,
                 num_threads=num_threads,
@@ -329,9 +329,9 @@ class ElasticRanks:
                 **invitation.options,
             )
         except BaseException as error:
-            newcomer.give_up(error)
+            joining.give_up(error)
             raise
-        meet(communicator, newcomer.give_up)
+        meet(communicator, joining.give_up)
         communicator.bootstrap = OwnSockets(communicator.require_native())
         new_ranks = [rank for rank, former in enumerate(invitation.former_ranks) if former < 0]
         return Grown(

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Host",
     "Invitation",
-    "Newcomer",
-    "Newcomers",
+    "JoiningRank",
+    "JoiningRanks",
     "assign_ranks",
     "first_line",
     "open_store",
@@ -140,7 +140,7 @@ def assign_ranks(
     return tuple(free[:num_living]), tuple(next(rest) if wish is None else wish for wish in wishes)
 
 
-class Newcomer:
+class JoiningRank:
     """The bootstrap of a process that comes.
 
     Args:
@@ -267,7 +267,7 @@ class _JoinerFailed(Exception):  # noqa: N818 - told to all, and raised as what 
     """What a process that joins has met."""
 
 
-class Newcomers:
+class JoiningRanks:
     """The bootstrap of a living rank: its old sockets, and the store behind the lowest one.
 
     Args:

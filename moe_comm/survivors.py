@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from moe_comm.arguments import shown
 from moe_comm.errors import EvictedError, PeerFailedError, PeerTimeoutError
-from moe_comm.rendezvous import Newcomers, first_line
+from moe_comm.rendezvous import JoiningRanks, first_line
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -184,9 +184,9 @@ def rebuild(
 
 def make_grown(
     native: _host.Group,
-    newcomers: Newcomers,
+    joining: JoiningRanks,
     options: dict[str, Any],
-    make: Callable[[Newcomers], CommunicatorT],
+    make: Callable[[JoiningRanks], CommunicatorT],
 ) -> CommunicatorT:
     """Make a communicator of the living and those that come. Collective over the living.
 
@@ -194,28 +194,28 @@ def make_grown(
 
     Args:
         native: Of the old communicator, which has agreed to grow.
-        newcomers: The bootstrap.
+        joining: The bootstrap.
         options: Arguments of `Communicator` that those that come take from the living.
         make: The communicator over the bootstrap.
     """
     made: CommunicatorT | None = None
     why = ""
     try:
-        newcomers.invite(options)
-        made = make(newcomers)
+        joining.invite(options)
+        made = make(joining)
     except PeerFailedError as error:
         why = str(error)
     except EvictedError:
         raise
     except BaseException as error:
-        newcomers.end(_refuse(native, error))
+        joining.end(_refuse(native, error))
         raise
     try:
         later = native.shrink_finish(made is not None)
     except BaseException as error:
         if made is not None:
             made.destroy()
-        newcomers.end(first_line(error))
+        joining.end(first_line(error))
         raise
     if later is None:
         assert made is not None
@@ -224,10 +224,10 @@ def make_grown(
         made.destroy()
     failed_ranks = tuple(later[0])
     try:
-        text = failed_text(failed_ranks) if failed_ranks else newcomers.explain(why)
+        text = failed_text(failed_ranks) if failed_ranks else joining.explain(why)
     except PeerFailedError as error:  # another rank has explained it to all already
         text = first_line(error)
-    newcomers.end(text)
+    joining.end(text)
     native.shrink_refuse(text, False)
     raise PeerFailedError(text, ranks=failed_ranks, operation="grow")
 

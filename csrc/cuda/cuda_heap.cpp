@@ -53,14 +53,14 @@ struct ProcessSegments {
 ///
 /// Unmapping may wait for every kernel of the process (cuMemUnmap is "synchronous for most use
 /// cases"), and one of them for what this thread does next: so it has to wait until none runs.
-class Graveyard {
+class RetiredMemory {
  public:
-  static Graveyard& get() {
-    static auto* instance = new Graveyard;
+  static RetiredMemory& get() {
+    static auto* instance = new RetiredMemory;
     return *instance;
   }
 
-  void bury(std::vector<std::shared_ptr<DeviceSegment>> segments) {
+  void add(std::vector<std::shared_ptr<DeviceSegment>> segments) {
     {
       const std::lock_guard lock(mutex_);
       graves_.insert(graves_.end(), segments.begin(), segments.end());
@@ -92,7 +92,7 @@ struct CudaCore : HeapCore {
     if (origin.is_forked_child() || own.empty())
       return;
     try {
-      Graveyard::get().bury(std::move(own));
+      RetiredMemory::get().add(std::move(own));
     } catch (...) {  // the process is exiting: the driver takes the memory, which lies in its grave
     }
   }
@@ -161,7 +161,7 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
       for (const auto& peer : peers_)
         opened.insert(opened.end(), peer->segments.begin(), peer->segments.end());
       if (!opened.empty() && !core_->origin.is_forked_child())
-        Graveyard::get().bury(std::move(opened));
+        RetiredMemory::get().add(std::move(opened));
     } catch (...) {  // as in ~CudaCore
     }
   }
@@ -468,7 +468,7 @@ std::shared_ptr<DeviceSegment> IpcHeap::open_once(const heap::AnnouncedMemory& m
 std::shared_ptr<CudaHeap> CudaHeap::create(std::shared_ptr<heap::PeerMesh> mesh,
                                            std::shared_ptr<CudaDevice> device,
                                            const HeapOptions& options) {
-  Graveyard::get().clear();
+  RetiredMemory::get().clear();
   auto made = std::make_shared<IpcHeap>(std::move(mesh), std::move(device), options);
   made->listen();
   return made;

@@ -21,7 +21,7 @@ std::string describe_absence(const Group& group,
                 buffer_number,
                 ", epoch ",
                 site.epoch,
-                group.whereabouts(peer_rank));
+                group.location(peer_rank));
 }
 
 void give_up_absent(Group& group, const WaitSite& site, uint64_t buffer_number, int peer_rank) {
@@ -40,7 +40,7 @@ void give_up_absent(Group& group, const WaitSite& site, uint64_t buffer_number, 
                      static_cast<double>(group.arrival_timeout_ns()) / 1e9,
                      " s of rank ",
                      group.rank_idx(),
-                     group.whereabouts(peer_rank)));
+                     group.location(peer_rank)));
   group.throw_abort();
 }
 

@@ -96,7 +96,7 @@ Group::Group(std::shared_ptr<PeerLink> link,
   if (nodes_.num_nodes() > 1)
     make_remote_control();
   listener_id_ = link_->add_listener([this] {
-    take_remote_news();
+    take_mail();
     answer_questions();
     answer_probes();
     sync::ring(own_->doorbell);
@@ -452,7 +452,7 @@ bool Group::is_present(int rank_idx, uint64_t buffer_number, uint64_t epoch) con
          sync::load_relaxed(shown.epoch) == epoch;
 }
 
-std::string Group::whereabouts(int rank_idx) const {
+std::string Group::location(int rank_idx) const {
   const layout::Presence& shown = presence(rank_idx);
   const auto operation = static_cast<layout::Operation>(sync::load_relaxed(shown.operation));
   if (operation == layout::Operation::kNone)

@@ -124,7 +124,7 @@ class Group {
   /// Whether @p rank_idx shows that it is in that operation now; never of a rank of another node.
   bool is_present(int rank_idx, uint64_t buffer_number, uint64_t epoch) const;
   /// "; it is in combine of buffer 3, epoch 7" or nothing.
-  std::string whereabouts(int rank_idx) const;
+  std::string location(int rank_idx) const;
   sync::Doorbell& own_doorbell() { return doorbell(rank_idx_); }
 
   /// Address of a place of @p rank_idx, which is_local(); waits until the peer's announcement has
@@ -289,7 +289,7 @@ class Group {
   void await_announcement(int rank_idx, const WaitSite& site, const std::function<bool()>& is_here);
   void store_abort(layout::ControlBlock& control, const layout::AbortRecord& record);
   void store_abort_at_peers(const layout::AbortRecord& record);
-  void take_remote_news();
+  void take_mail();
   void answer_questions();
   void answer_probes();
   void take_remote_ends_locked();
@@ -339,7 +339,7 @@ class Group {
   std::vector<layout::ControlBlock*> controls_;
   layout::ControlBlock* own_ = nullptr;
   layout::AbortRecord* own_abort_ = nullptr;
-  sync::Mutex remote_news_mutex_;  ///< the link's thread takes them, and recovery
+  sync::Mutex mail_mutex_;  ///< the link's thread takes them, and recovery
   std::map<uint64_t, std::vector<uint64_t*>> closed_words_;  ///< by buffer number, then by rank
   std::map<uint64_t, std::function<int()>> awaited_ranks_;   ///< by buffer number
   std::atomic<uint64_t> num_questions_{0};

@@ -78,7 +78,7 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
       });
   recovery_ = Recovery{};
   {
-    const std::lock_guard<sync::Mutex> lock(remote_news_mutex_);
+    const std::lock_guard<sync::Mutex> lock(mail_mutex_);
     // The living have committed, hence have sent every abort that this recovery ends.
     take_remote_aborts_locked();
     generation_.fetch_add(1, std::memory_order_relaxed);

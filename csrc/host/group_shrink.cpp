@@ -21,10 +21,10 @@ constexpr int64_t kDeathPatienceNs = 1'000'000'000;
 
 ShrinkAgreement::ShrinkAgreement(Group& group)
     : group_(group),
-      voices_(static_cast<size_t>(group.num_ranks())),
+      statements_(static_cast<size_t>(group.num_ranks())),
       reported_(static_cast<size_t>(group.num_ranks()), '\0') {
-  for (Voice& voice : voices_)
-    voice.ballot.members = reported_;
+  for (Statement& statement : statements_)
+    statement.ballot.members = reported_;
 }
 
 ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
@@ -49,7 +49,7 @@ ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
         living.push_back(rank);
     }
     needs_majority_ = arguments.needs_majority;
-    Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+    Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
     own.needs_majority = arguments.needs_majority ? 1 : 0;
     own.agreed = concat(call_, "(", arguments.agreed, ")");
   }
@@ -59,7 +59,7 @@ ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
   group_.end_operations(interrupt_check, call_.c_str());
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
-    Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+    Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
     if (is_decided_ || own.ballot.has_group != 0) {  // of an earlier call, which threw
       ++own.ballot.round;
       own.ballot.has_group = 0;
@@ -79,7 +79,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::finish(
     throw_outcome_locked();
     if (!is_decided_)  // its end was heard on the way, and no other rank comes here
       throw_refusal_locked(ended_by_);
-    Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+    Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
     if (has_group) {
       own.ballot.has_group = 1;
     } else {
@@ -120,7 +120,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
             return;
           // A peer that waits for this rank in an operation would never learn that it will not
           // come. Where nobody has failed, the circle is what tells it.
-          const Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+          const Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
           has_failed = !ranks_with(own.ballot.members, kFailed).empty();
           if (now_ns - start_ns > kDeathPatienceNs && has_failed)
             group_.abort_to(call_.c_str());
@@ -166,18 +166,18 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
   throw_outcome_locked();
   if (is_done_)
     return true;
-  Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+  Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
   const Ballot before = own.ballot;
   std::string& members = own.ballot.members;
   unite(&members, reported_);
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     const auto idx = static_cast<size_t>(peer_rank);
-    const Voice& voice = voices_[idx];
+    const Statement& statement = statements_[idx];
     // A rank that went on without this one has left as well.
     const bool names_this =
-        voice.has_spoken && counts(voice) &&
-        (voice.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0;
-    if (!group_.is_active(peer_rank) || voice.has_resigned ||
+        statement.has_spoken && counts(statement) &&
+        (statement.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0;
+    if (!group_.is_active(peer_rank) || statement.has_resigned ||
         (states[idx] == PeerState::kLeft && !names_this))
       members[idx] |= kFailed | kEnded;
     else if (states[idx] == PeerState::kLeft)
@@ -188,14 +188,14 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
           static_cast<char>(members[idx] | kFailed |
                             (group_.link()->is_link_lost(group_.members()[idx]) ? 0 : kEnded));
   }
-  for (size_t idx = 0; idx < voices_.size(); ++idx)
-    if ((members[idx] & kFailed) == 0 && voices_[idx].has_spoken && counts(voices_[idx]))
-      unite(&members, voices_[idx].ballot.members);
+  for (size_t idx = 0; idx < statements_.size(); ++idx)
+    if ((members[idx] & kFailed) == 0 && statements_[idx].has_spoken && counts(statements_[idx]))
+      unite(&members, statements_[idx].ballot.members);
   bool has_heard_all = true;
-  for (size_t idx = 0; idx < voices_.size(); ++idx)
+  for (size_t idx = 0; idx < statements_.size(); ++idx)
     if ((members[idx] & kFailed) == 0) {
-      own.ballot.round = std::max(own.ballot.round, voices_[idx].ballot.round);
-      has_heard_all = has_heard_all && voices_[idx].has_spoken;
+      own.ballot.round = std::max(own.ballot.round, statements_[idx].ballot.round);
+      has_heard_all = has_heard_all && statements_[idx].has_spoken;
     }
   if (own.ballot.round != before.round) {
     own.ballot.has_group = 0;
@@ -226,14 +226,14 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
 /// Whether every rank outside the own failed set has said what this rank says, or more of the same
 /// round.
 bool ShrinkAgreement::is_unanimous_locked() const {
-  const Ballot& own = voices_[static_cast<size_t>(group_.rank_idx())].ballot;
-  for (size_t idx = 0; idx < voices_.size(); ++idx) {
+  const Ballot& own = statements_[static_cast<size_t>(group_.rank_idx())].ballot;
+  for (size_t idx = 0; idx < statements_.size(); ++idx) {
     if ((own.members[idx] & kFailed) != 0)
       continue;
-    const Voice& voice = voices_[idx];
-    if (!voice.has_spoken || voice.ballot.round != own.round ||
-        !have_same_failed(voice.ballot.members, own.members) ||
-        voice.ballot.has_group < own.has_group)
+    const Statement& statement = statements_[idx];
+    if (!statement.has_spoken || statement.ballot.round != own.round ||
+        !have_same_failed(statement.ballot.members, own.members) ||
+        statement.ballot.has_group < own.has_group)
       return false;
   }
   return true;
@@ -241,7 +241,7 @@ bool ShrinkAgreement::is_unanimous_locked() const {
 
 /// Whether at most one group can come of this; refuses once patience is over.
 bool ShrinkAgreement::has_majority_locked() {
-  const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+  const std::string& members = statements_[static_cast<size_t>(group_.rank_idx())].ballot.members;
   if (!needs_majority_ || have_majority(members))
     return true;
   const int64_t now_ns = sync::now_ns();
@@ -267,12 +267,12 @@ bool ShrinkAgreement::has_majority_locked() {
 }
 
 void ShrinkAgreement::check_agreed_locked() {
-  const Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+  const Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
   const std::vector<int> survivors = ranks_without(own.ballot.members, kFailed);
-  const Voice& first = voices_[static_cast<size_t>(survivors[0])];
+  const Statement& first = statements_[static_cast<size_t>(survivors[0])];
   for (const int rank : survivors) {
-    const Voice& voice = voices_[static_cast<size_t>(rank)];
-    if (voice.agreed == first.agreed)
+    const Statement& statement = statements_[static_cast<size_t>(rank)];
+    if (statement.agreed == first.agreed)
       continue;
     end_attempt_locked(kMistake + concat("ranks call differently: rank ",
                                          survivors[0],
@@ -281,17 +281,17 @@ void ShrinkAgreement::check_agreed_locked() {
                                          ", rank ",
                                          rank,
                                          " ",
-                                         voice.agreed));
+                                         statement.agreed));
     throw_outcome_locked();
   }
 }
 
 ShrinkDecision ShrinkAgreement::decide_locked() {
-  const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+  const std::string& members = statements_[static_cast<size_t>(group_.rank_idx())].ballot.members;
   ShrinkDecision decision{ranks_with(members, kFailed), ranks_without(members, kFailed), {}};
   std::map<uint64_t, uint64_t> completed;
   for (const int rank : decision.survivors) {
-    const std::string& epochs = voices_[static_cast<size_t>(rank)].epochs;
+    const std::string& epochs = statements_[static_cast<size_t>(rank)].epochs;
     for (size_t position = 0; position < epochs.size();) {
       const auto buffer = read_value<BufferEpochs>(epochs, &position);
       uint64_t& last = completed.emplace(buffer.buffer_number, buffer.last_completed).first->second;
@@ -339,7 +339,7 @@ bool ShrinkAgreement::refuse(const std::string& text, bool is_mistake) {
   const std::lock_guard<sync::Mutex> lock(mutex_);
   if (!is_decided_)
     return false;
-  const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+  const std::string& members = statements_[static_cast<size_t>(group_.rank_idx())].ballot.members;
   end_attempt_locked(is_mistake ? kMistake + text : kFailure + members + text);
   refusal_.clear();
   return true;
@@ -357,12 +357,12 @@ void ShrinkAgreement::check_evicted() {
 void ShrinkAgreement::check_nobody_shrinks(const char* what) {
   check_evicted();
   const std::lock_guard<sync::Mutex> lock(mutex_);
-  for (size_t idx = 0; idx < voices_.size(); ++idx)
-    if (static_cast<int>(idx) != group_.rank_idx() && voices_[idx].has_spoken)
+  for (size_t idx = 0; idx < statements_.size(); ++idx)
+    if (static_cast<int>(idx) != group_.rank_idx() && statements_[idx].has_spoken)
       throw PeerFailed(concat("rank ",
                               idx,
                               " called ",
-                              voices_[idx].call(),
+                              statements_[idx].call(),
                               "() while rank ",
                               group_.rank_idx(),
                               " was in ",
@@ -375,13 +375,14 @@ void ShrinkAgreement::check_round() {
   const std::lock_guard<sync::Mutex> lock(mutex_);
   hear_locked();
   throw_outcome_locked();
-  const Ballot& own = voices_[static_cast<size_t>(group_.rank_idx())].ballot;
+  const Ballot& own = statements_[static_cast<size_t>(group_.rank_idx())].ballot;
   for (const int rank : survivors_) {
-    const Voice& voice = voices_[static_cast<size_t>(rank)];
+    const Statement& statement = statements_[static_cast<size_t>(rank)];
     const bool is_gone = rank != group_.rank_idx() &&
-                         (voice.has_resigned || group_.state(rank) != PeerState::kAlive);
-    if (is_gone || voice.ballot.round > own.round ||
-        (voice.ballot.round == own.round && !have_same_failed(voice.ballot.members, own.members)))
+                         (statement.has_resigned || group_.state(rank) != PeerState::kAlive);
+    if (is_gone || statement.ballot.round > own.round ||
+        (statement.ballot.round == own.round &&
+         !have_same_failed(statement.ballot.members, own.members)))
       throw PeerFailed(
           is_gone ? concat("rank ", rank, " ended during ", call_, "()")
                   : concat("rank ", rank, " found another rank failed during ", call_, "()"),
@@ -395,7 +396,7 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
     sequence = gather_sequence(
-        attempt_, voices_[static_cast<size_t>(group_.rank_idx())].ballot.round, gather_idx_++);
+        attempt_, statements_[static_cast<size_t>(group_.rank_idx())].ballot.round, gather_idx_++);
   }
   std::vector<std::string> payloads(survivors_.size());
   for (size_t i = 0; i < survivors_.size(); ++i) {
@@ -444,21 +445,21 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
 
 bool ShrinkAgreement::is_failed_locked(int rank_idx) const {
   const auto idx = static_cast<size_t>(rank_idx);
-  const std::string& members = voices_[static_cast<size_t>(group_.rank_idx())].ballot.members;
+  const std::string& members = statements_[static_cast<size_t>(group_.rank_idx())].ballot.members;
   return ((members[idx] | reported_[idx]) & kFailed) != 0;
 }
 
 /// The first rank that this one waits for, or -1.
 int ShrinkAgreement::first_missing_locked() const {
-  const Ballot& own = voices_[static_cast<size_t>(group_.rank_idx())].ballot;
+  const Ballot& own = statements_[static_cast<size_t>(group_.rank_idx())].ballot;
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    const Voice& voice = voices_[static_cast<size_t>(peer_rank)];
+    const Statement& statement = statements_[static_cast<size_t>(peer_rank)];
     if (peer_rank == group_.rank_idx() || is_failed_locked(peer_rank) ||
         group_.state(peer_rank) != PeerState::kAlive)
       continue;
-    if (!voice.has_spoken || voice.ballot.round < own.round ||
-        voice.ballot.has_group < own.has_group ||
-        !have_same_failed(voice.ballot.members, own.members))
+    if (!statement.has_spoken || statement.ballot.round < own.round ||
+        statement.ballot.has_group < own.has_group ||
+        !have_same_failed(statement.ballot.members, own.members))
       return peer_rank;
   }
   return -1;

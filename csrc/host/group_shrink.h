@@ -94,7 +94,7 @@ class ShrinkAgreement {
     std::string members;  ///< by rank, whether it has failed, and whether it is known to have ended
   };
   /// What a rank has said last.
-  struct Voice {
+  struct Statement {
     std::string call() const { return agreed.substr(0, agreed.find('(')); }
 
     bool has_spoken = false;
@@ -118,8 +118,8 @@ class ShrinkAgreement {
   void hear_locked();
   void hear_ballot_locked(int peer_rank, const std::string& message, bool is_heeded);
   /// Whether what a rank says of others can come to be: too few could declare everybody failed.
-  static bool counts(const Voice& voice) {
-    return voice.needs_majority == 0 || have_majority(voice.ballot.members);
+  static bool counts(const Statement& statement) {
+    return statement.needs_majority == 0 || have_majority(statement.ballot.members);
   }
   void resign_locked();
   void end_attempt_locked(const std::string& text);
@@ -133,9 +133,9 @@ class ShrinkAgreement {
 
   Group& group_;
   sync::Mutex mutex_;
-  uint32_t attempt_ = 0;       ///< those before it ended by a refusal
-  std::vector<Voice> voices_;  ///< by rank; this rank's own is what it says itself
-  std::string reported_;       ///< by rank, whether the caller takes it for failed
+  uint32_t attempt_ = 0;               ///< those before it ended by a refusal
+  std::vector<Statement> statements_;  ///< by rank; this rank's own is what it says itself
+  std::string reported_;               ///< by rank, whether the caller takes it for failed
   bool needs_majority_ = true;
   bool is_decided_ = false;  ///< the round of the own ballot
   bool is_done_ = false;     ///< every survivor has the new group

@@ -30,7 +30,7 @@ void ShrinkAgreement::become_done_locked() {
 }
 
 void ShrinkAgreement::say_locked() {
-  Voice& own = voices_[static_cast<size_t>(group_.rank_idx())];
+  Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
   own.has_spoken = true;
   if (own.ballot.has_group != 0)
     built_round_ = own.ballot.round;
@@ -61,7 +61,7 @@ void ShrinkAgreement::hear_locked() {
           hear_ballot_locked(peer_rank, message, is_heeded);
           break;
         case kResignation:
-          voices_[idx].has_resigned = true;
+          statements_[idx].has_resigned = true;
           break;
         case kDone:
           if (is_heeded && !is_done_ && built_round_ == read_value<uint32_t>(message, &position))
@@ -83,7 +83,7 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
                                          bool is_heeded) {
   const auto num_ranks = static_cast<size_t>(group_.num_ranks());
   size_t position = 1;
-  Voice heard;
+  Statement heard;
   heard.has_spoken = true;
   heard.ballot.round = read_value<uint32_t>(message, &position);
   heard.ballot.has_group = read_value<uint32_t>(message, &position);
@@ -93,7 +93,7 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
   const auto agreed_bytes = read_value<uint64_t>(message, &position);
   heard.agreed = message.substr(position, agreed_bytes);
   heard.epochs = message.substr(position + agreed_bytes);
-  Voice& voice = voices_[static_cast<size_t>(peer_rank)];
+  Statement& statement = statements_[static_cast<size_t>(peer_rank)];
   if ((heard.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0 &&
       counts(heard)) {
     named_by_ = peer_rank;
@@ -104,8 +104,8 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
     if (is_heeded)
       resign_locked();
   }
-  heard.has_resigned = voice.has_resigned;
-  voice = std::move(heard);
+  heard.has_resigned = statement.has_resigned;
+  statement = std::move(heard);
 }
 
 /// This rank is no part of what comes: nobody needs to wait for a word of it.
@@ -120,11 +120,11 @@ void ShrinkAgreement::end_attempt_locked(const std::string& text) {
   post(kRefusal + text);
   ++attempt_;
   std::fill(reported_.begin(), reported_.end(), '\0');
-  for (Voice& voice : voices_) {
-    const bool has_resigned = voice.has_resigned;
-    voice = Voice{};
-    voice.has_resigned = has_resigned;
-    voice.ballot.members = reported_;
+  for (Statement& statement : statements_) {
+    const bool has_resigned = statement.has_resigned;
+    statement = Statement{};
+    statement.has_resigned = has_resigned;
+    statement.ballot.members = reported_;
   }
   built_round_ = kNoRound;
   is_decided_ = false;

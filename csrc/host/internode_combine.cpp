@@ -82,13 +82,13 @@ InternodeCombine::InternodeCombine(Endpoint& endpoint,
     Wanted& wanted = wanted_[static_cast<size_t>(node_idx)];
     wanted.num_requested = num_requested(pulled_, endpoint.rank_idx(), node_idx);
     wanted.chunks = cut_rows(pulled_, wanted.num_requested);
-    Supply supply;
-    supply.node_idx = node_idx;
-    supply.src_rank = relay_.rail_rank(node_idx);
-    supply.pulled = pulled_by(plan, pulled, supply.src_rank);
-    supply.num_requested = num_requested(supply.pulled, supply.src_rank, own_node_);
-    supply.chunks = cut_rows(supply.pulled, supply.num_requested);
-    supplies_.push_back(std::move(supply));
+    PendingRows pending;
+    pending.node_idx = node_idx;
+    pending.src_rank = relay_.rail_rank(node_idx);
+    pending.pulled = pulled_by(plan, pulled, pending.src_rank);
+    pending.num_requested = num_requested(pending.pulled, pending.src_rank, own_node_);
+    pending.chunks = cut_rows(pending.pulled, pending.num_requested);
+    pending_.push_back(std::move(pending));
   }
 }
 
@@ -116,8 +116,8 @@ void InternodeCombine::run(const std::function<void(int64_t, int64_t)>& add_toke
   while (!is_finished()) {
     bool is_moving = take_chunks();
     // Others first: what they wait for has further to go.
-    for (auto& supply : supplies_)
-      is_moving |= serve(&supply);
+    for (auto& pending : pending_)
+      is_moving |= serve(&pending);
     const int64_t ready_end = find_ready_end();
     if (ready_end > num_passed_tokens_) {
       add_tokens(num_passed_tokens_, ready_end);
@@ -136,18 +136,18 @@ void InternodeCombine::run(const std::function<void(int64_t, int64_t)>& add_toke
 
 void InternodeCombine::ask() {
   const std::vector<Rail::Buffer> slots = list_slots();
-  for (auto& supply : supplies_) {
-    const auto& own = wanted_[static_cast<size_t>(supply.node_idx)];
+  for (auto& pending : pending_) {
+    const auto& own = wanted_[static_cast<size_t>(pending.node_idx)];
     if (own.num_requested > 0)
-      relay_.send(supply.node_idx,
-                  slots[static_cast<size_t>(supply.node_idx)],
+      relay_.send(pending.node_idx,
+                  slots[static_cast<size_t>(pending.node_idx)],
                   static_cast<uint64_t>(request_bytes(own.num_requested)));
-    if (supply.num_requested > 0) {
-      const auto bytes = static_cast<uint64_t>(request_bytes(supply.num_requested));
-      supply.request.buffer = relay_.buffer(bytes);
-      supply.request.transfer = relay_.receive(supply.node_idx, supply.request.buffer, bytes);
+    if (pending.num_requested > 0) {
+      const auto bytes = static_cast<uint64_t>(request_bytes(pending.num_requested));
+      pending.request.buffer = relay_.buffer(bytes);
+      pending.request.transfer = relay_.receive(pending.node_idx, pending.request.buffer, bytes);
     }
-    ask_for_chunks(supply.node_idx);
+    ask_for_chunks(pending.node_idx);
   }
 }
 
@@ -287,54 +287,54 @@ InternodeCombine::Place InternodeCombine::find(int64_t token_idx, int64_t slot_p
               (request_idx - first_request) * pulled_.weights_bytes()};
 }
 
-bool InternodeCombine::serve(Supply* supply) {
-  if (supply->is_done)
+bool InternodeCombine::serve(PendingRows* pending) {
+  if (pending->is_done)
     return false;
-  if (!supply->is_request_here && supply->num_requested > 0) {
-    if (!relay_.has_moved(supply->request.transfer, supply->node_idx))
+  if (!pending->is_request_here && pending->num_requested > 0) {
+    if (!relay_.has_moved(pending->request.transfer, pending->node_idx))
       return false;
-    supply->is_request_here = true;
+    pending->is_request_here = true;
     if (addition_)
-      read_sum_request(supply);
-    check_request(*supply);
+      read_sum_request(pending);
+    check_request(*pending);
   }
   bool has_sent = false;
-  while (!supply->on_the_way.empty() &&
-         relay_.has_moved(supply->on_the_way.front(), supply->node_idx)) {
-    supply->on_the_way.pop_front();
+  while (!pending->on_the_way.empty() &&
+         relay_.has_moved(pending->on_the_way.front(), pending->node_idx)) {
+    pending->on_the_way.pop_front();
     has_sent = true;
   }
-  if (supply->num_sent_chunks < supply->chunks.num_chunks()) {
-    if (std::ssize(supply->on_the_way) >= InternodeCut::kChunksInFlight)
+  if (pending->num_sent_chunks < pending->chunks.num_chunks()) {
+    if (std::ssize(pending->on_the_way) >= InternodeCut::kChunksInFlight)
       return has_sent;
     const auto bytes = static_cast<uint64_t>(chunk_bytes(
-        supply->pulled, supply->chunks, supply->first_request, supply->num_sent_chunks));
+        pending->pulled, pending->chunks, pending->first_request, pending->num_sent_chunks));
     Rail::Buffer chunk = relay_.buffer(bytes);
-    gather(*supply, chunk.get());
-    supply->on_the_way.push_back(relay_.send(supply->node_idx, std::move(chunk), bytes));
-    ++supply->num_sent_chunks;
+    gather(*pending, chunk.get());
+    pending->on_the_way.push_back(relay_.send(pending->node_idx, std::move(chunk), bytes));
+    ++pending->num_sent_chunks;
   }
-  if (supply->num_sent_chunks == supply->chunks.num_chunks()) {
-    relay_.release_done(supply->src_rank);
-    supply->request.buffer.reset();
-    supply->is_done = true;
+  if (pending->num_sent_chunks == pending->chunks.num_chunks()) {
+    relay_.release_done(pending->src_rank);
+    pending->request.buffer.reset();
+    pending->is_done = true;
   }
   return true;
 }
 
-void InternodeCombine::check_request(const Supply& supply) const {
+void InternodeCombine::check_request(const PendingRows& pending) const {
   std::vector<int64_t> num_rows(static_cast<size_t>(nodes_.num_ranks));  // 0 on other nodes
   for (int rank_idx = 0; rank_idx < nodes_.num_ranks; ++rank_idx)
     if (endpoint_.group().is_local(rank_idx))
       num_rows[static_cast<size_t>(rank_idx)] =
           layout::num_window_rows(plan_.counts, endpoint_.placement(), plan_.arrangement, rank_idx);
-  const auto* const slots = reinterpret_cast<const int64_t*>(supply.request.buffer.get());
-  for (int64_t i = 0; i < supply.num_requested; ++i) {
+  const auto* const slots = reinterpret_cast<const int64_t*>(pending.request.buffer.get());
+  for (int64_t i = 0; i < pending.num_requested; ++i) {
     const int rank_idx = Slot::rank_idx(slots[i]);
     if (slots[i] < 0 || rank_idx >= nodes_.num_ranks ||
         Slot::row_idx(slots[i]) >= num_rows[static_cast<size_t>(rank_idx)])
       throw std::runtime_error(concat("rank ",
-                                      supply.src_rank,
+                                      pending.src_rank,
                                       " asked rank ",
                                       endpoint_.rank_idx(),
                                       " for row ",
@@ -348,44 +348,44 @@ void InternodeCombine::check_request(const Supply& supply) const {
 }
 
 /// Where the tokens of a request begin; what is left of it are slots.
-void InternodeCombine::read_sum_request(Supply* supply) const {
-  auto* const slots = reinterpret_cast<int64_t*>(supply->request.buffer.get());
-  std::vector<int64_t>& first_request = supply->first_request;
-  for (int64_t i = 0; i < supply->num_requested; ++i) {
+void InternodeCombine::read_sum_request(PendingRows* pending) const {
+  auto* const slots = reinterpret_cast<int64_t*>(pending->request.buffer.get());
+  std::vector<int64_t>& first_request = pending->first_request;
+  for (int64_t i = 0; i < pending->num_requested; ++i) {
     if ((slots[i] & Slot::kFirstOfToken) != 0)
       first_request.push_back(i);
     const int64_t num_of_token = first_request.empty() ? 0 : i + 1 - first_request.back();
     if (num_of_token < 1 || num_of_token > plan_.num_recv_topk)
       throw std::runtime_error(
           concat("rank ",
-                 supply->src_rank,
+                 pending->src_rank,
                  " asked rank ",
                  endpoint_.rank_idx(),
                  num_of_token < 1 ? " for a row of no token" : " for more rows of a token than ",
                  num_of_token < 1 ? "" : concat(plan_.num_recv_topk)));
     slots[i] &= ~Slot::kFirstOfToken;
   }
-  supply->chunks = cut_sums(supply->pulled, std::ssize(first_request));
-  first_request.push_back(supply->num_requested);
+  pending->chunks = cut_sums(pending->pulled, std::ssize(first_request));
+  first_request.push_back(pending->num_requested);
 }
 
 /// Copies or adds the rows of the next chunk, then copies weights.
-void InternodeCombine::gather(const Supply& supply, std::byte* chunk) {
-  const PulledRow& pulled = supply.pulled;
-  const int64_t first = supply.num_sent_chunks * supply.chunks.rows_per_chunk;
-  const int64_t count = supply.chunks.rows_of(supply.num_sent_chunks);
+void InternodeCombine::gather(const PendingRows& pending, std::byte* chunk) {
+  const PulledRow& pulled = pending.pulled;
+  const int64_t first = pending.num_sent_chunks * pending.chunks.rows_per_chunk;
+  const int64_t count = pending.chunks.rows_of(pending.num_sent_chunks);
   const auto request_of = [&](int64_t row_idx) {
-    return addition_ ? supply.first_request[static_cast<size_t>(row_idx)] : row_idx;
+    return addition_ ? pending.first_request[static_cast<size_t>(row_idx)] : row_idx;
   };
   const int64_t first_request = request_of(first);
   const int64_t num_requested = request_of(first + count) - first_request;
   const int64_t read_bytes = num_requested * pulled.bytes();
   endpoint_.for_tokens(count, read_bytes, [&](int64_t begin, int64_t end) {
     if (addition_)
-      add_rows(supply, first + begin, first + end, offset_ptr(chunk, begin, pulled.row_bytes));
+      add_rows(pending, first + begin, first + end, offset_ptr(chunk, begin, pulled.row_bytes));
     else
-      copy_rows(supply, first + begin, first + end, offset_ptr(chunk, begin, pulled.row_bytes));
-    copy_weights(supply,
+      copy_rows(pending, first + begin, first + end, offset_ptr(chunk, begin, pulled.row_bytes));
+    copy_weights(pending,
                  request_of(first + begin),
                  request_of(first + end),
                  chunk + count * pulled.row_bytes +
@@ -398,12 +398,12 @@ void InternodeCombine::gather(const Supply& supply, std::byte* chunk) {
   sync::confirm_pulls();
 }
 
-void InternodeCombine::copy_rows(const Supply& supply,
+void InternodeCombine::copy_rows(const PendingRows& pending,
                                  int64_t begin,
                                  int64_t end,
                                  std::byte* rows) const {
-  const int64_t row_bytes = supply.pulled.row_bytes;
-  const auto* const slots = reinterpret_cast<const int64_t*>(supply.request.buffer.get());
+  const int64_t row_bytes = pending.pulled.row_bytes;
+  const auto* const slots = reinterpret_cast<const int64_t*>(pending.request.buffer.get());
   // Not past the caches: the engine reads them next.
   for (int64_t i = begin; row_bytes > 0 && i < end; ++i)
     sync::pull_shared(offset_ptr(rows, i - begin, row_bytes),
@@ -412,25 +412,25 @@ void InternodeCombine::copy_rows(const Supply& supply,
 }
 
 /// Sums of the tokens [begin, end) of a request.
-void InternodeCombine::add_rows(const Supply& supply,
+void InternodeCombine::add_rows(const PendingRows& pending,
                                 int64_t begin,
                                 int64_t end,
                                 std::byte* sums) const {
   const FloatingPointScope scope;
-  const int64_t row_bytes = supply.pulled.row_bytes;
-  const std::byte* const request = supply.request.buffer.get();
+  const int64_t row_bytes = pending.pulled.row_bytes;
+  const std::byte* const request = pending.request.buffer.get();
   const auto* const slots = reinterpret_cast<const int64_t*>(request);
   std::vector<const std::byte*> rows;
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t first = supply.first_request[static_cast<size_t>(i)];
-    const int64_t last = supply.first_request[static_cast<size_t>(i) + 1];
+    const int64_t first = pending.first_request[static_cast<size_t>(i)];
+    const int64_t last = pending.first_request[static_cast<size_t>(i) + 1];
     rows.clear();
     for (int64_t k = first; k < last; ++k)
       rows.push_back(row_at(slots[k], row_bytes));
     endpoint_.kernels().sum_rows(addition_->dtype,
                                  rows.data(),
                                  addition_->weight_bytes > 0
-                                     ? request + request_weight_at(supply.num_requested, first)
+                                     ? request + request_weight_at(pending.num_requested, first)
                                      : nullptr,
                                  static_cast<int>(rows.size()),
                                  addition_->hidden,
@@ -442,26 +442,26 @@ void InternodeCombine::add_rows(const Supply& supply,
 }
 
 /// Weights of the rows [begin, end) of a request.
-void InternodeCombine::copy_weights(const Supply& supply,
+void InternodeCombine::copy_weights(const PendingRows& pending,
                                     int64_t begin,
                                     int64_t end,
                                     std::byte* weights) const {
-  const int64_t weights_bytes = supply.pulled.weights_bytes();
+  const int64_t weights_bytes = pending.pulled.weights_bytes();
   const int64_t weights_per_place =
       plan_.arrangement.is_by_rank() ? plan_.num_recv_topk : int64_t{1};
-  const auto* const slots = reinterpret_cast<const int64_t*>(supply.request.buffer.get());
+  const auto* const slots = reinterpret_cast<const int64_t*>(pending.request.buffer.get());
   for (int64_t i = begin; weights_bytes > 0 && i < end; ++i)
     sync::pull_shared(offset_ptr(weights, i - begin, weights_bytes),
                       offset_ptr(bases_.weights[static_cast<size_t>(Slot::rank_idx(slots[i]))],
                                  Slot::row_idx(slots[i]),
-                                 weights_per_place * supply.pulled.weight_bytes),
+                                 weights_per_place * pending.pulled.weight_bytes),
                       static_cast<size_t>(weights_bytes));
 }
 
 bool InternodeCombine::is_finished() const {
   return num_passed_tokens_ == plan_.num_tokens &&
-         std::all_of(supplies_.begin(), supplies_.end(), [](const Supply& supply) {
-           return supply.is_done;
+         std::all_of(pending_.begin(), pending_.end(), [](const PendingRows& pending) {
+           return pending.is_done;
          });
 }
 
@@ -475,12 +475,12 @@ void InternodeCombine::wait() {
       awaited.emplace_back(
           node_idx, wanted.kept[static_cast<size_t>(next_idx - wanted.num_passed_chunks)].transfer);
   }
-  for (const auto& supply : supplies_) {
-    if (supply.is_done)
+  for (const auto& pending : pending_) {
+    if (pending.is_done)
       continue;
     awaited.emplace_back(
-        supply.node_idx,
-        supply.is_request_here ? supply.on_the_way.front() : supply.request.transfer);
+        pending.node_idx,
+        pending.is_request_here ? pending.on_the_way.front() : pending.request.transfer);
   }
   relay_.wait(awaited.front().first, [&] {
     return std::any_of(awaited.begin(), awaited.end(), [](const auto& entry) {

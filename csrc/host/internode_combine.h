@@ -94,7 +94,7 @@ class InternodeCombine {
     std::deque<Chunk> kept;
   };
   /// Rows on this node that the rail's rank on another node wants.
-  struct Supply {
+  struct PendingRows {
     int node_idx = 0;
     int src_rank = 0;
     layout::PulledRow pulled;
@@ -128,13 +128,16 @@ class InternodeCombine {
   bool take_chunks();
   int64_t find_ready_end();
   void drop_passed_chunks();
-  bool serve(Supply* supply);
-  void check_request(const Supply& supply) const;
-  void read_sum_request(Supply* supply) const;
-  void gather(const Supply& supply, std::byte* chunk);
-  void copy_rows(const Supply& supply, int64_t begin, int64_t end, std::byte* rows) const;
-  void add_rows(const Supply& supply, int64_t begin, int64_t end, std::byte* sums) const;
-  void copy_weights(const Supply& supply, int64_t begin, int64_t end, std::byte* weights) const;
+  bool serve(PendingRows* pending);
+  void check_request(const PendingRows& pending) const;
+  void read_sum_request(PendingRows* pending) const;
+  void gather(const PendingRows& pending, std::byte* chunk);
+  void copy_rows(const PendingRows& pending, int64_t begin, int64_t end, std::byte* rows) const;
+  void add_rows(const PendingRows& pending, int64_t begin, int64_t end, std::byte* sums) const;
+  void copy_weights(const PendingRows& pending,
+                    int64_t begin,
+                    int64_t end,
+                    std::byte* weights) const;
   const std::byte* row_at(int64_t slot, int64_t row_bytes) const {
     return offset_ptr(bases_.rows[static_cast<size_t>(layout::Slot::rank_idx(slot))],
                       layout::Slot::row_idx(slot),
@@ -156,7 +159,7 @@ class InternodeCombine {
   const std::optional<Addition> addition_;
   std::vector<Requested> requested_;  ///< of every slot on another node
   std::vector<Wanted> wanted_;        ///< by node
-  std::vector<Supply> supplies_;      ///< other nodes that take part
+  std::vector<PendingRows> pending_;  ///< other nodes that take part
   int64_t num_passed_tokens_ = 0;
 };
 

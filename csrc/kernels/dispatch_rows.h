@@ -67,7 +67,7 @@ MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
 }
 
 /// What travels beside the row of one token.
-struct Beside {
+struct RowMetadata {
   const int64_t* slots;  ///< [num_slots]
   int num_slots;
   const std::byte* scales;   ///< of the row, one behind the other
@@ -77,9 +77,9 @@ struct Beside {
 };
 
 /// Scale factors, weights and expert ids of tokens, by ordinary stores. All lanes of a warp call.
-class Companions {
+class RowMetadataWriter {
  public:
-  MOE_DEVICE Companions(const DispatchParams& params, std::byte* scales)
+  MOE_DEVICE RowMetadataWriter(const DispatchParams& params, std::byte* scales)
       : params_(params), places_(params), scales_(scales) {}
 
   /// Shared memory of the scale factors of one row, factors that no block has included.
@@ -114,7 +114,7 @@ class Companions {
                                                : params_.choices.topk_idx + token_idx * num_topk,
            num_topk});
   }
-  MOE_DEVICE void write(const Beside& from) const {
+  MOE_DEVICE void write(const RowMetadata& from) const {
     if (params_.num_scales > 0)
       write_scales(from);
     if (params_.arrangement.is_by_rank())
@@ -128,7 +128,7 @@ class Companions {
     return int64_t{params_.num_scales} * params_.scale_bytes;
   }
 
-  MOE_DEVICE void write_scales(const Beside& from) const {
+  MOE_DEVICE void write_scales(const RowMetadata& from) const {
 #pragma unroll 1
     for (int i = 0; i < from.num_slots; ++i) {
       const int64_t slot = device::load(from.slots + i);
@@ -155,7 +155,7 @@ class Companions {
   }
 
   /// The weight of choice k goes to slot k.
-  MOE_DEVICE void write_weights(const Beside& from) const {
+  MOE_DEVICE void write_weights(const RowMetadata& from) const {
     device::with_unit(params_.weight_bytes, [&](auto kind) {
       using Weight = decltype(kind);
 #pragma unroll 1
@@ -173,7 +173,7 @@ class Companions {
 
   /// Rank-major: all weights and ids of a token that belong to the receiver. A receiver's rows have
   /// room for as many choices as any rank makes.
-  MOE_DEVICE void write_choices(const Beside& from) const {
+  MOE_DEVICE void write_choices(const RowMetadata& from) const {
     if (params_.weight_bytes == 0 && params_.with_topk_idx == 0)
       return;
     const int64_t num_recv_topk = device::load_constant(params_.tables.num_rows + 1);
@@ -393,7 +393,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
   constexpr bool kQuantizes = !std::is_same_v<Source, Bytes>;
   const DispatchShape& shape = memory.shape;
   const Places places(params);
-  const Companions companions(params, memory.scales());
+  const RowMetadataWriter metadata(params, memory.scales());
   RowWalk walk(params, memory);
   device::StageRing<DispatchShape::kNumStages> ring(
       memory.base, shape.stage_bytes, memory.barriers());
@@ -413,7 +413,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
   };
   // What this rank's stream and its peers wrote so far is what bulk copies read and overwrite.
   device::fence_proxy_async();
-  companions.clear_scales();
+  metadata.clear_scales();
   bool has_piece = walk.advance();
   if (has_piece)
     load(0, walk.piece());
@@ -445,7 +445,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
       device::fence_proxy_async_shared();
       device::sync_warp();
     } else if (is_last && params.num_scales > 0) {
-      companions.gather_scales(piece.token_idx);
+      metadata.gather_scales(piece.token_idx);
     }
     if (is_leader) {
       if (!kQuantizes)
@@ -456,7 +456,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
       device::commit_bulk_stores();
     }
     if (is_last) {
-      companions.write(piece.token_idx, piece.slots);
+      metadata.write(piece.token_idx, piece.slots);
       progress.tick();
     }
     // Slots, codes and scale factors may be written over.
@@ -468,7 +468,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
 template <typename Source>
 MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& memory) {
   const Places places(params);
-  const Companions companions(params, memory.scales());
+  const RowMetadataWriter metadata(params, memory.scales());
   const int num_slots = params.choices.num_slots;
   const SlotFinder finder(params);
   ProgressShower progress(params.buffer);
@@ -476,7 +476,7 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
   const int source_unit = device::widest_unit(reinterpret_cast<uint64_t>(params.x) |
                                               static_cast<uint64_t>(params.source_row_bytes));
   const int wire_unit = device::widest_unit(static_cast<uint64_t>(params.row_bytes));
-  companions.clear_scales();
+  metadata.clear_scales();
   const int64_t stride = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
   for (int64_t token_idx =
            static_cast<int64_t>(device::warp_idx()) * device::num_blocks() + device::block_idx();
@@ -490,7 +490,7 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
       const int unit = source_unit < wire_unit ? source_unit : wire_unit;
       device::copy_row(row, params.row_bytes, unit, num_slots, place_of);
       if (params.num_scales > 0)
-        companions.gather_scales(token_idx);
+        metadata.gather_scales(token_idx);
     } else {
       quantize_piece<Source>(params.quantize,
                              row,
@@ -505,7 +505,7 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
                              });
       device::sync_warp();
     }
-    companions.write(token_idx, slots);
+    metadata.write(token_idx, slots);
     progress.tick();
     device::sync_warp();
   }

@@ -67,7 +67,7 @@ class RailPacker {
     source_unit_ = device::widest_unit(reinterpret_cast<uint64_t>(params.x) |
                                        static_cast<uint64_t>(params.source_row_bytes));
     wire_unit_ = device::widest_unit(static_cast<uint64_t>(params.row_bytes));
-    Companions(params, scales_).clear_scales();
+    RowMetadataWriter(params, scales_).clear_scales();
   }
 
   /// Moves the tokens of a chunk and puts it to every other node, also where it has none.
@@ -138,7 +138,7 @@ class RailPacker {
   MOE_DEVICE void move(int64_t token_idx, int64_t chunk_idx) const {
     const int num_nodes = part(chunk_idx);
     const int num_slots = params_.choices.num_slots;
-    const Companions companions(params_, scales_);
+    const RowMetadataWriter metadata(params_, scales_);
     const std::byte* const row = offset_ptr(params_.x, token_idx, params_.source_row_bytes);
     const auto place_of = [&](int i) {
       return i < num_slots ? places_.row(device::load(local_slots_ + i)) : record(i - num_slots);
@@ -147,7 +147,7 @@ class RailPacker {
       const int unit = source_unit_ < wire_unit_ ? source_unit_ : wire_unit_;
       device::copy_row(row, params_.row_bytes, unit, num_slots + num_nodes, place_of);
       if (params_.num_scales > 0)
-        companions.gather_scales(token_idx);
+        metadata.gather_scales(token_idx);
     } else {
       quantize_piece<Source>(params_.quantize,
                              row,
@@ -163,7 +163,7 @@ class RailPacker {
                              });
       device::sync_warp();
     }
-    companions.write(token_idx, local_slots_);
+    metadata.write(token_idx, local_slots_);
 #pragma unroll 1
     for (int i = 0; i < num_nodes; ++i)
       write_beside(token_idx, static_cast<int>(device::load(nodes_ + i)), record(i));
@@ -298,7 +298,7 @@ class RailForwarder {
                      device::widest_unit(static_cast<uint64_t>(params_.row_bytes)),
                      num_slots,
                      [&](int i) { return places_.row(device::load(slots + i)); });
-    Companions(params_, nullptr)
+    RowMetadataWriter(params_, nullptr)
         .write({slots,
                 num_slots,
                 from + record.scales_offset,

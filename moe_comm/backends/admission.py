@@ -14,11 +14,11 @@ from moe_comm.backends.routing import Placement, RowOrder
 from moe_comm.config import Capacity, Layout
 from moe_comm.errors import Overflow
 
-__all__ = ["Admission", "Asked", "admit", "ask"]
+__all__ = ["CapacityDecision", "CapacityRequest", "admit", "ask"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Asked:
+class CapacityRequest:
     """What the ranks of a dispatch ask for.
 
     Args:
@@ -32,7 +32,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Admission:
+class CapacityDecision:
     """What is kept of it.
 
     Args:
@@ -47,7 +47,7 @@ class Admission:
 
 
 def ask(topk_idx: torch.Tensor, placement: Placement, capacity: Capacity | None) -> torch.Tensor:
-    """A rank's row of `Asked.counts`, int32 `[E + R + 2]`.
+    """A rank's row of `CapacityRequest.counts`, int32 `[E + R + 2]`.
 
     Args:
         topk_idx: int64 `[T, K]`, valid expert ids.
@@ -60,13 +60,13 @@ def ask(topk_idx: torch.Tensor, placement: Placement, capacity: Capacity | None)
 
 
 def admit(
-    asked: Asked,
+    asked: CapacityRequest,
     placement: Placement,
     order: RowOrder,
     capacity: Capacity | None,
     *,
     row_bytes: int = 0,
-) -> Admission:
+) -> CapacityDecision:
     """Decide what is kept.
 
     Args:
@@ -107,7 +107,7 @@ def admit(
             kept = _within_windows(kept, num_asked_rows, placement, order)
     if order.layout is not Layout.RANK_MAJOR:
         to_rank[_rows_between_ranks(kept, placement) == 0] = 0
-    return Admission(
+    return CapacityDecision(
         counts=torch.cat([kept, to_rank, num_rows.unsqueeze(1), counts[:, -1:]], dim=1).to(
             torch.int32
         ),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moe_comm import arithmetic
 from moe_comm.backends import admission, local_ops, messages, routing
-from moe_comm.backends.admission import Admission, Asked
+from moe_comm.backends.admission import CapacityDecision, CapacityRequest
 from moe_comm.backends.agreement import Peers, agree_on_config, node_reduction_of
 from moe_comm.backends.base import (
     Backend,
@@ -228,7 +228,7 @@ class CollectiveBackend(Backend):
         capacity: Capacity | None,
         masked_ranks: tuple[int, ...],
         gradients: int,
-    ) -> tuple[Asked, int]:
+    ) -> tuple[CapacityRequest, int]:
         """What every rank asks for, and says of gradients; or the error that every rank raises."""
         num_experts, num_ranks = self._placement.num_experts, self._placement.num_ranks
         bad = routing.first_bad_expert_id(topk_idx, num_experts)
@@ -239,7 +239,7 @@ class CollectiveBackend(Backend):
         mine = admission.ask(topk_idx, self._placement, capacity)
         rows, united = self._agree(call, None, torch.cat([mine, is_masked]), gradients)
         is_masked = rows[:, -num_ranks:].any(dim=0)
-        return Asked(counts=rows[:, :-num_ranks], is_masked=is_masked), united
+        return CapacityRequest(counts=rows[:, :-num_ranks], is_masked=is_masked), united
 
     def _agree(
         self,
@@ -253,7 +253,7 @@ class CollectiveBackend(Backend):
         Args:
             call: What ranks must agree on.
             error: Why this rank cannot take part.
-            asked: int32 `[E + R + 2 + R]`: its row of `Asked.counts`, then which ranks it masks.
+            asked: int32 `[E + R + 2 + R]`: its row of `CapacityRequest.counts`, then which ranks it masks.
             gradients: What this rank says of gradients.
 
         Returns:
@@ -299,7 +299,7 @@ class CollectiveBackend(Backend):
         topk_weights: torch.Tensor | None,
         plan: CollectivePlan,
         quantization: Quantization | None,
-        admitted: Admission | None,
+        admitted: CapacityDecision | None,
         gradients: int,
     ) -> DispatchOutput:
         """Carry everything of a dispatch; cached where nothing had to be admitted."""

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError, _host
-from moe_comm.rendezvous import Newcomer, Newcomers, assign_ranks, open_store
+from moe_comm.rendezvous import JoiningRank, JoiningRanks, assign_ranks, open_store
 from moe_comm.survivors import _refuse
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
@@ -77,7 +77,7 @@ def _stay(where: str) -> Any:
 
 def _die_on_the_way(where: str) -> None:
     """Joins as far as to be called, and dies."""
-    Newcomer(open_store(_store(where), False, LIMIT_S), None, LIMIT_S)
+    JoiningRank(open_store(_store(where), False, LIMIT_S), None, LIMIT_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -230,7 +230,7 @@ class _Gatherings:
 def test_nobody_gives_up_before_all_know_why() -> None:
     """Else a rank that hears of it before it knows why takes the others for failed, and waits."""
     sockets = _Gatherings()
-    newcomers = Newcomers(cast("Any", sockets), None, 1.0)
+    newcomers = JoiningRanks(cast("Any", sockets), None, 1.0)
     with pytest.raises(PeerTimeoutError, match="0 of 1 came"):
         newcomers.invite({})
     assert sockets.num_gathers == 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_comm.backends import admission
-from moe_comm.backends.admission import Asked
+from moe_comm.backends.admission import CapacityRequest
 from moe_comm.backends.routing import Placement, RowOrder
 from moe_comm.config import Capacity, Layout
 from moe_comm.errors import CapacityError
@@ -20,12 +20,12 @@ def asked(
     counts: list[list[int]] = COUNTS,
     num_rows: tuple[int, int] = (-1, -1),
     masked: tuple[int, ...] = (),
-) -> Asked:
+) -> CapacityRequest:
     matrix = torch.tensor(counts, dtype=torch.int32)
     matrix[:, 5] = torch.tensor(num_rows)
     is_masked = torch.zeros(2, dtype=torch.bool)
     is_masked[list(masked)] = True
-    return Asked(matrix, is_masked)
+    return CapacityRequest(matrix, is_masked)
 
 
 def test_ask_appends_the_limit_and_the_width() -> None:

@@ -22,10 +22,10 @@ constexpr int64_t kLeastAnswerNs = 1'000'000'000;
 }  // namespace
 
 /// Stores here what ranks of other nodes have sent.
-void Group::take_remote_news() {
+void Group::take_mail() {
   if (nodes_.num_nodes() == 1)
     return;
-  const std::lock_guard<sync::Mutex> lock(remote_news_mutex_);
+  const std::lock_guard<sync::Mutex> lock(mail_mutex_);
   take_remote_ends_locked();
   take_remote_aborts_locked();
 }
@@ -51,17 +51,17 @@ void Group::take_remote_ends_locked() {
 }
 
 void Group::watch_ends(uint64_t buffer_number, std::vector<uint64_t*> closed_words) {
-  const std::lock_guard<sync::Mutex> lock(remote_news_mutex_);
+  const std::lock_guard<sync::Mutex> lock(mail_mutex_);
   closed_words_[buffer_number] = std::move(closed_words);
 }
 
 void Group::answer_for(uint64_t buffer_number, std::function<int()> awaited_rank) {
-  const std::lock_guard<sync::Mutex> lock(remote_news_mutex_);
+  const std::lock_guard<sync::Mutex> lock(mail_mutex_);
   awaited_ranks_[buffer_number] = std::move(awaited_rank);
 }
 
 void Group::forget_buffer(uint64_t buffer_number) {
-  const std::lock_guard<sync::Mutex> lock(remote_news_mutex_);
+  const std::lock_guard<sync::Mutex> lock(mail_mutex_);
   closed_words_.erase(buffer_number);
   awaited_ranks_.erase(buffer_number);
   entries_->forget(buffer_number);
@@ -81,7 +81,7 @@ void Group::answer_questions() {
       const auto buffer_number = read_value<uint64_t>(message, &position);
       int32_t awaited_rank = -1;
       {
-        const std::lock_guard<sync::Mutex> lock(remote_news_mutex_);
+        const std::lock_guard<sync::Mutex> lock(mail_mutex_);
         const auto found = awaited_ranks_.find(buffer_number);
         if (found != awaited_ranks_.end())
           awaited_rank = found->second();
