@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import struct
@@ -19,6 +20,7 @@ from moe_comm.bootstrap import Bootstrap, bootstrap_for, process_group_of
 from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError, PeerFailedError
 from moe_comm.resharding.disagreement import name_ranks
+from moe_comm.resharding.group_bytes import all_gather_bytes
 from moe_comm.resharding.group_failures import failure_of
 
 __all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "agree", "agree_that_it_ran", "identity_of"]
@@ -237,18 +239,12 @@ def _communicator_of(service: object) -> Communicator | None:
 
 
 def _exchange_of(group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
-    """An all-gather of bytes by the methods of a group, which the default group need not know."""
+    """An all-gather of bytes over a group."""
     device = torch.device("cpu")
     if device not in group._device_types:
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def exchange(payload: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
-        gathered = torch.empty(group.size(), len(payload), dtype=torch.uint8, device=device)
-        group.allgather([list(gathered)], [mine]).wait()
-        return [row.numpy().tobytes() for row in gathered.cpu()]
-
-    return exchange
+    return functools.partial(all_gather_bytes, group, device)
 
 
 @dataclasses.dataclass(frozen=True)

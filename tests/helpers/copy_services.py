@@ -42,11 +42,12 @@ class NcclOverGloo(NCCLCopyService):
     device_types = ("cpu",)
 
     def __init__(self, group: dist.ProcessGroup | None = None, **limits: int) -> None:
-        self._device = torch.device("cpu")
         wire_group = group if group is not None else dist.group.WORLD
         assert wire_group is not None
         limits = {"max_messages": 7, "max_message_bytes": 4096, **limits}
-        DistributedCopyService.__init__(self, group, wire_group, None, **limits)
+        DistributedCopyService.__init__(
+            self, group, wire_group, torch.device("cpu"), None, **limits
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -159,6 +159,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {
         "moe_comm.resharding.assignment",
         "moe_comm.resharding.disagreement",
+        "moe_comm.resharding.group_bytes",
         "moe_comm.resharding.group_failures",
         "moe_comm.resharding.intervals",
         "moe_comm.resharding.kept",

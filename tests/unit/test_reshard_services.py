@@ -416,18 +416,12 @@ class OneRank(DistributedCopyService):
     ) -> None:
         group = Group(rank_idx, num_ranks)
         limits = {"max_messages": 1, "max_message_bytes": 1, **limits}
-        super().__init__(group, group, stream, **limits)  # type: ignore[arg-type]
+        super().__init__(group, group, torch.device("cpu"), stream, **limits)  # type: ignore[arg-type]
 
-    def _all_gather(self, payload: bytes) -> list[bytes]:
+    def _gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
     def _start(self, sends: object, recvs: object) -> list[torch.distributed.Work]:
-        raise NotImplementedError
-
-    def _is_on_wire_device(self, tensor: torch.Tensor) -> bool:
-        raise NotImplementedError
-
-    def _empty_on_wire_device(self, num_bytes: int) -> torch.Tensor:
         raise NotImplementedError
 
 

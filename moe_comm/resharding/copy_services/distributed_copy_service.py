@@ -13,15 +13,13 @@ import torch.distributed as dist
 
 from moe_comm.bootstrap import check_process_of
 from moe_comm.errors import CommunicationError
-from moe_comm.resharding.copy_services.agreement import agree
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.queued_copy_service import (
     Batch,
     QueuedCopyService,
     copy_pair,
-    match_pairs,
-    transfers_of,
 )
+from moe_comm.resharding.group_bytes import all_gather_bytes
 from moe_comm.resharding.group_failures import failure_of
 
 __all__ = ["DistributedCopyService", "Message", "peer_of", "what_moves"]
@@ -44,14 +42,18 @@ def what_moves(op: SendOp | RecvOp) -> str:
 
 
 class DistributedCopyService(QueuedCopyService):
-    """What copy services over `torch.distributed` have in common.
+    """Copies over a process group of `torch.distributed`, whose memory is that of one device.
 
     `run()` compares task ids, sizes and dtypes of all pairs before it sends anything, then moves the
-    transfers of every pair in task id order, a limited number at a time.
+    transfers of every pair in task id order, a limited number at a time. Contiguous tensors on the
+    device of the wire are sent and received where they are; others go through a buffer on it. Kinds
+    of groups differ in how messages are started (`_start`), and may in how they are waited for
+    (`_wait`).
 
     Args:
         group: The ranks.
         wire_group: The process group whose messages are used.
+        wire_device: Whose memory these messages are read from and written to.
         stream: Where copies of CUDA tensors run; None without CUDA.
         max_messages: Most messages in flight between two ranks in one direction.
         max_message_bytes: Most bytes of them, unless one message alone is larger.
@@ -63,6 +65,7 @@ class DistributedCopyService(QueuedCopyService):
         self,
         group: dist.ProcessGroup | None,
         wire_group: dist.ProcessGroup,
+        wire_device: torch.device,
         stream: torch.cuda.Stream | None,
         *,
         max_messages: int,
@@ -70,6 +73,7 @@ class DistributedCopyService(QueuedCopyService):
     ) -> None:
         super().__init__(group)
         self._wire_group = wire_group
+        self._wire_device = wire_device
         self._stream = stream
         self._max_messages = max_messages
         self._max_message_bytes = max_message_bytes
@@ -77,24 +81,8 @@ class DistributedCopyService(QueuedCopyService):
         self._in_flight: object = None
 
     @abc.abstractmethod
-    def _all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, all equally long."""
-
-    @abc.abstractmethod
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
         """Begin all messages; the works of the receives come last, or one is of everything."""
-
-    @abc.abstractmethod
-    def _is_on_wire_device(self, tensor: torch.Tensor) -> bool:
-        """Whether messages can be read from and written to memory like that of `tensor`."""
-
-    @abc.abstractmethod
-    def _empty_on_wire_device(self, num_bytes: int) -> torch.Tensor:
-        """Room for a message, uint8."""
-
-    def _before_sending(self) -> None:
-        """Wait until messages that were copied hold their bytes."""
-        return
 
     def _check(
         self, tensor: torch.Tensor, rank_name: str, rank_idx: int, task_id: int | None
@@ -132,14 +120,8 @@ class DistributedCopyService(QueuedCopyService):
         """
         self.check_usable()
         batch = self._take()
-        name = type(self).__name__
-        problem, pairs = batch.problem, []
-        if problem is None:
-            try:
-                pairs = match_pairs(batch.sends[self.rank], batch.recvs[self.rank], name, self.rank)
-            except RuntimeError as error:
-                problem = str(error)
-        self._agree(batch, problem)
+        pairs = self._pairs_within(batch)
+        self._agree(batch)
         try:
             with torch.no_grad(), self._on_stream(batch):
                 for send, recv in pairs:
@@ -155,19 +137,14 @@ class DistributedCopyService(QueuedCopyService):
         """Make the next `run()` of every other rank raise with `reason`."""
         batch = self._take()
         if self._failure is None:
+            batch.problem = reason
             with contextlib.suppress(ValueError, CommunicationError):
-                self._agree(batch, reason)
-
-    def _agree(self, batch: Batch, problem: str | None) -> None:
-        check_process_of(self._wire_group, type(self).__name__)
-        sends, recvs = transfers_of(batch.sends), transfers_of(batch.recvs)
-        # Copies within a rank are matched there.
-        sends[self.rank], recvs[self.rank] = [], []
-        agree(self.rank, sends, recvs, problem, self._gather)
+                self._agree(batch)
 
     def _gather(self, payload: bytes) -> list[bytes]:
+        check_process_of(self._wire_group, type(self).__name__)
         with self._failing("the exchange of task ids", ()):
-            return self._all_gather(payload)
+            return all_gather_bytes(self._wire_group, self._wire_device, payload)
 
     def _rounds(self, batch: Batch) -> Iterator[Round]:
         """Messages that are in flight together.
@@ -205,7 +182,9 @@ class DistributedCopyService(QueuedCopyService):
     def _move(self, round_idx: int, sends: Sequence[SendOp], recvs: Sequence[RecvOp]) -> None:
         outgoing = [(self._message(op.tensor), op.dest_rank) for op in sends]
         incoming = [(self._room(op.tensor), op.src_rank) for op in recvs]
-        self._before_sending()
+        if self._stream is not None and self._wire_device.type == "cpu":
+            # Messages are sent by the host: copies into them must be there. A device orders its own.
+            self._stream.synchronize()
         peers = tuple(sorted({peer for _, peer in (*outgoing, *incoming)}))
         with self._failing(f"messages of round {round_idx}", peers):
             works = self._start(outgoing, incoming)
@@ -239,10 +218,16 @@ class DistributedCopyService(QueuedCopyService):
 
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of `tensor` itself, as uint8, or as much where the wire reaches it."""
-        if self._is_on_wire_device(tensor) and tensor.is_contiguous():
+        if tensor.device == self._wire_device and tensor.is_contiguous():
             # A dimension of one element may have any stride, which `reshape` keeps and `view` refuses.
             return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        return self._empty_on_wire_device(tensor.numel() * tensor.element_size())
+        # Copies between pinned memory and a device run beside each other.
+        return torch.empty(
+            tensor.numel() * tensor.element_size(),
+            dtype=torch.uint8,
+            device=self._wire_device,
+            pin_memory=self._stream is not None and self._wire_device.type == "cpu",
+        )
 
     @contextlib.contextmanager
     def _failing(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:

@@ -69,6 +69,7 @@ class GlooCopyService(DistributedCopyService):
         super().__init__(
             group,
             wire_group,
+            torch.device("cpu"),
             stream,
             max_messages=MAX_MESSAGES,
             max_message_bytes=MAX_MESSAGE_BYTES,
@@ -81,23 +82,6 @@ class GlooCopyService(DistributedCopyService):
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(self._own_group)
             self._own_group = None
-
-    def _all_gather(self, payload: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._wire_group.allgather([gathered], [mine]).wait()
-        return [item.numpy().tobytes() for item in gathered]
-
-    def _is_on_wire_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu"
-
-    def _empty_on_wire_device(self, num_bytes: int) -> torch.Tensor:
-        # Copies between pinned memory and a device run beside each other.
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
-
-    def _before_sending(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
         # The methods of a process group count ranks in the group itself; dist.isend would look them

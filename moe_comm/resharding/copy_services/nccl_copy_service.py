@@ -44,28 +44,14 @@ class NCCLCopyService(DistributedCopyService):
         wire_group = group if group is not None else dist.group.WORLD
         assert wire_group is not None
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._device = stream.device
         super().__init__(
             group,
             wire_group,
+            stream.device,
             stream,
             max_messages=MAX_MESSAGES,
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
-
-    def _is_on_wire_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self._device
-
-    def _empty_on_wire_device(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-    def _all_gather(self, payload: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
-        gathered = torch.empty(
-            self.world_size, len(payload), dtype=torch.uint8, device=self._device
-        )
-        self._wire_group.allgather([list(gathered)], [mine]).wait()
-        return [row.numpy().tobytes() for row in gathered.cpu()]
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
         operations = [

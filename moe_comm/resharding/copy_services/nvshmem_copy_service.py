@@ -14,14 +14,11 @@ import torch.distributed as dist
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError
-from moe_comm.resharding.copy_services.agreement import agree
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.queued_copy_service import (
     Batch,
     QueuedCopyService,
     copy_pair,
-    match_pairs,
-    transfers_of,
 )
 from moe_comm.resharding.nvshmem_copy_service.service import RemoteCopyService
 
@@ -121,23 +118,16 @@ class NVSHMEMCopyService(QueuedCopyService):
         """
         remote = self._connect()
         batch = self._take()
-        problem, pairs = batch.problem, []
-        if problem is None:
-            try:
-                pairs = match_pairs(
-                    batch.sends[self.rank], batch.recvs[self.rank], type(self).__name__, self.rank
-                )
-            except RuntimeError as error:
-                problem = str(error)
+        pairs = self._pairs_within(batch)
         ops = self._remote_ops(batch)
         key = tuple(_key(op) for op in ops)
         schedule = self._schedule
         # Until this has gone through, the schedule is not that of the pipeline.
         self._schedule = None
-        if schedule is None or schedule.key != key or problem is not None:
+        if schedule is None or schedule.key != key or batch.problem is not None:
             schedule = None
         if not self._all_have_the_same(schedule is not None):
-            self._agree(batch, problem)
+            self._agree(batch)
             schedule = _register(remote, key, ops)
             remote.schedule()
         assert schedule is not None
@@ -158,11 +148,12 @@ class NVSHMEMCopyService(QueuedCopyService):
     def abandon(self, reason: str) -> None:
         """Make the next `run()` of every other rank raise with `reason`."""
         batch = self._take()
+        batch.problem = reason
         self._schedule = None
         with contextlib.suppress(ValueError, CommunicationError):
             self._connect()
             self._all_have_the_same(False)
-            self._agree(batch, reason)
+            self._agree(batch)
 
     def close(self) -> None:
         """Give the slots back. Idempotent."""
@@ -197,12 +188,6 @@ class NVSHMEMCopyService(QueuedCopyService):
 
     def _all_have_the_same(self, is_same: bool) -> bool:
         return all(said == _SAME for said in self._gather(_SAME if is_same else _OTHER))
-
-    def _agree(self, batch: Batch, problem: str | None) -> None:
-        sends, recvs = transfers_of(batch.sends), transfers_of(batch.recvs)
-        # Copies within a rank are matched there.
-        sends[self.rank], recvs[self.rank] = [], []
-        agree(self.rank, sends, recvs, problem, self._gather)
 
     def _remote_ops(self, batch: Batch) -> list[SendOp | RecvOp]:
         is_remote = [rank_idx != self.rank for rank_idx in range(self.world_size)]

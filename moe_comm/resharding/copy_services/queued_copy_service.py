@@ -15,7 +15,7 @@ from moe_comm.bootstrap import Bootstrap
 from moe_comm.communicator import Communicator
 from moe_comm.memory_overlap import has_element_twice
 from moe_comm.resharding.batched_copy import problem_with_places
-from moe_comm.resharding.copy_services.agreement import Transfer
+from moe_comm.resharding.copy_services.agreement import Transfer, agree
 from moe_comm.resharding.copy_services.base import (
     CopyService,
     RecvOp,
@@ -23,7 +23,7 @@ from moe_comm.resharding.copy_services.base import (
     match_local_ops_by_task_id,
 )
 
-__all__ = ["Batch", "QueuedCopyService", "copy_pair", "match_pairs", "transfers_of"]
+__all__ = ["Batch", "QueuedCopyService", "copy_pair"]
 
 
 @dataclasses.dataclass
@@ -198,6 +198,32 @@ class QueuedCopyService(CopyService):
         self._sends, self._recvs, self._streams, self._problem = [], [], set(), None
         return batch
 
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, all equally long, for services that call `_agree`."""
+        raise NotImplementedError(f"{type(self).__name__} does not gather")
+
+    def _pairs_within(self, batch: Batch) -> list[tuple[SendOp, RecvOp]]:
+        """Both ends of this rank's copies to itself. What is wrong with them spoils the batch."""
+        if batch.problem is None:
+            try:
+                return _match_pairs(
+                    batch.sends[self.rank], batch.recvs[self.rank], type(self).__name__, self.rank
+                )
+            except RuntimeError as error:
+                batch.problem = str(error)
+        return []
+
+    def _agree(self, batch: Batch) -> None:
+        """Compare both ends of all transfers between ranks. Collective.
+
+        Raises:
+            ValueError: The batch of a rank has a problem, or two ends disagree; on every rank.
+        """
+        sends, recvs = _transfers_of(batch.sends), _transfers_of(batch.recvs)
+        # Copies within a rank are matched there.
+        sends[self.rank], recvs[self.rank] = [], []
+        agree(self.rank, sends, recvs, batch.problem, self._gather)
+
 
 def _sort(ops: list[SendOp] | list[RecvOp]) -> str | None:
     """Put the transfers of one pair into task id order; what is wrong with their ids, or None."""
@@ -229,7 +255,7 @@ def _no_memory(tensor: torch.Tensor) -> ValueError:
     )
 
 
-def transfers_of(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[list[Transfer]]:
+def _transfers_of(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[list[Transfer]]:
     """What the two ends of every transfer compare."""
     return [[_transfer(op) for op in ops] for ops in by_peer]
 
@@ -238,7 +264,7 @@ def _transfer(op: SendOp | RecvOp) -> Transfer:
     return op.task_id, op.tensor.numel() * op.tensor.element_size(), str(op.tensor.dtype)
 
 
-def match_pairs(
+def _match_pairs(
     sends: Sequence[SendOp], recvs: Sequence[RecvOp], backend_name: str, rank: int
 ) -> list[tuple[SendOp, RecvOp]]:
     """`match_local_ops_by_task_id`, and sizes and dtypes compared.
