@@ -100,7 +100,7 @@ def assign_resolved_name_inplace(
 
     Args:
         meta: Changed.
-        layer_module_prefix_map: See `_build_layer_module_prefix_map`.
+        layer_module_prefix_map: Paths of layers here, and with the numbers of the whole model.
         base_name: The name so far; None for `meta.name`.
     """
     name = meta.name if base_name is None else base_name
@@ -340,7 +340,7 @@ def extract_param_metadata(
         pg_collection: The model's groups, as attributes `tp`, `pp`, `ep`, `dp`, `expt_tp`,
             `expt_dp`, each None or absent where there is none; None for a DTensor.
         num_experts: Experts of the whole model.
-        layer_module_prefix_map: See `_build_layer_module_prefix_map`.
+        layer_module_prefix_map: Paths of layers here, and with the numbers of the whole model.
         rank_offset: Added to the ranks of groups and meshes.
         _rank_list_cache: Makes equal lists of several calls one object.
         group: The plan's group; with `rank_offset` 0, global ranks are translated to its ranks.

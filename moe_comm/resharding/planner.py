@@ -379,7 +379,8 @@ def build_plan_from_encoded_rosters(
     Args:
         rosters: `(source, destination)` of each rank, see `rosters.decode_roster`.
         rank: The rank that the plan is for.
-        strict: See `build_local_reshard_plan`.
+        strict: Refuse a parameter that a member of its destination's groups lacks or has with another
+            dtype, and source parameters without a destination.
         verify: Check it by `plan_check.verify_plan`.
 
     Raises:

@@ -156,7 +156,7 @@ class Families:
 
     Args:
         num_ranks: Ranks of the group.
-        strict: See `Assignment`.
+        strict: All members of a destination's groups must hold the parameter, with one dtype.
     """
 
     def __init__(self, num_ranks: int, *, strict: bool = False) -> None:
@@ -193,7 +193,8 @@ class Families:
         """Who sends which piece of a destination parameter to whom.
 
         Raises:
-            PlanError: See `Assignment`; or a source's dtype cannot become a destination's.
+            PlanError: What ranks say of the parameter is not enough or contradicts itself, or a source's
+                dtype cannot become a destination's.
         """
         sources = self.sources[self.source_names[dst_name]]
         destinations = [(rank, kind) for rank, kind, _ in self.destinations[dst_name]]

@@ -77,9 +77,9 @@ class GPUResourceManager:
     Args:
         device: "cpu"; "cuda" is checked for what it needs and then refused by this build.
         communicator: Over which PEs talk; None to make one of the group given to `init`.
-        min_nvshmem_version: See `check_nvshmem`; an unsupported one is let through by
-            `MEGATRON_NVSHMEM_ALLOW_UNSUPPORTED_VERSION=1` too.
-        required_max_ctas: See `check_nvshmem`.
+        min_nvshmem_version: Least version that is taken; None for any, as
+            `MEGATRON_NVSHMEM_ALLOW_UNSUPPORTED_VERSION=1` says too.
+        required_max_ctas: What `NVSHMEM_MAX_CTAS` must be; None for anything.
     """
 
     def __init__(

@@ -183,7 +183,7 @@ class PipelineExecutor:
             self._pack(schedules, i + 1)
             if i > 0 and (received := schedules[i - 1]["recv"]) is not None:
                 self._receive(i - 1, received, first_epoch + i - 1)
-                # The slot is free for whoever fills it next.
+                # The next sender may fill the slot.
                 self._offer_slot(schedules, i - 1 + NUM_SLOTS, first_epoch)
             if i < num_iterations and (sent := schedules[i]["send"]) is not None:
                 self._send(i, sent, first_epoch + i)
