@@ -1,1 +1,1 @@
-"""`moe-comm bench`: a case is checked against an oracle, then timed between two roofs."""
+"""`moe-comm bench`: a case is checked against the definition, then timed between two roofs."""
