@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from moe_comm import PeerFailedError, RankThreads
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.fused_a2a import hybrid_ep_dispatch
 from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.routed import make_batches
 
 
 def test_those_of_a_bootstrap_live_as_long_as_somebody_holds_them() -> None:
@@ -106,3 +108,22 @@ def keep_the_error(context: RankContext) -> None:
 
 def test_an_error_that_is_kept_keeps_no_buffers() -> None:
     run_ranks(keep_the_error, 2, mode="threads", timeout_s=30.0)
+
+
+def keep_from_call_to_call(context: RankContext) -> None:
+    mine = make_batches([4, 4], 6, 2)[context.rank_idx]
+    wider = torch.nn.functional.pad(mine.routing_map, (0, 2))
+    first, *_, handle = hybrid_ep_dispatch(mine.x, mine.routing_map, None, context.group, 3)
+    *_, wide = hybrid_ep_dispatch(mine.x, wider, None, context.group, 4)
+    assert (handle.buffer.config.num_experts, wide.buffer.config.num_experts) == (6, 8)
+    again, *_, same = hybrid_ep_dispatch(mine.x, mine.routing_map, None, context.group, 3)
+    assert same.buffer is handle.buffer
+    assert torch.equal(again, first)
+    group_buffers(context.group).destroy()
+    anew, *_, other = hybrid_ep_dispatch(mine.x, mine.routing_map, None, context.group, 3)
+    assert other.buffer is not handle.buffer
+    assert torch.equal(anew, first)
+
+
+def test_what_fused_a2a_keeps_from_call_to_call_is_of_the_call() -> None:
+    run_ranks(keep_from_call_to_call, 2)
