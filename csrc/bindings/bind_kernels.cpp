@@ -60,7 +60,7 @@ void roof_fan_out(const py::buffer& src,
                     row_bytes,
                     copies.data(),
                     copies.size(),
-                    store_mode(streaming));
+                    host::store_mode(streaming));
 }
 
 void roof_sum(const std::vector<py::buffer>& src,
@@ -75,7 +75,8 @@ void roof_sum(const std::vector<py::buffer>& src,
   const ByteRows streams(src, sum.size(), 64, false, "source");
   const py::gil_scoped_release release;
   for (int i = 0; i < num_passes; ++i)
-    kernels.sum(streams.data(), streams.size(), sum.size(), sum.data(), store_mode(streaming));
+    kernels.sum(
+        streams.data(), streams.size(), sum.size(), sum.data(), host::store_mode(streaming));
 }
 
 void roof_copy(const py::buffer& src,
@@ -91,13 +92,14 @@ void roof_copy(const py::buffer& src,
   to.check(from.size(), 64, "destination");
   const py::gil_scoped_release release;
   for (int i = 0; i < num_passes; ++i)
-    kernels.copy(from.data(), to.data(), from.size(), store_mode(streaming));
+    kernels.copy(from.data(), to.data(), from.size(), host::store_mode(streaming));
 }
 
 }  // namespace
 
 /// Adds the submodule `kernels`: names of instruction sets, and the roofs for benchmarks (in
-/// `num_passes` over the same bytes). Every buffer is one-dimensional, of bytes, and is used in place.
+/// `num_passes` over the same bytes). Every buffer is one-dimensional, of bytes, and is used in
+/// place.
 void bind_kernels(py::module_& parent) {
   py::module_ m = parent.def_submodule("kernels", "Roofs of the inner loops over rows.");
   m.def("instruction_sets", &instruction_sets, "Names usable as `isa` here, slowest first.");

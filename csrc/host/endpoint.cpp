@@ -110,7 +110,7 @@ void Endpoint::retire_rail(const std::string& reason) {
 }
 
 StoreMode Endpoint::store_mode(int64_t total_bytes) const {
-  return total_bytes > cache_bytes_ ? StoreMode::kStreaming : StoreMode::kCached;
+  return host::store_mode(total_bytes > cache_bytes_);
 }
 
 void Endpoint::for_tokens(int64_t num_tokens,

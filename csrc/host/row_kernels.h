@@ -11,6 +11,10 @@ namespace moe::host {
 /// How a kernel stores: through the caches, or past them (non-temporal; pays above cache size).
 enum class StoreMode { kCached, kStreaming };
 
+inline StoreMode store_mode(bool is_streaming) {
+  return is_streaming ? StoreMode::kStreaming : StoreMode::kCached;
+}
+
 enum class ScaleFormat : int32_t { kFloat32 = 0, kFloat32PowerOf2 = 1, kUe8m0 = 2 };
 
 /// How a row is quantised to e4m3; docs/quantization.md has the arithmetic. A block with a NaN or

@@ -11,7 +11,7 @@ void copy_chunks(const ChunkList& chunks, bool is_streaming) {
   for (int64_t i = 0; i < chunks.num_chunks; ++i)
     MOE_CHECK(chunks.bytes[i] >= 0, "chunk ", i, " has ", chunks.bytes[i], " bytes");
   const RowKernels& kernels = best_row_kernels();
-  const StoreMode mode = is_streaming ? StoreMode::kStreaming : StoreMode::kCached;
+  const StoreMode mode = store_mode(is_streaming);
   for (int64_t i = 0; i < chunks.num_chunks; ++i)
     kernels.copy(reinterpret_cast<const std::byte*>(chunks.src[i]),
                  reinterpret_cast<std::byte*>(chunks.dst[i]),

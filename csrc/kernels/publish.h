@@ -87,11 +87,6 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
     const bool is_active = device::load_constant(buffer.is_active + peer_rank) != 0;
     return is_active ? &workspace(buffer, peer_rank).row(epoch, buffer.rank_idx) : nullptr;
   };
-  const auto raise_flags = [&] {
-    for (int i = device::thread_idx(); i < readers.count; i += device::num_threads())
-      if (layout::Row* const to = peer_row(i))
-        raise_flag(&to->epoch, epoch);
-  };
   const auto num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
   for (int64_t i = device::thread_idx(); i < num_words * readers.count;
        i += device::num_threads()) {
@@ -107,7 +102,9 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
                     device::load(reinterpret_cast<const uint64_t*>(row + 8)));
   }
   device::sync_block();
-  raise_flags();
+  for (int i = device::thread_idx(); i < readers.count; i += device::num_threads())
+    if (layout::Row* const to = peer_row(i))
+      raise_flag(&to->epoch, epoch);
 }
 
 /// Writes the second offer of @p src_rank, all but its epoch, to the active ranks of @p readers;

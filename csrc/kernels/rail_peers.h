@@ -303,15 +303,6 @@ class RailPeers {
                                 uint64_t epoch,
                                 const PlaceOf& place_of) const {
     const RankRange readers = rail_.local_ranks();
-    const auto raise_flags = [&] {
-      device::sync_warp();
-#pragma unroll 1
-      for (int i = device::lane_idx(); i < readers.count; i += device::kWarpSize) {
-        const int peer_rank = readers.behind(buffer_.rank_idx, i);
-        if (rail_.is_active(peer_rank))
-          raise_flag(place_of(peer_rank), epoch);
-      }
-    };
     const int64_t num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
 #pragma unroll 1
     for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize) {
@@ -323,7 +314,13 @@ class RailPeers {
           store_word(reinterpret_cast<std::byte*>(place_of(peer_rank)), word, value);
       }
     }
-    raise_flags();
+    device::sync_warp();
+#pragma unroll 1
+    for (int i = device::lane_idx(); i < readers.count; i += device::kWarpSize) {
+      const int peer_rank = readers.behind(buffer_.rank_idx, i);
+      if (rail_.is_active(peer_rank))
+        raise_flag(place_of(peer_rank), epoch);
+    }
   }
 
   const Buffer& buffer_;

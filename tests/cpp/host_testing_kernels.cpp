@@ -17,7 +17,7 @@ using host::FloatingPointScope;
 using host::RowKernels;
 using host::RowQuantization;
 using host::ScaleFormat;
-using host::StoreMode;
+using host::store_mode;
 
 const RowKernels& row_kernels(const std::string& isa) {
   const RowKernels* kernels = host::find_row_kernels(isa);
@@ -30,10 +30,6 @@ DType parse_dtype(const std::string& name) {
     if (name == dtype_name(dtype))
       return dtype;
   throw InvalidArgument(concat("expected a dtype that can be added, got '", name, "'"));
-}
-
-StoreMode store_mode(bool streaming) {
-  return streaming ? StoreMode::kStreaming : StoreMode::kCached;
 }
 
 void fan_out(const std::string& isa,
