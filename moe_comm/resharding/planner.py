@@ -26,12 +26,12 @@ from moe_comm.resharding.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan_check import PlanError, verify_plan
 from moe_comm.resharding.rosters import (
-    Families,
+    HoldersByName,
     Roster,
     decode_roster,
     encode_roster,
-    families_of_metadata,
-    families_of_rosters,
+    holders_of_metadata,
+    holders_of_rosters,
     resolved_name,
 )
 from moe_comm.resharding.tp_planning import (
@@ -97,19 +97,19 @@ class _RankPlanner:
     """Works out one rank's plan.
 
     Args:
-        families: Who holds what this rank takes part in moving.
+        holders: Who holds what this rank takes part in moving.
         rank: This rank.
     """
 
-    def __init__(self, families: Families, rank: int) -> None:
-        self.families = families
+    def __init__(self, holders: HoldersByName, rank: int) -> None:
+        self.holders = holders
         self.rank = rank
-        self.plan = ReshardPlan([], [], buffer_dtypes={}, num_ranks=families.num_ranks, rank=rank)
+        self.plan = ReshardPlan([], [], buffer_dtypes={}, num_ranks=holders.num_ranks, rank=rank)
 
     def add_destination(self, parameter_idx: int, meta: ParameterMetadata) -> None:
         """Plan what is received of one of this rank's parameters."""
         name = resolved_name(meta)
-        assignment = self.families.assignment(name)
+        assignment = self.holders.assignment(name)
         dtype = _taken_dtype(assignment, meta)
         if meta.is_buffer:
             assert self.plan.buffer_dtypes is not None
@@ -140,7 +140,7 @@ class _RankPlanner:
 
     def add_source(self, meta: ParameterMetadata) -> None:
         """Plan what is sent of one of this rank's parameters."""
-        readers = self.families.readers(resolved_name(meta))
+        readers = self.holders.readers(resolved_name(meta))
         if not readers:
             return
         self.plan.reductions += _reductions(meta)
@@ -151,11 +151,11 @@ class _RankPlanner:
             self.plan.sources[meta.name] = TensorSpec(meta.shape, meta.dtype)
 
     def _add_sends(self, dst_name: str, meta: ParameterMetadata) -> None:
-        assignment = self.families.assignment(dst_name)
+        assignment = self.holders.assignment(dst_name)
         view = assignment.source_view(self.rank)
         if view is None:
             return
-        parameter_idx = {rank: idx for rank, _, idx in self.families.destinations[dst_name]}
+        parameter_idx = {rank: idx for rank, _, idx in self.holders.destinations[dst_name]}
         my_view = _own_view(view, meta)
         for dst_rank, dst_view, number, piece in assignment.pieces_from(self.rank, _salt(dst_name)):
             dst = assignment.destinations[dst_rank]
@@ -201,13 +201,13 @@ def _reductions(meta: ParameterMetadata) -> list[PartialReduction]:
 
 
 def _plan_rank(
-    families: Families,
+    holders: HoldersByName,
     rank: int,
     sources: Sequence[ParameterMetadata],
     destinations: Sequence[ParameterMetadata],
 ) -> ReshardPlan:
     """One rank's plan, given its own metadata in roster order."""
-    planner = _RankPlanner(families, rank)
+    planner = _RankPlanner(holders, rank)
     for parameter_idx, meta in enumerate(destinations):
         planner.add_destination(parameter_idx, meta)
     for meta in sources:
@@ -262,8 +262,8 @@ def build_plan_from_rosters(
     Raises:
         PlanError: No plan can be made; names the parameter.
     """
-    families = families_of_metadata(dst_param_metadata_by_rank, src_param_metadata, my_global_rank)
-    families.num_ranks = max(families.num_ranks, my_global_rank + 1)
+    holders = holders_of_metadata(dst_param_metadata_by_rank, src_param_metadata, my_global_rank)
+    holders.num_ranks = max(holders.num_ranks, my_global_rank + 1)
     sources = [
         meta
         for metas in src_param_metadata.values()
@@ -274,7 +274,7 @@ def build_plan_from_rosters(
         dataclasses.replace(meta, resolved_name=name)
         for name, meta in dst_param_metadata_by_rank.get(my_global_rank, {}).items()
     ]
-    return _plan_rank(families, my_global_rank, sources, destinations)
+    return _plan_rank(holders, my_global_rank, sources, destinations)
 
 
 def _iter_global_transfer_ops(
@@ -286,13 +286,13 @@ def _iter_global_transfer_ops(
         `(task id, destination rank, source rank, source elements, destination elements, source
         metadata, destination metadata)`.
     """
-    families = families_of_metadata(dst_param_metadata_by_rank, src_param_metadata)
+    holders = holders_of_metadata(dst_param_metadata_by_rank, src_param_metadata)
     for dst_rank in sorted(dst_param_metadata_by_rank):
         for idx, (name, dst) in enumerate(dst_param_metadata_by_rank[dst_rank].items()):
             sources = {
-                meta.owner_rank: meta for meta in src_param_metadata[families.source_names[name]]
+                meta.owner_rank: meta for meta in src_param_metadata[holders.source_names[name]]
             }
-            pieces = families.assignment(name).pieces_to(dst_rank, _salt(name))
+            pieces = holders.assignment(name).pieces_to(dst_rank, _salt(name))
             for number, (src_rank, (_, piece)) in enumerate(pieces):
                 task_id = pack_task_id(dst_rank, idx, number)
                 boxes = _slices(piece.src_box), _slices(piece.dst_box)
@@ -386,9 +386,9 @@ def build_plan_from_encoded_rosters(
     Raises:
         PlanError: No plan can be made; names the parameter.
     """
-    families = families_of_rosters(rosters, rank, strict=strict)
+    holders = holders_of_rosters(rosters, rank, strict=strict)
     source, destination = rosters[rank]
-    plan = _plan_rank(families, rank, source.metadata(), destination.metadata())
+    plan = _plan_rank(holders, rank, source.metadata(), destination.metadata())
     if verify:
         verify_plan(plan)
     return plan

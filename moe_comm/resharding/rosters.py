@@ -21,12 +21,12 @@ from moe_comm.resharding.tensor_layout import Holder
 
 __all__ = [
     "Destination",
-    "Families",
+    "HoldersByName",
     "Roster",
     "decode_roster",
     "encode_roster",
-    "families_of_metadata",
-    "families_of_rosters",
+    "holders_of_metadata",
+    "holders_of_rosters",
     "source_name_of",
 ]
 
@@ -151,7 +151,7 @@ class Destination(NamedTuple):
     parameter_idx: int
 
 
-class Families:
+class HoldersByName:
     """Who holds each parameter that a rank takes part in moving.
 
     Args:
@@ -254,9 +254,9 @@ def _repeated_embeddings(
     return repeated
 
 
-def families_of_rosters(
+def holders_of_rosters(
     rosters: Sequence[tuple[Roster, Roster]], rank: int, *, strict: bool = False
-) -> Families:
+) -> HoldersByName:
     """Read the gathered rosters, as far as a rank takes part.
 
     Args:
@@ -269,7 +269,7 @@ def families_of_rosters(
         PlanError: Some destination parameter has no source; on every rank alike. With `strict`,
             also the opposite.
     """
-    families = Families(len(rosters), strict=strict)
+    holders = HoldersByName(len(rosters), strict=strict)
     all_sources: set[str] = set()
     all_destinations: set[str] = set()
     for source, destination in rosters:
@@ -301,28 +301,28 @@ def families_of_rosters(
     mine.update(name for name, source in tied.items() if source in rosters[rank][0].resolved_names)
     mine.update(rosters[rank][1].resolved_names)
     for name in mine:
-        families.link(name, tied.get(name, name))
-    read = set(families.source_names.values())
-    families.sources = {name: [] for name in read}
-    families.destinations = {name: [] for name in mine}
+        holders.link(name, tied.get(name, name))
+    read = set(holders.source_names.values())
+    holders.sources = {name: [] for name in read}
+    holders.destinations = {name: [] for name in mine}
     for number, (source, destination) in enumerate(rosters):
-        kinds = [families.kind(kind) for kind in source.kinds]
+        kinds = [holders.kind(kind) for kind in source.kinds]
         for name, kind in zip(source.resolved_names, source.kind_idx, strict=True):
             if name in read:
-                families.sources[name].append((number, kinds[kind]))
-        kinds = [families.kind(kind) for kind in destination.kinds]
+                holders.sources[name].append((number, kinds[kind]))
+        kinds = [holders.kind(kind) for kind in destination.kinds]
         for idx, name in enumerate(destination.resolved_names):
             if name in mine:
                 kind = kinds[destination.kind_idx[idx]]
-                families.destinations[name].append(Destination(number, kind, idx))
-    return families
+                holders.destinations[name].append(Destination(number, kind, idx))
+    return holders
 
 
-def families_of_metadata(
+def holders_of_metadata(
     dst_by_rank: Mapping[int, Mapping[str, ParameterMetadata]],
     src_by_name: Mapping[str, Sequence[ParameterMetadata]],
     rank: int | None = None,
-) -> Families:
+) -> HoldersByName:
     """The same of metadata that is not encoded.
 
     Args:
@@ -335,7 +335,7 @@ def families_of_metadata(
     """
     all_sources = {name for name, metas in src_by_name.items() if metas}
     ranks = {*dst_by_rank, *(meta.owner_rank for name in all_sources for meta in src_by_name[name])}
-    families = Families(1 + max(ranks, default=-1))
+    holders = HoldersByName(1 + max(ranks, default=-1))
     own: set[str] | None = None
     if rank is not None:
         own = set(dst_by_rank.get(rank, ()))
@@ -351,14 +351,14 @@ def families_of_metadata(
                 raise _missing(dst_name, dst_rank)
             if own is not None and dst_name not in own and src_name not in own:
                 continue
-            families.link(dst_name, src_name)
-            holders = families.destinations.setdefault(dst_name, [])
-            holders.append(Destination(dst_rank, families.kind(meta), idx))
-    for src_name in set(families.source_names.values()):
+            holders.link(dst_name, src_name)
+            destinations = holders.destinations.setdefault(dst_name, [])
+            destinations.append(Destination(dst_rank, holders.kind(meta), idx))
+    for src_name in set(holders.source_names.values()):
         metas = src_by_name[src_name]
-        families.sources[src_name] = [(meta.owner_rank, families.kind(meta)) for meta in metas]
+        holders.sources[src_name] = [(meta.owner_rank, holders.kind(meta)) for meta in metas]
         owners = [meta.owner_rank for meta in metas]
         twice = [owner for owner in set(owners) if owners.count(owner) > 1]
         if twice:
             raise PlanError(f"{src_name}: rank {twice[0]} holds two sources of this name")
-    return families
+    return holders
