@@ -443,13 +443,14 @@ class Dispatch:
         rows = torch.cat(list(expert_out))
         terms, dtype, hidden = self.terms(rank_idx), rows.dtype, rows.shape[1]
         sums = torch.zeros(len(terms), hidden, dtype=arithmetic.accumulator_dtype(dtype))
+        columns = [some for _, some in arithmetic.chunks(1, hidden, rows.device)]
         with arithmetic.subnormals_kept():
             for token_idx, token in enumerate(terms):
                 there = [(k, place) for k, place in enumerate(token) if place is not None]
                 nodes = [place.rank_idx // num_node_ranks for _, place in there]
                 index = [first[place.rank_idx] + place.row_idx for _, place in there]
-                for _, some in arithmetic.chunks(1, hidden, rows.device):
-                    added = list(arithmetic.widen(rows[index, some]))
+                for some in columns:
+                    added = list(arithmetic.widen(rows[:, some][index]))
                     if topk_weights is not None:
                         weights = topk_weights[token_idx]
                         added = [row * weights[k] for row, (k, _) in zip(added, there, strict=True)]
@@ -498,7 +499,7 @@ def sum_in_order(
         partial = torch.zeros_like(terms[0])
         for term, its_node in zip(terms, nodes, strict=True):
             if its_node == node:
-                partial = partial + term
+                partial += term
         if node != own_node:
             partial = arithmetic.widen(arithmetic.round_to(partial, dtype))
         total = total + partial

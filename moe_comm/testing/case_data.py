@@ -12,9 +12,21 @@ from moe_comm.quantization import Quantization
 from moe_comm.spec import Dispatch, Received, quantize_rows
 from moe_comm.testing.cases import Case, RankInput, random_weights, rows_of_case, seeded
 
-__all__ = ["CaseData"]
+__all__ = ["CaseData", "as_sent"]
 
 _MakeRows = Callable[[int, torch.Generator], torch.Tensor]
+
+
+def as_sent(
+    rows: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
+    quantization: Quantization | None,
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor] | None]:
+    """Rows and scale factors of every rank as they travel: quantized where they are to be."""
+    if quantization is None or scales is not None:
+        return rows, scales
+    pairs = [quantize_rows(x, quantization) for x in rows]
+    return [data for data, _ in pairs], [factors for _, factors in pairs]
 
 
 class CaseData:
@@ -60,9 +72,7 @@ class CaseData:
             quantization: How they are quantized, and the order of scale factors.
             is_cached: To the places of an earlier dispatch.
         """
-        if quantization is not None and scales is None:
-            pairs = [quantize_rows(x, quantization) for x in rows]
-            rows, scales = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        rows, scales = as_sent(rows, scales, quantization)
         dispatch = self.dispatch.again if is_cached else self.dispatch
         is_column_major = quantization is not None and quantization.is_column_major
         return dispatch.received(

@@ -13,7 +13,7 @@ from moe_comm.quantization import FP8_BLOCK128, MXFP8
 from moe_comm.quantized import QUANTIZABLE_DTYPES
 from moe_comm.spec import Received
 from moe_comm.testing import calls
-from moe_comm.testing.case_data import CaseData
+from moe_comm.testing.case_data import CaseData, as_sent
 from moe_comm.testing.cases import Case, RankInput, case_inputs, scales_of_case
 from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
@@ -64,7 +64,8 @@ class _Round:
         """With and without weights."""
         self.backend = backend
         inputs = self.data.inputs
-        scales = [rank.x_sf for rank in inputs if rank.x_sf is not None]
+        given = [rank.x_sf for rank in inputs if rank.x_sf is not None]
+        rows, scales = as_sent([rank.x for rank in inputs], given or None, self.case.quantization)
         for has_weights in (False, True):
             output = calls.dispatch(
                 backend,
@@ -76,9 +77,9 @@ class _Round:
             ).wait()
             want = self.data.received(
                 self.rank_idx,
-                [rank.x for rank in inputs],
+                rows,
                 [rank.topk_weights for rank in inputs] if has_weights else None,
-                scales=scales or None,
+                scales=scales,
                 quantization=self.case.quantization,
             )
             self._compare("dispatch", output, want)
