@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import types
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -187,7 +186,7 @@ def test_groups_replaced_by_others_of_the_same_sizes() -> None:
 
 def test_a_group_does_not_remember_the_models_that_are_gone() -> None:
     cache: KeptWhile[int, KeptPlans] = KeptWhile()
-    group = types.SimpleNamespace()  # a module might be known to dynamo too
+    group = KeptWhile[int, int]()  # any object; a module might be known to dynamo too
     for number in range(3):
         model = nn.Identity()
         cache.put(number, KeptPlans(), (model, None, group))
