@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.client_rows import properties_of
 from tests.helpers.selection import check_margin, mark_what_no_sample_has
 
 BASE_SEED = 20260
+# A machine that does something else as well is no fault of the code under test.
+settings.register_profile("moe_comm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("moe_comm")
 # What test modules load; hundreds of ranks would each load it again. torch.compile is the longest of
 # all, and torchtitan brings it along.
 PRELOADED = [

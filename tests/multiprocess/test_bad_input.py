@@ -486,7 +486,7 @@ def test_every_mistake_on_every_rank(backend: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "host"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     drawn=st.lists(
         st.tuples(st.sampled_from(sorted(MISTAKES)), st.integers(0, 2)), min_size=1, max_size=8

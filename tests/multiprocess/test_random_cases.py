@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm.config import Capacity, Layout
@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn, rank_counts: tuple[int, ...] = (1, 2, 3, 4)) -> Case:
     return in_layout(case, layout)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6)
 @given(case=cases())
 def test_a_few_drawn_cases(case: Case) -> None:
     check_case(Target(name="host"), case, mode="threads")
@@ -122,7 +122,7 @@ def test_a_few_drawn_cases(case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "mode"), [("reference", "threads"), ("host", "threads"), ("collective", "processes")]
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(case=cases())
 def test_drawn_cases(name: str, mode: str, case: Case) -> None:
     check_case(Target(name=name), case, mode=mode)
@@ -138,7 +138,7 @@ def test_drawn_cases(name: str, mode: str, case: Case) -> None:
         ("gloo", "processes", 2),
     ],
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(case=cases((3, 4, 6)))
 def test_drawn_cases_across_nodes(rail: str, mode: str, most_local_ranks: int, case: Case) -> None:
     check_case(target(most_local_ranks, rail), case, mode=mode)

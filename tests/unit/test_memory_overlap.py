@@ -37,7 +37,7 @@ def addresses(tensor: torch.Tensor) -> list[int]:
     return (starts[:, None] + torch.arange(tensor.element_size())).flatten().tolist()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(one=tensors(), other=tensors())
 def test_two_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
     want = not set(addresses(one)).isdisjoint(addresses(other))
@@ -47,7 +47,7 @@ def test_two_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
     assert has_element_twice(one) is (len(set(mine)) < len(mine))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(written=st.lists(tensors(), max_size=4), read=st.lists(tensors(), max_size=4))
 def test_many_tensors(written: list[torch.Tensor], read: list[torch.Tensor]) -> None:
     sets = [set(addresses(tensor)) for tensor in written]

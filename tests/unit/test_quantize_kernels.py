@@ -178,7 +178,7 @@ def test_any_length(rng: np.random.Generator, isa: str, dtype: torch.dtype, reci
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_address(isa: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(list(DTYPES.values())))

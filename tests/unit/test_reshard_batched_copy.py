@@ -224,7 +224,7 @@ piece_strategy = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pieces=st.lists(piece_strategy, max_size=25),
     slot_bytes=st.sampled_from([64, 128, 448, 4096]),

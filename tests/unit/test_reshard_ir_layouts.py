@@ -207,14 +207,14 @@ def _check_a_drawn_case(data: st.DataObject) -> None:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
     _check_a_drawn_case(data)
 
 
 @pytest.mark.full
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_layout_becomes_any_other_in_many_cases(data: st.DataObject) -> None:
     _check_a_drawn_case(data)

@@ -149,7 +149,7 @@ def assert_packed(
         assert end <= slot or len(workload.tasks) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 120), max_size=60),
     alignment=st.sampled_from([1, 16]),
@@ -271,7 +271,7 @@ def test_number_of_iterations(pairs: Pairs, half: int, full: int) -> None:
         assert scheduler.num_iterations == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda p: p[0] != p[1]), max_size=60

@@ -26,7 +26,7 @@ def routings(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[int], int, in
     return choices, expert_rank, draw(st.sampled_from([1, 2, 4, 8])), num_topk
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(routings(), st.sampled_from(list(Layout)))
 def test_slots_and_windows_are_those_of_the_definition(
     routing_case: tuple[list[list[list[int]]], list[int], int, int], layout: Layout

@@ -40,7 +40,7 @@ def routing_maps(draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.bool).view(num_tokens, num_experts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(routing_maps(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 @pytest.mark.parametrize("is_by_operators", [False, True], ids=["native", "operators"])
 def test_topk_of_routing_map_lists_what_is_true(

@@ -241,7 +241,7 @@ def test_sum_of_no_rows_is_positive_zero(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_sum_rows_at_any_address(isa: str, data: st.DataObject) -> None:
     fmt = FORMATS[data.draw(st.sampled_from(list(FORMATS)))]
@@ -376,7 +376,7 @@ def test_fan_out(rng: np.random.Generator, isa: str, streaming: bool, num_dst: i
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     num_bytes=st.integers(0, 1000),
     src_offset=st.integers(0, 63),
