@@ -28,7 +28,6 @@ from tests.helpers.cut_tensors import Part, Side, cut, execute, numbered, part, 
 
 SLOW_DATA = settings(
     max_examples=100,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

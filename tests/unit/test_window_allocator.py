@@ -181,9 +181,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert counters["peak_live_bytes"] >= live
 
 
-AllocatorMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=60, deadline=None
-)
+AllocatorMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60)
 TestAllocator = AllocatorMachine.TestCase
 
 
