@@ -181,7 +181,7 @@ test-vllm: build  ## vLLM on CPUs over this package: two data-parallel ranks, on
 	  tests/multiprocess/test_vllm.py $(TEST_ARGS)
 
 .PHONY: check-bare
-check-bare: build  ## What make installs: resolves on the plain index, suffices and is all there is
+check-bare: test-programs  ## What make installs: resolves on the plain index, suffices and is all there is
 	$(BIN)/python tools/check_bare.py
 
 # Built from the source distribution, in isolation: what that lacks, the wheel would lack. auditwheel
