@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -22,6 +22,7 @@ from moe_comm.errors import PeerFailedError
 from moe_comm.missed_calls import tells_peers
 from moe_comm.rendezvous import Host, JoiningRank, JoiningRanks, first_line, open_store
 from moe_comm.survivors import (
+    CommunicatorT,
     Decision,
     OwnSockets,
     Survivors,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from moe_comm import _host
 
 __all__ = ["ElasticRanks", "Grown", "Shrunk"]
-
-CommunicatorT = TypeVar("CommunicatorT")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

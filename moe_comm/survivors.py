@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moe_comm import _host
 
 __all__ = [
+    "CommunicatorT",
     "Decision",
     "OwnSockets",
     "Survivors",

@@ -63,6 +63,15 @@ void gather(const int64_t* topk_idx,
   });
 }
 
+/// Calls @p run with a value of the type that has so many bytes.
+template <typename Run>
+auto with_value_of(int64_t value_bytes, Run run) {
+  return value_bytes == 8   ? run(uint64_t{})
+         : value_bytes == 4 ? run(uint32_t{})
+         : value_bytes == 2 ? run(uint16_t{})
+                            : run(uint8_t{});
+}
+
 }  // namespace
 
 int64_t RoutingMap::num_topk() const {
@@ -95,11 +104,9 @@ void gather_choices(const int64_t* topk_idx,
                     int64_t num_experts,
                     int64_t value_bytes,
                     std::byte* values) {
-  const auto run = value_bytes == 8   ? gather<uint64_t>
-                   : value_bytes == 4 ? gather<uint32_t>
-                   : value_bytes == 2 ? gather<uint16_t>
-                                      : gather<uint8_t>;
-  run(topk_idx, num_tokens, num_topk, dense, num_experts, values);
+  with_value_of(value_bytes, [&](auto value) {
+    gather<decltype(value)>(topk_idx, num_tokens, num_topk, dense, num_experts, values);
+  });
 }
 
 int64_t scatter_choices(const int64_t* topk_idx,
@@ -109,11 +116,9 @@ int64_t scatter_choices(const int64_t* topk_idx,
                         int64_t num_experts,
                         int64_t value_bytes,
                         std::byte* dense) {
-  const auto run = value_bytes == 8   ? scatter<uint64_t>
-                   : value_bytes == 4 ? scatter<uint32_t>
-                   : value_bytes == 2 ? scatter<uint16_t>
-                                      : scatter<uint8_t>;
-  return run(topk_idx, num_tokens, num_topk, values, num_experts, dense);
+  return with_value_of(value_bytes, [&](auto value) {
+    return scatter<decltype(value)>(topk_idx, num_tokens, num_topk, values, num_experts, dense);
+  });
 }
 
 }  // namespace moe::layout

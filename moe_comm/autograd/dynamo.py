@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["mark", "taken_whole", "untraced"]
+__all__ = ["is_loaded", "mark", "taken_whole", "untraced"]
 
 FunctionT = TypeVar("FunctionT")
 
@@ -49,9 +49,14 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def is_loaded() -> bool:
+    """Whether anything of this process may be compiled: torch does not load dynamo by itself."""
+    return "torch._dynamo" in sys.modules
+
+
 def mark() -> None:
     """Tell dynamo, if it is loaded; called by the fakes."""
-    if "torch._dynamo" not in sys.modules:
+    if not is_loaded():
         return
     for function in _whole:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]

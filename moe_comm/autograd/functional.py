@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
 from moe_comm import missed_calls
-from moe_comm.autograd import formulas, operators
+from moe_comm.autograd import dynamo, formulas, operators
 from moe_comm.autograd.agreement import combine_word, dispatch_word, is_cut_from
 from moe_comm.autograd.graph_forms import OperatorOutput, TensorHandle
 from moe_comm.autograd.options import encode_capacity, encode_quantization
@@ -108,7 +107,7 @@ def dispatch(
             *(buffer, data, scales, topk_idx, topk_weights, layout, expert_alignment),
             *(quantization, capacity, word, anchor),
         )
-        if "torch._dynamo" in sys.modules:
+        if dynamo.is_loaded():
             # It may go into a graph, which takes it as tensors and cannot make them.
             result.hand_out(result.x, result.topk_weights, _export(result.handle))
         return result
