@@ -31,8 +31,12 @@ MODES = [
     ("reference", "threads"),
     ("reference", "processes"),
 ]
+# `make test` has large windows, and has 8 ranks, but not both at once: that takes longest of all.
+LONG = {True: (pytest.mark.full,), False: ()}
 CASES_BY_MODE = [
-    pytest.param(name, mode, case, id=f"{name}-{mode}-{case.name}")
+    pytest.param(
+        name, mode, case, id=f"{name}-{mode}-{case.name}", marks=LONG["larger-8" in case.name]
+    )
     for name, mode in MODES
     # Processes make a group anew for another number of ranks.
     for case in sorted(CASES, key=lambda case: case.num_ranks)
@@ -57,7 +61,7 @@ def connect_with_three_threads(group: Bootstrap) -> Communicator:
 
 
 SPECIAL_CASES = [
-    case
+    pytest.param(case, id=case.name, marks=LONG["larger" in case.name])
     for case in CASES
     if "special" in case.name
     or "larger" in case.name
@@ -66,7 +70,7 @@ SPECIAL_CASES = [
 
 
 @pytest.mark.sampled(1, of=("instruction_set", "layout", "rows"))
-@pytest.mark.parametrize("case", SPECIAL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SPECIAL_CASES)
 @pytest.mark.parametrize("instruction_set", _host.kernels.instruction_sets())
 def test_instruction_set(instruction_set: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_COMM_ISA", instruction_set)
@@ -79,6 +83,6 @@ def test_instruction_set(instruction_set: str, case: Case, monkeypatch: pytest.M
 
 
 @pytest.mark.sampled(1, of=("layout", "rows"))
-@pytest.mark.parametrize("case", SPECIAL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SPECIAL_CASES)
 def test_several_threads_per_rank(case: Case) -> None:
     check_case(Target(name="host", connect=connect_with_three_threads), case, mode="threads")

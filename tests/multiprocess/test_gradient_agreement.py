@@ -377,6 +377,7 @@ def check_compiled(context: RankContext, backend: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_gradients_are_whole_beside_compiled_ranks() -> None:
     run_ranks(check_compiled, 2, "host", timeout_s=280)
 

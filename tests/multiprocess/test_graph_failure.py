@@ -93,7 +93,9 @@ def _die(context: RankContext, when: str) -> None:
     replays.buffer.destroy()
 
 
-@pytest.mark.parametrize("when", ["between replays", "any time"])
+@pytest.mark.parametrize(
+    "when", ["between replays", pytest.param("any time", marks=pytest.mark.full)]
+)
 def test_who_dies_is_named(when: str) -> None:
     run_ranks(_die, NUM_RANKS, when, fresh=True, expect_dead=[VICTIM], timeout_s=TIMEOUT_S)
 

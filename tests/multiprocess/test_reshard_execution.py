@@ -399,7 +399,10 @@ class _Broken(ReshardTransform):
         return False
 
 
-@pytest.mark.parametrize(("mode", "transport"), [("threads", "heap"), ("processes", "gloo")])
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [("threads", "heap"), pytest.param("processes", "gloo", marks=pytest.mark.full)],
+)
 def test_an_error_before_the_copies_is_told_on_every_rank(mode: str, transport: str) -> None:
     run(_error_before_the_copies, transport, mode=mode)
 
@@ -500,7 +503,7 @@ def _peer_dies(context: RankContext, transport: str, is_staged: bool, is_in_time
 
 @pytest.mark.parametrize(
     ("is_staged", "is_in_time"),
-    [(False, False), (False, True), (True, True)],
+    [pytest.param(False, False, marks=pytest.mark.full), (False, True), (True, True)],
     ids=["in_place-before", "in_place-during", "staged-during"],
 )
 def test_a_peer_that_dies_leaves_the_target_stale_or_untouched(

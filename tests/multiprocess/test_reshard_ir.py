@@ -350,13 +350,14 @@ def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
                 2: r"Peer\w+Error: .*from rank 1 to ranks \(0, 2\).*8 bytes",
             },
         ),
-        (
+        pytest.param(
             "reduction",
             False,
             {
                 0: r"PeerTimeoutError: .*from rank 0 to ranks \(2,\).*did not reduce",
                 2: r"Peer\w+Error: .*from rank 0 to ranks \(2,\).*16 bytes.*did not end",
             },
+            marks=pytest.mark.full,  # waits as a broadcast does
         ),
     ],
 )

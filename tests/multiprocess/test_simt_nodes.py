@@ -48,6 +48,7 @@ RUNS_OF_CASES = [
         num_local_ranks,
         case,
         id=f"{mode}-{case.num_ranks // num_local_ranks}x{num_local_ranks}-{case.name}",
+        marks=pytest.mark.full if case.num_ranks > 6 else (),
     )
     for mode, num_local_ranks, numbers in RUNS
     for case in CASES

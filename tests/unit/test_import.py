@@ -35,6 +35,7 @@ def expensive(modules: list[str]) -> list[str]:
     return [module for module in modules if module.split(".")[0] not in cheap]
 
 
+@pytest.mark.full
 def test_the_count_sees_an_expensive_import() -> None:
     assert "rich.table" in expensive(modules_added_by("import rich.table"))
 
