@@ -149,11 +149,99 @@ def topk_of_routing_map(
 def dense_of_topk(
     values: torch.Tensor | None, topk_idx: torch.Tensor, num_experts: int, values_type: int
 ) -> Any: ...
-def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int: ...
+
+class layout:
+    SLOT_ROW_BITS: int
+    ROW_HEADER_BYTES: int
+    CONTROL_BLOCK_BYTES: int
+
+    class Placement:
+        num_ranks: int
+        num_experts: int
+        def __init__(self, expert_rank: torch.Tensor, num_ranks: int) -> None: ...
+        def local_expert_idx(self) -> Any: ...
+        def num_local_experts(self, rank_idx: int) -> int: ...
+
+    class Arrangement:
+        num_places_per_expert: int
+        def __init__(
+            self, layout: int, expert_alignment: int = 1, num_places_per_expert: int = 0
+        ) -> None: ...
+
+    @staticmethod
+    def count_choices(placement: Placement, topk_idx: torch.Tensor, row: torch.Tensor) -> int: ...
+    @staticmethod
+    def find_overflows(
+        asked: torch.Tensor,
+        placement: Placement,
+        arrangement: Arrangement,
+        expert_capacity: int,
+        on_overflow: int,
+    ) -> list[tuple[int, int, int, int]]: ...
+    @staticmethod
+    def keep_rows(
+        asked: torch.Tensor,
+        placement: Placement,
+        arrangement: Arrangement,
+        expert_capacity: int,
+        on_overflow: int,
+    ) -> Any: ...
+    @staticmethod
+    def num_required_rows(
+        asked: torch.Tensor, placement: Placement, arrangement: Arrangement, rank_idx: int
+    ) -> int: ...
+    @staticmethod
+    def received_rows(
+        counts: torch.Tensor, placement: Placement, arrangement: Arrangement, rank_idx: int
+    ) -> tuple[Any, Any, int]: ...
+    @staticmethod
+    def assign_slots(
+        topk_idx: torch.Tensor,
+        counts: torch.Tensor,
+        placement: Placement,
+        arrangement: Arrangement,
+        rank_idx: int,
+    ) -> Any: ...
+    @staticmethod
+    def row_streams(
+        topk_idx: torch.Tensor,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+        placement: Placement,
+        arrangement: Arrangement,
+        rank_idx: int,
+    ) -> tuple[list[int], list[int], Any, Any, Any, Any]: ...
+    @staticmethod
+    def num_counts(num_ranks: int, num_experts: int) -> int: ...
+    @staticmethod
+    def row_stride(num_ranks: int, num_experts: int) -> int: ...
+    @staticmethod
+    def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int: ...
+    @staticmethod
+    def window_bytes(num_bytes: int) -> int: ...
+    @staticmethod
+    def scale_region_bytes(
+        layout: int,
+        num_rows: int,
+        num_rows_per_expert: int,
+        num_scales: int,
+        scale_bytes: int,
+        is_column_major: bool,
+    ) -> int: ...
+    @staticmethod
+    def receive_window_bytes(
+        layout: int,
+        num_rows: int,
+        num_rows_per_expert: int,
+        row_bytes: int,
+        num_scales: int,
+        scale_bytes: int,
+        is_column_major: bool,
+        weight_bytes: int,
+        num_topk: int,
+    ) -> int: ...
 
 class internode:
-    @staticmethod
-    def row_bytes(num_ranks: int, num_experts: int) -> int: ...
     @staticmethod
     def dispatch_bytes(
         *,

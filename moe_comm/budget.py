@@ -1,6 +1,7 @@
 """Bytes a configuration needs before anything is allocated.
 
-Plain arithmetic on sizes. R ranks, T tokens a rank, K choices a token, E experts; M rows received by
+What a window or a control area takes is what csrc/layout says it takes; here is how many rows and
+windows there will be. R ranks, T tokens a rank, K choices a token, E experts; M rows received by
 the rank that receives most.
 """
 
@@ -8,7 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from moe_comm import _host
 
 __all__ = [
     "Budget",
@@ -16,6 +20,7 @@ __all__ = [
     "ScaleSizes",
     "WindowSizes",
     "budget_bytes",
+    "count_row_bytes",
     "expected_recv_rows",
     "limited_recv_rows",
     "live_heap_bytes",
@@ -24,7 +29,6 @@ __all__ = [
     "rank_major_recv_rows",
     "receive_window_bytes",
     "round_window_bytes",
-    "scale_column_stride",
     "scale_region_bytes",
     "window_sizes",
     "workspace_bytes",
@@ -34,21 +38,15 @@ __all__ = [
 LayoutName = Literal["expert_major", "rank_major", "low_latency"]
 
 CACHE_LINE_BYTES = 64
-PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
-# Sizes of the control area, as csrc/layout/row.h and workspace.h have them.
-ROW_HEADER_BYTES = 144
-ROW_MESSAGE_BYTES = 320
-CONTROL_BLOCK_BYTES = 640
 # Memory between nodes, as csrc/runtime/internode.cpp and csrc/layout/rail_region.h have it.
 RAIL_LEAST_CHUNKS = 256
 RAIL_MOST_CHUNK_TOKENS = 8
 RAIL_REPLY_PLACES = 64
 RAIL_LEAST_AREA_BYTES = 256 << 10
 RAIL_HEADER_BYTES = 16
-# Columns of scale factors start at multiples of this, as csrc/layout/window.h has it.
-SCALE_COLUMN_BYTES = 16
-TOPK_IDX_BYTES = 8
+# By the number that csrc/layout has for them.
+_LAYOUT_NAMES: tuple[LayoutName, ...] = ("expert_major", "rank_major", "low_latency")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,12 +191,9 @@ def scale_region_bytes(
     Example:
         3 rows of 2 factors of 4 bytes: 24; column-major: columns of 4, `2 * 4 * 4 = 32`.
     """
-    if scales is None:
-        return 0
-    num_columns = num_rows
-    if scales.is_column_major and num_rows_per_expert is None:
-        num_columns = scale_column_stride(num_rows, scales.scale_bytes)
-    return num_columns * scales.num_scales * scales.scale_bytes
+    return _sizes().scale_region_bytes(
+        *_places(num_rows, "expert_major", num_rows_per_expert), *_scale_arguments(scales)
+    )
 
 
 def receive_window_bytes(
@@ -222,20 +217,19 @@ def receive_window_bytes(
         num_topk: K; for RANK_MAJOR.
         num_rows_per_expert: See `scale_region_bytes`.
     """
-    num_per_row = num_topk if layout == "rank_major" else 1
-    num_bytes = _round_up(num_rows * row_bytes, CACHE_LINE_BYTES)
-    num_bytes += scale_region_bytes(num_rows, scales, num_rows_per_expert=num_rows_per_expert)
-    num_bytes = _round_up(num_bytes, CACHE_LINE_BYTES) + num_rows * num_per_row * weight_bytes
-    num_bytes = _round_up(num_bytes, CACHE_LINE_BYTES)
-    if layout == "rank_major":
-        num_bytes += num_rows * num_per_row * TOPK_IDX_BYTES
+    num_bytes = _sizes().receive_window_bytes(
+        *_places(num_rows, layout, num_rows_per_expert),
+        row_bytes,
+        *_scale_arguments(scales),
+        weight_bytes,
+        num_topk,
+    )
     return _round_up(num_bytes, CACHE_LINE_BYTES)
 
 
 def round_window_bytes(num_bytes: int) -> int:
     """What a window of `num_bytes` occupies in the heap."""
-    small = _round_up(num_bytes, CACHE_LINE_BYTES)
-    return small if small < PAGE_BYTES else _round_up(num_bytes, PAGE_BYTES)
+    return _sizes().window_bytes(num_bytes)
 
 
 def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int:
@@ -246,8 +240,23 @@ def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int:
         num_experts: E.
         depth: Entries of its ring, `EpConfig.num_max_in_flight`.
     """
-    entry_bytes = num_ranks * (_row_stride(num_ranks, num_experts) + 2 * CACHE_LINE_BYTES)
-    return CACHE_LINE_BYTES * (1 + num_ranks) + depth * entry_bytes
+    return _sizes().workspace_bytes(num_ranks, num_experts, depth)
+
+
+def count_row_bytes(num_ranks: int, num_experts: int, *, is_cached: bool = False) -> int:
+    """What a rank says to every other at the start of an operation, without its padding.
+
+    Args:
+        num_ranks: R.
+        num_experts: E.
+        is_cached: Nothing is counted: cached dispatch and combine.
+
+    Example:
+        64 ranks, 256 experts: `144 + 4 * (256 + 64 + 2) = 1432`; cached: 144.
+    """
+    sizes = _sizes()
+    num_counts = 0 if is_cached else sizes.num_counts(num_ranks, num_experts)
+    return sizes.ROW_HEADER_BYTES + 4 * num_counts
 
 
 def rail_region_bytes(
@@ -306,7 +315,7 @@ def rail_region_bytes(
         num_chunks * request_stride + replies_bytes,
         RAIL_LEAST_AREA_BYTES,
     )
-    row_stride = _row_stride(num_ranks, num_experts)
+    row_stride = _sizes().row_stride(num_ranks, num_experts)
     return (
         (row_stride + CACHE_LINE_BYTES) * (1 + depth * num_remote_nodes)
         + 2 * _round_up(8 * num_remote_nodes * num_chunks, CACHE_LINE_BYTES)
@@ -434,7 +443,7 @@ def window_sizes(
         expert_output=round_window_bytes(num_rows * row_bytes),
         sums=round_window_bytes(num_tokens * row_bytes),
         control=round_window_bytes(workspace_bytes(num_ranks, num_experts, depth))
-        + round_window_bytes(CONTROL_BLOCK_BYTES),
+        + round_window_bytes(_sizes().CONTROL_BLOCK_BYTES),
     )
 
 
@@ -549,15 +558,25 @@ def budget_bytes(
     )
 
 
-def scale_column_stride(num_rows: int, scale_bytes: int) -> int:
-    """Elements from one column of column-major scale factors to the next: rows, up to 16 bytes."""
-    return _round_up(num_rows, SCALE_COLUMN_BYTES // scale_bytes)
+def _sizes() -> type[_host.layout]:
+    # Loaded when it is asked: importing the package needs no native module.
+    from moe_comm import _host
+
+    return _host.layout
 
 
-def _row_stride(num_ranks: int, num_experts: int) -> int:
-    """A rank's row of an exchange, as csrc/layout/row.h has it."""
-    tail_bytes = max(4 * (num_experts + num_ranks + 2), ROW_MESSAGE_BYTES)
-    return _round_up(ROW_HEADER_BYTES + tail_bytes, CACHE_LINE_BYTES)
+def _places(
+    num_rows: int, layout: LayoutName, num_rows_per_expert: int | None
+) -> tuple[int, int, int]:
+    """Number of the layout, M, and places of one expert, as csrc/layout takes them."""
+    name: LayoutName = layout if num_rows_per_expert is None else "low_latency"
+    return _LAYOUT_NAMES.index(name), num_rows, num_rows_per_expert or 0
+
+
+def _scale_arguments(scales: ScaleSizes | None) -> tuple[int, int, bool]:
+    if scales is None:
+        return 0, 1, False
+    return scales.num_scales, scales.scale_bytes, scales.is_column_major
 
 
 def _round_up(value: int, multiple: int) -> int:

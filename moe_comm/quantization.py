@@ -7,7 +7,16 @@ import enum
 
 import torch
 
-__all__ = ["FP8_BLOCK128", "MXFP8", "Quantization", "QuantizationFormat", "ScaleFormat"]
+__all__ = [
+    "FP8_BLOCK128",
+    "MXFP8",
+    "Quantization",
+    "QuantizationFormat",
+    "ScaleFormat",
+    "scale_column_stride",
+]
+
+_SCALE_COLUMN_BYTES = 16
 
 
 class QuantizationFormat(enum.IntEnum):
@@ -105,3 +114,13 @@ class Quantization:
 
 FP8_BLOCK128 = Quantization(format=QuantizationFormat.FP8_BLOCK128)
 MXFP8 = Quantization(format=QuantizationFormat.MXFP8)
+
+
+def scale_column_stride(num_rows: int, scale_bytes: int) -> int:
+    """Elements from one column of column-major scale factors to the next: rows, up to 16 bytes.
+
+    `layout::ScaleMap` of csrc/layout has the same rule. It stands here too because `num_rows` is
+    symbolic while a graph is traced.
+    """
+    multiple = _SCALE_COLUMN_BYTES // scale_bytes
+    return (num_rows + multiple - 1) // multiple * multiple

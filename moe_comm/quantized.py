@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from moe_comm import arithmetic
-from moe_comm.budget import scale_column_stride
-from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat, scale_column_stride
 
 __all__ = [
     "QUANTIZABLE_DTYPES",

@@ -6,7 +6,6 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/bind_endpoint.h"
 #include "host/exchange.h"
-#include "layout/workspace.h"
 
 namespace moe::bindings {
 
@@ -65,11 +64,6 @@ std::shared_ptr<host::Plan> import_plan(host::Endpoint& endpoint,
 }  // namespace
 
 void bind_buffer(py::module_& module) {
-  module.def("workspace_bytes",
-             &layout::Workspace::bytes,
-             py::arg("num_ranks"),
-             py::arg("num_experts"),
-             py::arg("depth"));
   bind_plan<host::Plan>(module);
   py::class_<host::Endpoint, std::shared_ptr<host::Endpoint>> endpoint(module, "Endpoint");
   bind_endpoint<host::Endpoint, host::Plan>(module, endpoint);

@@ -10,11 +10,6 @@ void bind_internode(py::module_& module) {
   auto formulas = module.def_submodule(
       "internode", "Bytes that operations send from one rank to one other node; docs/nodes.md.");
   formulas.def(
-      "row_bytes",
-      [](int num_ranks, int num_experts) { return layout::Row::stride(num_ranks, num_experts); },
-      py::arg("num_ranks"),
-      py::arg("num_experts"));
-  formulas.def(
       "dispatch_bytes",
       [](int32_t row_layout,
          int64_t row_bytes,

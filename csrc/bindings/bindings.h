@@ -12,6 +12,7 @@ void bind_heap(pybind11::module_& module);
 void bind_group(pybind11::module_& module);
 void bind_rail(pybind11::module_& module);
 void bind_buffer(pybind11::module_& module);
+void bind_layout(pybind11::module_& module);
 void bind_internode(pybind11::module_& module);
 void bind_batched_copy(pybind11::module_& module);
 void bind_tensor_table(pybind11::module_& module);

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_host, module) {
   bind_group(module);
   bind_rail(module);
   bind_buffer(module);
+  bind_layout(module);
   bind_internode(module);
   bind_batched_copy(module);
   bind_tensor_table(module);

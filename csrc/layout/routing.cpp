@@ -89,6 +89,19 @@ bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank) {
   return counts.to_rank(src_rank, dst_rank) > 0;
 }
 
+int64_t num_rows_between(const CountMatrix& counts,
+                         const Placement& placement,
+                         const Arrangement& arrangement,
+                         int src_rank,
+                         int dst_rank) {
+  if (arrangement.is_by_rank())
+    return counts.to_rank(src_rank, dst_rank);
+  int64_t num_rows = 0;
+  for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(dst_rank)])
+    num_rows += counts.to_expert(src_rank, expert_idx);
+  return num_rows;
+}
+
 std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
                                           const Placement& placement,
                                           const Arrangement& arrangement,
@@ -147,6 +160,32 @@ int64_t count_choices(const int64_t* topk_idx,
     }
   }
   return -1;
+}
+
+bool may_keep(const CountMatrix& counts,
+              const int64_t* topk_idx,
+              int64_t num_tokens,
+              int64_t num_topk,
+              const Placement& placement,
+              int rank_idx) {
+  std::vector<int32_t> asked(static_cast<size_t>(counts.stride()));
+  if (counts.num_topk(rank_idx) != num_topk ||
+      count_choices(topk_idx, num_tokens, num_topk, placement, asked.data()) >= 0)
+    return false;
+  const int32_t* const kept = counts.row(rank_idx);
+  for (int expert_idx = 0; expert_idx < counts.num_experts; ++expert_idx)
+    if (kept[expert_idx] < 0 || kept[expert_idx] > asked[static_cast<size_t>(expert_idx)])
+      return false;
+  for (int dst_rank = 0; dst_rank < counts.num_ranks; ++dst_rank) {
+    bool sends = false;
+    for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(dst_rank)])
+      sends = sends || kept[expert_idx] > 0;
+    const int32_t num_tokens_there =
+        sends ? asked[static_cast<size_t>(counts.num_experts + dst_rank)] : 0;
+    if (counts.to_rank(rank_idx, dst_rank) != num_tokens_there)
+      return false;
+  }
+  return true;
 }
 
 namespace {

@@ -115,6 +115,13 @@ int64_t num_window_rows(const CountMatrix& counts,
 /// Whether @p src_rank sends any row to @p dst_rank.
 bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank);
 
+/// Rows that @p src_rank sends to @p dst_rank.
+int64_t num_rows_between(const CountMatrix& counts,
+                         const Placement& placement,
+                         const Arrangement& arrangement,
+                         int src_rank,
+                         int dst_rank);
+
 /// First row that @p src_rank writes for every expert in its owner's window (expert-major).
 std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
                                           const Placement& placement,
@@ -133,6 +140,14 @@ int64_t count_choices(const int64_t* topk_idx,
                       int64_t num_topk,
                       const Placement& placement,
                       int32_t* counts);
+
+/// Whether @p counts may be what was kept of a dispatch in which @p rank_idx chose @p topk_idx.
+bool may_keep(const CountMatrix& counts,
+              const int64_t* topk_idx,
+              int64_t num_tokens,
+              int64_t num_topk,
+              const Placement& placement,
+              int rank_idx);
 
 /// Slot of every row this rank sends. Choices beyond what @p counts says was kept of an expert get
 /// no slot.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_comm.autograd.options import decode_quantization
-from moe_comm.budget import scale_column_stride
 from moe_comm.config import Layout
+from moe_comm.quantization import scale_column_stride
 
 __all__ = ["combine", "combine_backward", "dispatch", "dispatch_backward"]
 

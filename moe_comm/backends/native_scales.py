@@ -7,8 +7,7 @@ import dataclasses
 import torch
 
 from moe_comm.backends.native_dtypes import SUMMABLE_TYPES
-from moe_comm.budget import scale_column_stride
-from moe_comm.quantization import Quantization
+from moe_comm.quantization import Quantization, scale_column_stride
 
 __all__ = ["Scales", "describe_scales"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from moe_comm.budget import scale_column_stride
-from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat, scale_column_stride
 from moe_comm.triton.checks import (
     check_dtype,
     check_no_gradient,

@@ -91,13 +91,12 @@ def test_rank_major_window_has_ids() -> None:
     assert rank_major == 1920 + 64 + 128
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_experts", "depth"), [(1, 1, 2), (8, 64, 4), (24, 257, 5)]
-)
-def test_workspace_is_the_native_one(num_ranks: int, num_experts: int, depth: int) -> None:
-    host = pytest.importorskip("moe_comm._host")
-    native_bytes = host.workspace_bytes(num_ranks, num_experts, depth)
-    assert budget.workspace_bytes(num_ranks, num_experts, depth) == native_bytes
+def test_workspace_has_rows_offers_and_flags() -> None:
+    # A row of 144 bytes and a place of 320 for a message, or 4 * (257 + 24 + 2) of counts.
+    assert budget.workspace_bytes(2, 3, 4) == 64 * 3 + 4 * 2 * (512 + 128)
+    assert budget.workspace_bytes(24, 257, 5) == 64 * 25 + 5 * 24 * (1280 + 128)
+    assert budget.count_row_bytes(64, 256) == 144 + 4 * (256 + 64 + 2)
+    assert budget.count_row_bytes(64, 256, is_cached=True) == 144
 
 
 @pytest.mark.sampled(2)

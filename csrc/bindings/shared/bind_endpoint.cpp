@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "bindings/shared/count_matrix.h"
+
 namespace moe::bindings {
 
 std::shared_ptr<NativeGroup> native_group_of(py::handle settings) {
@@ -64,32 +66,12 @@ host::Plan plan_of_tensors(const host::EndpointBase& endpoint,
                            py::handle topk_idx,
                            int layout,
                            int64_t expert_alignment) {
-  const TensorView matrix = view_tensor(counts);
   const TensorView choices = view_tensor(topk_idx);
+  layout::CountMatrix copied =
+      count_matrix_of(counts, endpoint.num_ranks(), endpoint.config().num_experts);
   const py::gil_scoped_release no_gil;
-  layout::CountMatrix copied(endpoint.num_ranks(), endpoint.config().num_experts);
-  MOE_CHECK(matrix.num_rows == copied.num_ranks && matrix.row_elements == copied.stride() &&
-                matrix.element_bytes == 4,
-            "counts must be int32 [",
-            copied.num_ranks,
-            ", ",
-            copied.stride(),
-            "], got [",
-            matrix.num_rows,
-            ", ",
-            matrix.row_elements,
-            "]");
-  const auto* source = reinterpret_cast<const int32_t*>(matrix.data);
-  std::copy_n(source, copied.counts.size(), copied.counts.data());
   const auto* ids = reinterpret_cast<const int64_t*>(choices.data);
-  std::vector<int32_t> asked(static_cast<size_t>(copied.stride()));
-  const int64_t bad_idx = layout::count_choices(
-      ids, choices.num_rows, choices.row_elements, endpoint.placement(), asked.data());
-  const int32_t* const kept = copied.row(endpoint.rank_idx());
-  bool fits = bad_idx < 0 && copied.num_topk(endpoint.rank_idx()) == choices.row_elements;
-  for (int expert_idx = 0; expert_idx < copied.num_experts; ++expert_idx)
-    fits = fits && kept[expert_idx] >= 0 && kept[expert_idx] <= asked[expert_idx];
-  MOE_CHECK(fits, "topk_idx and counts of a handle belong to different dispatches");
+  check_plan(copied, choices, endpoint.placement(), endpoint.rank_idx());
   const auto arrangement =
       host::arrangement_of(endpoint, static_cast<layout::RowLayout>(layout), expert_alignment);
   return host::Plan::make(arrangement,

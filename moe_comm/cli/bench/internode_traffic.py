@@ -28,7 +28,7 @@ def internode_bytes(case: BenchCase, num_local_ranks: int) -> dict[str, int]:
 
     num_nodes = case.num_ranks // num_local_ranks
     num_rows = [_num_rows_by_node(case, rank, num_local_ranks) for rank in range(case.num_ranks)]
-    messages = _host.internode.row_bytes(case.num_ranks, case.num_experts)
+    messages = _host.layout.row_stride(case.num_ranks, case.num_experts)
     quantization = case.quantization
     scale_bytes = 0
     if quantization is not None:

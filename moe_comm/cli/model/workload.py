@@ -153,19 +153,18 @@ class Bytes:
             memory=workload.num_tokens * (workload.num_topk + 1) * row,
             nvlink=_nvlink_rows(workload, cluster, workload.combine) * row,
             nic=_nic_rows(workload, cluster, workload.combine) * row,
-            count_rows=cluster.num_ranks * budget.ROW_HEADER_BYTES,
+            count_rows=cluster.num_ranks
+            * budget.count_row_bytes(cluster.num_ranks, workload.num_experts, is_cached=True),
         )
 
 
 def count_row_bytes(num_ranks: int, num_experts: int) -> int:
     """Bytes of the count rows that arrive at a rank in an uncached dispatch, one of every rank.
 
-    A header, then int32 counts of tokens to every expert and to every rank, and two numbers more.
-
     Example:
         64 ranks, 256 experts: `64 * (144 + 4 * (256 + 64 + 2)) = 91648`.
     """
-    return num_ranks * (budget.ROW_HEADER_BYTES + 4 * (num_experts + num_ranks + 2))
+    return num_ranks * budget.count_row_bytes(num_ranks, num_experts)
 
 
 def _nic_rows(workload: Workload, cluster: Cluster, movement: Movement) -> float:

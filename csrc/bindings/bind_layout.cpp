@@ -1,0 +1,297 @@
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/shared/count_matrix.h"
+#include "bindings/shared/dlpack.h"
+#include "bindings/shared/submitted.h"
+#include "core/error.h"
+#include "heap/window_allocator.h"
+#include "layout/capacity.h"
+#include "layout/control.h"
+#include "layout/row_streams.h"
+#include "layout/window.h"
+#include "layout/workspace.h"
+
+// The arithmetic of csrc/layout for what is decided in Python. Tensors lie in host memory, and are
+// read and written in place.
+
+namespace moe::bindings {
+
+namespace {
+
+using layout::Arrangement;
+using layout::CapacityRule;
+using layout::CountMatrix;
+using layout::Placement;
+
+const int64_t* ids_of(const TensorView& choices) {
+  return reinterpret_cast<const int64_t*>(choices.data);
+}
+
+CountMatrix count_matrix(py::handle counts, const Placement& placement) {
+  return count_matrix_of(counts, placement.num_ranks, placement.num_experts);
+}
+
+py::capsule numbers(std::vector<int64_t> values) {
+  const auto size = static_cast<int64_t>(values.size());
+  return vector_dlpack(std::move(values), {size}, kInt64);
+}
+
+Placement make_placement(py::handle expert_rank, int num_ranks) {
+  const TensorView ranks = view_tensor(expert_rank);
+  MOE_CHECK(
+      ranks.element_bytes == 4, "expert_rank must be int32, got ", ranks.element_bytes, " bytes");
+  const auto* first = reinterpret_cast<const int32_t*>(ranks.data);
+  std::vector<int32_t> owners(first, first + ranks.num_rows);
+  for (const int32_t owner : owners)
+    MOE_CHECK(owner >= 0 && owner < num_ranks, owner, " is not a rank of ", num_ranks);
+  return Placement(std::move(owners), num_ranks);
+}
+
+int64_t count_choices(const Placement& placement, py::handle topk_idx, py::handle row) {
+  const TensorView choices = view_tensor(topk_idx);
+  const TensorView counts = view_tensor(row);
+  const int num_counts = layout::Row::num_counts(placement.num_ranks, placement.num_experts);
+  MOE_CHECK(counts.num_rows == num_counts && counts.element_bytes == 4,
+            "a row of counts must be int32 [",
+            num_counts,
+            "], got [",
+            counts.num_rows,
+            "]");
+  return layout::count_choices(ids_of(choices),
+                               choices.num_rows,
+                               choices.row_elements,
+                               placement,
+                               reinterpret_cast<int32_t*>(counts.data));
+}
+
+CapacityRule rule_of(int64_t expert_capacity, int on_overflow) {
+  return {expert_capacity, static_cast<layout::OnOverflow>(on_overflow)};
+}
+
+py::list find_overflows(py::handle asked,
+                        const Placement& placement,
+                        const Arrangement& arrangement,
+                        int64_t expert_capacity,
+                        int on_overflow) {
+  py::list found;
+  for (const layout::Overflow& each : layout::find_overflows(count_matrix(asked, placement),
+                                                             placement,
+                                                             arrangement,
+                                                             rule_of(expert_capacity, on_overflow)))
+    found.append(
+        py::make_tuple(each.rank_idx, each.expert_idx, each.needed_rows, each.available_rows));
+  return found;
+}
+
+py::capsule keep_rows(py::handle asked,
+                      const Placement& placement,
+                      const Arrangement& arrangement,
+                      int64_t expert_capacity,
+                      int on_overflow) {
+  CountMatrix kept = layout::keep_rows(count_matrix(asked, placement),
+                                       placement,
+                                       arrangement,
+                                       rule_of(expert_capacity, on_overflow));
+  const int64_t num_columns = kept.stride();
+  return vector_dlpack(std::move(kept.counts), {placement.num_ranks, num_columns}, kInt32);
+}
+
+int64_t num_required_rows(py::handle asked,
+                          const Placement& placement,
+                          const Arrangement& arrangement,
+                          int rank_idx) {
+  return layout::num_required_rows(
+      count_matrix(asked, placement), placement, arrangement, rank_idx);
+}
+
+py::tuple received_rows(py::handle counts,
+                        const Placement& placement,
+                        const Arrangement& arrangement,
+                        int rank_idx) {
+  layout::ReceivedRows rows =
+      layout::received_rows(count_matrix(counts, placement), placement, arrangement, rank_idx);
+  const auto num_offsets = static_cast<int64_t>(rows.expert_offsets.size());
+  std::vector<int32_t> offsets(rows.expert_offsets.begin(), rows.expert_offsets.end());
+  return py::make_tuple(numbers(std::move(rows.num_tokens_per_expert)),
+                        vector_dlpack(std::move(offsets), {num_offsets}, kInt32),
+                        rows.num_rows);
+}
+
+py::capsule assign_slots(py::handle topk_idx,
+                         py::handle counts,
+                         const Placement& placement,
+                         const Arrangement& arrangement,
+                         int rank_idx) {
+  const TensorView choices = view_tensor(topk_idx);
+  const CountMatrix kept = count_matrix(counts, placement);
+  check_plan(kept, choices, placement, rank_idx);
+  const int64_t num_slots =
+      layout::num_slots_per_token(arrangement.layout, choices.row_elements, placement.num_ranks);
+  std::vector<int64_t> slots(static_cast<size_t>(choices.num_rows * num_slots));
+  layout::assign_slots(ids_of(choices),
+                       choices.num_rows,
+                       choices.row_elements,
+                       kept,
+                       placement,
+                       arrangement,
+                       rank_idx,
+                       slots.data());
+  return vector_dlpack(std::move(slots), {choices.num_rows, num_slots}, kInt64);
+}
+
+/// @param slots  What assign_slots() gave for the other arguments.
+py::tuple row_streams(py::handle topk_idx,
+                      py::handle slots,
+                      py::handle counts,
+                      const Placement& placement,
+                      const Arrangement& arrangement,
+                      int rank_idx) {
+  const TensorView choices = view_tensor(topk_idx);
+  const TensorView places = view_tensor(slots);
+  layout::RowStreams streams = layout::row_streams(ids_of(choices),
+                                                   choices.num_rows,
+                                                   choices.row_elements,
+                                                   ids_of(places),
+                                                   count_matrix(counts, placement),
+                                                   placement,
+                                                   arrangement,
+                                                   rank_idx);
+  std::vector<int64_t> of_choices(static_cast<size_t>(choices.num_rows * choices.row_elements));
+  layout::choice_positions(ids_of(choices),
+                           choices.num_rows,
+                           choices.row_elements,
+                           ids_of(places),
+                           streams.positions.data(),
+                           placement,
+                           arrangement,
+                           of_choices.data());
+  return py::make_tuple(
+      streams.num_sent,
+      streams.num_received,
+      numbers(std::move(streams.sent_slots)),
+      numbers(std::move(streams.window_rows)),
+      vector_dlpack(std::move(streams.positions), {choices.num_rows, places.row_elements}, kInt64),
+      vector_dlpack(std::move(of_choices), {choices.num_rows, choices.row_elements}, kInt64));
+}
+
+layout::ScaleMap scale_map(int row_layout,
+                           int64_t num_rows,
+                           int64_t num_rows_per_expert,
+                           int64_t num_scales,
+                           int64_t scale_bytes,
+                           bool is_column_major) {
+  return layout::ScaleMap::make(static_cast<layout::RowLayout>(row_layout),
+                                num_rows,
+                                num_rows_per_expert,
+                                num_scales,
+                                scale_bytes,
+                                is_column_major);
+}
+
+void bind_sizes(py::module_& sizes) {
+  sizes.attr("SLOT_ROW_BITS") = layout::Slot::kRowBits;
+  sizes.attr("ROW_HEADER_BYTES") = sizeof(layout::Row);
+  sizes.attr("CONTROL_BLOCK_BYTES") = sizeof(layout::ControlBlock);
+  sizes.def("num_counts", &layout::Row::num_counts, py::arg("num_ranks"), py::arg("num_experts"));
+  sizes.def("row_stride", &layout::Row::stride, py::arg("num_ranks"), py::arg("num_experts"));
+  sizes.def("workspace_bytes",
+            &layout::Workspace::bytes,
+            py::arg("num_ranks"),
+            py::arg("num_experts"),
+            py::arg("depth"));
+  sizes.def("window_bytes", &heap::WindowAllocator::rounded_bytes, py::arg("num_bytes"));
+  sizes.def(
+      "scale_region_bytes",
+      [](int row_layout,
+         int64_t num_rows,
+         int64_t num_rows_per_expert,
+         int64_t num_scales,
+         int64_t scale_bytes,
+         bool is_column_major) {
+        return scale_map(row_layout,
+                         num_rows,
+                         num_rows_per_expert,
+                         num_scales,
+                         scale_bytes,
+                         is_column_major)
+            .bytes(num_rows);
+      },
+      py::arg("layout"),
+      py::arg("num_rows"),
+      py::arg("num_rows_per_expert"),
+      py::arg("num_scales"),
+      py::arg("scale_bytes"),
+      py::arg("is_column_major"));
+  sizes.def(
+      "receive_window_bytes",
+      [](int row_layout,
+         int64_t num_rows,
+         int64_t num_rows_per_expert,
+         int64_t row_bytes,
+         int64_t num_scales,
+         int64_t scale_bytes,
+         bool is_column_major,
+         int64_t weight_bytes,
+         int64_t num_topk) {
+        const auto order = static_cast<layout::RowLayout>(row_layout);
+        const layout::ScaleMap scales = scale_map(
+            row_layout, num_rows, num_rows_per_expert, num_scales, scale_bytes, is_column_major);
+        return layout::ReceiveWindow::make(order,
+                                           num_rows,
+                                           row_bytes,
+                                           scales,
+                                           weight_bytes,
+                                           num_topk,
+                                           order == layout::RowLayout::kRankMajor)
+            .bytes;
+      },
+      py::arg("layout"),
+      py::arg("num_rows"),
+      py::arg("num_rows_per_expert"),
+      py::arg("row_bytes"),
+      py::arg("num_scales"),
+      py::arg("scale_bytes"),
+      py::arg("is_column_major"),
+      py::arg("weight_bytes"),
+      py::arg("num_topk"));
+}
+
+}  // namespace
+
+void bind_layout(py::module_& parent) {
+  py::module_ module = parent.def_submodule(
+      "layout", "Counts, capacities, slots, offsets and sizes: csrc/layout, on host tensors.");
+  py::class_<Placement>(module, "Placement", py::module_local())
+      .def(py::init(&make_placement), py::arg("expert_rank"), py::arg("num_ranks"))
+      .def_readonly("num_ranks", &Placement::num_ranks)
+      .def_readonly("num_experts", &Placement::num_experts)
+      .def("local_expert_idx",
+           [](const Placement& self) {
+             return vector_dlpack(self.local_expert_idx, {self.num_experts}, kInt32);
+           })
+      .def("num_local_experts", [](const Placement& self, int rank_idx) {
+        return self.local_experts.at(static_cast<size_t>(rank_idx)).size();
+      });
+  py::class_<Arrangement>(module, "Arrangement", py::module_local())
+      .def(py::init([](int row_layout, int64_t expert_alignment, int64_t num_places_per_expert) {
+             return Arrangement{static_cast<layout::RowLayout>(row_layout),
+                                expert_alignment,
+                                num_places_per_expert};
+           }),
+           py::arg("layout"),
+           py::arg("expert_alignment") = 1,
+           py::arg("num_places_per_expert") = 0)
+      .def_readonly("num_places_per_expert", &Arrangement::rows_per_expert);
+  module.def("count_choices", &count_choices);
+  module.def("find_overflows", &find_overflows);
+  module.def("keep_rows", &keep_rows);
+  module.def("num_required_rows", &num_required_rows);
+  module.def("received_rows", &received_rows);
+  module.def("assign_slots", &assign_slots);
+  module.def("row_streams", &row_streams);
+  bind_sizes(module);
+}
+
+}  // namespace moe::bindings
