@@ -523,17 +523,7 @@ class EpBuffer:
         self.destroy()
 
     def _make_handle(self, plan: Plan, layout: Layout, expert_alignment: int) -> DispatchHandle:
-        return DispatchHandle(
-            buffer_id=self.buffer_id,
-            generation=self.generation,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            num_tokens=plan.num_tokens,
-            num_topk=plan.num_topk,
-            num_recv_tokens=plan.num_recv_tokens,
-            num_recv_topk=plan.num_recv_topk,
-            plan=plan,
-        )
+        return DispatchHandle.of(plan, layout, expert_alignment, self.buffer_id, self.generation)
 
     def _check_alive(self) -> None:
         if self._is_destroyed:

@@ -13,7 +13,14 @@ from moe_comm import budget
 from moe_comm.arguments import as_int, check_bool
 from moe_comm.quantization import Quantization
 
-__all__ = ["Capacity", "EpConfig", "Layout", "check_num_experts", "default_expert_rank"]
+__all__ = [
+    "Capacity",
+    "EpConfig",
+    "Layout",
+    "check_num_experts",
+    "default_expert_rank",
+    "num_places_per_expert",
+]
 
 ROW_BYTES_MULTIPLE = 16
 NUM_MAX_EXPERTS = 1 << 16
@@ -327,6 +334,20 @@ class EpConfig:
             depth=self.num_max_in_flight,
             node_reduction=self.node_reduction,
         )
+
+
+def num_places_per_expert(config: EpConfig, layout: Layout, num_ranks: int) -> int:
+    """LOW_LATENCY: rows that every expert has, filled or not. Else 0.
+
+    Args:
+        config: Of the buffer; says how many tokens a rank has at most where `layout` is LOW_LATENCY.
+        layout: Of the call.
+        num_ranks: Of the communicator.
+    """
+    if layout is not Layout.LOW_LATENCY:
+        return 0
+    assert config.num_max_tokens_per_rank is not None  # checked before a backend is called
+    return num_ranks * config.num_max_tokens_per_rank
 
 
 _LAYOUT_NAMES: dict[Layout, budget.LayoutName] = {

@@ -85,6 +85,23 @@ class DispatchHandle:
     plan: Plan
     link: torch.Tensor = _NO_LINK
 
+    @classmethod
+    def of(
+        cls, plan: Plan, layout: Layout, expert_alignment: int, buffer_id: int, generation: int
+    ) -> DispatchHandle:
+        """The handle of a plan."""
+        return cls(
+            buffer_id=buffer_id,
+            generation=generation,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            num_tokens=plan.num_tokens,
+            num_topk=plan.num_topk,
+            num_recv_tokens=plan.num_recv_tokens,
+            num_recv_topk=plan.num_recv_topk,
+            plan=plan,
+        )
+
     def linked(self, link: torch.Tensor) -> DispatchHandle:
         """The same with another link. What `link` comes from may hold this one, as it has none."""
         return DispatchHandle(
@@ -103,9 +120,7 @@ class DispatchHandle:
     def dropped_choices(self) -> torch.Tensor:
         """Choices of this rank that a capacity or a mask dropped: bool `[num_tokens, num_topk]`."""
         tensors = self.plan.to_tensors()
-        if tensors.layout is Layout.RANK_MAJOR:
-            return torch.zeros_like(tensors.topk_idx, dtype=torch.bool)
-        return (tensors.topk_idx >= 0) & (tensors.slots < 0)
+        return (tensors.topk_idx >= 0) & ~tensors.is_kept()
 
 
 class DispatchResult:

@@ -12,7 +12,7 @@ import torch
 
 from moe_comm.autograd import operators
 from moe_comm.autograd.quantized_rows import wrap_rows
-from moe_comm.backends.base import Plan
+from moe_comm.backends.base import Plan, most_topk
 from moe_comm.buffer import EpBuffer, resolve_buffer
 from moe_comm.config import Layout
 from moe_comm.handles import DispatchHandle
@@ -95,7 +95,7 @@ class TensorHandle(DispatchHandle):
     @property
     def num_recv_topk(self) -> int:
         """As in `DispatchHandle`."""
-        return operators.num_recv_topk(self.counts)
+        return most_topk(self.counts)
 
     @functools.cached_property
     def plan(self) -> Plan:

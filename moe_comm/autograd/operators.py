@@ -10,7 +10,6 @@ an effectful operator that returns a tuple.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +40,6 @@ __all__ = [
     "dispatch_rows",
     "library",
     "local_handle",
-    "num_recv_topk",
     "tensors_of",
 ]
 
@@ -92,11 +90,6 @@ library.define(
 )
 
 
-def num_recv_topk(counts: torch.Tensor) -> int:
-    """Largest number of choices per token of all ranks; `counts` as in `PlanTensors`."""
-    return int(counts[:, -1].max())
-
-
 def local_handle(
     buffer: EpBuffer,
     counts: torch.Tensor,
@@ -110,38 +103,10 @@ def local_handle(
     together with its peers.
     """
     buffer_id, generation, layout, expert_alignment, num_recv_tokens, _ = meta.tolist()
+    plan = PlanTensors(counts, slots, topk_idx, Layout(layout), expert_alignment, num_recv_tokens)
     if buffer_id == buffer.buffer_id and generation == buffer.generation:
-        return buffer.import_handle(
-            PlanTensors(counts, slots, topk_idx, Layout(layout), expert_alignment)
-        )
-    return DispatchHandle(
-        buffer_id=buffer_id,
-        generation=generation,
-        layout=Layout(layout),
-        expert_alignment=expert_alignment,
-        num_tokens=topk_idx.shape[0],
-        num_topk=topk_idx.shape[1],
-        num_recv_tokens=num_recv_tokens,
-        num_recv_topk=num_recv_topk(counts),
-        plan=_ForeignPlan(
-            topk_idx.shape[0], topk_idx.shape[1], num_recv_tokens, num_recv_topk(counts)
-        ),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _ForeignPlan:
-    """Plan of a handle that this process can no longer use."""
-
-    num_tokens: int
-    num_topk: int
-    num_recv_tokens: int
-    num_recv_topk: int
-
-    def to_tensors(self) -> PlanTensors:
-        raise ValueError(
-            "this handle is of another buffer, or of an earlier generation of its buffer"
-        )
+        return buffer.import_handle(plan)
+    return DispatchHandle.of(plan, plan.layout, expert_alignment, buffer_id, generation)
 
 
 def _dispatch(
@@ -393,27 +358,20 @@ def combine_backward(
         grad_y = torch.zeros((handle.num_tokens, hidden), dtype=dtype, device=device)
     is_low_latency = handle.layout is Layout.LOW_LATENCY
     if topk_weights is None:
-        rows = buffer.dispatch(as_bytes(grad_y), None, handle=handle).x
+        arrived = buffer.dispatch(as_bytes(grad_y), None, handle=handle)
         if is_low_latency:
-            _zero_unfilled(_num_filled(buffer, handle), rows)
-        return [rows, torch.empty(0, device=device)]
+            _zero_unfilled(arrived.num_tokens_per_expert, arrived.x)
+        return [arrived.x, torch.empty(0, device=device)]
     assert expert_out is not None
     arrived = buffer.dispatch(as_bytes(grad_y), None, as_bytes(topk_weights), handle=handle)
     assert arrived.topk_weights is not None
     dots = buffer.weighted_gradient(arrived.x, as_bytes(expert_out), arrived.topk_weights)
     if is_low_latency:
-        _zero_unfilled(_num_filled(buffer, handle), arrived.x)
+        _zero_unfilled(arrived.num_tokens_per_expert, arrived.x)
     pulled = buffer.combine(None, handle, row_weights=dots)
     assert isinstance(pulled, CombineResult)
     assert pulled.topk_weights is not None
     return [arrived.x, pulled.topk_weights]
-
-
-def _num_filled(buffer: EpBuffer, handle: DispatchHandle) -> torch.Tensor:
-    """int64 `[num_local_experts]`: rows of every local expert."""
-    counts = handle.plan.to_tensors().counts
-    is_local = buffer.expert_rank == buffer.communicator.rank_idx
-    return counts[:, : buffer.config.num_experts][:, is_local].sum(0)
 
 
 def _fake_with_compiler(fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,68 +1,85 @@
 """Which rows of a dispatch are kept: from what every rank asks for, its limits and its masks.
 
-Pure functions, equal on every rank. All tensors are on the CPU. R ranks, E experts.
+Computed by csrc/layout, equal on every rank. All tensors are on the CPU. R ranks, E experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from moe_comm.backends import messages, routing
-from moe_comm.backends.routing import Placement, RowOrder
+from moe_comm import _host
+from moe_comm.backends import messages
+from moe_comm.backends.native_dtypes import ON_OVERFLOW
+from moe_comm.backends.routing import Placement
 from moe_comm.config import Capacity, Layout
 from moe_comm.errors import Overflow
 
-__all__ = ["CapacityDecision", "CapacityRequest", "admit", "ask"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CapacityRequest:
-    """What the ranks of a dispatch ask for.
-
-    Args:
-        counts: int32 `[R, E + R + 2]`: as `PlanTensors.counts`, of what is asked for rather than
-            kept; the last column but one has the rows a capacity allows, else -1.
-        is_masked: bool `[R]`, masked by any rank.
-    """
-
-    counts: torch.Tensor
-    is_masked: torch.Tensor
+__all__ = ["CapacityDecision", "ask", "decide"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapacityDecision:
-    """What is kept of it.
+    """What is kept of what the ranks of a dispatch ask for.
 
     Args:
         counts: int32 `[R, E + R + 2]`, see `PlanTensors`.
-        num_dropped_per_expert: int64 `[E]`.
-        num_required_rows: int64 `[R]`, rows of every rank's result if nothing were dropped.
+        num_dropped_per_expert: int64, of the experts of this rank.
+        num_required_rows: Rows of this rank's result if nothing were dropped.
     """
 
     counts: torch.Tensor
     num_dropped_per_expert: torch.Tensor
-    num_required_rows: torch.Tensor
+    num_required_rows: int
 
 
-def ask(topk_idx: torch.Tensor, placement: Placement, capacity: Capacity | None) -> torch.Tensor:
-    """A rank's row of `CapacityRequest.counts`, int32 `[E + R + 2]`.
+def ask(
+    topk_idx: torch.Tensor,
+    placement: Placement,
+    capacity: Capacity | None,
+    masked_ranks: Sequence[int] = (),
+) -> torch.Tensor:
+    """What a rank asks for: its row of a count matrix, int32 `[E + R + 2]`.
+
+    As in `PlanTensors.counts`, of what is asked for rather than kept; -1 for tokens bound for a rank
+    that it masks; the last but one has the rows that its capacity allows, else -1.
 
     Args:
-        topk_idx: int64 `[T, K]`, valid expert ids.
+        topk_idx: int64 `[T, K]`, contiguous.
         placement: Of the experts.
         capacity: Of the call on this rank.
+        masked_ranks: LOW_LATENCY: ranks that it leaves out.
+
+    Raises:
+        ValueError: An id is outside `[-1, E)`.
+
+    Example:
+        2 ranks, 4 experts, `topk_idx = [[0, 1], [3, -1]]`: `[1, 1, 0, 1, 1, 1, -1, 2]`.
     """
-    most_rows = None if capacity is None else capacity.num_rows
-    more = torch.tensor([-1 if most_rows is None else most_rows, topk_idx.shape[1]])
-    return torch.cat([routing.count_choices(topk_idx, placement), more.to(torch.int32)])
+    num_experts, num_ranks = placement.num_experts, placement.num_ranks
+    row = torch.empty(_host.layout.num_counts(num_ranks, num_experts), dtype=torch.int32)
+    bad_idx = _host.layout.count_choices(placement.native, topk_idx, row)
+    num_topk = topk_idx.shape[1]
+    if bad_idx >= 0:
+        token_idx, topk_pos = divmod(bad_idx, num_topk)
+        value = int(topk_idx[token_idx, topk_pos])
+        raise messages.bad_expert_id(token_idx, topk_pos, value, num_experts)
+    for rank_idx in masked_ranks:
+        row[num_experts + rank_idx] = -1
+    row[-2] = -1 if capacity is None or capacity.num_rows is None else capacity.num_rows
+    row[-1] = num_topk
+    return row
 
 
-def admit(
-    asked: CapacityRequest,
+def decide(
+    asked: torch.Tensor,
+    rank_idx: int,
     placement: Placement,
-    order: RowOrder,
+    layout: Layout,
+    arrangement: _host.layout.Arrangement,
     capacity: Capacity | None,
     *,
     row_bytes: int = 0,
@@ -70,9 +87,11 @@ def admit(
     """Decide what is kept.
 
     Args:
-        asked: Of all ranks.
+        asked: int32 `[R, E + R + 2]`: what every rank has asked for.
+        rank_idx: This rank.
         placement: Of the experts.
-        order: Of the rows.
+        layout: Of the rows.
+        arrangement: Of the rows.
         capacity: Of this rank; only what is equal on every rank is read.
         row_bytes: Of a row on arrival, for a CapacityError.
 
@@ -80,102 +99,43 @@ def admit(
         CapacityError: Something is beyond a limit that raises; on every rank.
         ValueError: LOW_LATENCY: an expert has no place for all rows that are bound for it.
     """
-    num_experts, num_ranks = placement.num_experts, placement.num_ranks
-    counts = asked.counts.to(torch.int64)
-    kept = counts[:, :num_experts].clone()
-    kept[asked.is_masked] = 0
-    kept[:, asked.is_masked[placement.expert_rank]] = 0
-    to_rank = counts[:, num_experts : num_experts + num_ranks].clone()
-    num_asked_rows = counts[:, -2]
-    if order.layout is Layout.LOW_LATENCY:
-        _check_places(kept, placement, order)
-        required = _rows_of_ranks(kept, to_rank, placement, order)
-    else:
-        required = _rows_of_ranks(counts[:, :num_experts], to_rank, placement, order)
-    num_rows = torch.where(num_asked_rows < 0, -1, torch.maximum(num_asked_rows, required))
-    if capacity is not None and capacity.on_overflow != "grow":
-        num_rows = num_asked_rows
-        most_per_expert = capacity.num_rows_per_expert
-        if capacity.on_overflow == "raise":
-            overflows = _overflows(kept, required, num_asked_rows, placement, most_per_expert)
-            if overflows:
-                rows = kept.sum(dim=0)[placement.experts_of(overflows[0].rank_idx)]
-                raise messages.beyond_limits(overflows, rows.tolist(), row_bytes)
-        else:
-            if most_per_expert is not None:
-                kept = _first_rows(kept, torch.full((num_experts,), most_per_expert))
-            kept = _within_windows(kept, num_asked_rows, placement, order)
-    if order.layout is not Layout.RANK_MAJOR:
-        to_rank[_rows_between_ranks(kept, placement) == 0] = 0
+    experts, rule = placement.native, (-1, ON_OVERFLOW["grow"])
+    if capacity is not None:
+        most = capacity.num_rows_per_expert
+        rule = (-1 if most is None else most, ON_OVERFLOW[capacity.on_overflow])
+    if capacity is not None and capacity.on_overflow == "raise":
+        overflows = _overflows(asked, placement, arrangement, rule)
+        if overflows:
+            first = overflows[0].rank_idx
+            rows, _, _ = _host.layout.received_rows(asked, experts, arrangement, first)
+            raise messages.beyond_limits(overflows, from_dlpack(rows).tolist(), row_bytes)
+    kept = from_dlpack(_host.layout.keep_rows(asked, experts, arrangement, *rule))
+    # What a masked rank asks for takes no place of an expert.
+    if layout is Layout.LOW_LATENCY:
+        overflows = _overflows(kept, placement, arrangement, rule)
+        if overflows:
+            raise messages.no_places(overflows)
+    num_choices, num_kept = (
+        from_dlpack(_host.layout.received_rows(counts, experts, arrangement, rank_idx)[0])
+        for counts in (asked, kept)
+    )
     return CapacityDecision(
-        counts=torch.cat([kept, to_rank, num_rows.unsqueeze(1), counts[:, -1:]], dim=1).to(
-            torch.int32
-        ),
-        num_dropped_per_expert=(counts[:, :num_experts] - kept).sum(dim=0),
-        num_required_rows=required,
+        counts=kept,
+        num_dropped_per_expert=num_choices - num_kept,
+        num_required_rows=_host.layout.num_required_rows(asked, experts, arrangement, rank_idx),
     )
 
 
-def _rows_between_ranks(kept: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Choices that every rank sends to every rank: int64 `[R, R]`."""
-    rows = torch.zeros(kept.shape[0], placement.num_ranks, dtype=torch.int64)
-    return rows.index_add_(1, placement.expert_rank, kept)
-
-
-def _rows_of_ranks(
-    choices: torch.Tensor, to_rank: torch.Tensor, placement: Placement, order: RowOrder
-) -> torch.Tensor:
-    """Rows of every rank's result, int64 `[R]`."""
-    if order.layout is Layout.RANK_MAJOR:
-        return to_rank.sum(dim=0)
-    _, padded = routing.expert_starts(choices, placement, order)
-    rows = torch.zeros(placement.num_ranks, dtype=torch.int64)
-    return rows.index_add_(0, placement.expert_rank, padded)
-
-
-def _first_rows(choices: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """The first `most[e]` choices of every expert in order of the sending rank: int64 `[R, E]`.
-
-    Example:
-        Two ranks ask 3 and 5 times for an expert of at most 4 rows: `[[3], [1]]`.
-    """
-    before = choices.cumsum(dim=0) - choices
-    return torch.minimum((most - before).clamp(min=0), choices)
-
-
-def _within_windows(
-    choices: torch.Tensor, num_rows: torch.Tensor, placement: Placement, order: RowOrder
-) -> torch.Tensor:
-    """What has its padded place among the first `num_rows[r]` rows of rank r's window."""
-    starts, _ = routing.expert_starts(choices, placement, order)
-    most = num_rows[placement.expert_rank] - starts
-    unlimited = torch.iinfo(torch.int64).max
-    return _first_rows(choices, torch.where(num_rows[placement.expert_rank] < 0, unlimited, most))
-
-
 def _overflows(
-    choices: torch.Tensor,
-    required: torch.Tensor,
-    num_rows: torch.Tensor,
+    counts: torch.Tensor,
     placement: Placement,
-    most_per_expert: int | None,
+    arrangement: _host.layout.Arrangement,
+    rule: tuple[int, int],
 ) -> list[Overflow]:
     """Every limit that is exceeded: experts ascending, then ranks ascending."""
-    found = []
-    owners = placement.expert_rank.tolist()
-    for expert_idx, total in enumerate(choices.sum(dim=0).tolist()):
-        if most_per_expert is not None and total > most_per_expert:
-            found.append(Overflow(owners[expert_idx], expert_idx, total, most_per_expert))
-    for rank_idx, (needed, available) in enumerate(
-        zip(required.tolist(), num_rows.tolist(), strict=True)
-    ):
-        if 0 <= available < needed:
-            found.append(Overflow(rank_idx, None, needed, available))
-    return found
-
-
-def _check_places(choices: torch.Tensor, placement: Placement, order: RowOrder) -> None:
-    nothing = torch.zeros(placement.num_ranks, dtype=torch.int64)
-    overflows = _overflows(choices, nothing, nothing, placement, order.num_places_per_expert)
-    if overflows:
-        raise messages.no_places(overflows)
+    return [
+        Overflow(rank_idx, None if expert_idx < 0 else expert_idx, needed, available)
+        for rank_idx, expert_idx, needed, available in _host.layout.find_overflows(
+            counts, placement.native, arrangement, *rule
+        )
+    ]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from moe_comm.arguments import text_of
 from moe_comm.backends import load_backend, messages
 from moe_comm.backends.base import Backend
-from moe_comm.backends.routing import NodeReduction, Placement
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.config import EpConfig
 
-__all__ = ["Communicators", "Peers", "agree_on_backend", "agree_on_config", "node_reduction_of"]
+__all__ = ["Communicators", "Peers", "agree_on_backend", "agree_on_config"]
 
 
 class Peers(Protocol):
@@ -51,8 +52,11 @@ class Communicators(Protocol):
         ...
 
 
-def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> Placement:
-    """Check that every rank makes the same kind of buffer, and place the experts. Collective.
+def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> torch.Tensor:
+    """Check that every rank makes the same kind of buffer. Collective.
+
+    Returns:
+        int32 `[num_experts]`, the rank of every expert.
 
     Raises:
         ValueError: On every rank, where a rank's configuration differs or does not fit the number of
@@ -73,14 +77,7 @@ def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> Placem
     differs = messages.config_differs([other for other, _ in gathered])
     if differs is not None:
         raise differs
-    return Placement.of(config.resolve_expert_rank(peers.num_ranks), peers.num_ranks)
-
-
-def node_reduction_of(peers: Peers, config: EpConfig) -> NodeReduction | None:
-    """How this rank's sums are added, None for row by row."""
-    if not config.node_reduction or peers.num_local_ranks == peers.num_ranks:
-        return None
-    return NodeReduction(peers.num_local_ranks, peers.rank_idx // peers.num_local_ranks)
+    return config.resolve_expert_rank(peers.num_ranks)
 
 
 def agree_on_backend(communicator: Communicators, config: object) -> type[Backend]:

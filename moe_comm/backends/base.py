@@ -23,6 +23,7 @@ __all__ = [
     "Operation",
     "Plan",
     "PlanTensors",
+    "most_topk",
 ]
 
 OutputT_co = TypeVar("OutputT_co", covariant=True)
@@ -71,33 +72,12 @@ class Completed(Generic[OutputT]):
         return True
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlanTensors:
-    """A plan as plain tensors, in the form every backend and `torch.library` operator shares.
-
-    Args:
-        counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; row r is what rank r sends and was
-            kept: its choices of every expert; its tokens bound for every distinct rank (EXPERT_MAJOR
-            and LOW_LATENCY: 0 where it sends no row there); then the number of rows of rank r's
-            result where a capacity fixed it, else -1; then its choices per token.
-        slots: int64 `[num_tokens, num_slots]`, where this rank's rows went: `rank << 48 | row`, or -1
-            (not a choice, or dropped). EXPERT_MAJOR and LOW_LATENCY: `num_slots = num_topk`, entry k
-            belongs to choice k. RANK_MAJOR: `num_slots = min(num_topk, num_ranks)`, destination ranks
-            ascending, -1 at the end.
-        topk_idx: int64 `[num_tokens, num_topk]`, the caller's choices (a private copy).
-        layout: Order of received rows.
-        expert_alignment: Rows per local expert are padded to a multiple of this.
-    """
-
-    counts: torch.Tensor
-    slots: torch.Tensor
-    topk_idx: torch.Tensor
-    layout: Layout
-    expert_alignment: int
-
-
 class Plan(Protocol):
-    """Where rows went, kept by a handle; valid for any number of later epochs of its buffer."""
+    """Where rows went, kept by a handle; valid for any number of later epochs of its buffer.
+
+    What a plan consists of is `PlanTensors`. Backends keep it as it suits them: as that, with what
+    follows from it, or in native memory.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +102,70 @@ class Plan(Protocol):
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanTensors:
+    """A plan as plain tensors, in the form every backend and `torch.library` operator shares.
+
+    Args:
+        counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; row r is what rank r sends and was
+            kept: its choices of every expert; its tokens bound for every distinct rank (EXPERT_MAJOR
+            and LOW_LATENCY: 0 where it sends no row there); then the number of rows of rank r's
+            result where a capacity fixed it, else -1; then its choices per token.
+        slots: int64 `[num_tokens, num_slots]`, where this rank's rows went: `rank << 48 | row`, or -1
+            (not a choice, or dropped). EXPERT_MAJOR and LOW_LATENCY: `num_slots = num_topk`, entry k
+            belongs to choice k. RANK_MAJOR: `num_slots = min(num_topk, num_ranks)`, destination ranks
+            ascending, -1 at the end.
+        topk_idx: int64 `[num_tokens, num_topk]`, the caller's choices (a private copy).
+        layout: Order of received rows.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+        num_recv_tokens: Rows of this rank's result, padding included.
+    """
+
+    counts: torch.Tensor
+    slots: torch.Tensor
+    topk_idx: torch.Tensor
+    layout: Layout
+    expert_alignment: int
+    num_recv_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this rank dispatched."""
+        return self.topk_idx.shape[0]
+
+    @property
+    def num_topk(self) -> int:
+        """Choices per token of this rank."""
+        return self.topk_idx.shape[1]
+
+    @property
+    def num_recv_topk(self) -> int:
+        """Largest number of choices per token of all ranks."""
+        return most_topk(self.counts)
+
+    def is_kept(self) -> torch.Tensor:
+        """Choices whose rows were sent: bool `[num_tokens, num_topk]`."""
+        is_used = self.topk_idx >= 0
+        # RANK_MAJOR drops nothing, and has slots by rank.
+        return is_used if self.layout is Layout.RANK_MAJOR else is_used & (self.slots >= 0)
+
+    def to_tensors(self) -> PlanTensors:
+        """A copy."""
+        return PlanTensors(
+            counts=self.counts.clone(),
+            slots=self.slots.clone(),
+            topk_idx=self.topk_idx.clone(),
+            layout=self.layout,
+            expert_alignment=self.expert_alignment,
+            num_recv_tokens=self.num_recv_tokens,
+        )
+
+
+def most_topk(counts: torch.Tensor) -> int:
+    """Largest number of choices per token of all ranks, from `PlanTensors.counts`."""
+    return int(counts[:, -1].max())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from typing import NoReturn, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from moe_comm import arithmetic
-from moe_comm.backends import admission, local_ops, messages, routing
-from moe_comm.backends.admission import CapacityDecision, CapacityRequest
-from moe_comm.backends.agreement import Peers, agree_on_config, node_reduction_of
+from moe_comm import _host, arithmetic
+from moe_comm.backends import admission, local_ops, messages
+from moe_comm.backends.admission import CapacityDecision
+from moe_comm.backends.agreement import Peers, agree_on_config
 from moe_comm.backends.base import (
     Backend,
     CombineOutput,
@@ -29,9 +29,10 @@ from moe_comm.backends.base import (
 )
 from moe_comm.backends.carrier import Carrier, ProgressThread
 from moe_comm.backends.collective_plan import CollectivePlan
-from moe_comm.backends.collective_rows import RowMover
+from moe_comm.backends.collective_rows import NodeReduction, RowMover
 from moe_comm.backends.gradients import applying, clash, unite
-from moe_comm.backends.routing import RowOrder
+from moe_comm.backends.routing import Placement, arrangement_of
+from moe_comm.backends.rows import arrange_scales
 from moe_comm.config import Capacity, EpConfig, Layout
 from moe_comm.quantization import Quantization
 
@@ -67,14 +68,17 @@ class CollectiveBackend(Backend):
         super().__init__(communicator, config)
         self._peers = cast("_GroupPeers", communicator)
         self._rank_idx = self._peers.rank_idx
-        self._placement = agree_on_config(self._peers, config, self.name)
+        self._placement = Placement.of(
+            agree_on_config(self._peers, config, self.name), self._peers.num_ranks
+        )
         self._carrier = Carrier(
             self._peers.group, self._peers.bootstrap, self._peers.arrival_timeout_s
         )
-        self._progress = ProgressThread("moe_comm collective")
-        self._rows = RowMover(
-            self._carrier, self._placement, node_reduction_of(self._peers, config)
+        self._num_counts = _host.layout.num_counts(
+            self._placement.num_ranks, self._placement.num_experts
         )
+        self._progress = ProgressThread("moe_comm collective")
+        self._rows = RowMover(self._carrier, self._placement, NodeReduction.of(self._peers, config))
 
     def dispatch(
         self,
@@ -104,19 +108,25 @@ class CollectiveBackend(Backend):
             capacity=capacity,
         )
         choices = topk_idx.to("cpu", copy=True)
-        order = RowOrder.of(layout, expert_alignment, self.config, self._placement.num_ranks)
+        arrangement = arrangement_of(
+            layout, expert_alignment, self.config, self._placement.num_ranks
+        )
 
         def work() -> DispatchOutput:
             asked, united = self._exchange_counts(call, choices, capacity, masked_ranks, gradients)
             itemsize = x.element_size() if quantization is None else 1
-            admitted = admission.admit(
-                asked, self._placement, order, capacity, row_bytes=x.shape[1] * itemsize
+            decision = admission.decide(
+                asked,
+                self._rank_idx,
+                self._placement,
+                layout,
+                arrangement,
+                capacity,
+                row_bytes=x.shape[1] * itemsize,
             )
-            counts = admitted.counts
-            slots = routing.send_slots(self._rank_idx, choices, counts, self._placement, order)
-            plan = self._plan(PlanTensors(counts, slots, choices, layout, expert_alignment))
+            plan = self._plan(decision.counts, choices, layout, expert_alignment)
             return self._move_to_experts(
-                x, x_sf, topk_weights, plan, quantization, admitted, united
+                x, x_sf, topk_weights, plan, quantization, decision, united
             )
 
         return self._run(work, async_op=async_op)
@@ -137,7 +147,7 @@ class CollectiveBackend(Backend):
         del copy_out
         assert isinstance(plan, CollectivePlan)
         known = plan
-        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan.tensors, quantization)
+        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan, quantization)
 
         def work() -> DispatchOutput:
             _, united = self._agree(call, gradients=gradients)
@@ -161,7 +171,7 @@ class CollectiveBackend(Backend):
         del copy_out
         assert isinstance(plan, CollectivePlan)
         known = plan
-        call = messages.describe_combine(x, row_weights, plan.tensors)
+        call = messages.describe_combine(x, row_weights, plan)
 
         def work() -> CombineOutput:
             _, united = self._agree(call, gradients=applying(gradients, topk_weights))
@@ -188,8 +198,12 @@ class CollectiveBackend(Backend):
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
         """See `Backend.import_plan`."""
-        routing.validate_plan_tensors(tensors, self._placement)
-        return self._plan(tensors)
+        return self._plan(
+            tensors.counts.cpu().contiguous(),
+            tensors.topk_idx.cpu().contiguous(),
+            tensors.layout,
+            tensors.expert_alignment,
+        )
 
     def reject(self, operation: str, error: Exception) -> NoReturn:
         """See `Backend.reject`."""
@@ -215,11 +229,20 @@ class CollectiveBackend(Backend):
         with torch.no_grad():
             return Completed(work())
 
-    def _plan(self, tensors: PlanTensors) -> CollectivePlan:
-        order = RowOrder.of(
-            tensors.layout, tensors.expert_alignment, self.config, self._placement.num_ranks
+    def _plan(
+        self, counts: torch.Tensor, topk_idx: torch.Tensor, layout: Layout, expert_alignment: int
+    ) -> CollectivePlan:
+        return CollectivePlan.of(
+            counts,
+            topk_idx,
+            layout,
+            expert_alignment,
+            rank_idx=self._rank_idx,
+            placement=self._placement,
+            arrangement=arrangement_of(
+                layout, expert_alignment, self.config, self._placement.num_ranks
+            ),
         )
-        return CollectivePlan.of(tensors, self._rank_idx, self._placement, order)
 
     def _exchange_counts(
         self,
@@ -228,18 +251,14 @@ class CollectiveBackend(Backend):
         capacity: Capacity | None,
         masked_ranks: tuple[int, ...],
         gradients: int,
-    ) -> tuple[CapacityRequest, int]:
+    ) -> tuple[torch.Tensor, int]:
         """What every rank asks for, and says of gradients; or the error that every rank raises."""
-        num_experts, num_ranks = self._placement.num_experts, self._placement.num_ranks
-        bad = routing.first_bad_expert_id(topk_idx, num_experts)
-        if bad is not None:
-            self._agree(call, messages.bad_expert_id(*bad, num_experts))
-        is_masked = torch.zeros(num_ranks, dtype=torch.int32)
-        is_masked[list(masked_ranks)] = 1
-        mine = admission.ask(topk_idx, self._placement, capacity)
-        rows, united = self._agree(call, None, torch.cat([mine, is_masked]), gradients)
-        is_masked = rows[:, -num_ranks:].any(dim=0)
-        return CapacityRequest(counts=rows[:, :-num_ranks], is_masked=is_masked), united
+        mine, problem = None, None
+        try:
+            mine = admission.ask(topk_idx, self._placement, capacity, masked_ranks)
+        except ValueError as error:
+            problem = error
+        return self._agree(call, problem, mine, gradients)
 
     def _agree(
         self,
@@ -253,18 +272,17 @@ class CollectiveBackend(Backend):
         Args:
             call: What ranks must agree on.
             error: Why this rank cannot take part.
-            asked: int32 `[E + R + 2 + R]`: its row of `CapacityRequest.counts`, then which ranks it masks.
+            asked: int32 `[E + R + 2]`, see `admission.ask`; None where a plan is known.
             gradients: What this rank says of gradients.
 
         Returns:
-            int32 `[R, E + R + 2 + R]`, those of every rank, and what all say of gradients.
+            int32 `[R, E + R + 2]`, those of every rank, and what all say of gradients.
 
         Raises:
             Exception: On every rank: `error` of some rank, or ValueError where calls differ or what
                 is said of gradients clashes.
         """
-        num_words = self._placement.num_experts + 2 * self._placement.num_ranks + 2
-        row = torch.zeros(_NUM_HEADER_WORDS + num_words, dtype=torch.int64)
+        row = torch.zeros(_NUM_HEADER_WORDS + self._num_counts, dtype=torch.int64)
         row[0] = _STATUS_OK if error is None else _STATUS_REJECTED
         row[1] = messages.call_hash(call)
         row[2] = gradients
@@ -299,24 +317,22 @@ class CollectiveBackend(Backend):
         topk_weights: torch.Tensor | None,
         plan: CollectivePlan,
         quantization: Quantization | None,
-        admitted: CapacityDecision | None,
+        decision: CapacityDecision | None,
         gradients: int,
     ) -> DispatchOutput:
-        """Carry everything of a dispatch; cached where nothing had to be admitted."""
+        """Carry everything of a dispatch; cached where nothing had to be decided."""
         if quantization is not None and x_sf is None:
             x, x_sf = local_ops.quantize_rows(x, quantization)
-        moved = self._rows.dispatch(x, x_sf, topk_weights, plan, is_cached=admitted is None)
-        window = plan.window
-        counts = window.num_tokens_per_expert
+        moved = self._rows.dispatch(x, x_sf, topk_weights, plan, is_cached=decision is None)
+        counts = plan.num_tokens_per_expert
         scales = moved.sf
         if scales is not None:
-            scales = routing.arrange_scales(
+            is_by_expert = plan.layout is Layout.LOW_LATENCY
+            scales = arrange_scales(
                 scales,
-                plan.order,
-                counts.numel(),
+                (counts.numel(), plan.num_places_per_expert) if is_by_expert else None,
                 is_column_major=quantization is not None and quantization.is_column_major,
             )
-        mine = self._placement.experts_of(self._rank_idx)
         return DispatchOutput(
             x=moved.x,
             x_sf=scales,
@@ -324,16 +340,12 @@ class CollectiveBackend(Backend):
             topk_weights=moved.topk_weights,
             num_tokens_per_expert=counts,
             num_dropped_per_expert=(
-                torch.zeros_like(counts)
-                if admitted is None
-                else admitted.num_dropped_per_expert[mine]
+                torch.zeros_like(counts) if decision is None else decision.num_dropped_per_expert
             ),
             num_required_rows=(
-                window.num_filled_rows
-                if admitted is None
-                else int(admitted.num_required_rows[self._rank_idx])
+                plan.num_filled_rows if decision is None else decision.num_required_rows
             ),
-            expert_offsets=window.expert_offsets.to(x.device),
+            expert_offsets=plan.expert_offsets.to(x.device),
             wait_ns=torch.zeros(self._placement.num_ranks, dtype=torch.int64),
             plan=plan,
             gradients=gradients,

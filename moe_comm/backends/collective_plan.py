@@ -5,87 +5,103 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from moe_comm.backends import routing
+from moe_comm import _host
 from moe_comm.backends.base import PlanTensors
-from moe_comm.backends.routing import Placement, RowOrder, Window
+from moe_comm.backends.routing import Placement
+from moe_comm.config import Layout
 
 __all__ = ["CollectivePlan"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CollectivePlan:
-    """A plan with what the two directions need of it.
+class CollectivePlan(PlanTensors):
+    """A plan with what the two directions need of it. Rows to a rank travel by ascending slot.
 
     Args:
-        tensors: Own their memory.
-        order: Of received rows.
-        window: What this rank receives.
-        send_order: int64 `[num_sent]`, flat places in `slots` of the rows it sends, ascending by slot.
+        num_tokens_per_expert: int64 `[num_local_experts]`, kept choices of every local expert.
+        expert_offsets: int32 `[num_local_experts + 1]`, padded starts, last is the padded total.
+        num_places_per_expert: LOW_LATENCY: rows that every expert has, filled or not; else 0.
         send_splits: Rows it sends to every rank.
         recv_splits: Rows it receives from every rank.
+        sent_slots: int64 `[num_sent]`, flat places in `slots` of the rows that it sends, in order.
+        source_rows: int64 `[num_received]`, the window row of every arriving row, in order.
+        slot_positions: int64, shape of `slots`: where among the rows sent every slot is, or -1.
+        choice_positions: int64, shape of `topk_idx`: the same of every choice, or -1. RANK_MAJOR:
+            choices on one rank share a row.
     """
 
-    tensors: PlanTensors
-    order: RowOrder
-    window: Window
-    send_order: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    expert_offsets: torch.Tensor
+    num_places_per_expert: int
     send_splits: list[int]
     recv_splits: list[int]
+    sent_slots: torch.Tensor
+    source_rows: torch.Tensor
+    slot_positions: torch.Tensor
+    choice_positions: torch.Tensor
 
     @classmethod
     def of(
-        cls, tensors: PlanTensors, rank_idx: int, placement: Placement, order: RowOrder
+        cls,
+        counts: torch.Tensor,
+        topk_idx: torch.Tensor,
+        layout: Layout,
+        expert_alignment: int,
+        *,
+        rank_idx: int,
+        placement: Placement,
+        arrangement: _host.layout.Arrangement,
     ) -> CollectivePlan:
-        """Derive everything from the tensors."""
-        window = routing.window_of(rank_idx, tensors.counts, placement, order)
-        slots = tensors.slots.flatten()
-        by_slot = slots.argsort()[int((slots < 0).sum()) :]
-        slot_rank, _ = routing.decode_slots(slots[by_slot])
+        """The plan of a rank.
+
+        Args:
+            counts: int32, as in `PlanTensors`; kept.
+            topk_idx: int64 `[T, K]`, contiguous; kept.
+            layout: As in `PlanTensors`.
+            expert_alignment: As in `PlanTensors`.
+            rank_idx: This rank.
+            placement: Of the experts.
+            arrangement: Of the rows.
+
+        Raises:
+            ValueError: `counts` and `topk_idx` do not fit each other or the placement.
+        """
+        where = (placement.native, arrangement, rank_idx)
+        slots = _host.layout.assign_slots(topk_idx, counts, *where)
+        owned_slots = from_dlpack(slots)
+        send_splits, recv_splits, *streams = _host.layout.row_streams(
+            topk_idx, owned_slots, counts, *where
+        )
+        sent_slots, source_rows, slot_positions, choice_positions = map(from_dlpack, streams)
+        num_choices, offsets, num_rows = _host.layout.received_rows(counts, *where)
         return cls(
-            tensors=tensors,
-            order=order,
-            window=window,
-            send_order=by_slot,
-            send_splits=torch.bincount(slot_rank, minlength=placement.num_ranks).tolist(),
-            recv_splits=window.num_rows_per_source.tolist(),
+            counts=counts,
+            slots=owned_slots,
+            topk_idx=topk_idx,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            num_recv_tokens=num_rows,
+            num_tokens_per_expert=from_dlpack(num_choices),
+            expert_offsets=from_dlpack(offsets),
+            num_places_per_expert=arrangement.num_places_per_expert,
+            send_splits=send_splits,
+            recv_splits=recv_splits,
+            sent_slots=sent_slots,
+            source_rows=source_rows,
+            slot_positions=slot_positions,
+            choice_positions=choice_positions,
         )
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens this rank dispatched."""
-        return self.tensors.topk_idx.shape[0]
+    def sent_token_idx(self) -> torch.Tensor:
+        """The token of every row that this rank sends, int64 `[num_sent]`."""
+        return self.sent_slots // max(1, self.slots.shape[1])
 
     @property
-    def num_topk(self) -> int:
-        """Choices per token of this rank."""
-        return self.tensors.topk_idx.shape[1]
-
-    @property
-    def num_recv_topk(self) -> int:
-        """Largest number of choices per token of all ranks."""
-        return int(self.tensors.counts[:, -1].max())
-
-    @property
-    def num_recv_tokens(self) -> int:
-        """Rows this rank received, padding included."""
-        return self.window.num_recv_tokens
-
-    @property
-    def send_token_idx(self) -> torch.Tensor:
-        """The token of every row this rank sends, int64 `[num_sent]`."""
-        return self.send_order // max(1, self.tensors.slots.shape[1])
-
-    def sent_positions(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where among the rows it sends every slot of `slots` is, -1 for a slot of -1."""
-        ascending = self.tensors.slots.flatten()[self.send_order]
-        return torch.where(slots < 0, -1, torch.searchsorted(ascending, slots))
-
-    def to_tensors(self) -> PlanTensors:
-        """A copy of the tensors."""
-        return dataclasses.replace(
-            self.tensors,
-            counts=self.tensors.counts.clone(),
-            slots=self.tensors.slots.clone(),
-            topk_idx=self.tensors.topk_idx.clone(),
-        )
+    def num_filled_rows(self) -> int:
+        """Rows of this rank's result without the tail that a capacity adds."""
+        if self.layout is Layout.RANK_MAJOR:
+            return self.source_rows.numel()
+        return int(self.expert_offsets[-1])

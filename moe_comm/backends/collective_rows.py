@@ -7,14 +7,16 @@ import dataclasses
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
-from moe_comm import arithmetic
-from moe_comm.backends import local_ops, routing
+from moe_comm import _host, arithmetic
+from moe_comm.backends import local_ops
+from moe_comm.backends.agreement import Peers
 from moe_comm.backends.carrier import Carrier
 from moe_comm.backends.collective_plan import CollectivePlan
-from moe_comm.backends.routing import NodeReduction, Placement
-from moe_comm.config import Layout
+from moe_comm.backends.routing import Placement, local_topk_idx
+from moe_comm.backends.rows import as_bytes
+from moe_comm.config import EpConfig, Layout
 
-__all__ = ["Moved", "RowMover"]
+__all__ = ["Moved", "NodeReduction", "RowMover"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,6 +34,30 @@ class Moved:
     sf: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeReduction:
+    """Rows are added on the node they lie on before they cross; see `EpConfig.node_reduction`.
+
+    Args:
+        num_local_ranks: Ranks of a node; consecutive ones share it.
+        own_node: Node of the rank that gets the sums.
+    """
+
+    num_local_ranks: int
+    own_node: int
+
+    @classmethod
+    def of(cls, peers: Peers, config: EpConfig) -> NodeReduction | None:
+        """How this rank's sums are added, None for row by row."""
+        if not config.node_reduction or peers.num_local_ranks == peers.num_ranks:
+            return None
+        return cls(peers.num_local_ranks, peers.rank_idx // peers.num_local_ranks)
+
+    def node_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The node every slot lies on, below 0 for a slot of -1."""
+        return (slots >> _host.layout.SLOT_ROW_BITS) // self.num_local_ranks
 
 
 class RowMover:
@@ -72,7 +98,7 @@ class RowMover:
             plan: Of the dispatch.
             is_cached: It is not the one that made the plan.
         """
-        has_ids = plan.order.layout is Layout.RANK_MAJOR and not is_cached
+        has_ids = plan.layout is Layout.RANK_MAJOR and not is_cached
         return Moved(
             sf=None if sf is None else self.to_experts(sf.contiguous(), plan),
             x=self.to_experts(x, plan),
@@ -89,9 +115,9 @@ class RowMover:
 
         LOW_LATENCY: rows that nobody sends are undefined.
         """
-        token_idx = plan.send_token_idx
+        token_idx = plan.sent_token_idx
         sent = self._stage("send", token_idx.numel(), _row_bytes(x))
-        local_ops.gather_rows(routing.as_bytes(x), token_idx, sent)
+        local_ops.gather_rows(as_bytes(x), token_idx, sent)
         return self._place(sent, plan).to(x.device).view(x.dtype)
 
     def ids_to_experts(self, plan: CollectivePlan) -> torch.Tensor:
@@ -102,14 +128,14 @@ class RowMover:
     def weights_to_experts(self, topk_weights: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
         """`[M]`, or RANK_MAJOR `[M, K]`, on the CPU; 0 where there is none."""
         weights = topk_weights.cpu()
-        if plan.order.layout is not Layout.RANK_MAJOR:
-            arrived = self._send_small(weights.flatten()[plan.send_order].unsqueeze(1), plan)
+        if plan.layout is not Layout.RANK_MAJOR:
+            arrived = self._send_small(weights.flatten()[plan.sent_slots].unsqueeze(1), plan)
             placed = torch.zeros(plan.num_recv_tokens, dtype=weights.dtype)
-            placed[plan.window.source_rows] = arrived.squeeze(1)
+            placed[plan.source_rows] = arrived.squeeze(1)
             return placed
         zero = torch.zeros((), dtype=weights.dtype)
         is_absent = self._local_topk_idx(plan) < 0
-        local = torch.where(is_absent, zero, weights[plan.send_token_idx])
+        local = torch.where(is_absent, zero, weights[plan.sent_token_idx])
         return self._with_tail(
             self._send_small(self._widened(local, plan, fill=0), plan), plan, fill=0
         )
@@ -122,24 +148,23 @@ class RowMover:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Expert outputs `[M, hidden]` to sums `[T, hidden]`."""
-        source_rows = plan.window.source_rows
-        if plan.order.layout is Layout.RANK_MAJOR and x.device == self._carrier.device:
+        source_rows = plan.source_rows
+        if plan.layout is Layout.RANK_MAJOR and x.device == self._carrier.device:
             # Every row that came, in the order in which it came.
-            sent = routing.as_bytes(x)[: source_rows.numel()]
+            sent = as_bytes(x)[: source_rows.numel()]
         else:
             sent = self._stage("send", source_rows.numel(), _row_bytes(x))
-            local_ops.gather_rows(routing.as_bytes(x), source_rows, sent)
-        arrived = self._stage("receive", plan.send_order.numel(), _row_bytes(x))
+            local_ops.gather_rows(as_bytes(x), source_rows, sent)
+        arrived = self._stage("receive", plan.sent_slots.numel(), _row_bytes(x))
         self._carry(arrived, sent, plan.send_splits, plan.recv_splits, "combine")
         rows = arrived.to(x.device).view(x.dtype)
-        slots = plan.tensors.slots
-        positions = plan.sent_positions(slots)
+        positions = plan.slot_positions
         if self._node_reduction is None:
             return local_ops.sum_rows(rows, positions, topk_weights, out=out)
         return arithmetic.sum_rows_by_node(
             rows,
             positions.to(rows.device),
-            self._node_reduction.node_of(slots).to(rows.device),
+            self._node_reduction.node_of(plan.slots).to(rows.device),
             self._node_reduction.own_node,
             topk_weights,
             out=out,
@@ -151,50 +176,44 @@ class RowMover:
         if weights.dim() == 1:
             weights = weights.unsqueeze(1)
         arrived = self._carry_small(
-            weights[plan.window.source_rows], plan.send_splits, plan.recv_splits, "combine"
+            weights[plan.source_rows], plan.send_splits, plan.recv_splits, "combine"
         )
-        slots = routing.choice_slots(plan.tensors, self._placement)
-        pulled = torch.zeros(slots.shape, dtype=weights.dtype)
-        token_idx, topk_pos = (slots >= 0).nonzero(as_tuple=True)
-        is_by_choice = plan.order.layout is Layout.RANK_MAJOR
+        pulled = torch.zeros(plan.topk_idx.shape, dtype=weights.dtype)
+        token_idx, topk_pos = (plan.choice_positions >= 0).nonzero(as_tuple=True)
+        is_by_choice = plan.layout is Layout.RANK_MAJOR
         column = topk_pos if is_by_choice else torch.zeros_like(topk_pos)
-        positions = plan.sent_positions(slots[token_idx, topk_pos])
+        positions = plan.choice_positions[token_idx, topk_pos]
         pulled[token_idx, topk_pos] = arrived[positions, column]
         return pulled.to(row_weights.device)
 
     def _place(self, sent: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:
         """Carry dispatched rows and put them into their slots; uint8 `[M, row_bytes]`."""
-        window = plan.window
-        num_arriving = window.source_rows.numel()
+        num_arriving = plan.source_rows.numel()
         row_bytes = sent.shape[1]
-        x = torch.empty(window.num_recv_tokens, row_bytes, dtype=torch.uint8, device=sent.device)
-        if plan.order.layout is Layout.RANK_MAJOR:
+        x = torch.empty(plan.num_recv_tokens, row_bytes, dtype=torch.uint8, device=sent.device)
+        if plan.layout is Layout.RANK_MAJOR:
             self._carry(x[:num_arriving], sent, plan.recv_splits, plan.send_splits, "dispatch")
             x[num_arriving:].zero_()
             return x
         # One more row, of zeros, is where padding comes from.
         arrived = self._stage("receive", num_arriving + 1, row_bytes)
         self._carry(arrived[:num_arriving], sent, plan.recv_splits, plan.send_splits, "dispatch")
-        if plan.order.layout is Layout.LOW_LATENCY:
-            x[window.source_rows.to(x.device)] = arrived[:num_arriving]
+        if plan.layout is Layout.LOW_LATENCY:
+            x[plan.source_rows.to(x.device)] = arrived[:num_arriving]
             return x
         arrived[num_arriving].zero_()
-        origin = torch.full((window.num_recv_tokens,), num_arriving)
-        origin[window.source_rows] = torch.arange(num_arriving)
+        origin = torch.full((plan.num_recv_tokens,), num_arriving)
+        origin[plan.source_rows] = torch.arange(num_arriving)
         local_ops.gather_rows(arrived, origin, x)
         return x
 
     def _local_topk_idx(self, plan: CollectivePlan) -> torch.Tensor:
         """RANK_MAJOR: choices of every sent row in its receiver's own expert ids, -1 elsewhere."""
-        token_idx = plan.send_token_idx
-        local = torch.empty(token_idx.numel(), plan.num_topk, dtype=torch.int64)
-        first = 0
-        for rank_idx, num_rows in enumerate(plan.send_splits):
-            some = slice(first, first + num_rows)
-            choices = plan.tensors.topk_idx[token_idx[some]]
-            local[some] = routing.local_topk_idx(choices, rank_idx, self._placement)
-            first += num_rows
-        return local
+        dst_rank = torch.arange(self._placement.num_ranks).repeat_interleave(
+            torch.tensor(plan.send_splits)
+        )
+        choices = plan.topk_idx[plan.sent_token_idx]
+        return local_topk_idx(choices, dst_rank, self._placement)
 
     def _widened(self, values: torch.Tensor, plan: CollectivePlan, *, fill: int) -> torch.Tensor:
         """With as many columns as the rank of the most choices per token has."""
@@ -211,7 +230,7 @@ class RowMover:
         self, values: torch.Tensor, recv_splits: list[int], send_splits: list[int], operation: str
     ) -> torch.Tensor:
         """Carry weights or ids `[n, k]` from the CPU to the CPU."""
-        sent = routing.as_bytes(values.contiguous()).to(self._carrier.device)
+        sent = as_bytes(values.contiguous()).to(self._carrier.device)
         arrived = torch.empty(
             sum(recv_splits), sent.shape[1], dtype=torch.uint8, device=sent.device
         )

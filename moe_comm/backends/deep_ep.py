@@ -15,7 +15,7 @@ import hashlib
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
-from moe_comm.backends import local_ops, messages, routing
+from moe_comm.backends import local_ops, messages
 from moe_comm.backends.carrier import Carrier
 from moe_comm.backends.collective import CollectiveBackend
 from moe_comm.backends.collective_plan import CollectivePlan
@@ -27,6 +27,7 @@ from moe_comm.backends.deep_ep_transport import (
     problem_with_deep_ep,
 )
 from moe_comm.backends.routing import Placement
+from moe_comm.backends.rows import as_bytes
 from moe_comm.config import EpConfig, Layout
 
 __all__ = ["DeepEpBackend"]
@@ -51,9 +52,7 @@ class DeepEpBackend(CollectiveBackend):
         placement = self._placement
         if placement.num_ranks == 1:
             return
-        num_local_experts = int(
-            torch.bincount(placement.expert_rank, minlength=placement.num_ranks).max()
-        )
+        num_local_experts = max(map(placement.native.num_local_experts, range(placement.num_ranks)))
         problem = problem_with_deep_ep(placement.num_ranks, num_local_experts)
         found = self._peers.bootstrap.all_gather(problem)
         error = messages.rejected([None if text is None else ValueError(text) for text in found])
@@ -135,7 +134,7 @@ class DeepEpRows(RowMover):
             rows, self._expert_ids(plan), self._widened_weights(topk_weights, plan)
         )
         route = self._remember(plan, arrival)
-        has_ids = plan.order.layout is Layout.RANK_MAJOR and not is_cached
+        has_ids = plan.layout is Layout.RANK_MAJOR and not is_cached
         topk_idx = arrival.topk_idx if has_ids else None
         return self._placed(arrival.rows, topk_idx, arrival.topk_weights, plan, route)
 
@@ -148,14 +147,14 @@ class DeepEpRows(RowMover):
     ) -> torch.Tensor:
         """See `RowMover.sum_home`; DeepEP adds where its sums are the ones that are wanted."""
         if (
-            plan.order.layout is Layout.RANK_MAJOR
+            plan.layout is Layout.RANK_MAJOR
             and x.dtype is torch.bfloat16
             and self.transport.adds_in_rank_order
         ):
             self.transport.reserve(Rows(x))
             route = self._route_known_to_all(plan)
             if route is not None:
-                rows = x[: plan.window.source_rows.numel()]
+                rows = x[: plan.source_rows.numel()]
                 sums = self.transport.reduce(rows, route.handle)
                 return sums if out is None else out.copy_(sums)
         return super().sum_home(x, plan, topk_weights, out)
@@ -173,11 +172,10 @@ class DeepEpRows(RowMover):
 
     def _expert_ids(self, plan: CollectivePlan) -> torch.Tensor:
         """Kept choices as DeepEP numbers experts, every rank having as many: int64 `[T, K]`."""
-        slots = routing.choice_slots(plan.tensors, self._placement)
-        chosen = plan.tensors.topk_idx.clamp(min=0)
+        chosen = plan.topk_idx.clamp(min=0)
         owner = self._placement.expert_rank[chosen]
         ids = owner * self._num_local_experts + self._placement.local_expert_idx[chosen]
-        return self._widened(torch.where(slots < 0, -1, ids), plan, fill=-1)
+        return self._widened(torch.where(plan.is_kept(), ids, -1), plan, fill=-1)
 
     def _widened_weights(
         self, topk_weights: torch.Tensor | None, plan: CollectivePlan
@@ -186,9 +184,9 @@ class DeepEpRows(RowMover):
 
     def _remember(self, plan: CollectivePlan, arrival: Arrival) -> _Route:
         """The route of a plan whose rows have arrived."""
-        source_rows = plan.window.source_rows
+        source_rows = plan.source_rows
         origin = None
-        if plan.order.layout is Layout.RANK_MAJOR:
+        if plan.layout is Layout.RANK_MAJOR:
             num_arrived = arrival.topk_idx.shape[0]
         else:
             # Rows arrive in order of (source rank, token), so that a stable sort by expert is the
@@ -249,11 +247,8 @@ class DeepEpRows(RowMover):
 
 def _identity(plan: CollectivePlan) -> bytes:
     """Equal for plans whose rows go to the same places."""
-    tensors = plan.tensors
-    digest = hashlib.blake2b(
-        f"{tensors.layout} {tensors.expert_alignment}".encode(), digest_size=16
-    )
-    for part in (tensors.counts, tensors.slots):
+    digest = hashlib.blake2b(f"{plan.layout} {plan.expert_alignment}".encode(), digest_size=16)
+    for part in (plan.counts, plan.slots):
         digest.update(repr(part.shape).encode())
         digest.update(part.contiguous().numpy().tobytes())
     return digest.digest()
@@ -261,13 +256,12 @@ def _identity(plan: CollectivePlan) -> bytes:
 
 def _gathered(rows: torch.Tensor, row_idx: torch.Tensor) -> torch.Tensor:
     """`rows[row_idx]` as bytes, zeros where the index is -1."""
-    as_bytes = routing.as_bytes(rows)
-    out = torch.empty(row_idx.numel(), as_bytes.shape[1], dtype=torch.uint8, device=rows.device)
-    local_ops.place_rows(as_bytes, row_idx, out)
+    source = as_bytes(rows)
+    out = torch.empty(row_idx.numel(), source.shape[1], dtype=torch.uint8, device=rows.device)
+    local_ops.place_rows(source, row_idx, out)
     return out.view(rows.dtype)
 
 
 def _with_tail(rows: torch.Tensor, num_more: int) -> torch.Tensor:
     """With so many rows of zeros behind."""
-    as_bytes = routing.as_bytes(rows)
-    return F.pad(as_bytes, (0, 0, 0, num_more)).view(rows.dtype) if num_more else rows
+    return F.pad(as_bytes(rows), (0, 0, 0, num_more)).view(rows.dtype) if num_more else rows

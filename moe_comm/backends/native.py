@@ -19,7 +19,13 @@ from moe_comm.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.backends.native_dtypes import DLPACK_TYPES, SUMMABLE_TYPES, as_dtype, dlpack_type
+from moe_comm.backends.native_dtypes import (
+    DLPACK_TYPES,
+    ON_OVERFLOW,
+    SUMMABLE_TYPES,
+    as_dtype,
+    dlpack_type,
+)
 from moe_comm.backends.native_endpoint import (
     EndpointPlan,
     NativeEndpoint,
@@ -34,13 +40,17 @@ from moe_comm.backends.native_outcomes import (
     SubmittedOperation,
 )
 from moe_comm.backends.native_scales import Scales, describe_scales
-from moe_comm.config import Capacity, EpConfig, Layout, default_expert_rank
+from moe_comm.config import (
+    Capacity,
+    EpConfig,
+    Layout,
+    default_expert_rank,
+    num_places_per_expert,
+)
 from moe_comm.quantization import Quantization
 from moe_comm.tracing import PhaseRecord, check_trace_path, write_trace
 
 __all__ = ["NativeBackend", "NativeEndpoint", "NativePlan", "Settings"]
-
-_ON_OVERFLOW = {"grow": 0, "drop": 1, "raise": 2}
 
 
 class NativeBackend(Backend):
@@ -124,7 +134,7 @@ class NativeBackend(Backend):
             limits = (
                 -1 if capacity.num_rows is None else capacity.num_rows,
                 -1 if capacity.num_rows_per_expert is None else capacity.num_rows_per_expert,
-                _ON_OVERFLOW[capacity.on_overflow],
+                ON_OVERFLOW[capacity.on_overflow],
             )
         native = self._endpoint.dispatch(
             x,
@@ -189,8 +199,7 @@ class NativeBackend(Backend):
             return None
         by_expert = None
         if layout is Layout.LOW_LATENCY:
-            assert self.config.num_max_tokens_per_rank is not None  # checked by EpBuffer
-            num_places = self._num_ranks * self.config.num_max_tokens_per_rank
+            num_places = num_places_per_expert(self.config, layout, self._num_ranks)
             by_expert = (self._num_local_experts, num_places)
         return describe_scales(x, x_sf, quantization, by_expert)
 

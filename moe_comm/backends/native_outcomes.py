@@ -78,6 +78,7 @@ class NativePlan:
             topk_idx=from_dlpack(topk_idx),
             layout=Layout(self.native.layout),
             expert_alignment=self.native.expert_alignment,
+            num_recv_tokens=self.num_recv_tokens,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 
 from moe_comm import arithmetic, spec
-from moe_comm.backends import messages, routing
+from moe_comm.backends import messages
 from moe_comm.backends.agreement import Peers, agree_on_config
 from moe_comm.backends.base import (
     Backend,
@@ -25,8 +25,8 @@ from moe_comm.backends.base import (
     PlanTensors,
 )
 from moe_comm.backends.gradients import applying, clash, unite
-from moe_comm.backends.routing import RowOrder
-from moe_comm.config import Capacity, EpConfig, Layout
+from moe_comm.backends.rows import as_bytes
+from moe_comm.config import Capacity, EpConfig, Layout, num_places_per_expert
 from moe_comm.quantization import Quantization
 
 __all__ = ["ReferenceBackend", "ReferencePlan"]
@@ -35,42 +35,14 @@ ValueT = TypeVar("ValueT")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ReferencePlan:
+class ReferencePlan(PlanTensors):
     """A plan that is its tensors.
 
     Args:
-        tensors: Own their memory.
-        num_recv_tokens: M of the rank that holds the plan.
         dispatch: Of all ranks, which the plan is a part of; None where it was imported.
     """
 
-    tensors: PlanTensors
-    num_recv_tokens: int
-    dispatch: spec.Dispatch | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens this rank dispatched."""
-        return self.tensors.topk_idx.shape[0]
-
-    @property
-    def num_topk(self) -> int:
-        """Choices per token of this rank."""
-        return self.tensors.topk_idx.shape[1]
-
-    @property
-    def num_recv_topk(self) -> int:
-        """Largest number of choices per token of all ranks."""
-        return int(self.tensors.counts[:, -1].max())
-
-    def to_tensors(self) -> PlanTensors:
-        """A copy of the tensors."""
-        return dataclasses.replace(
-            self.tensors,
-            counts=self.tensors.counts.clone(),
-            slots=self.tensors.slots.clone(),
-            topk_idx=self.tensors.topk_idx.clone(),
-        )
+    dispatch: spec.Dispatch | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +78,7 @@ class ReferenceBackend(Backend):
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)
         self._peers = cast("Peers", communicator)
-        self._placement = agree_on_config(self._peers, config, self.name)
+        self._expert_rank = agree_on_config(self._peers, config, self.name)
         self._num_local_ranks = self._peers.num_local_ranks if config.node_reduction else None
 
     def dispatch(
@@ -136,7 +108,7 @@ class ReferenceBackend(Backend):
             quantization=quantization,
             capacity=capacity,
         )
-        bad = routing.first_bad_expert_id(topk_idx, self.config.num_experts)
+        bad = _first_bad_expert_id(topk_idx, self.config.num_experts)
         if bad is not None:
             self._exchange(
                 _Contribution(call, messages.bad_expert_id(*bad, self.config.num_experts))
@@ -145,7 +117,7 @@ class ReferenceBackend(Backend):
         gathered = self._exchange(
             _Contribution(
                 call,
-                x=routing.as_bytes(rows.x),
+                x=as_bytes(rows.x),
                 x_sf=rows.scale_bytes,
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
@@ -163,14 +135,16 @@ class ReferenceBackend(Backend):
             rows_of_experts = [len(dispatch.kept[expert_idx]) for expert_idx in experts]
             row_bytes = rows.x.shape[1] * rows.x.element_size()
             raise messages.beyond_limits(overflows, rows_of_experts, row_bytes)
-        tensors = PlanTensors(
+        plan = ReferencePlan(
             counts=dispatch.counts,
             slots=dispatch.slots(self._peers.rank_idx),
             topk_idx=_present(gathered[self._peers.rank_idx].topk_idx),
             layout=layout,
             expert_alignment=expert_alignment,
+            num_recv_tokens=len(dispatch.windows[self._peers.rank_idx].rows),
+            dispatch=dispatch,
         )
-        return self._received(rows, gathered, dispatch, tensors)
+        return self._received(rows, gathered, dispatch, plan)
 
     def dispatch_cached(
         self,
@@ -187,20 +161,22 @@ class ReferenceBackend(Backend):
         """See `Backend.dispatch_cached`."""
         del copy_out, async_op
         assert isinstance(plan, ReferencePlan)
-        tensors = plan.tensors
-        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, tensors, quantization)
+        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan, quantization)
         rows = _Rows.of(x, x_sf, quantization)
         gathered = self._exchange(
             _Contribution(
                 call,
-                x=routing.as_bytes(rows.x),
+                x=as_bytes(rows.x),
                 x_sf=rows.scale_bytes,
-                topk_idx=tensors.topk_idx,
+                topk_idx=plan.topk_idx,
                 topk_weights=topk_weights,
                 gradients=gradients,
             )
         )
-        return self._received(rows, gathered, self._earlier(plan, gathered).again, tensors)
+        dispatch = self._earlier(plan, gathered).again
+        return self._received(
+            rows, gathered, dispatch, dataclasses.replace(plan, dispatch=dispatch)
+        )
 
     def combine(
         self,
@@ -217,12 +193,12 @@ class ReferenceBackend(Backend):
         """See `Backend.combine`."""
         del copy_out, async_op
         assert isinstance(plan, ReferencePlan)
-        call = messages.describe_combine(x, row_weights, plan.tensors)
+        call = messages.describe_combine(x, row_weights, plan)
         gathered = self._exchange(
             _Contribution(
                 call,
                 x=x,
-                topk_idx=plan.tensors.topk_idx,
+                topk_idx=plan.topk_idx,
                 row_weights=row_weights,
                 gradients=applying(gradients, topk_weights),
             )
@@ -254,13 +230,19 @@ class ReferenceBackend(Backend):
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
         """See `Backend.import_plan`."""
-        routing.validate_plan_tensors(tensors, self._placement)
+        shape = [self._peers.num_ranks, self.config.num_experts + self._peers.num_ranks + 2]
+        if [*tensors.counts.shape] != shape:
+            raise ValueError(f"counts must be int32 {shape}, got {[*tensors.counts.shape]}")
         # What peers chose is not known here: they say it again with every call.
-        order = RowOrder.of(
-            tensors.layout, tensors.expert_alignment, self.config, self._peers.num_ranks
+        return ReferencePlan(
+            counts=tensors.counts,
+            slots=tensors.slots,
+            topk_idx=tensors.topk_idx,
+            layout=tensors.layout,
+            expert_alignment=tensors.expert_alignment,
+            num_recv_tokens=tensors.num_recv_tokens,
+            dispatch=None,
         )
-        window = routing.window_of(self._peers.rank_idx, tensors.counts, self._placement, order)
-        return ReferencePlan(tensors, window.num_recv_tokens)
 
     def reject(self, operation: str, error: Exception) -> NoReturn:
         """See `Backend.reject`."""
@@ -277,16 +259,12 @@ class ReferenceBackend(Backend):
         expert_alignment: int,
         counts_of_earlier: torch.Tensor | None = None,
     ) -> spec.Dispatch:
-        num_places = 0
-        if layout is Layout.LOW_LATENCY:
-            assert self.config.num_max_tokens_per_rank is not None  # checked before
-            num_places = self._peers.num_ranks * self.config.num_max_tokens_per_rank
         return spec.Dispatch(
             topk_idx=[_present(rank.topk_idx) for rank in gathered],
-            expert_rank=self._placement.expert_rank.tolist(),
+            expert_rank=self._expert_rank.tolist(),
             layout=layout,
             expert_alignment=expert_alignment,
-            num_places_per_expert=num_places,
+            num_places_per_expert=num_places_per_expert(self.config, layout, self._peers.num_ranks),
             capacities=[rank.capacity for rank in gathered],
             masked_ranks=frozenset(peer for rank in gathered for peer in rank.masked_ranks),
             counts_of_earlier=counts_of_earlier,
@@ -294,9 +272,8 @@ class ReferenceBackend(Backend):
 
     def _earlier(self, plan: ReferencePlan, gathered: Sequence[_Contribution]) -> spec.Dispatch:
         """The dispatch that the plan is a part of."""
-        tensors = plan.tensors
         return plan.dispatch or self._dispatch_of(
-            gathered, tensors.layout, tensors.expert_alignment, tensors.counts
+            gathered, plan.layout, plan.expert_alignment, plan.counts
         )
 
     def _received(
@@ -304,7 +281,7 @@ class ReferenceBackend(Backend):
         rows: _Rows,
         gathered: Sequence[_Contribution],
         dispatch: spec.Dispatch,
-        tensors: PlanTensors,
+        plan: ReferencePlan,
     ) -> Operation[DispatchOutput]:
         """What this rank gets from a dispatch."""
         received = dispatch.received(
@@ -329,7 +306,7 @@ class ReferenceBackend(Backend):
                 num_required_rows=received.num_required_rows,
                 expert_offsets=received.expert_offsets,
                 wait_ns=torch.zeros(self._peers.num_ranks, dtype=torch.int64),
-                plan=ReferencePlan(tensors, len(received.x), dispatch),
+                plan=plan,
                 gradients=_united(gathered),
             )
         )
@@ -374,7 +351,7 @@ class _Rows:
 
     @property
     def scale_bytes(self) -> torch.Tensor | None:
-        return None if self.x_sf is None else routing.as_bytes(self.x_sf)
+        return None if self.x_sf is None else as_bytes(self.x_sf)
 
 
 def _private(contribution: _Contribution) -> _Contribution:
@@ -385,6 +362,15 @@ def _private(contribution: _Contribution) -> _Contribution:
         if isinstance(value := getattr(contribution, field.name), torch.Tensor)
     }
     return dataclasses.replace(contribution, **copies)
+
+
+def _first_bad_expert_id(topk_idx: torch.Tensor, num_experts: int) -> tuple[int, int, int] | None:
+    """(token, choice, value) of the first entry outside `[-1, num_experts)`, or None."""
+    for token_idx, token in enumerate(topk_idx.tolist()):
+        for topk_pos, expert_idx in enumerate(token):
+            if not -1 <= expert_idx < num_experts:
+                return token_idx, topk_pos, expert_idx
+    return None
 
 
 def _present(value: ValueT | None) -> ValueT:

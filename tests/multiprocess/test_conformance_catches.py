@@ -91,14 +91,12 @@ class AddsBackwards(_Mutant):
         **options: Any,
     ) -> Operation[CombineOutput]:
         assert isinstance(plan, reference.ReferencePlan)
-        tensors = plan.tensors
-        if x is not None and tensors.layout is Layout.EXPERT_MAJOR:
+        if x is not None and plan.layout is Layout.EXPERT_MAJOR:
             row_weights, *_ = args
             if row_weights is None:
-                flipped = dataclasses.replace(
-                    tensors, slots=tensors.slots.flip(1), topk_idx=tensors.topk_idx.flip(1)
+                plan = dataclasses.replace(
+                    plan, slots=plan.slots.flip(1), topk_idx=plan.topk_idx.flip(1), dispatch=None
                 )
-                plan = dataclasses.replace(plan, tensors=flipped, dispatch=None)
                 topk_weights = None if topk_weights is None else topk_weights.flip(1)
         return super().combine(x, plan, topk_weights, *args, **options)
 

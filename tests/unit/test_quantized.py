@@ -10,16 +10,15 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm import quantized, spec
-from moe_comm.backends import routing
-from moe_comm.backends.routing import RowOrder
-from moe_comm.config import Layout
+from moe_comm import _host, quantized, spec
+from moe_comm.backends.rows import arrange_scales
 from moe_comm.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,
     QuantizationFormat,
     ScaleFormat,
+    scale_column_stride,
 )
 from moe_comm.testing.cases import Case, rows_of_case, seeded
 from moe_comm.testing.compare import difference
@@ -217,13 +216,20 @@ def test_column_major_keeps_values(quantization: Quantization, num_rows: int) ->
     assert difference(moe_comm.dequantize(data, columns, in_columns), values) is None
 
 
+@pytest.mark.parametrize("scale_bytes", [1, 4, 8])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 16, 17])
+def test_columns_are_as_far_apart_as_in_a_window(num_rows: int, scale_bytes: int) -> None:
+    stride = scale_column_stride(num_rows, scale_bytes)
+    native_bytes = _host.layout.scale_region_bytes(0, num_rows, 0, 3, scale_bytes, True)
+    assert 3 * stride * scale_bytes == native_bytes
+
+
 def test_low_latency_results_are_read_by_expert() -> None:
     x = torch.randn(12, 64, generator=seeded("experts"))
     data, scales = moe_comm.quantize(x, MXFP8)
     values = moe_comm.dequantize(data, scales, MXFP8)
-    order = RowOrder(Layout.LOW_LATENCY, 1, 4)
     for is_column_major in (False, True):
-        by_expert = routing.arrange_scales(scales, order, 3, is_column_major=is_column_major)
+        by_expert = arrange_scales(scales, (3, 4), is_column_major=is_column_major)
         assert by_expert.shape == (3, 4, 2)
         assert by_expert.stride() == ((8, 1, 4) if is_column_major else (8, 2, 1))
         assert difference(moe_comm.dequantize(data, by_expert, MXFP8), values) is None

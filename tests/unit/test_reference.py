@@ -303,6 +303,7 @@ def test_calls_are_told_apart() -> None:
         torch.zeros(1, 1),
         Layout.RANK_MAJOR,
         8,
+        0,
     )
     weights = torch.zeros(1, 1)
     plain = {
