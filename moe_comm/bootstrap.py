@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -18,7 +17,6 @@ __all__ = [
     "bootstrap_for",
     "check_process_of",
     "process_group_of",
-    "raise_together",
 ]
 
 
@@ -184,14 +182,3 @@ def process_group_of(bootstrap: Bootstrap) -> dist.ProcessGroup | None:
     if not isinstance(bootstrap, _ProcessGroup) or not dist.is_initialized():
         return None
     return dist.group.WORLD if bootstrap.group is None else bootstrap.group
-
-
-def raise_together(problems: Iterable[str | None]) -> None:
-    """Raise on every rank what any rank found wrong; `problems` are those of all ranks, in order.
-
-    Raises:
-        ValueError: Names the first rank with a problem.
-    """
-    for rank_idx, problem in enumerate(problems):
-        if problem is not None:
-            raise ValueError(f"rank {rank_idx}: {problem}")

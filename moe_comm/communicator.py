@@ -17,9 +17,18 @@ import torch.distributed as dist
 import torch.utils.dlpack
 
 from moe_comm import missed_calls, node_layout, nvshmem
+from moe_comm.agree import (
+    agree,
+    first_line,
+    problem_of,
+    raise_different,
+    raise_together,
+    raise_unequal,
+    said_of,
+)
 from moe_comm.arguments import as_int, shortened, shown, text_of
 from moe_comm.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
-from moe_comm.bootstrap import Bootstrap, bootstrap_for, raise_together
+from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.communicator_options import CommunicatorOptions
 from moe_comm.elastic import ElasticRanks
 from moe_comm.heap_stats import HeapStats
@@ -50,10 +59,7 @@ class _Rejecting(Protocol):
 _REJECTION = b"\0moe_comm:rejected\0\x9d\xb1\x5c\x02"
 _MOST_GATHERED_BYTES = 1 << 20
 _MOST_TEXT = 4096
-_KINDS: dict[str, type[Exception]] = {
-    "TypeError": TypeError,
-    "NotImplementedError": NotImplementedError,
-}
+_TOLD_KINDS: tuple[type[Exception], ...] = (TypeError, NotImplementedError)
 
 
 def _nothing() -> None:
@@ -83,8 +89,7 @@ def _reject_gather(error: Exception, args: tuple[Any, ...], kwargs: dict[str, An
 def _reject_making(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell peers, who are making a communicator of the same group."""
     bootstrap = bootstrap_for(kwargs.get("group", args[1] if len(args) > 1 else None))
-    gathered = bootstrap.all_gather((str(error), "", "", "", None))
-    raise_together(problem for problem, *_ in gathered)
+    agree(bootstrap.all_gather, str(error))
 
 
 gathers = tells_peers(_reject_gather)
@@ -184,7 +189,7 @@ class Communicator(ElasticRanks):
         """Gives the buffer that this rank has used last."""
         self._retained: list[object] = []
 
-        place = None
+        stated: tuple[dict[str, str], node_layout.RankPlace] | None = None
         try:
             if parent is not None:
                 if not isinstance(parent, Communicator):
@@ -213,24 +218,20 @@ class Communicator(ElasticRanks):
                 self.gpu = RankGpu(self.device, num_sms, None if parent is None else parent.gpu)
                 self.device = self.gpu.device
             problem = problem or self._problem_with_parent(backend, max_heap_bytes)
-            place = node_layout.RankPlace(
+            here = node_layout.RankPlace(
                 machine=node_layout.own_machine(),
                 declared=num_local_ranks,
                 launched=node_layout.launched_num_local_ranks(self.rank_idx, self.num_ranks),
                 parent_rank=-1 if parent is None else parent.rank_idx,
                 parent_node=-1 if parent is None else parent.node_idx,
             )
+            wishes = {"backend": backend, "rail": rail, "device": self.device.type}
+            stated = (wishes, here)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            problem = str(error).split("\n", 1)[0] or repr(error)
-        if problem is not None:
-            place, backend, rail = None, "", ""  # what is wrong may not even be picklable
-        kind = "" if problem is not None else self.device.type
-        gathered = self.bootstrap.all_gather((problem, backend, rail, kind, place))
-        problems, backends, rails, devices, places = zip(*gathered, strict=True)
-        raise_together(problems)
-        for what, values in (("backends", backends), ("rails", rails), ("devices", devices)):
-            if len(set(values)) > 1:
-                raise ValueError(f"ranks ask for different {what}: {list(values)}")
+            problem = first_line(error)
+        gathered = agree(self.bootstrap.all_gather, problem, stated)
+        raise_different("ranks ask for different communicators", [wish for wish, _ in gathered])
+        places = [place for _, place in gathered]
         self.backend, self.num_local_ranks = choose_backend(backend, rail, self.device, places)
         self.nodes = node_layout.NodeLayout(
             num_ranks=self.num_ranks, num_local_ranks=self.num_local_ranks
@@ -403,14 +404,12 @@ class Communicator(ElasticRanks):
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             self.reject(error)
         gathered = self.exchange("making", b"+" + stated.encode(errors="backslashreplace"))
-        said = [(idx, item[1:].decode()) for idx, item in enumerate(gathered) if item]
-        first_rank, first = said[0]
-        for rank_idx, text in said:
-            if text != first:
-                raise ValueError(
-                    f"ranks make different things: rank {first_rank} {shortened(first)}, rank "
-                    f"{rank_idx} {shortened(text)}"
-                )
+        # An excluded rank says nothing.
+        raise_unequal(
+            "ranks make different things",
+            [item[1:].decode() if item else None for item in gathered],
+            shortened,
+        )
 
     def reject(self, error: Exception) -> NoReturn:
         """Raise `error` on every rank, in place of an `all_gather` that they enter. Collective.
@@ -419,11 +418,9 @@ class Communicator(ElasticRanks):
             error: Raised as a TypeError or NotImplementedError where it is one, else as a ValueError, with
                 this rank's number in front.
         """
-        kind = next(
-            (name for name, kind in _KINDS.items() if isinstance(error, kind)), "ValueError"
-        )
-        text = text_of(error)[:_MOST_TEXT]
-        self._gather(_REJECTION + f"{kind}:{text}".encode(errors="backslashreplace"))
+        kind = next((kind for kind in _TOLD_KINDS if isinstance(error, kind)), ValueError)
+        told = said_of(kind(text_of(error)[:_MOST_TEXT]))
+        self._gather(_REJECTION + told.encode(errors="backslashreplace"))
         raise AssertionError("a rejected exchange did not raise") from error
 
     def _gather(self, payload: bytes) -> list[bytes]:
@@ -431,10 +428,13 @@ class Communicator(ElasticRanks):
             gathered = self.require_native().all_gather(payload)
         else:
             gathered = [bytes(item) for item in self.bootstrap.all_gather(payload)]
-        for rank_idx, item in enumerate(gathered):
-            if item.startswith(_REJECTION):
-                kind, _, text = item[len(_REJECTION) :].decode(errors="replace").partition(":")
-                raise _KINDS.get(kind, ValueError)(f"rank {rank_idx}: {text}")
+        if any(item.startswith(_REJECTION) for item in gathered):
+            raise_together(
+                problem_of(item[len(_REJECTION) :].decode(errors="replace"))
+                if item.startswith(_REJECTION)
+                else None
+                for item in gathered
+            )
         return gathered
 
     def tell_missed(

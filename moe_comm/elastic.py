@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 
 from moe_comm import missed_calls
+from moe_comm.agree import first_line
 from moe_comm.arguments import as_int
 from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import PeerFailedError
 from moe_comm.missed_calls import tells_peers
-from moe_comm.rendezvous import Host, JoiningRank, JoiningRanks, first_line, open_store
+from moe_comm.rendezvous import Host, JoiningRank, JoiningRanks, open_store
 from moe_comm.survivors import (
     CommunicatorT,
     Decision,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_comm.agree import raise_different
 from moe_comm.arguments import as_int, shown
 from moe_comm.buffer import EpBuffer, rejects_unbound
 from moe_comm.communicator import Communicator, check_communicator, gathers
@@ -254,21 +255,13 @@ def _agree(communicator: Communicator, num_elements: int, dtype: torch.dtype) ->
 
     Slices of different vectors may have rows of one size: without this they would be added.
     """
-    own = json.dumps([num_elements, str(dtype)]).encode()
+    own = json.dumps({"num_elements": num_elements, "dtype": str(dtype)}).encode()
+    said = communicator.exchange("GradientSum", own)
     # An excluded rank says nothing.
-    said = [
-        (rank_idx, *json.loads(payload))
-        for rank_idx, payload in enumerate(communicator.exchange("GradientSum", own))
-        if payload
-    ]
-    first_rank, *first = said[0]
-    for rank_idx, *its in said:
-        for name, value, its_value in zip(("num_elements", "dtype"), first, its, strict=True):
-            if value != its_value:
-                raise ValueError(
-                    f"ranks make a GradientSum differently: {name} is {value} on rank {first_rank} "
-                    f"and {its_value} on rank {rank_idx}"
-                )
+    raise_different(
+        "ranks make a GradientSum differently",
+        [json.loads(payload) if payload else None for payload in said],
+    )
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_comm import env
-from moe_comm.bootstrap import Bootstrap, raise_together
+from moe_comm.agree import agree
+from moe_comm.bootstrap import Bootstrap
 from moe_comm.communicator_options import CommunicatorOptions
 from moe_comm.node_layout import RankPlace
 
@@ -115,7 +116,6 @@ def _listen(
         address = mesh.address()
     except (ValueError, OSError) as error:  # an interface that only this machine lacks
         problem = str(error)
-    problems, addresses = zip(*bootstrap.all_gather((problem, address)), strict=True)
-    raise_together(problems)
+    addresses = agree(bootstrap.all_gather, problem, address)
     assert mesh is not None
-    return mesh, list(addresses)
+    return mesh, addresses

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_comm import env
+from moe_comm.agree import raise_different
 
 __all__ = [
     "Machine",
@@ -151,17 +152,15 @@ def agree_on_nodes(places: Sequence[RankPlace], with_launcher: bool, must_fit: b
     Raises:
         ValueError: No such layout, with the values that stand against it.
     """
-    declared = [place.declared for place in places]
-    if len(set(declared)) > 1:
-        other = next(rank for rank, value in enumerate(declared) if value != declared[0])
-        raise ValueError(
-            f"ranks declare different node layouts: num_local_ranks is {declared[0]} on rank 0 and "
-            f"{declared[other]} on rank {other}"
-        )
+    raise_different(
+        "ranks declare different node layouts",
+        [{"num_local_ranks": place.declared} for place in places],
+    )
+    declared = places[0].declared
     has_parent = places[0].parent_rank >= 0
-    if declared[0] is not None:
-        _check_declared(declared[0], places, has_parent)
-        return declared[0]
+    if declared is not None:
+        _check_declared(declared, places, has_parent)
+        return declared
     launched = places[0].launched
     if (
         with_launcher

@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 from types import ModuleType
 
+from moe_comm import agree as agreement
 from moe_comm import env, node_layout
-from moe_comm.bootstrap import Bootstrap, raise_together
+from moe_comm.bootstrap import Bootstrap
 
 __all__ = [
     "HOST_LIBRARY",
@@ -97,9 +98,8 @@ def agree(bootstrap: Bootstrap) -> bytes:
         except RuntimeError as error:
             reason = str(error)
     process = (str(node_layout.own_machine()), os.getpid())
-    said = bootstrap.all_gather((reason, process, is_initialised, unique_id))
-    raise_together(problem for problem, _, _, _ in said)
-    processes = [process for _, process, _, _ in said]
+    said = agreement.agree(bootstrap.all_gather, reason, (process, is_initialised, unique_id))
+    processes = [process for process, _, _ in said]
     for rank_idx, process in enumerate(processes):
         first = processes.index(process)
         if first != rank_idx:
@@ -107,10 +107,10 @@ def agree(bootstrap: Bootstrap) -> bytes:
                 f"ranks {first} and {rank_idx} are threads of one process, which NVSHMEM takes as "
                 "one: across nodes ranks with GPUs are processes"
             )
-    met = [rank_idx for rank_idx, (_, _, initialised, _) in enumerate(said) if initialised]
+    met = [rank_idx for rank_idx, (_, initialised, _) in enumerate(said) if initialised]
     if met and len(met) < len(said):
         raise ValueError(
             f"NVSHMEM is initialised once in a process: ranks {met} of {len(said)} have done so with "
             "others"
         )
-    return bytes(said[0][3])
+    return bytes(said[0][2])

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_comm import cuda_devices, env, nvshmem
-from moe_comm.bootstrap import Bootstrap, raise_together
+from moe_comm.agree import agree, first_line
+from moe_comm.bootstrap import Bootstrap
 
 if TYPE_CHECKING:
     from moe_comm import _cuda, _host
@@ -60,7 +61,7 @@ class RankGpu:
         if self._num_sms is None:
             self._num_sms = cuda_devices.default_num_sms(self._devices)
         problem = cuda_devices.problem_with_devices(bootstrap.rank_idx, self._devices, local_ranks)
-        raise_together(bootstrap.all_gather(problem))
+        agree(bootstrap.all_gather, problem)
 
     def make_heap(
         self,
@@ -100,9 +101,9 @@ class RankGpu:
                 module = nvshmem.load_nvshmem_module()
                 self._heap = module.InternodeHeap.create(*arguments, nvshmem_id)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            problem = str(error).split("\n", 1)[0]
+            problem = first_line(error)
         try:
-            raise_together(bootstrap.all_gather(problem))
+            agree(bootstrap.all_gather, problem)
         except ValueError:
             native.destroy()
             raise

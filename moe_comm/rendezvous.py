@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
+from moe_comm.agree import first_line
 from moe_comm.errors import PeerFailedError, PeerTimeoutError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ __all__ = [
     "JoiningRank",
     "JoiningRanks",
     "assign_ranks",
-    "first_line",
     "open_store",
 ]
 
@@ -98,14 +98,6 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
             f"{type(rendezvous).__name__}"
         )
     return dist.PrefixStore("moe_comm", rendezvous)  # type: ignore[attr-defined]
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says to other ranks; the name of its type says what its text does not."""
-    text = str(error).split("\n", 1)[0]
-    if isinstance(error, (TypeError, ValueError, PeerFailedError, PeerTimeoutError)):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _set(store: Store, key: str, value: bytes) -> None:

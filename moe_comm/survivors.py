@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from moe_comm.agree import first_line
 from moe_comm.arguments import shown
 from moe_comm.errors import EvictedError, PeerFailedError, PeerTimeoutError
-from moe_comm.rendezvous import JoiningRanks, first_line
+from moe_comm.rendezvous import JoiningRanks
 
 if TYPE_CHECKING:
     from moe_comm import _host

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
-from moe_comm.arguments import text_of
+from moe_comm.agree import agree, raise_different
 from moe_comm.backends import load_backend, messages
 from moe_comm.backends.base import Backend
 from moe_comm.bootstrap import Bootstrap
@@ -51,6 +51,10 @@ class Communicators(Protocol):
         """Every rank's payload in rank order, empty for ranks that failed before a recovery."""
         ...
 
+    def reject(self, error: Exception) -> NoReturn:
+        """Raise `error` on every rank, in place of an exchange that they enter."""
+        ...
+
 
 def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> torch.Tensor:
     """Check that every rank makes the same kind of buffer. Collective.
@@ -68,15 +72,8 @@ def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> torch.
         fields = {"backend": backend_name, **messages.describe_config(config, peers.num_ranks)}
     except ValueError as raised:
         error = raised
-    gathered: list[tuple[dict[str, str], Exception | None]] = peers.bootstrap.all_gather(
-        (fields, error)
-    )
-    rejected = messages.rejected([peer_error for _, peer_error in gathered])
-    if rejected is not None:
-        raise rejected from error
-    differs = messages.config_differs([other for other, _ in gathered])
-    if differs is not None:
-        raise differs
+    said = agree(peers.bootstrap.all_gather, error, fields)
+    raise_different("ranks configure the buffer differently", said)
     return config.resolve_expert_rank(peers.num_ranks)
 
 
@@ -88,8 +85,6 @@ def agree_on_backend(communicator: Communicators, config: object) -> type[Backen
         TypeError: A rank's configuration is none, on every rank.
     """
     name = communicator.backend
-    error: Exception | None = None
-    backend_class = None
     try:
         if not isinstance(config, EpConfig):
             raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
@@ -98,13 +93,7 @@ def agree_on_backend(communicator: Communicators, config: object) -> type[Backen
             raise ValueError(
                 f"the {name} backend has no node_reduction: it must be False, got True"
             )
-    except Exception as raised:  # noqa: BLE001 - whatever it is, peers must hear of it
-        error = raised
-    problem = "" if error is None else f"{type(error).__name__}:{text_of(error)}"
-    answers = communicator.exchange("EpBuffer", problem.encode(errors="backslashreplace"))
-    for rank_idx, answer in enumerate(answers):
-        if answer:
-            kind, _, text = answer.decode().partition(":")
-            raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank_idx}: {text}")
-    assert backend_class is not None
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        communicator.reject(error)
+    communicator.exchange("EpBuffer", b"")
     return backend_class

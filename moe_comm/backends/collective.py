@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import _host, arithmetic
+from moe_comm.agree import agree, raise_unequal
 from moe_comm.backends import admission, local_ops, messages
 from moe_comm.backends.admission import CapacityDecision
 from moe_comm.backends.agreement import Peers, agree_on_config
@@ -300,15 +301,9 @@ class CollectiveBackend(Backend):
 
     def _raise_disagreement(self, operation: str, call: str, error: Exception | None) -> NoReturn:
         # Every rank read the same rows, so every rank comes here.
-        gathered: list[tuple[str, Exception | None]] = self._carrier.all_gather_object(
-            (call, error), operation
-        )
-        rejected = messages.rejected([peer_error for _, peer_error in gathered])
-        if rejected is not None:
-            raise rejected from error
-        differs = messages.calls_differ([peer_call for peer_call, _ in gathered])
-        assert differs is not None
-        raise differs
+        calls = agree(lambda item: self._carrier.all_gather_object(item, operation), error, call)
+        raise_unequal("ranks disagree", calls)
+        raise AssertionError("rows of numbers differ where calls do")
 
     def _move_to_experts(
         self,

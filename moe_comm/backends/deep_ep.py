@@ -15,7 +15,8 @@ import hashlib
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
-from moe_comm.backends import local_ops, messages
+from moe_comm.agree import agree
+from moe_comm.backends import local_ops
 from moe_comm.backends.carrier import Carrier
 from moe_comm.backends.collective import CollectiveBackend
 from moe_comm.backends.collective_plan import CollectivePlan
@@ -54,11 +55,11 @@ class DeepEpBackend(CollectiveBackend):
             return
         num_local_experts = max(map(placement.native.num_local_experts, range(placement.num_ranks)))
         problem = problem_with_deep_ep(placement.num_ranks, num_local_experts)
-        found = self._peers.bootstrap.all_gather(problem)
-        error = messages.rejected([None if text is None else ValueError(text) for text in found])
-        if error is not None:
+        try:
+            agree(self._peers.bootstrap.all_gather, problem)
+        except ValueError:
             self._carrier.destroy()
-            raise error
+            raise
         self._rows = DeepEpRows(self._carrier, placement, num_local_experts, config.row_bytes)
 
     def destroy(self) -> None:

@@ -20,19 +20,16 @@ __all__ = [
     "bad_expert_id",
     "beyond_limits",
     "call_hash",
-    "calls_differ",
-    "config_differs",
     "describe_combine",
     "describe_config",
     "describe_dispatch",
     "describe_dispatch_cached",
     "no_places",
-    "rejected",
 ]
 
 
 def bad_expert_id(token_idx: int, topk_pos: int, value: int, num_experts: int) -> ValueError:
-    """A rank chose an expert that does not exist; `rejected` adds which rank."""
+    """A rank chose an expert that does not exist; `agree.raise_together` adds which rank."""
     return ValueError(
         f"topk_idx[{token_idx}, {topk_pos}] = {value} is not an expert id in [-1, {num_experts})"
     )
@@ -61,36 +58,6 @@ def beyond_limits(
 def no_places(overflows: Sequence[Overflow]) -> ValueError:
     """For every rank, when experts have more rows than places in LOW_LATENCY."""
     return ValueError(_overflow_text(overflows))
-
-
-def rejected(errors: Sequence[Exception | None]) -> Exception | None:
-    """What every rank raises when some ranks' calls were wrong; None when none was.
-
-    The type is that of the lowest rank's error, or its nearest base that takes a message alone.
-
-    Args:
-        errors: Of every rank.
-    """
-    found = [(rank_idx, error) for rank_idx, error in enumerate(errors) if error is not None]
-    if not found:
-        return None
-    message = "; ".join(f"rank {rank_idx}: {error}" for rank_idx, error in found)
-    for kind in type(found[0][1]).__mro__:
-        if not issubclass(kind, Exception):
-            break
-        try:
-            return kind(message)
-        except TypeError:
-            continue
-    return RuntimeError(message)
-
-
-def calls_differ(calls: Sequence[str]) -> ValueError | None:
-    """For every rank, when the calls that met are not the same; None when they are."""
-    for rank_idx, call in enumerate(calls):
-        if call != calls[0]:
-            return ValueError(f"ranks disagree: {calls[0]} on rank 0 met {call} on rank {rank_idx}")
-    return None
 
 
 def call_hash(call: str) -> int:
@@ -152,18 +119,6 @@ def describe_config(config: EpConfig, num_ranks: int) -> dict[str, str]:
         "node_reduction": str(config.node_reduction),
         "expert_rank": str(config.resolve_expert_rank(num_ranks).tolist()),
     }
-
-
-def config_differs(fields: Sequence[dict[str, str]]) -> ValueError | None:
-    """For every rank, when configurations differ: the first field that does, with both values."""
-    for rank_idx, other in enumerate(fields):
-        for name, value in fields[0].items():
-            if other[name] != value:
-                return ValueError(
-                    f"ranks configure the buffer differently: {name} is {value} on rank 0 and "
-                    f"{other[name]} on rank {rank_idx}"
-                )
-    return None
 
 
 def _overflow_text(overflows: Sequence[Overflow]) -> str:

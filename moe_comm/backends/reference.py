@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 
 from moe_comm import arithmetic, spec
+from moe_comm.agree import agree, raise_unequal
 from moe_comm.backends import messages
 from moe_comm.backends.agreement import Peers, agree_on_config
 from moe_comm.backends.base import (
@@ -313,13 +314,8 @@ class ReferenceBackend(Backend):
 
     def _exchange(self, mine: _Contribution) -> list[_Contribution]:
         """Every rank's contribution, or the error that every rank raises."""
-        gathered: list[_Contribution] = self._peers.bootstrap.all_gather(_private(mine))
-        rejected = messages.rejected([rank.error for rank in gathered])
-        if rejected is not None:
-            raise rejected from mine.error
-        differs = messages.calls_differ([rank.call for rank in gathered])
-        if differs is not None:
-            raise differs
+        gathered = agree(self._peers.bootstrap.all_gather, mine.error, _private(mine))
+        raise_unequal("ranks disagree", [rank.call for rank in gathered])
         clashing = clash([rank.gradients for rank in gathered], mine.call.partition("(")[0])
         if clashing is not None:
             raise clashing

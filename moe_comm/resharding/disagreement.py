@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 from moe_comm.resharding.metadata import ParameterMetadata
 
-__all__ = ["Part", "describe_disagreement", "name_ranks"]
-
-# Ranks that a message lists.
-_MAX_RANKS = 8
+__all__ = ["Part", "describe_disagreement"]
 
 Shape = tuple[int, ...]
 
@@ -30,14 +27,6 @@ class Part(NamedTuple):
     rank: int
     meta: ParameterMetadata
     whole: Shape
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Such as "rank 3" or "ranks 0, 1"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
-    return f"ranks {shown}" + (" and more" if len(ranks) > _MAX_RANKS else "")
 
 
 def describe_disagreement(

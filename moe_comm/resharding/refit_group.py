@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm.agree import name_ranks, problem_of, raise_together, said_of
 from moe_comm.arguments import shown
 from moe_comm.bootstrap import Bootstrap, bootstrap_for, process_group_of
 from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError, PeerFailedError
-from moe_comm.resharding.disagreement import name_ranks
 from moe_comm.resharding.group_bytes import all_gather_bytes
 from moe_comm.resharding.group_failures import failure_of
 
@@ -299,7 +299,7 @@ def agree(
         )
     rows = [_ROW.unpack(item) for item in gathered]
     if any(is_bad for is_bad, *_ in rows):
-        _raise_problems(group.all_gather_text(_text_of(problem)), problem)
+        _raise_problems(group.all_gather_text(said_of(problem)), problem)
     if len({wish for _, wish, *_ in rows}) > 1:
         texts = group.all_gather_text(options)
         raise ValueError(f"ranks ask for different refits: {_differences(texts)}")
@@ -331,7 +331,7 @@ def agree_that_it_ran(group: RefitGroup, service: object, problem: Exception | N
     communicator = getattr(service, "communicator", None)
     wire = communicator if isinstance(communicator, Communicator) else group
     try:
-        texts = _gather_text(_text_of(problem), wire.all_gather)
+        texts = _gather_text(said_of(problem), wire.all_gather)
     except CommunicationError:
         if problem is not None:
             raise problem from None
@@ -353,27 +353,11 @@ def _differences(options: Sequence[str]) -> str:
     return "; ".join(texts)
 
 
-def _text_of(problem: Exception | None) -> str:
-    return "" if problem is None else f"{type(problem).__name__}\n{problem}"
-
-
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (KeyError, RuntimeError, TypeError, ValueError)
-}
-
-
 def _raise_problems(texts: Sequence[str], own: Exception | None) -> None:
     """Raise this rank's problem, or say whose it is."""
     if own is not None:
         raise own
-    lines = []
-    kinds = []
-    for rank_idx, text in enumerate(texts):
-        kind, _, message = text.partition("\n")
-        if text:
-            kinds.append(_KINDS.get(kind, ValueError))
-            lines.append(f"rank {rank_idx}: {message}")
-    raise kinds[0]("; ".join(lines))
+    raise_together(problem_of(text) for text in texts)
 
 
 def _hash_of(text: str) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moe_comm.agree import agree, first_line
 from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.errors import RefitError
 from moe_comm.resharding import stale
@@ -97,13 +98,13 @@ def verify_refit(
             sent = _source_pieces(plan, src_module, hooks, bootstrap.rank_idx)
             received = _destination_pieces(plan, dst_module, hooks, bootstrap.rank_idx)
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        problem = str(error).split("\n", 1)[0]
+        problem = first_line(error)
     unproven = [
         key for ends in (sent, received) for key, piece in ends.items() if piece.checksum is None
     ]
-    gathered = bootstrap.all_gather((problem, reason, unproven))
-    _raise_problems([(problem, reason) for problem, reason, _ in gathered])
-    skipped = {key for _, _, keys in gathered for key in keys}
+    gathered = agree(bootstrap.all_gather, problem, (reason, unproven))
+    _raise_stale([its for its, _ in gathered])
+    skipped = {key for _, keys in gathered for key in keys}
     odd_pairs = _odd_pairs(bootstrap, sent, received, skipped)
     if odd_pairs:
         _raise_differences(bootstrap, odd_pairs, sent, received, skipped, dst_module)
@@ -176,11 +177,8 @@ def _proven_by_checksum(op: TransferOp, piece: torch.Tensor) -> _Piece:
     return _Piece(op, piece.numel() * piece.element_size(), checksum(piece.cpu()))
 
 
-def _raise_problems(gathered: list[tuple[str | None, str | None]]) -> None:
-    problems = [f"rank {i}: {problem}" for i, (problem, _) in enumerate(gathered) if problem]
-    if problems:
-        raise ValueError("; ".join(problems))
-    reasons = {i: reason for i, (_, reason) in enumerate(gathered) if reason is not None}
+def _raise_stale(gathered: list[str | None]) -> None:
+    reasons = {i: reason for i, reason in enumerate(gathered) if reason is not None}
     if reasons:
         raise RefitError(
             "; ".join(f"the target on rank {i} is stale: {why}" for i, why in reasons.items()),

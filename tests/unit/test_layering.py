@@ -190,6 +190,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.triton"},
     {
         "moe_comm._version",
+        "moe_comm.agree",
         "moe_comm.arguments",
         "moe_comm.arithmetic",
         "moe_comm.bootstrap",

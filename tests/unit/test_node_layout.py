@@ -213,8 +213,9 @@ def errors_of_ranks(num_ranks: int, **arguments: Any) -> list[str]:
     ("arguments", "message"),
     [
         (
-            {"num_local_ranks": 3},
-            "rank 0: num_local_ranks must divide the number of ranks, 4, got 3",
+            {"num_local_ranks": [3, 2, 3, 2]},
+            "rank 0: num_local_ranks must divide the number of ranks, 4, got 3; "
+            "rank 2: num_local_ranks must divide the number of ranks, 4, got 3",
         ),
         (
             {"num_local_ranks": [2, 2, 0, 2]},
@@ -229,19 +230,19 @@ def errors_of_ranks(num_ranks: int, **arguments: Any) -> list[str]:
             "ranks declare different node layouts: num_local_ranks is 2 on rank 0 and None on rank 1",
         ),
         (
-            {"rail": "tin cans"},
+            {"rail": ["tin cans", "auto", "auto", "auto"]},
             "rank 0: rail must be one of auto, gloo, mpi, sockets, got 'tin cans'",
         ),
         (
             {"rail": ["auto", "auto", "sockets", "auto"]},
-            "ranks ask for different rails: ['auto', 'auto', 'sockets', 'auto']",
+            "ranks ask for different communicators: rail is auto on rank 0 and sockets on rank 2",
         ),
         (
-            {"rail": "gloo", "backend": "reference"},
-            "rank 0: rail is for the host backend, got 'gloo' with 'reference' on cpu",
+            {"rail": ["auto", "gloo", "auto", "auto"], "backend": "reference"},
+            "rank 1: rail is for the host backend, got 'gloo' with 'reference' on cpu",
         ),
         (
-            {"rail": "gloo", "device": "cuda"},
+            {"rail": "gloo", "device": ["cuda", "cpu", "cpu", "cpu"]},
             "rank 0: rail is for the host backend, got 'gloo' with 'auto' on cuda",
         ),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_comm import EpConfig, arithmetic, spec
+from moe_comm.agree import raise_different
 from moe_comm.backends import messages
 from moe_comm.testing.case_list import NODE_REDUCTION_CASES
 from moe_comm.testing.cases import Case
@@ -108,10 +109,10 @@ def test_a_token_without_rows_gets_zero() -> None:
 def test_ranks_that_differ_are_told() -> None:
     plain = EpConfig(num_experts=4, num_topk=2, hidden=64, num_max_tokens_per_rank=8)
     reduced = dataclasses.replace(plain, node_reduction=True)
-    error = messages.config_differs(
-        [messages.describe_config(config, 2) for config in (plain, reduced)]
-    )
-    assert "node_reduction is False on rank 0 and True on rank 1" in str(error)
+    with pytest.raises(ValueError, match="node_reduction is False on rank 0 and True on rank 1"):
+        raise_different(
+            "ranks differ", [messages.describe_config(config, 2) for config in (plain, reduced)]
+        )
     with pytest.raises(TypeError, match="node_reduction must be a bool, got 1"):
         dataclasses.replace(plain, node_reduction=1)
 

@@ -352,7 +352,9 @@ def test_a_pe_that_gives_up_is_named() -> None:
 def test_pes_must_ask_for_the_same() -> None:
     def body(communicator: Communicator) -> None:
         service = service_on(communicator, alignment=16 << communicator.rank_idx)
-        with pytest.raises(ValueError, match=r"rank 0 has .*alignment=16, rank 1 has .*=32"):
+        with pytest.raises(
+            ValueError, match=r"settings: .*alignment=16.* on rank 0 met .*=32.* on rank 1"
+        ):
             service.schedule()
         other = RemoteCopyService(
             communicator=communicator, slot_bytes=SLOT * (1 + communicator.rank_idx)
@@ -369,7 +371,7 @@ def test_different_calls_meet() -> None:
         service = service_on(communicator)
         service.schedule()
         call = service.run if service.my_pe else service.schedule
-        with pytest.raises(ValueError, match="rank 0 is in schedule, rank 1 is in run 1"):
+        with pytest.raises(ValueError, match="calls: schedule on rank 0 met run 1 on rank 1"):
             call()
 
     on_ranks(2, body)

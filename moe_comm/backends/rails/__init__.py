@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any, Protocol
 
+from moe_comm.agree import agree, first_line, raise_different, raise_together
 from moe_comm.backends.rails.engine import Peers, RailEngine
 from moe_comm.backends.rails.gloo import GlooEngine, gloo_problem
 from moe_comm.backends.rails.mpi import MpiEngine, MpiPlace, mpi_place
-from moe_comm.bootstrap import Bootstrap, process_group_of, raise_together
+from moe_comm.bootstrap import Bootstrap, process_group_of
 from moe_comm.errors import CommunicationError
 from moe_comm.node_layout import NodeLayout
 
@@ -70,12 +71,7 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     if None in said:
         return None
     raise_together([peer_problem for _, peer_problem, _ in said])
-    names = [peer_name for peer_name, _, _ in said]
-    for rank_idx, peer_name in enumerate(names):
-        if peer_name != names[0]:
-            raise ValueError(
-                f"ranks use different rails: rank 0 {names[0]!r}, rank {rank_idx} {peer_name!r}"
-            )
+    raise_different("ranks use different rails", [{"rail": peer_name} for peer_name, _, _ in said])
     peers = Peers(
         rank_idx=communicator.rank_idx,
         nodes=communicator.nodes,
@@ -94,9 +90,9 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     except CommunicationError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        problem = str(error).split("\n", 1)[0]
+        problem = first_line(error)
     try:
-        raise_together(all_gather(problem))
+        agree(all_gather, problem)
     except BaseException:
         if engine is not None:
             engine.close()

@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from moe_comm.agree import raise_together
+
 __all__ = ["Transfer", "agree"]
 
 Transfer: TypeAlias = tuple["int | None", int, str]
@@ -57,9 +59,7 @@ def agree(
             problem = "gave up, without a reason"
         # Names of files may hold what is no UTF-8.
         texts = _gather_long((problem or "").encode("utf-8", "backslashreplace"), all_gather)
-        raise ValueError(
-            "; ".join(f"rank {rank}: {text.decode()}" for rank, text in enumerate(texts) if text)
-        )
+        raise_together(text.decode() or None for text in texts)
     sent, received = rows[:, 1 : 1 + num_ranks], rows[:, 1 + num_ranks :].T
     odd_pairs = [(int(src), int(dst)) for src, dst in np.argwhere(sent != received)]
     if not odd_pairs:

@@ -6,10 +6,12 @@ import collections
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moe_comm.agree import agree
 from moe_comm.resharding.ir.transfer import TransferType
 from moe_comm.resharding.ir.units import ENTRY_ALIGNMENT, Bucket, BucketEntry, Chunk, logger
 
@@ -117,20 +119,19 @@ def check_buckets(
     for bucket in buckets:
         if bucket.transfer_type in (TransferType.P2P, TransferType.BROADCAST):
             mine.setdefault((bucket.src_rank, bucket.dst_ranks), []).append(bucket)
-    rank = dist.get_rank(group)
     summary = {way: _summary(of_way) for way, of_way in mine.items()}
-    gathered: list[tuple[str | None, dict[tuple[int, tuple[int, ...]], tuple[int, int, str]]]]
-    gathered = [(None, {})] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (None if error is None else str(error), summary), group=group)
-    for other, (text, _) in enumerate(gathered):
-        if text is not None:
-            whose = "this rank" if other == rank else f"rank {other}"
-            raise ValueError(f"{whose} has no buckets: {text}")
-    for way in sorted(set().union(*(theirs for _, theirs in gathered))):
+
+    def all_gather(item: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, item, group=group)
+        return gathered
+
+    gathered = agree(all_gather, None if error is None else f"no buckets: {error}", summary)
+    for way in sorted(set().union(*gathered)):
         src, dsts = way
-        want = gathered[src][1].get(way)
+        want = gathered[src].get(way)
         for dst in dsts:
-            got = gathered[dst][1].get(way)
+            got = gathered[dst].get(way)
             if got != want:
                 raise ValueError(
                     f"buckets from rank {src} to ranks {dsts}: rank {src} sends {_text(want)}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 
+from moe_comm.agree import raise_together, raise_unequal
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     ReceiveRequest,
     SendRequest,
@@ -41,13 +42,9 @@ def agree(exchange: Exchange, call: str, settings: str, problem: str | None, epo
     for pe, item in enumerate(said):
         if item is None:
             raise ValueError(f"rank {pe} has failed: a service includes every rank of its group")
-        if item[2] is not None:
-            raise ValueError(f"rank {pe}: {item[2]}")
-    for idx, what in ((0, "is in"), (1, "has")):
-        values = [item[idx] for item in said]
-        for pe, value in enumerate(values):
-            if value != values[0]:
-                raise ValueError(f"rank 0 {what} {values[0]}, rank {pe} {what} {value}")
+    raise_together(problem for _, _, problem, _ in said)
+    raise_unequal("ranks are in different calls", [its_call for its_call, *_ in said])
+    raise_unequal("ranks have different settings", [its for _, its, *_ in said])
     return int(max(item[3] for item in said))
 
 

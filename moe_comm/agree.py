@@ -1,0 +1,166 @@
+"""All ranks go on, or all raise: what any of them finds wrong is an error on every one, in one wording.
+
+Ranks tell each other before anything moves, in what they exchange anyway: objects over a bootstrap,
+bytes over a communicator, a word in the row of an operation. What they raise then is worded here. For
+the operations of native backends csrc/host/agreement.cpp words it, alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from moe_comm.arguments import text_of
+from moe_comm.errors import PeerFailedError, PeerTimeoutError
+
+__all__ = [
+    "Problem",
+    "agree",
+    "first_line",
+    "name_ranks",
+    "problem_of",
+    "raise_different",
+    "raise_together",
+    "raise_unequal",
+    "said_of",
+]
+
+MineT = TypeVar("MineT")
+
+Problem = Exception | str | None
+"""What is wrong on one rank: an error, or the text of a ValueError; None for nothing."""
+
+# Ranks that a message lists.
+_MAX_RANKS = 8
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+}
+
+
+def agree(
+    all_gather: Callable[[Any], list[Any]], problem: Problem, mine: MineT | None = None
+) -> list[MineT]:
+    """Tell every rank what this one has, or what is wrong with it. Collective.
+
+    Args:
+        all_gather: Every rank's object, in rank order.
+        problem: What is wrong on this rank.
+        mine: What the others are told; not sent where there is a problem.
+
+    Returns:
+        Every rank's `mine`, in rank order.
+
+    Raises:
+        Exception: See `raise_together`.
+    """
+    gathered = all_gather((problem, None if problem is not None else mine))
+    raise_together([told for told, _ in gathered], problem)
+    return [its for _, its in gathered]
+
+
+def raise_together(problems: Iterable[Problem], own: Problem = None) -> None:
+    """Raise on every rank what any rank found wrong.
+
+    Args:
+        problems: Of all ranks, in order.
+        own: That of this rank, as the cause of what it raises.
+
+    Raises:
+        Exception: Some rank has a problem; the message names all that have. Its type is that of the
+            lowest rank's error, or its nearest base that takes a message alone.
+    """
+    found = [(rank_idx, each) for rank_idx, each in enumerate(problems) if each is not None]
+    if not found:
+        return
+    lines = [f"rank {rank_idx}: {_text(each)}" for rank_idx, each in found[:_MAX_RANKS]]
+    if len(found) > _MAX_RANKS:
+        lines.append(f"and {len(found) - _MAX_RANKS} more ranks")
+    raise _alike(found[0][1], "; ".join(lines)) from own if isinstance(own, Exception) else None
+
+
+def raise_different(what: str, said: Sequence[Mapping[str, object] | None]) -> None:
+    """Raise on every rank the first thing that two ranks say differently.
+
+    Args:
+        what: Begins the message, such as "ranks ask for different rails".
+        said: Of all ranks, by name, what must be equal; None for a rank that takes no part.
+
+    Raises:
+        ValueError: Something differs; both values are named, and who says them.
+    """
+    present = [(rank_idx, mine) for rank_idx, mine in enumerate(said) if mine is not None]
+    for rank_idx, mine in present:
+        first_rank, first = present[0]
+        for name, value in first.items():
+            if mine[name] != value:
+                raise ValueError(
+                    f"{what}: {name} is {value} on rank {first_rank} and {mine[name]} on rank {rank_idx}"
+                )
+
+
+def raise_unequal(what: str, said: Sequence[str | None], shown: Callable[[str], str] = str) -> None:
+    """Raise on every rank that two ranks are not in the same thing.
+
+    Args:
+        what: Begins the message.
+        said: Of all ranks, what each is in; None for a rank that takes no part.
+        shown: How the message has it.
+
+    Raises:
+        ValueError: Two differ; both are named.
+    """
+    present = [(rank_idx, mine) for rank_idx, mine in enumerate(said) if mine is not None]
+    for rank_idx, mine in present:
+        first_rank, first = present[0]
+        if mine != first:
+            raise ValueError(
+                f"{what}: {shown(first)} on rank {first_rank} met {shown(mine)} on rank {rank_idx}"
+            )
+
+
+def said_of(problem: Problem) -> str:
+    """A problem as text, for wires that carry bytes; "" for none."""
+    if problem is None:
+        return ""
+    kind = type(problem).__name__ if isinstance(problem, Exception) else "ValueError"
+    return f"{kind}\n{_text(problem)}"
+
+
+def problem_of(said: str) -> Problem:
+    """What a rank said by `said_of`; errors of kinds that others need not know are ValueErrors."""
+    kind, _, text = said.partition("\n")
+    return _KINDS.get(kind, ValueError)(text) if said else None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says to other ranks; the name of its type says what its text does not."""
+    text = str(error).split("\n", 1)[0]
+    if isinstance(error, (TypeError, ValueError, PeerFailedError, PeerTimeoutError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 1"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    return f"ranks {shown}" + (" and more" if len(ranks) > _MAX_RANKS else "")
+
+
+def _text(problem: Problem) -> str:
+    return text_of(problem) if isinstance(problem, Exception) else str(problem)
+
+
+def _alike(problem: Problem, message: str) -> Exception:
+    """An error of the type of `problem` that says `message`."""
+    for kind in type(problem).__mro__ if isinstance(problem, Exception) else ():
+        if not issubclass(kind, Exception):
+            break
+        try:
+            return kind(message)
+        except TypeError:
+            continue
+    return ValueError(message) if isinstance(problem, str) else RuntimeError(message)
