@@ -14,17 +14,22 @@ from moe_comm.arguments import as_int, check_bool
 from moe_comm.quantization import Quantization
 
 __all__ = [
+    "ON_OVERFLOW",
     "Capacity",
     "EpConfig",
     "Layout",
     "check_num_experts",
     "default_expert_rank",
     "num_places_per_expert",
+    "numbers_of",
 ]
 
 ROW_BYTES_MULTIPLE = 16
 NUM_MAX_EXPERTS = 1 << 16
 """Of a buffer. Ranks compare placements and exchange a count for every expert in each dispatch."""
+OnOverflow = Literal["grow", "drop", "raise"]
+ON_OVERFLOW: tuple[OnOverflow, ...] = ("grow", "drop", "raise")
+"""What a `Capacity` may do, in the order in which `layout::OnOverflow` of csrc/layout/row.h counts it."""
 
 
 class Layout(enum.IntEnum):
@@ -70,10 +75,10 @@ class Capacity:
 
     num_rows: int | None = None
     num_rows_per_expert: int | None = None
-    on_overflow: Literal["grow", "drop", "raise"] = "grow"
+    on_overflow: OnOverflow = "grow"
 
     def __post_init__(self) -> None:
-        if self.on_overflow not in ("grow", "drop", "raise"):
+        if self.on_overflow not in ON_OVERFLOW:
             raise ValueError(
                 f'on_overflow must be "grow", "drop" or "raise", got {self.on_overflow!r}'
             )
@@ -92,6 +97,17 @@ class Capacity:
                 f'num_rows_per_expert = {self.num_rows_per_expert} needs on_overflow "drop" or '
                 f'"raise", got "grow"'
             )
+
+
+def numbers_of(capacity: Capacity | None) -> tuple[int, int, int]:
+    """A capacity as csrc/layout has it: `num_rows`, `num_rows_per_expert` (-1 for none), what it does."""
+    if capacity is None:
+        return -1, -1, 0
+    return (
+        -1 if capacity.num_rows is None else capacity.num_rows,
+        -1 if capacity.num_rows_per_expert is None else capacity.num_rows_per_expert,
+        ON_OVERFLOW.index(capacity.on_overflow),
+    )
 
 
 def default_expert_rank(num_experts: int, num_ranks: int) -> torch.Tensor:

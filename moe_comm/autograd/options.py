@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-from moe_comm.config import Capacity
+from moe_comm.config import ON_OVERFLOW, Capacity, numbers_of
 from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 __all__ = ["decode_capacity", "decode_quantization", "encode_capacity", "encode_quantization"]
 
 _NO_OPTION: list[int] = []
-_ON_OVERFLOW: tuple[Literal["grow", "drop", "raise"], ...] = ("grow", "drop", "raise")
 
 
 def encode_quantization(quantization: Quantization | None) -> list[int]:
@@ -40,14 +38,7 @@ def decode_quantization(encoded: Sequence[int]) -> Quantization | None:
 
 def encode_capacity(capacity: Capacity | None) -> list[int]:
     """`[num_rows, num_rows_per_expert, on_overflow]`, -1 for no limit, or `[]` for None."""
-    if capacity is None:
-        return _NO_OPTION
-    num_rows, per_expert = capacity.num_rows, capacity.num_rows_per_expert
-    return [
-        -1 if num_rows is None else num_rows,
-        -1 if per_expert is None else per_expert,
-        _ON_OVERFLOW.index(capacity.on_overflow),
-    ]
+    return _NO_OPTION if capacity is None else [*numbers_of(capacity)]
 
 
 def decode_capacity(encoded: Sequence[int]) -> Capacity | None:
@@ -58,5 +49,5 @@ def decode_capacity(encoded: Sequence[int]) -> Capacity | None:
     return Capacity(
         num_rows=None if num_rows < 0 else num_rows,
         num_rows_per_expert=None if per_expert < 0 else per_expert,
-        on_overflow=_ON_OVERFLOW[on_overflow],
+        on_overflow=ON_OVERFLOW[on_overflow],
     )

@@ -13,9 +13,8 @@ from torch.utils.dlpack import from_dlpack
 
 from moe_comm import _host
 from moe_comm.backends import messages
-from moe_comm.backends.native_dtypes import ON_OVERFLOW
 from moe_comm.backends.routing import Placement
-from moe_comm.config import Capacity, Layout
+from moe_comm.config import Capacity, Layout, numbers_of
 from moe_comm.errors import Overflow
 
 __all__ = ["CapacityDecision", "ask", "decide"]
@@ -69,8 +68,7 @@ def ask(
         raise messages.bad_expert_id(token_idx, topk_pos, value, num_experts)
     for rank_idx in masked_ranks:
         row[num_experts + rank_idx] = -1
-    row[-2] = -1 if capacity is None or capacity.num_rows is None else capacity.num_rows
-    row[-1] = num_topk
+    row[-2], row[-1] = numbers_of(capacity)[0], num_topk
     return row
 
 
@@ -99,10 +97,7 @@ def decide(
         CapacityError: Something is beyond a limit that raises; on every rank.
         ValueError: LOW_LATENCY: an expert has no place for all rows that are bound for it.
     """
-    experts, rule = placement.native, (-1, ON_OVERFLOW["grow"])
-    if capacity is not None:
-        most = capacity.num_rows_per_expert
-        rule = (-1 if most is None else most, ON_OVERFLOW[capacity.on_overflow])
+    experts, (_, *rule) = placement.native, numbers_of(capacity)
     if capacity is not None and capacity.on_overflow == "raise":
         overflows = _overflows(asked, placement, arrangement, rule)
         if overflows:
@@ -130,7 +125,7 @@ def _overflows(
     counts: torch.Tensor,
     placement: Placement,
     arrangement: _host.layout.Arrangement,
-    rule: tuple[int, int],
+    rule: Sequence[int],
 ) -> list[Overflow]:
     """Every limit that is exceeded: experts ascending, then ranks ascending."""
     return [

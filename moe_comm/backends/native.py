@@ -21,7 +21,6 @@ from moe_comm.backends.base import (
 )
 from moe_comm.backends.native_dtypes import (
     DLPACK_TYPES,
-    ON_OVERFLOW,
     SUMMABLE_TYPES,
     as_dtype,
     dlpack_type,
@@ -46,6 +45,7 @@ from moe_comm.config import (
     Layout,
     default_expert_rank,
     num_places_per_expert,
+    numbers_of,
 )
 from moe_comm.quantization import Quantization
 from moe_comm.tracing import PhaseRecord, check_trace_path, write_trace
@@ -129,13 +129,6 @@ class NativeBackend(Backend):
     ) -> Operation[DispatchOutput]:
         """See `Backend.dispatch`."""
         scales = self._describe_scales(x, x_sf, quantization, layout)
-        limits = None
-        if capacity is not None:
-            limits = (
-                -1 if capacity.num_rows is None else capacity.num_rows,
-                -1 if capacity.num_rows_per_expert is None else capacity.num_rows_per_expert,
-                ON_OVERFLOW[capacity.on_overflow],
-            )
         native = self._endpoint.dispatch(
             x,
             x_sf,
@@ -146,7 +139,7 @@ class NativeBackend(Backend):
             int(layout),
             expert_alignment,
             None if scales is None else scales.arguments,
-            limits,
+            None if capacity is None else numbers_of(capacity),
             masked_ranks,
             copy_out,
             async_op,

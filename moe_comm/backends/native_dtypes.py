@@ -1,4 +1,4 @@
-"""Dtypes and rules as numbers, as extension modules of this package take them."""
+"""Dtypes as numbers, as extension modules of this package take them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zlib
 
 import torch
 
-__all__ = ["DLPACK_TYPES", "ON_OVERFLOW", "SUMMABLE_TYPES", "as_dtype", "dlpack_type"]
+__all__ = ["DLPACK_TYPES", "SUMMABLE_TYPES", "as_dtype", "dlpack_type"]
 
 # DLPack's `type code << 8 | bits`. Other dtypes travel as bytes and are viewed afterwards.
 DLPACK_TYPES: dict[torch.dtype, int] = {
@@ -27,9 +27,6 @@ SUMMABLE_TYPES: dict[torch.dtype, int] = {
     torch.float32: 3,
     torch.float64: 4,
 }
-
-# `Capacity.on_overflow`, as `layout::OnOverflow` counts them.
-ON_OVERFLOW = {"grow": 0, "drop": 1, "raise": 2}
 
 
 def dlpack_type(dtype: torch.dtype) -> int:

@@ -82,7 +82,9 @@ def test_an_engine_that_cannot_be_used_is_named_on_every_rank(
 
 def test_an_engine_that_one_rail_cannot_set_up_is_named_on_every_rank() -> None:
     for messages in run_ranks(rail_ranks.run_setup_fails, 4, fresh=True):
-        assert messages == ["rank 1: no more sockets"]
+        assert messages == [
+            "rank 1: RuntimeError: no more sockets; rank 3: RuntimeError: no more sockets"
+        ]
 
 
 class TestQueue:
