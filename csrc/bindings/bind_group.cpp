@@ -121,6 +121,7 @@ py::capsule resolve_bytes(
     native.group->check_process("resolve");
     host::WaitSite site;
     site.interrupt_check = &signal_check();
+    site.call = "resolve";
     data = native.group->resolve(rank_idx, Offer{segment_idx, 0, offset, bytes}, site);
   }
   // The heap and the mesh keep the mapping.

@@ -132,7 +132,8 @@ void BufferOperation::quarantine_offers() {
 }
 
 WaitSite BufferOperation::site(layout::Phase phase) const {
-  return WaitSite{operation_, phase, static_cast<int64_t>(epoch_), &interrupt_check_};
+  return WaitSite{
+      operation_, phase, static_cast<int64_t>(epoch_), buffer_.buffer_number(), &interrupt_check_};
 }
 
 void BufferOperation::enter(const char* phase) {

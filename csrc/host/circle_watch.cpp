@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "host/message.h"
+#include "host/peer_wait.h"
 
 namespace moe::host {
 
@@ -67,17 +68,6 @@ void send(const EntryWait& wait, Probe probe) {
   wait.link->post(wait.peer_link_rank, wait.channel, 0, probe.encode());
 }
 
-std::string describe(const WaitSite& site, uint64_t buffer_number, uint64_t epoch) {
-  if (buffer_number == EntryTable::kCollectiveCall)
-    return "to arrive at a collective call of the communicator";
-  return concat("to enter ",
-                layout::operation_name(site.operation),
-                " of buffer ",
-                buffer_number,
-                ", epoch ",
-                epoch);
-}
-
 }  // namespace
 
 ShownWait::ShownWait(
@@ -99,22 +89,18 @@ ShownWait::~ShownWait() {
     group_.entries()->end(wait_);
 }
 
-CircleWatch::CircleWatch(
-    Group& group, const WaitSite& site, uint64_t buffer_number, uint64_t epoch, int peer_rank)
-    : group_(group),
-      site_(site),
-      buffer_number_(buffer_number),
-      epoch_(epoch),
-      peer_rank_(peer_rank),
-      start_ns_(sync::now_ns()),
-      asked_ns_(start_ns_) {}
+CircleWatch::CircleWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns)
+    : group_(group), site_(site), peer_rank_(peer_rank), start_ns_(start_ns), asked_ns_(start_ns) {}
 
 void CircleWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missing) {
   if (!kHasThreads || now_ns - start_ns_ < kShowNs)
     return;
   if (!shown_)
-    shown_.emplace(
-        group_, buffer_number_, epoch_, peer_rank_, describe(site_, buffer_number_, epoch_));
+    shown_.emplace(group_,
+                   site_.buffer_number,
+                   static_cast<uint64_t>(site_.epoch),
+                   peer_rank_,
+                   concat("to ", entrance(site_)));
   const EntryWait& wait = shown_->wait();
   if (const auto circle = wait.verdict())
     give_up(*circle, is_missing);

@@ -39,10 +39,9 @@ class ShownWait {
 /// has not entered what the sender waits for, so that all waits of the circle last until then.
 class CircleWatch {
  public:
-  /// @param site  The operation and its epoch; outlives this.
-  /// @param epoch  What the peer has to enter: the operation's, or the number of a collective call.
-  CircleWatch(
-      Group& group, const WaitSite& site, uint64_t buffer_number, uint64_t epoch, int peer_rank);
+  /// @param site  What the peer has to enter; outlives this.
+  /// @param start_ns  Since when it is waited for.
+  CircleWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns);
   CircleWatch(const CircleWatch&) = delete;
   CircleWatch& operator=(const CircleWatch&) = delete;
 
@@ -55,8 +54,6 @@ class CircleWatch {
 
   Group& group_;
   const WaitSite& site_;
-  uint64_t buffer_number_;
-  uint64_t epoch_;
   int peer_rank_;
   int64_t start_ns_;
   int64_t asked_ns_;

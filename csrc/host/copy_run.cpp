@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "host/wait.h"
-
 namespace moe::host {
 
 namespace {

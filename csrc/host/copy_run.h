@@ -65,7 +65,6 @@ class CopyRun {
   void await_entered(layout::Phase phase,
                      const std::function<bool()>& ready,
                      const std::function<bool(int)>& is_awaited);
-  [[noreturn]] void give_up_stalled(int peer_rank, layout::Phase phase);
   bool is_missing(int peer_rank) const;
   WaitSite site(layout::Phase phase) const;
   void progress();

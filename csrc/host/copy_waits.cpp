@@ -1,6 +1,5 @@
-#include "host/arrival_watch.h"
 #include "host/copy_run.h"
-#include "host/wait.h"
+#include "host/peer_wait.h"
 
 // How a batched copy waits: for rows, which may come late, and for ranks that have entered.
 
@@ -13,8 +12,11 @@ bool CopyRun::is_missing(int peer_rank) const {
 }
 
 WaitSite CopyRun::site(Phase phase) const {
-  return WaitSite{
-      layout::Operation::kBatchedCopy, phase, static_cast<int64_t>(epoch_), &interrupt_check_};
+  return WaitSite{layout::Operation::kBatchedCopy,
+                  phase,
+                  static_cast<int64_t>(epoch_),
+                  engine_.buffer_number(),
+                  &interrupt_check_};
 }
 
 void CopyRun::progress() {
@@ -24,19 +26,16 @@ void CopyRun::progress() {
 }
 
 void CopyRun::await_row(int peer_rank) {
-  const auto& row = engine_.own_workspace().row(peer_rank);
-  const auto ready = [&] { return sync::load_acquire(row.epoch) >= epoch_; };
+  const auto has_row = [&](int rank_idx) {
+    return sync::load_acquire(engine_.own_workspace().row(rank_idx).epoch) >= epoch_;
+  };
+  const auto ready = [&] { return has_row(peer_rank); };
   if (ready()) [[likely]]
     return;
   const WaitSite where = site(Phase::kRows);
-  ArrivalWatch arrival(group_, where, engine_.buffer_number(), peer_rank);
-  wait_until(group_, ready, [&] {
+  ArrivalWatch arrival(group_, where, peer_rank);
+  await_peer(group_, where, ready, [&](int64_t now_ns) {
     progress();
-    if (interrupt_check_)
-      interrupt_check_();
-    if (ready())
-      return;
-    group_.check_abort();
     try {
       check_closed();
     } catch (const InvalidArgument&) {
@@ -45,10 +44,9 @@ void CopyRun::await_row(int peer_rank) {
       group_.leave_presence();
       throw;
     }
-    group_.check_peers(where, [&](int gone_rank) { return is_missing(gone_rank); });
-    arrival.check([&](int rank_idx) {
-      return sync::load_acquire(engine_.own_workspace().row(rank_idx).epoch) < epoch_;
-    });
+    // Nobody is done before it has this rank's verdict, which follows all rows.
+    check_gone(group_, where, [&](int gone_rank) { return is_missing(gone_rank); });
+    arrival.check(now_ns, [&](int rank_idx) { return !has_row(rank_idx); });
   });
 }
 
@@ -58,7 +56,7 @@ void CopyRun::await_entered(Phase phase,
   if (ready()) [[likely]]
     return;
   // A rank that has entered raises its progress while it moves bytes and while it waits for others:
-  // whose stands still is the one to blame, whomever this rank waits for.
+  // whose stands still is the one to blame, whomever this rank waits for. So nobody is asked.
   struct Sign {
     uint64_t progress;
     int64_t since_ns;
@@ -70,46 +68,24 @@ void CopyRun::await_entered(Phase phase,
         sync::load_relaxed(engine_.workspace(peer_rank).activity().progress), start_ns};
   });
   const WaitSite where = site(phase);
-  wait_until(group_, ready, [&] {
+  const auto give_up = [&](int peer_rank, int64_t limit_ns) {
+    give_up_stalled(group_, where, peer_rank, limit_ns, concat("rank ", peer_rank));
+  };
+  await_peer(group_, where, ready, [&](int64_t now_ns) {
     progress();
-    if (interrupt_check_)
-      interrupt_check_();
-    if (ready())
-      return;
-    group_.check_abort();
-    group_.check_peers(where, [&](int gone_rank) { return is_missing(gone_rank); });
-    const int64_t now_ns = sync::now_ns();
+    check_gone(group_, where, [&](int gone_rank) { return is_missing(gone_rank); });
     for_active_peers([&](int peer_rank) {
       Sign& sign = signs[static_cast<size_t>(peer_rank)];
       const uint64_t now = sync::load_relaxed(engine_.workspace(peer_rank).activity().progress);
       if (now != sign.progress)
         sign = {now, now_ns};
       else if (now_ns - sign.since_ns > group_.stall_timeout_ns() && is_missing(peer_rank))
-        give_up_stalled(peer_rank, phase);
+        give_up(peer_rank, group_.stall_timeout_ns());
       // Ranks that only wait for each other would show progress for ever.
       if (now_ns - start_ns > group_.arrival_timeout_ns() && is_awaited(peer_rank))
-        give_up_stalled(peer_rank, phase);
+        give_up(peer_rank, group_.arrival_timeout_ns());
     });
   });
-}
-
-void CopyRun::give_up_stalled(int peer_rank, Phase phase) {
-  group_.abort(layout::AbortCause::kPeerTimeout,
-               site(phase),
-               {peer_rank},
-               concat("rank ",
-                      peer_rank,
-                      " made no progress for ",
-                      static_cast<double>(group_.stall_timeout_ns()) / 1e9,
-                      " s in batched copy of buffer ",
-                      engine_.buffer_number(),
-                      ", epoch ",
-                      epoch_,
-                      ", phase ",
-                      layout::phase_name(phase),
-                      " of rank ",
-                      group_.rank_idx()));
-  group_.throw_abort();
 }
 
 }  // namespace moe::host

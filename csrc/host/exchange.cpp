@@ -2,9 +2,6 @@
 
 #include <cstring>
 
-#include "host/wait.h"
-#include "host/warn.h"
-
 namespace moe::host {
 
 using layout::Phase;

@@ -8,8 +8,8 @@
 #include "host/agreement.h"
 #include "host/buffer_operation.h"
 #include "host/endpoint.h"
+#include "host/peer_wait.h"
 #include "host/relay.h"
-#include "host/wait.h"
 #include "layout/routing.h"
 #include "layout/row.h"
 
@@ -146,7 +146,21 @@ class Exchange : public BufferOperation {
   void await_row(int peer_rank);
   WaitLadder ladder_for(int peer_rank) const;
   [[noreturn]] void publish_rejection(const RowMessage& row);
-  [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& site);
+  /// Waits for what a peer that has entered does in the operation of @p epoch, until @p ready().
+  /// @param shown_phase  Of the flag, for peers that ask whom this rank waits for.
+  /// @param has_moved  Whether the peer has shown progress since it was asked last.
+  /// @param limit_ns   How long it may show none.
+  template <typename Ready, typename HasMoved, typename Limit>
+  void await_part(int peer_rank,
+                  layout::Phase shown_phase,
+                  const WaitSite& where,
+                  uint64_t epoch,
+                  const WaitLadder& ladder,
+                  const Ready& ready,
+                  const HasMoved& has_moved,
+                  const Limit& limit_ns);
+  bool is_done(int peer_rank, uint64_t epoch) const;
+  [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& where, int64_t limit_ns);
 
   Endpoint& endpoint_;
   int first_local_rank_;

@@ -4,14 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <numeric>
-#include <thread>
 
-#include "host/circle_watch.h"
-#include "host/wait.h"
-#include "host/warn.h"
+#include "host/peer_wait.h"
 
 namespace moe::host {
 
@@ -28,16 +23,6 @@ int num_usable_cores() {
 int64_t seconds_to_ns(double seconds) {
   // A century stands for "no limit" and keeps sums of two times inside 64 bits.
   return static_cast<int64_t>(std::min(seconds, 3.0e9) * 1e9);
-}
-
-std::string describe(const WaitSite& site) {
-  if (site.operation == layout::Operation::kNone)
-    return "outside an operation";
-  return concat(layout::operation_name(site.operation),
-                ", epoch ",
-                site.epoch,
-                ", phase ",
-                layout::phase_name(site.phase));
 }
 
 NodeLayout checked_layout(int num_ranks, int num_local_ranks) {
@@ -242,20 +227,13 @@ std::byte* Group::resolve(SymmetricMemory& memory,
 void Group::await_announcement(int rank_idx,
                                const WaitSite& site,
                                const std::function<bool()>& is_here) {
+  constexpr const char* kAwaited = "the announcement of memory that it offered";
   const int64_t start_ns = sync::now_ns();
-  wait_until(*this, is_here, [&] {
-    check_abort();
-    if (site.interrupt_check != nullptr && *site.interrupt_check)
-      (*site.interrupt_check)();
-    check_peers(site, [&](int peer_rank) { return peer_rank == rank_idx && !is_here(); });
-    if (sync::now_ns() - start_ns > stall_timeout_ns_) {
-      abort(
-          layout::AbortCause::kPeerTimeout,
-          site,
-          {rank_idx},
-          concat("rank ", rank_idx, " offered memory it did not announce (", describe(site), ")"));
-      throw_abort();
-    }
+  await_peer(*this, site, is_here, [&](int64_t now_ns) {
+    check_gone(
+        *this, site, [&](int peer_rank) { return peer_rank == rank_idx && !is_here(); }, kAwaited);
+    if (now_ns - start_ns > stall_timeout_ns_)
+      give_up_stalled(*this, site, rank_idx, stall_timeout_ns_, kAwaited);
   });
 }
 
@@ -293,21 +271,12 @@ void Group::check_usable(layout::Operation operation) {
   }
 }
 
-/// What happened to a peer that is gone: "rank 3 died".
 std::string Group::end_of(int peer_rank) const {
   if (state(peer_rank) != PeerState::kDead)
     return concat("rank ", peer_rank, " left");
   if (link_->is_link_lost(members_[static_cast<size_t>(peer_rank)]))
     return concat("the link to rank ", peer_rank, " was lost");
   return concat("rank ", peer_rank, " died");
-}
-
-void Group::give_up_gone(int peer_rank, const WaitSite& site) {
-  abort(layout::AbortCause::kPeerFailed,
-        site,
-        {peer_rank},
-        concat(end_of(peer_rank), " while rank ", rank_idx_, " waited (", describe(site), ")"));
-  throw_abort();
 }
 
 void Group::abort(layout::AbortCause cause,
@@ -318,7 +287,7 @@ void Group::abort(layout::AbortCause cause,
   record.cause = static_cast<int32_t>(cause);
   record.operation = static_cast<int32_t>(site.operation);
   record.phase = static_cast<int32_t>(site.phase);
-  record.epoch = site.epoch;
+  record.epoch = site.operation == layout::Operation::kNone ? -1 : site.epoch;
   record.num_ranks =
       static_cast<int32_t>(std::min<size_t>(ranks.size(), layout::AbortRecord::kMaxRanks));
   std::copy_n(ranks.begin(), record.num_ranks, record.ranks);
@@ -518,53 +487,20 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
     return has_arrived[idx] == 0;
   };
   WaitSite site;
+  site.buffer_number = EntryTable::kCollectiveCall;
+  site.epoch = static_cast<int64_t>(sequence);
   site.interrupt_check = &interrupt_check;
-  const int64_t start_ns = sync::now_ns();
-  int64_t warned_ns = start_ns;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     if (peer_rank == rank_idx_ || !is_active(peer_rank) || !is_missing(peer_rank))
       continue;
-    CircleWatch circle(*this, site, EntryTable::kCollectiveCall, sequence, peer_rank);
-    wait_until(
+    ArrivalWatch arrival(*this, site, peer_rank);
+    await_peer(
         *this,
+        site,
         [&] { return !is_missing(peer_rank); },
-        [&] {
-          if (interrupt_check)
-            interrupt_check();
-          check_process("a collective call");
-          if (is_aborted()) {
-            // Who has everything of this call may go on and abort: what this rank lacks of it was
-            // sent before, and may lie unread.
-            link_->catch_up();
-            if (!is_missing(peer_rank))
-              return;
-            throw_abort();
-          }
-          check_peers(site, is_missing);
-          const int64_t now_ns = sync::now_ns();
-          circle.check(now_ns, is_missing);
-          if (now_ns - warned_ns > warning_interval_ns()) {
-            warned_ns = now_ns;
-            warn(concat("rank ",
-                        rank_idx_,
-                        " has waited ",
-                        (now_ns - start_ns) / 1'000'000'000,
-                        " s for rank ",
-                        peer_rank,
-                        " to arrive"));
-          }
-          if (now_ns - start_ns > arrival_timeout_ns_) {
-            abort(layout::AbortCause::kPeerTimeout,
-                  site,
-                  {peer_rank},
-                  concat("rank ",
-                         peer_rank,
-                         " did not arrive within ",
-                         static_cast<double>(arrival_timeout_ns_) / 1e9,
-                         " s at a collective call of rank ",
-                         rank_idx_));
-            throw_abort();
-          }
+        [&](int64_t now_ns) {
+          check_gone(*this, site, is_missing);
+          arrival.check(now_ns, is_missing);
         });
   }
   return payloads;

@@ -24,12 +24,14 @@ namespace moe::host {
 /// Lets a blocked operation answer its caller's signals; may throw. Empty on progress threads.
 using InterruptCheck = std::function<void()>;
 
-/// Where an operation is while it waits: what an error about it says.
+/// Where a rank is while it waits: what an error about it says.
 struct WaitSite {
   layout::Operation operation = layout::Operation::kNone;
   layout::Phase phase = layout::Phase::kIdle;
-  int64_t epoch = -1;
+  int64_t epoch = -1;          ///< of the buffer, or the number of the call
+  uint64_t buffer_number = 0;  ///< or what stands for one in EntryTable
   const InterruptCheck* interrupt_check = nullptr;
+  const char* call = "a collective call of the communicator";  ///< where it is no operation
 };
 
 /// Part of a buffer that takes part in recovery.
@@ -149,19 +151,8 @@ class Group {
   /// wait for this rank, which will not come.
   void check_usable(layout::Operation operation);
 
-  /// Throws PeerFailed (after aborting) when a peer is gone from which something @p
-  /// is_missing(peer). The flag is looked at after the state: a peer may store it and then leave in
-  /// good order.
-  template <typename IsMissing>
-  void check_peers(const WaitSite& site, IsMissing&& is_missing) {
-    for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
-      if (peer_rank != rank_idx_ && is_active(peer_rank) && state(peer_rank) != PeerState::kAlive &&
-          is_missing(peer_rank)) [[unlikely]]
-        give_up_gone(peer_rank, site);
-  }
-
-  /// Aborts because @p peer_rank is gone.
-  [[noreturn]] void give_up_gone(int peer_rank, const WaitSite& site);
+  /// What happened to a peer that is gone: "rank 3 died".
+  std::string end_of(int peer_rank) const;
 
   /// Aborts the communicator: stores the record here and at every living peer, wakes all sleepers.
   /// Only the first abort counts. Ranks of other nodes are sent it.
@@ -217,9 +208,10 @@ class Group {
   void answer_for(uint64_t buffer_number, std::function<int()> awaited_rank);
   /// The service thread has nothing more to do for that buffer.
   void forget_buffer(uint64_t buffer_number);
-  /// Asks a rank whom it waits for in an operation of that buffer; its service thread answers.
+  /// Asks a rank whom it waits for in an operation of the buffer of @p site; its service thread
+  /// answers.
   /// @return That rank, -1 for nobody; nothing where there is no answer: it is stopped, or gone.
-  std::optional<int> ask_awaited(int rank_idx, uint64_t buffer_number, const WaitSite& site);
+  std::optional<int> ask_awaited(int rank_idx, const WaitSite& site);
   /// What this rank has entered, and for whose entry it waits.
   const std::shared_ptr<EntryTable>& entries() const { return entries_; }
   /// Of the link, for probes of who waits for whom.
@@ -298,7 +290,6 @@ class Group {
   bool await_abort_record() const;
   void check_evicted() const;
   std::vector<int> missing_ranks() const;
-  std::string end_of(int peer_rank) const;
   layout::Presence& presence(int rank_idx) const {
     return controls_[static_cast<size_t>(rank_idx)]->presence;
   }

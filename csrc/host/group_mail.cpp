@@ -2,10 +2,9 @@
 #include <cstring>
 #include <utility>
 
-#include "host/circle_watch.h"
 #include "host/group.h"
 #include "host/message.h"
-#include "host/wait.h"
+#include "host/peer_wait.h"
 
 // What the link's service thread does for this rank: it stores what ranks of
 // other nodes say and ranks of this node store themselves (aborts, and ends of
@@ -101,17 +100,18 @@ void Group::answer_probes() {
       answer_probe(*entries_, message);
 }
 
-std::optional<int> Group::ask_awaited(int rank_idx, uint64_t buffer_number, const WaitSite& site) {
+std::optional<int> Group::ask_awaited(int rank_idx, const WaitSite& site) {
   const int link_rank = members_[static_cast<size_t>(rank_idx)];
   const uint64_t number = num_questions_.fetch_add(1) + 1;
   std::string question;
   append_value(&question, number);
-  append_value(&question, buffer_number);
+  append_value(&question, site.buffer_number);
   link_->post(link_rank, channel_ | kAwaitedChannelBit, 0, question);
   const int64_t end_ns = sync::now_ns() + std::max(kLeastAnswerNs, stall_timeout_ns_ / 10);
   std::optional<int> awaited_rank;
-  wait_until(
+  await_peer(
       *this,
+      site,
       [&] {
         std::string answer;
         size_t position = 0;
@@ -120,11 +120,7 @@ std::optional<int> Group::ask_awaited(int rank_idx, uint64_t buffer_number, cons
         return awaited_rank.has_value() || state(rank_idx) != PeerState::kAlive ||
                sync::now_ns() >= end_ns;
       },
-      [&] {
-        if (site.interrupt_check != nullptr && *site.interrupt_check)
-          (*site.interrupt_check)();
-        check_abort();
-      });
+      [](int64_t) {});  // its end is a limit of its own, and no answer is one
   return awaited_rank;
 }
 

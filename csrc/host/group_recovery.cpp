@@ -1,12 +1,9 @@
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <thread>
 
 #include "host/group.h"
 #include "host/message.h"
-#include "host/wait.h"
-#include "host/warn.h"
+#include "host/peer_wait.h"
 
 // How the living agree. Every rank proposes which ranks have failed, and at which epochs its own
 // buffers stand; it proposes again whenever it learns of another failure. A rank that sees the same
@@ -20,8 +17,6 @@ namespace moe::host {
 
 namespace {
 
-// A peer that waits for this rank in an operation would never learn that it will not come.
-constexpr int64_t kAbortPatienceNs = 500'000'000;
 constexpr char kProposal = 'p';
 constexpr char kCommitment = 'c';
 
@@ -37,43 +32,29 @@ RecoveryResult Group::recover(const InterruptCheck& interrupt_check) {
   recovery_.has_committed.resize(count);
   is_recovery_unfinished_.store(true, std::memory_order_relaxed);
   end_operations(interrupt_check, "recover");
-  const int64_t start_ns = sync::now_ns();
-  int64_t warned_ns = start_ns;
-  int64_t decided_ns = 0;
+  constexpr const char* kDeed = "call recover()";
+  WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  site.call = "recover";
+  ArrivalClock arrival(arrival_timeout_ns_);
+  GraceClock since_decision;
+  // Not await_peer(): what aborted the communicator is what this call is for.
   wait_until(
       *this,
       [this] { return step_recovery(); },
       [&] {
-        if (interrupt_check)
-          interrupt_check();
+        answer_caller(*this, site);
         const int64_t now_ns = sync::now_ns();
-        if (!recovery_.decision.empty()) {
-          decided_ns = decided_ns == 0 ? now_ns : decided_ns;
-          if (now_ns - decided_ns > kAbortPatienceNs)  // who gave this call up before all committed
-            shrink_agreement_->check_nobody_shrinks("recover");
-        }
-        if (now_ns - start_ns > kAbortPatienceNs)
+        // A rank may have given this call up before all had committed.
+        if (!recovery_.decision.empty() && since_decision.has_passed(now_ns, kAbortPatienceNs))
+          shrink_agreement_->check_nobody_shrinks("recover");
+        if (now_ns - arrival.start_ns() > kAbortPatienceNs)
           abort_to("recover");
         const int missing = first_missing_in_recovery();
-        if (missing < 0)
-          return;
-        if (now_ns - warned_ns > warning_interval_ns()) {
-          warned_ns = now_ns;
-          warn(concat("rank ",
-                      rank_idx_,
-                      " has waited ",
-                      (now_ns - start_ns) / 1'000'000'000,
-                      " s for rank ",
-                      missing,
-                      " to recover"));
-        }
-        if (now_ns - start_ns > arrival_timeout_ns_)
-          throw PeerTimeout(concat("rank ",
-                                   missing,
-                                   " did not call recover() within ",
-                                   static_cast<double>(arrival_timeout_ns_) / 1e9,
-                                   " s of rank ",
-                                   rank_idx_),
+        // Nobody waits for this rank in an operation: the limit ends this call, which may be made
+        // again, and aborts nothing.
+        if (missing >= 0 && arrival.has_run_out(*this, now_ns, missing, [] { return kDeed; }))
+          throw PeerTimeout(describe_absence(*this, missing, kDeed, arrival_timeout_ns_),
                             FailureSite{{missing}, "recover", "idle", -1});
       });
   recovery_ = Recovery{};

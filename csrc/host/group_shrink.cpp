@@ -4,11 +4,9 @@
 #include <utility>
 
 #include "core/rank_list.h"
-#include "host/circle_watch.h"
 #include "host/group.h"
 #include "host/message.h"
-#include "host/wait.h"
-#include "host/warn.h"
+#include "host/peer_wait.h"
 
 namespace moe::host {
 
@@ -16,6 +14,8 @@ namespace {
 
 // A rank that is about to be found dead counts against those who go on until it is.
 constexpr int64_t kDeathPatienceNs = 1'000'000'000;
+
+constexpr const char* kCallAgain = "; call shrink() with it among failed_ranks";
 
 }  // namespace
 
@@ -25,6 +25,13 @@ ShrinkAgreement::ShrinkAgreement(Group& group)
       reported_(static_cast<size_t>(group.num_ranks()), '\0') {
   for (Statement& statement : statements_)
     statement.ballot.members = reported_;
+}
+
+WaitSite ShrinkAgreement::site(const std::function<void()>& interrupt_check) const {
+  WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  site.call = call_.c_str();
+  return site;
 }
 
 ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
@@ -69,7 +76,7 @@ ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
     own.has_spoken = false;  // says it again, with what this call knows
     short_since_ns_ = 0;
   }
-  return *await(interrupt_check, group_.arrival_timeout_ns(), concat("call ", call_, "()").c_str());
+  return *await(interrupt_check, group_.arrival_timeout_ns(), concat("call ", call_, "()"));
 }
 
 std::optional<ShrinkDecision> ShrinkAgreement::finish(
@@ -88,17 +95,18 @@ std::optional<ShrinkDecision> ShrinkAgreement::finish(
     }
     own.has_spoken = false;
   }
-  return await(interrupt_check, group_.stall_timeout_ns(), concat("finish ", call_, "()").c_str());
+  return await(interrupt_check, group_.stall_timeout_ns(), concat("finish ", call_, "()"));
 }
 
 /// Waits until a round is decided, or every survivor has the new group (then returns nothing).
 std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>& interrupt_check,
                                                      int64_t limit_ns,
-                                                     const char* what) {
+                                                     const std::string& deed) {
   std::optional<ShrinkDecision> decision;
-  const int64_t start_ns = sync::now_ns();
-  int64_t warned_ns = start_ns;
+  const WaitSite where = site(interrupt_check);
+  ArrivalClock arrival(limit_ns);
   std::optional<ShownWait> shown;
+  // Not await_peer(): an abort is how ranks come here.
   wait_until(
       group_,
       [&] {
@@ -107,9 +115,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
         return step_locked(&decision);
       },
       [&] {
-        if (interrupt_check)
-          interrupt_check();
-        group_.check_process(call_.c_str());
+        answer_caller(group_, where);
         const int64_t now_ns = sync::now_ns();
         int missing = -1;
         bool has_failed = false;
@@ -122,35 +128,17 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
           // come. Where nobody has failed, the circle is what tells it.
           const Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
           has_failed = !ranks_with(own.ballot.members, kFailed).empty();
-          if (now_ns - start_ns > kDeathPatienceNs && has_failed)
+          if (now_ns - arrival.start_ns() > kAbortPatienceNs && has_failed)
             group_.abort_to(call_.c_str());
         }
         if (has_failed)
           shown.reset();
         else if (!shown || shown->peer_rank() != missing)
-          shown.emplace(group_, EntryTable::kLeavingCall, 0, missing, concat("to ", what));
-        // Not under the lock: whoever hears the warning may call here.
-        if (now_ns - warned_ns > warning_interval_ns()) {
-          warned_ns = now_ns;
-          warn(concat("rank ",
-                      group_.rank_idx(),
-                      " has waited ",
-                      (now_ns - start_ns) / 1'000'000'000,
-                      " s for rank ",
-                      missing,
-                      " to ",
-                      what));
-        }
-        if (now_ns - start_ns > limit_ns)
-          throw PeerTimeout(concat("rank ",
-                                   missing,
-                                   " did not ",
-                                   what,
-                                   " within ",
-                                   static_cast<double>(limit_ns) / 1e9,
-                                   " s of rank ",
-                                   group_.rank_idx(),
-                                   "; call shrink() with it among failed_ranks"),
+          shown.emplace(group_, EntryTable::kLeavingCall, 0, missing, concat("to ", deed));
+        // Not under the lock: whoever hears the warning may call here. As in recover(), the limit
+        // aborts nothing.
+        if (arrival.has_run_out(group_, now_ns, missing, [&] { return deed; }))
+          throw PeerTimeout(describe_absence(group_, missing, deed, limit_ns) + kCallAgain,
                             FailureSite{{missing}, call_, "idle", -1});
       });
   return decision;
@@ -406,6 +394,8 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
     else
       group_.link()->post(group_.members()[idx], group_.shrink_channel(), sequence, payload);
   }
+  const WaitSite where = site(interrupt_check);
+  const int64_t limit_ns = group_.stall_timeout_ns();
   const int64_t start_ns = sync::now_ns();
   for (size_t i = 0; i < survivors_.size(); ++i) {
     const int rank = survivors_[i];
@@ -422,21 +412,11 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
           return has_arrived;
         },
         [&] {
-          if (interrupt_check)
-            interrupt_check();
-          group_.check_process(call_.c_str());
+          answer_caller(group_, where);
           check_round();
-          if (sync::now_ns() - start_ns > group_.stall_timeout_ns())
+          if (sync::now_ns() - start_ns > limit_ns)
             throw PeerTimeout(
-                concat("rank ",
-                       rank,
-                       " stopped in ",
-                       call_,
-                       "(): rank ",
-                       group_.rank_idx(),
-                       " waited ",
-                       static_cast<double>(group_.stall_timeout_ns()) / 1e9,
-                       " s; shrink() may be called again, with it among failed_ranks"),
+                describe_stall(group_, where, rank, limit_ns, concat("rank ", rank)) + kCallAgain,
                 FailureSite{{rank}, call_, "idle", -1});
         });
   }

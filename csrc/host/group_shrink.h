@@ -12,6 +12,7 @@
 namespace moe::host {
 
 class Group;
+struct WaitSite;
 
 /// What the ranks that go on agreed on.
 struct ShrinkDecision {
@@ -107,7 +108,8 @@ class ShrinkAgreement {
 
   std::optional<ShrinkDecision> await(const std::function<void()>& interrupt_check,
                                       int64_t limit_ns,
-                                      const char* what);
+                                      const std::string& deed);
+  WaitSite site(const std::function<void()>& interrupt_check) const;
   bool step_locked(std::optional<ShrinkDecision>* decision);
   bool is_unanimous_locked() const;
   bool has_majority_locked();

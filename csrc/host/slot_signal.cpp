@@ -2,10 +2,16 @@
 
 #include "core/error.h"
 #include "core/sync.h"
+#include "host/peer_wait.h"
 #include "host/row_kernels.h"
-#include "host/wait.h"
 
 namespace moe::host {
+
+namespace {
+
+constexpr const char* kCall = "an exchange of slots";
+
+}  // namespace
 
 void copy_chunks(const ChunkList& chunks, bool is_streaming) {
   for (int64_t i = 0; i < chunks.num_chunks; ++i)
@@ -32,42 +38,20 @@ void await_signal(Group& group,
                   int peer_rank,
                   const std::string& what,
                   const InterruptCheck& interrupt_check) {
-  const WaitSite site;
+  WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  site.call = kCall;
   const auto is_there = [&] { return sync::load_acquire(word) >= value; };
   const int64_t start_ns = sync::now_ns();
-  wait_until(group, is_there, [&] {
-    if (interrupt_check)
-      interrupt_check();
-    group.check_abort();
-    // The word is looked at after the state: a peer may post and then leave in good order.
-    const PeerState state = group.state(peer_rank);
-    if (state != PeerState::kAlive && !is_there()) {
-      group.abort(layout::AbortCause::kPeerFailed,
-                  site,
-                  {peer_rank},
-                  concat("rank ",
-                         peer_rank,
-                         state == PeerState::kDead ? " died" : " left",
-                         " while rank ",
-                         group.rank_idx(),
-                         " waited for ",
-                         what));
-      group.throw_abort();
-    }
-    if (sync::now_ns() - start_ns > group.stall_timeout_ns() && !is_there()) {
-      group.abort(layout::AbortCause::kPeerTimeout,
-                  site,
-                  {peer_rank},
-                  concat("rank ",
-                         peer_rank,
-                         " stopped: rank ",
-                         group.rank_idx(),
-                         " waited ",
-                         static_cast<double>(group.stall_timeout_ns()) / 1e9,
-                         " s for ",
-                         what));
-      group.throw_abort();
-    }
+  await_peer(group, site, is_there, [&](int64_t now_ns) {
+    // Other peers owe this wait nothing: whoever waits for them finds that they are gone.
+    check_gone(
+        group,
+        site,
+        [&](int gone_rank) { return gone_rank == peer_rank && !is_there(); },
+        what.c_str());
+    if (now_ns - start_ns > group.stall_timeout_ns() && !is_there())
+      give_up_stalled(group, site, peer_rank, group.stall_timeout_ns(), what);
   });
 }
 
@@ -77,7 +61,7 @@ void give_up_slots(Group& group, const std::string& message) {
   group.abort(layout::AbortCause::kPeerFailed,
               WaitSite{},
               {group.rank_idx()},
-              concat("rank ", group.rank_idx(), " gave up an exchange of slots: ", message));
+              concat("rank ", group.rank_idx(), " gave up ", kCall, ": ", message));
 }
 
 }  // namespace moe::host

@@ -473,6 +473,7 @@ bool DeviceEndpoint::lacks(int peer_rank, host::WaitSite* site) const {
       read_word(own_area_.row(epoch, rank_idx()).arguments.operation));
   site->phase = has_come ? layout::Phase::kData : layout::Phase::kRows;
   site->epoch = static_cast<int64_t>(epoch);
+  site->buffer_number = buffer_number();
   return true;
 }
 

@@ -9,7 +9,7 @@
 
 #include "host/agreement.h"
 #include "host/buffer_operation.h"
-#include "host/circle_watch.h"
+#include "host/peer_wait.h"
 #include "kernels/exchange.h"
 #include "runtime/device_endpoint.h"
 
@@ -100,13 +100,9 @@ class DeviceExchange : public host::BufferOperation {
   uint64_t ticket_ = 0;
   uint64_t former_epoch_ = 0;  ///< that the host knew of
   bool has_launched_ = false;
-  int64_t start_ns_ = 0;
-  int64_t warned_ns_ = 0;
-  int64_t death_ns_ = 0;
-  int64_t remote_end_ns_ = 0;
+  host::GoneWatch gone_;
   host::WaitSite entry_site_;
-  std::optional<host::CircleWatch> circle_;  ///< of the first rank that has not come
-  int circle_rank_ = -1;
+  std::optional<host::ArrivalWatch> arrival_;  ///< of the first rank that has not come
 };
 
 /// Publishes a row that says what is wrong on this rank in place of an operation, then throws it as

@@ -3,8 +3,7 @@
 #include <thread>
 
 #include "core/sync.h"
-#include "host/arrival_watch.h"
-#include "host/warn.h"
+#include "host/peer_wait.h"
 #include "runtime/device_exchange.h"
 #include "runtime/polling.h"
 
@@ -22,10 +21,6 @@ using layout::Phase;
 constexpr int kLooksPerQuery = 256;
 constexpr auto kSleepBetweenLooks = std::chrono::microseconds(50);
 constexpr int64_t kLookEveryNs = 2'000'000;
-// A peer may die or leave after its part of an operation that the others can complete.
-constexpr int64_t kDeathGraceNs = 300'000'000;
-// What it sent to another node takes longer: it has to come, and to be handed on there.
-constexpr int64_t kRemoteGraceNs = 2'000'000'000;
 
 }  // namespace
 
@@ -50,25 +45,20 @@ void await(const Event& event) {
 
 void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
   endpoint_.count_host_wait();
-  int64_t looked_ns = sync::now_ns();
-  start_ns_ = warned_ns_ = looked_ns;
-  death_ns_ = 0;
-  remote_end_ns_ = 0;
-  int64_t now_ns = looked_ns;
+  const int64_t start_ns = sync::now_ns();
+  int64_t looked_ns = start_ns;
+  int64_t now_ns = start_ns;
+  gone_ = {};
+  const host::WaitSite where = site(phase);
   for (Polling polling; !is_ready();) {
-    polling.rest(now_ns - start_ns_);
+    polling.rest(now_ns - start_ns);
     now_ns = sync::now_ns();
     if (now_ns - looked_ns < kLookEveryNs)
       continue;
     looked_ns = now_ns;
-    if (interrupt_check_)
-      interrupt_check_();
-    if (is_ready())
-      break;
-    look_around(phase, now_ns);
+    host::look_up(group_, where, is_ready, [&](int64_t) { look_around(phase, now_ns); });
   }
-  circle_.reset();
-  circle_rank_ = -1;
+  arrival_.reset();
 }
 
 void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
@@ -97,7 +87,6 @@ void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
 }
 
 void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
-  group_.check_abort();
   check_left();
   if (!knows_epoch())
     return;
@@ -138,23 +127,11 @@ void DeviceExchange::stand_in_for(int closed_rank) {
 
 void DeviceExchange::check_peers(Phase phase, int64_t now_ns) {
   const host::WaitSite where = site(phase);
-  const auto is_over = [&](int gone_rank) {
-    if (group_.is_local(gone_rank))
-      return true;
-    if (remote_end_ns_ == 0)
-      remote_end_ns_ = now_ns;
-    return now_ns - remote_end_ns_ > kRemoteGraceNs;
-  };
-  group_.check_peers(where, [&](int gone_rank) {
-    if (phase == Phase::kRows && !endpoint_.has_row(epoch_, gone_rank))
-      return is_over(gone_rank);
+  host::check_gone(group_, where, [&](int gone_rank) {
     if (phase != Phase::kRows)
-      return !endpoint_.is_done(epoch_, gone_rank) && is_over(gone_rank);
-    if (group_.state(gone_rank) != PeerState::kDead)
-      return false;
-    if (death_ns_ == 0)
-      death_ns_ = now_ns;
-    return now_ns - death_ns_ > kDeathGraceNs;
+      return !endpoint_.is_done(epoch_, gone_rank) && gone_.has_ended(group_, gone_rank, now_ns);
+    return endpoint_.has_row(epoch_, gone_rank) ? gone_.keeps_others(group_, gone_rank, now_ns)
+                                                : gone_.has_ended(group_, gone_rank, now_ns);
   });
 }
 
@@ -168,21 +145,14 @@ void DeviceExchange::check_arrivals(int64_t now_ns) {
   while (peer_rank < group_.num_ranks() && !is_missing(peer_rank))
     ++peer_rank;
   if (peer_rank == group_.num_ranks()) {
-    circle_.reset();
-    circle_rank_ = -1;
+    arrival_.reset();
     return;
   }
-  if (peer_rank != circle_rank_) {
-    circle_rank_ = peer_rank;
+  if (!arrival_ || arrival_->peer_rank() != peer_rank) {
     entry_site_ = site(Phase::kRows);
-    circle_.emplace(group_, entry_site_, endpoint_.buffer_number(), epoch_, peer_rank);
+    arrival_.emplace(group_, entry_site_, peer_rank, host::ArrivalWatch::kNoLimit);
   }
-  circle_->check(now_ns, is_missing);
-  if (now_ns - warned_ns_ <= host::warning_interval_ns())
-    return;
-  warned_ns_ = now_ns;
-  host::warn(host::describe_absence(
-      group_, entry_site_, endpoint_.buffer_number(), peer_rank, now_ns - start_ns_));
+  arrival_->check(now_ns, is_missing);
 }
 
 void DeviceExchange::check_left() {
@@ -200,10 +170,12 @@ void give_up_timed_out(DeviceEndpoint& endpoint, const kernels::WaitReport& repo
   where.operation = static_cast<layout::Operation>(report.operation);
   where.phase = static_cast<Phase>(report.phase);
   where.epoch = static_cast<int64_t>(report.epoch);
+  where.buffer_number = endpoint.buffer_number();
   host::Group& group = endpoint.group();
   if (where.phase == Phase::kRows)
-    host::give_up_absent(group, where, endpoint.buffer_number(), report.peer_rank);
-  host::give_up_stalled(group, where, endpoint.buffer_number(), report.peer_rank, report.peer_rank);
+    host::give_up_absent(group, where, report.peer_rank);
+  host::give_up_stalled(
+      group, where, report.peer_rank, group.stall_timeout_ns(), concat("rank ", report.peer_rank));
 }
 
 }  // namespace moe::runtime

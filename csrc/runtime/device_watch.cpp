@@ -13,11 +13,6 @@ namespace moe::runtime {
 namespace {
 
 constexpr auto kLookEvery = std::chrono::milliseconds(20);
-// A peer may die or leave after its part of an operation that the others can complete: what it
-// wrote last is on its way.
-constexpr int64_t kGoneGraceNs = 300'000'000;
-// To another node it takes longer.
-constexpr int64_t kRemoteGoneGraceNs = 2'000'000'000;
 
 bool has_ended(const Event& work) {
   try {
@@ -71,7 +66,7 @@ void DeviceWatch::take_active() {
   const auto& group = endpoint_.group();
   const auto count = static_cast<size_t>(group.num_ranks());
   is_active_.assign(count, 0);
-  gone_ns_.assign(count, 0);
+  gone_.assign(count, {});
   for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank)
     is_active_[static_cast<size_t>(peer_rank)] =
         static_cast<uint8_t>(group.is_active(peer_rank) && peer_rank != group.rank_idx());
@@ -126,15 +121,15 @@ void DeviceWatch::look_for_gone(int64_t now_ns) {
     const auto idx = static_cast<size_t>(peer_rank);
     if (is_active_[idx] == 0 || endpoint_.group().state(peer_rank) == PeerState::kAlive)
       continue;
-    if (gone_ns_[idx] == 0)
-      gone_ns_[idx] = now_ns;
+    // Here a rank of this node has a grace too: which operation the kernels are in, and what they
+    // lack, are read one after the other while they run.
     const bool is_local = endpoint_.group().is_local(peer_rank);
-    if (now_ns - gone_ns_[idx] <= (is_local ? kGoneGraceNs : kRemoteGoneGraceNs))
+    if (!gone_[idx].has_passed(now_ns, is_local ? host::kDeathGraceNs : host::kRemoteGraceNs))
       continue;
     endpoint_.device().activate();
     host::WaitSite where;
     if (endpoint_.lacks(peer_rank, &where))
-      endpoint_.group().give_up_gone(peer_rank, where);
+      host::give_up_gone(endpoint_.group(), where, peer_rank);
   }
 }
 

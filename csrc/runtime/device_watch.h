@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "host/peer_wait.h"
 #include "runtime/device.h"
 
 namespace moe::runtime {
@@ -51,7 +52,7 @@ class DeviceWatch {
   DeviceEndpoint& endpoint_;
   std::mutex look_mutex_;  ///< held while it looks; never taken under mutex_
   std::vector<uint8_t> is_active_;
-  std::vector<int64_t> gone_ns_;  ///< by rank: when it was first seen to be gone, 0 for alive
+  std::vector<host::GraceClock> gone_;  ///< by rank, since it was first seen to be gone
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -458,6 +458,9 @@ def test_a_pe_that_stops_in_the_middle() -> None:
         has_given_up.set()
         assert isinstance(error, PeerTimeoutError), repr(error)
         assert error.ranks == (1,)
-        assert str(error) == f"rank 1 stopped: rank 0 waited {SHORT_S:g} s for a batch of tensors"
+        assert str(error) == (
+            f"rank 1 made no progress for {SHORT_S:g} s in an exchange of slots; "
+            "rank 0 waited for a batch of tensors"
+        )
 
     on_ranks(2, body, stall_timeout_s=SHORT_S)
