@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <vector>
@@ -11,6 +12,19 @@
 // What ranks make of each other's rows: the same on every rank, as all see the same rows.
 
 namespace moe::host {
+
+/// What a rank says in its row.
+struct RowMessage {
+  layout::OperationArguments arguments;
+  int64_t num_tokens = 0;
+  const int32_t* counts = nullptr;  ///< a row of the count matrix, uncached dispatch
+  Offer offer;
+  Offer weights_offer;
+  layout::RowStatus status = layout::RowStatus::kOk;
+  std::string message;  ///< status not kOk: what is wrong, with both values
+  uint64_t needed_bytes = 0;
+  uint64_t available_bytes = 0;
+};
 
 /// A private copy of all rows of one epoch. Entries of excluded ranks are zero.
 struct Rows {

@@ -7,43 +7,50 @@
 #include <vector>
 
 #include "core/math.h"
-#include "host/combine_rules.h"
-#include "host/exchange.h"
+#include "host/combine_steps.h"
+#include "host/cpu_engine.h"
 #include "host/internode_combine.h"
 
 namespace moe::host {
 
 namespace {
 
-using layout::RowStatus;
 using layout::Slot;
 
-/// One combine between its start and its end.
-class CombineOperation {
+/// One combine whose rows the CPU adds.
+class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
  public:
   CombineOperation(Endpoint& endpoint, const CombineParams& params, Exchange& exchange)
-      : endpoint_(endpoint),
-        params_(params),
-        plan_(static_cast<const Plan&>(*params.plan)),
-        exchange_(exchange),
-        row_bytes_(combined_row_bytes(params)),
-        sums_window_(sums_window(params)) {
+      : CombineSteps(endpoint, params, exchange) {
     bases_.rows.resize(static_cast<size_t>(endpoint.num_ranks()));
     bases_.weights.resize(static_cast<size_t>(endpoint.num_ranks()));
   }
 
-  CombineOutcome run() {
-    reject_failed_ranks();
-    try {
-      offer_rows();
-      allocate_sums();
-    } catch (const CapacityError& error) {
-      exchange_.reject(arguments(), error);
-    }
-    exchange_.enter("rows");
-    exchange_.publish(message_);
-    const Rows rows = exchange_.collect(false);
-    gradients_ = unite_gradients(rows, endpoint_.group());
+ private:
+  friend CombineSteps;
+
+  void begin() {}
+  std::string find_problem() const { return ""; }
+
+  void copy_in(std::byte* target, const std::byte* source, int64_t bytes) {
+    const auto& kernels = endpoint_.kernels();
+    const StoreMode mode = endpoint_.store_mode(bytes * endpoint_.num_ranks());
+    constexpr int64_t kBlockBytes = int64_t{1} << 18;
+    const int64_t num_blocks = (bytes + kBlockBytes - 1) / kBlockBytes;
+    endpoint_.for_tokens(num_blocks, bytes, [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * kBlockBytes;
+      const int64_t last = end * kBlockBytes < bytes ? end * kBlockBytes : bytes;
+      kernels.copy(source + first, target + first, last - first, mode);
+      kernels.store_fence();
+    });
+  }
+
+  void publish(const RowMessage& message) {
+    sums_ = sums();
+    exchange_.publish(message);
+  }
+
+  void move(const Rows& rows) {
     exchange_.enter("data");
     resolve_bases(rows);
     if (exchange_.relay() == nullptr)
@@ -56,61 +63,6 @@ class CombineOperation {
     for (int peer_rank = 0; peer_rank < endpoint_.num_ranks(); ++peer_rank)
       if (layout::sends_rows(plan_.counts, peer_rank, endpoint_.rank_idx()))
         exchange_.await_done(peer_rank);
-    return outcome();
-  }
-
- private:
-  layout::OperationArguments arguments() const { return combine_arguments(params_); }
-
-  void reject_failed_ranks() {
-    const std::string problem = find_failed_sources(plan_, endpoint_.group());
-    if (!problem.empty())
-      exchange_.reject(arguments(), RowStatus::kInvalidArgument, problem);
-  }
-
-  /// In place where the rows lie in this rank's heap already; else copied in, once.
-  void offer_rows() {
-    message_.arguments = arguments();
-    message_.num_tokens = plan_.num_tokens;
-    if (row_bytes_ > 0 && plan_.num_rows() > 0)
-      was_copied_in_ =
-          offer_place(params_.x, plan_.num_rows() * row_bytes_, &message_.offer, &copied_rows_);
-    const int64_t num_weights = num_row_weights(plan_);
-    if (params_.row_weight_bytes > 0 && num_weights > 0)
-      offer_place(params_.row_weights,
-                  num_weights * params_.row_weight_bytes,
-                  &message_.weights_offer,
-                  &copied_weights_);
-  }
-
-  bool offer_place(const std::byte* source,
-                   int64_t bytes,
-                   Offer* offer,
-                   std::shared_ptr<Window>* window) {
-    if (endpoint_.group().memory().find(source, static_cast<uint64_t>(bytes), offer))
-      return false;
-    *window = exchange_.allocate(static_cast<uint64_t>(bytes));
-    exchange_.offer(*window);
-    const auto& kernels = endpoint_.kernels();
-    const StoreMode mode = endpoint_.store_mode(bytes * endpoint_.num_ranks());
-    constexpr int64_t kBlockBytes = int64_t{1} << 18;
-    const int64_t num_blocks = (bytes + kBlockBytes - 1) / kBlockBytes;
-    std::byte* const target = (*window)->data();
-    endpoint_.for_tokens(num_blocks, bytes, [&](int64_t begin, int64_t end) {
-      const int64_t first = begin * kBlockBytes;
-      const int64_t last = end * kBlockBytes < bytes ? end * kBlockBytes : bytes;
-      kernels.copy(source + first, target + first, last - first, mode);
-      kernels.store_fence();
-    });
-    *offer = (*window)->offer();
-    return true;
-  }
-
-  void allocate_sums() {
-    window_ = sums_window_.bytes == 0
-                  ? endpoint_.group().memory().allocate(0)
-                  : exchange_.allocate(static_cast<uint64_t>(sums_window_.bytes));
-    sums_ = params_.out != nullptr ? params_.out : window_->data();
   }
 
   void resolve_bases(const Rows& rows) {
@@ -384,37 +336,19 @@ class CombineOperation {
   }
 
   CombineOutcome outcome() {
-    CombineOutcome outcome;
-    outcome.was_copied_in = was_copied_in_;
-    outcome.gradients = gradients_;
-    outcome.waited_ns = exchange_.take_waited_ns();
-    outcome.waited_ns.resize(static_cast<size_t>(endpoint_.num_ranks()));
+    outcome_.waited_ns = exchange_.take_waited_ns();
+    outcome_.waited_ns.resize(static_cast<size_t>(endpoint_.num_ranks()));
     std::byte* base = nullptr;
-    outcome.owner = copy_out_window(endpoint_,
-                                    std::move(window_),
-                                    static_cast<uint64_t>(sums_window_.bytes),
-                                    params_.copy_out,
-                                    &base);
-    if (row_bytes_ > 0)
-      outcome.sums = params_.out != nullptr ? params_.out : base;
-    if (params_.row_weight_bytes > 0)
-      outcome.weights = base + sums_window_.weights_offset;
-    return outcome;
+    outcome_.owner = copy_out_window(endpoint_,
+                                     std::move(window_),
+                                     static_cast<uint64_t>(sums_window_.bytes),
+                                     params_.copy_out,
+                                     &base);
+    point_into_sums(params_, base, &outcome_);
+    return std::move(outcome_);
   }
 
-  Endpoint& endpoint_;
-  const CombineParams& params_;
-  const Plan& plan_;
-  Exchange& exchange_;
-  int64_t row_bytes_;
-  SumsWindow sums_window_;
-  RowMessage message_;
-  std::shared_ptr<Window> copied_rows_;
-  std::shared_ptr<Window> copied_weights_;
-  std::shared_ptr<Window> window_;
   std::byte* sums_ = nullptr;
-  bool was_copied_in_ = false;
-  int32_t gradients_ = 0;
   PullBases bases_;
   std::vector<double> wide_weights_;
   std::optional<Addition> by_node_;  ///< with EpConfig.node_reduction, across nodes

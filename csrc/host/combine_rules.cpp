@@ -45,4 +45,11 @@ SumsWindow sums_window(const CombineParams& params) {
   return window;
 }
 
+void point_into_sums(const CombineParams& params, std::byte* base, CombineOutcome* outcome) {
+  if (combined_row_bytes(params) > 0)
+    outcome->sums = params.out != nullptr ? params.out : base;
+  if (params.row_weight_bytes > 0)
+    outcome->weights = base + sums_window(params).weights_offset;
+}
+
 }  // namespace moe::host

@@ -125,6 +125,12 @@ DispatchOutcome dispatch(Endpoint& endpoint,
 /// Whether @p mode wants a finished window of so many bytes copied out of the heap.
 bool is_copied_out(EndpointBase& endpoint, uint64_t bytes, CopyOut mode);
 
+/// Says where in the window that begins at @p outcome->rows lies what comes with rows.
+void point_into_window(const DispatchParams& params,
+                       const layout::Arrangement& arrangement,
+                       const layout::ReceiveWindow& window,
+                       DispatchOutcome* outcome);
+
 /// Copies a finished window out of the heap when @p mode says so; @return what owns the result.
 std::shared_ptr<void> copy_out_window(Endpoint& endpoint,
                                       std::shared_ptr<Window> window,

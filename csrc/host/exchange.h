@@ -18,19 +18,6 @@ namespace moe::host {
 /// How many tokens a loop over rows handles between two looks at the exchange.
 constexpr int64_t kTokensPerProgress = 64;
 
-/// What a rank says in its row.
-struct RowMessage {
-  layout::OperationArguments arguments;
-  int64_t num_tokens = 0;
-  const int32_t* counts = nullptr;  ///< a row of the count matrix, uncached dispatch
-  Offer offer;
-  Offer weights_offer;
-  layout::RowStatus status = layout::RowStatus::kOk;
-  std::string message;  ///< status not kOk: what is wrong, with both values
-  uint64_t needed_bytes = 0;
-  uint64_t available_bytes = 0;
-};
-
 /// One operation of one buffer: its epoch, and the steps every operation is made of.
 ///
 /// On several nodes flags are stored at the ranks of this node only: a Relay carries them to the

@@ -180,14 +180,7 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   } else {
     endpoint.lead_caller();
   }
-  outcome.scale_map = layout.scales;
-  if (params.num_scales > 0)
-    outcome.scales = outcome.rows + layout.scales_offset;
-  if (params.weight_bytes > 0)
-    outcome.weights = outcome.rows + layout.weights_offset;
-  outcome.has_topk_idx = params.with_topk_idx(arrangement);
-  if (outcome.has_topk_idx)
-    outcome.topk_idx = outcome.rows + layout.topk_idx_offset;
+  host::point_into_window(params, arrangement, layout, &outcome);
   const DispatchTables& tables = launches.tables();
   outcome.expert_offsets = std::shared_ptr<void>(tables.memory, tables.tables.expert_offsets);
   outcome.num_tokens_per_expert =
@@ -246,10 +239,7 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
   const auto memory = capture.keep(endpoint.device().allocate(sums.bytes));
   outcome.owner = memory;
   std::byte* const pulled = memory.get() + sums.weights_offset;
-  if (row_bytes > 0)
-    outcome.sums = params.out != nullptr ? params.out : memory.get();
-  if (params.row_weight_bytes > 0)
-    outcome.weights = pulled;
+  host::point_into_sums(params, memory.get(), &outcome);
   kernels::Tables tables = row.tables;
   tables.status = capture.status().get();
   launch_sums(endpoint, params, tables, outcome.sums, pulled);
