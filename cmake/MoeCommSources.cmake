@@ -1,6 +1,6 @@
 # Sets the sources of every target, baseline files first:
-#   MOE_COMM_COMMON_SOURCES    core, layout, heap, host: linked into every module
-#   MOE_COMM_ROW_SOURCES       those of host whose loops over rows take the time
+#   MOE_COMM_COMMON_SOURCES    core, layout, heap, cpu, group, ops: linked into every module
+#   MOE_COMM_ROW_SOURCES       those of cpu whose loops over rows take the time
 #   MOE_COMM_BINDING_SOURCES   what bindings of every module share
 #   MOE_COMM_HOST_BINDINGS, MOE_COMM_DEVICE_BINDINGS, MOE_COMM_SIMT_BINDINGS
 #   MOE_COMM_RUNTIME_SOURCES   operations on a device, driven from the host
@@ -26,11 +26,12 @@ function(moe_comm_unite unit)
   set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${unit})
 endfunction()
 
-moe_comm_glob(MOE_COMM_COMMON_SOURCES core/*.cpp layout/*.cpp heap/*.cpp host/*.cpp)
-moe_comm_glob(MOE_COMM_ROW_SOURCES host/row_kernels_*.cpp)
+moe_comm_glob(MOE_COMM_COMMON_SOURCES core/*.cpp layout/*.cpp heap/*.cpp cpu/*.cpp group/*.cpp
+  ops/*.cpp)
+moe_comm_glob(MOE_COMM_ROW_SOURCES cpu/row_kernels_*.cpp)
 list(REMOVE_ITEM MOE_COMM_COMMON_SOURCES ${MOE_COMM_ROW_SOURCES})
 # Loops over rows too, which the checker's build compiles for itself.
-set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/csrc/host/strided_copy.cpp" PROPERTIES
+set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/csrc/cpu/strided_copy.cpp" PROPERTIES
   COMPILE_OPTIONS -O3)
 moe_comm_glob(MOE_COMM_BINDING_SOURCES bindings/shared/*.cpp)
 moe_comm_glob(MOE_COMM_HOST_BINDINGS bindings/*.cpp)
@@ -63,14 +64,13 @@ endforeach()
 # By what changes together, in units of about ten files.
 moe_comm_glob(files core/*.cpp layout/*.cpp heap/*.cpp)
 moe_comm_unite(heap ${files})
-moe_comm_glob(files host/*.cpp)
+moe_comm_glob(files cpu/*.cpp group/*.cpp)
 list(REMOVE_ITEM files ${MOE_COMM_ROW_SOURCES})
-moe_comm_unite(exchange ${files})
-moe_comm_glob(files host/group*.cpp host/agreement.cpp host/endpoint*.cpp host/progress.cpp
-  host/thread_pool.cpp host/warn.cpp)
 moe_comm_unite(group ${files})
-moe_comm_glob(files host/copy_*.cpp host/batched_copy.cpp host/prepared_copies.cpp
-  host/internode_*.cpp host/*rail*.cpp host/relay.cpp)
+moe_comm_glob(files ops/*.cpp)
+moe_comm_unite(exchange ${files})
+moe_comm_glob(files ops/copy_*.cpp ops/batched_copy.cpp ops/prepared_copies.cpp ops/internode_*.cpp
+  ops/relay.cpp)
 moe_comm_unite(copies ${files})
 moe_comm_unite(bindings ${MOE_COMM_BINDING_SOURCES})
 moe_comm_unite(host_bindings ${MOE_COMM_HOST_BINDINGS})

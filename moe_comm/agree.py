@@ -2,7 +2,7 @@
 
 Ranks tell each other before anything moves, in what they exchange anyway: objects over a bootstrap,
 bytes over a communicator, a word in the row of an operation. What they raise then is worded here. For
-the operations of native backends csrc/host/agreement.cpp words it, alike.
+the operations of native backends csrc/ops/agreement.cpp words it, alike.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ add_dependencies(test_programs _host_testing)
 # Heap and sockets under sanitizers, which not every compiler brings: the tests that run these
 # programs build them.
 if(NOT MOE_COMM_SANITIZE)
-  moe_comm_glob(sources core/*.cpp heap/*.cpp host/socket_rail.cpp)
+  moe_comm_glob(sources core/*.cpp heap/*.cpp group/socket_rail.cpp)
   foreach(sanitizer thread address,undefined)
     string(REPLACE "," "_" suffix ${sanitizer})
     add_library(moe_comm_heap_${suffix} OBJECT ${sources})
@@ -110,7 +110,7 @@ function(moe_comm_add_faulty_objects name)
 endfunction()
 
 # Kernels, for programs that compare the bytes they make.
-moe_comm_glob(sources core/*.cpp layout/*.cpp host/row_kernels.cpp host/strided_copy.cpp kernels/combine.cu
+moe_comm_glob(sources core/*.cpp layout/*.cpp cpu/row_kernels.cpp cpu/strided_copy.cpp kernels/combine.cu
   kernels/dispatch.cu kernels/strided_copy.cu kernels/weighted_gradient.cu simt/direct_memory.cpp
   simt/fiber.cpp simt/grid.cpp simt/scheduler.cpp)
 moe_comm_add_faulty_objects(moe_comm_faulty ${sources})

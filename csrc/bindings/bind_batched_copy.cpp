@@ -7,9 +7,9 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/native_group.h"
 #include "bindings/shared/submitted.h"
-#include "host/batched_copy.h"
-#include "host/strided_copy.h"
+#include "cpu/strided_copy.h"
 #include "layout/strided.h"
+#include "ops/batched_copy.h"
 
 namespace moe::bindings {
 

@@ -5,7 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/bind_endpoint.h"
-#include "host/exchange.h"
+#include "ops/exchange.h"
 
 namespace moe::bindings {
 

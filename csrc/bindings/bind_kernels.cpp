@@ -8,8 +8,8 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/byte_buffers.h"
 #include "core/error.h"
-#include "host/roof.h"
-#include "host/row_kernels.h"
+#include "cpu/roof.h"
+#include "cpu/row_kernels.h"
 
 namespace moe::bindings {
 namespace {

@@ -5,7 +5,7 @@
 #include "bindings/bindings.h"
 #include "core/error.h"
 #include "core/rail.h"
-#include "host/queued_rail.h"
+#include "group/queued_rail.h"
 
 namespace moe::bindings {
 

@@ -2,7 +2,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/tensor_view.h"
-#include "host/slot_signal.h"
+#include "ops/slot_signal.h"
 
 namespace moe::bindings {
 

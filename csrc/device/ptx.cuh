@@ -495,7 +495,7 @@ MOE_DEVICE float bfloat16_to_float(uint16_t bits) {
   return bits_float(static_cast<uint32_t>(bits) << 16);
 }
 
-/// In integers, as the CPU backend does it (host/row_numbers_impl.h).
+/// In integers, as the CPU backend does it (cpu/row_numbers_impl.h).
 MOE_DEVICE uint16_t float_to_bfloat16(float value) {
   const uint32_t bits = float_bits(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u)

@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "host/buffer_operation.h"
-#include "host/combine_rules.h"
-#include "host/dispatch_rules.h"
+#include "ops/buffer_operation.h"
+#include "ops/combine_rules.h"
+#include "ops/dispatch_rules.h"
 #include "runtime/combine_launches.h"
 #include "runtime/device_dispatch.h"
 #include "runtime/dispatch_launches.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "host/combine.h"
-#include "host/dispatch.h"
+#include "ops/combine.h"
+#include "ops/dispatch.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

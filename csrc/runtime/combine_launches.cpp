@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "host/combine_rules.h"
+#include "ops/combine_rules.h"
 
 namespace moe::runtime {
 

@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include "host/combine.h"
 #include "kernels/combine.h"
+#include "ops/combine.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

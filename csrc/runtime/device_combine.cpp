@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "host/combine_steps.h"
+#include "ops/combine_steps.h"
 #include "runtime/captured.h"
 #include "runtime/combine_launches.h"
 #include "runtime/device_dispatch.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "host/combine.h"
 #include "kernels/combine.h"
+#include "ops/combine.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "host/dispatch_steps.h"
+#include "ops/dispatch_steps.h"
 #include "runtime/captured.h"
 #include "runtime/device_engine.h"
 #include "runtime/dispatch_launches.h"

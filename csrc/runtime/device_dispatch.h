@@ -1,6 +1,6 @@
 #pragma once
 
-#include "host/dispatch.h"
+#include "ops/dispatch.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

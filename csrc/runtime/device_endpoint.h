@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "host/dispatch.h"
-#include "host/endpoint_base.h"
 #include "kernels/exchange.h"
 #include "kernels/receive.h"
+#include "ops/dispatch.h"
+#include "ops/endpoint_base.h"
 #include "runtime/device.h"
 #include "runtime/device_memory.h"
 #include "runtime/device_watch.h"

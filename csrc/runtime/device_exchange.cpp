@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/sync.h"
-#include "host/dispatch_rules.h"
+#include "ops/dispatch_rules.h"
 #include "runtime/receive_phase.h"
 
 namespace moe::runtime {

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "host/agreement.h"
-#include "host/buffer_operation.h"
-#include "host/peer_wait.h"
+#include "group/peer_wait.h"
 #include "kernels/exchange.h"
+#include "ops/agreement.h"
+#include "ops/buffer_operation.h"
 #include "runtime/device_endpoint.h"
 
 namespace moe::runtime {

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "host/plan.h"
 #include "kernels/buffer.h"
+#include "ops/plan.h"
 #include "runtime/device_endpoint.h"
 
 namespace moe::runtime {

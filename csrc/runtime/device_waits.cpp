@@ -3,7 +3,7 @@
 #include <thread>
 
 #include "core/sync.h"
-#include "host/peer_wait.h"
+#include "group/peer_wait.h"
 #include "runtime/device_exchange.h"
 #include "runtime/polling.h"
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "core/sync.h"
-#include "host/thread_pool.h"
+#include "cpu/thread_pool.h"
 #include "runtime/device_endpoint.h"
 #include "runtime/device_exchange.h"
 

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "host/peer_wait.h"
+#include "group/peer_wait.h"
 #include "runtime/device.h"
 
 namespace moe::runtime {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "host/dispatch_rules.h"
+#include "ops/dispatch_rules.h"
 
 namespace moe::runtime {
 

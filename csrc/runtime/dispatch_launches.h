@@ -4,9 +4,9 @@
 #include <memory>
 #include <string>
 
-#include "host/dispatch.h"
 #include "kernels/dispatch.h"
 #include "kernels/receive.h"
+#include "ops/dispatch.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

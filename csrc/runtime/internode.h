@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/node_layout.h"
-#include "host/group.h"
+#include "group/group.h"
 #include "kernels/internode_combine.h"
 #include "kernels/internode_dispatch.h"
 #include "kernels/internode_exchange.h"

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "host/progress.h"
+#include "ops/progress.h"
 #include "runtime/device_exchange.h"
 
 namespace moe::runtime {

@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "host/dispatch.h"
 #include "kernels/receive.h"
+#include "ops/dispatch.h"
 
 namespace moe::runtime {
 

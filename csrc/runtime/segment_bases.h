@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/symmetric_memory.h"
-#include "host/group.h"
+#include "group/group.h"
 #include "runtime/device.h"
 
 namespace moe::runtime {

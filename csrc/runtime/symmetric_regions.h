@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "host/group.h"
+#include "group/group.h"
 
 namespace moe::runtime {
 

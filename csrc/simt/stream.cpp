@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "core/error.h"
-#include "host/row_kernels.h"
-#include "host/thread_pool.h"
+#include "cpu/row_kernels.h"
+#include "cpu/thread_pool.h"
 
 namespace moe::simt {
 

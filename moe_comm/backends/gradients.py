@@ -3,7 +3,7 @@
 Ranks may say different things, and each finds the same in all their words: an operation is
 differentiated on every rank where any rank needs its gradient, and refused on every rank where some
 rank could not run its backward. `layout::GradientWord` of csrc/layout/row.h is the same word, and
-csrc/host/agreement.cpp judges it alike.
+csrc/ops/agreement.cpp judges it alike.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "host/row_kernels.h"
+#include "cpu/row_kernels.h"
 #include "kernels/dispatch.h"
 #include "layout/capacity.h"
 #include "layout/routing.h"

@@ -18,7 +18,7 @@
 #include "cuda/cuda_heap.h"
 #include "cuda_stand_in.h"
 #include "emulated.h"
-#include "host/combine.h"
+#include "ops/combine.h"
 #include "runtime/device_combine.h"
 #include "runtime/device_dispatch.h"
 #include "runtime/device_endpoint.h"

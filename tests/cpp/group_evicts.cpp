@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/error.h"
-#include "host/group_shrink.h"
+#include "group/group_shrink.h"
 #include "thread_rank.h"
 
 namespace {

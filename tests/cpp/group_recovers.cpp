@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "host/group_shrink.h"
+#include "group/group_shrink.h"
 #include "thread_rank.h"
 
 namespace {

@@ -5,7 +5,7 @@
 
 #include "bindings/shared/byte_buffers.h"
 #include "core/error.h"
-#include "host/row_kernels.h"
+#include "cpu/row_kernels.h"
 #include "host_testing.h"
 
 namespace moe::testing {

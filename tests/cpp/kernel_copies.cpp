@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "host/row_kernels.h"
-#include "host/strided_copy.h"
+#include "cpu/row_kernels.h"
+#include "cpu/strided_copy.h"
 #include "kernel_rows.h"
 #include "kernels/strided_copy.h"
 #include "layout/strided.h"

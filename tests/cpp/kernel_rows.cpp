@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "host/row_kernels.h"
+#include "cpu/row_kernels.h"
 #include "kernel_rows.h"
 #include "kernels/combine.h"
 #include "kernels/strided_copy.h"

@@ -2,7 +2,7 @@
 // and in order, a sender is held back by a receiver that does not take, and nothing an earlier rail
 // left behind is taken for something newer.
 
-#include "host/socket_rail.h"
+#include "group/socket_rail.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

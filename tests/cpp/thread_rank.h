@@ -12,9 +12,9 @@
 #include <thread>
 #include <vector>
 
+#include "group/group.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
-#include "host/group.h"
 
 namespace moe::host {
 

@@ -7,7 +7,7 @@ the same lines, and then shows the places. A line that begins with `#` outside o
     rule: who waits for a row is woken
     scenarios: host_dispatches
     kinds: deadlock
-    @@ host/exchange.cpp
+    @@ ops/exchange.cpp
        sync::store_release(row.epoch, epoch_);
     +if (!MOE_FAULT(no_ring_after_row))
        sync::ring(group_.doorbell(peer_rank));

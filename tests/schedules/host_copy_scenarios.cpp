@@ -4,7 +4,7 @@
 
 #include "core/error.h"
 #include "core/sync.h"
-#include "host/batched_copy.h"
+#include "ops/batched_copy.h"
 #include "schedules/host_world.h"
 #include "schedules/run.h"
 

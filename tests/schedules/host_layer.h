@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "host/combine.h"
-#include "host/dispatch.h"
+#include "ops/combine.h"
+#include "ops/dispatch.h"
 #include "schedules/host_world.h"
 
 namespace moe::simt::checker {

@@ -1,5 +1,5 @@
 #include "core/sync.h"
-#include "host/row_kernels_tables.h"
+#include "cpu/row_kernels_tables.h"
 #include "schedules/host_threads.h"
 
 // The portable row kernels, with every row they read and write told to the checker. Whatever is

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/symmetric_memory.h"
-#include "host/endpoint.h"
-#include "host/group.h"
+#include "group/group.h"
+#include "ops/endpoint.h"
 #include "schedules/host_threads.h"
 #include "schedules/run.h"
 

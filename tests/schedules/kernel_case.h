@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/dtype.h"
-#include "host/row_kernels.h"
+#include "cpu/row_kernels.h"
 #include "kernels/buffer.h"
 #include "layout/capacity.h"
 #include "layout/routing.h"

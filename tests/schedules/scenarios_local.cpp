@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "host/row_kernels.h"
-#include "host/strided_copy.h"
+#include "cpu/row_kernels.h"
+#include "cpu/strided_copy.h"
 #include "kernels/combine.h"
 #include "kernels/strided_copy.h"
 #include "schedules/kernel_case.h"

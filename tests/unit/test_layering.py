@@ -94,12 +94,12 @@ def test_cxx_quoted_includes_exist() -> None:
 @pytest.mark.parametrize(
     ("path", "include"),
     [
-        ("core/error.h", '#include "host/dispatch.h"'),
+        ("core/error.h", '#include "ops/dispatch.h"'),
         ("layout/row.h", '#include "heap/shm_heap.h"'),
         ("heap/shm_heap.cpp", '#include "layout/row.h"'),
-        ("host/wait.cpp", '#include "heap/group.h"'),
-        ("host/wait.cpp", '  #  include "../heap/group.h"'),
-        ("host/wait.cpp", "#include <pybind11/pybind11.h>"),
+        ("group/wait.cpp", '#include "heap/group.h"'),
+        ("group/wait.cpp", '  #  include "../heap/group.h"'),
+        ("group/wait.cpp", "#include <pybind11/pybind11.h>"),
         ("core/dtype.h", "#include <c10/util/BFloat16.h>"),
         ("core/sync.h", '#include "schedules/fault.h"'),
         ("simt/grid.cpp", "#include <boost/context/fiber.hpp>"),

@@ -7,7 +7,7 @@
 
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
-#include "host/combine.h"
+#include "ops/combine.h"
 
 namespace moe::bindings {
 

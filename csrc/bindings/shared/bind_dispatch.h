@@ -9,7 +9,7 @@
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "core/error.h"
-#include "host/dispatch.h"
+#include "ops/dispatch.h"
 
 namespace moe::bindings {
 

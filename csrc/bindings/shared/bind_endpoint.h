@@ -71,7 +71,7 @@ py::class_<PlanT, std::shared_ptr<PlanT>> bind_plan(py::module_& module) {
 
 /// Adds to @p endpoint_class what endpoints of every kind do alike.
 ///
-/// Rejected calls run by reject_operation(EndpointT&, ...), see host/exchange.h.
+/// Rejected calls run by reject_operation(EndpointT&, ...), see ops/exchange.h.
 template <typename EndpointT, typename PlanT>
 void bind_endpoint(py::module_& module,
                    py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {

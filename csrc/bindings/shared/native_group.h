@@ -2,9 +2,9 @@
 
 #include <memory>
 
+#include "group/group.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
-#include "host/group.h"
 
 namespace moe::bindings {
 

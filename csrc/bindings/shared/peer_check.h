@@ -2,7 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "host/group.h"
+#include "group/group.h"
 
 namespace moe::bindings {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "host/group.h"
+#include "group/group.h"
 
 namespace moe::bindings {
 

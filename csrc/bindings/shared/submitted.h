@@ -12,7 +12,7 @@
 #include "bindings/shared/dlpack.h"
 #include "bindings/shared/signals.h"
 #include "core/dtype.h"
-#include "host/dispatch.h"
+#include "ops/dispatch.h"
 
 // What the bindings of dispatch and combine share.
 

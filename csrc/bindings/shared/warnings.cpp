@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "host/warn.h"
+#include "group/warn.h"
 
 namespace moe::bindings {
 

@@ -1,0 +1,155 @@
+#include "group/circle_watch.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "group/message.h"
+#include "group/peer_wait.h"
+
+namespace moe::host {
+
+namespace {
+
+// Most waits are over before anybody has to hear of them.
+constexpr int64_t kShowNs = 50'000'000;
+constexpr int64_t kAskEveryNs = 250'000'000;
+// Longer circles than that have more ranks than text has room for; their limit is another.
+constexpr int32_t kMostHops = 256;
+constexpr size_t kMostTextBytes = 4096;
+
+/// Where every rank is a fiber of one thread, threads do not tell ranks apart.
+#if defined(MOE_SIMT_CHECKED)
+constexpr bool kHasThreads = false;
+#else
+constexpr bool kHasThreads = true;
+#endif
+
+/// "May I wait for you to enter this?": what travels from rank to rank.
+struct Probe {
+  EntryWait::Id origin;
+  int32_t num_hops = 0;
+  bool is_verdict = false;  ///< the circle was found; whoever is in it is told
+  uint64_t buffer_number = 0;
+  uint64_t epoch = 0;
+  std::string text;  ///< of all waits so far
+
+  std::string encode() const {
+    std::string bytes;
+    append_value(&bytes, origin.channel);
+    append_value(&bytes, origin.rank_idx);
+    append_value(&bytes, origin.number);
+    append_value(&bytes, num_hops);
+    append_value(&bytes, is_verdict);
+    append_value(&bytes, buffer_number);
+    append_value(&bytes, epoch);
+    return bytes + text;
+  }
+
+  static Probe decode(const std::string& bytes) {
+    Probe probe;
+    size_t position = 0;
+    probe.origin.channel = read_value<uint64_t>(bytes, &position);
+    probe.origin.rank_idx = read_value<int32_t>(bytes, &position);
+    probe.origin.number = read_value<uint64_t>(bytes, &position);
+    probe.num_hops = read_value<int32_t>(bytes, &position);
+    probe.is_verdict = read_value<bool>(bytes, &position);
+    probe.buffer_number = read_value<uint64_t>(bytes, &position);
+    probe.epoch = read_value<uint64_t>(bytes, &position);
+    probe.text = bytes.substr(position);
+    return probe;
+  }
+};
+
+/// Sends @p probe to whom @p wait is for.
+void send(const EntryWait& wait, Probe probe) {
+  probe.buffer_number = wait.buffer_number;
+  probe.epoch = wait.epoch;
+  wait.link->post(wait.peer_link_rank, wait.channel, 0, probe.encode());
+}
+
+}  // namespace
+
+ShownWait::ShownWait(
+    Group& group, uint64_t buffer_number, uint64_t epoch, int peer_rank, const std::string& what)
+    : group_(group), peer_rank_(peer_rank), wait_(std::make_shared<EntryWait>()) {
+  wait_->id = {group.probe_channel(), group.rank_idx(), group.entries()->next_number()};
+  wait_->link = group.link();
+  wait_->peer_link_rank = group.members()[static_cast<size_t>(peer_rank)];
+  wait_->channel = group.probe_channel();
+  wait_->buffer_number = buffer_number;
+  wait_->epoch = epoch;
+  wait_->text = concat("rank ", group.rank_idx(), " waits for rank ", peer_rank, " ", what);
+  if (kHasThreads)
+    group.entries()->begin(wait_);
+}
+
+ShownWait::~ShownWait() {
+  if (kHasThreads)
+    group_.entries()->end(wait_);
+}
+
+CircleWatch::CircleWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns)
+    : group_(group), site_(site), peer_rank_(peer_rank), start_ns_(start_ns), asked_ns_(start_ns) {}
+
+void CircleWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missing) {
+  if (!kHasThreads || now_ns - start_ns_ < kShowNs)
+    return;
+  if (!shown_)
+    shown_.emplace(group_,
+                   site_.buffer_number,
+                   static_cast<uint64_t>(site_.epoch),
+                   peer_rank_,
+                   concat("to ", entrance(site_)));
+  const EntryWait& wait = shown_->wait();
+  if (const auto circle = wait.verdict())
+    give_up(*circle, is_missing);
+  if (now_ns - asked_ns_ < kAskEveryNs)
+    return;
+  asked_ns_ = now_ns;
+  Probe probe;
+  probe.origin = wait.id;
+  probe.text = wait.text;
+  send(wait, std::move(probe));
+}
+
+void CircleWatch::give_up(const std::string& circle, const std::function<bool(int)>& is_missing) {
+  // Whoever has left the order that most ranks keep; of two equal halves, the one without the
+  // lowest rank.
+  std::vector<int> missing;
+  std::vector<int> present;
+  for (int rank_idx = 0; rank_idx < group_.num_ranks(); ++rank_idx)
+    if (group_.is_active(rank_idx))
+      (rank_idx != group_.rank_idx() && is_missing(rank_idx) ? missing : present)
+          .push_back(rank_idx);
+  const bool is_few = missing.size() < present.size() ||
+                      (missing.size() == present.size() && present.front() < missing.front());
+  group_.abort(layout::AbortCause::kPeerTimeout,
+               site_,
+               is_few ? missing : present,
+               concat("ranks wait for each other in different calls: ", circle));
+  group_.throw_abort();
+}
+
+void answer_probe(const EntryTable& entries, const std::string& message) {
+  Probe probe = Probe::decode(message);
+  if (entries.has_entered(probe.buffer_number, probe.epoch))
+    return;
+  auto wait = entries.wait_in(probe.buffer_number);
+  if (wait == nullptr && !entries.has_queued(probe.buffer_number))
+    wait = entries.wait_of_caller();
+  if (wait == nullptr || wait->has_ended())
+    return;
+  const bool is_back = wait->id == probe.origin;
+  const bool is_last = is_back && probe.is_verdict;
+  if (is_back)
+    probe.is_verdict = true;
+  else if (!probe.is_verdict && probe.text.size() < kMostTextBytes)
+    probe.text += "; " + wait->text;
+  if (probe.is_verdict)
+    wait->conclude(probe.text);
+  if (!is_last && ++probe.num_hops < kMostHops)
+    send(*wait, std::move(probe));
+}
+
+}  // namespace moe::host

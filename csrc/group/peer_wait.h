@@ -1,0 +1,289 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "core/sync.h"
+#include "group/circle_watch.h"
+#include "group/group.h"
+
+// What it means to wait for a peer: how a waiter polls, what it looks at meanwhile and in which
+// order, what it allows a rank that is gone or late, whom it blames, and in which words. Every wait
+// of a rank for others is made of this, whoever moves the bytes.
+
+namespace moe::host {
+
+// ---- How a waiter polls.
+
+/// How long a waiter spins and yields before it sleeps.
+struct WaitLadder {
+  int num_spins;
+  int num_yields;
+};
+
+#if defined(MOE_SIMT_CHECKED)
+
+// Where every step is chosen, a waiter is soon asleep.
+inline WaitLadder wait_ladder(bool) {
+  return {1, 2};
+}
+inline WaitLadder wait_ladder_on_core_of_peer(bool) {
+  return {0, 1};
+}
+
+#else
+
+/// Short spins when ranks outnumber cores: a spinning waiter then holds the core its peer needs.
+inline WaitLadder wait_ladder(bool has_spare_cores) {
+  return has_spare_cores ? WaitLadder{600, 500} : WaitLadder{20, 500};
+}
+
+/// For a waiter on the very core of the peer it waits for: spinning only delays that peer. Where
+/// there are cores to spare it sleeps soon, because the kernel wakes a sleeper on an idle core and
+/// leaves yielding threads together for long.
+inline WaitLadder wait_ladder_on_core_of_peer(bool has_spare_cores) {
+  return has_spare_cores ? WaitLadder{0, 4} : WaitLadder{0, 500};
+}
+
+#endif
+
+constexpr int64_t kSleepSliceNs = 40'000'000;  // bounds how late a sleeper looks at its limits
+
+/// Waits until @p ready() holds: spins, yields, then sleeps on this rank's doorbell.
+///
+/// @param ready    Looks at the flag, with acquire order. Always looked at before anything else.
+/// @param on_slow  Called now and then while waiting; throws to give up.
+template <typename Ready, typename OnSlow>
+void wait_until(Group& group, const WaitLadder& ladder, Ready&& ready, OnSlow&& on_slow) {
+  for (int i = 0; i < ladder.num_spins; ++i) {
+    if (ready())
+      return;
+    sync::pause();
+  }
+  for (int i = 0; i < ladder.num_yields; ++i) {
+    if (ready())
+      return;
+    if (i % 64 == 63)
+      on_slow();
+    sync::yield();
+  }
+  while (!ready()) {
+    // Aborts and deaths ring as well: a sleeper that looks at them once it is enrolled hears them.
+    sync::sleep_unless(group.own_doorbell(), kSleepSliceNs, [&] {
+      on_slow();
+      return ready();
+    });
+  }
+}
+
+template <typename Ready, typename OnSlow>
+void wait_until(Group& group, Ready&& ready, OnSlow&& on_slow) {
+  wait_until(group, wait_ladder(group.has_spare_cores()), ready, on_slow);
+}
+
+// ---- What it looks at meanwhile.
+
+/// Answers the caller's signals. Their handlers may throw, and may have forked this process or
+/// destroyed the communicator.
+void answer_caller(const Group& group, const WaitSite& site);
+
+/// What every wait in a communicator that works does now and then, in this order: it answers its
+/// caller; it looks at what it waits for once more, because a peer may do its part and then abort
+/// or leave; it hears of an abort, whose cause says more than what follows from it; then
+/// @p look(now_ns) looks at what this wait alone has to fear.
+template <typename Ready, typename Look>
+void look_up(Group& group, const WaitSite& site, Ready&& ready, Look&& look) {
+  answer_caller(group, site);
+  if (ready())
+    return;
+  if (group.is_aborted()) [[unlikely]] {
+    // A peer that has everything of a call may go on and abort: what this rank lacks of it was sent
+    // before, and may lie unread in the link.
+    group.link()->catch_up();
+    if (ready())
+      return;
+    group.throw_abort();
+  }
+  look(sync::now_ns());
+}
+
+/// Waits until @p ready() for peers that may fail; see wait_until() and look_up().
+template <typename Ready, typename Look>
+void await_peer(
+    Group& group, const WaitLadder& ladder, const WaitSite& site, Ready&& ready, Look&& look) {
+  wait_until(group, ladder, ready, [&] { look_up(group, site, ready, look); });
+}
+template <typename Ready, typename Look>
+void await_peer(Group& group, const WaitSite& site, Ready&& ready, Look&& look) {
+  await_peer(group, wait_ladder(group.has_spare_cores()), site, ready, look);
+}
+
+// ---- A rank that is gone.
+
+/// A rank may die after its part of an operation that the others can complete. One that has not
+/// entered by then has seen the death as well, and will not.
+constexpr int64_t kDeathGraceNs = 300'000'000;
+
+/// What a rank of another node sent before it left or died has to come and to be handed on there,
+/// and so has the reason why a rail failed.
+constexpr int64_t kRemoteGraceNs = 2'000'000'000;
+
+/// A rank that leaves its operations for recover() or shrink() aborts them after so long: a peer
+/// that waits for it in one would never learn that it will not come.
+constexpr int64_t kAbortPatienceNs = 500'000'000;
+
+/// Since when something has been so, and whether that is too long.
+class GraceClock {
+ public:
+  /// @return whether it has been so for longer than that; call it while it is so.
+  bool has_passed(int64_t now_ns, int64_t grace_ns) {
+    if (since_ns_ == 0)
+      since_ns_ = now_ns;
+    return now_ns - since_ns_ > grace_ns;
+  }
+  void restart() { since_ns_ = 0; }
+
+ private:
+  int64_t since_ns_ = 0;
+};
+
+/// What one wait allows ranks that are gone.
+class GoneWatch {
+ public:
+  /// Of a rank that still owes something. What it said is there in memory that this rank sees, and
+  /// may be under way from another node.
+  bool has_ended(const Group& group, int gone_rank, int64_t now_ns) {
+    return group.is_local(gone_rank) || remote_.has_passed(now_ns, kRemoteGraceNs);
+  }
+  /// Of a rank that has entered and owes this wait nothing: it ends the wait for others that
+  /// cannot come because of its death, and only then.
+  bool keeps_others(const Group& group, int gone_rank, int64_t now_ns) {
+    return group.state(gone_rank) == PeerState::kDead && death_.has_passed(now_ns, kDeathGraceNs);
+  }
+  /// What was under way has come.
+  void restart() { remote_.restart(); }
+
+ private:
+  GraceClock death_;
+  GraceClock remote_;
+};
+
+/// Aborts and throws because @p peer_rank is gone.
+/// @param awaited  What this rank waited for, where @p site does not say; null otherwise.
+[[noreturn]] void give_up_gone(Group& group,
+                               const WaitSite& site,
+                               int peer_rank,
+                               const char* awaited = nullptr);
+
+/// Gives up where a peer is gone from which something @p is_missing(peer). The flag is looked at
+/// after the state: a peer may store it and then leave in good order.
+template <typename IsMissing>
+void check_gone(Group& group,
+                const WaitSite& site,
+                IsMissing&& is_missing,
+                const char* awaited = nullptr) {
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank)
+    if (peer_rank != group.rank_idx() && group.is_active(peer_rank) &&
+        group.state(peer_rank) != PeerState::kAlive && is_missing(peer_rank)) [[unlikely]]
+      give_up_gone(group, site, peer_rank, awaited);
+}
+
+// ---- A rank that does not come.
+
+/// "enter dispatch of buffer 3, epoch 7": what a rank does that comes to @p site.
+std::string entrance(const WaitSite& site);
+
+/// "rank 1 did not call recover() within 60 s of rank 0"
+/// @param deed  What it did not do: "call recover()".
+std::string describe_absence(const Group& group,
+                             int peer_rank,
+                             const std::string& deed,
+                             int64_t limit_ns);
+
+/// Aborts and throws because @p peer_rank did not come within the arrival limit.
+[[noreturn]] void give_up_absent(Group& group, const WaitSite& site, int peer_rank);
+
+/// How long this rank has waited for others to come.
+class ArrivalClock {
+ public:
+  explicit ArrivalClock(int64_t limit_ns)
+      : limit_ns_(limit_ns), start_ns_(sync::now_ns()), warned_ns_(start_ns_) {}
+
+  /// Called now and then while @p peer_rank has not come: warns once an interval, by name.
+  /// @param describe_deed  What it has not done, as a string: "call recover()".
+  /// @return whether the limit has run out.
+  template <typename DescribeDeed>
+  bool has_run_out(const Group& group,
+                   int64_t now_ns,
+                   int peer_rank,
+                   DescribeDeed&& describe_deed) {
+    if (is_warning_due(now_ns))
+      warn_of(group, now_ns, peer_rank, describe_deed());
+    return now_ns - start_ns_ > limit_ns_;
+  }
+
+  int64_t start_ns() const { return start_ns_; }
+
+ private:
+  bool is_warning_due(int64_t now_ns) const;
+  void warn_of(const Group& group, int64_t now_ns, int peer_rank, const std::string& deed);
+
+  int64_t limit_ns_;
+  int64_t start_ns_;
+  int64_t warned_ns_;
+};
+
+/// A wait for a peer to enter an operation or a collective call.
+class ArrivalWatch {
+ public:
+  /// For waits whose limit somebody else watches: a kernel.
+  static constexpr int64_t kNoLimit = INT64_MAX;
+
+  /// @param site  The operation and its epoch; outlives this.
+  ArrivalWatch(Group& group, const WaitSite& site, int peer_rank)
+      : ArrivalWatch(group, site, peer_rank, group.arrival_timeout_ns()) {}
+  ArrivalWatch(Group& group, const WaitSite& site, int peer_rank, int64_t limit_ns)
+      : group_(group),
+        site_(site),
+        peer_rank_(peer_rank),
+        clock_(limit_ns),
+        circle_(group, site, peer_rank, clock_.start_ns()) {}
+
+  /// Called now and then while the peer has not come: warns once an interval, by name; aborts and
+  /// throws when the arrival limit has run out, or at once where the peer cannot come.
+  /// @param is_missing  Whether a rank has not entered the operation.
+  void check(int64_t now_ns, const std::function<bool(int)>& is_missing);
+
+  int peer_rank() const { return peer_rank_; }
+  int64_t start_ns() const { return clock_.start_ns(); }
+
+ private:
+  Group& group_;
+  const WaitSite& site_;
+  int peer_rank_;
+  ArrivalClock clock_;
+  CircleWatch circle_;
+};
+
+// ---- A rank that has come and stopped.
+
+/// "rank 2 made no progress for 30 s in combine of buffer 3, epoch 7, phase data; rank 0 waited for
+/// rank 1"
+/// @param awaited  What this rank waited for: "rank 1".
+std::string describe_stall(const Group& group,
+                           const WaitSite& site,
+                           int culprit,
+                           int64_t limit_ns,
+                           const std::string& awaited);
+
+/// Aborts and throws because @p culprit made no progress for @p limit_ns.
+[[noreturn]] void give_up_stalled(
+    Group& group, const WaitSite& site, int culprit, int64_t limit_ns, const std::string& awaited);
+
+/// Who keeps @p peer_rank from going on. A peer that itself waits for somebody is not the one to
+/// blame: the chain is followed to its end, over all nodes. Every rank is asked, because what a
+/// stopped one has written down is old.
+int find_culprit(Group& group, const WaitSite& site, int peer_rank);
+
+}  // namespace moe::host

@@ -1,0 +1,212 @@
+#include "ops/agreement.h"
+
+#include <algorithm>
+
+#include "core/rank_list.h"
+
+namespace moe::host {
+
+namespace {
+
+using layout::GradientWord;
+using layout::Row;
+using layout::RowStatus;
+
+std::string dtype_text(int32_t dlpack_type) {
+  constexpr const char* kFamilies[] = {
+      "int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  const int32_t code = dlpack_type >> 8;
+  if (code < 0 || code > 6)
+    return concat("opaque type ", dlpack_type);
+  return kFamilies[code] + std::to_string(dlpack_type & 0xFF);
+}
+
+/// See DispatchParams::quantization_code.
+std::string quantization_text(int32_t code) {
+  constexpr const char* kFormats[] = {"pairs", "FP8_BLOCK128", "MXFP8"};
+  constexpr const char* kScales[] = {"FLOAT32", "FLOAT32_POWER_OF_2", "UE8M0"};
+  const int32_t format = (code >> 4) & 15;
+  const int32_t scale_format = (code >> 8) & 15;
+  if (format > 2 || scale_format > 2)
+    return concat("format ", code);
+  std::string text = kFormats[format];
+  if (format > 0)
+    text += concat("(", kScales[scale_format], ")");
+  return (code & 2) != 0 ? text + " column-major" : text;
+}
+
+bool is_agreed(const Rows& rows, const Group& group) {
+  const Row* first = nullptr;
+  bool is_needed = false;
+  bool is_apart = false;
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
+    if (!group.is_active(peer_rank))
+      continue;
+    const Row& header = rows.headers[static_cast<size_t>(peer_rank)];
+    if (first == nullptr)
+      first = &header;
+    if (header.status != static_cast<int32_t>(RowStatus::kOk) ||
+        !header.arguments.is_same_as(first->arguments))
+      return false;
+    is_needed = is_needed || GradientWord::is_needed(header.arguments.gradients);
+    is_apart =
+        is_apart || GradientWord::are_apart(header.arguments.gradients, first->arguments.gradients);
+  }
+  return !(is_needed && is_apart);
+}
+
+/// What keeps ranks that do the same from running its backward together, "" for nothing.
+std::string describe_gradient_clash(const Rows& rows, const Group& group) {
+  std::vector<int> disabled;
+  std::vector<int> needing;
+  int first_rank = -1;
+  int other_rank = -1;
+  const auto word = [&rows](int rank_idx) {
+    return rows.headers[static_cast<size_t>(rank_idx)].arguments.gradients;
+  };
+  const auto weight_bytes = [&word](int rank_idx) {
+    return word(rank_idx) >> GradientWord::kWeightBytesShift;
+  };
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
+    if (!group.is_active(peer_rank))
+      continue;
+    if (!GradientWord::is_enabled(word(peer_rank)))
+      disabled.push_back(peer_rank);
+    if (GradientWord::is_needed(word(peer_rank)))
+      needing.push_back(peer_rank);
+    if (first_rank < 0)
+      first_rank = peer_rank;
+    else if (other_rank < 0 && weight_bytes(peer_rank) != weight_bytes(first_rank))
+      other_rank = peer_rank;
+  }
+  if (needing.empty())
+    return "";
+  const auto operation = static_cast<layout::Operation>(
+      rows.headers[static_cast<size_t>(first_rank)].arguments.operation);
+  if (!disabled.empty())
+    return concat("ranks disagree: a gradient of this ",
+                  layout::operation_name(operation),
+                  " is needed on ",
+                  rank_list(needing),
+                  ", and gradients are disabled on ",
+                  rank_list(disabled),
+                  " (torch.no_grad, inference mode, or an EpBuffer's own ",
+                  layout::operation_name(operation),
+                  "): every rank runs its backward or none does");
+  if (other_rank < 0)
+    return "";
+  const auto weights = [&weight_bytes](int rank_idx) {
+    const int32_t bytes = weight_bytes(rank_idx);
+    return bytes == 0 ? std::string("no weights") : concat("float", bytes * 8, " weights");
+  };
+  return concat("ranks disagree: a combine whose backward is needed on ",
+                rank_list(needing),
+                " applies ",
+                weights(first_rank),
+                " on rank ",
+                first_rank,
+                " and ",
+                weights(other_rank),
+                " on rank ",
+                other_rank);
+}
+
+}  // namespace
+
+std::string describe(const layout::OperationArguments& arguments) {
+  const auto operation = static_cast<layout::Operation>(arguments.operation);
+  std::string text = layout::operation_name(operation);
+  text += concat("(",
+                 layout::layout_name(static_cast<layout::RowLayout>(arguments.layout)),
+                 ", expert_alignment=",
+                 arguments.expert_alignment);
+  if (arguments.row_bytes > 0)
+    text += concat(", ", dtype_text(arguments.dtype), " rows of ", arguments.row_bytes, " bytes");
+  if (arguments.quantization != 0)
+    text += concat(", quantized as ", quantization_text(arguments.quantization));
+  if (arguments.num_scales > 0)
+    text += concat(", ", arguments.num_scales, " scales of ", arguments.scale_bytes, " bytes");
+  if (arguments.weight_bytes > 0)
+    text += concat(", float", arguments.weight_bytes * 8, " weights");
+  else
+    text += ", no weights";
+  constexpr const char* kOnOverflow[] = {"grow", "drop", "raise"};
+  if (arguments.on_overflow > 0 && arguments.on_overflow < 3)
+    text += concat(", on_overflow=", kOnOverflow[arguments.on_overflow]);
+  if (arguments.expert_capacity >= 0)
+    text += concat(", num_rows_per_expert=", arguments.expert_capacity);
+  if (arguments.plan_hash != 0)
+    text += concat(", handle ", arguments.plan_hash % 1000000);
+  return text + ")";
+}
+
+int32_t unite_gradients(const Rows& rows, const Group& group) {
+  int32_t united = 0;
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank)
+    if (group.is_active(peer_rank))
+      united |= rows.headers[static_cast<size_t>(peer_rank)].arguments.gradients;
+  return united;
+}
+
+std::exception_ptr find_disagreement(const Rows& rows, const Group& group) {
+  if (is_agreed(rows, group)) [[likely]]
+    return nullptr;
+  std::string message;
+  auto worst = RowStatus::kOk;
+  CapacityError capacity("", 0, 0);
+  int first_rank = -1;
+  int other_rank = -1;
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
+    if (!group.is_active(peer_rank))
+      continue;
+    const Row& header = rows.headers[static_cast<size_t>(peer_rank)];
+    const auto status = static_cast<RowStatus>(header.status);
+    if (status != RowStatus::kOk) {
+      // Mistakes come before shortages, the lowest rank's kind decides the exception's type.
+      if (worst == RowStatus::kOk || (worst == RowStatus::kNoCapacity && status != worst))
+        worst = status;
+      message += concat(message.empty() ? "" : "; ",
+                        "rank ",
+                        peer_rank,
+                        ": ",
+                        rows.messages[static_cast<size_t>(peer_rank)]);
+      if (status == RowStatus::kNoCapacity) {
+        capacity.ranks.push_back(peer_rank);
+        capacity.needed_bytes = std::max(capacity.needed_bytes, header.needed_bytes);
+        capacity.available_bytes = header.available_bytes;
+      }
+    }
+    if (first_rank < 0)
+      first_rank = peer_rank;
+    else if (other_rank < 0 &&
+             !header.arguments.is_same_as(rows.headers[static_cast<size_t>(first_rank)].arguments))
+      other_rank = peer_rank;
+  }
+  if (worst == RowStatus::kOk && other_rank >= 0) {
+    worst = RowStatus::kInvalidArgument;
+    message = concat("ranks disagree: ",
+                     describe(rows.headers[static_cast<size_t>(first_rank)].arguments),
+                     " on rank ",
+                     first_rank,
+                     " met ",
+                     describe(rows.headers[static_cast<size_t>(other_rank)].arguments),
+                     " on rank ",
+                     other_rank);
+  }
+  if (worst == RowStatus::kOk) {
+    message = describe_gradient_clash(rows, group);
+    if (message.empty())
+      return nullptr;
+    worst = RowStatus::kInvalidArgument;
+  }
+  if (worst == RowStatus::kInvalidType)
+    return std::make_exception_ptr(InvalidType(message));
+  if (worst == RowStatus::kNoCapacity) {
+    CapacityError error(message, capacity.needed_bytes, capacity.available_bytes);
+    error.ranks = capacity.ranks;
+    return std::make_exception_ptr(error);
+  }
+  return std::make_exception_ptr(InvalidArgument(message));
+}
+
+}  // namespace moe::host

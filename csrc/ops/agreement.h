@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "group/group.h"
+#include "layout/routing.h"
+#include "layout/row.h"
+
+// What ranks make of each other's rows: the same on every rank, as all see the same rows.
+
+namespace moe::host {
+
+/// What a rank says in its row.
+struct RowMessage {
+  layout::OperationArguments arguments;
+  int64_t num_tokens = 0;
+  const int32_t* counts = nullptr;  ///< a row of the count matrix, uncached dispatch
+  Offer offer;
+  Offer weights_offer;
+  layout::RowStatus status = layout::RowStatus::kOk;
+  std::string message;  ///< status not kOk: what is wrong, with both values
+  uint64_t needed_bytes = 0;
+  uint64_t available_bytes = 0;
+};
+
+/// A private copy of all rows of one epoch. Entries of excluded ranks are zero.
+struct Rows {
+  std::vector<layout::Row> headers;   ///< [num_ranks]
+  std::vector<std::string> messages;  ///< [num_ranks], of rows whose status is not kOk
+  layout::CountMatrix counts;         ///< uncached dispatch
+};
+
+/// "dispatch(expert-major, ...)": the arguments as a reader would write them.
+std::string describe(const layout::OperationArguments& arguments);
+
+/// What all ranks together say of gradients, see layout::GradientWord.
+int32_t unite_gradients(const Rows& rows, const Group& group);
+
+/// What every rank throws where some rank found something wrong or rows disagree, else null.
+std::exception_ptr find_disagreement(const Rows& rows, const Group& group);
+
+}  // namespace moe::host

@@ -1,0 +1,275 @@
+#include "ops/batched_copy.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "core/math.h"
+#include "cpu/machine_cache.h"
+#include "ops/copy_run.h"
+
+namespace moe::host {
+
+namespace {
+
+constexpr int kDefaultNumSlots = 4;
+constexpr int64_t kSlotAlignment = 64;
+constexpr int64_t kLeastDefaultSlotBytes = int64_t{64} << 10;
+constexpr int64_t kMostDefaultSlotBytes = int64_t{512} << 10;
+// Slots share the cache with what is read and written past them. Larger ones outlast a rank that
+// waits for a core, smaller ones leave the cache to others.
+constexpr int64_t kCacheShare = 2;
+
+/// Slots of all pairs together stay in the last-level cache: bytes then go through memory once.
+int64_t default_slot_bytes(int num_ranks, int num_slots) {
+  const int64_t num_pairs = std::max<int64_t>(1, int64_t{num_ranks} * (num_ranks - 1));
+  const int64_t bytes = last_level_cache_bytes() / kCacheShare / (num_pairs * num_slots);
+  return round_up(std::clamp(bytes, kLeastDefaultSlotBytes, kMostDefaultSlotBytes), 4096);
+}
+
+/// What a rank says of its end when it is made.
+struct Introduction {
+  Offer workspace;
+  int64_t slot_bytes;
+  int64_t num_slots;
+  uint64_t needed_bytes;  ///< that its heap cannot hold; what is wrong follows. 0 where it can
+  uint64_t available_bytes;
+};
+
+/// Throws that heaps are too small, as every rank does, where @p payloads say so.
+void raise_shortage(const std::vector<std::string>& payloads) {
+  std::string message;
+  CapacityError shortage("", 0, 0);
+  for (size_t rank_idx = 0; rank_idx < payloads.size(); ++rank_idx) {
+    Introduction found{};
+    if (payloads[rank_idx].empty())
+      continue;  // excluded
+    std::memcpy(&found, payloads[rank_idx].data(), sizeof(found));
+    if (found.needed_bytes == 0)
+      continue;
+    message += concat(message.empty() ? "" : "; ",
+                      "rank ",
+                      rank_idx,
+                      ": ",
+                      payloads[rank_idx].substr(sizeof(found)));
+    shortage.ranks.push_back(static_cast<int>(rank_idx));
+    shortage.needed_bytes = found.needed_bytes;
+    shortage.available_bytes = found.available_bytes;
+  }
+  if (message.empty())
+    return;
+  CapacityError error(message, shortage.needed_bytes, shortage.available_bytes);
+  error.ranks = shortage.ranks;
+  throw error;
+}
+
+class RunGuard {
+ public:
+  explicit RunGuard(std::atomic<std::thread::id>& runner) : runner_(runner) {
+    std::thread::id nobody;
+    if (!runner_.compare_exchange_strong(nobody, std::this_thread::get_id()))
+      throw ConcurrentUse("one batched copy is run from two threads at once");
+  }
+  ~RunGuard() { runner_.store(std::thread::id()); }
+  RunGuard(const RunGuard&) = delete;
+  RunGuard& operator=(const RunGuard&) = delete;
+
+ private:
+  std::atomic<std::thread::id>& runner_;
+};
+
+}  // namespace
+
+std::shared_ptr<BatchedCopy> BatchedCopy::create(std::shared_ptr<Group> group,
+                                                 BatchedCopyConfig config,
+                                                 const InterruptCheck& interrupt_check) {
+  // A forked child has neither the threads nor the memory: its copy cannot be taken apart.
+  std::shared_ptr<BatchedCopy> engine(new BatchedCopy(std::move(group), config),
+                                      [](BatchedCopy* made) {
+                                        if (!made->group_->is_forked_child())
+                                          delete made;
+                                      });
+  try {
+    engine->connect(interrupt_check);
+  } catch (const InvalidArgument&) {
+    throw;  // on every rank alike: nobody has an end that could write here
+  } catch (const CapacityError&) {
+    throw;  // likewise
+  } catch (...) {
+    if (engine->own_window_)
+      engine->own_window_->quarantine();
+    throw;
+  }
+  engine->group_->add_recoverable(engine->buffer_number_, engine);
+  return engine;
+}
+
+BatchedCopy::BatchedCopy(std::shared_ptr<Group> group, BatchedCopyConfig config)
+    : group_(std::move(group)),
+      config_(config),
+      kernels_(&best_row_kernels()),
+      cache_bytes_(last_level_cache_bytes()),
+      workspaces_(static_cast<size_t>(group_->num_ranks())),
+      slots_(static_cast<size_t>(group_->num_ranks())),
+      threads_(group_->num_threads()) {
+  if (config_.num_slots == 0)
+    config_.num_slots = kDefaultNumSlots;
+  if (config_.slot_bytes == 0)
+    config_.slot_bytes = default_slot_bytes(group_->num_ranks(), config_.num_slots);
+}
+
+BatchedCopy::~BatchedCopy() {
+  destroy();
+}
+
+void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
+  group_->check_usable(layout::Operation::kNone);
+  const int64_t bytes = layout::CopyWorkspace::bytes(num_ranks());
+  Introduction own{{}, config_.slot_bytes, config_.num_slots, 0, 0};
+  std::string problem;
+  try {
+    own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
+    sync::fill_shared(own_window_->data(), 0, static_cast<size_t>(bytes));
+    own.workspace = own_window_->offer();
+  } catch (const CapacityError& error) {
+    own.needed_bytes = std::max<uint64_t>(1, error.needed_bytes);
+    own.available_bytes = error.available_bytes;
+    problem = error.what();
+  }
+  buffer_number_ = group_->next_gather_sequence();
+  const auto payloads = group_->all_gather(
+      std::string(reinterpret_cast<const char*>(&own), sizeof(own)) + problem, interrupt_check);
+  raise_shortage(payloads);
+  std::vector<Introduction> introductions(payloads.size());
+  int first_rank = -1;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (!group_->is_active(peer_rank))
+      continue;
+    Introduction& peer = introductions[static_cast<size_t>(peer_rank)];
+    std::memcpy(&peer, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(peer));
+    if (first_rank < 0)
+      first_rank = peer_rank;
+    const Introduction& first = introductions[static_cast<size_t>(first_rank)];
+    const auto check = [&](const char* name, int64_t expected, int64_t found) {
+      MOE_CHECK(expected == found,
+                "ranks configure the batched copy differently: ",
+                name,
+                " is ",
+                expected,
+                " on rank ",
+                first_rank,
+                " and ",
+                found,
+                " on rank ",
+                peer_rank);
+    };
+    check("slot_bytes", first.slot_bytes, peer.slot_bytes);
+    check("num_slots", first.num_slots, peer.num_slots);
+  }
+  // Compared before it is looked at, so that a mistake is found on every rank alike.
+  MOE_CHECK(config_.slot_bytes > 0 && config_.slot_bytes % kSlotAlignment == 0,
+            "slot_bytes must be a positive multiple of ",
+            kSlotAlignment,
+            ", got ",
+            config_.slot_bytes);
+  MOE_CHECK(config_.num_slots > 0, "num_slots must be >= 1, got ", config_.num_slots);
+  MOE_CHECK(config_.slot_bytes <= std::numeric_limits<int64_t>::max() / config_.num_slots,
+            config_.num_slots,
+            " slots of ",
+            config_.slot_bytes,
+            " bytes are beyond any machine");
+  WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+    if (group_->is_active(peer_rank))
+      workspaces_[static_cast<size_t>(peer_rank)] = layout::CopyWorkspace(
+          group_->resolve(peer_rank, introductions[static_cast<size_t>(peer_rank)].workspace, site),
+          num_ranks());
+}
+
+CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,
+                           const InterruptCheck& interrupt_check) {
+  const RunGuard guard(runner_);
+  const Group::OperationScope scope(*group_);
+  CopyRun run(*this, interrupt_check);
+  try {
+    return run.execute(*prepared);
+  } catch (const std::exception& error) {
+    run.fail(error.what(), prepared);
+    throw;
+  } catch (...) {
+    run.fail("an exception without a message", prepared);
+    throw;
+  }
+}
+
+void BatchedCopy::reject(const std::string& message, const InterruptCheck& interrupt_check) {
+  const RunGuard guard(runner_);
+  const Group::OperationScope scope(*group_);
+  CopyRun run(*this, interrupt_check);
+  try {
+    run.reject(message);
+  } catch (const std::exception& error) {
+    run.fail(error.what(), nullptr);
+    throw;
+  }
+}
+
+void BatchedCopy::make_slots(int peer_rank) {
+  auto& window = slots_[static_cast<size_t>(peer_rank)];
+  if (!window)
+    window =
+        group_->memory().allocate(static_cast<uint64_t>(config_.slot_bytes * config_.num_slots));
+}
+
+void BatchedCopy::quarantine_slots() {
+  for (auto& window : slots_)
+    group_->quarantine(std::exchange(window, nullptr));
+}
+
+void BatchedCopy::end_run() {
+  const auto give_up = [this] {
+    group_->abort(layout::AbortCause::kPeerFailed,
+                  WaitSite{layout::Operation::kBatchedCopy},
+                  {rank_idx()},
+                  concat("rank ",
+                         rank_idx(),
+                         " destroyed batched copy of buffer ",
+                         buffer_number_,
+                         " while it ran"));
+  };
+  const int64_t limit_ns = sync::now_ns() + group_->stall_timeout_ns();
+  for (std::thread::id runner; (runner = runner_.load()) != std::thread::id();) {
+    const bool is_own = runner == std::this_thread::get_id();  // from a handler of a signal
+    if (is_own || sync::now_ns() > limit_ns)
+      give_up();
+    if (is_own) {
+      quarantine_slots();
+      return;
+    }
+    sync::sleep_ns(1'000'000);
+  }
+}
+
+void BatchedCopy::destroy() {
+  if (is_destroyed_.load() || group_->is_forked_child())
+    return;
+  end_run();
+  if (is_destroyed_.exchange(true))
+    return;
+  slots_.assign(slots_.size(), nullptr);
+  if (!own_window_ || own_workspace().base() == nullptr)
+    return;
+  std::vector<uint64_t*> peer_words;
+  std::vector<const uint64_t*> own_words;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const auto& peer = workspace(peer_rank);
+    peer_words.push_back(peer.base() == nullptr ? nullptr : &peer.closed(rank_idx()).value);
+    own_words.push_back(&own_workspace().closed(peer_rank).value);
+  }
+  group_->close_control({std::move(own_window_)}, peer_words, std::move(own_words));
+}
+
+}  // namespace moe::host

@@ -1,0 +1,112 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/row_kernels.h"
+#include "cpu/thread_pool.h"
+#include "group/group.h"
+#include "layout/copy_control.h"
+#include "ops/prepared_copies.h"
+
+namespace moe::host {
+
+struct BatchedCopyConfig {
+  int64_t slot_bytes = 0;  ///< a multiple of 64; 0 for what suits the machine's cache
+  int num_slots = 0;       ///< per pair of ranks and direction; 0 for the default
+};
+
+/// What one run moved and how long it took, on this rank.
+struct CopyStats {
+  int64_t direct_bytes = 0;  ///< sent in place into peers' memory
+  int64_t slot_bytes = 0;    ///< sent through slots
+  int64_t local_bytes = 0;   ///< copied within this rank
+  int64_t copy_ns = 0;       ///< moving bytes, and waiting for peers' bytes
+  int64_t total_ns = 0;      ///< the whole run
+};
+
+/// Copies between the tensors of all ranks, many at once: one end per rank, with its control area,
+/// its slots and its epochs.
+///
+/// One run at a time.
+class BatchedCopy : public Recoverable {
+ public:
+  /// Collective. @throws InvalidArgument  ranks configure it differently; on every rank.
+  static std::shared_ptr<BatchedCopy> create(std::shared_ptr<Group> group,
+                                             BatchedCopyConfig config,
+                                             const InterruptCheck& interrupt_check);
+  ~BatchedCopy() override;
+
+  Group& group() const { return *group_; }
+  const BatchedCopyConfig& config() const { return config_; }
+  int rank_idx() const { return group_->rank_idx(); }
+  int num_ranks() const { return group_->num_ranks(); }
+  uint64_t buffer_number() const { return buffer_number_; }
+
+  /// Collective. @throws InvalidArgument, CapacityError  on every rank, before data moves;
+  /// PeerFailed, PeerTimeout  the communicator is aborted, destinations are undefined.
+  CopyStats run(const std::shared_ptr<PreparedCopies>& prepared,
+                const InterruptCheck& interrupt_check);
+
+  /// Takes part in a run that cannot be, and throws @p message as every rank does.
+  [[noreturn]] void reject(const std::string& message, const InterruptCheck& interrupt_check);
+
+  Epochs epochs() const override {
+    return {next_epoch_, last_completed_.load(std::memory_order_relaxed)};
+  }
+  bool is_idle() const override { return runner_.load() == std::thread::id(); }
+  void restart(uint64_t next_epoch) override { next_epoch_ = next_epoch; }
+
+  /// Tells peers, and gives memory back once they need it no more. Local, idempotent.
+  /// Waits for a run of another thread to end; aborts the communicator if peers keep it too long.
+  void destroy();
+  bool is_destroyed() const { return is_destroyed_; }
+
+  // ---- What a CopyRun uses.
+
+  const layout::CopyWorkspace& workspace(int rank_idx) const {
+    return workspaces_[static_cast<size_t>(rank_idx)];
+  }
+  const layout::CopyWorkspace& own_workspace() const { return workspace(rank_idx()); }
+  const RowKernels& kernels() const { return *kernels_; }
+  ThreadPool& threads() { return threads_; }
+  int64_t cache_bytes() const { return cache_bytes_; }
+  uint64_t take_epoch() { return next_epoch_++; }
+  uint64_t take_table_number() { return ++last_table_number_; }
+  void complete_epoch(uint64_t epoch) { last_completed_.store(epoch, std::memory_order_relaxed); }
+
+  /// Makes the slots that @p peer_rank fills, if there are none. @throws CapacityError
+  void make_slots(int peer_rank);
+  /// Null where there are none.
+  const std::shared_ptr<Window>& slots(int peer_rank) const {
+    return slots_[static_cast<size_t>(peer_rank)];
+  }
+  /// Peers may still write to the slots: the next run gets others.
+  void quarantine_slots();
+
+ private:
+  BatchedCopy(std::shared_ptr<Group> group, BatchedCopyConfig config);
+  void connect(const InterruptCheck& interrupt_check);
+  void end_run();
+
+  std::shared_ptr<Group> group_;
+  BatchedCopyConfig config_;
+  const RowKernels* kernels_;
+  int64_t cache_bytes_;
+  uint64_t buffer_number_ = 0;
+  std::shared_ptr<Window> own_window_;
+  std::vector<layout::CopyWorkspace> workspaces_;
+  std::vector<std::shared_ptr<Window>> slots_;  ///< [num_ranks], filled by that rank
+  uint64_t next_epoch_ = 1;                     // 0 is the flag of memory that was never written
+  uint64_t last_table_number_ = 0;
+  std::atomic<uint64_t> last_completed_{0};
+  std::atomic<std::thread::id> runner_{};  ///< who is in a run; nobody when default
+  std::atomic<bool> is_destroyed_{false};
+  ThreadPool threads_;
+};
+
+}  // namespace moe::host

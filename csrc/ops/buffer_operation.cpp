@@ -1,0 +1,158 @@
+#include "ops/buffer_operation.h"
+
+#include "core/sync.h"
+
+namespace moe::host {
+
+void check_rails(const Group& group, layout::Operation operation) {
+  const NodeLayout& nodes = group.nodes();
+  if (nodes.num_nodes() == 1)
+    return;
+  for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx) {
+    if (group.is_active(rank_idx))
+      continue;
+    for (int i = 0; i < nodes.num_local_ranks; ++i) {
+      const int neighbour = nodes.rank_of(nodes.node_idx(rank_idx), i);
+      MOE_CHECK(!group.is_active(neighbour),
+                layout::operation_name(operation),
+                ": rank ",
+                rank_idx,
+                " has failed, through which rows came to rank ",
+                neighbour,
+                " of its node; shrink the communicator to go on");
+    }
+  }
+}
+
+BufferOperation::BufferOperation(EndpointBase& endpoint,
+                                 layout::Operation operation,
+                                 const InterruptCheck& interrupt_check)
+    : group_(endpoint.group()),
+      operation_(operation),
+      interrupt_check_(interrupt_check),
+      buffer_(endpoint) {
+  MOE_CHECK(!endpoint.is_destroyed(),
+            layout::operation_name(operation),
+            ": this buffer has been destroyed");
+  check_rails(group_, operation);
+  group_.check_usable(operation);
+}
+
+BufferOperation::BufferOperation(EndpointBase& endpoint,
+                                 layout::Operation operation,
+                                 uint64_t epoch,
+                                 std::vector<std::shared_ptr<Window>> offered,
+                                 const InterruptCheck& interrupt_check)
+    : group_(endpoint.group()),
+      operation_(operation),
+      interrupt_check_(interrupt_check),
+      epoch_(epoch),
+      step_(layout::Phase::kData),
+      offered_(std::move(offered)),
+      buffer_(endpoint),
+      phase_("done") {
+  if (buffer_.tracer().is_enabled())
+    phase_start_ns_ = sync::now_ns();
+  group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
+}
+
+void BufferOperation::refuse_closed(int peer_rank) const {
+  throw InvalidArgument(concat("rank ",
+                               peer_rank,
+                               " has destroyed this buffer, rank ",
+                               group_.rank_idx(),
+                               " calls ",
+                               layout::operation_name(operation_),
+                               " on it"));
+}
+
+void BufferOperation::begin(bool is_epoch_known) {
+  is_epoch_known_ = is_epoch_known;
+  if (buffer_.tracer().is_enabled())
+    phase_start_ns_ = sync::now_ns();
+  epoch_ = buffer_.take_epoch();
+  if (!buffer_.is_on_progress_thread())
+    group_.entries()->add_caller();
+  group_.entries()->enter(buffer_.buffer_number(), epoch_);
+  group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
+}
+
+void BufferOperation::learn_epoch(uint64_t epoch) {
+  epoch_ = epoch;
+  is_epoch_known_ = true;
+  buffer_.set_next_epoch(epoch + 1);
+  group_.entries()->enter(buffer_.buffer_number(), epoch_);
+  group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
+  flush_early_records();
+}
+
+void BufferOperation::flush_early_records() {
+  for (TraceRecord& record : early_records_) {
+    record.epoch = static_cast<int64_t>(epoch_);
+    buffer_.tracer().add(std::move(record));
+  }
+  early_records_.clear();
+}
+
+void BufferOperation::close() {
+  flush_early_records();
+  is_open_ = false;
+  group_.leave_presence();
+}
+
+void BufferOperation::complete() {
+  if (!is_open_)
+    return;
+  enter(nullptr);
+  close();
+  buffer_.complete_epoch(epoch_);
+}
+
+void BufferOperation::give_up(const std::string& reason) {
+  close();
+  if (!group_.is_aborted())
+    group_.abort(layout::AbortCause::kPeerFailed,
+                 site(step_),
+                 {group_.rank_idx()},
+                 concat("rank ",
+                        group_.rank_idx(),
+                        " gave up ",
+                        layout::operation_name(operation_),
+                        ", epoch ",
+                        epoch_,
+                        ": ",
+                        reason));
+  else
+    group_.spread_abort();
+}
+
+void BufferOperation::quarantine_offers() {
+  for (auto& window : offered_)
+    group_.quarantine(std::move(window));
+}
+
+WaitSite BufferOperation::site(layout::Phase phase) const {
+  return WaitSite{
+      operation_, phase, static_cast<int64_t>(epoch_), buffer_.buffer_number(), &interrupt_check_};
+}
+
+void BufferOperation::enter(const char* phase) {
+  if (!buffer_.tracer().is_enabled())
+    return;
+  const int64_t now_ns = sync::now_ns();
+  record(phase_start_ns_, now_ns, -1);
+  phase_ = phase;
+  phase_start_ns_ = now_ns;
+}
+
+void BufferOperation::record(int64_t start_ns, int64_t end_ns, int peer_rank) {
+  if (phase_ == nullptr || end_ns <= start_ns)
+    return;
+  TraceRecord made{static_cast<int64_t>(epoch_), operation_, phase_, start_ns, end_ns, peer_rank};
+  if (is_epoch_known_)
+    buffer_.tracer().add(std::move(made));
+  else
+    early_records_.push_back(std::move(made));
+}
+
+}  // namespace moe::host

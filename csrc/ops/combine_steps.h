@@ -1,0 +1,112 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ops/agreement.h"
+#include "ops/combine_rules.h"
+
+namespace moe::host {
+
+/// The steps of a combine, whoever adds the rows: a rank says where those lie that peers pull,
+/// hears the same of all, and has them added.
+///
+/// @tparam Engine  Names the types Endpoint, Exchange and Plan.
+/// @tparam Mover   Derives from this, and says how its engine does the parts:
+///   begin()              before anything else
+///   find_problem()       what is wrong with this combine for this engine alone, "" for nothing
+///   copy_in(target, source, bytes)  rows from outside the heap
+///   publish(say)         writes this rank's row; may let sums follow those that nobody has read
+///   yet move(rows)           the sums, until what this engine's caller waits for is there
+///   outcome()            hands out the sums
+template <typename Engine, typename Mover>
+class CombineSteps {
+ public:
+  CombineOutcome run() {
+    mover().begin();
+    reject_if(find_failed_sources(plan_, endpoint_.group()));
+    reject_if(mover().find_problem());
+    RowMessage message;
+    message.arguments = arguments();
+    message.num_tokens = plan_.num_tokens;
+    try {
+      offer_rows(&message);
+      window_ = sums_window_.bytes == 0
+                    ? endpoint_.memory().allocate(0)
+                    : exchange_.allocate(static_cast<uint64_t>(sums_window_.bytes));
+    } catch (const CapacityError& error) {
+      exchange_.reject(arguments(), error);
+    }
+    exchange_.enter("rows");
+    mover().publish(message);
+    const Rows rows = exchange_.collect(false);
+    outcome_.gradients = unite_gradients(rows, endpoint_.group());
+    mover().move(rows);
+    return mover().outcome();
+  }
+
+ protected:
+  using Endpoint = typename Engine::Endpoint;
+  using Exchange = typename Engine::Exchange;
+  using Plan = typename Engine::Plan;
+
+  CombineSteps(Endpoint& endpoint, const CombineParams& params, Exchange& exchange)
+      : endpoint_(endpoint),
+        params_(params),
+        plan_(static_cast<const Plan&>(*params.plan)),
+        exchange_(exchange),
+        row_bytes_(combined_row_bytes(params)),
+        sums_window_(sums_window(params)) {}
+  ~CombineSteps() = default;
+
+  /// Where sums go, once the window is there.
+  std::byte* sums() const { return params_.out != nullptr ? params_.out : window_->data(); }
+
+  Endpoint& endpoint_;
+  const CombineParams& params_;
+  const Plan& plan_;
+  Exchange& exchange_;
+  int64_t row_bytes_;
+  SumsWindow sums_window_;
+  std::vector<std::shared_ptr<Window>> copied_in_;  ///< what peers pull from
+  std::shared_ptr<Window> window_;                  ///< of sums and pulled weights
+  CombineOutcome outcome_;
+
+ private:
+  Mover& mover() { return static_cast<Mover&>(*this); }
+
+  layout::OperationArguments arguments() const { return combine_arguments(params_); }
+
+  void reject_if(const std::string& problem) {
+    if (!problem.empty())
+      exchange_.reject(arguments(), layout::RowStatus::kInvalidArgument, problem);
+  }
+
+  void offer_rows(RowMessage* message) {
+    if (row_bytes_ > 0 && plan_.num_rows() > 0)
+      outcome_.was_copied_in =
+          offer_place(params_.x, plan_.num_rows() * row_bytes_, &message->offer);
+    const int64_t num_weights = num_row_weights(plan_);
+    if (params_.row_weight_bytes > 0 && num_weights > 0)
+      offer_place(
+          params_.row_weights, num_weights * params_.row_weight_bytes, &message->weights_offer);
+  }
+
+  /// In place where the bytes lie in this rank's heap already; else copied in, once.
+  /// @return whether they were copied.
+  bool offer_place(const std::byte* source, int64_t bytes, Offer* offer) {
+    if (endpoint_.memory().find(source, static_cast<uint64_t>(bytes), offer))
+      return false;
+    auto window = exchange_.allocate(static_cast<uint64_t>(bytes));
+    // Until every peer has pulled its rows they belong to the operation.
+    exchange_.offer(window);
+    mover().copy_in(window->data(), source, bytes);
+    *offer = window->offer();
+    copied_in_.push_back(std::move(window));
+    return true;
+  }
+};
+
+}  // namespace moe::host

@@ -1,0 +1,172 @@
+#include <algorithm>
+
+#include "ops/copy_run.h"
+
+// The data: one loop that fills slots of peers, empties its own, and writes in place between.
+
+namespace moe::host {
+
+namespace {
+
+// Between parts of this size a rank looks at its slots, its peers and its signals.
+constexpr int64_t kDirectPartBytes = int64_t{1} << 20;
+
+}  // namespace
+
+/// A stream between this rank and a peer through the slots of whoever receives.
+struct CopyRun::Channel {
+  int peer_rank = 0;
+  bool is_outgoing = false;
+  const CopyStream* stream = nullptr;
+  std::byte* slots = nullptr;
+  int64_t num_slots_needed = 0;
+  int64_t num_moved = 0;  ///< slots filled or emptied
+
+  bool is_complete() const { return num_moved == num_slots_needed; }
+};
+
+/// What is copied between two looks around: a slot of a channel, or a part of the direct stream.
+struct CopyRun::Part {
+  Channel* channel = nullptr;  ///< null for a part of the direct stream
+  int64_t idx = 0;             ///< of the slot in its stream, or of the part
+};
+
+std::vector<CopyRun::Channel> CopyRun::open_channels(const PreparedCopies::Route& route) {
+  std::vector<Channel> channels;
+  const int64_t slot_bytes = engine_.config().slot_bytes;
+  for_active_peers([&](int peer_rank) {
+    const auto peer = static_cast<size_t>(peer_rank);
+    // What has come is emptied first, so that its sender can go on.
+    if (const CopyStream& incoming = route.incoming[peer]; incoming.end() > 0)
+      channels.push_back({peer_rank,
+                          false,
+                          &incoming,
+                          engine_.slots(peer_rank)->data(),
+                          (incoming.end() + slot_bytes - 1) / slot_bytes,
+                          0});
+    if (const CopyStream& outgoing = route.outgoing[peer]; outgoing.end() > 0)
+      channels.push_back({peer_rank,
+                          true,
+                          &outgoing,
+                          group_.resolve(peer_rank, rows_[peer].slots, site(layout::Phase::kData)),
+                          (outgoing.end() + slot_bytes - 1) / slot_bytes,
+                          0});
+  });
+  return channels;
+}
+
+/// How many slots of @p channel can be moved now.
+int64_t CopyRun::ready_slots(const Channel& channel) const {
+  const auto& workspace = engine_.own_workspace();
+  const layout::Word& word = channel.is_outgoing ? workspace.emptied(channel.peer_rank)
+                                                 : workspace.filled(channel.peer_rank);
+  const auto count =
+      static_cast<int64_t>(layout::count_in_epoch(sync::load_acquire(word.value), epoch_));
+  const int64_t limit = channel.is_outgoing ? count + engine_.config().num_slots : count;
+  return std::min(limit, channel.num_slots_needed) - channel.num_moved;
+}
+
+void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, StoreMode mode) {
+  const RowKernels& kernels = engine_.kernels();
+  if (part.channel == nullptr) {
+    const int64_t begin = part.idx * kDirectPartBytes;
+    route.direct.copy(kernels, begin, std::min(begin + kDirectPartBytes, route.direct.end()), mode);
+    kernels.store_fence();
+    return;
+  }
+  const Channel& channel = *part.channel;
+  const int64_t slot_bytes = engine_.config().slot_bytes;
+  const int64_t begin = part.idx * slot_bytes;
+  const int64_t end = std::min(begin + slot_bytes, channel.stream->end());
+  std::byte* slot = channel.slots + part.idx % engine_.config().num_slots * slot_bytes;
+  if (channel.is_outgoing) {
+    channel.stream->pack(kernels, begin, end, slot);
+    return;
+  }
+  channel.stream->unpack(kernels, begin, end, slot, mode);
+  kernels.store_fence();
+}
+
+/// Tells the peer of a channel that a slot was filled or emptied; slots of a channel in order.
+void CopyRun::end_part(const Part& part) {
+  progress();
+  if (part.channel == nullptr)
+    return;
+  Channel& channel = *part.channel;
+  channel.num_moved = part.idx + 1;
+  const auto& workspace = engine_.workspace(channel.peer_rank);
+  layout::Word& word = channel.is_outgoing ? workspace.filled(group_.rank_idx())
+                                           : workspace.emptied(group_.rank_idx());
+  sync::store_release(word.value,
+                      layout::count_word(epoch_, static_cast<uint64_t>(channel.num_moved)));
+  sync::ring(group_.doorbell(channel.peer_rank));
+}
+
+void CopyRun::move(PreparedCopies::Route& route) {
+  std::vector<Channel> channels = open_channels(route);
+  int64_t total_bytes = route.direct.end();
+  for (const Channel& channel : channels)
+    total_bytes += channel.stream->end();
+  const StoreMode mode = total_bytes * group_.num_ranks() > engine_.cache_bytes()
+                             ? StoreMode::kStreaming
+                             : StoreMode::kCached;
+  const int64_t num_direct = (route.direct.end() + kDirectPartBytes - 1) / kDirectPartBytes;
+  const int num_threads = group_.num_threads();
+  int64_t next_direct = 0;
+  const auto is_ready = [&] {
+    return std::any_of(channels.begin(), channels.end(), [&](const Channel& channel) {
+      return ready_slots(channel) > 0;
+    });
+  };
+  const auto is_awaited = [&](int peer_rank) {
+    return std::any_of(channels.begin(), channels.end(), [&](const Channel& channel) {
+      return channel.peer_rank == peer_rank && !channel.is_complete();
+    });
+  };
+  std::vector<Part> parts;
+  while (true) {
+    parts.clear();
+    for (Channel& channel : channels)
+      for (int64_t ready = ready_slots(channel), i = 0; i < ready; ++i)
+        parts.push_back({&channel, channel.num_moved + i});
+    for (int i = 0; i < num_threads && next_direct < num_direct; ++i)
+      parts.push_back({nullptr, next_direct++});
+    if (parts.empty()) {
+      if (std::all_of(channels.begin(), channels.end(), [](const Channel& channel) {
+            return channel.is_complete();
+          }))
+        return;
+      await_entered(layout::Phase::kData, is_ready, is_awaited);
+      continue;
+    }
+    if (interrupt_check_)
+      interrupt_check_();
+    group_.check_abort();
+    if (num_threads == 1) {
+      for (const Part& part : parts) {
+        copy_part(route, part, mode);
+        end_part(part);
+      }
+      continue;
+    }
+    engine_.threads().parallel_for(static_cast<int64_t>(parts.size()),
+                                   [&](int64_t begin, int64_t end) {
+                                     for (int64_t i = begin; i < end; ++i)
+                                       copy_part(route, parts[static_cast<size_t>(i)], mode);
+                                   });
+    for (const Part& part : parts)
+      end_part(part);
+  }
+}
+
+void CopyRun::await_done(const PreparedCopies::Route& route) {
+  for_active_peers([&](int peer_rank) {
+    if (route.writes_here[static_cast<size_t>(peer_rank)] != 0)
+      await_entered(
+          layout::Phase::kData,
+          [&] { return !is_missing(peer_rank); },
+          [&](int awaited_rank) { return is_missing(awaited_rank); });
+  });
+}
+
+}  // namespace moe::host

@@ -1,0 +1,289 @@
+#include "ops/copy_run.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace moe::host {
+
+namespace {
+
+using layout::CopyRow;
+using layout::CopyVerdict;
+using layout::Phase;
+using layout::RowStatus;
+
+// How long a failed run waits for peers to write here no more. They look up between parts of about
+// a megabyte.
+constexpr int64_t kStopNs = 100'000'000;
+
+/// Cuts what is too long, between characters: readers take it for UTF-8.
+template <size_t kBytes>
+void store_text(char (&target)[kBytes], const std::string& text) {
+  size_t length = std::min(text.size(), kBytes - 1);
+  while (length > 0 && length < text.size() && (text[length] & 0xC0) == 0x80)
+    --length;
+  std::memcpy(target, text.data(), length);
+  std::memset(target + length, 0, kBytes - length);
+}
+
+}  // namespace
+
+CopyRun::CopyRun(BatchedCopy& engine, const InterruptCheck& interrupt_check)
+    : engine_(engine),
+      group_(engine.group()),
+      interrupt_check_(interrupt_check),
+      rows_(static_cast<size_t>(engine.num_ranks())) {
+  MOE_CHECK(!engine.is_destroyed(), "batched copy: it has been destroyed");
+  group_.check_usable(layout::Operation::kBatchedCopy);
+  check_closed();
+  epoch_ = engine_.take_epoch();
+  group_.entries()->add_caller();
+  group_.entries()->enter(engine_.buffer_number(), epoch_);
+  group_.show_presence(engine_.buffer_number(), epoch_, layout::Operation::kBatchedCopy);
+}
+
+void CopyRun::check_closed() const {
+  const auto& workspace = engine_.own_workspace();
+  for_active_peers([&](int peer_rank) {
+    if (sync::load_acquire(workspace.closed(peer_rank).value) == 0)
+      return;
+    // It may have closed after a run whose end this rank has not seen yet.
+    if (epoch_ == 0 || sync::load_acquire(workspace.row(peer_rank).epoch) < epoch_)
+      throw InvalidArgument(concat("rank ",
+                                   peer_rank,
+                                   " has destroyed this batched copy, rank ",
+                                   group_.rank_idx(),
+                                   " runs it"));
+  });
+}
+
+CopyStats CopyRun::execute(PreparedCopies& prepared) {
+  const int64_t start_ns = sync::now_ns();
+  if (!prepared.problem().empty())
+    reject(prepared.problem());
+  try {
+    if (!prepared.table_window())
+      prepared.make_table(group_.memory(), engine_.take_table_number());
+    for_active_peers([&](int peer_rank) {
+      if (prepared.needs_slots(peer_rank))
+        engine_.make_slots(peer_rank);
+    });
+  } catch (const CapacityError& error) {
+    reject_short(error);
+  }
+  publish_row(RowStatus::kOk, "", &prepared, nullptr);
+  collect_rows();
+  raise_agreed();
+  const std::string problem = match(prepared);
+  may_be_written_to_ = true;
+  publish_verdict(problem);
+  collect_verdicts();
+  PreparedCopies::Route& route = prepared.route();
+  route_incoming(prepared);
+  const int64_t copy_start_ns = sync::now_ns();
+  step_ = Phase::kData;
+  move(route);
+  release_done();
+  await_done(route);
+  has_ended_ = true;
+  engine_.complete_epoch(epoch_);
+  group_.leave_presence();
+  const int64_t end_ns = sync::now_ns();
+  CopyStats stats;
+  stats.direct_bytes = route.direct_bytes;
+  stats.slot_bytes = route.slot_bytes;
+  stats.local_bytes = route.local_bytes;
+  stats.copy_ns = end_ns - copy_start_ns;
+  stats.total_ns = end_ns - start_ns;
+  return stats;
+}
+
+void CopyRun::publish_row(RowStatus status,
+                          const std::string& message,
+                          PreparedCopies* prepared,
+                          const CapacityError* shortage) {
+  CopyRow row{};
+  row.status = static_cast<int32_t>(status);
+  store_text(row.message, message);
+  if (shortage != nullptr) {
+    row.needed_bytes = shortage->needed_bytes;
+    row.available_bytes = shortage->available_bytes;
+  }
+  if (prepared != nullptr) {
+    row.prepared_number = prepared->number();
+    row.table = prepared->table_window()->offer();
+  }
+  const auto fill_for = [&](int peer_rank) {
+    if (prepared == nullptr)
+      return;
+    row.first_entry = static_cast<int64_t>(prepared->first_receive(peer_rank));
+    row.num_entries =
+        static_cast<int64_t>(prepared->first_receive(peer_rank + 1)) - row.first_entry;
+    const auto& slots = engine_.slots(peer_rank);
+    row.slots = slots ? slots->offer() : Offer{};
+  };
+  fill_for(group_.rank_idx());
+  rows_[static_cast<size_t>(group_.rank_idx())] = row;
+  for_active_peers([&](int peer_rank) {
+    fill_for(peer_rank);
+    CopyRow& target = engine_.workspace(peer_rank).row(group_.rank_idx());
+    sync::write_body(target, row);
+    sync::store_release(target.epoch, epoch_);
+    sync::ring(group_.doorbell(peer_rank));
+  });
+}
+
+void CopyRun::collect_rows() {
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
+      continue;
+    await_row(peer_rank);
+    const CopyRow& source = engine_.own_workspace().row(peer_rank);
+    CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
+    sync::read_body(row, source);
+  }
+}
+
+/// Throws what rows say is wrong, if anything is: the same on every rank.
+void CopyRun::raise_agreed() {
+  std::string message;
+  bool is_short = true;
+  CapacityError capacity("", 0, 0);
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    const CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
+    if (!group_.is_active(peer_rank) || row.status == static_cast<int32_t>(RowStatus::kOk))
+      continue;
+    message += concat(message.empty() ? "" : "; ", "rank ", peer_rank, ": ", row.message);
+    if (row.status != static_cast<int32_t>(RowStatus::kNoCapacity)) {
+      is_short = false;  // mistakes come before shortages
+      continue;
+    }
+    capacity.ranks.push_back(peer_rank);
+    capacity.needed_bytes = std::max(capacity.needed_bytes, row.needed_bytes);
+    capacity.available_bytes = row.available_bytes;
+  }
+  if (message.empty())
+    return;
+  // Verdicts tell that every rank has read the rows, so that the next run may store others.
+  publish_verdict("");
+  collect_verdicts();
+  settle();
+  if (!is_short)
+    throw InvalidArgument(message);
+  CapacityError error(message, capacity.needed_bytes, capacity.available_bytes);
+  error.ranks = capacity.ranks;
+  throw error;
+}
+
+void CopyRun::reject(const std::string& message) {
+  publish_row(RowStatus::kInvalidArgument, message, nullptr, nullptr);
+  collect_rows();
+  raise_agreed();
+  throw std::logic_error("a rejected run was not reported");
+}
+
+void CopyRun::reject_short(const CapacityError& error) {
+  publish_row(RowStatus::kNoCapacity, error.what(), nullptr, &error);
+  collect_rows();
+  raise_agreed();
+  throw std::logic_error("a rejected run was not reported");
+}
+
+void CopyRun::publish_verdict(const std::string& problem) {
+  CopyVerdict verdict{};
+  verdict.status =
+      static_cast<int32_t>(problem.empty() ? RowStatus::kOk : RowStatus::kInvalidArgument);
+  store_text(verdict.message, problem);
+  const auto store_in = [&](CopyVerdict& target) {
+    sync::write_body(target, verdict);
+    sync::store_release(target.epoch, epoch_);
+  };
+  store_in(engine_.own_workspace().verdict(group_.rank_idx()));
+  for_active_peers([&](int peer_rank) {
+    store_in(engine_.workspace(peer_rank).verdict(group_.rank_idx()));
+    sync::ring(group_.doorbell(peer_rank));
+  });
+}
+
+/// Waits for what every rank found, and throws it, the same on every rank.
+void CopyRun::collect_verdicts() {
+  step_ = Phase::kVerdicts;
+  const auto& workspace = engine_.own_workspace();
+  const auto is_awaited = [&](int peer_rank) {
+    return sync::load_acquire(workspace.verdict(peer_rank).epoch) < epoch_;
+  };
+  std::string message;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (!group_.is_active(peer_rank))
+      continue;
+    await_entered(Phase::kVerdicts, [&] { return !is_awaited(peer_rank); }, is_awaited);
+    CopyVerdict verdict;
+    sync::read_body(verdict, workspace.verdict(peer_rank));
+    if (verdict.status != static_cast<int32_t>(RowStatus::kOk))
+      message += concat(message.empty() ? "" : "; ", "rank ", peer_rank, ": ", verdict.message);
+  }
+  if (message.empty())
+    return;
+  settle();
+  throw InvalidArgument(message);
+}
+
+void CopyRun::settle() {
+  release_done();
+  has_ended_ = true;
+  engine_.complete_epoch(epoch_);
+  group_.leave_presence();
+}
+
+void CopyRun::release_done() {
+  // What was read from a peer counts only if that peer had not given up by then.
+  sync::fence_acquire();
+  group_.check_abort();
+  for_active_peers([&](int peer_rank) {
+    sync::store_release(engine_.workspace(peer_rank).done(group_.rank_idx()).value, epoch_);
+    sync::ring(group_.doorbell(peer_rank));
+  });
+}
+
+void CopyRun::fail(const std::string& reason, const std::shared_ptr<PreparedCopies>& prepared) {
+  if (has_ended_)
+    return;
+  has_ended_ = true;
+  group_.leave_presence();
+  if (!group_.is_aborted())
+    group_.abort(
+        layout::AbortCause::kPeerFailed,
+        site(step_),
+        {group_.rank_idx()},
+        concat("rank ", group_.rank_idx(), " gave up batched copy, epoch ", epoch_, ": ", reason));
+  for_active_peers([&](int peer_rank) {
+    sync::store_release(engine_.workspace(peer_rank).stopped(group_.rank_idx()).value, epoch_);
+    sync::ring(group_.doorbell(peer_rank));
+  });
+  engine_.quarantine_slots();
+  if (!prepared)
+    return;
+  group_.quarantine(prepared->take_table());
+  if (!may_be_written_to_)
+    return;
+  const auto& workspace = engine_.own_workspace();
+  const auto all_stopped = [&] {
+    bool is_quiet = true;
+    for_active_peers([&](int peer_rank) {
+      is_quiet = is_quiet && (sync::load_acquire(workspace.stopped(peer_rank).value) >= epoch_ ||
+                              sync::load_acquire(workspace.done(peer_rank).value) >= epoch_ ||
+                              group_.state(peer_rank) != PeerState::kAlive);
+    });
+    return is_quiet;
+  };
+  const int64_t limit_ns = sync::now_ns() + kStopNs;
+  while (!all_stopped()) {
+    if (sync::now_ns() > limit_ns) {
+      group_.keep(prepared->owner());
+      return;
+    }
+    sync::sleep_unless(group_.own_doorbell(), kStopNs / 10, all_stopped);
+  }
+}
+
+}  // namespace moe::host

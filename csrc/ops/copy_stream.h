@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/strided_copy.h"
+
+namespace moe::host {
+
+/// Pieces that are copied one after another, and places in that order.
+///
+/// A position counts bytes as they lie packed, each piece from a multiple of 64: parts of a stream
+/// can be copied in any order and by any thread.
+class CopyStream {
+ public:
+  /// @p src and @p dst have @p bytes > 0 logical bytes; one of them is unused where parts are
+  /// packed or unpacked. Shapes must outlive the stream.
+  void add(const Place& src, const Place& dst, int64_t bytes);
+
+  int64_t end() const { return end_; }
+
+  /// Copies what lies between two positions from its source to its destination.
+  void copy(const RowKernels& kernels, int64_t begin, int64_t end, StoreMode mode) const;
+
+  /// Copies sources between two positions to @p slot, which holds them from @p begin on.
+  void pack(const RowKernels& kernels, int64_t begin, int64_t end, std::byte* slot) const;
+
+  /// Copies @p slot to the destinations between two positions.
+  void unpack(const RowKernels& kernels,
+              int64_t begin,
+              int64_t end,
+              const std::byte* slot,
+              StoreMode mode) const;
+
+ private:
+  struct Piece {
+    Place src;
+    Place dst;
+    int64_t bytes;
+    int64_t position;
+  };
+
+  template <typename Copy>
+  void for_parts(int64_t begin, int64_t end, Copy&& copy) const;
+
+  std::vector<Piece> pieces_;
+  int64_t end_ = 0;
+};
+
+}  // namespace moe::host

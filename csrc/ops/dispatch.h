@@ -1,0 +1,141 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "layout/capacity.h"
+#include "layout/window.h"
+#include "ops/endpoint.h"
+#include "ops/plan.h"
+
+namespace moe::host {
+
+/// Whether results are copied out of the heap.
+enum class CopyOut { kAuto, kAlways, kNever };
+
+/// The end of an operation that runs on in a stream, which the caller is still to wait for. Whoever
+/// looks at the results joins it; where the caller is a stream, so does whoever drops them, before
+/// their memory goes. Thread-safe.
+class CallerJoin {
+ public:
+  virtual ~CallerJoin() = default;
+  /// What the caller's stream is given from now on runs after the end; where the caller is the
+  /// host, blocks until the end. Idempotent. @throws what ended it, the same every time.
+  virtual void join(const InterruptCheck& interrupt_check) = 0;
+  /// Whether join() would return or throw at once. Who asks wants the end: what join() would start
+  /// is started.
+  virtual bool is_complete() { return true; }
+  /// Nanoseconds waited for every rank behind the outcome, [num_ranks] or empty. After join().
+  virtual std::vector<int64_t> waited_ns() const { return {}; }
+};
+
+struct DispatchParams {
+  const std::byte* x = nullptr;        ///< [num_tokens, source_row_bytes]
+  const int64_t* topk_idx = nullptr;   ///< [num_tokens, num_topk], uncached
+  const std::byte* weights = nullptr;  ///< [num_tokens, num_topk] of weight_bytes, or null
+  int64_t num_tokens = 0;
+  int64_t num_topk = 0;  ///< uncached
+  int64_t source_row_bytes = 0;
+  int64_t row_bytes = 0;     ///< on the wire
+  int32_t weight_bytes = 0;  ///< 4, 8, or 0 without weights
+  int32_t dtype = 0;         ///< `code << 8 | bits`, compared between ranks only
+
+  /// 0, or 1 | is_column_major << 1 | format << 4 | scale format << 8; compared between ranks. The
+  /// format is 0 for rows that come with their scale factors.
+  int32_t quantization_code = 0;
+  bool is_quantized_here = false;
+  RowQuantization row_quantization;
+  int64_t num_scales = 0;             ///< per row, as they travel
+  int32_t scale_bytes = 0;            ///< of one
+  const std::byte* scales = nullptr;  ///< of rows that are quantised already
+  int64_t scale_row_stride = 0;       ///< bytes from a row's scale factors to the next row's
+  int64_t scale_step = 0;             ///< bytes from a scale factor to the next
+
+  layout::RowLayout layout = layout::RowLayout::kExpertMajor;
+  int64_t expert_alignment = 1;
+  layout::CapacityRule capacity;
+  int64_t fixed_rows = -1;         ///< rows of this rank's result; -1 for as many as arrive
+  int32_t gradients = 0;           ///< layout::GradientWord
+  std::vector<int> masked_ranks;   ///< low-latency
+  std::shared_ptr<Window> window;  ///< low-latency: to receive in; null where none was to be had
+  std::shared_ptr<const PlanHeader> plan;  ///< cached dispatch: of the endpoint's own kind
+  CopyOut copy_out = CopyOut::kAuto;
+  /// The caller asks for the end later, by DispatchOutcome::end where there is one: rows for this
+  /// rank may be on their way when the call returns.
+  bool is_async = false;
+  /// Of an operation that a progress thread runs: EndpointBase::mark_caller() as it was issued.
+  std::shared_ptr<const void> caller_mark;
+
+  bool is_column_major() const { return (quantization_code & 2) != 0; }
+  /// Whether local expert ids travel with rows.
+  bool with_topk_idx(const layout::Arrangement& arrangement) const {
+    return plan == nullptr && arrangement.is_by_rank();
+  }
+};
+
+/// What arrived; `owner` keeps the memory.
+struct DispatchOutcome {
+  std::shared_ptr<void> owner;
+  std::byte* rows = nullptr;      ///< [M, row_bytes]
+  std::byte* scales = nullptr;    ///< as scale_map says, null without scale factors
+  std::byte* weights = nullptr;   ///< [M] or [M, num_recv_topk], null without weights
+  std::byte* topk_idx = nullptr;  ///< int64 [M, num_recv_topk] where has_topk_idx
+  bool has_topk_idx = false;      ///< rank-major and uncached
+  /// int32 [num_local_experts + 1] in the memory of the rows; null where the plan's is to be
+  /// copied.
+  std::shared_ptr<void> expert_offsets;
+  /// A dispatch that was captured: int64 [num_local_experts] and kernels::Tables::status [2], on
+  /// the device; else null.
+  std::shared_ptr<void> num_tokens_per_expert;
+  std::shared_ptr<void> status;
+  layout::ScaleMap scale_map;
+  std::vector<int64_t> num_dropped_per_expert;  ///< [num_local_experts]
+  int64_t num_required_rows = 0;
+  int32_t gradients = 0;                   ///< layout::GradientWord: what the ranks say, united
+  std::vector<int64_t> waited_ns;          ///< [num_ranks]; CallerJoin::waited_ns() comes on top
+  std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
+  std::shared_ptr<CallerJoin> end;         ///< or null; last, so that it goes first
+};
+
+/// How the rows of a call are ordered on @p endpoint.
+layout::Arrangement arrangement_of(const EndpointBase& endpoint,
+                                   layout::RowLayout layout,
+                                   int64_t expert_alignment);
+
+/// Rows of this rank's window in a low-latency dispatch.
+int64_t num_low_latency_rows(const EndpointBase& endpoint);
+
+/// The window of this rank in a low-latency dispatch, whose size no count decides.
+layout::ReceiveWindow low_latency_window(const EndpointBase& endpoint,
+                                         const DispatchParams& params);
+
+/// Sends every row of @p params.x to the ranks of its experts, and receives this rank's.
+///
+/// Called by: one thread per rank, on every rank of the group, in the same order.
+/// Synchronizes: returns when this rank's rows are sent and all rows for it have arrived.
+/// @throws InvalidArgument  a row of some rank was rejected or rows disagree; on every rank alike.
+/// @throws CapacityError    some rank's heap cannot hold what it would receive, or more was asked
+///   for than a capacity that raises allows; nothing was sent.
+/// @throws PeerFailed, PeerTimeout  the communicator is aborted.
+DispatchOutcome dispatch(Endpoint& endpoint,
+                         const DispatchParams& params,
+                         const InterruptCheck& interrupt_check);
+
+/// Whether @p mode wants a finished window of so many bytes copied out of the heap.
+bool is_copied_out(EndpointBase& endpoint, uint64_t bytes, CopyOut mode);
+
+/// Says where in the window that begins at @p outcome->rows lies what comes with rows.
+void point_into_window(const DispatchParams& params,
+                       const layout::Arrangement& arrangement,
+                       const layout::ReceiveWindow& window,
+                       DispatchOutcome* outcome);
+
+/// Copies a finished window out of the heap when @p mode says so; @return what owns the result.
+std::shared_ptr<void> copy_out_window(Endpoint& endpoint,
+                                      std::shared_ptr<Window> window,
+                                      uint64_t bytes,
+                                      CopyOut mode,
+                                      std::byte** data);
+
+}  // namespace moe::host

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "layout/workspace.h"
+#include "ops/dispatch.h"
+
+// What every rank works out alike from one dispatch's arguments and count matrix, whoever moves the
+// rows; and the texts of what is wrong.
+
+namespace moe::host {
+
+layout::OperationArguments dispatch_arguments(const DispatchParams& params,
+                                              const layout::Arrangement& arrangement);
+
+/// A receive window of @p num_rows.
+layout::ReceiveWindow receive_window(const layout::Arrangement& arrangement,
+                                     const DispatchParams& params,
+                                     int64_t num_rows,
+                                     int64_t num_recv_topk);
+
+/// The receive window of every rank.
+std::vector<layout::ReceiveWindow> lay_out_windows(const layout::CountMatrix& counts,
+                                                   const layout::Placement& placement,
+                                                   const layout::Arrangement& arrangement,
+                                                   const DispatchParams& params);
+
+/// Choices of every local expert, by all ranks.
+std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts,
+                                            const layout::Placement& placement,
+                                            int rank_idx);
+
+/// What every rank throws where more rows were asked for than a limit allows, else null.
+std::exception_ptr find_overflow(const layout::CountMatrix& asked,
+                                 const layout::Placement& placement,
+                                 const layout::Arrangement& arrangement,
+                                 const DispatchParams& params);
+
+/// Who is masked is agreed on in the count matrix; who has failed is masked by everybody.
+/// @param to_rank  [num_ranks] of this rank's row.
+void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_t* to_rank);
+
+/// Ranks whose offer is too small for what they receive.
+std::vector<int> find_short_ranks(const std::vector<layout::ReceiveWindow>& windows,
+                                  const std::vector<Offer>& offers,
+                                  const Group& group);
+
+/// What every rank throws where a second offer is too small, else null.
+/// @param seconds  Of @p short_ranks, in their order.
+std::exception_ptr find_shortage(const std::vector<int>& short_ranks,
+                                 const std::vector<layout::SecondOffer>& seconds,
+                                 const std::vector<layout::ReceiveWindow>& windows,
+                                 const layout::CountMatrix& kept,
+                                 const layout::Placement& placement,
+                                 const layout::Arrangement& arrangement);
+
+/// "topk_idx[3, 1] = 9 is not ..."
+std::string describe_bad_expert(int64_t flat_idx,
+                                int64_t num_topk,
+                                int64_t expert_idx,
+                                int num_experts);
+
+/// "3 tokens are routed to experts of rank 1, which has failed"
+std::string describe_failed_rank(int64_t num_tokens, int rank_idx);
+
+/// What is wrong where rows go to ranks that have failed, "" for nothing.
+/// @param to_rank  [num_ranks] tokens bound for every rank.
+std::string find_failed_ranks(const int32_t* to_rank, const Group& group);
+/// The same for the rows of a plan.
+std::string find_failed_ranks(const PlanHeader& plan, const Group& group);
+
+}  // namespace moe::host

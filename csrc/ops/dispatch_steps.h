@@ -1,0 +1,229 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ops/agreement.h"
+#include "ops/dispatch_rules.h"
+
+namespace moe::host {
+
+/// The steps of a dispatch, whoever moves its rows: a rank says what it sends where and what memory
+/// it offers, hears the same of all, judges it as every rank does, and has the rows moved.
+///
+/// @tparam Engine  Names the types Endpoint, Exchange and Plan.
+/// @tparam Mover   Derives from this, and says how its engine does the parts:
+///   begin()              before anything else
+///   count_choices()      uncached: what this rank sends where; rejects what is wrong with it
+///   take_plan()          cached: looks at plan_; rejects what is wrong with it
+///   publish(offer)       writes this rank's row; may let rows follow those that nobody has read
+///   yet make_plan(kept)      the plan of a count matrix, from what count_choices() found
+///   exchange_offers(short_ranks, own)  second offers; `own` where this rank is one of those
+///   settle_overflow(), settle_shortage()  every rank has found that the operation ends here
+///   move(rows)           the data, until what this engine's caller waits for is there
+///   outcome()            hands out what arrived
+template <typename Engine, typename Mover>
+class DispatchSteps {
+ public:
+  DispatchOutcome run() {
+    mover().begin();
+    const Rows rows = params_.plan == nullptr ? exchange_rows() : exchange_cached_rows();
+    mover().move(rows);
+    return mover().outcome();
+  }
+
+ protected:
+  using Endpoint = typename Engine::Endpoint;
+  using Exchange = typename Engine::Exchange;
+  using Plan = typename Engine::Plan;
+
+  DispatchSteps(Endpoint& endpoint, const DispatchParams& params, Exchange& exchange)
+      : endpoint_(endpoint),
+        params_(params),
+        exchange_(exchange),
+        num_ranks_(endpoint.num_ranks()),
+        arrangement_(params.plan
+                         ? params.plan->arrangement
+                         : arrangement_of(endpoint, params.layout, params.expert_alignment)) {}
+  ~DispatchSteps() = default;
+
+  layout::OperationArguments arguments() const { return dispatch_arguments(params_, arrangement_); }
+  bool is_low_latency() const { return arrangement_.layout == layout::RowLayout::kLowLatency; }
+  /// Of the window of a rank, once the counts are known.
+  uint64_t needed(int rank_idx) const {
+    return static_cast<uint64_t>(windows_[static_cast<size_t>(rank_idx)].bytes);
+  }
+  const layout::ReceiveWindow& own_layout() const {
+    return windows_[static_cast<size_t>(endpoint_.rank_idx())];
+  }
+
+  void reject_if(const std::string& problem) {
+    if (!problem.empty())
+      exchange_.reject(arguments(), layout::RowStatus::kInvalidArgument, problem);
+  }
+
+  Endpoint& endpoint_;
+  const DispatchParams& params_;
+  Exchange& exchange_;
+  int num_ranks_;
+  layout::Arrangement arrangement_;
+  DispatchOutcome outcome_;
+  std::shared_ptr<const Plan> plan_;
+  std::shared_ptr<Window> window_;  ///< of this rank; null where it receives nothing
+  std::vector<Offer> offers_;       ///< of every rank, those that hold
+  std::vector<layout::ReceiveWindow> windows_;
+
+ private:
+  Mover& mover() { return static_cast<Mover&>(*this); }
+
+  Rows exchange_rows() {
+    mover().count_choices();
+    window_ = is_low_latency() ? fixed_window() : endpoint_.guess_window();
+    say();
+    Rows rows = exchange_.collect(true);
+    judge(&rows);
+    return rows;
+  }
+
+  Rows exchange_cached_rows() {
+    plan_ = std::static_pointer_cast<const Plan>(params_.plan);
+    outcome_.num_required_rows = layout::num_required_rows(
+        plan_->counts, endpoint_.placement(), arrangement_, endpoint_.rank_idx());
+    outcome_.num_dropped_per_expert.resize(plan_->received.num_tokens_per_expert.size());
+    windows_ = lay_out_windows(plan_->counts, endpoint_.placement(), arrangement_, params_);
+    reject_if(find_failed_ranks(*plan_, endpoint_.group()));
+    mover().take_plan();
+    window_ = params_.window ? params_.window : allocate(needed(endpoint_.rank_idx()));
+    say();
+    Rows rows = exchange_.collect(false);
+    hear(rows);
+    return rows;
+  }
+
+  /// A low-latency window does not depend on counts: it is there before the rows are.
+  std::shared_ptr<Window> fixed_window() {
+    return params_.window
+               ? params_.window
+               : allocate(static_cast<uint64_t>(low_latency_window(endpoint_, params_).bytes));
+  }
+
+  /// Before anything is said; rejects the operation where there is no room.
+  std::shared_ptr<Window> allocate(uint64_t bytes) {
+    try {
+      return exchange_.allocate(bytes);
+    } catch (const CapacityError& error) {
+      exchange_.reject(arguments(), error);
+    }
+  }
+
+  void say() {
+    if (window_)
+      exchange_.offer(window_);
+    exchange_.enter("rows");
+    mover().publish(window_ ? window_->offer() : Offer{});
+  }
+
+  void hear(const Rows& rows) {
+    outcome_.gradients = unite_gradients(rows, endpoint_.group());
+    offers_.reserve(static_cast<size_t>(num_ranks_));
+    for (const auto& header : rows.headers)
+      offers_.push_back(header.offer);
+  }
+
+  /// Every rank finds the same in the same rows, before it takes any row for good.
+  void judge(Rows* rows) {
+    hear(*rows);
+    const int own_rank = endpoint_.rank_idx();
+    const layout::Placement& placement = endpoint_.placement();
+    outcome_.num_required_rows =
+        layout::num_required_rows(rows->counts, placement, arrangement_, own_rank);
+    outcome_.num_dropped_per_expert = choices_of_own_experts(rows->counts, placement, own_rank);
+    if (!is_low_latency())
+      check_overflow(rows->counts);
+    layout::CountMatrix kept =
+        layout::keep_rows(std::move(rows->counts), placement, arrangement_, params_.capacity);
+    // What a masked rank asks for takes no place of an expert.
+    if (is_low_latency())
+      check_overflow(kept);
+    windows_ = lay_out_windows(kept, placement, arrangement_, params_);
+    plan_ = mover().make_plan(std::move(kept));
+    const auto& kept_choices = plan_->received.num_tokens_per_expert;
+    for (size_t e = 0; e < kept_choices.size(); ++e)
+      outcome_.num_dropped_per_expert[e] -= kept_choices[e];
+    exchange_second_offers();
+    endpoint_.remember_need(needed(own_rank));
+  }
+
+  void check_overflow(const layout::CountMatrix& asked) {
+    if (const std::exception_ptr error =
+            find_overflow(asked, endpoint_.placement(), arrangement_, params_)) {
+      mover().settle_overflow();
+      std::rethrow_exception(error);
+    }
+  }
+
+  /// A rank whose offer is too small obtains memory; every rank sees which those are in the same
+  /// matrix.
+  void exchange_second_offers() {
+    const std::vector<int> short_ranks = find_short_ranks(windows_, offers_, endpoint_.group());
+    if (short_ranks.empty())
+      return;
+    const bool is_short = std::find(short_ranks.begin(), short_ranks.end(), endpoint_.rank_idx()) !=
+                          short_ranks.end();
+    std::optional<layout::SecondOffer> own;
+    if (is_short)
+      own = make_second_offer();
+    exchange_.enter("offers");
+    const std::vector<layout::SecondOffer> seconds = mover().exchange_offers(short_ranks, own);
+    for (size_t i = 0; i < short_ranks.size(); ++i)
+      offers_[static_cast<size_t>(short_ranks[i])] = seconds[i].offer;
+    if (const std::exception_ptr error = find_shortage(
+            short_ranks, seconds, windows_, plan_->counts, endpoint_.placement(), arrangement_)) {
+      mover().settle_shortage();
+      throw_shortage(error);
+    }
+  }
+
+  layout::SecondOffer make_second_offer() {
+    layout::SecondOffer own{};
+    own.needed_bytes = needed(endpoint_.rank_idx());
+    // Nobody has learned of the first offer's use: with it too small, no rank writes there.
+    window_ = nullptr;
+    exchange_.withdraw_offers();
+    try {
+      window_ = exchange_.allocate(own.needed_bytes);
+      exchange_.offer(window_);
+      own.offer = window_->offer();
+    } catch (const CapacityError& error) {
+      own.available_bytes = error.available_bytes;
+      shortage_cause_ = error.what();
+    }
+    return own;
+  }
+
+  /// The rank that is short also says what keeps it from more, which the offer has no room for.
+  [[noreturn]] void throw_shortage(const std::exception_ptr& error) const {
+    try {
+      std::rethrow_exception(error);
+    } catch (CapacityError& shortage) {
+      if (shortage_cause_.empty())
+        throw;
+      CapacityError full(concat(shortage.what(), "; here: ", shortage_cause_),
+                         shortage.needed_bytes,
+                         shortage.available_bytes);
+      full.ranks = shortage.ranks;
+      full.needed_rows = shortage.needed_rows;
+      throw full;
+    }
+  }
+
+  std::string shortage_cause_;  ///< where this rank could not make its second offer
+};
+
+}  // namespace moe::host

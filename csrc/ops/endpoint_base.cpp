@@ -1,0 +1,238 @@
+#include "ops/endpoint_base.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace moe::host {
+
+namespace {
+
+constexpr size_t kRecentNeeds = 8;
+constexpr uint64_t kMostSlackBytes = uint64_t{1} << 20;
+
+std::string encode(const std::vector<std::pair<std::string, std::string>>& agreed) {
+  std::string text;
+  for (const auto& [name, value] : agreed)
+    text += name + '\0' + value + '\0';
+  return text;
+}
+
+std::vector<std::string> decode(const std::string& text, size_t from) {
+  std::vector<std::string> parts;
+  while (from < text.size()) {
+    const size_t end = text.find('\0', from);
+    parts.push_back(text.substr(from, end - from));
+    from = end + 1;
+  }
+  return parts;
+}
+
+void check_agreement(const std::vector<std::string>& payloads,
+                     int first_rank,
+                     size_t header_bytes) {
+  const auto expected = decode(payloads[static_cast<size_t>(first_rank)], header_bytes);
+  for (size_t peer_rank = 0; peer_rank < payloads.size(); ++peer_rank) {
+    if (payloads[peer_rank].empty())
+      continue;
+    const auto found = decode(payloads[peer_rank], header_bytes);
+    MOE_CHECK(found.size() == expected.size(),
+              "rank ",
+              first_rank,
+              " configures ",
+              expected.size() / 2,
+              " values, rank ",
+              peer_rank,
+              " ",
+              found.size() / 2);
+    for (size_t i = 0; i + 1 < expected.size(); i += 2)
+      MOE_CHECK(expected[i + 1] == found[i + 1] && expected[i] == found[i],
+                "ranks configure the buffer differently: ",
+                expected[i],
+                " is ",
+                expected[i + 1],
+                " on rank ",
+                first_rank,
+                " and ",
+                found[i + 1],
+                " on rank ",
+                peer_rank);
+  }
+}
+
+std::shared_ptr<std::byte> zeroed_memory(int64_t bytes) {
+  auto* const memory = static_cast<std::byte*>(std::calloc(static_cast<size_t>(bytes), 1));
+  if (memory == nullptr)
+    throw std::bad_alloc();
+  return {memory, [](std::byte* data) { std::free(data); }};
+}
+
+}  // namespace
+
+EndpointBase::EndpointBase(std::shared_ptr<Group> group, EndpointConfig config)
+    : group_(std::move(group)),
+      config_(std::move(config)),
+      placement_(config_.expert_rank, group_->num_ranks()),
+      workspaces_(static_cast<size_t>(group_->num_ranks())),
+      wait_totals_(static_cast<size_t>(group_->num_ranks())),
+      recent_needs_(kRecentNeeds),
+      progress_(static_cast<size_t>(config_.depth)) {}
+
+std::vector<std::string> EndpointBase::connect(int depth,
+                                               const std::string& extra,
+                                               const InterruptCheck& interrupt_check) {
+  group_->check_usable(layout::Operation::kNone);
+  const int64_t bytes = layout::Workspace::bytes(num_ranks(), config_.num_experts, depth);
+  control_windows_.push_back(group_->memory().allocate(static_cast<uint64_t>(bytes)));
+  const Window& own_window = *control_windows_.back();
+  sync::fill_shared(own_window.data(), 0, static_cast<size_t>(bytes));
+  buffer_number_ = group_->next_gather_sequence();
+  const layout::Workspace own(own_window.data(), num_ranks(), config_.num_experts, depth);
+  std::vector<uint64_t*> closed_words;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+    closed_words.push_back(&own.closed(peer_rank).epoch);
+  group_->watch_ends(buffer_number_, std::move(closed_words));
+  const Offer offer = own_window.offer();
+  std::string payload(reinterpret_cast<const char*>(&offer), sizeof(offer));
+  payload += extra;
+  payload += encode(config_.agreed);
+  const auto payloads = group_->all_gather(payload, interrupt_check);
+  int first_rank = 0;
+  while (payloads[static_cast<size_t>(first_rank)].empty())
+    ++first_rank;
+  check_agreement(payloads, first_rank, sizeof(Offer) + extra.size());
+  WaitSite site;
+  site.interrupt_check = &interrupt_check;
+  std::vector<std::string> extras(static_cast<size_t>(num_ranks()));
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (!group_->is_active(peer_rank))
+      continue;
+    const std::string& said = payloads[static_cast<size_t>(peer_rank)];
+    Offer place;
+    std::memcpy(&place, said.data(), sizeof(place));
+    std::byte* base = nullptr;
+    if (group_->is_local(peer_rank)) {
+      base = group_->resolve(peer_rank, place, site);
+    } else {
+      if (remote_workspace_ == nullptr)
+        remote_workspace_ = zeroed_memory(bytes);
+      base = remote_workspace_.get();
+    }
+    workspaces_[static_cast<size_t>(peer_rank)] =
+        layout::Workspace(base, num_ranks(), config_.num_experts, depth);
+    extras[static_cast<size_t>(peer_rank)] = said.substr(sizeof(Offer), extra.size());
+  }
+  group_->answer_for(buffer_number_, [this] { return awaited_rank(); });
+  return extras;
+}
+
+int EndpointBase::awaited_rank() const {
+  const layout::Workspace& workspace = own_workspace();
+  const auto& activity = workspace.activity();
+  const auto peer_rank = static_cast<int>(sync::load_relaxed(activity.waiting_for)) - 1;
+  if (peer_rank < 0 || peer_rank >= num_ranks())
+    return -1;
+  const uint64_t flag_epoch = sync::load_relaxed(activity.waiting_epoch);
+  uint64_t seen_epoch = 0;
+  switch (static_cast<layout::Phase>(sync::load_relaxed(activity.waiting_phase))) {
+    case layout::Phase::kIdle:  // for no flag, but for what that rank sends or takes
+      return peer_rank;
+    case layout::Phase::kRows:
+      seen_epoch = sync::load_relaxed(workspace.row(flag_epoch, peer_rank).epoch);
+      break;
+    case layout::Phase::kOffers:
+      seen_epoch = sync::load_relaxed(workspace.second_offer(flag_epoch, peer_rank).epoch);
+      break;
+    default:
+      seen_epoch = sync::load_relaxed(workspace.done(flag_epoch, peer_rank).epoch);
+  }
+  if (seen_epoch >= flag_epoch)
+    return -1;
+  // What a rank of another node has to say is written here by the rank of its rail.
+  const NodeLayout& nodes = group_->nodes();
+  const int relay_rank = nodes.rail_rank(peer_rank, nodes.node_idx(rank_idx()));
+  return group_->is_local(peer_rank) || relay_rank == rank_idx() ? peer_rank : relay_rank;
+}
+
+void EndpointBase::give_up_connecting() {
+  group_->forget_buffer(buffer_number_);
+  for (auto& window : control_windows_)
+    window->quarantine();
+}
+
+WaitStatistics EndpointBase::wait_statistics() const {
+  WaitStatistics statistics;
+  for (const WaitTotal& total : wait_totals_) {
+    statistics.waited_ns.push_back(total.waited_ns.load(std::memory_order_relaxed));
+    statistics.num_waits.push_back(total.num_waits.load(std::memory_order_relaxed));
+  }
+  return statistics;
+}
+
+std::shared_ptr<Window> EndpointBase::guess_window() {
+  const uint64_t need = largest_recent_need();
+  if (need == 0)
+    return nullptr;
+  // Room for routing that differs a little from step to step; what is not needed goes back. Few
+  // rows differ by more, of a large window a 64th is plenty.
+  return memory().allocate_free(need + need / 64 + std::min(need / 8, kMostSlackBytes));
+}
+
+void EndpointBase::remember_need(uint64_t bytes) {
+  recent_needs_[next_need_] = bytes;
+  next_need_ = (next_need_ + 1) % recent_needs_.size();
+}
+
+void EndpointBase::restart(uint64_t next_epoch) {
+  next_epoch_ = next_epoch;
+  first_epoch_ = next_epoch;
+}
+
+void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
+  const auto give_up = [this] {
+    WaitSite site;
+    group_->abort(layout::AbortCause::kPeerFailed,
+                  site,
+                  {rank_idx()},
+                  concat("rank ",
+                         rank_idx(),
+                         " destroyed buffer ",
+                         buffer_number_,
+                         " with operations in flight"));
+  };
+  try {
+    if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
+      give_up();
+    start_last_phase();
+    if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
+      give_up();
+  } catch (...) {
+    give_up();
+    throw;
+  }
+}
+
+void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
+  if (is_destroyed_ || group_->is_forked_child())
+    return;
+  end_operations(interrupt_check);
+  is_destroyed_ = true;
+  progress_.stop();
+  end_device_operations();
+  group_->forget_buffer(buffer_number_);
+  group_->post_end(buffer_number_, next_epoch_);
+  if (own_workspace().base() == nullptr)
+    return;
+  std::vector<uint64_t*> peer_words;
+  std::vector<const uint64_t*> own_words;
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const auto& peer = workspace(peer_rank);
+    const bool is_local = group_->is_local(peer_rank);
+    peer_words.push_back(is_local && peer.base() != nullptr ? &peer.closed(rank_idx()).epoch
+                                                            : nullptr);
+    own_words.push_back(is_local ? &own_workspace().closed(peer_rank).epoch : nullptr);
+  }
+  group_->close_control(std::move(control_windows_), peer_words, std::move(own_words), next_epoch_);
+}
+
+}  // namespace moe::host

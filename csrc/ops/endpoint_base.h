@@ -1,0 +1,177 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/rail.h"
+#include "group/group.h"
+#include "group/trace.h"
+#include "layout/routing.h"
+#include "layout/workspace.h"
+#include "ops/progress.h"
+
+namespace moe::host {
+
+struct EndpointConfig {
+  int num_experts = 0;
+  int64_t num_max_tokens = 0;  ///< of one rank; 0 for any
+  int64_t num_max_topk = 0;    ///< choices of a token; 0 for any
+  int64_t max_row_bytes = 0;   ///< of a row with its scale factors; 0 for any
+  std::vector<int32_t> expert_rank;
+  int depth = 4;
+  /// Rows are added on the node they lie on before they cross; see docs/nodes.md.
+  bool node_reduction = false;
+  std::string isa;             ///< of row kernels on the CPU; empty for the best of this machine
+  std::shared_ptr<Rail> rail;  ///< between nodes; null for the communicator's own sockets
+  /// Everything that must be equal on every rank, as (name, value); compared when it is made.
+  std::vector<std::pair<std::string, std::string>> agreed;
+};
+
+/// What a rank has waited for every rank on one buffer.
+struct WaitStatistics {
+  std::vector<int64_t> waited_ns;  ///< [num_ranks]
+  std::vector<int64_t> num_waits;  ///< [num_ranks], those that were not over at the first look
+};
+
+/// What one buffer is on one rank, whoever moves its rows: a control area that the host reads,
+/// those of its peers, its epochs and its progress thread.
+///
+/// One thread issues operations; a progress thread may run them.
+class EndpointBase : public Recoverable {
+ public:
+  Group& group() const { return *group_; }
+  const std::shared_ptr<Group>& shared_group() const { return group_; }
+  const EndpointConfig& config() const { return config_; }
+  const layout::Placement& placement() const { return placement_; }
+  int rank_idx() const { return group_->rank_idx(); }
+  int num_ranks() const { return group_->num_ranks(); }
+  uint64_t buffer_number() const { return buffer_number_; }
+  /// Control area that the host reads and writes, in the heap of the group. Of a rank of another
+  /// node: one that nobody writes to.
+  const layout::Workspace& workspace(int rank_idx) const {
+    return workspaces_[static_cast<size_t>(rank_idx)];
+  }
+  const layout::Workspace& own_workspace() const { return workspace(rank_idx()); }
+  ProgressThread& progress() { return progress_; }
+  bool is_on_progress_thread() const { return progress_.is_current_thread(); }
+  Tracer& tracer() { return tracer_; }
+
+  /// Since the buffer was made. From any thread, also beside an operation.
+  virtual WaitStatistics wait_statistics() const;
+  /// Of this rank; by whoever waited.
+  void add_wait(int rank_idx, int64_t waited_ns) {
+    WaitTotal& total = wait_totals_[static_cast<size_t>(rank_idx)];
+    total.waited_ns.fetch_add(waited_ns, std::memory_order_relaxed);
+    total.num_waits.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  /// Where rows lie that peers write or read.
+  virtual SymmetricMemory& memory() const = 0;
+  /// DLPack's type and number of the device whose memory that is.
+  virtual int32_t dlpack_device_type() const = 0;
+  virtual int32_t device_idx() const = 0;
+  /// Whether the caller is the host itself, whose tensors are ready and which waits for results;
+  /// else it is a stream.
+  virtual bool is_host_caller() const { return true; }
+  /// What stands for @p inputs, tensors of an operation, until nothing reads them any more.
+  virtual std::shared_ptr<void> keep_inputs(std::shared_ptr<void> inputs) { return inputs; }
+  /// Where the caller's stream is now, for an operation issued now that begins later; null where
+  /// the caller is the host.
+  virtual std::shared_ptr<const void> mark_caller() { return nullptr; }
+  /// Whether operations are recorded into a graph instead of run.
+  virtual bool is_capturing() const { return false; }
+
+  /// A window of about the size of recent needs, without growing the heap; may be empty.
+  std::shared_ptr<Window> guess_window();
+  void remember_need(uint64_t bytes);
+  uint64_t largest_recent_need() const {
+    return *std::max_element(recent_needs_.begin(), recent_needs_.end());
+  }
+
+  uint64_t next_epoch() const { return next_epoch_; }
+  uint64_t take_epoch() { return next_epoch_++; }
+  /// Of an operation that others took the epochs before: graphs.
+  void set_next_epoch(uint64_t epoch) { next_epoch_ = epoch; }
+  uint64_t first_epoch() const { return first_epoch_; }
+  void complete_epoch(uint64_t epoch) { last_completed_.store(epoch, std::memory_order_relaxed); }
+
+  Epochs epochs() const override {
+    return {next_epoch_, last_completed_.load(std::memory_order_relaxed)};
+  }
+  bool is_idle() const override { return progress_.is_idle(); }
+  void restart(uint64_t next_epoch) override;
+
+  /// Whom this rank waits for in an operation, -1 when what it waits for has arrived or it does not
+  /// wait. From any thread.
+  int awaited_rank() const;
+
+  /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
+  /// peers, and gives the control area back once they all did. Local, idempotent.
+  void destroy(const InterruptCheck& interrupt_check);
+  bool is_destroyed() const { return is_destroyed_; }
+
+ protected:
+  EndpointBase(std::shared_ptr<Group> group, EndpointConfig config);
+
+  /// Makes the control area, a ring of @p depth entries, and finds those of all peers. Collective.
+  /// @param extra  Of one size on every rank.
+  /// @return what every rank gave as @p extra, "" for excluded ranks.
+  /// @throws InvalidArgument  configurations differ; names both values, on every rank.
+  std::vector<std::string> connect(int depth,
+                                   const std::string& extra,
+                                   const InterruptCheck& interrupt_check);
+  /// A further part of the control area, which goes back with it.
+  void add_control_window(std::shared_ptr<Window> window) {
+    control_windows_.push_back(std::move(window));
+  }
+  /// After connect() threw: peers may write to the control area at any time.
+  void give_up_connecting();
+
+  /// Starts what is left of an operation whose caller has not asked for its end. Does not wait;
+  /// called by destroy() once the progress thread is idle.
+  virtual void start_last_phase() {}
+  /// What of operations is still in flight once that has ended, too; called by destroy().
+  virtual void end_device_operations() {}
+
+ private:
+  struct WaitTotal {
+    std::atomic<int64_t> waited_ns{0};
+    std::atomic<int64_t> num_waits{0};
+  };
+
+  void end_operations(const InterruptCheck& interrupt_check);
+
+  std::shared_ptr<Group> group_;
+  EndpointConfig config_;
+  layout::Placement placement_;
+  uint64_t buffer_number_ = 0;
+  std::vector<std::shared_ptr<Window>> control_windows_;
+  std::vector<layout::Workspace> workspaces_;
+  std::shared_ptr<std::byte> remote_workspace_;  ///< stands for that of every remote rank
+  uint64_t next_epoch_ = 1;                      // 0 is the flag of memory that was never written
+  uint64_t first_epoch_ = 1;
+  std::atomic<uint64_t> last_completed_{0};
+  std::vector<WaitTotal> wait_totals_;  ///< [num_ranks]
+  std::vector<uint64_t> recent_needs_;
+  size_t next_need_ = 0;
+  bool is_destroyed_ = false;
+  ProgressThread progress_;
+  Tracer tracer_;
+};
+
+/// A shared endpoint. A forked child has neither the threads nor the memory: its copy cannot be
+/// taken apart.
+template <typename EndpointT>
+std::shared_ptr<EndpointT> share_endpoint(EndpointT* made) {
+  return std::shared_ptr<EndpointT>(made, [](EndpointT* endpoint) {
+    if (!endpoint->group().is_forked_child())
+      delete endpoint;
+  });
+}
+
+}  // namespace moe::host

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/symmetric_memory.h"
+#include "layout/copy_table.h"
+#include "layout/strided.h"
+#include "ops/copy_stream.h"
+
+namespace moe::host {
+
+/// One end of one copy: a tensor of this rank, and the task it belongs to.
+struct CopyItem {
+  int64_t task_id = 0;
+  int peer_rank = 0;
+  std::byte* data = nullptr;
+  layout::StridedBytes shape;
+  char dtype[layout::ReceiveEntry::kNameBytes] = {};  ///< zero-padded
+
+  Place place() const { return {data, shape.is_contiguous() ? nullptr : &shape}; }
+};
+
+/// What a rank moves in a batched copy: its sends and receives, in the orders that runs need, and
+/// what was worked out with the peers in the last run.
+///
+/// Belongs to one engine; used by one run at a time.
+class PreparedCopies {
+ public:
+  /// @param owner  Keeps the tensors.
+  /// A mistake in the items is kept in problem() for the next run, which tells every rank.
+  PreparedCopies(std::vector<CopyItem> sends,
+                 std::vector<CopyItem> receives,
+                 int rank_idx,
+                 int num_ranks,
+                 std::string problem,
+                 std::shared_ptr<void> owner);
+
+  const std::string& problem() const { return problem_; }
+  const std::vector<CopyItem>& sends() const { return sends_; }
+  const std::vector<CopyItem>& receives() const { return receives_; }
+  int num_ranks() const { return num_ranks_; }
+
+  /// Sends of one peer are adjacent, in ascending order of their task ids; so are receives.
+  size_t first_send(int peer_rank) const { return first_send_[static_cast<size_t>(peer_rank)]; }
+  size_t first_receive(int peer_rank) const {
+    return first_receive_[static_cast<size_t>(peer_rank)];
+  }
+
+  /// Indices of sends with bytes, by source address: neighbours in memory are read together.
+  const std::vector<uint32_t>& by_address() const { return by_address_; }
+
+  /// Makes the table of receives in @p memory. @throws CapacityError
+  /// @param number  Of this table among all of its rank.
+  void make_table(SymmetricMemory& memory, uint64_t number);
+  uint64_t number() const { return number_; }
+  const std::shared_ptr<Window>& table_window() const { return table_window_; }
+  layout::ReceiveTable table() const { return layout::ReceiveTable(table_window_->data()); }
+  /// Whether receives of @p peer_rank need slots.
+  bool needs_slots(int peer_rank) const { return slot_bytes_[static_cast<size_t>(peer_rank)] > 0; }
+
+  /// Forgets the table, which peers may still look at, and what rests on it.
+  std::shared_ptr<Window> take_table();
+
+  const std::shared_ptr<void>& owner() const { return owner_; }
+
+  /// What a run moves, worked out from this rank's items and its peers' tables.
+  struct Route {
+    std::vector<uint64_t> numbers;  ///< of every rank's prepared copies; empty for no route
+    std::vector<std::vector<uint32_t>> order;  ///< [num_ranks], see ReceiveTable
+    std::deque<layout::StridedBytes> peer_shapes;
+    CopyStream direct;                 ///< in place at peers, and within this rank
+    std::vector<CopyStream> outgoing;  ///< [num_ranks], through slots
+    std::vector<CopyStream> incoming;  ///< [num_ranks]
+    std::vector<uint8_t> writes_here;  ///< [num_ranks], in place
+    int64_t direct_bytes = 0;
+    int64_t slot_bytes = 0;
+    int64_t local_bytes = 0;
+  };
+  Route& route() { return route_; }
+
+ private:
+  void find_problem(const char* what, const std::vector<CopyItem>& items);
+  void find_overlap(const std::vector<CopyItem>& receives);
+
+  std::vector<CopyItem> sends_;
+  std::vector<CopyItem> receives_;
+  int num_ranks_;
+  std::string problem_;
+  std::shared_ptr<void> owner_;
+  std::vector<size_t> first_send_;     ///< [num_ranks + 1]
+  std::vector<size_t> first_receive_;  ///< [num_ranks + 1]
+  std::vector<uint32_t> by_address_;
+  std::vector<int64_t> slot_bytes_;  ///< [num_ranks], received from there outside the heap
+  std::shared_ptr<Window> table_window_;
+  uint64_t number_ = 0;
+  Route route_;
+};
+
+}  // namespace moe::host

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/rail.h"
+#include "layout/workspace.h"
+#include "ops/endpoint.h"
+
+namespace moe::host {
+
+class Exchange;
+
+/// What an operation on several nodes has beside its local part: this rank's messages to the ranks
+/// of its rail, and what they say to all ranks of this node, which it writes there on their behalf.
+///
+/// So every rank finds rows, second offers and done flags of all ranks in its own workspace, and
+/// reads them as if there were one node. Made for one operation; its one thread uses it.
+class Relay {
+ public:
+  using Transfer = std::shared_ptr<Rail::Transfer>;
+
+  Relay(Endpoint& endpoint, Exchange& exchange);
+
+  /// The other nodes that take part, ascending.
+  const std::vector<int>& nodes() const { return nodes_; }
+  /// The rank of that node on this rank's rail.
+  int rail_rank(int node_idx) const;
+
+  /// Sends this rank's row, an image of Row::stride() bytes, and asks for those of the rail. Of one
+  /// operation the first messages.
+  void exchange_row(const std::byte* image);
+  void send_second_offer(const layout::SecondOffer& second);
+  /// Asks for the second offers of those of @p short_ranks that are on this rank's rail.
+  void expect_second_offers(const std::vector<int>& short_ranks);
+  /// Writes rows and second offers that have arrived to the ranks of this node. Does not wait.
+  /// @throws PeerFailed  the rail has failed; names the rank and what the engine says.
+  void pump();
+
+  /// Memory for a message of so many bytes, kept between operations; goes back when its last owner
+  /// drops it, be that the rail.
+  Rail::Buffer buffer(uint64_t bytes) { return endpoint_.rail_buffers().take(bytes); }
+  /// Starts to send the first @p bytes of @p buffer, which nobody writes before the transfer has
+  /// ended. The operation does not end before that.
+  Transfer send(int node_idx, Rail::Buffer buffer, uint64_t bytes);
+  Transfer receive(int node_idx, Rail::Buffer buffer, uint64_t bytes);
+  /// @throws PeerFailed  it has failed; names the rank and what the engine says.
+  bool has_moved(const Transfer& transfer, int node_idx);
+
+  /// Waits, under the stall limit, until @p is_ready(), which looks at transfers to or from
+  /// @p node_idx (and maybe others): that node's rank is who is waited for.
+  void wait(int node_idx, const std::function<bool()>& is_ready);
+
+  /// Tells the ranks of this node that @p src_rank, of this rank's rail, has written (dispatch) or
+  /// pulled (combine) all its rows here. Follows a store fence of every thread that wrote them.
+  void release_done(int src_rank);
+
+  /// Waits until everything this rank has sent is on its way.
+  void finish_sends();
+
+  /// The operation has failed: nothing moves over the rail any more.
+  void give_up(const std::string& reason) { rail_.give_up(reason); }
+
+ private:
+  struct Incoming {
+    int node_idx;
+    Transfer transfer;
+    Rail::Buffer buffer;
+    bool is_row;  ///< else a second offer
+  };
+  struct Outgoing {
+    int node_idx;
+    Transfer transfer;
+  };
+  void relay(const Incoming& incoming);
+
+  Endpoint& endpoint_;
+  Exchange& exchange_;
+  Group& group_;
+  Rail& rail_;
+  std::vector<int> nodes_;
+  std::vector<Incoming> incoming_;
+  std::vector<Outgoing> outgoing_;
+};
+
+}  // namespace moe::host

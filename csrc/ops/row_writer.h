@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "cpu/scale_stage.h"
+#include "layout/window.h"
+#include "ops/dispatch.h"
+#include "ops/endpoint.h"
+#include "ops/exchange.h"
+#include "ops/plan.h"
+
+namespace moe::host {
+
+/// Where the rows of tokens go, and what of their choices travels with them.
+struct SlotTable {
+  const int64_t* slots = nullptr;     ///< [num_tokens, num_slots], see layout::assign_slots
+  const int64_t* topk_idx = nullptr;  ///< [num_tokens, num_topk]; null where neither ids travel nor
+                                      ///< scale factors are collected by expert
+  int64_t num_slots = 0;
+  int64_t num_topk = 0;
+  int64_t num_recv_topk = 0;
+  bool is_by_rank = false;
+
+  static SlotTable of(const Plan& plan) {
+    return {plan.slots.data(),
+            plan.topk_idx.data(),
+            plan.num_slots,
+            plan.num_topk,
+            plan.num_recv_topk,
+            plan.arrangement.is_by_rank()};
+  }
+};
+
+/// The data phase of a dispatch on the sender: every token is read once and written, quantised if
+/// asked, with what travels beside it, to its final places.
+class RowWriter {
+ public:
+  RowWriter(Endpoint& endpoint,
+            const DispatchParams& params,
+            const SlotTable& table,
+            const std::vector<layout::ReceiveWindow>& windows,
+            const std::vector<std::byte*>& bases,
+            bool with_topk_idx,
+            Exchange& exchange);
+
+  /// Writes the rows of tokens [begin, end). @param mode  how rows are stored.
+  void write(int64_t begin, int64_t end, StoreMode mode);
+
+  /// Writes one row, quantised if asked, and its scale factors, side by side, to a message.
+  void write_to_message(int64_t token_idx, std::byte* row, std::byte* scales) const;
+
+ private:
+  /// Where the rows of one token go, and scratch for its scale factors.
+  struct Scratch {
+    std::vector<std::byte*> places;
+    std::vector<std::byte> scales;
+    std::optional<ScaleStage> stage;  ///< column-major scale factors of large calls
+  };
+
+  void write_tokens(int64_t begin, int64_t end, bool is_first, StoreMode mode);
+  void write_row(int64_t token_idx,
+                 std::byte* const* places,
+                 int num_places,
+                 std::byte* scales,
+                 StoreMode mode) const;
+  void gather_scales(int64_t token_idx, std::byte* scales) const;
+  void write_scales(int64_t token_idx, const int64_t* slots, Scratch* scratch) const;
+  void write_weights(int64_t token_idx, const int64_t* slots) const;
+  void write_choices(int64_t token_idx, const int64_t* slots) const;
+
+  std::byte* base_of(int64_t slot) const {
+    return bases_[static_cast<size_t>(layout::Slot::rank_idx(slot))];
+  }
+  const layout::ReceiveWindow& window_of(int64_t slot) const {
+    return windows_[static_cast<size_t>(layout::Slot::rank_idx(slot))];
+  }
+
+  Endpoint& endpoint_;
+  const DispatchParams& params_;
+  SlotTable table_;
+  const std::vector<layout::ReceiveWindow>& windows_;
+  const std::vector<std::byte*>& bases_;
+  bool with_topk_idx_;
+  Exchange& exchange_;
+};
+
+}  // namespace moe::host
