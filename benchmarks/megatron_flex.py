@@ -21,7 +21,7 @@ from benchmarks import clients
 from moe_comm import fused_a2a
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext
 from moe_comm.testing.megatron import Routed, make_config, make_groups, on_cpu
 

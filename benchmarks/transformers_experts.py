@@ -22,7 +22,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from benchmarks import clients
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.dispatcher.transformers import register
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext
 
 ORACLE = "all_to_all_gloo"

@@ -25,7 +25,7 @@ from benchmarks import clients
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext
 
 ORACLE = "whole_batches_gloo"

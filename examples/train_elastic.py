@@ -28,8 +28,8 @@ import torch.distributed as dist
 from train_moe import NUM_SHARDS, MoeModel, Options, bits, read_text
 
 import moe_comm
-from moe_comm.config import default_expert_rank
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.ep.config import default_expert_rank
 
 NUM_COPIES = 2
 """Other ranks that hold a copy of every expert: so many may die at once."""

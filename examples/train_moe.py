@@ -32,9 +32,9 @@ from torch import nn
 
 import moe_comm
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.ep.routing_trace import save_routing_trace
 from moe_comm.nn import MoELayer, Routing, TopKRouter
 from moe_comm.output_files import check_output
-from moe_comm.routing_trace import save_routing_trace
 
 NUM_SHARDS = 4
 NUM_TRACED_STEPS = 4

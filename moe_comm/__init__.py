@@ -7,13 +7,26 @@ forms of the buffer's operations.
 from __future__ import annotations
 
 from moe_comm import compat as compat
-from moe_comm.autograd import SAVED_OPERATORS, QuantizedRows, combine, dispatch
-from moe_comm.bootstrap import Bootstrap, RankThreads
-from moe_comm.buffer import EpBuffer
-from moe_comm.buffer_manager import BufferManager
-from moe_comm.communicator import Communicator, HeapStats, Recovery
-from moe_comm.config import Capacity, EpConfig, Layout
-from moe_comm.elastic import Grown, Shrunk
+from moe_comm.ep.autograd import SAVED_OPERATORS, QuantizedRows, combine, dispatch
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.buffer_manager import BufferManager
+from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.gradient_sum import GradientSum
+from moe_comm.ep.handles import (
+    CombineResult,
+    CommEvent,
+    DispatchHandle,
+    DispatchResult,
+    WaitStatistics,
+)
+from moe_comm.ep.quantization import (
+    FP8_BLOCK128,
+    MXFP8,
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+)
+from moe_comm.ep.quantized import dequantize, quantize
 from moe_comm.errors import (
     CapacityError,
     CommunicationError,
@@ -22,22 +35,9 @@ from moe_comm.errors import (
     PeerTimeoutError,
     RefitError,
 )
-from moe_comm.gradient_sum import GradientSum
-from moe_comm.handles import (
-    CombineResult,
-    CommEvent,
-    DispatchHandle,
-    DispatchResult,
-    WaitStatistics,
-)
-from moe_comm.quantization import (
-    FP8_BLOCK128,
-    MXFP8,
-    Quantization,
-    QuantizationFormat,
-    ScaleFormat,
-)
-from moe_comm.quantized import dequantize, quantize
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads
+from moe_comm.peers.communicator import Communicator, HeapStats, Recovery
+from moe_comm.peers.elastic import Grown, Shrunk
 
 __all__ = [
     "FP8_BLOCK128",

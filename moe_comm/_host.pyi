@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_comm.backends.native_endpoint import NativeEndpoint, Settings
+from moe_comm.ep.backends.native_endpoint import NativeEndpoint, Settings
 
 class PeerMesh:
     @staticmethod

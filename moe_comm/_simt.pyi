@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from moe_comm.backends.native_endpoint import NativeEndpoint, Settings
+from moe_comm.ep.backends.native_endpoint import NativeEndpoint, Settings
 
 def set_warning_interval(seconds: float) -> None: ...
 def rail_region_bytes(

@@ -32,9 +32,9 @@ from moe_comm.cli.options import (
     quantization_of,
     reduced_ranks,
 )
-from moe_comm.config import Layout
+from moe_comm.ep.config import Layout
+from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.output_files import check_output
-from moe_comm.routing_trace import load_routing_trace
 
 __all__ = ["bench_app"]
 

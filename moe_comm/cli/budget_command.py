@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from moe_comm import budget as formulas
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.run import BenchOptions, check_options
 from moe_comm.cli.command_rules import folded, in_a_sentence, wide_console
@@ -21,8 +20,9 @@ from moe_comm.cli.options import (
     quantization_of,
     reduced_ranks,
 )
-from moe_comm.config import Capacity, Layout
-from moe_comm.validation import check_capacity
+from moe_comm.ep import budget as formulas
+from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.validation import check_capacity
 
 __all__ = ["budget"]
 

@@ -232,11 +232,11 @@ def self_test() -> str | None:
     Returns:
         None, or what went wrong.
     """
-    from moe_comm.bootstrap import RankThreads
-    from moe_comm.buffer import EpBuffer
     from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
     from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
-    from moe_comm.communicator import Communicator
+    from moe_comm.ep.buffer import EpBuffer
+    from moe_comm.peers.bootstrap import RankThreads
+    from moe_comm.peers.communicator import Communicator
 
     case = BenchCase(num_ranks=2, num_tokens=16, hidden=256, num_topk=2, num_experts=4)
     ranks = RankThreads(case.num_ranks)

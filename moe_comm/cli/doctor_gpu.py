@@ -8,8 +8,8 @@ from typing import Any
 
 from moe_comm import env
 from moe_comm.cli.finding import Finding
-from moe_comm.cuda_devices import CUDA_MODULE, load_cuda_module
-from moe_comm.nvshmem import NVSHMEM_MODULE, find_host_library, load_nvshmem_module
+from moe_comm.peers.cuda_devices import CUDA_MODULE, load_cuda_module
+from moe_comm.peers.nvshmem import NVSHMEM_MODULE, find_host_library, load_nvshmem_module
 
 __all__ = ["examine_gpus", "examine_internode"]
 

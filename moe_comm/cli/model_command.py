@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from moe_comm import budget as formulas
 from moe_comm.cli.command_rules import folded, in_a_sentence, wide_console
 from moe_comm.cli.model.cluster import CLUSTERS, Cluster
 from moe_comm.cli.model.prediction import OperationPrediction, predict
 from moe_comm.cli.model.published import PUBLISHED, Comparison, compare, spread
 from moe_comm.cli.model.workload import Movement, Workload
+from moe_comm.ep import budget as formulas
 
 __all__ = ["model"]
 

@@ -20,8 +20,8 @@ from moe_comm.cli.command_rules import (
 )
 from moe_comm.cli.options import DtypeName
 from moe_comm.cli.trace_report import NO_PEER, PhaseSummary, perfetto_document, summarize_phases
+from moe_comm.ep.tracing import PhaseRecord, read_trace
 from moe_comm.output_files import check_output
-from moe_comm.tracing import PhaseRecord, read_trace
 
 __all__ = ["trace_app"]
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moe_comm.tracing import PhaseRecord
+from moe_comm.ep.tracing import PhaseRecord
 
 __all__ = ["NO_PEER", "WAIT_PHASE", "PhaseSummary", "perfetto_document", "summarize_phases"]
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.dispatcher.megatron_manager import MegatronManager, alignment_of
 from moe_comm.dispatcher.permuted import PendingCombine
-from moe_comm.quantization import Quantization
+from moe_comm.ep.quantization import Quantization
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 
 __all__ = ["MegatronManager", "MegatronTokenDispatcher", "SharedExperts", "alignment_of"]
 

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm import missed_calls
 from moe_comm.arguments import as_int, check_kind
-from moe_comm.autograd.agreement import combine_word, dispatch_word
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import rejects_unbound
 from moe_comm.dispatcher.permuted import (
     PendingCombine,
     PendingDispatch,
@@ -20,9 +16,13 @@ from moe_comm.dispatcher.permuted import (
     start_combine,
     start_dispatch,
 )
-from moe_comm.group_buffers import group_buffers
-from moe_comm.quantization import Quantization
-from moe_comm.validation import check_alignment
+from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
+from moe_comm.ep.buffer import rejects_unbound
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.quantization import Quantization
+from moe_comm.ep.validation import check_alignment
+from moe_comm.peers import missed_calls
+from moe_comm.peers.bootstrap import Bootstrap
 
 __all__ = ["MegatronManager", "alignment_of"]
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from moe_comm.autograd.agreement import is_cut_from, is_differentiated, needs_rows, needs_weights
-from moe_comm.autograd.quantized_rows import QuantizedRows
-from moe_comm.buffer import EpBuffer
-from moe_comm.config import Capacity
 from moe_comm.dispatcher.routing_map import dense_of_topk, topk_of_routing_map
-from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
-from moe_comm.quantization import Quantization
+from moe_comm.ep.autograd.agreement import is_cut_from, is_differentiated, needs_rows, needs_weights
+from moe_comm.ep.autograd.quantized_rows import QuantizedRows
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import Capacity
+from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.ep.quantization import Quantization
 
 __all__ = [
     "PendingCombine",

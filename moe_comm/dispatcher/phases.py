@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
-from moe_comm.buffer import EpBuffer
-from moe_comm.config import Layout
-from moe_comm.handles import CombineResult, DispatchHandle, DispatchResult
-from moe_comm.quantization import Quantization
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import Layout
+from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.ep.quantization import Quantization
 
 __all__ = ["PendingCombine", "PendingDispatch", "begin_combine", "begin_dispatch", "by_expert"]
 

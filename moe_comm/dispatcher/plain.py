@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import check_kind, shown
-from moe_comm.autograd import combine, dispatch
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer, rejects_unbound
-from moe_comm.config import Capacity
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
-from moe_comm.group_buffers import group_buffers
-from moe_comm.handles import DispatchHandle
-from moe_comm.missed_calls import GATHER, keep_for_peers, keeps_unbound
-from moe_comm.quantization import Quantization
-from moe_comm.validation import check_alignment
+from moe_comm.ep.autograd import combine, dispatch
+from moe_comm.ep.buffer import EpBuffer, rejects_unbound
+from moe_comm.ep.config import Capacity
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.handles import DispatchHandle
+from moe_comm.ep.quantization import Quantization
+from moe_comm.ep.validation import check_alignment
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
 
 __all__ = ["DispatchedTokens", "TokenDispatcher"]
 

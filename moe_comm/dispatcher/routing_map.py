@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from moe_comm.autograd.formulas import is_watched
-from moe_comm.backends.native_dtypes import DLPACK_TYPES
+from moe_comm.ep.autograd.formulas import is_watched
+from moe_comm.ep.backends.native_dtypes import DLPACK_TYPES
 
 __all__ = ["dense_of_topk", "routing_map_of_topk", "topk_of_routing_map"]
 

@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from moe_comm import env
 from moe_comm.arguments import check_bool, check_kind, shown
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
-from moe_comm.config import Layout
 from moe_comm.dispatcher.hooks import HookList, RemovableHook
 from moe_comm.dispatcher.phases import (
     PendingCombine,
@@ -34,11 +31,14 @@ from moe_comm.dispatcher.sglang_formats import (
     DeepEPNormalDispatchOutput,
     DispatchOutputFormat,
 )
-from moe_comm.group_buffers import group_buffers
-from moe_comm.handles import DispatchHandle
-from moe_comm.missed_calls import keeps_unbound
-from moe_comm.quantization import Quantization
-from moe_comm.validation import check_alignment
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import Layout
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.handles import DispatchHandle
+from moe_comm.ep.quantization import Quantization
+from moe_comm.ep.validation import check_alignment
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import keeps_unbound
 
 __all__ = [
     "CombineInputFormat",

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import as_int
-from moe_comm.autograd import SAVED_OPERATORS, combine, dispatch
-from moe_comm.bootstrap import Bootstrap, RankThreads
-from moe_comm.buffer import EpBuffer, rejects_unbound
-from moe_comm.config import Capacity
-from moe_comm.group_buffers import GroupBuffers, group_buffers
-from moe_comm.handles import DispatchHandle
-from moe_comm.missed_calls import GATHER, keep_for_peers
+from moe_comm.ep.autograd import SAVED_OPERATORS, combine, dispatch
+from moe_comm.ep.buffer import EpBuffer, rejects_unbound
+from moe_comm.ep.config import Capacity
+from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
+from moe_comm.ep.handles import DispatchHandle
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads
+from moe_comm.peers.missed_calls import GATHER, keep_for_peers
 
 __all__ = ["DispatchMetadata", "TorchtitanTokenDispatcher"]
 

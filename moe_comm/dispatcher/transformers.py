@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_comm.arguments import check_kind, shown
-from moe_comm.autograd import QuantizedRows
-from moe_comm.bootstrap import Bootstrap
 from moe_comm.dispatcher.plain import TokenDispatcher
-from moe_comm.quantization import Quantization
+from moe_comm.ep.autograd import QuantizedRows
+from moe_comm.ep.quantization import Quantization
+from moe_comm.peers.bootstrap import Bootstrap
 
 __all__ = ["TransformersExperts", "register"]
 

@@ -13,8 +13,6 @@ from typing import Any, Literal
 import torch
 
 from moe_comm.arguments import shown
-from moe_comm.buffer import EpBuffer, rejects_unbound
-from moe_comm.config import Layout
 from moe_comm.dispatcher.phases import (
     PendingCombine,
     PendingDispatch,
@@ -29,9 +27,11 @@ from moe_comm.dispatcher.vllm_formats import (
     current_ubatch_id,
     vllm_module,
 )
-from moe_comm.handles import DispatchHandle
-from moe_comm.memory_overlap import shares_bytes
-from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
+from moe_comm.ep.buffer import EpBuffer, rejects_unbound
+from moe_comm.ep.config import Layout
+from moe_comm.ep.handles import DispatchHandle
+from moe_comm.ep.memory_overlap import shares_bytes
+from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 
 __all__ = [
     "ExpertTokensMetadata",

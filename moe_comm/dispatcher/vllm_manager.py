@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import as_int, check_kind, shown
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
-from moe_comm.config import ROW_BYTES_MULTIPLE, Layout
 from moe_comm.dispatcher.vllm_formats import (
     All2AllManagerBase,
     current_ubatch_id,
     num_experts_of_model,
     parallel_groups,
 )
-from moe_comm.group_buffers import group_buffers
-from moe_comm.handles import DispatchHandle
-from moe_comm.missed_calls import GATHER, keep_for_peers, keeps_unbound
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Layout
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.handles import DispatchHandle
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
 
 __all__ = ["VllmAll2AllManager"]
 

@@ -17,13 +17,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from moe_comm import missed_calls
 from moe_comm.arguments import check_kind
-from moe_comm.autograd.agreement import dispatch_word
-from moe_comm.buffer import EpBuffer, rejects_unbound
-from moe_comm.config import Layout
 from moe_comm.dispatcher import permuted
 from moe_comm.dispatcher.permuted import PermutedHandle
+from moe_comm.ep.autograd.agreement import dispatch_word
+from moe_comm.ep.buffer import EpBuffer, rejects_unbound
+from moe_comm.ep.config import Layout
+from moe_comm.ep.handles import CombineResult
+from moe_comm.ep.quantization import FP8_BLOCK128
 from moe_comm.fused_a2a.arguments import (
     DISPATCH_DEFAULTS,
     DISPATCH_FIXED,
@@ -57,8 +58,7 @@ from moe_comm.fused_a2a.nccl_ep import (
     nccl_ep_finalize,
     new_nccl_ep_buffer,
 )
-from moe_comm.handles import CombineResult
-from moe_comm.quantization import FP8_BLOCK128
+from moe_comm.peers import missed_calls
 
 __all__ = [
     "HAVE_DEEP_EP",

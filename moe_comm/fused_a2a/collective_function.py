@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.autograd.agreement import combine_word, is_cut_from, is_differentiated
+from moe_comm.ep.autograd.agreement import combine_word, is_cut_from, is_differentiated
 
 __all__ = [
     "apply_collectively",

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_comm.buffer import EpBuffer
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.handles import DispatchHandle
 from moe_comm.fused_a2a.collective_function import link_to
-from moe_comm.handles import DispatchHandle
 
 __all__ = ["FusedHandle", "linked"]
 

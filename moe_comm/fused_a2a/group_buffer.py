@@ -7,9 +7,9 @@ from typing import NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
-from moe_comm.group_buffers import GroupBuffers, group_buffers, is_alive
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.group_buffers import GroupBuffers, group_buffers, is_alive
+from moe_comm.peers.bootstrap import Bootstrap
 
 __all__ = ["Group", "GroupBuffer", "held_buffer"]
 

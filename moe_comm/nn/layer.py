@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_comm.arguments import as_int, check_kind, shown
-from moe_comm.autograd import QuantizedRows
-from moe_comm.bootstrap import Bootstrap
 from moe_comm.dispatcher import TokenDispatcher
-from moe_comm.missed_calls import GATHER, keep_for_peers, keeps_unbound
+from moe_comm.ep.autograd import QuantizedRows
 from moe_comm.nn.experts import GroupedExperts
 from moe_comm.nn.router import Routing, TopKRouter
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
 
 __all__ = ["MoELayer"]
 

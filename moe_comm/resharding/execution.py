@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from moe_comm.bootstrap import Bootstrap
 from moe_comm.errors import CommunicationError
+from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.group_failures import failure_of

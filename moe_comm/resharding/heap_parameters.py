@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch.distributed.tensor import DTensor
 
-from moe_comm.communicator import Communicator
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.module_tensors import named_refit_tensors
 
 __all__ = ["place_in_heap"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from moe_comm.bootstrap import Bootstrap
+from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
 from moe_comm.resharding.module_tensors import local_tensor, named_refit_tensors
 from moe_comm.resharding.parallelism import OFFSET_HINT, RankGroup, group_ranks

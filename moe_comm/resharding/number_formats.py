@@ -1,6 +1,6 @@
 """Quantised weights as inference engines hold them: containers, blocks and layouts of scale factors.
 
-The arithmetic is that of `moe_comm.quantized`. A weight is quantised from bfloat16: a source of another
+The arithmetic is that of `moe_comm.ep.quantized`. A weight is quantised from bfloat16: a source of another
 dtype is rounded to bfloat16 first, so that it does not matter which end of a transfer quantises.
 """
 
@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from moe_comm import arithmetic, quantized
-from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.ep import arithmetic, quantized
+from moe_comm.ep.quantization import (
+    FP8_BLOCK128,
+    MXFP8,
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.agree import name_ranks
-from moe_comm.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.peers.agree import name_ranks
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.assignment import Assignment
 from moe_comm.resharding.intervals import Box
 from moe_comm.resharding.metadata import ParameterMetadata

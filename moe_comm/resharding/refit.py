@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from moe_comm.arguments import as_int
-from moe_comm.missed_calls import tells_peers
+from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.plan_cache import PlanCacheKey
 from moe_comm.resharding.refit_group import RefitGroup, agree

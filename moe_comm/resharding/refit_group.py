@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.agree import name_ranks, problem_of, raise_together, said_of
 from moe_comm.arguments import shown
-from moe_comm.bootstrap import Bootstrap, bootstrap_for, process_group_of
-from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError, PeerFailedError
+from moe_comm.peers.agree import name_ranks, problem_of, raise_together, said_of
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for, process_group_of
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.group_bytes import all_gather_bytes
 from moe_comm.resharding.group_failures import failure_of
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.mxfp8_weights import mxfp8_transform_for, needs_mxfp8_conversion
 from moe_comm.resharding.plan import ReshardPlan

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 
 from moe_comm.arguments import as_int, check_bool, shown
-from moe_comm.bootstrap import Bootstrap
+from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService

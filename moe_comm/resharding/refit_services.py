@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from moe_comm.arguments import shown
-from moe_comm.bootstrap import Bootstrap
+from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService

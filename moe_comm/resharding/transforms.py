@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.quantization import ScaleFormat
+from moe_comm.ep.quantization import ScaleFormat
 from moe_comm.resharding.number_formats import (
     FP8_BLOCKS,
     MXFP8_BLOCK,

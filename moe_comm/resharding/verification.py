@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_comm.agree import agree, first_line
-from moe_comm.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.errors import RefitError
+from moe_comm.peers.agree import agree, first_line
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding import stale
 from moe_comm.resharding.batched_copy import checksum
 from moe_comm.resharding.module_tensors import get_refit_tensor_dict, local_tensor

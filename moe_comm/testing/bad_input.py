@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from moe_comm.backends.base import Backend, Plan
-from moe_comm.config import Capacity, EpConfig, Layout
-from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
+from moe_comm.ep.backends.base import Backend, Plan
+from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 from moe_comm.testing import calls
 from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, case_inputs

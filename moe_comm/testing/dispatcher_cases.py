@@ -1,6 +1,6 @@
 """Cases of MoE layers around a dispatcher, and what they must compute, in plain torch and float64.
 
-Which choices are kept and how rows are quantised comes from the definition (`moe_comm.spec`).
+Which choices are kept and how rows are quantised comes from the definition (`moe_comm.ep.spec`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from moe_comm.config import Capacity, Layout, default_expert_rank
-from moe_comm.quantization import FP8_BLOCK128, Quantization
-from moe_comm.spec import Dispatch, quantize_rows
+from moe_comm.ep.config import Capacity, Layout, default_expert_rank
+from moe_comm.ep.quantization import FP8_BLOCK128, Quantization
+from moe_comm.ep.spec import Dispatch, quantize_rows
 
 __all__ = [
     "DISPATCHER_CASES",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from moe_comm.group_buffers import GroupBuffers, group_buffers
+from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
 from moe_comm.testing.conformance import ConformanceError
 from moe_comm.testing.dispatcher_cases import (
     DispatcherCase,

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from moe_comm import fused_a2a
-from moe_comm.bootstrap import RankThreads
-from moe_comm.config import Capacity
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.dispatcher.routing_map import routing_map_of_topk
@@ -22,7 +20,9 @@ from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
 from moe_comm.dispatcher.transformers import TransformersExperts
 from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
-from moe_comm.group_buffers import GroupBuffers
+from moe_comm.ep.config import Capacity
+from moe_comm.ep.group_buffers import GroupBuffers
+from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.testing.dispatcher_cases import (
     DispatcherCase,
     RankTokens,

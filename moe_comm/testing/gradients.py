@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from moe_comm.backends.base import CombineOutput, DispatchOutput
-from moe_comm.backends.gradients import ENABLED, NEEDS_ROWS, NEEDS_WEIGHTS
-from moe_comm.config import Layout
+from moe_comm.ep.backends.base import CombineOutput, DispatchOutput
+from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS, NEEDS_WEIGHTS
+from moe_comm.ep.config import Layout
 from moe_comm.testing import calls
 from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, case_inputs

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from moe_comm import cuda_devices, group_buffers
-from moe_comm.bootstrap import Bootstrap, RankThreads
+from moe_comm.ep import group_buffers
+from moe_comm.peers import cuda_devices
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 from moe_comm.testing.pool import GRACE_S, Outcome, WorkerPool
 
 __all__ = ["RankContext", "RankError", "RankTimeoutError", "close_workers", "run_ranks"]

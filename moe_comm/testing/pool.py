@@ -30,7 +30,7 @@ GRACE_S = 10.0
 """How long other ranks may go on after one has raised."""
 
 _STACKS_WAIT_S = 10.0
-_PRELOADED = ["torch", "torch.distributed", "moe_comm.backends.reference"]
+_PRELOADED = ["torch", "torch.distributed", "moe_comm.ep.backends.reference"]
 
 
 @dataclasses.dataclass

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moe_comm.backends import load_backend
-from moe_comm.backends.base import Backend
-from moe_comm.communicator import Communicator
-from moe_comm.config import EpConfig
+from moe_comm.ep.backends import load_backend
+from moe_comm.ep.backends.base import Backend
+from moe_comm.ep.config import EpConfig
+from moe_comm.peers.communicator import Communicator
 from moe_comm.testing.launch import RankContext
 
 __all__ = ["Target"]

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from moe_comm.quantization import Quantization, QuantizationFormat, ScaleFormat, scale_column_stride
+from moe_comm.ep.quantization import (
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+    scale_column_stride,
+)
 from moe_comm.triton.checks import (
     check_dtype,
     check_no_gradient,

@@ -11,7 +11,8 @@ import functools
 import pytest
 import torch
 
-from moe_comm import Communicator, EpBuffer, EpConfig, nvshmem
+from moe_comm import Communicator, EpBuffer, EpConfig
+from moe_comm.peers import nvshmem
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case

@@ -1,4 +1,4 @@
-"""What DeepEP's calls must return: the definition (`moe_comm.spec`) in the terms of its contract.
+"""What DeepEP's calls must return: the definition (`moe_comm.ep.spec`) in the terms of its contract.
 
 Every rank makes every rank's input from the case, so that no communication is needed to know what is
 right.
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 
 from moe_comm.compat.deep_ep import Buffer
-from moe_comm.config import Layout, default_expert_rank
-from moe_comm.group_buffers import group_buffers
-from moe_comm.spec import Dispatch, sum_in_order
+from moe_comm.ep.config import Layout, default_expert_rank
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.spec import Dispatch, sum_in_order
 from moe_comm.testing import RankContext
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig
-from moe_comm.bootstrap import bootstrap_for
+from moe_comm.peers.bootstrap import bootstrap_for
 from moe_comm.testing import RankContext
 
 NUM_TOPK = 2

@@ -24,7 +24,7 @@ MIB = 1 << 20
 WAIT_S = 30.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "moe_comm.backends.reference"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "moe_comm.ep.backends.reference"])
 
 
 def serve(connection: Connection) -> None:

@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 from moe_comm import Communicator
-from moe_comm.backends.rails import make_rail, mpi
+from moe_comm.ep.backends.rails import make_rail, mpi
 from moe_comm.testing import RankContext
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.scripts import run_case

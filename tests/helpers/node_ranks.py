@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from moe_comm import Communicator
-from moe_comm.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.testing import RankContext
 from moe_comm.testing.target import Target
 

@@ -8,8 +8,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from moe_comm import Communicator, EpConfig, cuda_devices
-from moe_comm.backends.base import (
+from moe_comm import Communicator, EpConfig
+from moe_comm.ep.backends.base import (
     Backend,
     CombineOutput,
     DispatchOutput,
@@ -17,9 +17,10 @@ from moe_comm.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.backends.cuda import CudaBackend
-from moe_comm.backends.nvshmem import NvshmemBackend
-from moe_comm.bootstrap import bootstrap_for
+from moe_comm.ep.backends.cuda import CudaBackend
+from moe_comm.ep.backends.nvshmem import NvshmemBackend
+from moe_comm.peers import cuda_devices
+from moe_comm.peers.bootstrap import bootstrap_for
 
 __all__ = [
     "NUM_SMS",

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_comm import Communicator, EpConfig
-from moe_comm.backends.base import Backend
-from moe_comm.backends.simt import SimtBackend, Stream, current_stream, use_stream
+from moe_comm.ep.backends.base import Backend
+from moe_comm.ep.backends.simt import SimtBackend, Stream, current_stream, use_stream
 from moe_comm.testing import RankContext
 from tests.helpers.on_device import OnDevice
 

@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_comm import Communicator, group_buffers
-from moe_comm.autograd import operators
-from moe_comm.backends import simt
-from moe_comm.backends.simt import SimtBackend
+from moe_comm import Communicator
+from moe_comm.ep import group_buffers
+from moe_comm.ep.autograd import operators
+from moe_comm.ep.backends import simt
+from moe_comm.ep.backends.simt import SimtBackend
 
 __all__ = ["DEVICE", "Stream", "on_pretended_device", "pretend"]
 
@@ -217,7 +218,7 @@ class _PretendedCommunicator(Communicator):
 
 def pretend(patch: pytest.MonkeyPatch) -> None:
     """Let surfaces that know their group alone find `DEVICE`. For all ranks that are threads of this process."""
-    patch.setattr("moe_comm.group_buffers.Communicator", _PretendedCommunicator)
+    patch.setattr("moe_comm.ep.group_buffers.Communicator", _PretendedCommunicator)
     patch.setattr("moe_comm.compat.deep_ep.streams.cuda", _Cuda)
     patch.setattr("moe_comm.compat.deep_ep.streams.GPU", DEVICE.type)
     device_for = group_buffers._device_for
@@ -229,9 +230,9 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
             return DEVICE
         return device_for(group, backend, device)
 
-    patch.setattr("moe_comm.group_buffers._device_for", device_of_group)
-    load = "moe_comm.backends.agreement.load_backend"
-    from moe_comm.backends import load_backend
+    patch.setattr("moe_comm.ep.group_buffers._device_for", device_of_group)
+    load = "moe_comm.ep.backends.agreement.load_backend"
+    from moe_comm.ep.backends import load_backend
 
     patch.setattr(load, lambda name: _backend(name, load_backend))
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from moe_comm import Communicator, _host
-from moe_comm.backends.rails import RailEngine, gloo, make_rail
+from moe_comm.ep.backends.rails import RailEngine, gloo, make_rail
 from moe_comm.testing import RankContext
 from tests.helpers.failing_ranks import HANG_S, wait_for
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_comm import _host
-from moe_comm.backends import host
+from moe_comm.ep.backends import host
 
 __all__ = ["Message", "ScriptedRails"]
 

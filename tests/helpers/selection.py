@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from moe_comm.config import Capacity
+from moe_comm.ep.config import Capacity
 from moe_comm.testing.cases import Case
 
 Attributes = Mapping[str, Hashable]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, MOST_TOKENS = 4, 2, 128, 8

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 import moe_comm
-from moe_comm.backends.simt import Stream, use_stream
+from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem
 from moe_comm.resharding.nvshmem_copy_service import RemoteCopyService
 

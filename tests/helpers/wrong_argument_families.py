@@ -17,7 +17,7 @@ from moe_comm.dispatcher.sglang import SglangDispatcher
 from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
 from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.nn import MoELayer
 from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService

@@ -17,7 +17,7 @@ import moe_comm
 from moe_comm import fused_a2a
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.dispatcher.megatron_manager import MegatronManager
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 
 Rows = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]

@@ -15,7 +15,7 @@ from moe_comm import (
     PeerFailedError,
     PeerTimeoutError,
 )
-from moe_comm.backends.collective import CollectiveBackend
+from moe_comm.ep.backends.collective import CollectiveBackend
 from moe_comm.testing import RankContext, run_ranks
 
 CONFIG = EpConfig(

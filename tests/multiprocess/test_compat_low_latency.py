@@ -10,7 +10,7 @@ import torch
 
 from moe_comm.compat.deep_ep import Buffer
 from moe_comm.compat.deep_ep.utils import per_token_cast_to_fp8
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import CASES, Case, Given

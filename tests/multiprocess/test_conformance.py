@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from moe_comm import Bootstrap, Communicator, _host
-from moe_comm.backends.host import HostBackend
-from moe_comm.config import Layout
+from moe_comm.ep.backends.host import HostBackend
+from moe_comm.ep.config import Layout
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import CHECKS, check_case

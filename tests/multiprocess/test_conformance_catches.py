@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from moe_comm import spec
-from moe_comm.backends import reference
-from moe_comm.backends.base import CombineOutput, Completed, DispatchOutput, Operation, Plan
-from moe_comm.backends.gradients import ENABLED
-from moe_comm.config import Capacity, EpConfig, Layout
-from moe_comm.quantization import FP8_BLOCK128
+from moe_comm.ep import spec
+from moe_comm.ep.backends import reference
+from moe_comm.ep.backends.base import CombineOutput, Completed, DispatchOutput, Operation, Plan
+from moe_comm.ep.backends.gradients import ENABLED
+from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.quantization import FP8_BLOCK128
 from moe_comm.testing import CHECKS, Case, ConformanceError, RankError, Target, check_case
 
 

@@ -15,18 +15,11 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm import (
-    CommunicationError,
-    Communicator,
-    EpBuffer,
-    EpConfig,
-    Layout,
-    compat,
-    group_buffers,
-)
-from moe_comm.backends.deep_ep_transport import problem_with_deep_ep
+from moe_comm import CommunicationError, Communicator, EpBuffer, EpConfig, Layout, compat
 from moe_comm.compat import deep_ep
-from moe_comm.quantization import FP8_BLOCK128, MXFP8, Quantization
+from moe_comm.ep import group_buffers
+from moe_comm.ep.backends.deep_ep_transport import problem_with_deep_ep
+from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, Quantization
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case

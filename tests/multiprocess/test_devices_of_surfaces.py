@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm import Communicator, fused_a2a, group_buffers
+from moe_comm import Communicator, fused_a2a
 from moe_comm.compat.deep_ep import Buffer, ElasticBuffer, EventOverlap, HybridEPBuffer, streams
 from moe_comm.compat.deep_ep.hybrid_ep_buffer import indices_to_map
 from moe_comm.compat.deep_ep.streams import tensors_in
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.ep import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.dispatcher_cases import DISPATCHER_CASES, RankTokens, all_tokens
 from moe_comm.testing.dispatchers import DISPATCHERS
@@ -368,7 +369,7 @@ def name_kinds(context: RankContext) -> str:
     """Ranks that make a communicator for different kinds of device hear of both."""
     device = ("cpu", "cuda")[context.rank_idx]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_comm.communicator.RankGpu", lambda device, *_: _Gpu(device))
+        patch.setattr("moe_comm.peers.communicator.RankGpu", lambda device, *_: _Gpu(device))
         return raised_by(lambda: Communicator(context.group, device=device))
 
 
@@ -406,8 +407,8 @@ def test_constructors_take_the_device_of_their_group(
         asked.append(torch.device(device))
         raise LookupError
 
-    monkeypatch.setattr("moe_comm.group_buffers.Communicator", make)
-    monkeypatch.setattr("moe_comm.group_buffers.is_alive", lambda group: True)
+    monkeypatch.setattr("moe_comm.ep.group_buffers.Communicator", make)
+    monkeypatch.setattr("moe_comm.ep.group_buffers.is_alive", lambda group: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     with pytest.raises(LookupError):
         group_buffers.group_buffers(Group(0, 1), backend=backend, device=device)

@@ -20,8 +20,8 @@ from moe_comm.dispatcher.sglang import (
     SglangDispatcher,
 )
 from moe_comm.dispatcher.sglang_plugin import register
-from moe_comm.group_buffers import group_buffers
-from moe_comm.quantization import FP8_BLOCK128, Quantization
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.quantization import FP8_BLOCK128, Quantization
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.serving_batches import (
     HIDDEN,

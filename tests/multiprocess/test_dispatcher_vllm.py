@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bootstrap import RankThreads
 from moe_comm.dispatcher.vllm import (
     FusedMoEActivationFormat,
     VllmPrepareAndFinalize,
     weight_and_reduce,
 )
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
-from moe_comm.group_buffers import group_buffers
-from moe_comm.quantization import MXFP8
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.quantization import MXFP8
+from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.serving_batches import (
     HIDDEN,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.config import Capacity
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
-from moe_comm.group_buffers import GroupBuffers, group_buffers
+from moe_comm.ep.config import Capacity
+from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.conformance import ConformanceError
 from moe_comm.testing.dispatcher_cases import (

@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError, _host
-from moe_comm.rendezvous import JoiningRank, JoiningRanks, assign_ranks, open_store
-from moe_comm.survivors import _refuse
+from moe_comm.peers.rendezvous import JoiningRank, JoiningRanks, assign_ranks, open_store
+from moe_comm.peers.survivors import _refuse
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     PROGRAM_S,

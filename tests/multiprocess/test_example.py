@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm.routing_trace import load_routing_trace
+from moe_comm.ep.routing_trace import load_routing_trace
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
 

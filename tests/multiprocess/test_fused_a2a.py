@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import fused_a2a
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.routed import Batch, expected_counts, expected_rows, make_batches
 

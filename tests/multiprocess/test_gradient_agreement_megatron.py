@@ -12,7 +12,7 @@ import torch
 
 from moe_comm import fused_a2a
 from moe_comm.dispatcher.megatron_manager import MegatronManager
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.routed import Batch, make_batches
 

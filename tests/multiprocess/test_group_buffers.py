@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from moe_comm import PeerFailedError, RankThreads
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.fused_a2a import hybrid_ep_dispatch
-from moe_comm.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.routed import make_batches
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.backends import local_ops
+from moe_comm.ep.backends import local_ops
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case

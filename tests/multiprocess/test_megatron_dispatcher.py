@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from moe_comm import FP8_BLOCK128
-from moe_comm.autograd.quantized_rows import QuantizedRows
-from moe_comm.bootstrap import RankThreads
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher, alignment_of
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.autograd.quantized_rows import QuantizedRows
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import HANG_S
 from tests.helpers.routed import Batch, expected_rows, make_batches

@@ -11,7 +11,7 @@ import torch
 
 import moe_comm
 from moe_comm import EpBuffer, EpConfig, Layout
-from moe_comm.autograd import combine, dispatch
+from moe_comm.ep.autograd import combine, dispatch
 from moe_comm.testing.case_list import NODE_REDUCTION_CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import check_case

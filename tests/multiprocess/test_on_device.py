@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_comm import Communicator, EpConfig
-from moe_comm.backends.base import Backend
-from moe_comm.backends.host import HostBackend
+from moe_comm.ep.backends.base import Backend
+from moe_comm.ep.backends.host import HostBackend
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import check_case

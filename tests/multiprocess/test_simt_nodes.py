@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout, PeerFailedError
-from moe_comm.bootstrap import bootstrap_for
+from moe_comm.peers.bootstrap import bootstrap_for
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.case_list import CASES, NODE_REDUCTION_CASES
 from moe_comm.testing.cases import Case

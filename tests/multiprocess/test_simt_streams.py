@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from moe_comm import CombineResult, Communicator, DispatchResult, EpBuffer, EpConfig, Layout
-from moe_comm.backends.simt import Stream, use_stream
+from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
 from tests.helpers.on_stream import in_stream

@@ -12,10 +12,10 @@ import torch
 
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, GradientSum, fused_a2a
-from moe_comm.bootstrap import bootstrap_for
 from moe_comm.compat.deep_ep import Buffer, ElasticBuffer
 from moe_comm.dispatcher import TokenDispatcher
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.peers.bootstrap import bootstrap_for
 from moe_comm.resharding.batched_copy import SymmetricBytes
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
@@ -127,7 +127,7 @@ def try_face(context: RankContext, family: str, step: int = 1, only: str = "") -
     """Faces that know their group alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "moe_comm.group_buffers.Communicator",
+            "moe_comm.ep.group_buffers.Communicator",
             functools.partial(Communicator, arrival_timeout_s=ARRIVAL_S),
         )
         shared = group_buffers(context.group)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moe_comm import _host
-from moe_comm.backends import admission
-from moe_comm.backends.admission import CapacityDecision
-from moe_comm.backends.routing import Placement
-from moe_comm.config import Capacity, Layout
+from moe_comm.ep.backends import admission
+from moe_comm.ep.backends.admission import CapacityDecision
+from moe_comm.ep.backends.routing import Placement
+from moe_comm.ep.config import Capacity, Layout
 from moe_comm.errors import CapacityError
 
 # Rank 0 has experts 0 and 1, rank 1 has expert 2.

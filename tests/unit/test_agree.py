@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from moe_comm.agree import (
+from moe_comm.errors import CapacityError
+from moe_comm.peers.agree import (
     Problem,
     agree,
     name_ranks,
@@ -15,8 +16,7 @@ from moe_comm.agree import (
     raise_unequal,
     said_of,
 )
-from moe_comm.bootstrap import Bootstrap, RankThreads
-from moe_comm.errors import CapacityError
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 
 
 def test_every_wrong_rank_is_named() -> None:

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout
-from moe_comm.autograd import operators
-from moe_comm.backends import BACKEND_CLASSES
-from moe_comm.backends.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS
+from moe_comm.ep.autograd import operators
+from moe_comm.ep.backends import BACKEND_CLASSES
+from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS
 from tests.helpers.moe_layer import (
     MoeLayer,
     assert_same_bits,
@@ -411,6 +411,6 @@ def test_operators_end_with_their_buffer(communicator: Communicator) -> None:
 @pytest.mark.parametrize("name", ["DifferentiableDispatchResult", "TensorHandle"])
 def test_a_name_that_is_gone_says_what_it_is_now(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}', which is moe_comm.Dispatch"):
-        getattr(moe_comm.autograd, name)
+        getattr(moe_comm.ep.autograd, name)
     with pytest.raises(AttributeError, match=r"no attribute 'dispatches'$"):
-        _ = moe_comm.autograd.dispatches
+        _ = moe_comm.ep.autograd.dispatches

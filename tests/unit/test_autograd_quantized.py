@@ -23,7 +23,7 @@ from moe_comm import (
     QuantizedRows,
     ScaleFormat,
 )
-from moe_comm.autograd import operators
+from moe_comm.ep.autograd import operators
 from tests.helpers.moe_layer import assert_same_bits, filled, recorded_operations
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 4, 2, 160  # the last block of 128 is shorter

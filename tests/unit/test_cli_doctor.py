@@ -38,7 +38,7 @@ def test_doctor_says_that_the_default_backend_works() -> None:
 def test_doctor_fails_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
     # An entry of None makes the import fail, as on a machine where the module cannot be loaded.
     monkeypatch.setitem(sys.modules, "moe_comm._host", None)
-    monkeypatch.delitem(sys.modules, "moe_comm.backends.host", raising=False)
+    monkeypatch.delitem(sys.modules, "moe_comm.ep.backends.host", raising=False)
     monkeypatch.delattr("moe_comm._host", raising=False)
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1

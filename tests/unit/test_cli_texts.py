@@ -17,7 +17,7 @@ import moe_comm_command
 from moe_comm.cli.app import app
 from moe_comm.cli.bench import serve
 from moe_comm.cli.bench.run import CaseRun
-from moe_comm.config import NUM_MAX_EXPERTS
+from moe_comm.ep.config import NUM_MAX_EXPERTS
 
 ROOT = Path(__file__).resolve().parents[2]
 NARROW = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
 from moe_comm.cli.trace_report import perfetto_document, summarize_phases
-from moe_comm.tracing import PhaseRecord, read_trace, write_trace
+from moe_comm.ep.tracing import PhaseRecord, read_trace, write_trace
 
 
 def record(

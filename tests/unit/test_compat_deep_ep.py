@@ -11,7 +11,7 @@ from moe_comm import RankThreads
 from moe_comm.compat import deep_ep
 from moe_comm.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap, routing
 from moe_comm.compat.deep_ep.utils import align, calc_diff, ceil_div, per_token_cast_to_fp8
-from moe_comm.config import default_expert_rank
+from moe_comm.ep.config import default_expert_rank
 
 # DeepEP's recommendations: ranks -> dispatch, combine; the last value rounded up to whole chunks.
 RECOMMENDED = {

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm import Communicator, cuda_devices
-from moe_comm.bootstrap import RankThreads
+from moe_comm import Communicator
 from moe_comm.cli import doctor_gpu
 from moe_comm.cli.bench import worker
-from moe_comm.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
+from moe_comm.peers import cuda_devices
+from moe_comm.peers.bootstrap import RankThreads
+from moe_comm.peers.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
 from moe_comm.testing import run_ranks
 from tests.helpers.fresh_python import run_python
 from tests.helpers.on_device import NUM_SMS
@@ -81,7 +82,7 @@ def test_importing_it_all_asks_for_no_gpu() -> None:
         "import torch, torch.cuda as cuda\n"
         "def refuse(*arguments): raise AssertionError('asked for a GPU')\n"
         "cuda.is_available = cuda.device_count = cuda.current_device = cuda._lazy_init = refuse\n"
-        "import moe_comm, moe_comm.backends.cuda, moe_comm.backends.nvshmem\n"
+        "import moe_comm, moe_comm.ep.backends.cuda, moe_comm.ep.backends.nvshmem\n"
         "import moe_comm.cli.bench.worker, moe_comm.resharding, moe_comm.testing.conformance\n"
     )
     run(sys.executable, "-c", code, cwd=ROOT)

@@ -70,7 +70,7 @@ MODULES = {
 }
 
 WITH_FRAMEWORKS = """
-from moe_comm.bootstrap import RankThreads
+from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.dispatcher import sglang, vllm, vllm_manager
 from sglang.srt.layers.moe.token_dispatcher import base, deepep
 from vllm.model_executor.layers.fused_moe import modular_kernel
@@ -93,7 +93,7 @@ WITHOUT_FRAMEWORKS = """
 import sys
 for name in ("sglang", "vllm", "torchtitan"):
     sys.modules[name] = None
-from moe_comm.bootstrap import RankThreads
+from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.dispatcher import sglang, torchtitan, vllm, vllm_manager
 assert torchtitan.__all__ == ["DispatchMetadata", "TorchtitanTokenDispatcher"]
 dispatcher = torchtitan.TorchtitanTokenDispatcher.Config(num_experts=4, top_k=2).build()

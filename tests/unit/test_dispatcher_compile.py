@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bootstrap import RankThreads
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
 from moe_comm.dispatcher.transformers import TransformersExperts
+from moe_comm.peers.bootstrap import RankThreads
 
 
 def plain(weight: torch.Tensor) -> Any:

@@ -121,11 +121,11 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm"},
     {"moe_comm.nn"},
     {"moe_comm.dispatcher", "moe_comm.fused_a2a", "moe_comm.compat"},
-    {"moe_comm.autograd"},
-    {"moe_comm.gradient_sum", "moe_comm.group_buffers"},
-    {"moe_comm.buffer_manager"},
-    {"moe_comm.buffer"},
-    {"moe_comm.backends"},
+    {"moe_comm.ep.autograd"},
+    {"moe_comm.ep.gradient_sum", "moe_comm.ep.group_buffers"},
+    {"moe_comm.ep.buffer_manager"},
+    {"moe_comm.ep.buffer"},
+    {"moe_comm.ep.backends"},
     {"moe_comm.resharding"},
     {
         "moe_comm.resharding.mxfp8_weights",
@@ -178,38 +178,40 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.resharding.plan"},
     {"moe_comm.resharding.transform_protocol"},
     {"moe_comm.resharding.ops"},
-    {"moe_comm.call_checks", "moe_comm.communicator"},
-    {"moe_comm.elastic"},
-    {"moe_comm.native_group", "moe_comm.rank_gpu"},
-    {"moe_comm.validation"},
-    {"moe_comm.survivors"},
-    {"moe_comm.rendezvous"},
-    {"moe_comm.backend_choice", "moe_comm.cuda_devices", "moe_comm.nvshmem"},
-    {"moe_comm.handles"},
-    {"moe_comm.backends.base"},
+    {"moe_comm.ep.call_checks", "moe_comm.peers.communicator"},
+    {"moe_comm.peers.elastic"},
+    {"moe_comm.peers.native_group", "moe_comm.peers.rank_gpu"},
+    {"moe_comm.ep.validation"},
+    {"moe_comm.peers.survivors"},
+    {"moe_comm.peers.rendezvous"},
+    {"moe_comm.peers.backend_choice", "moe_comm.peers.cuda_devices", "moe_comm.peers.nvshmem"},
+    {"moe_comm.ep.handles"},
+    {"moe_comm.ep.backends.base"},
     {"moe_comm.triton"},
     {
         "moe_comm._version",
-        "moe_comm.agree",
+        "moe_comm.ep",
+        "moe_comm.peers",
+        "moe_comm.peers.agree",
         "moe_comm.arguments",
-        "moe_comm.arithmetic",
-        "moe_comm.bootstrap",
-        "moe_comm.communicator_options",
-        "moe_comm.config",
+        "moe_comm.ep.arithmetic",
+        "moe_comm.peers.bootstrap",
+        "moe_comm.peers.communicator_options",
+        "moe_comm.ep.config",
         "moe_comm.env",
         "moe_comm.errors",
-        "moe_comm.exclusive_use",
-        "moe_comm.heap_stats",
-        "moe_comm.memory_overlap",
-        "moe_comm.missed_calls",
-        "moe_comm.node_layout",
-        "moe_comm.quantization",
-        "moe_comm.quantized",
-        "moe_comm.routing_trace",
-        "moe_comm.spec",
-        "moe_comm.tracing",
+        "moe_comm.peers.exclusive_use",
+        "moe_comm.peers.heap_stats",
+        "moe_comm.ep.memory_overlap",
+        "moe_comm.peers.missed_calls",
+        "moe_comm.peers.node_layout",
+        "moe_comm.ep.quantization",
+        "moe_comm.ep.quantized",
+        "moe_comm.ep.routing_trace",
+        "moe_comm.ep.spec",
+        "moe_comm.ep.tracing",
     },
-    {"moe_comm.budget", "moe_comm.output_files"},
+    {"moe_comm.ep.budget", "moe_comm.output_files"},
     {"moe_comm._nvshmem"},
     {"moe_comm._cuda", "moe_comm._host", "moe_comm._simt"},
 ]
@@ -218,67 +220,67 @@ LAYER_OF_PREFIX = {prefix: idx for idx, layer in enumerate(PYTHON_LAYERS) for pr
 # A native module is used where its objects are owned, nowhere else.
 USERS_OF_NATIVE = {
     "moe_comm._host": (
-        "moe_comm.budget",
-        "moe_comm.communicator",
-        "moe_comm.elastic",
-        "moe_comm.native_group",
-        "moe_comm.rank_gpu",
-        "moe_comm.rendezvous",
-        "moe_comm.survivors",
-        "moe_comm.backends.admission",
-        "moe_comm.backends.collective",
-        "moe_comm.backends.host",
-        "moe_comm.backends.native",
-        "moe_comm.backends.rails",
-        "moe_comm.backends.routing",
+        "moe_comm.ep.budget",
+        "moe_comm.peers.communicator",
+        "moe_comm.peers.elastic",
+        "moe_comm.peers.native_group",
+        "moe_comm.peers.rank_gpu",
+        "moe_comm.peers.rendezvous",
+        "moe_comm.peers.survivors",
+        "moe_comm.ep.backends.admission",
+        "moe_comm.ep.backends.collective",
+        "moe_comm.ep.backends.host",
+        "moe_comm.ep.backends.native",
+        "moe_comm.ep.backends.rails",
+        "moe_comm.ep.backends.routing",
         "moe_comm.dispatcher.routing_map",
         "moe_comm.resharding.batched_copy",
         "moe_comm.resharding.tensor_table",
         "moe_comm.cli",
     ),
-    "moe_comm._simt": ("moe_comm.backends.simt",),
+    "moe_comm._simt": ("moe_comm.ep.backends.simt",),
     "moe_comm._cuda": (
-        "moe_comm.backends.cuda",
-        "moe_comm.backends.nvshmem",
-        "moe_comm.rank_gpu",
+        "moe_comm.ep.backends.cuda",
+        "moe_comm.ep.backends.nvshmem",
+        "moe_comm.peers.rank_gpu",
     ),
-    "moe_comm._nvshmem": ("moe_comm.backends.nvshmem",),
+    "moe_comm._nvshmem": ("moe_comm.ep.backends.nvshmem",),
 }
 
 # Resharding and expert-parallel buffers stand side by side on the communicator.
 RESHARDING = "moe_comm.resharding"
 RESHARDING_MUST_NOT_REACH = {
     "moe_comm",
-    "moe_comm.backends",
-    "moe_comm.buffer",
-    "moe_comm.buffer_manager",
-    "moe_comm.config",
-    "moe_comm.group_buffers",
-    "moe_comm.handles",
+    "moe_comm.ep.backends",
+    "moe_comm.ep.buffer",
+    "moe_comm.ep.buffer_manager",
+    "moe_comm.ep.config",
+    "moe_comm.ep.group_buffers",
+    "moe_comm.ep.handles",
 }
 
 # The definition stands on torch alone and knows no backend, so that it can be read and trusted on its
 # own; the reference backend is that definition and no other backend.
-SPEC = "moe_comm.spec"
+SPEC = "moe_comm.ep.spec"
 SPEC_STANDS_ON = {
     "moe_comm.arguments",
-    "moe_comm.arithmetic",
-    "moe_comm.budget",
-    "moe_comm.config",
+    "moe_comm.ep.arithmetic",
+    "moe_comm.ep.budget",
+    "moe_comm.ep.config",
     "moe_comm.errors",
-    "moe_comm.quantization",
+    "moe_comm.ep.quantization",
 }
-REFERENCE = "moe_comm.backends.reference"
+REFERENCE = "moe_comm.ep.backends.reference"
 REFERENCE_MUST_NOT_REACH = {
     "moe_comm",
     "moe_comm._host",
     "moe_comm._simt",
-    "moe_comm.backends.collective",
-    "moe_comm.backends.host",
-    "moe_comm.backends.native",
-    "moe_comm.backends.simt",
-    "moe_comm.buffer",
-    "moe_comm.communicator",
+    "moe_comm.ep.backends.collective",
+    "moe_comm.ep.backends.host",
+    "moe_comm.ep.backends.native",
+    "moe_comm.ep.backends.simt",
+    "moe_comm.ep.buffer",
+    "moe_comm.peers.communicator",
 }
 
 
@@ -372,6 +374,24 @@ def reachable_modules(module: str, sources: dict[str, str]) -> set[str]:
 SOURCES = {module: path.read_text() for module, path in MODULES.items()}
 
 
+def test_ranks_that_know_one_another_know_no_experts() -> None:
+    peers = {name for name in MODULES if name.startswith("moe_comm.peers.")}
+    assert len(peers) > 10
+    for module in peers:
+        above = {
+            name for name in reachable_modules(module, SOURCES) if python_folder(name) != "peers"
+        }
+        assert {python_folder(name) for name in above} <= BELOW_PEERS, (module, sorted(above))
+
+
+BELOW_PEERS = {"_cuda", "_host", "arguments", "env", "errors"}
+
+
+def python_folder(module: str) -> str:
+    """Of `moe_comm.peers.agree` "peers": the folder of the package, or the file, that has the module."""
+    return module.split(".")[1] if "." in module else module
+
+
 def test_resharding_and_buffers_do_not_know_each_other() -> None:
     resharding = {name for name in MODULES if f"{name}.".startswith(f"{RESHARDING}.")}
     assert len(resharding) > 1
@@ -383,11 +403,13 @@ def test_resharding_and_buffers_do_not_know_each_other() -> None:
 
 def test_the_definition_stands_on_torch_alone() -> None:
     # What memory is taken is no part of it: a configuration says it by asking the budget.
-    sources = SOURCES | {"moe_comm.budget": ""}
+    sources = SOURCES | {"moe_comm.ep.budget": ""}
     assert reachable_modules(SPEC, sources) == {SPEC} | SPEC_STANDS_ON
     reached = reachable_modules(REFERENCE, sources)
-    asking = {m for m in reached if "moe_comm.budget" in imported_modules(SOURCES[m], MODULE_NAMES)}
-    assert asking == {"moe_comm.config"}
+    asking = {
+        m for m in reached if "moe_comm.ep.budget" in imported_modules(SOURCES[m], MODULE_NAMES)
+    }
+    assert asking == {"moe_comm.ep.config"}
     assert SPEC in reached
     assert reached & REFERENCE_MUST_NOT_REACH == set()
     third_party = {
@@ -410,32 +432,32 @@ def test_local_tensor_work_knows_no_peers() -> None:
     own = {module for module in MODULES if module.startswith("moe_comm.triton")}
     assert len(own) > 5
     reached = {found for module in own for found in reachable_modules(module, SOURCES)}
-    assert reached - own <= {"moe_comm.quantization"}
+    assert reached - own <= {"moe_comm.ep.quantization"}
 
 
 def test_a_reference_that_reaches_the_native_module_is_found() -> None:
-    broken = SOURCES | {"moe_comm.backends.base": "def f():\n    from moe_comm import _host\n"}
+    broken = SOURCES | {"moe_comm.ep.backends.base": "def f():\n    from moe_comm import _host\n"}
     assert "moe_comm._host" in reachable_modules(REFERENCE, broken)
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("moe_comm.config", "from moe_comm.buffer import EpBuffer"),
-        ("moe_comm.backends.host", "from moe_comm import buffer"),
-        ("moe_comm.backends.base", "import moe_comm.handles"),
-        ("moe_comm.buffer", "def f():\n    from moe_comm.autograd import dispatch"),
-        ("moe_comm.buffer", "from moe_comm import EpConfig"),
-        ("moe_comm.buffer", "import moe_comm._host"),
-        ("moe_comm.backends.host", "from moe_comm import _simt"),
-        ("moe_comm.autograd.operators", "if TYPE_CHECKING:\n    import moe_comm.cli"),
+        ("moe_comm.ep.config", "from moe_comm.ep.buffer import EpBuffer"),
+        ("moe_comm.ep.backends.host", "from moe_comm import buffer"),
+        ("moe_comm.ep.backends.base", "import moe_comm.ep.handles"),
+        ("moe_comm.ep.buffer", "def f():\n    from moe_comm.ep.autograd import dispatch"),
+        ("moe_comm.ep.buffer", "from moe_comm import EpConfig"),
+        ("moe_comm.ep.buffer", "import moe_comm._host"),
+        ("moe_comm.ep.backends.host", "from moe_comm import _simt"),
+        ("moe_comm.ep.autograd.operators", "if TYPE_CHECKING:\n    import moe_comm.cli"),
         ("moe_comm.testing.conformance", "from moe_comm.cli.bench import case"),
-        ("moe_comm.handles", "from . import config"),
+        ("moe_comm.ep.handles", "from . import config"),
         ("moe_comm.unheard_of", "import torch"),
     ],
 )
 def test_a_broken_python_arrow_is_found(module: str, source: str) -> None:
-    names = MODULE_NAMES | {"moe_comm.autograd", "moe_comm.cli.bench.case"}
+    names = MODULE_NAMES | {"moe_comm.ep.autograd", "moe_comm.cli.bench.case"}
     assert len(list(python_violations(module, source, names))) == 1
 
 
@@ -443,9 +465,12 @@ def test_a_broken_python_arrow_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("moe_comm.cli.bench.case", "import moe_comm\nfrom moe_comm.testing import cases"),
-        ("moe_comm.buffer", "from moe_comm import validation\nfrom moe_comm.backends import base"),
-        ("moe_comm.backends.host", "from moe_comm import _host\nimport torch"),
-        ("moe_comm.backends.simt", "from moe_comm import _simt\nimport torch"),
+        (
+            "moe_comm.ep.buffer",
+            "from moe_comm.ep import validation\nfrom moe_comm.ep.backends import base",
+        ),
+        ("moe_comm.ep.backends.host", "from moe_comm import _host\nimport torch"),
+        ("moe_comm.ep.backends.simt", "from moe_comm import _simt\nimport torch"),
     ],
 )
 def test_an_import_downwards_is_allowed(module: str, source: str) -> None:

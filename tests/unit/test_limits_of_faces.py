@@ -9,9 +9,9 @@ import torch
 
 import moe_comm
 from moe_comm import Capacity, CapacityError
-from moe_comm.bootstrap import RankThreads
 from moe_comm.compat.deep_ep import ElasticBuffer
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.peers.bootstrap import RankThreads
 
 NUM_EXPERTS, NUM_TOKENS, HIDDEN = 4, 8, 16
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moe_comm import FP8_BLOCK128, Capacity
-from moe_comm.bootstrap import RankThreads
 from moe_comm.dispatcher import TokenDispatcher
-from moe_comm.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.nn import GroupedExperts, MoELayer, Routing, TopKRouter
+from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.moe_layer import assert_same_bits, forward_backward
 

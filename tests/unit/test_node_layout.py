@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import pytest
 
 import moe_comm
-from moe_comm import env, node_layout
-from moe_comm.node_layout import Machine, RankPlace, agree_on_nodes
+from moe_comm import env
+from moe_comm.peers import node_layout
+from moe_comm.peers.node_layout import Machine, RankPlace, agree_on_nodes
 
 T = TypeVar("T")
 
@@ -184,7 +185,7 @@ def test_interface_comes_from_the_own_variable_first(monkeypatch: pytest.MonkeyP
 
 
 def run_rank_threads(
-    num_ranks: int, body: Callable[[int, moe_comm.bootstrap.Bootstrap], T]
+    num_ranks: int, body: Callable[[int, moe_comm.peers.bootstrap.Bootstrap], T]
 ) -> list[T]:
     """What `body` gives on each rank."""
     ranks = moe_comm.RankThreads(num_ranks)
@@ -195,7 +196,7 @@ def run_rank_threads(
 def errors_of_ranks(num_ranks: int, **arguments: Any) -> list[str]:
     """What making a communicator raises on each rank, "" for nothing; a list gives one per rank."""
 
-    def make(rank_idx: int, group: moe_comm.bootstrap.Bootstrap) -> str:
+    def make(rank_idx: int, group: moe_comm.peers.bootstrap.Bootstrap) -> str:
         own = {
             name: value[rank_idx] if isinstance(value, list) else value
             for name, value in arguments.items()
@@ -253,7 +254,7 @@ def test_mistakes_are_raised_on_every_rank(arguments: dict[str, Any], message: s
 
 @pytest.mark.parametrize("backend", ["host", "reference"])
 def test_nodes_are_attributes(backend: str) -> None:
-    def look(rank_idx: int, group: moe_comm.bootstrap.Bootstrap) -> tuple[int, ...]:
+    def look(rank_idx: int, group: moe_comm.peers.bootstrap.Bootstrap) -> tuple[int, ...]:
         with moe_comm.Communicator(group, num_local_ranks=2, backend=backend) as comm:
             return (comm.num_nodes, comm.num_local_ranks, comm.node_idx, comm.local_rank_idx)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm import Communicator, nvshmem
-from moe_comm.bootstrap import Bootstrap, RankThreads
+from moe_comm import Communicator
 from moe_comm.cli import doctor_gpu
+from moe_comm.peers import nvshmem
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 from tests.helpers.fresh_python import run_python
 from tests.helpers.source_tree import ROOT, run
 

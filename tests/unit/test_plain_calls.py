@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from moe_comm import EpConfig, Layout, call_checks, validation
-from moe_comm.handles import DispatchHandle
+from moe_comm import EpConfig, Layout
+from moe_comm.ep import call_checks, validation
+from moe_comm.ep.handles import DispatchHandle
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm import _host, quantized, spec
-from moe_comm.backends.rows import arrange_scales
-from moe_comm.quantization import (
+from moe_comm import _host
+from moe_comm.ep import quantized, spec
+from moe_comm.ep.backends.rows import arrange_scales
+from moe_comm.ep.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moe_comm import _host
-from moe_comm.backends.kept_engines import KeptEngines, Lease
-from moe_comm.backends.rails import mpi
+from moe_comm.ep.backends.kept_engines import KeptEngines, Lease
+from moe_comm.ep.backends.rails import mpi
 
 
 def _refuse(*_: Any) -> Any:

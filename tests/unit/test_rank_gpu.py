@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import cuda_devices
-from moe_comm.bootstrap import Bootstrap, RankThreads
-from moe_comm.rank_gpu import RankGpu
+from moe_comm.peers import cuda_devices
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads
+from moe_comm.peers.rank_gpu import RankGpu
 
 DEVICE = torch.device("cuda", 0)
 

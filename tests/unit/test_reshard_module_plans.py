@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap, RankThreads, _ProcessGroup
 from moe_comm.cli.reshard.model_shapes import (
     MoEShape,
     ShapedModel,
@@ -21,6 +20,7 @@ from moe_comm.cli.reshard.model_shapes import (
     find_differences,
     roster,
 )
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads, _ProcessGroup
 from moe_comm.resharding import plan_check
 from moe_comm.resharding.parallelism import Parallelism
 from moe_comm.resharding.plan import ReshardPlan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
+from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from moe_comm.resharding.number_formats import (
     Block,
     FP8BlockTensor,

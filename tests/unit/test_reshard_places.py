@@ -81,7 +81,7 @@ def test_a_service_between_places_that_share_bytes(kind: Any) -> None:
         service.submit_recv(memory[8:], peer, task_id=1)
         service.run()
         assert torch.equal(memory, torch.arange(8.0).repeat(2))
-        moe_comm.bootstrap.bootstrap_for(context.group).all_gather(None)
+        moe_comm.peers.bootstrap.bootstrap_for(context.group).all_gather(None)
         service.close()
         return text
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.quantization import ScaleFormat
+from moe_comm.ep.quantization import ScaleFormat
 from moe_comm.resharding.number_formats import (
     Block,
     FP8BlockTensor,

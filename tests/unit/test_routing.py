@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm import _host
-from moe_comm.backends import admission, routing
-from moe_comm.backends.base import PlanTensors
-from moe_comm.backends.collective_plan import CollectivePlan
-from moe_comm.backends.routing import Placement
-from moe_comm.backends.rows import as_bytes
-from moe_comm.config import Layout
-from moe_comm.spec import Dispatch
+from moe_comm.ep.backends import admission, routing
+from moe_comm.ep.backends.base import PlanTensors
+from moe_comm.ep.backends.collective_plan import CollectivePlan
+from moe_comm.ep.backends.routing import Placement
+from moe_comm.ep.backends.rows import as_bytes
+from moe_comm.ep.config import Layout
+from moe_comm.ep.spec import Dispatch
 
 
 @st.composite

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_comm.routing_trace import RoutingTrace, load_routing_trace, save_routing_trace
+from moe_comm.ep.routing_trace import RoutingTrace, load_routing_trace, save_routing_trace
 
 
 @pytest.mark.parametrize("num_experts", [4, 100_000])

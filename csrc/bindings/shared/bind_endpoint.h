@@ -11,7 +11,7 @@
 
 namespace moe::bindings {
 
-/// The communicator's parts that @p settings, a `Settings` of moe_comm/backends/native_endpoint.py,
+/// The communicator's parts that @p settings, a `Settings` of moe_comm/ep/backends/native_endpoint.py,
 /// names.
 std::shared_ptr<NativeGroup> native_group_of(py::handle settings);
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from moe_comm.config import EpConfig, Layout
-from moe_comm.quantization import Quantization
-from moe_comm.routing_trace import load_routing_trace
-from moe_comm.validation import check_dispatch, check_rows
+from moe_comm.ep.config import EpConfig, Layout
+from moe_comm.ep.quantization import Quantization
+from moe_comm.ep.routing_trace import load_routing_trace
+from moe_comm.ep.validation import check_dispatch, check_rows
 
 __all__ = [
     "APIS",
@@ -53,7 +53,7 @@ class BenchCase:
         expert_alignment: Rows per local expert are padded to a multiple of this.
         skew: Exponent s of expert popularity: the i-th most popular expert is drawn with probability
             proportional to `1 / i ** s`. 0 is uniform, 1 is Zipf.
-        routing: Trace file to replay instead of drawing; see `moe_comm.routing_trace`.
+        routing: Trace file to replay instead of drawing; see `moe_comm.ep.routing_trace`.
         with_huge_page_x: x lies in 2 MiB pages instead of wherever torch puts it.
         reduced_local_ranks: Ranks of a node where combine adds rows on their node first
             (`EpConfig.node_reduction`); None where it does not.

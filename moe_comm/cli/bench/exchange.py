@@ -6,16 +6,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from moe_comm.buffer import EpBuffer
 from moe_comm.cli.bench.case import (
     BenchCase,
     make_routing_map,
     make_topk_idx,
     make_topk_weights,
 )
-from moe_comm.communicator import Communicator
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.group_buffers import GroupBuffers
 from moe_comm.fused_a2a import hybrid_ep_combine, hybrid_ep_dispatch
-from moe_comm.group_buffers import GroupBuffers
+from moe_comm.peers.communicator import Communicator
 
 __all__ = ["Arrived", "Exchange", "HybridEpExchange", "NativeExchange"]
 

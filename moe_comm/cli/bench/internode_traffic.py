@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
-from moe_comm.config import Layout, default_expert_rank
+from moe_comm.ep.config import Layout, default_expert_rank
 
 __all__ = ["internode_bytes"]
 

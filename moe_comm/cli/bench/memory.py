@@ -7,7 +7,7 @@ import re
 import types
 from pathlib import Path
 
-from moe_comm.communicator import Communicator
+from moe_comm.peers.communicator import Communicator
 
 __all__ = ["PeakMemory", "WindowMemory", "parse_smaps", "total_bytes", "window_memory"]
 

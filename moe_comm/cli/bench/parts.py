@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from moe_comm.cli.bench.statistics import Interval, percentile
 from moe_comm.cli.trace_report import NO_PEER
-from moe_comm.tracing import PhaseRecord
+from moe_comm.ep.tracing import PhaseRecord
 
 if TYPE_CHECKING:
-    from moe_comm.backends.host import HostBackend
+    from moe_comm.ep.backends.host import HostBackend
 
 __all__ = ["PARTS", "Parts", "middle_half", "take_apart", "timed_native_calls"]
 

@@ -26,7 +26,7 @@ from moe_comm.cli.bench.traffic import (
     dispatch_bytes,
     rank_traffic,
 )
-from moe_comm.config import Layout
+from moe_comm.ep.config import Layout
 
 __all__ = [
     "OPERATIONS",

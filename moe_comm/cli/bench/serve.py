@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from moe_comm.bootstrap import Bootstrap, RankThreads
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 
 __all__ = ["serve_threads", "serve_worker"]
 

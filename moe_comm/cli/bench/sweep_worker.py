@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from moe_comm import autograd
-from moe_comm.bootstrap import Bootstrap
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.exchange import NativeExchange
 from moe_comm.cli.bench.parts import Parts, take_apart, timed_native_calls
@@ -19,7 +17,9 @@ from moe_comm.cli.bench.roof import Roof
 from moe_comm.cli.bench.side import Side
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.cli.bench.worker import Launch, Worker
-from moe_comm.communicator import Communicator
+from moe_comm.ep import autograd
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.communicator import Communicator
 
 __all__ = ["CALLS", "SweepWorker"]
 
@@ -119,7 +119,7 @@ class SweepWorker(Worker):
     def run_taken_apart(self, num_iterations: int) -> dict[str, list[Parts]]:
         """`run_eager` with every call taken apart: parts of every dispatch and of every combine."""
         # Here, because the command works without the native module.
-        from moe_comm.backends.host import HostBackend
+        from moe_comm.ep.backends.host import HostBackend
 
         assert self._traced is not None
         exchange = self._traced.exchange

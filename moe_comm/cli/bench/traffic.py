@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
-from moe_comm.config import Layout, default_expert_rank
+from moe_comm.ep.config import Layout, default_expert_rank
 
 __all__ = ["RankTraffic", "combine_bytes", "copy_in_bytes", "dispatch_bytes", "rank_traffic"]
 

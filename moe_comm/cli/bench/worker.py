@@ -12,9 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm import cuda_devices
-from moe_comm.autograd import dispatch as differentiable_dispatch
-from moe_comm.bootstrap import Bootstrap
 from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.exchange import Exchange, HybridEpExchange, NativeExchange
@@ -23,9 +20,12 @@ from moe_comm.cli.bench.peers.gloo import GlooTransport
 from moe_comm.cli.bench.peers.runner import PipelineRunner
 from moe_comm.cli.bench.side import Side, synchronize
 from moe_comm.cli.bench.statistics import Interval
-from moe_comm.communicator import Communicator
-from moe_comm.group_buffers import group_buffers
-from moe_comm.tracing import PhaseRecord
+from moe_comm.ep.autograd import dispatch as differentiable_dispatch
+from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.tracing import PhaseRecord
+from moe_comm.peers import cuda_devices
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.communicator import Communicator
 
 __all__ = ["Launch", "Sample", "Worker"]
 
@@ -263,7 +263,7 @@ class Worker:
     def record_trace(self, num_iterations: int) -> list[PhaseRecord]:
         """Run dispatch and combine and record every phase; host backend only."""
         # Here, because the other backends work without the native module.
-        from moe_comm.backends.host import HostBackend
+        from moe_comm.ep.backends.host import HostBackend
 
         exchange = self.sides[0].exchange
         assert isinstance(exchange, NativeExchange)

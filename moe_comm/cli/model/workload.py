@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moe_comm import budget
 from moe_comm.cli.model.cluster import Cluster
-from moe_comm.config import check_num_experts
+from moe_comm.ep import budget
+from moe_comm.ep.config import check_num_experts
 
 __all__ = [
     "Bytes",

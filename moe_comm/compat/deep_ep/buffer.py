@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import config as configs
 from moe_comm.compat.deep_ep import low_latency, rank_major, routing
 from moe_comm.compat.deep_ep.arguments import (
@@ -38,8 +36,10 @@ from moe_comm.compat.deep_ep.masks import MaskedRanks
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.streams import on_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
-from moe_comm.config import default_expert_rank
-from moe_comm.missed_calls import keeps_unbound
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import default_expert_rank
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import keeps_unbound
 
 __all__ = ["Buffer"]
 

@@ -7,10 +7,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from moe_comm import arithmetic
 from moe_comm.arguments import as_int
-from moe_comm.bootstrap import Bootstrap, bootstrap_for
-from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import elastic_rows
 from moe_comm.compat.deep_ep.arguments import (
     begin,
@@ -27,7 +24,10 @@ from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.streams import on_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 from moe_comm.compat.deep_ep.utils.math import align
-from moe_comm.missed_calls import keeps_unbound, tells_peers
+from moe_comm.ep import arithmetic
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.peers.missed_calls import keeps_unbound, tells_peers
 
 __all__ = [
     "EPHandle",

@@ -6,8 +6,6 @@ import dataclasses
 
 import torch
 
-from moe_comm import quantized
-from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner
@@ -15,8 +13,10 @@ from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import here, plan_here
 from moe_comm.compat.deep_ep.utils.math import align
-from moe_comm.config import Capacity, Layout
-from moe_comm.handles import DispatchHandle, DispatchResult
+from moe_comm.ep import quantized
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.handles import DispatchHandle, DispatchResult
 
 __all__ = ["Arrived", "EPHandle", "Sending", "dispatch", "dispatch_cached"]
 

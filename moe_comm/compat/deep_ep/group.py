@@ -8,13 +8,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from moe_comm import missed_calls
 from moe_comm.arguments import shown
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import streams
 from moe_comm.compat.deep_ep.streams import CommStream, running, tensors_in
-from moe_comm.group_buffers import GroupBuffers, group_buffers
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
+from moe_comm.peers import missed_calls
+from moe_comm.peers.bootstrap import Bootstrap
 
 __all__ = ["GroupOwner", "MpiRanks", "checked", "refuse_not_offered", "rejects_unbound_of"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moe_comm.buffer import EpBuffer
-from moe_comm.handles import DispatchHandle, DispatchResult
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.handles import DispatchHandle, DispatchResult
 
 __all__ = [
     "HybridHandle",

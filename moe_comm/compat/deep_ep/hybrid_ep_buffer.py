@@ -7,9 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm import arithmetic
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import hybrid_rows as rows
 from moe_comm.compat.deep_ep.arguments import (
     check_bools,
@@ -27,11 +24,14 @@ from moe_comm.compat.deep_ep.hybrid_config import (
 )
 from moe_comm.compat.deep_ep.hybrid_rows import Routing, indices_to_map
 from moe_comm.compat.deep_ep.streams import here, on_device
-from moe_comm.config import Capacity, Layout
 from moe_comm.dispatcher.permuted import padded_tokens_per_expert
 from moe_comm.dispatcher.routing_map import dense_of_topk
-from moe_comm.handles import CombineResult
-from moe_comm.missed_calls import keeps_unbound
+from moe_comm.ep import arithmetic
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.handles import CombineResult
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import keeps_unbound
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 

@@ -7,8 +7,6 @@ import functools
 
 import torch
 
-from moe_comm.backends.base import PlanTensors
-from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import HybridHandle
@@ -19,7 +17,9 @@ from moe_comm.dispatcher.routing_map import (
     routing_map_of_topk,
     topk_of_routing_map,
 )
-from moe_comm.handles import DispatchResult
+from moe_comm.ep.backends.base import PlanTensors
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.handles import DispatchResult
 
 __all__ = [
     "Routing",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import routing
 from moe_comm.compat.deep_ep.arguments import check_bools, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
@@ -16,9 +15,10 @@ from moe_comm.compat.deep_ep.handles import LowLatencyHandle
 from moe_comm.compat.deep_ep.streams import here, plan_here
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.compat.deep_ep.utils.math import fp8_quantization
-from moe_comm.config import Layout
-from moe_comm.handles import CombineResult, DispatchResult
-from moe_comm.validation import check_apart
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import Layout
+from moe_comm.ep.handles import CombineResult, DispatchResult
+from moe_comm.ep.validation import check_apart
 
 __all__ = ["Completion", "Statistics", "combine", "dispatch", "next_combine_buffer"]
 

@@ -6,8 +6,6 @@ import dataclasses
 
 import torch
 
-from moe_comm import arithmetic
-from moe_comm.buffer import EpBuffer
 from moe_comm.compat.deep_ep import routing
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
 from moe_comm.compat.deep_ep.combining import (
@@ -24,9 +22,11 @@ from moe_comm.compat.deep_ep.handles import RankMajorHandle
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import plan_here
 from moe_comm.compat.deep_ep.utils.event import EventHandle
-from moe_comm.config import Capacity, Layout
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
-from moe_comm.handles import DispatchResult
+from moe_comm.ep import arithmetic
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.handles import DispatchResult
 
 __all__ = [
     "Arrived",

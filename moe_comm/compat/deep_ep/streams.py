@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch import cuda
 
-from moe_comm.backends.base import Plan, PlanTensors
+from moe_comm.ep.backends.base import Plan, PlanTensors
 
 __all__ = [
     "CommStream",

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from moe_comm.agree import raise_together
+from moe_comm.peers.agree import raise_together
 
 __all__ = ["Transfer", "agree"]
 

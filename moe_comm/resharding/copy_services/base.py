@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import check_process_of
+from moe_comm.peers.bootstrap import check_process_of
 
 __all__ = ["CopyService", "RecvOp", "SendOp", "match_local_ops_by_task_id"]
 

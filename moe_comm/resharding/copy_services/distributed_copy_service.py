@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import check_process_of
 from moe_comm.errors import CommunicationError
+from moe_comm.peers.bootstrap import check_process_of
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.queued_copy_service import (
     Batch,

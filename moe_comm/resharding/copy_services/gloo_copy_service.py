@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import check_process_of
+from moe_comm.peers.bootstrap import check_process_of
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.distributed_copy_service import (
     DistributedCopyService,

@@ -11,9 +11,9 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.queued_copy_service import (
     Batch,

@@ -11,9 +11,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.communicator import Communicator
-from moe_comm.memory_overlap import has_element_twice
+from moe_comm.ep.memory_overlap import has_element_twice
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.batched_copy import problem_with_places
 from moe_comm.resharding.copy_services.agreement import Transfer, agree
 from moe_comm.resharding.copy_services.base import (

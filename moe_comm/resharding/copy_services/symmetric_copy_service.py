@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.communicator import Communicator
 from moe_comm.errors import CommunicationError
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, CopyStats, PreparedCopies
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.queued_copy_service import QueuedCopyService

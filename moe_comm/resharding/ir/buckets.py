@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.agree import agree
+from moe_comm.peers.agree import agree
 from moe_comm.resharding.ir.transfer import TransferType
 from moe_comm.resharding.ir.units import ENTRY_ALIGNMENT, Bucket, BucketEntry, Chunk, logger
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 
-from moe_comm.agree import raise_together, raise_unequal
+from moe_comm.peers.agree import raise_together, raise_unequal
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     ReceiveRequest,
     SendRequest,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.communicator import Communicator
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.nvshmem_copy_service import agreement
 from moe_comm.resharding.nvshmem_copy_service.core.gpu_resource_manager import GPUResourceManager
 from moe_comm.resharding.nvshmem_copy_service.core.kernel_launcher import KernelLauncher

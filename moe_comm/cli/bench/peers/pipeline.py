@@ -10,7 +10,7 @@ import torch
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
 from moe_comm.cli.bench.oracle import num_window_rows
 from moe_comm.cli.bench.traffic import rank_traffic
-from moe_comm.config import Layout, default_expert_rank
+from moe_comm.ep.config import Layout, default_expert_rank
 
 __all__ = ["AllToAllPipeline", "Transport"]
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import env
-from moe_comm.bootstrap import Bootstrap
 from moe_comm.compat.deep_ep.elastic import get_logical_domain_size, get_physical_domain_size
+from moe_comm.peers.bootstrap import Bootstrap
 
 __all__ = [
     "check_nvlink_connections",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from moe_comm.compat.deep_ep import streams
-from moe_comm.handles import CommEvent
+from moe_comm.ep.handles import CommEvent
 
 __all__ = ["EventHandle", "EventOverlap", "wait_for"]
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import env
-from moe_comm.bootstrap import Bootstrap
-from moe_comm.communicator import Communicator
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.nvshmem_copy_service.core.host_stream import HostEvent, HostStream
 
 __all__ = ["GPUResourceManager", "check_nvshmem"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.communicator import Communicator
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import CopyPlan
 
 __all__ = ["KernelLauncher"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.communicator import Communicator
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.batched_copy import SymmetricBytes
 from moe_comm.resharding.nvshmem_copy_service.memory.slot_signals import NUM_SLOTS, SlotSignals
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import MAX_SEGMENT_SIZE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.communicator import Communicator
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.batched_copy import SymmetricBytes
 
 __all__ = ["NUM_SLOTS", "SlotSignals"]

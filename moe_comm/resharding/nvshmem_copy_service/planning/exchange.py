@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from moe_comm.bootstrap import Bootstrap, bootstrap_for
-from moe_comm.communicator import Communicator
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.batched_copy import SymmetricBytes
 
 __all__ = ["CommunicatorExchange", "Exchange", "Group", "exchange_for"]

@@ -1,0 +1,245 @@
+"""The differentiable, compilable forms of dispatch and combine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from moe_comm.ep.autograd import dynamo, formulas, operators
+from moe_comm.ep.autograd.agreement import combine_word, dispatch_word, is_cut_from
+from moe_comm.ep.autograd.graph_forms import OperatorOutput, TensorHandle
+from moe_comm.ep.autograd.options import encode_capacity, encode_quantization
+from moe_comm.ep.backends.base import Completed, DispatchOutput
+from moe_comm.ep.buffer import EpBuffer, rejects_unbound
+from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.handles import DispatchHandle, DispatchResult
+from moe_comm.ep.quantization import Quantization
+from moe_comm.peers import missed_calls
+
+__all__ = ["combine", "dispatch"]
+
+# The formulas around the operators, without a round trip through the dispatcher of torch: the same
+# operators run, below autograd, so dispatch modes (selective checkpointing) see them all the same.
+_eager_dispatch = functools.partial(formulas.dispatch, None)
+_eager_combine = functools.partial(formulas.combine, None)
+
+
+@rejects_unbound("dispatch", lambda _, kwargs: kwargs.get("buffer"))
+def dispatch(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    buffer: EpBuffer,
+    layout: Layout = Layout.EXPERT_MAJOR,
+    expert_alignment: int = 1,
+    quantization: Quantization | None = None,
+    capacity: Capacity | None = None,
+) -> DispatchResult:
+    """Send each token to the ranks of its experts; differentiable in `x` and `topk_weights`.
+
+    Collective, and so is its backward: every rank calls it in the same order. Where any rank needs a
+    gradient of it, the rows of every rank require one, and the backward runs on every rank that
+    differentiates through `combine`, whatever its row count, whether or not its own x requires a
+    gradient or its experts used the rows. A rank whose gradients are disabled makes that an error.
+
+    Args:
+        x: `[num_tokens, hidden]`, dtype of the configuration; any strides. Or `(data, sf)`, rows that
+            are quantised already, which have no gradient; see `EpBuffer.dispatch`.
+        topk_idx: int64 `[num_tokens, num_topk]`; -1 marks an unused choice.
+        topk_weights: `[num_tokens, num_topk]`, or None; see `EpBuffer.dispatch`. Forwarded, not applied.
+        buffer: May be destroyed only after the backward.
+        layout: Order of received rows.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+        quantization: Rows are quantised on their way: the x of the result is `QuantizedRows` and its
+            `x_sf` has the scale factors. The gradient is that of the rows before, in the dtype of x,
+            and travels as such. None: rows travel as they are.
+        capacity: Limits on what is delivered; see `EpBuffer.dispatch`. What is dropped has gradient 0.
+
+    Returns:
+        See `DispatchResult`. Under torch.compile the number of rows is an unbacked size, except where
+        `LOW_LATENCY` or `capacity` ("drop" or "raise") fix it.
+
+    Raises:
+        ValueError: See `EpBuffer.dispatch`; also the errors of the communication. On every rank where
+            some rank needs a gradient and another has gradients disabled.
+        TypeError: See `EpBuffer.dispatch`.
+
+    Example:
+        ```python
+        result = moe_comm.dispatch(x, topk_idx, topk_weights, buffer=buffer)
+        rows = torch._grouped_mm(result.x, weight, offs=result.expert_offsets[1:])
+        y = moe_comm.combine(rows * result.topk_weights[:, None], result.handle, buffer=buffer)
+        ```
+    """
+    _check_buffer("dispatch", buffer)
+    data: Any = x
+    scales = None
+    if isinstance(x, tuple) and len(x) == 2 and _is_operand(x[1]):
+        data, scales = x
+    if not (
+        _is_operand(data)
+        and _is_operand(topk_idx)
+        and _is_operand(topk_weights, is_optional=True)
+        and _is_layout(layout, expert_alignment)
+        and (quantization is None or isinstance(quantization, Quantization))
+        and (capacity is None or isinstance(capacity, Capacity))
+    ):
+        # An operator would refuse these on this rank alone; the buffer tells the peers.
+        buffer.dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantization=quantization,
+            capacity=capacity,
+        )
+        raise AssertionError("EpBuffer.dispatch took what the operator does not")
+    is_traced = torch.compiler.is_compiling()
+    word = dispatch_word(data, topk_weights, is_traced=is_traced)
+    anchor = buffer.gradient_anchor if word else None
+    if not (is_traced or formulas.is_watched(data, topk_weights, scales, topk_idx)):
+        result = formulas.dispatch_unwatched(
+            *(buffer, data, scales, topk_idx, topk_weights, layout, expert_alignment),
+            *(quantization, capacity, word, anchor),
+        )
+        if dynamo.is_loaded():
+            # It may go into a graph, which takes it as tensors and cannot make them.
+            result.hand_out(result.x, result.topk_weights, _export(result.handle))
+        return result
+    run = operators.DISPATCH if is_traced else _eager_dispatch
+    brought = run(
+        *(data, scales, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
+        *(int(layout), expert_alignment),
+        *(encode_quantization(quantization), encode_capacity(capacity), word, anchor),
+    )
+    rows, row_weights, link, local_topk_idx, num_tokens_per_expert, expert_offsets = brought[:6]
+    further = brought[10:]
+    limited = None
+    if capacity is not None or layout is Layout.LOW_LATENCY:
+        limited = (further[0], further[1])
+        further = further[2:]
+    handle = TensorHandle(brought[6], brought[7], brought[8], brought[9], link)
+    parts = OperatorOutput(
+        rows,
+        further[1] if len(further) == 2 else None,
+        further[0] if further else None,
+        quantization,
+        local_topk_idx if layout is Layout.RANK_MAJOR else None,
+        None if topk_weights is None else row_weights,
+        num_tokens_per_expert,
+        expert_offsets,
+        limited,
+        handle,
+    )
+    output = cast("DispatchOutput", parts)
+    return DispatchResult(Completed(output), capacity, output=output, handle=handle)
+
+
+def _sizes(buffer: EpBuffer) -> list[int]:
+    config = buffer.config
+    return [
+        buffer.communicator.num_ranks,
+        config.num_experts,
+        buffer.num_local_experts,
+        config.num_topk or 0,
+        config.num_max_tokens_per_rank or 0,
+    ]
+
+
+@rejects_unbound("combine", lambda _, kwargs: kwargs.get("buffer"))
+def combine(
+    expert_out: torch.Tensor,
+    handle: DispatchHandle,
+    *,
+    buffer: EpBuffer,
+    topk_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return expert outputs to their tokens and sum them; differentiable.
+
+    Collective, and so is its backward: every rank calls it in the same order, with `topk_weights` on
+    every rank or on none. Where any rank needs a gradient of it, its result requires one on every rank.
+    A rank that received no rows passes its empty `[0, hidden]` output.
+
+    Args:
+        expert_out: `[num_recv_tokens, hidden]`; any strides. Not changed in place before the backward
+            where `topk_weights` are given.
+        handle: Of `dispatch`, or of `EpBuffer.dispatch` for rows that need no gradient.
+        buffer: That made the handle.
+        topk_weights: `[num_tokens, num_topk]`: each row is multiplied by its weight before it is
+            added. EXPERT_MAJOR only.
+
+    Returns:
+        `[num_tokens, hidden]`, dtype of `expert_out`.
+
+    Raises:
+        ValueError: See `EpBuffer.combine`; also the errors of the communication. On every rank where
+            some rank needs a gradient and another has gradients disabled, or others of them give
+            `topk_weights` than all.
+        TypeError: See `EpBuffer.combine`.
+    """
+    _check_buffer("combine", buffer)
+    if not (
+        _is_operand(expert_out)
+        and _is_operand(topk_weights, is_optional=True)
+        and _is_handle(handle)
+    ):
+        # An operator would refuse these on this rank alone; the buffer tells the peers.
+        buffer.combine(expert_out, handle, topk_weights=topk_weights)
+        raise AssertionError("EpBuffer.combine took what the operator does not")
+    is_traced = torch.compiler.is_compiling()
+    is_watched = is_traced or formulas.is_watched(expert_out, topk_weights)
+    link = handle.link
+    word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
+    if word and (
+        not link.requires_grad or (not is_traced and is_cut_from(expert_out, link.grad_fn))
+    ):
+        link = buffer.gradient_anchor
+    if word and not is_traced and topk_weights is not None:
+        # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.
+        expert_out, topk_weights = map(_clone_of_inference, (expert_out, topk_weights))
+    if not is_watched:
+        local = handle.of_buffer(buffer) if isinstance(handle, TensorHandle) else handle
+        return formulas.combine_unwatched(buffer, expert_out, topk_weights, local, link, word)
+    if not isinstance(handle, TensorHandle):
+        handle = _export(handle)
+    tensors: Sequence[torch.Tensor] = handle.tensors()
+    if word and not is_traced:
+        tensors = [_clone_of_inference(tensor) for tensor in tensors]
+    run = operators.COMBINE if is_traced else _eager_combine
+    y: torch.Tensor = run(*(expert_out, topk_weights, buffer.id_tensor, *tensors, link, word))[0]
+    return y
+
+
+def _check_buffer(operation: str, buffer: Any) -> None:
+    if not isinstance(buffer, EpBuffer):
+        error = TypeError(f"buffer must be an EpBuffer, got {type(buffer).__name__}")
+        missed_calls.keep(operation, error)
+        raise error
+
+
+def _is_operand(value: Any, *, is_optional: bool = False) -> bool:
+    if isinstance(value, torch.Tensor):
+        # Of the others, PyTorch would ask for what the operators do not have.
+        return value.layout is torch.strided and not value.is_meta
+    return is_optional and value is None
+
+
+def _is_layout(layout: Any, expert_alignment: Any) -> bool:
+    return isinstance(layout, Layout) and type(expert_alignment) is int
+
+
+def _is_handle(handle: Any) -> bool:
+    return isinstance(handle, DispatchHandle)
+
+
+def _clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _export(handle: DispatchHandle) -> TensorHandle:
+    return TensorHandle(*operators.tensors_of(handle), handle.link, handle)

@@ -1,0 +1,33 @@
+"""Backends by name; a backend's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from moe_comm.ep.backends.base import Backend
+
+__all__ = ["BACKEND_CLASSES", "load_backend"]
+
+BACKEND_CLASSES = {
+    "host": "moe_comm.ep.backends.host:HostBackend",
+    "cuda": "moe_comm.ep.backends.cuda:CudaBackend",
+    "collective": "moe_comm.ep.backends.collective:CollectiveBackend",
+    "nvshmem": "moe_comm.ep.backends.nvshmem:NvshmemBackend",
+    "deep_ep": "moe_comm.ep.backends.deep_ep:DeepEpBackend",
+    "reference": "moe_comm.ep.backends.reference:ReferenceBackend",
+    "simt": "moe_comm.ep.backends.simt:SimtBackend",
+}
+
+
+def load_backend(name: str) -> type[Backend]:
+    """The class of a backend.
+
+    Raises:
+        ValueError: There is no backend of that name.
+    """
+    if name not in BACKEND_CLASSES:
+        known = ", ".join(sorted(BACKEND_CLASSES))
+        raise ValueError(f"backend must be one of {known}, got {name!r}")
+    module_name, class_name = BACKEND_CLASSES[name].split(":")
+    return cast("type[Backend]", getattr(importlib.import_module(module_name), class_name))

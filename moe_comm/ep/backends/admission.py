@@ -1,0 +1,136 @@
+"""Which rows of a dispatch are kept: from what every rank asks for, its limits and its masks.
+
+Computed by csrc/layout, equal on every rank. All tensors are on the CPU. R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from moe_comm import _host
+from moe_comm.ep.backends import messages
+from moe_comm.ep.backends.routing import Placement
+from moe_comm.ep.config import Capacity, Layout, numbers_of
+from moe_comm.errors import Overflow
+
+__all__ = ["CapacityDecision", "ask", "decide"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CapacityDecision:
+    """What is kept of what the ranks of a dispatch ask for.
+
+    Args:
+        counts: int32 `[R, E + R + 2]`, see `PlanTensors`.
+        num_dropped_per_expert: int64, of the experts of this rank.
+        num_required_rows: Rows of this rank's result if nothing were dropped.
+    """
+
+    counts: torch.Tensor
+    num_dropped_per_expert: torch.Tensor
+    num_required_rows: int
+
+
+def ask(
+    topk_idx: torch.Tensor,
+    placement: Placement,
+    capacity: Capacity | None,
+    masked_ranks: Sequence[int] = (),
+) -> torch.Tensor:
+    """What a rank asks for: its row of a count matrix, int32 `[E + R + 2]`.
+
+    As in `PlanTensors.counts`, of what is asked for rather than kept; -1 for tokens bound for a rank
+    that it masks; the last but one has the rows that its capacity allows, else -1.
+
+    Args:
+        topk_idx: int64 `[T, K]`, contiguous.
+        placement: Of the experts.
+        capacity: Of the call on this rank.
+        masked_ranks: LOW_LATENCY: ranks that it leaves out.
+
+    Raises:
+        ValueError: An id is outside `[-1, E)`.
+
+    Example:
+        2 ranks, 4 experts, `topk_idx = [[0, 1], [3, -1]]`: `[1, 1, 0, 1, 1, 1, -1, 2]`.
+    """
+    num_experts, num_ranks = placement.num_experts, placement.num_ranks
+    row = torch.empty(_host.layout.num_counts(num_ranks, num_experts), dtype=torch.int32)
+    bad_idx = _host.layout.count_choices(placement.native, topk_idx, row)
+    num_topk = topk_idx.shape[1]
+    if bad_idx >= 0:
+        token_idx, topk_pos = divmod(bad_idx, num_topk)
+        value = int(topk_idx[token_idx, topk_pos])
+        raise messages.bad_expert_id(token_idx, topk_pos, value, num_experts)
+    for rank_idx in masked_ranks:
+        row[num_experts + rank_idx] = -1
+    row[-2], row[-1] = numbers_of(capacity)[0], num_topk
+    return row
+
+
+def decide(
+    asked: torch.Tensor,
+    rank_idx: int,
+    placement: Placement,
+    layout: Layout,
+    arrangement: _host.layout.Arrangement,
+    capacity: Capacity | None,
+    *,
+    row_bytes: int = 0,
+) -> CapacityDecision:
+    """Decide what is kept.
+
+    Args:
+        asked: int32 `[R, E + R + 2]`: what every rank has asked for.
+        rank_idx: This rank.
+        placement: Of the experts.
+        layout: Of the rows.
+        arrangement: Of the rows.
+        capacity: Of this rank; only what is equal on every rank is read.
+        row_bytes: Of a row on arrival, for a CapacityError.
+
+    Raises:
+        CapacityError: Something is beyond a limit that raises; on every rank.
+        ValueError: LOW_LATENCY: an expert has no place for all rows that are bound for it.
+    """
+    experts, (_, *rule) = placement.native, numbers_of(capacity)
+    if capacity is not None and capacity.on_overflow == "raise":
+        overflows = _overflows(asked, placement, arrangement, rule)
+        if overflows:
+            first = overflows[0].rank_idx
+            rows, _, _ = _host.layout.received_rows(asked, experts, arrangement, first)
+            raise messages.beyond_limits(overflows, from_dlpack(rows).tolist(), row_bytes)
+    kept = from_dlpack(_host.layout.keep_rows(asked, experts, arrangement, *rule))
+    # What a masked rank asks for takes no place of an expert.
+    if layout is Layout.LOW_LATENCY:
+        overflows = _overflows(kept, placement, arrangement, rule)
+        if overflows:
+            raise messages.no_places(overflows)
+    num_choices, num_kept = (
+        from_dlpack(_host.layout.received_rows(counts, experts, arrangement, rank_idx)[0])
+        for counts in (asked, kept)
+    )
+    return CapacityDecision(
+        counts=kept,
+        num_dropped_per_expert=num_choices - num_kept,
+        num_required_rows=_host.layout.num_required_rows(asked, experts, arrangement, rank_idx),
+    )
+
+
+def _overflows(
+    counts: torch.Tensor,
+    placement: Placement,
+    arrangement: _host.layout.Arrangement,
+    rule: Sequence[int],
+) -> list[Overflow]:
+    """Every limit that is exceeded: experts ascending, then ranks ascending."""
+    return [
+        Overflow(rank_idx, None if expert_idx < 0 else expert_idx, needed, available)
+        for rank_idx, expert_idx, needed, available in _host.layout.find_overflows(
+            counts, placement.native, arrangement, *rule
+        )
+    ]

@@ -1,0 +1,99 @@
+"""What ranks agree on when a buffer is made, whatever its backend."""
+
+from __future__ import annotations
+
+from typing import NoReturn, Protocol
+
+import torch
+
+from moe_comm.ep.backends import load_backend, messages
+from moe_comm.ep.backends.base import Backend
+from moe_comm.ep.config import EpConfig
+from moe_comm.peers.agree import agree, raise_different
+from moe_comm.peers.bootstrap import Bootstrap
+
+__all__ = ["Communicators", "Peers", "agree_on_backend", "agree_on_config"]
+
+
+class Peers(Protocol):
+    """What the plain backends need of a communicator."""
+
+    @property
+    def rank_idx(self) -> int:
+        """This rank, in [0, num_ranks)."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the communicator."""
+        ...
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks of a node, consecutive ones; looked at for a `node_reduction` alone."""
+        ...
+
+    @property
+    def bootstrap(self) -> Bootstrap:
+        """One all-gather of Python objects."""
+        ...
+
+
+class Communicators(Protocol):
+    """What choosing a backend needs of a communicator."""
+
+    @property
+    def backend(self) -> str:
+        """Its name, the same on every rank."""
+        ...
+
+    def exchange(self, call: str, payload: bytes) -> list[bytes]:
+        """Every rank's payload in rank order, empty for ranks that failed before a recovery."""
+        ...
+
+    def reject(self, error: Exception) -> NoReturn:
+        """Raise `error` on every rank, in place of an exchange that they enter."""
+        ...
+
+
+def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> torch.Tensor:
+    """Check that every rank makes the same kind of buffer. Collective.
+
+    Returns:
+        int32 `[num_experts]`, the rank of every expert.
+
+    Raises:
+        ValueError: On every rank, where a rank's configuration differs or does not fit the number of
+            ranks; the message has both values.
+    """
+    fields: dict[str, str] = {}
+    error: Exception | None = None
+    try:
+        fields = {"backend": backend_name, **messages.describe_config(config, peers.num_ranks)}
+    except ValueError as raised:
+        error = raised
+    said = agree(peers.bootstrap.all_gather, error, fields)
+    raise_different("ranks configure the buffer differently", said)
+    return config.resolve_expert_rank(peers.num_ranks)
+
+
+def agree_on_backend(communicator: Communicators, config: object) -> type[Backend]:
+    """The backend of a communicator, for a buffer. Collective.
+
+    Raises:
+        ValueError: A rank cannot load it or its configuration does not fit it, on every rank.
+        TypeError: A rank's configuration is none, on every rank.
+    """
+    name = communicator.backend
+    try:
+        if not isinstance(config, EpConfig):
+            raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
+        backend_class = load_backend(name)
+        if config.node_reduction and not backend_class.has_node_reduction:
+            raise ValueError(
+                f"the {name} backend has no node_reduction: it must be False, got True"
+            )
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        communicator.reject(error)
+    communicator.exchange("EpBuffer", b"")
+    return backend_class

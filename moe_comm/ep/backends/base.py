@@ -1,0 +1,380 @@
+"""What a backend does for an `EpBuffer`: the seam under which host, collective and reference live.
+
+`EpBuffer` has validated every tensor before it calls a backend (dtype, device, shape, contiguity,
+handle), so a backend checks only what needs the peers: expert ids, agreement between ranks, room.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import torch
+
+from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.quantization import Quantization
+
+__all__ = [
+    "Backend",
+    "CombineOutput",
+    "Completed",
+    "DispatchOutput",
+    "Operation",
+    "Plan",
+    "PlanTensors",
+    "most_topk",
+]
+
+OutputT_co = TypeVar("OutputT_co", covariant=True)
+OutputT = TypeVar("OutputT")
+
+
+class Operation(Protocol[OutputT_co]):
+    """An operation that may still be in flight.
+
+    Attributes:
+        early: An output whose x, x_sf and topk_weights are there already, though their rows may not
+            have arrived, or None where shapes are not known before the end.
+    """
+
+    @property
+    def early(self) -> OutputT_co | None:
+        """See the class."""
+        ...
+
+    def wait(self) -> OutputT_co:
+        """Block until it ended; return its output or raise what ended it, the same every time."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Whether `wait()` would return or raise at once."""
+        ...
+
+
+class Completed(Generic[OutputT]):
+    """An operation that ended before it was handed out."""
+
+    def __init__(self, output: OutputT) -> None:
+        self._output = output
+
+    @property
+    def early(self) -> OutputT | None:
+        """The output."""
+        return self._output
+
+    def wait(self) -> OutputT:
+        """The output."""
+        return self._output
+
+    def is_complete(self) -> bool:
+        """Always true."""
+        return True
+
+
+class Plan(Protocol):
+    """Where rows went, kept by a handle; valid for any number of later epochs of its buffer.
+
+    What a plan consists of is `PlanTensors`. Backends keep it as it suits them: as that, with what
+    follows from it, or in native memory.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this rank dispatched."""
+        ...
+
+    @property
+    def num_topk(self) -> int:
+        """Choices per token of this rank."""
+        ...
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """Rows of this rank's result, padding included."""
+        ...
+
+    @property
+    def num_recv_topk(self) -> int:
+        """Largest number of choices per token of all ranks."""
+        ...
+
+    def to_tensors(self) -> PlanTensors:
+        """The plan as tensors that own their memory."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanTensors:
+    """A plan as plain tensors, in the form every backend and `torch.library` operator shares.
+
+    Args:
+        counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; row r is what rank r sends and was
+            kept: its choices of every expert; its tokens bound for every distinct rank (EXPERT_MAJOR
+            and LOW_LATENCY: 0 where it sends no row there); then the number of rows of rank r's
+            result where a capacity fixed it, else -1; then its choices per token.
+        slots: int64 `[num_tokens, num_slots]`, where this rank's rows went: `rank << 48 | row`, or -1
+            (not a choice, or dropped). EXPERT_MAJOR and LOW_LATENCY: `num_slots = num_topk`, entry k
+            belongs to choice k. RANK_MAJOR: `num_slots = min(num_topk, num_ranks)`, destination ranks
+            ascending, -1 at the end.
+        topk_idx: int64 `[num_tokens, num_topk]`, the caller's choices (a private copy).
+        layout: Order of received rows.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+        num_recv_tokens: Rows of this rank's result, padding included.
+    """
+
+    counts: torch.Tensor
+    slots: torch.Tensor
+    topk_idx: torch.Tensor
+    layout: Layout
+    expert_alignment: int
+    num_recv_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this rank dispatched."""
+        return self.topk_idx.shape[0]
+
+    @property
+    def num_topk(self) -> int:
+        """Choices per token of this rank."""
+        return self.topk_idx.shape[1]
+
+    @property
+    def num_recv_topk(self) -> int:
+        """Largest number of choices per token of all ranks."""
+        return most_topk(self.counts)
+
+    def is_kept(self) -> torch.Tensor:
+        """Choices whose rows were sent: bool `[num_tokens, num_topk]`."""
+        is_used = self.topk_idx >= 0
+        # RANK_MAJOR drops nothing, and has slots by rank.
+        return is_used if self.layout is Layout.RANK_MAJOR else is_used & (self.slots >= 0)
+
+    def to_tensors(self) -> PlanTensors:
+        """A copy."""
+        return PlanTensors(
+            counts=self.counts.clone(),
+            slots=self.slots.clone(),
+            topk_idx=self.topk_idx.clone(),
+            layout=self.layout,
+            expert_alignment=self.expert_alignment,
+            num_recv_tokens=self.num_recv_tokens,
+        )
+
+
+def most_topk(counts: torch.Tensor) -> int:
+    """Largest number of choices per token of all ranks, from `PlanTensors.counts`."""
+    return int(counts[:, -1].max())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DispatchOutput:
+    """What arrived. M rows; see `DispatchResult` for the meaning of each tensor.
+
+    Args:
+        x: `[M, hidden]`.
+        x_sf: Scale factors `[M, num_scales]` of quantised rows, LOW_LATENCY:
+            `[num_local_experts, M / num_local_experts, num_scales]`; else None.
+        topk_idx: None (EXPERT_MAJOR, LOW_LATENCY and cached dispatch) or int64 `[M, num_topk]`
+            (RANK_MAJOR), num_topk being the largest of all ranks.
+        topk_weights: None when none were sent; else `[M]`, RANK_MAJOR: `[M, num_topk]`.
+        num_tokens_per_expert: int64 `[num_local_experts]`, kept choices, CPU.
+        num_dropped_per_expert: int64 `[num_local_experts]`, choices of every local expert that a
+            capacity or a mask dropped, CPU; zeros in a cached dispatch.
+        num_required_rows: Rows this rank's result would need to drop nothing, padding included; from a
+            graph int64 without dimensions.
+        expert_offsets: int32 `[num_local_experts + 1]`, padded starts, last is the padded total.
+        wait_ns: int64 `[num_ranks]`, nanoseconds this rank waited for each rank; zeros where the
+            backend cannot tell.
+        plan: For the handle.
+        status: See `DispatchResult.status`.
+        gradients: What the ranks say of gradients, united; see `moe_comm.ep.backends.gradients`.
+    """
+
+    x: torch.Tensor
+    x_sf: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    num_tokens_per_expert: torch.Tensor
+    num_dropped_per_expert: torch.Tensor
+    num_required_rows: int | torch.Tensor
+    expert_offsets: torch.Tensor
+    wait_ns: torch.Tensor
+    plan: Plan
+    status: torch.Tensor | None = None
+    gradients: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CombineOutput:
+    """What came back.
+
+    Args:
+        x: `[num_tokens, hidden]` sums, or None when only weights were pulled.
+        topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, 0 where a choice is -1 or
+            was dropped; None when none were given.
+        wait_ns: As in `DispatchOutput`.
+        gradients: As in `DispatchOutput`.
+    """
+
+    x: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    wait_ns: torch.Tensor
+    gradients: int = 0
+
+
+class Backend(abc.ABC):
+    """The operations of one `EpBuffer` on one kind of machine.
+
+    Every method but `empty_expert_output`, `weighted_gradient`, `import_plan` and `destroy` is
+    collective: every rank of the communicator calls it, in the same order. What one rank finds
+    wrong is raised on every rank, as the same exception type, naming that rank.
+
+    Args:
+        communicator: Owner of the peers.
+        config: Equal on every rank; the constructor verifies that and raises ValueError with both
+            values on every rank where it is not so.
+    """
+
+    name: str
+    # Whether `EpConfig.node_reduction` does what it says; else a buffer with it is refused.
+    has_node_reduction = False
+
+    def __init__(self, communicator: object, config: EpConfig) -> None:
+        self.communicator = communicator
+        self.config = config
+
+    @abc.abstractmethod
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *,
+        layout: Layout,
+        expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[DispatchOutput]:
+        """Send rows.
+
+        Args:
+            x: `[num_tokens, hidden]`; any dtype where not quantised here.
+            x_sf: `[num_tokens, num_scales]`, any strides, where x is quantised already: both travel
+                as they are. `quantization` then only says whether they arrive column-major.
+            topk_idx: `[num_tokens, num_topk]`.
+            topk_weights: `[num_tokens, num_topk]` or None.
+            layout: Order of received rows.
+            expert_alignment: As in `EpBuffer.dispatch`.
+            quantization: How to quantise x, or None.
+            capacity: Limits; None for none.
+            masked_ranks: LOW_LATENCY: ranks that take no part in this operation, united over all
+                ranks: nothing goes to them or comes from them.
+            copy_out: None means the backend decides.
+            async_op: Return before the end.
+            gradients: What this rank says of gradients, see `moe_comm.ep.backends.gradients`. Ranks read
+                it in what they exchange before rows move: the output has what all say, and where they
+                clash every rank raises ValueError.
+        """
+
+    @abc.abstractmethod
+    def dispatch_cached(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        *,
+        quantization: Quantization | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[DispatchOutput]:
+        """Send rows to the places of an earlier dispatch; another dtype or hidden size is allowed."""
+
+    @abc.abstractmethod
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[CombineOutput]:
+        """Sum rows back to their tokens, and pull one weight per row or choice back with them.
+
+        Args:
+            x: `[M, hidden]` rows of this rank's experts, or None to pull only weights.
+            plan: Of the dispatch that brought the rows.
+            topk_weights: `[num_tokens, num_topk]`, applied while adding (not RANK_MAJOR), or None.
+            row_weights: `[M]` (EXPERT_MAJOR, LOW_LATENCY) or `[M, num_topk]` (RANK_MAJOR), pulled to
+                `[num_tokens, num_topk]`, or None.
+            out: `[num_tokens, hidden]` to write the sums to, or None.
+            copy_out: As in `dispatch`, for the sums.
+            async_op: Return before the end.
+            gradients: As in `dispatch`; weights that are applied belong to what ranks compare.
+        """
+
+    @abc.abstractmethod
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Backward of weights applied in combine, on the expert's rank; local.
+
+        Writes `weights[:, None] * gradient` into `gradient` in place (one rounding) and returns the
+        dot products `<gradient, expert_out>` of every row, added element i into lane i mod 32 in
+        ascending i, then the lanes pairwise 16, 8, 4, 2, 1, in float32 (float64 rows: float64).
+
+        Args:
+            gradient: `[M, hidden]`, overwritten.
+            expert_out: `[M, hidden]`.
+            weights: `[M]`.
+
+        Returns:
+            `[M]`, dtype of `weights`.
+        """
+
+    @abc.abstractmethod
+    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[M, hidden]` uninitialised, where combine can read it in place if the backend can."""
+
+    @abc.abstractmethod
+    def import_plan(self, tensors: PlanTensors) -> Plan:
+        """The plan that `to_tensors` of a plan of this backend gave."""
+
+    @abc.abstractmethod
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """Take part in one operation with bad input: tell the peers, then raise `error`.
+
+        Every peer in the matching call raises an exception of the same type whose message names this
+        rank. Sends no rows; consumes the epoch; the buffer stays usable.
+        """
+
+    def wait_statistics(self) -> tuple[list[int], list[int]]:
+        """By rank, nanoseconds this rank has waited for it since the buffer was made, and how often.
+
+        Local, from any thread. Empty lists where the backend cannot tell.
+        """
+        return [], []
+
+    def internode_bytes(self) -> tuple[int, int]:
+        """Bytes of messages between nodes so far: out of this rank, and into it.
+
+        Raises:
+            ValueError: The backend does not count them.
+        """
+        raise ValueError(f"the {self.name} backend does not count bytes between nodes")
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Release what the buffer holds. Local, idempotent; tensors handed out stay valid."""

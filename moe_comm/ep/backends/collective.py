@@ -1,0 +1,348 @@
+"""Collectives of torch.distributed carry the rows: Gloo, NCCL or any other, over any number of machines.
+
+A call exchanges one row of numbers (status, hash of the call, gradients, counts), then bytes with
+`all_to_all_single`. Senders sort rows by slot, so a receiver knows every row's place from the counts
+alone. Combine carries the rows of a token unreduced and adds them at home, in the order of
+every other backend; with `node_reduction` too, which here saves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from moe_comm import _host
+from moe_comm.ep import arithmetic
+from moe_comm.ep.backends import admission, local_ops, messages
+from moe_comm.ep.backends.admission import CapacityDecision
+from moe_comm.ep.backends.agreement import Peers, agree_on_config
+from moe_comm.ep.backends.base import (
+    Backend,
+    CombineOutput,
+    Completed,
+    DispatchOutput,
+    Operation,
+    Plan,
+    PlanTensors,
+)
+from moe_comm.ep.backends.carrier import Carrier, ProgressThread
+from moe_comm.ep.backends.collective_plan import CollectivePlan
+from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
+from moe_comm.ep.backends.gradients import applying, clash, unite
+from moe_comm.ep.backends.routing import Placement, arrangement_of
+from moe_comm.ep.backends.rows import arrange_scales
+from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.quantization import Quantization
+from moe_comm.peers.agree import agree, raise_unequal
+
+__all__ = ["CollectiveBackend"]
+
+OutputT = TypeVar("OutputT")
+
+_STATUS_OK = 0
+_STATUS_REJECTED = 1
+_NUM_HEADER_WORDS = 3
+
+
+class _GroupPeers(Peers, Protocol):
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def arrival_timeout_s(self) -> float: ...
+
+
+class CollectiveBackend(Backend):
+    """`all_to_all_single` moves rows; needs a torch.distributed group, or a single rank.
+
+    Every buffer has a group of its own and, from its first asynchronous operation on, a progress
+    thread. There are no windows: `copy_out` changes nothing, because every output is memory of its
+    own. Staging memory is kept between calls and grows to the largest call.
+    """
+
+    name = "collective"
+    has_node_reduction = True
+
+    def __init__(self, communicator: object, config: EpConfig) -> None:
+        super().__init__(communicator, config)
+        self._peers = cast("_GroupPeers", communicator)
+        self._rank_idx = self._peers.rank_idx
+        self._placement = Placement.of(
+            agree_on_config(self._peers, config, self.name), self._peers.num_ranks
+        )
+        self._carrier = Carrier(
+            self._peers.group, self._peers.bootstrap, self._peers.arrival_timeout_s
+        )
+        self._num_counts = _host.layout.num_counts(
+            self._placement.num_ranks, self._placement.num_experts
+        )
+        self._progress = ProgressThread("moe_comm collective")
+        self._rows = RowMover(self._carrier, self._placement, NodeReduction.of(self._peers, config))
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *,
+        layout: Layout,
+        expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch`."""
+        del copy_out
+        call = messages.describe_dispatch(
+            x,
+            x_sf,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantization=quantization,
+            capacity=capacity,
+        )
+        choices = topk_idx.to("cpu", copy=True)
+        arrangement = arrangement_of(
+            layout, expert_alignment, self.config, self._placement.num_ranks
+        )
+
+        def work() -> DispatchOutput:
+            asked, united = self._exchange_counts(call, choices, capacity, masked_ranks, gradients)
+            itemsize = x.element_size() if quantization is None else 1
+            decision = admission.decide(
+                asked,
+                self._rank_idx,
+                self._placement,
+                layout,
+                arrangement,
+                capacity,
+                row_bytes=x.shape[1] * itemsize,
+            )
+            plan = self._plan(decision.counts, choices, layout, expert_alignment)
+            return self._move_to_experts(
+                x, x_sf, topk_weights, plan, quantization, decision, united
+            )
+
+        return self._run(work, async_op=async_op)
+
+    def dispatch_cached(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        *,
+        quantization: Quantization | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch_cached`."""
+        del copy_out
+        assert isinstance(plan, CollectivePlan)
+        known = plan
+        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan, quantization)
+
+        def work() -> DispatchOutput:
+            _, united = self._agree(call, gradients=gradients)
+            return self._move_to_experts(x, x_sf, topk_weights, known, quantization, None, united)
+
+        return self._run(work, async_op=async_op)
+
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[CombineOutput]:
+        """See `Backend.combine`."""
+        del copy_out
+        assert isinstance(plan, CollectivePlan)
+        known = plan
+        call = messages.describe_combine(x, row_weights, plan)
+
+        def work() -> CombineOutput:
+            _, united = self._agree(call, gradients=applying(gradients, topk_weights))
+            return CombineOutput(
+                x=None if x is None else self._rows.sum_home(x, known, topk_weights, out),
+                topk_weights=None if row_weights is None else self._rows.pull(row_weights, known),
+                wait_ns=torch.zeros(self._placement.num_ranks, dtype=torch.int64),
+                gradients=united,
+            )
+
+        return self._run(work, async_op=async_op)
+
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Backend.weighted_gradient`."""
+        dots = arithmetic.dot_rows(gradient, expert_out, weights.dtype)
+        gradient.copy_(arithmetic.scale_rows(gradient, weights))
+        return dots
+
+    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Backend.empty_expert_output`; an ordinary tensor."""
+        return torch.empty(plan.num_recv_tokens, hidden, dtype=dtype, device=self._carrier.device)
+
+    def import_plan(self, tensors: PlanTensors) -> Plan:
+        """See `Backend.import_plan`."""
+        return self._plan(
+            tensors.counts.cpu().contiguous(),
+            tensors.topk_idx.cpu().contiguous(),
+            tensors.layout,
+            tensors.expert_alignment,
+        )
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """See `Backend.reject`."""
+        self._run(lambda: self._agree(operation, error), async_op=False).wait()
+        raise AssertionError("an agreement with an error raises it")
+
+    def destroy(self) -> None:
+        """See `Backend.destroy`; what is in flight ends first."""
+        if self._progress.is_idle():
+            self._progress.stop()
+            self._carrier.destroy()
+        else:
+            self._progress.submit(self._carrier.destroy)
+            self._progress.stop()
+
+    def _run(self, work: Callable[[], OutputT], *, async_op: bool) -> Operation[OutputT]:
+        """Now, or after what is in flight: collectives of a group keep the order of the calls."""
+        if async_op or not self._progress.is_idle():
+            pending = self._progress.submit(work)
+            if not async_op:
+                pending.wait()
+            return pending
+        with torch.no_grad():
+            return Completed(work())
+
+    def _plan(
+        self, counts: torch.Tensor, topk_idx: torch.Tensor, layout: Layout, expert_alignment: int
+    ) -> CollectivePlan:
+        return CollectivePlan.of(
+            counts,
+            topk_idx,
+            layout,
+            expert_alignment,
+            rank_idx=self._rank_idx,
+            placement=self._placement,
+            arrangement=arrangement_of(
+                layout, expert_alignment, self.config, self._placement.num_ranks
+            ),
+        )
+
+    def _exchange_counts(
+        self,
+        call: str,
+        topk_idx: torch.Tensor,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
+        gradients: int,
+    ) -> tuple[torch.Tensor, int]:
+        """What every rank asks for, and says of gradients; or the error that every rank raises."""
+        mine, problem = None, None
+        try:
+            mine = admission.ask(topk_idx, self._placement, capacity, masked_ranks)
+        except ValueError as error:
+            problem = error
+        return self._agree(call, problem, mine, gradients)
+
+    def _agree(
+        self,
+        call: str,
+        error: Exception | None = None,
+        asked: torch.Tensor | None = None,
+        gradients: int = 0,
+    ) -> tuple[torch.Tensor, int]:
+        """Exchange the row of a call.
+
+        Args:
+            call: What ranks must agree on.
+            error: Why this rank cannot take part.
+            asked: int32 `[E + R + 2]`, see `admission.ask`; None where a plan is known.
+            gradients: What this rank says of gradients.
+
+        Returns:
+            int32 `[R, E + R + 2]`, those of every rank, and what all say of gradients.
+
+        Raises:
+            Exception: On every rank: `error` of some rank, or ValueError where calls differ or what
+                is said of gradients clashes.
+        """
+        row = torch.zeros(_NUM_HEADER_WORDS + self._num_counts, dtype=torch.int64)
+        row[0] = _STATUS_OK if error is None else _STATUS_REJECTED
+        row[1] = messages.call_hash(call)
+        row[2] = gradients
+        if asked is not None:
+            row[_NUM_HEADER_WORDS:] = asked
+        operation = call.partition("(")[0]
+        rows = self._carrier.all_gather_row(row, operation)
+        if bool((rows[:, 0] != _STATUS_OK).any()) or bool((rows[:, 1] != rows[0, 1]).any()):
+            self._raise_disagreement(operation, call, error)
+        words = rows[:, 2].tolist()
+        clashing = clash(words, operation)
+        if clashing is not None:
+            raise clashing
+        return rows[:, _NUM_HEADER_WORDS:].to(torch.int32), unite(words)
+
+    def _raise_disagreement(self, operation: str, call: str, error: Exception | None) -> NoReturn:
+        # Every rank read the same rows, so every rank comes here.
+        calls = agree(lambda item: self._carrier.all_gather_object(item, operation), error, call)
+        raise_unequal("ranks disagree", calls)
+        raise AssertionError("rows of numbers differ where calls do")
+
+    def _move_to_experts(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        plan: CollectivePlan,
+        quantization: Quantization | None,
+        decision: CapacityDecision | None,
+        gradients: int,
+    ) -> DispatchOutput:
+        """Carry everything of a dispatch; cached where nothing had to be decided."""
+        if quantization is not None and x_sf is None:
+            x, x_sf = local_ops.quantize_rows(x, quantization)
+        moved = self._rows.dispatch(x, x_sf, topk_weights, plan, is_cached=decision is None)
+        counts = plan.num_tokens_per_expert
+        scales = moved.sf
+        if scales is not None:
+            is_by_expert = plan.layout is Layout.LOW_LATENCY
+            scales = arrange_scales(
+                scales,
+                (counts.numel(), plan.num_places_per_expert) if is_by_expert else None,
+                is_column_major=quantization is not None and quantization.is_column_major,
+            )
+        return DispatchOutput(
+            x=moved.x,
+            x_sf=scales,
+            topk_idx=moved.topk_idx,
+            topk_weights=moved.topk_weights,
+            num_tokens_per_expert=counts,
+            num_dropped_per_expert=(
+                torch.zeros_like(counts) if decision is None else decision.num_dropped_per_expert
+            ),
+            num_required_rows=(
+                plan.num_filled_rows if decision is None else decision.num_required_rows
+            ),
+            expert_offsets=plan.expert_offsets.to(x.device),
+            wait_ns=torch.zeros(self._placement.num_ranks, dtype=torch.int64),
+            plan=plan,
+            gradients=gradients,
+        )

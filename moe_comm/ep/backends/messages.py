@@ -1,0 +1,182 @@
+"""What every backend says when ranks disagree or one of them was given bad input.
+
+A call is described by one line of text that has everything ranks must agree on; backends compare that
+line, or its hash, and print it when it differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from moe_comm.ep.backends.base import PlanTensors
+from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.quantization import Quantization
+from moe_comm.errors import CapacityError, Overflow
+
+__all__ = [
+    "bad_expert_id",
+    "beyond_limits",
+    "call_hash",
+    "describe_combine",
+    "describe_config",
+    "describe_dispatch",
+    "describe_dispatch_cached",
+    "no_places",
+]
+
+
+def bad_expert_id(token_idx: int, topk_pos: int, value: int, num_experts: int) -> ValueError:
+    """A rank chose an expert that does not exist; `agree.raise_together` adds which rank."""
+    return ValueError(
+        f"topk_idx[{token_idx}, {topk_pos}] = {value} is not an expert id in [-1, {num_experts})"
+    )
+
+
+def beyond_limits(
+    overflows: Sequence[Overflow], needed_rows: Sequence[int], row_bytes: int
+) -> CapacityError:
+    """For every rank, when a dispatch asks for more than limits that raise allow.
+
+    Args:
+        overflows: All of them, at least one.
+        needed_rows: Of the local experts of the first one's rank.
+        row_bytes: Of a row on arrival.
+    """
+    first = overflows[0]
+    return CapacityError(
+        _overflow_text(overflows),
+        needed_bytes=first.num_needed * row_bytes,
+        available_bytes=first.num_available * row_bytes,
+        ranks=list(dict.fromkeys(each.rank_idx for each in overflows)),
+        needed_rows=needed_rows,
+    )
+
+
+def no_places(overflows: Sequence[Overflow]) -> ValueError:
+    """For every rank, when experts have more rows than places in LOW_LATENCY."""
+    return ValueError(_overflow_text(overflows))
+
+
+def call_hash(call: str) -> int:
+    """63 bits that tell calls apart, for backends that exchange numbers only."""
+    return int.from_bytes(hashlib.sha256(call.encode()).digest()[:8], "little") >> 1
+
+
+def describe_dispatch(
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    *,
+    layout: Layout,
+    expert_alignment: int,
+    quantization: Quantization | None,
+    capacity: Capacity | None,
+) -> str:
+    """What ranks must agree on in a dispatch. How many rows a capacity allows is each rank's own.
+
+    Example:
+        `dispatch(EXPERT_MAJOR, expert_alignment=8, bfloat16 rows of 4096 bytes, float32 weights)`
+    """
+    return (
+        f"dispatch({_places(layout, expert_alignment)}{_rows(x)}{_scales(x_sf, quantization)}"
+        f"{_weights(topk_weights)}{_limits(capacity)})"
+    )
+
+
+def describe_dispatch_cached(
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    plan: PlanTensors,
+    quantization: Quantization | None,
+) -> str:
+    """What ranks must agree on in a cached dispatch."""
+    return (
+        f"cached dispatch({_places_of(plan)}{_rows(x)}{_scales(x_sf, quantization)}"
+        f"{_weights(topk_weights)}, {_handle(plan)})"
+    )
+
+
+def describe_combine(
+    x: torch.Tensor | None, row_weights: torch.Tensor | None, plan: PlanTensors
+) -> str:
+    """What ranks must agree on in a combine. Weights applied while adding are each rank's own."""
+    return f"combine({_places_of(plan)}{_rows(x)}{_weights(row_weights)}, {_handle(plan)})"
+
+
+def describe_config(config: EpConfig, num_ranks: int) -> dict[str, str]:
+    """Every field of a configuration as text, the placement resolved."""
+    return {
+        "num_experts": str(config.num_experts),
+        "num_topk": str(config.num_topk),
+        "hidden": str(config.hidden),
+        "num_max_tokens_per_rank": str(config.num_max_tokens_per_rank),
+        "dtype": str(config.dtype),
+        "num_max_in_flight": str(config.num_max_in_flight),
+        "node_reduction": str(config.node_reduction),
+        "expert_rank": str(config.resolve_expert_rank(num_ranks).tolist()),
+    }
+
+
+def _overflow_text(overflows: Sequence[Overflow]) -> str:
+    return "; ".join(
+        ("" if each.expert_idx is None else f"expert {each.expert_idx} on ")
+        + f"rank {each.rank_idx} would receive {each.num_needed} rows, "
+        f"it has room for {each.num_available}"
+        for each in overflows
+    )
+
+
+def _places(layout: Layout, expert_alignment: int) -> str:
+    return f"{layout.name}, expert_alignment={expert_alignment}"
+
+
+def _places_of(plan: PlanTensors) -> str:
+    return _places(plan.layout, plan.expert_alignment)
+
+
+def _rows(x: torch.Tensor | None) -> str:
+    if x is None:
+        return ""
+    return f", {_short(x.dtype)} rows of {x.shape[1] * x.element_size()} bytes"
+
+
+def _scales(x_sf: torch.Tensor | None, quantization: Quantization | None) -> str:
+    order = (
+        " in columns" if quantization is not None and quantization.is_column_major else " in rows"
+    )
+    if x_sf is not None:
+        return f", {x_sf.shape[1]} scale factors of {x_sf.element_size()} bytes{order}"
+    if quantization is None:
+        return ""
+    assert quantization.scale_format is not None
+    return (
+        f" to be quantised to {quantization.format.name} with {quantization.scale_format.name} "
+        f"scale factors{order}"
+    )
+
+
+def _limits(capacity: Capacity | None) -> str:
+    # A rank without a capacity and one whose capacity grows drop the same, which is nothing.
+    if capacity is None or capacity.on_overflow == "grow":
+        return ""
+    most = capacity.num_rows_per_expert
+    return f", on_overflow={capacity.on_overflow}" + (
+        "" if most is None else f", num_rows_per_expert={most}"
+    )
+
+
+def _weights(weights: torch.Tensor | None) -> str:
+    return ", no weights" if weights is None else f", {_short(weights.dtype)} weights"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _handle(plan: PlanTensors) -> str:
+    # Equal on every rank, because every rank holds the whole count matrix.
+    return f"handle {hashlib.sha256(plan.counts.contiguous().numpy().tobytes()).hexdigest()[:8]}"

@@ -1,0 +1,322 @@
+"""What backends share whose operations run in an extension module of this package."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable
+from typing import NoReturn, cast
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from moe_comm import env
+from moe_comm.ep.backends.base import (
+    Backend,
+    CombineOutput,
+    DispatchOutput,
+    Operation,
+    Plan,
+    PlanTensors,
+)
+from moe_comm.ep.backends.native_dtypes import (
+    DLPACK_TYPES,
+    SUMMABLE_TYPES,
+    as_dtype,
+    dlpack_type,
+)
+from moe_comm.ep.backends.native_endpoint import (
+    EndpointPlan,
+    NativeEndpoint,
+    NativeGroupOwner,
+    Settings,
+    SubmittedDispatch,
+)
+from moe_comm.ep.backends.native_outcomes import (
+    NativeCombineOutput,
+    NativeDispatchOutput,
+    NativePlan,
+    SubmittedOperation,
+)
+from moe_comm.ep.backends.native_scales import Scales, describe_scales
+from moe_comm.ep.config import (
+    Capacity,
+    EpConfig,
+    Layout,
+    default_expert_rank,
+    num_places_per_expert,
+    numbers_of,
+)
+from moe_comm.ep.quantization import Quantization
+from moe_comm.ep.tracing import PhaseRecord, check_trace_path, write_trace
+
+__all__ = ["NativeBackend", "NativeEndpoint", "NativePlan", "Settings"]
+
+
+class NativeBackend(Backend):
+    """Dispatch and combine through windows of a symmetric heap; see `Backend`."""
+
+    def __init__(self, communicator: NativeGroupOwner, config: EpConfig) -> None:
+        super().__init__(communicator, config)
+        problem = ""
+        try:
+            placement = config.resolve_expert_rank(communicator.num_ranks)
+            check_trace_path(env.trace_path(), communicator.rank_idx)
+        except ValueError as error:
+            # Peers are about to compare configurations, and must hear of it.
+            problem = str(error)
+            placement = default_expert_rank(config.num_experts, communicator.num_ranks)
+        agreed = [
+            ("num_experts", str(config.num_experts)),
+            ("num_topk", str(config.num_topk)),
+            ("hidden", str(config.hidden)),
+            ("num_max_tokens_per_rank", str(config.num_max_tokens_per_rank)),
+            ("dtype", str(config.dtype)),
+            ("num_max_in_flight", str(config.num_max_in_flight)),
+            ("node_reduction", str(config.node_reduction)),
+            ("backend", self.name),
+            ("expert_rank", problem or str(placement.tolist())),
+        ]
+        self._endpoint = self._create_endpoint(
+            Settings(
+                group=communicator.require_native(),
+                num_experts=config.num_experts,
+                num_max_tokens=-1
+                if config.num_max_tokens_per_rank is None
+                else config.num_max_tokens_per_rank,
+                expert_rank=placement.tolist(),
+                depth=config.num_max_in_flight,
+                node_reduction=config.node_reduction,
+                agreed=agreed,
+                num_max_topk=config.num_topk or 0,
+                max_row_bytes=config.rail_row_bytes,
+            )
+        )
+        if problem:
+            self._endpoint.destroy()
+            raise ValueError(problem)
+        self._rank_idx = communicator.rank_idx
+        self._num_ranks = communicator.num_ranks
+        self._num_local_experts = int((placement == communicator.rank_idx).sum())
+        self._write_trace: Callable[[], object] | None = None
+        path = env.trace_path()
+        if path is not None:
+            self._endpoint.enable_trace()
+            # Runs once: at destroy(), when the buffer is dropped, or at the interpreter's exit.
+            self._write_trace = weakref.finalize(
+                self, _write_records, path, self._rank_idx, self._endpoint
+            )
+
+    @abc.abstractmethod
+    def _create_endpoint(self, settings: Settings) -> NativeEndpoint:
+        """The endpoint of this rank. Collective."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *,
+        layout: Layout,
+        expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch`."""
+        scales = self._describe_scales(x, x_sf, quantization, layout)
+        native = self._endpoint.dispatch(
+            x,
+            x_sf,
+            topk_idx,
+            topk_weights,
+            None,
+            dlpack_type(x.dtype),
+            int(layout),
+            expert_alignment,
+            None if scales is None else scales.arguments,
+            None if capacity is None else numbers_of(capacity),
+            masked_ranks,
+            copy_out,
+            async_op,
+            gradients,
+        )
+        return self._dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
+
+    def dispatch_cached(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        *,
+        quantization: Quantization | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch_cached`."""
+        native_plan = _native_plan(plan)
+        layout = Layout(native_plan.layout)
+        scales = self._describe_scales(x, x_sf, quantization, layout)
+        native = self._endpoint.dispatch(
+            x,
+            x_sf,
+            None,
+            topk_weights,
+            native_plan,
+            dlpack_type(x.dtype),
+            0,
+            1,
+            None if scales is None else scales.arguments,
+            None,
+            (),
+            copy_out,
+            async_op,
+            gradients,
+        )
+        return self._dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
+
+    def _describe_scales(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        quantization: Quantization | None,
+        layout: Layout,
+    ) -> Scales | None:
+        if x_sf is None and quantization is None:
+            return None
+        by_expert = None
+        if layout is Layout.LOW_LATENCY:
+            num_places = num_places_per_expert(self.config, layout, self._num_ranks)
+            by_expert = (self._num_local_experts, num_places)
+        return describe_scales(x, x_sf, quantization, by_expert)
+
+    def _dispatched(
+        self,
+        native: SubmittedDispatch,
+        dtype: torch.dtype,
+        scales: Scales | None,
+        async_op: bool,
+        is_low_latency: bool,
+    ) -> Operation[DispatchOutput]:
+        arrived = NativeDispatchOutput(native, self._endpoint, dtype, scales)
+        if not async_op:
+            return arrived  # type: ignore[return-value]  # its own output
+        output = cast("DispatchOutput", arrived)
+
+        def materialize() -> DispatchOutput:
+            native.plan()  # blocks until the end, raises what ended it
+            return output
+
+        return SubmittedOperation(native, materialize, output if is_low_latency else None)
+
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[CombineOutput]:
+        """See `Backend.combine`."""
+        native = self._endpoint.combine(
+            x,
+            _native_plan(plan),
+            topk_weights,
+            row_weights,
+            out,
+            0 if x is None else SUMMABLE_TYPES[x.dtype],
+            copy_out,
+            async_op,
+            gradients,
+        )
+
+        if async_op:
+            return SubmittedOperation(
+                native, lambda: cast("CombineOutput", NativeCombineOutput(native, out))
+            )
+        return NativeCombineOutput(native, out)  # type: ignore[return-value]  # its own output
+
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Backend.weighted_gradient`."""
+        dots = torch.empty_like(weights)
+        self._endpoint.weighted_gradient(
+            gradient, expert_out, weights, dots, SUMMABLE_TYPES[gradient.dtype]
+        )
+        return dots
+
+    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Backend.empty_expert_output`; a window of the heap."""
+        rows = self._endpoint.empty_rows(
+            _native_plan(plan),
+            hidden * dtype.itemsize if dtype not in DLPACK_TYPES else hidden,
+            hidden * dtype.itemsize,
+            DLPACK_TYPES.get(dtype, DLPACK_TYPES[torch.uint8]),
+        )
+        return as_dtype(from_dlpack(rows), dtype)
+
+    def import_plan(self, tensors: PlanTensors) -> Plan:
+        """See `Backend.import_plan`."""
+        native = self._endpoint.import_plan(
+            tensors.counts.cpu().contiguous(),
+            tensors.topk_idx.cpu().contiguous(),
+            int(tensors.layout),
+            tensors.expert_alignment,
+        )
+        return NativePlan(native, self._endpoint)
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """See `Backend.reject`."""
+        self._endpoint.reject(operation, str(error), isinstance(error, TypeError))
+        raise AssertionError("a rejected operation did not raise") from error
+
+    def wait_statistics(self) -> tuple[list[int], list[int]]:
+        """See `Backend.wait_statistics`."""
+        return self._endpoint.wait_statistics()
+
+    def take_trace(self) -> list[PhaseRecord]:
+        """Records since the last call, oldest first. The first call turns recording on."""
+        self._endpoint.enable_trace()
+        return _take_records(self._endpoint, self._rank_idx)
+
+    def destroy(self) -> None:
+        """See `Backend.destroy`; also writes the trace that `MOE_COMM_TRACE` asked for."""
+        self._endpoint.destroy()
+        if self._write_trace is not None:
+            self._write_trace()
+
+
+def _take_records(endpoint: NativeEndpoint, rank_idx: int) -> list[PhaseRecord]:
+    return [
+        PhaseRecord(
+            rank=rank_idx,
+            buffer=endpoint.buffer_number,
+            epoch=epoch,
+            operation=operation,
+            phase=phase,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            peer=peer,
+        )
+        for epoch, operation, phase, start_ns, end_ns, peer in endpoint.take_trace()
+    ]
+
+
+def _write_records(path: str, rank_idx: int, endpoint: NativeEndpoint) -> None:
+    write_trace(path, rank_idx, _take_records(endpoint, rank_idx))
+
+
+def _native_plan(plan: Plan) -> EndpointPlan:
+    assert isinstance(plan, NativePlan)
+    return plan.native

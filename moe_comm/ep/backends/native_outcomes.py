@@ -1,0 +1,233 @@
+"""What operations of an extension module leave behind, as tensors that are made when looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from moe_comm.ep.backends.base import PlanTensors
+from moe_comm.ep.backends.native_dtypes import as_dtype
+from moe_comm.ep.backends.native_endpoint import (
+    EndpointPlan,
+    NativeEndpoint,
+    PendingNative,
+    SubmittedCombine,
+    SubmittedDispatch,
+)
+from moe_comm.ep.backends.native_scales import Scales
+from moe_comm.ep.config import Layout
+
+__all__ = ["NativeCombineOutput", "NativeDispatchOutput", "NativePlan", "SubmittedOperation"]
+
+OutputT = TypeVar("OutputT")
+EndedT = TypeVar("EndedT", bound="_Ended")
+
+
+class SubmittedOperation(Generic[OutputT]):
+    """An asynchronous operation whose tensors are made once, by whoever looks first."""
+
+    def __init__(
+        self,
+        native: PendingNative,
+        materialize: Callable[[], OutputT],
+        early: OutputT | None = None,
+    ) -> None:
+        self._native = native
+        self._materialize = materialize
+        self._output: OutputT | None = None
+        self.early = early
+
+    def wait(self) -> OutputT:
+        """See `Operation`."""
+        if self._output is None:
+            self._output = self._materialize()
+        return self._output
+
+    def is_complete(self) -> bool:
+        """See `Operation`."""
+        return self._native.is_complete()
+
+
+class NativePlan:
+    """A native plan; see `Plan`."""
+
+    __slots__ = (
+        "_endpoint",
+        "native",
+        "num_recv_tokens",
+        "num_recv_topk",
+        "num_tokens",
+        "num_topk",
+    )
+
+    def __init__(self, native: EndpointPlan, endpoint: NativeEndpoint) -> None:
+        self.native = native
+        self._endpoint = endpoint
+        # In one call: a decode step sees what a call costs.
+        self.num_tokens, self.num_topk, self.num_recv_tokens, self.num_recv_topk = native.sizes
+
+    def to_tensors(self) -> PlanTensors:
+        """The plan as tensors that own their memory."""
+        counts, slots, topk_idx = self._endpoint.export_plan(self.native)
+        return PlanTensors(
+            counts=from_dlpack(counts),
+            slots=from_dlpack(slots),
+            topk_idx=from_dlpack(topk_idx),
+            layout=Layout(self.native.layout),
+            expert_alignment=self.native.expert_alignment,
+            num_recv_tokens=self.num_recv_tokens,
+        )
+
+
+class _Ended:
+    """An `Operation` that has ended and is its own output: a decode step makes one object less."""
+
+    __slots__ = ()
+
+    @property
+    def early(self: EndedT) -> EndedT:
+        return self
+
+    def wait(self: EndedT) -> EndedT:
+        return self
+
+    def is_complete(self) -> bool:
+        return True
+
+
+class NativeDispatchOutput(_Ended):
+    """A dispatch as a `DispatchOutput` whose tensors are made when they are first looked at.
+
+    A tensor costs half a microsecond, and few callers read all of them. Where two threads look at
+    once, each gets a tensor over the same memory.
+    """
+
+    __slots__ = ("_dtype", "_endpoint", "_made", "_native", "_plan", "_scales")
+
+    def __init__(
+        self,
+        native: SubmittedDispatch,
+        endpoint: NativeEndpoint,
+        dtype: torch.dtype,
+        scales: Scales | None,
+    ) -> None:
+        self._native = native
+        self._endpoint = endpoint
+        self._dtype = dtype if scales is None else scales.data_dtype
+        self._scales = scales
+        self._made: dict[str, torch.Tensor | None] = {}
+        self._plan: NativePlan | None = None
+
+    @property
+    def plan(self) -> NativePlan:
+        """See `DispatchOutput`."""
+        if self._plan is None:
+            self._plan = NativePlan(self._native.plan(), self._endpoint)
+        return self._plan
+
+    @property
+    def x(self) -> torch.Tensor:
+        """See `DispatchOutput`."""
+        x = self._made.get("x")
+        if x is None:
+            self._made["x"] = x = as_dtype(from_dlpack(self._native.x()), self._dtype)
+        return x
+
+    @property
+    def x_sf(self) -> torch.Tensor | None:
+        """See `DispatchOutput`."""
+        if self._scales is None:
+            return None
+        x_sf = self._made.get("x_sf")
+        if x_sf is None:
+            flat = from_dlpack(self._native.x_sf())
+            self._made["x_sf"] = x_sf = self._scales.view(flat, self.x.shape[0])
+        return x_sf
+
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        """See `DispatchOutput`."""
+        return self._optional("topk_idx", self._native.topk_idx)
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """See `DispatchOutput`."""
+        return self._optional("topk_weights", self._native.topk_weights)
+
+    @property
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        """See `DispatchOutput`."""
+        return self._present("num_tokens_per_expert", self._native.num_tokens_per_expert)
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        """See `DispatchOutput`."""
+        return self._present("num_dropped_per_expert", self._native.num_dropped_per_expert)
+
+    @property
+    def num_required_rows(self) -> int:
+        """See `DispatchOutput`."""
+        return self._native.num_required_rows()
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """See `DispatchOutput`."""
+        return self._present("wait_ns", self._native.wait_ns)
+
+    @property
+    def expert_offsets(self) -> torch.Tensor:
+        """See `DispatchOutput`."""
+        return self._present("expert_offsets", self._native.expert_offsets)
+
+    @property
+    def status(self) -> torch.Tensor | None:
+        """See `DispatchOutput`."""
+        return self._optional("status", self._native.status)
+
+    @property
+    def gradients(self) -> int:
+        """See `DispatchOutput`."""
+        return self._native.gradients()
+
+    def _present(self, name: str, make_capsule: Callable[[], object]) -> torch.Tensor:
+        tensor = self._optional(name, make_capsule)
+        assert tensor is not None
+        return tensor
+
+    def _optional(self, name: str, make_capsule: Callable[[], object]) -> torch.Tensor | None:
+        if name not in self._made:
+            capsule = make_capsule()
+            self._made[name] = None if capsule is None else from_dlpack(capsule)
+        return self._made[name]
+
+
+class NativeCombineOutput(_Ended):
+    """A combine as a `CombineOutput` whose waiting times become a tensor when they are looked at.
+
+    Blocks until the combine has ended, raises what ended it.
+
+    Args:
+        native: The combine.
+        out: The caller's memory for the sums, or None.
+    """
+
+    __slots__ = ("_native", "topk_weights", "x")
+
+    def __init__(self, native: SubmittedCombine, out: torch.Tensor | None) -> None:
+        sums, weights = native.result()
+        self.x = out if sums is None else from_dlpack(sums)
+        self.topk_weights = None if weights is None else from_dlpack(weights)
+        self._native = native
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """See `CombineOutput`."""
+        return from_dlpack(self._native.wait_ns())
+
+    @property
+    def gradients(self) -> int:
+        """See `CombineOutput`."""
+        return self._native.gradients()

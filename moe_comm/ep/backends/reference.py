@@ -1,0 +1,374 @@
+"""The definition (`moe_comm.ep.spec`) as a backend.
+
+Every rank gathers every rank's input and computes its own output from all of it, eagerly, also when
+`async_op` is set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+
+from moe_comm.ep import arithmetic, spec
+from moe_comm.ep.backends import messages
+from moe_comm.ep.backends.agreement import Peers, agree_on_config
+from moe_comm.ep.backends.base import (
+    Backend,
+    CombineOutput,
+    Completed,
+    DispatchOutput,
+    Operation,
+    Plan,
+    PlanTensors,
+)
+from moe_comm.ep.backends.gradients import applying, clash, unite
+from moe_comm.ep.backends.rows import as_bytes
+from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
+from moe_comm.ep.quantization import Quantization
+from moe_comm.peers.agree import agree, raise_unequal
+
+__all__ = ["ReferenceBackend", "ReferencePlan"]
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReferencePlan(PlanTensors):
+    """A plan that is its tensors.
+
+    Args:
+        dispatch: Of all ranks, which the plan is a part of; None where it was imported.
+    """
+
+    dispatch: spec.Dispatch | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Contribution:
+    """What a rank tells every rank in one operation.
+
+    Dispatched rows and scale factors travel as bytes: not every dtype can be pickled.
+    """
+
+    call: str
+    error: Exception | None = None
+    x: torch.Tensor | None = None
+    x_sf: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
+    capacity: Capacity | None = None
+    masked_ranks: tuple[int, ...] = ()
+    gradients: int = 0
+
+
+class ReferenceBackend(Backend):
+    """The definition as a backend; any bootstrap carries it.
+
+    Computes eagerly: with `async_op` the operation has ended when the call returns, so calls on several
+    buffers must come in one order on all ranks. There are no windows: `copy_out` changes nothing,
+    because every output is memory of its own.
+    """
+
+    name = "reference"
+    has_node_reduction = True
+
+    def __init__(self, communicator: object, config: EpConfig) -> None:
+        super().__init__(communicator, config)
+        self._peers = cast("Peers", communicator)
+        self._expert_rank = agree_on_config(self._peers, config, self.name)
+        self._num_local_ranks = self._peers.num_local_ranks if config.node_reduction else None
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *,
+        layout: Layout,
+        expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        masked_ranks: tuple[int, ...],
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch`."""
+        del copy_out, async_op
+        call = messages.describe_dispatch(
+            x,
+            x_sf,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantization=quantization,
+            capacity=capacity,
+        )
+        bad = _first_bad_expert_id(topk_idx, self.config.num_experts)
+        if bad is not None:
+            self._exchange(
+                _Contribution(call, messages.bad_expert_id(*bad, self.config.num_experts))
+            )
+        rows = _Rows.of(x, x_sf, quantization)
+        gathered = self._exchange(
+            _Contribution(
+                call,
+                x=as_bytes(rows.x),
+                x_sf=rows.scale_bytes,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                capacity=capacity,
+                masked_ranks=masked_ranks,
+                gradients=gradients,
+            )
+        )
+        dispatch = self._dispatch_of(gathered, layout, expert_alignment)
+        overflows = dispatch.overflows
+        if overflows and layout is Layout.LOW_LATENCY:
+            raise messages.no_places(overflows)
+        if overflows:
+            experts = dispatch.experts_of(overflows[0].rank_idx)
+            rows_of_experts = [len(dispatch.kept[expert_idx]) for expert_idx in experts]
+            row_bytes = rows.x.shape[1] * rows.x.element_size()
+            raise messages.beyond_limits(overflows, rows_of_experts, row_bytes)
+        plan = ReferencePlan(
+            counts=dispatch.counts,
+            slots=dispatch.slots(self._peers.rank_idx),
+            topk_idx=_present(gathered[self._peers.rank_idx].topk_idx),
+            layout=layout,
+            expert_alignment=expert_alignment,
+            num_recv_tokens=len(dispatch.windows[self._peers.rank_idx].rows),
+            dispatch=dispatch,
+        )
+        return self._received(rows, gathered, dispatch, plan)
+
+    def dispatch_cached(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        *,
+        quantization: Quantization | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[DispatchOutput]:
+        """See `Backend.dispatch_cached`."""
+        del copy_out, async_op
+        assert isinstance(plan, ReferencePlan)
+        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan, quantization)
+        rows = _Rows.of(x, x_sf, quantization)
+        gathered = self._exchange(
+            _Contribution(
+                call,
+                x=as_bytes(rows.x),
+                x_sf=rows.scale_bytes,
+                topk_idx=plan.topk_idx,
+                topk_weights=topk_weights,
+                gradients=gradients,
+            )
+        )
+        dispatch = self._earlier(plan, gathered).again
+        return self._received(
+            rows, gathered, dispatch, dataclasses.replace(plan, dispatch=dispatch)
+        )
+
+    def combine(
+        self,
+        x: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int = 0,
+    ) -> Operation[CombineOutput]:
+        """See `Backend.combine`."""
+        del copy_out, async_op
+        assert isinstance(plan, ReferencePlan)
+        call = messages.describe_combine(x, row_weights, plan)
+        gathered = self._exchange(
+            _Contribution(
+                call,
+                x=x,
+                topk_idx=plan.topk_idx,
+                row_weights=row_weights,
+                gradients=applying(gradients, topk_weights),
+            )
+        )
+        dispatch, rank_idx = self._earlier(plan, gathered), self._peers.rank_idx
+        sums, pulled = None, None
+        if x is not None:
+            expert_out = [_present(rank.x) for rank in gathered]
+            sums = dispatch.sums(
+                rank_idx, expert_out, topk_weights, num_local_ranks=self._num_local_ranks
+            )
+            sums = sums if out is None else out.copy_(sums)
+        if row_weights is not None:
+            pulled = dispatch.pulled(rank_idx, [_present(rank.row_weights) for rank in gathered])
+        wait_ns = torch.zeros(self._peers.num_ranks, dtype=torch.int64)
+        return Completed(CombineOutput(sums, pulled, wait_ns, _united(gathered)))
+
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Backend.weighted_gradient`."""
+        dots = arithmetic.dot_rows(gradient, expert_out, weights.dtype)
+        gradient.copy_(arithmetic.scale_rows(gradient, weights))
+        return dots
+
+    def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Backend.empty_expert_output`; an ordinary tensor."""
+        return torch.empty(plan.num_recv_tokens, hidden, dtype=dtype)
+
+    def import_plan(self, tensors: PlanTensors) -> Plan:
+        """See `Backend.import_plan`."""
+        shape = [self._peers.num_ranks, self.config.num_experts + self._peers.num_ranks + 2]
+        if [*tensors.counts.shape] != shape:
+            raise ValueError(f"counts must be int32 {shape}, got {[*tensors.counts.shape]}")
+        # What peers chose is not known here: they say it again with every call.
+        return ReferencePlan(
+            counts=tensors.counts,
+            slots=tensors.slots,
+            topk_idx=tensors.topk_idx,
+            layout=tensors.layout,
+            expert_alignment=tensors.expert_alignment,
+            num_recv_tokens=tensors.num_recv_tokens,
+            dispatch=None,
+        )
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """See `Backend.reject`."""
+        self._exchange(_Contribution(operation, error))
+        raise AssertionError("an exchange with an error raises it")
+
+    def destroy(self) -> None:
+        """See `Backend.destroy`; the garbage collector does it all."""
+
+    def _dispatch_of(
+        self,
+        gathered: Sequence[_Contribution],
+        layout: Layout,
+        expert_alignment: int,
+        counts_of_earlier: torch.Tensor | None = None,
+    ) -> spec.Dispatch:
+        return spec.Dispatch(
+            topk_idx=[_present(rank.topk_idx) for rank in gathered],
+            expert_rank=self._expert_rank.tolist(),
+            layout=layout,
+            expert_alignment=expert_alignment,
+            num_places_per_expert=num_places_per_expert(self.config, layout, self._peers.num_ranks),
+            capacities=[rank.capacity for rank in gathered],
+            masked_ranks=frozenset(peer for rank in gathered for peer in rank.masked_ranks),
+            counts_of_earlier=counts_of_earlier,
+        )
+
+    def _earlier(self, plan: ReferencePlan, gathered: Sequence[_Contribution]) -> spec.Dispatch:
+        """The dispatch that the plan is a part of."""
+        return plan.dispatch or self._dispatch_of(
+            gathered, plan.layout, plan.expert_alignment, plan.counts
+        )
+
+    def _received(
+        self,
+        rows: _Rows,
+        gathered: Sequence[_Contribution],
+        dispatch: spec.Dispatch,
+        plan: ReferencePlan,
+    ) -> Operation[DispatchOutput]:
+        """What this rank gets from a dispatch."""
+        received = dispatch.received(
+            self._peers.rank_idx,
+            [_present(rank.x).view(rows.x.dtype) for rank in gathered],
+            None
+            if gathered[0].topk_weights is None
+            else [_present(rank.topk_weights) for rank in gathered],
+            x_sf=None
+            if rows.x_sf is None
+            else [_present(rank.x_sf).view(rows.x_sf.dtype) for rank in gathered],
+            is_column_major=rows.is_column_major,
+        )
+        return Completed(
+            DispatchOutput(
+                x=received.x,
+                x_sf=received.x_sf,
+                topk_idx=received.topk_idx,
+                topk_weights=received.topk_weights,
+                num_tokens_per_expert=received.num_tokens_per_expert,
+                num_dropped_per_expert=received.num_dropped_per_expert,
+                num_required_rows=received.num_required_rows,
+                expert_offsets=received.expert_offsets,
+                wait_ns=torch.zeros(self._peers.num_ranks, dtype=torch.int64),
+                plan=plan,
+                gradients=_united(gathered),
+            )
+        )
+
+    def _exchange(self, mine: _Contribution) -> list[_Contribution]:
+        """Every rank's contribution, or the error that every rank raises."""
+        gathered = agree(self._peers.bootstrap.all_gather, mine.error, _private(mine))
+        raise_unequal("ranks disagree", [rank.call for rank in gathered])
+        clashing = clash([rank.gradients for rank in gathered], mine.call.partition("(")[0])
+        if clashing is not None:
+            raise clashing
+        return gathered
+
+
+def _united(gathered: Sequence[_Contribution]) -> int:
+    return unite([rank.gradients for rank in gathered])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows as they travel."""
+
+    x: torch.Tensor
+    x_sf: torch.Tensor | None
+    is_column_major: bool
+
+    @classmethod
+    def of(
+        cls, x: torch.Tensor, x_sf: torch.Tensor | None, quantization: Quantization | None
+    ) -> _Rows:
+        """Quantise x where it is not a pair already."""
+        if quantization is not None and x_sf is None:
+            x, x_sf = spec.quantize_rows(x, quantization)
+        if x_sf is not None:
+            x_sf = x_sf.contiguous()
+        return cls(x, x_sf, quantization is not None and quantization.is_column_major)
+
+    @property
+    def scale_bytes(self) -> torch.Tensor | None:
+        return None if self.x_sf is None else as_bytes(self.x_sf)
+
+
+def _private(contribution: _Contribution) -> _Contribution:
+    """A copy: ranks that are threads read it while the caller may already change its tensors."""
+    copies: dict[str, Any] = {
+        field.name: value.detach().clone()
+        for field in dataclasses.fields(contribution)
+        if isinstance(value := getattr(contribution, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(contribution, **copies)
+
+
+def _first_bad_expert_id(topk_idx: torch.Tensor, num_experts: int) -> tuple[int, int, int] | None:
+    """(token, choice, value) of the first entry outside `[-1, num_experts)`, or None."""
+    for token_idx, token in enumerate(topk_idx.tolist()):
+        for topk_pos, expert_idx in enumerate(token):
+            if not -1 <= expert_idx < num_experts:
+                return token_idx, topk_pos, expert_idx
+    return None
+
+
+def _present(value: ValueT | None) -> ValueT:
+    assert value is not None  # the call that was agreed on says that it is there
+    return value

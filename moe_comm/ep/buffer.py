@@ -1,0 +1,559 @@
+"""EpBuffer: dispatch and combine, eager."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
+
+import torch
+
+from moe_comm.arguments import as_utf8, check_bool, text_of
+from moe_comm.ep import validation
+from moe_comm.ep.backends.agreement import agree_on_backend
+from moe_comm.ep.backends.base import DispatchOutput, Plan, PlanTensors
+from moe_comm.ep.backends.gradients import check_word
+from moe_comm.ep.call_checks import CallChecks
+from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
+from moe_comm.ep.quantization import Quantization
+from moe_comm.errors import interrupted_once
+from moe_comm.peers import missed_calls
+from moe_comm.peers.communicator import Communicator, check_communicator, gathers
+from moe_comm.peers.exclusive_use import ExclusiveUse
+
+__all__ = ["EpBuffer", "rejects_unbound", "resolve_buffer"]
+
+CopyOut = bool | Literal["auto"]
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+# The operator registry: torch.library operators carry a buffer as an int64 id.
+_buffers: weakref.WeakValueDictionary[int, EpBuffer] = weakref.WeakValueDictionary()
+_buffer_ids = itertools.count(1)
+
+
+def rejects_unbound(
+    operation: str, buffer_of: Callable[[tuple[Any, ...], dict[str, Any]], EpBuffer | None]
+) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """A decorator for collective calls: arguments that Python cannot bind are an error on every rank.
+
+    Args:
+        operation: "dispatch" or "combine": what peers are in.
+        buffer_of: The buffer of the call, from its arguments; None where they do not tell. Then peers
+            hear of the mistake by this rank's next call.
+    """
+
+    def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            buffer = buffer_of(args, kwargs)
+        except Exception:  # noqa: BLE001 - of an object that is not what it should be
+            buffer = None
+        if isinstance(buffer, EpBuffer):
+            buffer.reject(operation, error)
+        missed_calls.keep(operation, error)
+
+    return missed_calls.tells_peers(tell)
+
+
+def resolve_buffer(buffer_id: int) -> EpBuffer:
+    """The living buffer behind an operator's id.
+
+    Raises:
+        ValueError: No such buffer lives in this process.
+    """
+    buffer = _buffers.get(buffer_id)
+    if buffer is None:
+        raise ValueError(f"no living EpBuffer has id {buffer_id}")
+    return buffer
+
+
+class EpBuffer:
+    """Moves tokens to the ranks of their experts and back.
+
+    Collective: every rank of the communicator makes it, with an equal configuration and in the same
+    order, and issues the same operations on it in the same order. One thread uses it at a time.
+
+    A mistake of one rank (shape, dtype, handle, expert id, ...) is raised on every rank before
+    anything is sent: ValueError or TypeError naming the rank and both values; the buffer stays
+    usable.
+
+    Args:
+        communicator: Owner of the peers.
+        config: Shape of the exchange.
+
+    Raises:
+        ValueError: Configurations differ between ranks; both values are named on every rank.
+    """
+
+    @gathers
+    def __init__(self, communicator: Communicator, config: EpConfig) -> None:
+        check_communicator(communicator)
+        communicator.check_process("EpBuffer")
+        backend_class = agree_on_backend(communicator, config)
+        self.communicator = communicator
+        self.config = config
+        self.buffer_id = next(_buffer_ids)
+        # A compiled graph takes the id as data, so that layers with other buffers share the graph.
+        self.id_tensor = torch.tensor(self.buffer_id, device="cpu")
+        with torch.inference_mode(mode=False):
+            # Without elements; what autograd hangs an operation on that no tensor of this rank asks for.
+            self.gradient_anchor = torch.empty(0, requires_grad=True, device="cpu")
+        self.generation = 0
+        self._reference = weakref.ref(self)
+        self._checks = CallChecks(config, communicator.device)
+        self._busy = threading.Lock()
+        self._in_dispatch = ExclusiveUse(self._busy, "dispatch")
+        self._in_combine = ExclusiveUse(self._busy, "combine")
+        self._is_destroyed = False
+        self._has_warned = False
+        self._masked_ranks: tuple[int, ...] = ()
+        self._waits_at_reset: torch.Tensor | None = None
+        # The backend compares configurations between ranks, so a mistake of one is raised on all.
+        self._backend = backend_class(communicator, config)
+        communicator.adopt(self)
+        self.expert_rank = config.resolve_expert_rank(communicator.num_ranks)
+        self.num_local_experts = int((self.expert_rank == communicator.rank_idx).sum())
+        _buffers[self.buffer_id] = self
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether it has been destroyed, by itself or with its communicator."""
+        return self._is_destroyed
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        return self._backend.name
+
+    @rejects_unbound("dispatch", lambda args, _: args[0])
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        layout: Layout = Layout.EXPERT_MAJOR,
+        expert_alignment: int = 1,
+        quantization: Quantization | None = None,
+        capacity: Capacity | None = None,
+        handle: DispatchHandle | None = None,
+        copy_out: CopyOut = "auto",
+        async_op: bool = False,
+        gradients: int = 0,
+    ) -> DispatchResult:
+        """Send each token to the ranks of its experts.
+
+        Collective: every rank calls it, in the same order. Records no gradient, and warns once where
+        an input requires one; `moe_comm.dispatch` is the differentiable form.
+
+        Args:
+            x: `[num_tokens, hidden]`, dtype of the configuration, contiguous, on the communicator's
+                device like all tensors of a call. With `handle`, any dtype and any hidden whose rows
+                are a multiple of 16 bytes. Or `(data, sf)`, rows that are quantised already: data
+                `[num_tokens, hidden]` of a one-byte dtype, contiguous, and sf
+                `[num_tokens, num_scales]` of elements of 1, 2, 4 or 8 bytes, any strides; both travel
+                as they are.
+            topk_idx: int64 `[num_tokens, num_topk]`, contiguous; -1 marks an unused choice. None
+                with `handle`.
+            topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when x is float64), or
+                None. Forwarded, not applied.
+            layout: Order of received rows.
+            expert_alignment: Rows per local expert are padded with zero rows to a multiple of this.
+                RANK_MAJOR: affects `expert_offsets` only. LOW_LATENCY: 1.
+            quantization: Rows are quantised while they are written: `result.x` is e4m3 and
+                `result.x_sf` has the scale factors. x is bfloat16, float16 or float32. None: rows
+                travel as they are. With `(data, sf)` it says what the pair is, which must fit, and
+                whether the factors arrive column-major; None takes any pair.
+            capacity: Limits on what is delivered, and what happens beyond them. Not with `handle`,
+                whose limits hold, and not with LOW_LATENCY.
+            handle: Send to the places of an earlier dispatch of this buffer; its layout and
+                alignment hold, counts are not exchanged again.
+            copy_out: True: rows are copied out of the heap into ordinary memory and the window is
+                free again at once. False: the result lies in the heap. "auto": copied out only when
+                less than one further window would stay free.
+            async_op: Return at once. `result.event.wait()` before x is read or the input
+                overwritten; attributes of the result wait for their shape.
+            gradients: For a caller with a backward of its own, what it says of gradients: 0 that it
+                runs none; 1 that it can; 2 more where it needs the gradient of x, 4 more where it needs
+                that of the weights (`moe_comm.ep.backends.gradients`). `result.gradients` is what all
+                ranks say together: where that needs any, every rank runs the backward.
+
+        Returns:
+            See `DispatchResult`.
+
+        Raises:
+            ValueError: A rule above is broken on some rank, or ranks disagree; also where a gradient
+                is needed on some rank and another says 0.
+            TypeError: A dtype or type is wrong on some rank.
+            CapacityError: Some rank's heap cannot hold what it would receive, or `capacity` says to
+                raise; nothing was sent.
+            PeerFailedError: A peer died or gave up.
+            PeerTimeoutError: A peer stopped progressing.
+            RuntimeError: Another thread is using this buffer.
+
+        Example:
+            2 ranks, 2 experts, `topk_idx = [[1], [0]]` on rank 0 and `[[1], [1]]` on rank 1: rank 1
+            receives 3 rows in the order (rank 0, token 0), (rank 1, token 0), (rank 1, token 1).
+        """
+        self._check_alive()
+        with self._in_dispatch:
+            self.communicator.latest_buffer = self._reference
+            if missed_calls.kept.calls:
+                self.communicator.tell_missed("dispatch", self._backend.reject)
+            try:
+                copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
+                check_bool("async_op", async_op)
+                if type(expert_alignment) is not int:
+                    expert_alignment = validation.check_alignment(expert_alignment)
+                if gradients != 0:
+                    check_word(gradients)
+                if handle is not None:
+                    self._check_handle(handle)
+                rows, scales = self._checks.check_dispatch(
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    layout,
+                    expert_alignment,
+                    quantization,
+                    capacity,
+                    handle,
+                )
+                if gradients == 0:
+                    self._warn_of_gradients("dispatch", x=rows, topk_weights=topk_weights)
+            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+                self._backend.reject("dispatch", error)
+            if handle is None:
+                assert topk_idx is not None
+                operation = self._backend.dispatch(
+                    rows,
+                    scales,
+                    topk_idx,
+                    topk_weights,
+                    layout=layout,
+                    expert_alignment=expert_alignment,
+                    quantization=quantization,
+                    capacity=capacity,
+                    masked_ranks=self._masked_ranks if layout is Layout.LOW_LATENCY else (),
+                    copy_out=copy,
+                    async_op=async_op,
+                    gradients=gradients,
+                )
+            else:
+                operation = self._backend.dispatch_cached(
+                    rows,
+                    scales,
+                    handle.plan,
+                    topk_weights,
+                    quantization=quantization,
+                    copy_out=copy,
+                    async_op=async_op,
+                    gradients=gradients,
+                )
+            output = None if async_op else operation.wait()
+        if handle is not None:
+            return DispatchResult(operation, output=output, handle=handle)
+
+        def make_handle(arrived: DispatchOutput) -> DispatchHandle:
+            return self._make_handle(arrived.plan, layout, expert_alignment)
+
+        return DispatchResult(operation, capacity, output=output, make_handle=make_handle)
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Ranks that later LOW_LATENCY dispatches of this buffer leave out, from this rank on. Local.
+
+        Nothing is sent to a masked rank and nothing comes from it; choices of its experts count in
+        `num_dropped_per_expert` on its side and add nothing to the sum. A rank is masked in a dispatch
+        when any rank masks it: the ranks agree in the dispatch itself. A masked rank still makes the
+        calls; a dead one is masked after `Communicator.recover`.
+
+        Args:
+            ranks: All masked ranks; replaces those masked before.
+
+        Raises:
+            ValueError: Not a rank of this communicator.
+            TypeError: Not an int.
+        """
+        masked = sorted({operator.index(rank_idx) for rank_idx in ranks})
+        num_ranks = self.communicator.num_ranks
+        for rank_idx in masked:
+            if not 0 <= rank_idx < num_ranks:
+                raise ValueError(f"{rank_idx} is not a rank of a communicator of {num_ranks}")
+        self._masked_ranks = tuple(masked)
+
+    def wait_statistics(self, *, reset: bool = False) -> WaitStatistics:
+        """What this rank has waited for every rank on this buffer. Local, beside operations too.
+
+        Counts from when the buffer was made or the last reset, over operations of every kind.
+        Backends that cannot tell ("collective", "deep_ep", "reference") have zeros.
+
+        Args:
+            reset: Later calls count from here.
+
+        Raises:
+            ValueError: The buffer has been destroyed.
+        """
+        self._check_alive()
+        num_ranks = self.communicator.num_ranks
+        totals = torch.zeros(2, num_ranks, dtype=torch.int64, device="cpu")
+        for row, values in zip(totals, self._backend.wait_statistics(), strict=True):
+            if values:
+                row.copy_(torch.tensor(values, device="cpu"))
+        wait_ns, num_waits = (
+            totals if self._waits_at_reset is None else totals - self._waits_at_reset
+        )
+        if reset:
+            self._waits_at_reset = totals.clone()
+        return WaitStatistics(wait_ns=wait_ns, num_waits=num_waits)
+
+    @property
+    def masked_ranks(self) -> tuple[int, ...]:
+        """Ranks masked from this rank on, ascending."""
+        return self._masked_ranks
+
+    @overload
+    def combine(
+        self,
+        expert_out: torch.Tensor,
+        handle: DispatchHandle,
+        *,
+        topk_weights: torch.Tensor | None = ...,
+        row_weights: None = ...,
+        out: torch.Tensor | None = ...,
+        copy_out: CopyOut = ...,
+        async_op: Literal[False] = ...,
+        gradients: Literal[0] = ...,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        expert_out: torch.Tensor | None,
+        handle: DispatchHandle,
+        *,
+        topk_weights: torch.Tensor | None = ...,
+        row_weights: torch.Tensor | None = ...,
+        out: torch.Tensor | None = ...,
+        copy_out: CopyOut = ...,
+        async_op: bool = ...,
+        gradients: int = ...,
+    ) -> torch.Tensor | CombineResult: ...
+
+    @rejects_unbound("combine", lambda args, _: args[0])
+    def combine(
+        self,
+        expert_out: torch.Tensor | None,
+        handle: DispatchHandle,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        row_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        copy_out: CopyOut = "auto",
+        async_op: bool = False,
+        gradients: int = 0,
+    ) -> torch.Tensor | CombineResult:
+        """Return expert outputs to the ranks their tokens came from, and sum them.
+
+        Collective: every rank calls it, in the same order. When it returns, this rank's sums are
+        complete and no peer reads `expert_out` any more. Records no gradient, and warns once where an
+        input requires one; `moe_comm.combine` is the differentiable form.
+
+        Args:
+            expert_out: `[num_recv_tokens, hidden]`, contiguous: bfloat16, float16, float32 or
+                float64, rows a multiple of 16 bytes; dtype and hidden may differ from the dispatch.
+                Read in place when it lies in the heap (`empty_expert_output`, or the dispatched x
+                itself), else copied in once. None to pull `row_weights` only.
+            handle: Of a dispatch of this buffer.
+            topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when rows are float64):
+                each row is multiplied by its weight before it is added. Not RANK_MAJOR.
+            row_weights: float32 (or float64) `[num_recv_tokens]`, RANK_MAJOR:
+                `[num_recv_tokens, num_recv_topk]`: one number per row or choice, brought
+                back unsummed as `CombineResult.topk_weights`.
+            out: `[num_tokens, hidden]`, contiguous, to write the sums to.
+            copy_out: As in `dispatch`, for the sums.
+            async_op: Return at once with a `CombineResult`.
+            gradients: As in `dispatch`; 2 more where any gradient is needed. Where it is,
+                `topk_weights` are given on every rank or on none.
+
+        Returns:
+            `[num_tokens, hidden]` sums in the dtype of `expert_out`; a `CombineResult` with
+            `async_op`, `row_weights` or `gradients`. RANK_MAJOR adds in rank order, the others in top-k order.
+
+        Raises:
+            ValueError: A rule above is broken on some rank, or ranks disagree.
+            TypeError: A dtype or type is wrong on some rank.
+            CapacityError: Some rank's heap cannot hold its rows or sums.
+            PeerFailedError: A peer died or gave up.
+            PeerTimeoutError: A peer stopped progressing.
+            RuntimeError: Another thread is using this buffer.
+        """
+        self._check_alive()
+        with self._in_combine:
+            self.communicator.latest_buffer = self._reference
+            if missed_calls.kept.calls:
+                self.communicator.tell_missed("combine", self._backend.reject)
+            try:
+                copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
+                check_bool("async_op", async_op)
+                if gradients != 0:
+                    check_word(gradients)
+                self._check_handle(handle)
+                self._checks.check_combine(handle, expert_out, topk_weights, row_weights, out)
+                if gradients == 0:
+                    self._warn_of_gradients(
+                        "combine",
+                        expert_out=expert_out,
+                        topk_weights=topk_weights,
+                        row_weights=row_weights,
+                    )
+            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+                self._backend.reject("combine", error)
+            operation = self._backend.combine(
+                expert_out,
+                handle.plan,
+                topk_weights,
+                row_weights,
+                out=out,
+                copy_out=copy,
+                async_op=async_op,
+                gradients=gradients,
+            )
+            if async_op or gradients or row_weights is not None:
+                if not async_op:
+                    operation.wait()
+                return CombineResult(operation)
+            sums = operation.wait().x
+        assert sums is not None
+        return sums
+
+    def empty_expert_output(
+        self,
+        handle: DispatchHandle,
+        *,
+        hidden: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """`[num_recv_tokens, hidden]`, uninitialised, which combine reads in place. Local.
+
+        Args:
+            handle: Of a dispatch of this buffer.
+            hidden: Elements per row; None for the configuration's.
+            dtype: None for the configuration's.
+
+        Raises:
+            ValueError: The handle is not of this buffer, or rows are not a multiple of 16 bytes.
+            CapacityError: The heap cannot hold it.
+        """
+        self._check_alive()
+        self._check_handle(handle)
+        hidden = self.config.hidden if hidden is None else hidden
+        dtype = self.config.dtype if dtype is None else dtype
+        if hidden is None or dtype is None:
+            raise ValueError(
+                f"the configuration leaves hidden or dtype open: give both, got {hidden} and {dtype}"
+            )
+        validation.check_row("hidden", hidden, dtype)
+        return self._backend.empty_expert_output(handle.plan, hidden, dtype)
+
+    def reject(self, operation: str, error: Exception) -> NoReturn:
+        """Raise `error` on every rank, in place of an operation that they enter and this rank cannot.
+
+        For callers that check input of their own before a collective call. The buffer stays usable.
+
+        Args:
+            operation: "dispatch" or "combine": what the other ranks call.
+            error: Raised as a TypeError where it is one, else as a ValueError, with this rank's number
+                in front.
+        """
+        self._check_alive()
+        text = text_of(error)
+        if not isinstance(error, TypeError | ValueError) or not text.isascii():
+            text = as_utf8(text)
+            error = TypeError(text) if isinstance(error, TypeError) else ValueError(text)
+        with ExclusiveUse(self._busy, operation):
+            self._backend.reject(operation, error)
+
+    def weighted_gradient(
+        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Local backward of weights applied in combine; see `Backend.weighted_gradient`."""
+        self._check_alive()
+        self._checks.check_weighted_gradient(gradient, expert_out, weights)
+        return self._backend.weighted_gradient(gradient, expert_out, weights)
+
+    def import_handle(self, tensors: PlanTensors) -> DispatchHandle:
+        """The handle that a plan of this buffer was exported from (`handle.plan.to_tensors()`)."""
+        plan = self._backend.import_plan(tensors)
+        return self._make_handle(plan, tensors.layout, tensors.expert_alignment)
+
+    def internode_bytes(self) -> tuple[int, int]:
+        """Bytes of messages between nodes so far: out of this rank, and into it. ValueError without."""
+        return self._backend.internode_bytes()
+
+    def destroy(self) -> None:
+        """Release what the buffer holds. Local, idempotent; tensors handed out stay valid.
+
+        Waits for operations in flight, `stall_timeout_s` at most: then they are aborted, and raise on
+        every rank. A peer that goes on to use its buffer gets a ValueError that names this rank.
+
+        Raises:
+            RuntimeError: Another thread is using this buffer.
+        """
+        if self._is_destroyed:
+            return
+        with ExclusiveUse(self._busy, "destroy"), interrupted_once():
+            self._is_destroyed = True
+            self.generation += 1
+            self._backend.destroy()
+
+    def __enter__(self) -> EpBuffer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+    def _make_handle(self, plan: Plan, layout: Layout, expert_alignment: int) -> DispatchHandle:
+        return DispatchHandle.of(plan, layout, expert_alignment, self.buffer_id, self.generation)
+
+    def _check_alive(self) -> None:
+        if self._is_destroyed:
+            raise ValueError(self.communicator.buffer_end_text)
+        self.communicator.check_process("EpBuffer")
+
+    def _warn_of_gradients(self, operation: str, **tensors: torch.Tensor | None) -> None:
+        """Say once that what an eager operation returns has no gradient, where one may be expected."""
+        if self._has_warned or not torch.is_grad_enabled():
+            return
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                self._has_warned = True
+                warnings.warn(
+                    f"EpBuffer.{operation} records no gradient, and {name} requires one: call "
+                    f"moe_comm.{operation}(..., buffer=buffer), or this under torch.no_grad()",
+                    stacklevel=4,  # past this, the operation, and what tells peers of wrong arguments
+                )
+                return
+
+    def _check_handle(self, handle: DispatchHandle) -> None:
+        if not isinstance(handle, DispatchHandle):
+            raise TypeError(f"handle must be a DispatchHandle, got {type(handle).__name__}")
+        if handle.buffer_id != self.buffer_id:
+            raise ValueError(
+                f"handle belongs to buffer {handle.buffer_id}, this is buffer {self.buffer_id}"
+            )
+        if handle.generation != self.generation:
+            raise ValueError(
+                f"handle is of generation {handle.generation} of this buffer, which is at "
+                f"{self.generation}"
+            )

@@ -1,0 +1,327 @@
+"""One communicator and its buffers per group and device, for callers that only know their group."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.arguments import as_int, shown
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.buffer_manager import BufferManager
+from moe_comm.ep.config import EpConfig
+from moe_comm.peers.backend_choice import GPU_BACKENDS
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.communicator import Communicator
+
+__all__ = ["Device", "GroupBuffers", "group_buffers", "is_alive", "let_go"]
+
+Device = str | torch.device | None
+
+_lock = threading.Lock()
+# Both by group and kind of device, in the order in which they were made, which ranks share.
+# Of process groups, until they are destroyed: all ranks do that together. What layers hold is no
+# measure, as a cycle may keep a layer on one rank that another has collected.
+_held: dict[tuple[int, str], GroupBuffers] = {}
+# Of bootstraps, whose end nobody sees.
+_living: weakref.WeakValueDictionary[tuple[int, str], GroupBuffers] = weakref.WeakValueDictionary()
+
+
+def let_go() -> None:
+    """Keep nothing any longer for process groups. Every rank of each does so at the same point."""
+    with _lock:
+        _held.clear()
+
+
+# A process group may have threads, which have to end while Python still runs.
+atexit.register(let_go)
+
+
+class GroupBuffers:
+    """The communicator of a group for a device, and its buffers, which take whatever each call brings.
+
+    Use `group_buffers` to share it with everybody else who works on the same group.
+
+    Args:
+        group: Process group, bootstrap, or None; see `Communicator`.
+        backend: As in `Communicator`.
+        device: As in `group_buffers`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Bootstrap | None,
+        *,
+        backend: str = "auto",
+        device: Device = None,
+    ) -> None:
+        self.group = group  # its id is in the key under which this object is found
+        self.communicator = Communicator(
+            group, _device_for(group, backend, device), backend=backend
+        )
+        self._manager = BufferManager(self.communicator)
+        self.is_adopted = False  # by an object of every rank, that has no buffer yet
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors that its buffers move."""
+        return self.communicator.device
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise a ValueError where the group has buffers on another GPU of this rank."""
+        known = _known(self.group).get(device.type)
+        if known is not None and device.index not in (None, known.device.index):
+            raise ValueError(
+                f"a group has buffers on one device of a kind: these are on {known.device}, the "
+                f"tensors on {device}"
+            )
+
+    def check_together(self, check: Callable[[], str]) -> None:
+        """As `Communicator.check_together`, for ranks that may not agree on the device either.
+
+        All ranks meet through the communicator of the group that was made first.
+        """
+        self._first().communicator.check_together(check)
+
+    def for_device(self, device: torch.device, check: Callable[[], str]) -> GroupBuffers:
+        """The group's buffers on the device of a first call, on which all ranks agree. Collective.
+
+        Args:
+            device: Of the tensors of that call.
+            check: As in `Communicator.check_together`; what it says names the kind of the device.
+
+        Raises:
+            ValueError: `check` raises on some rank, ranks differ, or the group has buffers on another GPU
+                of some rank; on every rank.
+        """
+
+        def checked() -> str:
+            said = check()
+            self.check_device(device)
+            return said
+
+        self.check_together(checked)
+        return group_buffers(self.group, device=device)
+
+    def reject(self, error: Exception) -> NoReturn:
+        """Raise `error` on every rank, in place of a `check_together` that peers enter."""
+        self._first().communicator.reject(error)
+
+    def _first(self) -> GroupBuffers:
+        return next(iter(_known(self.group).values()), self)
+
+    def get(
+        self,
+        num_experts: int,
+        *,
+        num_max_tokens_per_rank: int | None = None,
+        expert_rank: torch.Tensor | None = None,
+        key: object = None,
+    ) -> EpBuffer:
+        """The buffer for so many experts, made on first use; collective where it is made.
+
+        Args:
+            num_experts: Over all ranks.
+            num_max_tokens_per_rank: For `Layout.LOW_LATENCY`; None for any.
+            expert_rank: As in `EpConfig`.
+            key: Distinguishes buffers of one configuration.
+        """
+        config = _config(num_experts, num_max_tokens_per_rank, expert_rank)
+        return self._manager.get(config, key=key)
+
+    def get_together(
+        self,
+        name: str,
+        num_experts: int | None = None,
+        *,
+        num_max_tokens_per_rank: int | None = None,
+        expert_rank: torch.Tensor | Sequence[int] | None = None,
+        backend: str = "auto",
+        num_local_experts: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> EpBuffer:
+        """As `get`, for what all ranks make; mistakes of one are raised on all. Always collective.
+
+        Args:
+            name: What is made.
+            num_experts: As in `get`; None for `num_local_experts` on every rank.
+            num_max_tokens_per_rank: As in `get`.
+            expert_rank: As in `get`.
+            backend: As it was asked for.
+            num_local_experts: Checked against the placement where both are given.
+            check: Raises where another argument is wrong.
+
+        Raises:
+            ValueError: An argument of some rank is wrong, or those of two ranks differ.
+            TypeError: An argument of some rank is of a wrong type.
+        """
+        config = None
+
+        def state() -> str:
+            nonlocal config
+            check()
+            self.check_backend(backend)
+            if num_experts is not None:
+                num_all = num_experts
+            elif num_local_experts is not None:
+                num_all = as_int("num_local_experts", num_local_experts, 1)
+                num_all *= self.communicator.num_ranks
+            else:
+                raise ValueError("num_experts is needed, got None")
+            config = _config(num_all, num_max_tokens_per_rank, expert_rank)
+            placement = config.resolve_expert_rank(self.communicator.num_ranks)
+            num_local = int((placement == self.communicator.rank_idx).sum())
+            if num_local_experts not in (None, num_local):
+                raise ValueError(
+                    f"num_local_experts is {shown(num_local_experts)}, this rank has {num_local}"
+                )
+            return (
+                f"{name}(num_experts={config.num_experts}, "
+                f"num_max_tokens_per_rank={config.num_max_tokens_per_rank}, "
+                f"expert_rank={placement.tolist()}) on {self.device.type}"
+            )
+
+        try:
+            self.check_together(state)
+            assert config is not None
+            return self._manager.get(config)
+        except Exception:
+            _forget_unused(self.group, self)
+            raise
+
+    def check_backend(self, backend: str) -> None:
+        """Raise a ValueError where another backend is asked for than these buffers have."""
+        had = self.communicator.backend
+        if not isinstance(backend, str) or backend not in ("auto", had):
+            raise ValueError(f"backend is {shown(backend)}, buffers of this group have {had!r}")
+
+    def destroy(self) -> None:
+        """Destroy the buffers and the communicator; idempotent."""
+        with _lock:
+            key = (id(self.group), self.device.type)
+            for known in (_held, _living):
+                if known.get(key) is self:
+                    del known[key]
+        self._manager.destroy()
+        self.communicator.destroy()
+
+
+def _config(
+    num_experts: int,
+    num_max_tokens_per_rank: int | None,
+    expert_rank: torch.Tensor | Sequence[int] | None,
+) -> EpConfig:
+    return EpConfig(
+        num_experts=num_experts,
+        num_topk=None,
+        hidden=None,
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+        dtype=None,
+        expert_rank=expert_rank,
+    )
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _device_for(group: Any, backend: str, device: Device) -> str | torch.device:
+    """Where the tensors of a group are, as docs/gpu.md says it for callers."""
+    if device is not None:
+        return device
+    if backend != "auto":
+        return "cuda" if backend in GPU_BACKENDS else "cpu"
+    # A group that reaches GPUs by Gloo alone is one of CPU ranks on a machine with GPUs.
+    is_of_gpus = (
+        isinstance(group, dist.ProcessGroup)
+        and is_alive(group)
+        and "cuda:nccl" in dist.get_backend_config(group)
+    )
+    return "cuda" if is_of_gpus else "cpu"
+
+
+def _known(group: Any) -> dict[str, GroupBuffers]:
+    """The living of a group by kind of device, in the order in which they were made."""
+    with _lock:
+        for key, held in list(_held.items()):
+            if held.communicator.is_destroyed or not is_alive(held.group):  # type: ignore[arg-type]
+                del _held[key]
+        found = [*_held.items(), *_living.items()]
+    return {
+        kind: each
+        for (_, kind), each in found
+        if each.group is group and not each.communicator.is_destroyed
+    }
+
+
+def _forget_unused(group: Any, *further: GroupBuffers) -> None:
+    """Destroy what a failed call leaves of a group, on every rank alike, whichever call it made.
+
+    Who keeps the error keeps a communicator, on one rank alone: the next call must not find it.
+    """
+    for each in {id(each): each for each in (*_known(group).values(), *further)}.values():
+        if not each.is_adopted and not len(each._manager):
+            each.destroy()
+
+
+def group_buffers(
+    group: dist.ProcessGroup | Bootstrap | None = None,
+    *,
+    backend: str = "auto",
+    device: Device = None,
+) -> GroupBuffers:
+    """The shared buffers of a group on a device, made on first use; collective where they are made.
+
+    Those of a process group are kept until it, or their communicator, is destroyed. Those of a
+    bootstrap are kept as long as somebody holds them: hold them alike on every rank.
+
+    Args:
+        group: Process group, bootstrap, or None for the default process group.
+        backend: For the first use; see `Communicator`.
+        device: Of the tensors, a GPU by number or "cuda" for the current one. None: that of `backend` where
+            it is named; the current GPU where the group has NCCL; else the CPU.
+
+    Raises:
+        ValueError: The group has buffers on another GPU of this rank, or some ranks ask for another kind
+            of device than others; on every rank.
+    """
+    key: Any = group
+    if key is None and dist.is_available() and dist.is_initialized():
+        key = dist.group.WORLD
+    known = _known(key)
+    first = next(iter(known.values()), None)
+    try:
+        wanted = torch.device(_device_for(key, backend, device))
+        found = known.get(wanted.type)
+        if found is not None:
+            found.check_device(wanted)
+            return found
+    except (RuntimeError, TypeError, ValueError) as error:
+        if first is None:  # and so no communicator to tell peers through but the one that they make
+            return GroupBuffers(key, backend=backend, device=device)
+        try:
+            first.communicator.reject(error)
+        finally:
+            _forget_unused(key)
+    if first is not None:
+        try:
+            # Peers that have what they ask for are in another exchange of this communicator.
+            first.communicator.check_together(lambda: f"buffers of a group on {wanted.type}")
+        except Exception:
+            _forget_unused(key)
+            raise
+    made = GroupBuffers(key, backend=backend, device=wanted)
+    with _lock:
+        kept = _held if isinstance(key, dist.ProcessGroup) else _living
+        kept[id(key), made.device.type] = made
+    return made

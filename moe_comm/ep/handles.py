@@ -1,0 +1,345 @@
+"""What calls return: frozen handles, results and events."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan
+from moe_comm.ep.config import Capacity, Layout
+
+__all__ = ["CombineResult", "CommEvent", "DispatchHandle", "DispatchResult", "WaitStatistics"]
+
+
+class CommEvent:
+    """The end of an operation.
+
+    `wait()` returns when the data is there (and the inputs may be overwritten) or raises what ended
+    the operation; waiting again does the same.
+    """
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: Operation[object]) -> None:
+        self._operation = operation
+
+    def wait(self) -> None:
+        """Block until the operation ended; raise what ended it. Releases the GIL."""
+        self._operation.wait()
+
+    def is_complete(self) -> bool:
+        """Whether `wait()` would not block."""
+        return self._operation.is_complete()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WaitStatistics:
+    """What one rank has waited for every rank on a buffer, over many operations.
+
+    A rank that others wait for much, and that itself waits little, is the one that is slow.
+
+    Args:
+        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank.
+        num_waits: int64 `[num_ranks]`: how many times; what was there at the first look is no wait.
+    """
+
+    wait_ns: torch.Tensor
+    num_waits: torch.Tensor
+
+
+# Of dispatches without a gradient; never written, and never an output of autograd.
+_NO_LINK = torch.empty(0, device="cpu")
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class DispatchHandle:
+    """What combine and cached dispatch need to know of a dispatch.
+
+    Valid for any number of later operations of the same buffer, in any order, until the buffer is
+    destroyed. Holds places relative to a window, never an address. Made by a dispatch, never changed.
+
+    Args:
+        buffer_id: Of the buffer that made it.
+        generation: Of that buffer when it made it.
+        layout: Order of received rows.
+        expert_alignment: Rows per local expert are padded to a multiple of this.
+        num_tokens: Tokens this rank sent, T.
+        num_topk: Choices per token, K.
+        num_recv_tokens: Rows of this rank's result, M, padding included.
+        num_recv_topk: Largest number of choices per token of all ranks.
+        plan: Belongs to the backend.
+        link: float32 `[0]`. Carries no data; ties the backward of a combine to that of the dispatch, so
+            that every rank runs both even where a caller skipped its experts.
+    """
+
+    buffer_id: int
+    generation: int
+    layout: Layout
+    expert_alignment: int
+    num_tokens: int
+    num_topk: int
+    num_recv_tokens: int
+    num_recv_topk: int
+    plan: Plan
+    link: torch.Tensor = _NO_LINK
+
+    @classmethod
+    def of(
+        cls, plan: Plan, layout: Layout, expert_alignment: int, buffer_id: int, generation: int
+    ) -> DispatchHandle:
+        """The handle of a plan."""
+        return cls(
+            buffer_id=buffer_id,
+            generation=generation,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            num_tokens=plan.num_tokens,
+            num_topk=plan.num_topk,
+            num_recv_tokens=plan.num_recv_tokens,
+            num_recv_topk=plan.num_recv_topk,
+            plan=plan,
+        )
+
+    def linked(self, link: torch.Tensor) -> DispatchHandle:
+        """The same with another link. What `link` comes from may hold this one, as it has none."""
+        return DispatchHandle(
+            buffer_id=self.buffer_id,
+            generation=self.generation,
+            layout=self.layout,
+            expert_alignment=self.expert_alignment,
+            num_tokens=self.num_tokens,
+            num_topk=self.num_topk,
+            num_recv_tokens=self.num_recv_tokens,
+            num_recv_topk=self.num_recv_topk,
+            plan=self.plan,
+            link=link,
+        )
+
+    def dropped_choices(self) -> torch.Tensor:
+        """Choices of this rank that a capacity or a mask dropped: bool `[num_tokens, num_topk]`."""
+        tensors = self.plan.to_tensors()
+        return (tensors.topk_idx >= 0) & ~tensors.is_kept()
+
+
+class DispatchResult:
+    """What a dispatch brought to this rank; M rows, K choices per token.
+
+    With `async_op=True` the first look at an attribute waits until its shape is known (LOW_LATENCY: x,
+    x_sf and topk_weights are there at once), and `event` must be waited for before the data is read
+    or the inputs are overwritten. `moe_comm.dispatch` returns when the rows are there; gradients then
+    flow through `x` and `topk_weights`, and LOW_LATENCY rows that nothing was sent to are zero.
+
+    Attributes:
+        x: `[M, hidden]`. EXPERT_MAJOR: rows of local expert e are
+            `x[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`; padding is zero.
+            LOW_LATENCY: M is `num_local_experts * num_ranks * num_max_tokens_per_rank`. Rows that
+            `moe_comm.dispatch` has quantised are `QuantizedRows`.
+        x_sf: Scale factors `[M, num_scales]` of quantised rows (see `Quantization`), LOW_LATENCY:
+            `[num_local_experts, M / num_local_experts, num_scales]`; else None.
+        topk_idx: None (EXPERT_MAJOR), or int64 `[M, K]` local expert ids, -1 elsewhere (RANK_MAJOR).
+            K is the largest of all ranks where they chose different numbers.
+        topk_weights: None if none were given; float32 `[M]`, 0 in padding (EXPERT_MAJOR), or
+            `[M, K]`, 0 where the choice is not local (RANK_MAJOR). float64 where float64 was given.
+        num_tokens_per_expert: int64 `[num_local_experts]` on the host: choices of every local
+            expert, without padding and without what was dropped.
+        num_dropped_per_expert: int64 `[num_local_experts]` on the host: choices of every local
+            expert that a capacity or a masked rank dropped.
+        num_required_rows: int64 without dimensions, on the host: rows that this rank's result would
+            have without a capacity.
+        has_overflow: bool without dimensions, on the host: whether rows for this rank were dropped, or
+            its capacity had to grow.
+        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation; zeros
+            where the backend cannot tell, and in compiled code.
+        expert_offsets: int32 `[num_local_experts + 1]` on x's device: padded starts. RANK_MAJOR: where
+            the experts would start after a local permute with the same alignment.
+        status: None, or where the dispatch was captured into a graph int32 `[2]` on the device: how
+            the last replay ended (0 well; nothing moved where an input was bad, 1, where `capacity`
+            says to raise, 2, or where ranks make more choices than this one, 3; 4 where a peer
+            failed), and how many choices of this rank's experts were dropped. Then
+            `num_tokens_per_expert` is on the device too, and the host knows neither
+            `num_dropped_per_expert` nor `num_required_rows` nor `has_overflow`.
+        gradients: What the ranks say of gradients, united; see `EpBuffer.dispatch`.
+        handle: For `combine` and cached `dispatch`.
+        event: End of the operation.
+    """
+
+    __slots__ = (
+        "_capacity",
+        "_event",
+        "_handle",
+        "_make_handle",
+        "_operation",
+        "_output",
+        "_topk_weights",
+        "_x",
+    )
+
+    def __init__(
+        self,
+        operation: Operation[DispatchOutput],
+        capacity: Capacity | None = None,
+        *,
+        output: DispatchOutput | None = None,
+        handle: DispatchHandle | None = None,
+        make_handle: Callable[[DispatchOutput], DispatchHandle] | None = None,
+    ) -> None:
+        self._operation = operation
+        self._capacity = capacity
+        self._output = output  # of an operation that has ended
+        self._handle = handle
+        self._make_handle = make_handle  # where there is no handle yet
+        self._event: CommEvent | None = None
+        self._x: torch.Tensor | None = None
+        self._topk_weights: torch.Tensor | None = None
+
+    def _arrived(self) -> DispatchOutput:
+        if self._output is None:
+            self._output = self._operation.wait()
+        return self._output
+
+    def _early(self) -> DispatchOutput:
+        """For what may be looked at before the rows have arrived."""
+        if self._output is not None:
+            return self._output
+        early = self._operation.early
+        return self._arrived() if early is None else early
+
+    def hand_out(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: DispatchHandle,
+    ) -> None:
+        """What others have made of the rows, of their weights and of the handle, from now on."""
+        self._x = x
+        self._topk_weights = topk_weights
+        self._handle = handle
+
+    @property
+    def event(self) -> CommEvent:
+        """See the class."""
+        if self._event is None:
+            self._event = CommEvent(self._operation)
+        return self._event
+
+    @property
+    def x(self) -> torch.Tensor:
+        """See the class."""
+        return self._early().x if self._x is None else self._x
+
+    @property
+    def x_sf(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._early().x_sf
+
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._arrived().topk_idx
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._early().topk_weights if self._topk_weights is None else self._topk_weights
+
+    @property
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().num_tokens_per_expert
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().num_dropped_per_expert
+
+    @property
+    def num_required_rows(self) -> torch.Tensor:
+        """See the class."""
+        number = self._arrived().num_required_rows
+        return number if isinstance(number, torch.Tensor) else torch.tensor(number, device="cpu")
+
+    @property
+    def has_overflow(self) -> torch.Tensor:
+        """See the class."""
+        output = self._arrived()
+        has_dropped = output.num_dropped_per_expert.any()
+        most_rows = None if self._capacity is None else self._capacity.num_rows
+        if most_rows is None:
+            return has_dropped
+        return has_dropped | (self.num_required_rows > most_rows)
+
+    @property
+    def status(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._arrived().status
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().wait_ns
+
+    @property
+    def gradients(self) -> int:
+        """See the class."""
+        return self._arrived().gradients
+
+    @property
+    def expert_offsets(self) -> torch.Tensor:
+        """See the class."""
+        return self._arrived().expert_offsets
+
+    @property
+    def plan(self) -> Plan:
+        """Places of the rows; belongs to the backend. `handle` has it too."""
+        return self._arrived().plan
+
+    @property
+    def handle(self) -> DispatchHandle:
+        """See the class."""
+        if self._handle is None:
+            assert self._make_handle is not None
+            self._handle = self._make_handle(self._arrived())
+        return self._handle
+
+
+class CombineResult:
+    """What a combine brought back; `event` must be waited for before `x` is read.
+
+    Attributes:
+        x: `[num_tokens, hidden]` sums.
+        topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, or None.
+        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation.
+        gradients: As in `DispatchResult`.
+        event: End of the operation.
+    """
+
+    __slots__ = ("_operation", "event")
+
+    def __init__(self, operation: Operation[CombineOutput]) -> None:
+        self._operation = operation
+        self.event = CommEvent(operation)
+
+    @property
+    def x(self) -> torch.Tensor:
+        """See the class."""
+        x = self._operation.wait().x
+        if x is None:
+            raise ValueError("this combine pulled weights only, it has no sums")
+        return x
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """See the class."""
+        return self._operation.wait().topk_weights
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """See the class."""
+        return self._operation.wait().wait_ns
+
+    @property
+    def gradients(self) -> int:
+        """See the class."""
+        return self._operation.wait().gradients

@@ -1,0 +1,133 @@
+"""A rank's GPU: who shares it, the SMs that buffers take of it, and the heap on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_comm import env
+from moe_comm.peers import cuda_devices, nvshmem
+from moe_comm.peers.agree import agree, first_line
+from moe_comm.peers.bootstrap import Bootstrap
+
+if TYPE_CHECKING:
+    from moe_comm import _cuda, _host
+
+__all__ = ["RankGpu"]
+
+
+class RankGpu:
+    """The GPU of this rank, as its communicator and the buffers on it use it.
+
+    Args:
+        device: "cuda" for the current GPU of this process.
+        num_sms: SMs for the kernels of one buffer; None for the parent's, else for what the GPUs
+            allow.
+        parent: Of the communicator's parent, whose heap and SMs these are; or None.
+
+    Raises:
+        ValueError: This process cannot use the GPU.
+    """
+
+    def __init__(self, device: torch.device, num_sms: int | None, parent: RankGpu | None) -> None:
+        reason = cuda_devices.unusable_reason(device.index or 0)
+        if reason is not None:
+            raise ValueError(reason)
+        if not torch.cuda.is_available():
+            raise ValueError("this build of torch has no CUDA, and rows are its tensors")
+        if device == torch.device("cuda"):  # without a number
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self._owner: RankGpu = self if parent is None else parent._owner
+        self._num_sms: int | None = num_sms
+        if num_sms is None and parent is not None:
+            self._num_sms = parent._num_sms
+        self._num_claimed_sms = 0
+        self._own = cuda_devices.identify(device.index)
+        self._devices = [self._own]
+        self._heap: _cuda.Heap | None = None
+
+    def meet(self, bootstrap: Bootstrap, local_ranks: range) -> None:
+        """Learn who has which GPU. Collective.
+
+        Args:
+            bootstrap: Of the communicator.
+            local_ranks: Ranks of this node, whose GPUs must reach each other.
+
+        Raises:
+            ValueError: On every rank, where two of a node do not.
+        """
+        self._devices = bootstrap.all_gather(self._own)
+        if self._num_sms is None:
+            self._num_sms = cuda_devices.default_num_sms(self._devices)
+        problem = cuda_devices.problem_with_devices(bootstrap.rank_idx, self._devices, local_ranks)
+        agree(bootstrap.all_gather, problem)
+
+    def make_heap(
+        self,
+        native: _host.Group,
+        bootstrap: Bootstrap,
+        max_heap_bytes: int | None,
+        nvshmem_id: bytes | None,
+    ) -> None:
+        """Make this rank's memory on its GPU, which peers can open; a child's is its parent's. Collective.
+
+        Args:
+            native: Of the communicator; destroyed where this raises.
+            bootstrap: Of the communicator.
+            max_heap_bytes: As in `Communicator`.
+            nvshmem_id: By which ranks of several nodes meet (`nvshmem.agree`); None within a node.
+
+        Raises:
+            ValueError: On every rank, where one cannot.
+        """
+        if self._owner is not self:
+            self._heap = self._owner.heap
+            return
+        problem = None
+        try:
+            # torch and this module use one context of the device; torch's is made first.
+            torch.empty(0, device=self.device)
+            arguments = (
+                native,
+                self.device.index,
+                cuda_devices.max_connections(self._own, self._devices),
+                max_heap_bytes or 0,
+                env.poison_windows(),
+            )
+            if nvshmem_id is None:
+                self._heap = cuda_devices.load_cuda_module().Heap.create(*arguments)
+            else:
+                module = nvshmem.load_nvshmem_module()
+                self._heap = module.InternodeHeap.create(*arguments, nvshmem_id)
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            problem = first_line(error)
+        try:
+            agree(bootstrap.all_gather, problem)
+        except ValueError:
+            native.destroy()
+            raise
+
+    @property
+    def heap(self) -> _cuda.Heap:
+        """This rank's memory on its GPU."""
+        assert self._heap is not None, "before make_heap"
+        return self._heap
+
+    def claim_sms(self) -> tuple[int, str]:
+        """SMs for one more buffer on this rank, and what is wrong with that ("" if nothing).
+
+        `return_sms` gives them back, also after a problem. Children claim from their parent.
+        """
+        assert self._num_sms is not None, "before meet"
+        owner = self._owner
+        problem = cuda_devices.problem_with_sms(
+            owner._devices, self._num_sms, owner._num_claimed_sms
+        )
+        owner._num_claimed_sms += self._num_sms
+        return self._num_sms, problem
+
+    def return_sms(self, num_sms: int) -> None:
+        """Give back what `claim_sms` gave."""
+        self._owner._num_claimed_sms -= num_sms
