@@ -73,20 +73,21 @@ void send(const EntryWait& wait, Probe probe) {
 ShownWait::ShownWait(
     Group& group, uint64_t buffer_number, uint64_t epoch, int peer_rank, const std::string& what)
     : group_(group), peer_rank_(peer_rank), wait_(std::make_shared<EntryWait>()) {
-  wait_->id = {group.probe_channel(), group.rank_idx(), group.entries()->next_number()};
+  wait_->id = {
+      group.channel(Topic::kProbe), group.rank_idx(), group.mail().entries()->next_number()};
   wait_->link = group.link();
-  wait_->peer_link_rank = group.members()[static_cast<size_t>(peer_rank)];
-  wait_->channel = group.probe_channel();
+  wait_->peer_link_rank = group.link_rank(peer_rank);
+  wait_->channel = group.channel(Topic::kProbe);
   wait_->buffer_number = buffer_number;
   wait_->epoch = epoch;
   wait_->text = concat("rank ", group.rank_idx(), " waits for rank ", peer_rank, " ", what);
   if (kHasThreads)
-    group.entries()->begin(wait_);
+    group.mail().entries()->begin(wait_);
 }
 
 ShownWait::~ShownWait() {
   if (kHasThreads)
-    group_.entries()->end(wait_);
+    group_.mail().entries()->end(wait_);
 }
 
 CircleWatch::CircleWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns)

@@ -37,7 +37,7 @@ WaitSite ShrinkAgreement::site(const std::function<void()>& interrupt_check) con
 ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
                                       const std::function<void()>& interrupt_check) {
   group_.check_process(arguments.call.c_str());
-  group_.entries()->add_caller();
+  group_.mail().entries()->add_caller();
   std::vector<int> living;
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
@@ -60,10 +60,10 @@ ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
     own.needs_majority = arguments.needs_majority ? 1 : 0;
     own.agreed = concat(call_, "(", arguments.agreed, ")");
   }
-  group_.is_shrink_unfinished_.store(true, std::memory_order_relaxed);
+  is_unfinished_.store(true, std::memory_order_relaxed);
   if (!living.empty())
     abort_evicted(living);
-  group_.end_operations(interrupt_check, call_.c_str());
+  group_.recovery().end_operations(interrupt_check, call_.c_str());
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
     Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
@@ -72,7 +72,7 @@ ShrinkDecision ShrinkAgreement::agree(const Arguments& arguments,
       own.ballot.has_group = 0;
       is_decided_ = false;
     }
-    own.epochs = group_.own_epochs();
+    own.epochs = group_.recovery().own_epochs();
     own.has_spoken = false;  // says it again, with what this call knows
     short_since_ns_ = 0;
   }
@@ -129,7 +129,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
           const Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
           has_failed = !ranks_with(own.ballot.members, kFailed).empty();
           if (now_ns - arrival.start_ns() > kAbortPatienceNs && has_failed)
-            group_.abort_to(call_.c_str());
+            group_.recovery().abort_to(call_.c_str());
         }
         if (has_failed)
           shown.reset();
@@ -172,9 +172,9 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
       members[idx] |= kFailed;
     else if (states[idx] == PeerState::kDead)
       // Where nothing answers any more, it may be the link that has ended.
-      members[idx] =
-          static_cast<char>(members[idx] | kFailed |
-                            (group_.link()->is_link_lost(group_.members()[idx]) ? 0 : kEnded));
+      members[idx] = static_cast<char>(
+          members[idx] | kFailed |
+          (group_.link()->is_link_lost(group_.link_rank(peer_rank)) ? 0 : kEnded));
   }
   for (size_t idx = 0; idx < statements_.size(); ++idx)
     if ((members[idx] & kFailed) == 0 && statements_[idx].has_spoken && counts(statements_[idx]))
@@ -388,11 +388,10 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
   }
   std::vector<std::string> payloads(survivors_.size());
   for (size_t i = 0; i < survivors_.size(); ++i) {
-    const auto idx = static_cast<size_t>(survivors_[i]);
     if (survivors_[i] == group_.rank_idx())
       payloads[i] = payload;
     else
-      group_.link()->post(group_.members()[idx], group_.shrink_channel(), sequence, payload);
+      group_.post(survivors_[i], Topic::kShrink, sequence, payload);
   }
   const WaitSite where = site(interrupt_check);
   const int64_t limit_ns = group_.stall_timeout_ns();
@@ -401,14 +400,12 @@ std::vector<std::string> ShrinkAgreement::all_gather(const std::string& payload,
     const int rank = survivors_[i];
     if (rank == group_.rank_idx())
       continue;
-    const int link_rank = group_.members()[static_cast<size_t>(rank)];
     bool has_arrived = false;  // a waiter that looks again may not miss what it has taken
     wait_until(
         group_,
         [&] {
           if (!has_arrived)
-            has_arrived =
-                group_.link()->take(link_rank, group_.shrink_channel(), sequence, &payloads[i]);
+            has_arrived = group_.take(rank, Topic::kShrink, sequence, &payloads[i]);
           return has_arrived;
         },
         [&] {

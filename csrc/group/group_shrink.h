@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -8,11 +9,11 @@
 
 #include "core/sync.h"
 #include "group/shrink_members.h"
+#include "group/wait_site.h"
 
 namespace moe::host {
 
 class Group;
-struct WaitSite;
 
 /// What the ranks that go on agreed on.
 struct ShrinkDecision {
@@ -81,6 +82,9 @@ class ShrinkAgreement {
   /// @return Whether this ended it; not where another rank has done so before.
   bool refuse(const std::string& text, bool is_mistake);
 
+  /// Whether this rank has called, and the attempt has not ended.
+  bool is_unfinished() const { return is_unfinished_.load(std::memory_order_relaxed); }
+
   /// Throws Evicted where a peer that this rank does not take for failed takes this rank for it.
   void check_evicted();
   /// Throws PeerFailed where a peer has left @p what for the other kind of call.
@@ -134,6 +138,7 @@ class ShrinkAgreement {
   void abort_evicted(const std::vector<int>& ranks);
 
   Group& group_;
+  std::atomic<bool> is_unfinished_{false};
   sync::Mutex mutex_;
   uint32_t attempt_ = 0;               ///< those before it ended by a refusal
   std::vector<Statement> statements_;  ///< by rank; this rank's own is what it says itself

@@ -52,8 +52,7 @@ void ShrinkAgreement::hear_locked() {
       continue;
     const auto idx = static_cast<size_t>(peer_rank);
     // The attempt ends where a message says so: what follows belongs to another.
-    while (
-        group_.link()->take(group_.members()[idx], group_.shrink_channel(), attempt_, &message)) {
+    while (group_.take(peer_rank, Topic::kShrink, attempt_, &message)) {
       const bool is_heeded = !is_failed_locked(peer_rank);
       size_t position = 1;
       switch (message.empty() ? '\0' : message[0]) {
@@ -131,16 +130,11 @@ void ShrinkAgreement::end_attempt_locked(const std::string& text) {
   refusal_ = ended_by_ = text;
   if (text[0] == kFailure && named_by_ >= 0)  // by ranks that this one takes for failed
     resign_locked();
-  group_.is_shrink_unfinished_.store(false, std::memory_order_relaxed);
+  is_unfinished_.store(false, std::memory_order_relaxed);
 }
 
 void ShrinkAgreement::post(const std::string& message) {
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank)
-    if (peer_rank != group_.rank_idx() && group_.is_active(peer_rank))
-      group_.link()->post(group_.members()[static_cast<size_t>(peer_rank)],
-                          group_.shrink_channel(),
-                          attempt_,
-                          message);
+  group_.post_to_peers(Topic::kShrink, attempt_, message);
 }
 
 }  // namespace moe::host

@@ -1,5 +1,6 @@
 #include "group/peer_wait.h"
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -25,6 +26,28 @@ std::string describe(const WaitSite& site) {
   if (site.operation == layout::Operation::kNone)
     return site.call;
   return concat(name_of(site), ", phase ", layout::phase_name(site.phase));
+}
+
+// The service thread of a rank that runs answers at once, where it gets a core.
+constexpr int64_t kLeastAnswerNs = 1'000'000'000;
+
+/// Whom a rank waits for in the operation of @p site, -1 for nobody; nothing where there is no
+/// answer: it is stopped, or gone.
+std::optional<int> ask_awaited(Group& group, const WaitSite& site, int rank_idx) {
+  const uint64_t question = group.mail().ask_awaited(rank_idx, site.buffer_number);
+  const int64_t end_ns = sync::now_ns() + std::max(kLeastAnswerNs, group.stall_timeout_ns() / 10);
+  std::optional<int> awaited_rank;
+  await_peer(
+      group,
+      site,
+      [&] {
+        if (!awaited_rank)
+          awaited_rank = group.mail().take_answer(rank_idx, question);
+        return awaited_rank.has_value() || group.state(rank_idx) != PeerState::kAlive ||
+               sync::now_ns() >= end_ns;
+      },
+      [](int64_t) {});  // its end is a limit of its own, and no answer is one
+  return awaited_rank;
 }
 
 double seconds(int64_t duration_ns) {
@@ -143,7 +166,7 @@ int find_culprit(Group& group, const WaitSite& site, int peer_rank) {
   has_asked[static_cast<size_t>(group.rank_idx())] = 1;
   while (true) {
     has_asked[static_cast<size_t>(culprit)] = 1;
-    const std::optional<int> next = group.ask_awaited(culprit, site);
+    const std::optional<int> next = ask_awaited(group, site, culprit);
     if (!next || *next < 0 || *next >= group.num_ranks() || has_asked[static_cast<size_t>(*next)])
       return culprit;
     culprit = *next;

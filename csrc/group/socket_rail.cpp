@@ -377,7 +377,7 @@ std::shared_ptr<Rail> make_socket_rail(Group& group, uint64_t buffer_number) {
       group.link(),
       std::move(link_ranks),
       nodes.node_idx(group.rank_idx()),
-      SocketRailStream{group.rail_channel(), buffer_number, group.generation()});
+      SocketRailStream{group.channel(Topic::kRail), buffer_number, group.generation()});
 }
 
 }  // namespace moe::host

@@ -1,7 +1,6 @@
 #include "ops/batched_copy.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -85,12 +84,7 @@ class RunGuard {
 std::shared_ptr<BatchedCopy> BatchedCopy::create(std::shared_ptr<Group> group,
                                                  BatchedCopyConfig config,
                                                  const InterruptCheck& interrupt_check) {
-  // A forked child has neither the threads nor the memory: its copy cannot be taken apart.
-  std::shared_ptr<BatchedCopy> engine(new BatchedCopy(std::move(group), config),
-                                      [](BatchedCopy* made) {
-                                        if (!made->group_->is_forked_child())
-                                          delete made;
-                                      });
+  const auto engine = share_buffer(new BatchedCopy(std::move(group), config));
   try {
     engine->connect(interrupt_check);
   } catch (const InvalidArgument&) {
@@ -102,22 +96,22 @@ std::shared_ptr<BatchedCopy> BatchedCopy::create(std::shared_ptr<Group> group,
       engine->own_window_->quarantine();
     throw;
   }
-  engine->group_->add_recoverable(engine->buffer_number_, engine);
+  engine->group().add_recoverable(engine->buffer_number(), engine);
   return engine;
 }
 
 BatchedCopy::BatchedCopy(std::shared_ptr<Group> group, BatchedCopyConfig config)
-    : group_(std::move(group)),
+    : BufferBase(std::move(group)),
       config_(config),
       kernels_(&best_row_kernels()),
       cache_bytes_(last_level_cache_bytes()),
-      workspaces_(static_cast<size_t>(group_->num_ranks())),
-      slots_(static_cast<size_t>(group_->num_ranks())),
-      threads_(group_->num_threads()) {
+      workspaces_(static_cast<size_t>(this->group().num_ranks())),
+      slots_(static_cast<size_t>(this->group().num_ranks())),
+      threads_(this->group().num_threads()) {
   if (config_.num_slots == 0)
     config_.num_slots = kDefaultNumSlots;
   if (config_.slot_bytes == 0)
-    config_.slot_bytes = default_slot_bytes(group_->num_ranks(), config_.num_slots);
+    config_.slot_bytes = default_slot_bytes(this->group().num_ranks(), config_.num_slots);
 }
 
 BatchedCopy::~BatchedCopy() {
@@ -125,12 +119,12 @@ BatchedCopy::~BatchedCopy() {
 }
 
 void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
-  group_->check_usable(layout::Operation::kNone);
+  group().check_usable(layout::Operation::kNone);
   const int64_t bytes = layout::CopyWorkspace::bytes(num_ranks());
   Introduction own{{}, config_.slot_bytes, config_.num_slots, 0, 0};
   std::string problem;
   try {
-    own_window_ = group_->memory().allocate(static_cast<uint64_t>(bytes));
+    own_window_ = group().memory().allocate(static_cast<uint64_t>(bytes));
     sync::fill_shared(own_window_->data(), 0, static_cast<size_t>(bytes));
     own.workspace = own_window_->offer();
   } catch (const CapacityError& error) {
@@ -138,14 +132,14 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
     own.available_bytes = error.available_bytes;
     problem = error.what();
   }
-  buffer_number_ = group_->next_gather_sequence();
-  const auto payloads = group_->all_gather(
+  take_number();
+  const auto payloads = group().all_gather(
       std::string(reinterpret_cast<const char*>(&own), sizeof(own)) + problem, interrupt_check);
   raise_shortage(payloads);
   std::vector<Introduction> introductions(payloads.size());
   int first_rank = -1;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (!group_->is_active(peer_rank))
+    if (!group().is_active(peer_rank))
       continue;
     Introduction& peer = introductions[static_cast<size_t>(peer_rank)];
     std::memcpy(&peer, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(peer));
@@ -183,64 +177,54 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
   WaitSite site;
   site.interrupt_check = &interrupt_check;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
-    if (group_->is_active(peer_rank))
+    if (group().is_active(peer_rank))
       workspaces_[static_cast<size_t>(peer_rank)] = layout::CopyWorkspace(
-          group_->resolve(peer_rank, introductions[static_cast<size_t>(peer_rank)].workspace, site),
+          group().resolve(peer_rank, introductions[static_cast<size_t>(peer_rank)].workspace, site),
           num_ranks());
 }
 
 CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,
                            const InterruptCheck& interrupt_check) {
   const RunGuard guard(runner_);
-  const Group::OperationScope scope(*group_);
-  CopyRun run(*this, interrupt_check);
-  try {
-    return run.execute(*prepared);
-  } catch (const std::exception& error) {
-    run.fail(error.what(), prepared);
-    throw;
-  } catch (...) {
-    run.fail("an exception without a message", prepared);
-    throw;
-  }
+  return run_operation<CopyRun>(
+      *this, layout::Operation::kBatchedCopy, interrupt_check, [&](CopyRun& run) {
+        return run.execute(prepared);
+      });
 }
 
 void BatchedCopy::reject(const std::string& message, const InterruptCheck& interrupt_check) {
   const RunGuard guard(runner_);
-  const Group::OperationScope scope(*group_);
-  CopyRun run(*this, interrupt_check);
-  try {
-    run.reject(message);
-  } catch (const std::exception& error) {
-    run.fail(error.what(), nullptr);
-    throw;
-  }
+  run_rejected<CopyRun>(*this,
+                        layout::Operation::kBatchedCopy,
+                        layout::RowStatus::kInvalidArgument,
+                        message,
+                        interrupt_check);
 }
 
 void BatchedCopy::make_slots(int peer_rank) {
   auto& window = slots_[static_cast<size_t>(peer_rank)];
   if (!window)
     window =
-        group_->memory().allocate(static_cast<uint64_t>(config_.slot_bytes * config_.num_slots));
+        group().memory().allocate(static_cast<uint64_t>(config_.slot_bytes * config_.num_slots));
 }
 
 void BatchedCopy::quarantine_slots() {
   for (auto& window : slots_)
-    group_->quarantine(std::exchange(window, nullptr));
+    group().retired().quarantine(std::exchange(window, nullptr));
 }
 
 void BatchedCopy::end_run() {
   const auto give_up = [this] {
-    group_->abort(layout::AbortCause::kPeerFailed,
+    group().abort(layout::AbortCause::kPeerFailed,
                   WaitSite{layout::Operation::kBatchedCopy},
                   {rank_idx()},
                   concat("rank ",
                          rank_idx(),
                          " destroyed batched copy of buffer ",
-                         buffer_number_,
+                         buffer_number(),
                          " while it ran"));
   };
-  const int64_t limit_ns = sync::now_ns() + group_->stall_timeout_ns();
+  const int64_t limit_ns = sync::now_ns() + group().stall_timeout_ns();
   for (std::thread::id runner; (runner = runner_.load()) != std::thread::id();) {
     const bool is_own = runner == std::this_thread::get_id();  // from a handler of a signal
     if (is_own || sync::now_ns() > limit_ns)
@@ -254,22 +238,18 @@ void BatchedCopy::end_run() {
 }
 
 void BatchedCopy::destroy() {
-  if (is_destroyed_.load() || group_->is_forked_child())
+  if (is_destroyed() || group().is_forked_child())
     return;
   end_run();
-  if (is_destroyed_.exchange(true))
+  if (!become_destroyed())
     return;
   slots_.assign(slots_.size(), nullptr);
   if (!own_window_ || own_workspace().base() == nullptr)
     return;
-  std::vector<uint64_t*> peer_words;
-  std::vector<const uint64_t*> own_words;
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    const auto& peer = workspace(peer_rank);
-    peer_words.push_back(peer.base() == nullptr ? nullptr : &peer.closed(rank_idx()).value);
-    own_words.push_back(&own_workspace().closed(peer_rank).value);
-  }
-  group_->close_control({std::move(own_window_)}, peer_words, std::move(own_words));
+  close_control({std::move(own_window_)}, [this](int owner, int rank) -> uint64_t* {
+    const layout::CopyWorkspace& area = workspace(owner);
+    return area.base() == nullptr ? nullptr : &area.closed(rank).value;
+  });
 }
 
 }  // namespace moe::host

@@ -9,8 +9,8 @@
 
 #include "cpu/row_kernels.h"
 #include "cpu/thread_pool.h"
-#include "group/group.h"
 #include "layout/copy_control.h"
+#include "ops/buffer_base.h"
 #include "ops/prepared_copies.h"
 
 namespace moe::host {
@@ -33,7 +33,7 @@ struct CopyStats {
 /// its slots and its epochs.
 ///
 /// One run at a time.
-class BatchedCopy : public Recoverable {
+class BatchedCopy : public BufferBase {
  public:
   /// Collective. @throws InvalidArgument  ranks configure it differently; on every rank.
   static std::shared_ptr<BatchedCopy> create(std::shared_ptr<Group> group,
@@ -41,11 +41,8 @@ class BatchedCopy : public Recoverable {
                                              const InterruptCheck& interrupt_check);
   ~BatchedCopy() override;
 
-  Group& group() const { return *group_; }
   const BatchedCopyConfig& config() const { return config_; }
-  int rank_idx() const { return group_->rank_idx(); }
-  int num_ranks() const { return group_->num_ranks(); }
-  uint64_t buffer_number() const { return buffer_number_; }
+  const char* noun() const override { return "batched copy"; }
 
   /// Collective. @throws InvalidArgument, CapacityError  on every rank, before data moves;
   /// PeerFailed, PeerTimeout  the communicator is aborted, destinations are undefined.
@@ -55,16 +52,11 @@ class BatchedCopy : public Recoverable {
   /// Takes part in a run that cannot be, and throws @p message as every rank does.
   [[noreturn]] void reject(const std::string& message, const InterruptCheck& interrupt_check);
 
-  Epochs epochs() const override {
-    return {next_epoch_, last_completed_.load(std::memory_order_relaxed)};
-  }
   bool is_idle() const override { return runner_.load() == std::thread::id(); }
-  void restart(uint64_t next_epoch) override { next_epoch_ = next_epoch; }
 
   /// Tells peers, and gives memory back once they need it no more. Local, idempotent.
   /// Waits for a run of another thread to end; aborts the communicator if peers keep it too long.
   void destroy();
-  bool is_destroyed() const { return is_destroyed_; }
 
   // ---- What a CopyRun uses.
 
@@ -75,9 +67,7 @@ class BatchedCopy : public Recoverable {
   const RowKernels& kernels() const { return *kernels_; }
   ThreadPool& threads() { return threads_; }
   int64_t cache_bytes() const { return cache_bytes_; }
-  uint64_t take_epoch() { return next_epoch_++; }
   uint64_t take_table_number() { return ++last_table_number_; }
-  void complete_epoch(uint64_t epoch) { last_completed_.store(epoch, std::memory_order_relaxed); }
 
   /// Makes the slots that @p peer_rank fills, if there are none. @throws CapacityError
   void make_slots(int peer_rank);
@@ -93,19 +83,14 @@ class BatchedCopy : public Recoverable {
   void connect(const InterruptCheck& interrupt_check);
   void end_run();
 
-  std::shared_ptr<Group> group_;
   BatchedCopyConfig config_;
   const RowKernels* kernels_;
   int64_t cache_bytes_;
-  uint64_t buffer_number_ = 0;
   std::shared_ptr<Window> own_window_;
   std::vector<layout::CopyWorkspace> workspaces_;
   std::vector<std::shared_ptr<Window>> slots_;  ///< [num_ranks], filled by that rank
-  uint64_t next_epoch_ = 1;                     // 0 is the flag of memory that was never written
   uint64_t last_table_number_ = 0;
-  std::atomic<uint64_t> last_completed_{0};
   std::atomic<std::thread::id> runner_{};  ///< who is in a run; nobody when default
-  std::atomic<bool> is_destroyed_{false};
   ThreadPool threads_;
 };
 

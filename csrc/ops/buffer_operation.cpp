@@ -24,46 +24,76 @@ void check_rails(const Group& group, layout::Operation operation) {
   }
 }
 
-BufferOperation::BufferOperation(EndpointBase& endpoint,
+BufferOperation::BufferOperation(BufferBase& buffer,
                                  layout::Operation operation,
                                  const InterruptCheck& interrupt_check)
-    : group_(endpoint.group()),
+    : group_(buffer.group()),
       operation_(operation),
       interrupt_check_(interrupt_check),
-      buffer_(endpoint) {
-  MOE_CHECK(!endpoint.is_destroyed(),
+      buffer_(buffer) {
+  MOE_CHECK(!buffer.is_destroyed(),
             layout::operation_name(operation),
-            ": this buffer has been destroyed");
+            ": this ",
+            buffer.noun(),
+            " has been destroyed");
   check_rails(group_, operation);
   group_.check_usable(operation);
 }
 
-BufferOperation::BufferOperation(EndpointBase& endpoint,
+BufferOperation::BufferOperation(BufferBase& buffer,
                                  layout::Operation operation,
                                  uint64_t epoch,
                                  std::vector<std::shared_ptr<Window>> offered,
                                  const InterruptCheck& interrupt_check)
-    : group_(endpoint.group()),
+    : group_(buffer.group()),
       operation_(operation),
       interrupt_check_(interrupt_check),
       epoch_(epoch),
       step_(layout::Phase::kData),
       offered_(std::move(offered)),
-      buffer_(endpoint),
+      buffer_(buffer),
       phase_("done") {
   if (buffer_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
 }
 
-void BufferOperation::refuse_closed(int peer_rank) const {
+void BufferOperation::refuse_closed(int peer_rank) {
+  // No rank can get the row of that one, so all end here alike; nothing was written to anybody.
+  if (epoch_ != 0)
+    close();
   throw InvalidArgument(concat("rank ",
                                peer_rank,
-                               " has destroyed this buffer, rank ",
+                               " has destroyed this ",
+                               buffer_.noun(),
+                               ", rank ",
                                group_.rank_idx(),
                                " calls ",
                                layout::operation_name(operation_),
                                " on it"));
+}
+
+void BufferOperation::reject(const layout::OperationArguments& arguments,
+                             layout::RowStatus status,
+                             const std::string& message) {
+  RowMessage row;
+  row.arguments = arguments;
+  row.status = status;
+  row.message = message;
+  exchange_rejection(row);
+  throw std::logic_error("a rejected row was not reported");
+}
+
+void BufferOperation::reject(const layout::OperationArguments& arguments,
+                             const CapacityError& error) {
+  RowMessage row;
+  row.arguments = arguments;
+  row.status = layout::RowStatus::kNoCapacity;
+  row.message = error.what();
+  row.needed_bytes = error.needed_bytes;
+  row.available_bytes = error.available_bytes;
+  exchange_rejection(row);
+  throw std::logic_error("a rejected row was not reported");
 }
 
 void BufferOperation::begin(bool is_epoch_known) {
@@ -72,8 +102,8 @@ void BufferOperation::begin(bool is_epoch_known) {
     phase_start_ns_ = sync::now_ns();
   epoch_ = buffer_.take_epoch();
   if (!buffer_.is_on_progress_thread())
-    group_.entries()->add_caller();
-  group_.entries()->enter(buffer_.buffer_number(), epoch_);
+    group_.mail().entries()->add_caller();
+  group_.mail().entries()->enter(buffer_.buffer_number(), epoch_);
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
 }
 
@@ -81,7 +111,7 @@ void BufferOperation::learn_epoch(uint64_t epoch) {
   epoch_ = epoch;
   is_epoch_known_ = true;
   buffer_.set_next_epoch(epoch + 1);
-  group_.entries()->enter(buffer_.buffer_number(), epoch_);
+  group_.mail().entries()->enter(buffer_.buffer_number(), epoch_);
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
   flush_early_records();
 }
@@ -100,12 +130,16 @@ void BufferOperation::close() {
   group_.leave_presence();
 }
 
+void BufferOperation::consume() {
+  buffer_.complete_epoch(epoch_);
+  close();
+}
+
 void BufferOperation::complete() {
   if (!is_open_)
     return;
   enter(nullptr);
-  close();
-  buffer_.complete_epoch(epoch_);
+  consume();
 }
 
 void BufferOperation::give_up(const std::string& reason) {
@@ -128,7 +162,7 @@ void BufferOperation::give_up(const std::string& reason) {
 
 void BufferOperation::quarantine_offers() {
   for (auto& window : offered_)
-    group_.quarantine(std::move(window));
+    group_.retired().quarantine(std::move(window));
 }
 
 WaitSite BufferOperation::site(layout::Phase phase) const {

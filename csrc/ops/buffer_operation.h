@@ -2,11 +2,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "ops/endpoint_base.h"
+#include "ops/agreement.h"
+#include "ops/buffer_base.h"
 
 namespace moe::host {
 
@@ -14,7 +16,7 @@ namespace moe::host {
 /// @throws InvalidArgument  a rank has failed through which rows came to living ones of its node.
 void check_rails(const Group& group, layout::Operation operation);
 
-/// What every operation of a buffer has, whoever moves its rows: its epoch, its trace, and an end
+/// What every operation of a buffer has, whoever moves its bytes: its epoch, its trace, and an end
 /// that every rank hears of.
 class BufferOperation {
  public:
@@ -32,6 +34,12 @@ class BufferOperation {
   /// All of this rank's part has ended, or will have in the order of its stream.
   void complete();
 
+  /// Says in this rank's row what is wrong here, then throws it as every rank does.
+  [[noreturn]] void reject(const layout::OperationArguments& arguments,
+                           layout::RowStatus status,
+                           const std::string& message);
+  [[noreturn]] void reject(const layout::OperationArguments& arguments, const CapacityError& error);
+
   /// From now on time counts as @p phase in the trace.
   void enter(const char* phase);
 
@@ -39,20 +47,44 @@ class BufferOperation {
   /// @throws InvalidArgument  the buffer has been destroyed, or check_rails(). Throws what keeps
   /// the
   ///   communicator from being used.
-  BufferOperation(EndpointBase& endpoint,
+  BufferOperation(BufferBase& buffer,
                   layout::Operation operation,
                   const InterruptCheck& interrupt_check);
   /// Goes on with an operation of which a part has ended well.
   /// @param offered  What peers may still touch.
-  BufferOperation(EndpointBase& endpoint,
+  BufferOperation(BufferBase& buffer,
                   layout::Operation operation,
                   uint64_t epoch,
                   std::vector<std::shared_ptr<Window>> offered,
                   const InterruptCheck& interrupt_check);
-  ~BufferOperation() = default;
+  virtual ~BufferOperation() = default;
 
-  /// @throws InvalidArgument  always: @p peer_rank has destroyed the buffer.
-  [[noreturn]] void refuse_closed(int peer_rank) const;
+  /// Publishes @p row, whose status is not kOk, and throws what the rows of all ranks say.
+  virtual void exchange_rejection(const RowMessage& row) = 0;
+
+  /// Ends the operation where a peer has destroyed the buffer and takes no part in it.
+  /// @param closed_epoch  closed_epoch(rank): the first operation that the rank takes no part in, 0
+  ///   for none.
+  /// @param let_go  let_go(rank): what keeps waiting for a row of that rank ends.
+  /// @throws InvalidArgument  names the peer.
+  template <typename ClosedEpoch, typename LetGo>
+  void check_closed(ClosedEpoch&& closed_epoch, LetGo&& let_go) {
+    for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+      if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
+        continue;
+      const uint64_t epoch = closed_epoch(peer_rank);
+      // News may be here before the rows of an operation that the peer still made.
+      if (epoch == 0 || (epoch_ != 0 && epoch_ < epoch))
+        continue;
+      group_.check_abort();  // it may have destroyed the buffer because of that
+      let_go(peer_rank);
+      refuse_closed(peer_rank);
+    }
+  }
+  template <typename ClosedEpoch>
+  void check_closed(ClosedEpoch&& closed_epoch) {
+    check_closed(closed_epoch, [](int) {});
+  }
   /// Takes the next epoch: from here on peers wait for this rank.
   /// @param is_epoch_known  Else it is some later one; see learn_epoch().
   void begin(bool is_epoch_known = true);
@@ -63,6 +95,8 @@ class BufferOperation {
   bool is_open() const { return is_open_; }
   /// Every rank knows the same end, and where this rank is.
   void close();
+  /// Every rank ends here alike, without data: consumes the epoch.
+  void consume();
   /// Ends by an exception: whoever waits for this rank, or reads its memory, hears of it first.
   void give_up(const std::string& reason);
   /// Keeps aside what peers may still write to.
@@ -80,9 +114,10 @@ class BufferOperation {
   int64_t phase_start_ns_ = 0;
 
  private:
+  [[noreturn]] void refuse_closed(int peer_rank);
   void flush_early_records();
 
-  EndpointBase& buffer_;
+  BufferBase& buffer_;
   bool is_open_ = true;
   bool is_epoch_known_ = true;
   std::vector<TraceRecord> early_records_;  ///< of before the epoch was known
@@ -106,15 +141,43 @@ auto run_to_end(Exchange& exchange, Body&& body) {
   }
 }
 
-/// Runs @p body(exchange) as one operation of @p endpoint; see run_to_end().
-template <typename Exchange, typename Endpoint, typename Body>
-auto run_operation(Endpoint& endpoint,
+/// Runs @p body(exchange) as one operation of @p buffer; see run_to_end().
+template <typename Exchange, typename Buffer, typename Body>
+auto run_operation(Buffer& buffer,
                    layout::Operation operation,
                    const InterruptCheck& interrupt_check,
                    Body&& body) {
-  const Group::OperationScope scope(endpoint.group());
-  Exchange exchange(endpoint, operation, interrupt_check);
+  const Group::OperationScope scope(buffer.group());
+  Exchange exchange(buffer, operation, interrupt_check);
   return run_to_end(exchange, [&] { return body(exchange); });
+}
+
+/// Publishes a row that says what is wrong on this rank in place of an operation, then throws it as
+/// every rank does.
+/// @param prepare  Runs before that, within the operation.
+template <typename Exchange, typename Buffer, typename Prepare>
+[[noreturn]] void run_rejected(Buffer& buffer,
+                               layout::Operation operation,
+                               layout::RowStatus status,
+                               const std::string& message,
+                               const InterruptCheck& interrupt_check,
+                               Prepare&& prepare) {
+  run_operation<Exchange>(buffer, operation, interrupt_check, [&](Exchange& exchange) -> int {
+    prepare();
+    layout::OperationArguments arguments;
+    arguments.operation = static_cast<int32_t>(operation);
+    exchange.reject(arguments, status, message);
+    return 0;
+  });
+  throw std::logic_error("a rejected operation ended well");
+}
+template <typename Exchange, typename Buffer>
+[[noreturn]] void run_rejected(Buffer& buffer,
+                               layout::Operation operation,
+                               layout::RowStatus status,
+                               const std::string& message,
+                               const InterruptCheck& interrupt_check) {
+  run_rejected<Exchange>(buffer, operation, status, message, interrupt_check, [] {});
 }
 
 }  // namespace moe::host

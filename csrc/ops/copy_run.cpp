@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "group/peer_wait.h"
+
 namespace moe::host {
 
 namespace {
@@ -28,39 +30,28 @@ void store_text(char (&target)[kBytes], const std::string& text) {
 
 }  // namespace
 
-CopyRun::CopyRun(BatchedCopy& engine, const InterruptCheck& interrupt_check)
-    : engine_(engine),
-      group_(engine.group()),
-      interrupt_check_(interrupt_check),
+CopyRun::CopyRun(BatchedCopy& engine,
+                 layout::Operation operation,
+                 const InterruptCheck& interrupt_check)
+    : BufferOperation(engine, operation, interrupt_check),
+      engine_(engine),
       rows_(static_cast<size_t>(engine.num_ranks())) {
-  MOE_CHECK(!engine.is_destroyed(), "batched copy: it has been destroyed");
-  group_.check_usable(layout::Operation::kBatchedCopy);
   check_closed();
-  epoch_ = engine_.take_epoch();
-  group_.entries()->add_caller();
-  group_.entries()->enter(engine_.buffer_number(), epoch_);
-  group_.show_presence(engine_.buffer_number(), epoch_, layout::Operation::kBatchedCopy);
+  begin();
 }
 
-void CopyRun::check_closed() const {
+void CopyRun::check_closed() {
   const auto& workspace = engine_.own_workspace();
-  for_active_peers([&](int peer_rank) {
-    if (sync::load_acquire(workspace.closed(peer_rank).value) == 0)
-      return;
-    // It may have closed after a run whose end this rank has not seen yet.
-    if (epoch_ == 0 || sync::load_acquire(workspace.row(peer_rank).epoch) < epoch_)
-      throw InvalidArgument(concat("rank ",
-                                   peer_rank,
-                                   " has destroyed this batched copy, rank ",
-                                   group_.rank_idx(),
-                                   " runs it"));
-  });
+  BufferOperation::check_closed(
+      [&](int peer_rank) { return sync::load_acquire(workspace.closed(peer_rank).value); });
 }
 
-CopyStats CopyRun::execute(PreparedCopies& prepared) {
+CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given) {
   const int64_t start_ns = sync::now_ns();
+  prepared_ = given;
+  PreparedCopies& prepared = *given;
   if (!prepared.problem().empty())
-    reject(prepared.problem());
+    reject({}, RowStatus::kInvalidArgument, prepared.problem());
   try {
     if (!prepared.table_window())
       prepared.make_table(group_.memory(), engine_.take_table_number());
@@ -69,9 +60,9 @@ CopyStats CopyRun::execute(PreparedCopies& prepared) {
         engine_.make_slots(peer_rank);
     });
   } catch (const CapacityError& error) {
-    reject_short(error);
+    reject({}, error);
   }
-  publish_row(RowStatus::kOk, "", &prepared, nullptr);
+  publish_row({});
   collect_rows();
   raise_agreed();
   const std::string problem = match(prepared);
@@ -85,9 +76,7 @@ CopyStats CopyRun::execute(PreparedCopies& prepared) {
   move(route);
   release_done();
   await_done(route);
-  has_ended_ = true;
-  engine_.complete_epoch(epoch_);
-  group_.leave_presence();
+  complete();
   const int64_t end_ns = sync::now_ns();
   CopyStats stats;
   stats.direct_bytes = route.direct_bytes;
@@ -98,17 +87,14 @@ CopyStats CopyRun::execute(PreparedCopies& prepared) {
   return stats;
 }
 
-void CopyRun::publish_row(RowStatus status,
-                          const std::string& message,
-                          PreparedCopies* prepared,
-                          const CapacityError* shortage) {
+void CopyRun::publish_row(const RowMessage& message) {
   CopyRow row{};
-  row.status = static_cast<int32_t>(status);
-  store_text(row.message, message);
-  if (shortage != nullptr) {
-    row.needed_bytes = shortage->needed_bytes;
-    row.available_bytes = shortage->available_bytes;
-  }
+  row.status = static_cast<int32_t>(message.status);
+  store_text(row.message, message.message);
+  row.needed_bytes = message.needed_bytes;
+  row.available_bytes = message.available_bytes;
+  const PreparedCopies* const prepared =
+      message.status == RowStatus::kOk ? prepared_.get() : nullptr;
   if (prepared != nullptr) {
     row.prepared_number = prepared->number();
     row.table = prepared->table_window()->offer();
@@ -175,18 +161,10 @@ void CopyRun::raise_agreed() {
   throw error;
 }
 
-void CopyRun::reject(const std::string& message) {
-  publish_row(RowStatus::kInvalidArgument, message, nullptr, nullptr);
+void CopyRun::exchange_rejection(const RowMessage& row) {
+  publish_row(row);
   collect_rows();
   raise_agreed();
-  throw std::logic_error("a rejected run was not reported");
-}
-
-void CopyRun::reject_short(const CapacityError& error) {
-  publish_row(RowStatus::kNoCapacity, error.what(), nullptr, &error);
-  collect_rows();
-  raise_agreed();
-  throw std::logic_error("a rejected run was not reported");
 }
 
 void CopyRun::publish_verdict(const std::string& problem) {
@@ -230,9 +208,7 @@ void CopyRun::collect_verdicts() {
 
 void CopyRun::settle() {
   release_done();
-  has_ended_ = true;
-  engine_.complete_epoch(epoch_);
-  group_.leave_presence();
+  consume();
 }
 
 void CopyRun::release_done() {
@@ -245,25 +221,18 @@ void CopyRun::release_done() {
   });
 }
 
-void CopyRun::fail(const std::string& reason, const std::shared_ptr<PreparedCopies>& prepared) {
-  if (has_ended_)
+void CopyRun::fail(const std::string& reason) {
+  if (!is_open())
     return;
-  has_ended_ = true;
-  group_.leave_presence();
-  if (!group_.is_aborted())
-    group_.abort(
-        layout::AbortCause::kPeerFailed,
-        site(step_),
-        {group_.rank_idx()},
-        concat("rank ", group_.rank_idx(), " gave up batched copy, epoch ", epoch_, ": ", reason));
+  give_up(reason);
   for_active_peers([&](int peer_rank) {
     sync::store_release(engine_.workspace(peer_rank).stopped(group_.rank_idx()).value, epoch_);
     sync::ring(group_.doorbell(peer_rank));
   });
   engine_.quarantine_slots();
-  if (!prepared)
+  if (!prepared_)
     return;
-  group_.quarantine(prepared->take_table());
+  group_.retired().quarantine(prepared_->take_table());
   if (!may_be_written_to_)
     return;
   const auto& workspace = engine_.own_workspace();
@@ -279,11 +248,79 @@ void CopyRun::fail(const std::string& reason, const std::shared_ptr<PreparedCopi
   const int64_t limit_ns = sync::now_ns() + kStopNs;
   while (!all_stopped()) {
     if (sync::now_ns() > limit_ns) {
-      group_.keep(prepared->owner());
+      group_.retired().keep(prepared_->owner());
       return;
     }
     sync::sleep_unless(group_.own_doorbell(), kStopNs / 10, all_stopped);
   }
+}
+
+// ---- What a batched copy waits for: rows, which may come late, and ranks that have entered.
+
+bool CopyRun::is_missing(int peer_rank) const {
+  return sync::load_acquire(engine_.own_workspace().done(peer_rank).value) < epoch_;
+}
+
+void CopyRun::progress() {
+  // Only this rank's own thread raises it.
+  auto& activity = engine_.own_workspace().activity();
+  sync::store_relaxed(activity.progress, sync::load_relaxed(activity.progress) + 1);
+}
+
+void CopyRun::await_row(int peer_rank) {
+  const auto has_row = [&](int rank_idx) {
+    return sync::load_acquire(engine_.own_workspace().row(rank_idx).epoch) >= epoch_;
+  };
+  const auto ready = [&] { return has_row(peer_rank); };
+  if (ready()) [[likely]]
+    return;
+  const WaitSite where = site(Phase::kRows);
+  ArrivalWatch arrival(group_, where, peer_rank);
+  await_peer(group_, where, ready, [&](int64_t now_ns) {
+    progress();
+    check_closed();
+    // Nobody is done before it has this rank's verdict, which follows all rows.
+    check_gone(group_, where, [&](int gone_rank) { return is_missing(gone_rank); });
+    arrival.check(now_ns, [&](int rank_idx) { return !has_row(rank_idx); });
+  });
+}
+
+void CopyRun::await_entered(Phase phase,
+                            const std::function<bool()>& ready,
+                            const std::function<bool(int)>& is_awaited) {
+  if (ready()) [[likely]]
+    return;
+  // A rank that has entered raises its progress while it moves bytes and while it waits for others:
+  // whose stands still is the one to blame, whomever this rank waits for. So nobody is asked.
+  struct Sign {
+    uint64_t progress;
+    int64_t since_ns;
+  };
+  const int64_t start_ns = sync::now_ns();
+  std::vector<Sign> signs(rows_.size());
+  for_active_peers([&](int peer_rank) {
+    signs[static_cast<size_t>(peer_rank)] = {
+        sync::load_relaxed(engine_.workspace(peer_rank).activity().progress), start_ns};
+  });
+  const WaitSite where = site(phase);
+  const auto give_up = [&](int peer_rank, int64_t limit_ns) {
+    give_up_stalled(group_, where, peer_rank, limit_ns, concat("rank ", peer_rank));
+  };
+  await_peer(group_, where, ready, [&](int64_t now_ns) {
+    progress();
+    check_gone(group_, where, [&](int gone_rank) { return is_missing(gone_rank); });
+    for_active_peers([&](int peer_rank) {
+      Sign& sign = signs[static_cast<size_t>(peer_rank)];
+      const uint64_t now = sync::load_relaxed(engine_.workspace(peer_rank).activity().progress);
+      if (now != sign.progress)
+        sign = {now, now_ns};
+      else if (now_ns - sign.since_ns > group_.stall_timeout_ns() && is_missing(peer_rank))
+        give_up(peer_rank, group_.stall_timeout_ns());
+      // Ranks that only wait for each other would show progress for ever.
+      if (now_ns - start_ns > group_.arrival_timeout_ns() && is_awaited(peer_rank))
+        give_up(peer_rank, group_.arrival_timeout_ns());
+    });
+  });
 }
 
 }  // namespace moe::host

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ops/batched_copy.h"
+#include "ops/buffer_operation.h"
 
 namespace moe::host {
 
@@ -15,31 +16,24 @@ namespace moe::host {
 /// Every rank publishes a row, reads all rows, compares its sends with the receives of its peers,
 /// and publishes a verdict; data moves when all verdicts are good. Then ranks write in place, fill
 /// the slots of others and empty their own, in whatever order peers allow.
-class CopyRun {
+class CopyRun : public BufferOperation {
  public:
-  /// Takes the run's epoch. @throws  what makes the communicator unusable.
-  CopyRun(BatchedCopy& engine, const InterruptCheck& interrupt_check);
+  CopyRun(BatchedCopy& engine, layout::Operation operation, const InterruptCheck& interrupt_check);
 
-  CopyStats execute(PreparedCopies& prepared);
+  CopyStats execute(const std::shared_ptr<PreparedCopies>& prepared);
 
-  /// Publishes a row that says what is wrong here, then throws it as every rank does.
-  [[noreturn]] void reject(const std::string& message);
-
-  /// Ends by an exception: aborts the communicator unless every rank knows the same end, and waits
-  /// a little for peers to write here no more; @p prepared (may be null) outlives them in any case.
-  void fail(const std::string& reason, const std::shared_ptr<PreparedCopies>& prepared);
+  /// Ends by an exception. Waits a little for peers to write here no more; what was prepared
+  /// outlives them in any case.
+  void fail(const std::string& reason);
 
  private:
   // The protocol (copy_run.cpp).
-  void check_closed() const;
-  void publish_row(layout::RowStatus status,
-                   const std::string& message,
-                   PreparedCopies* prepared,
-                   const CapacityError* shortage);
+  void check_closed();
+  void exchange_rejection(const RowMessage& row) override;
+  void publish_row(const RowMessage& message);
   void collect_rows();
   void publish_verdict(const std::string& problem);
   void collect_verdicts();
-  [[noreturn]] void reject_short(const CapacityError& error);
   void raise_agreed();
   void settle();
   void release_done();
@@ -59,14 +53,13 @@ class CopyRun {
   void end_part(const Part& part);
   void await_done(const PreparedCopies::Route& route);
 
-  // Waiting (copy_waits.cpp).
+  // Waiting.
   void await_row(int peer_rank);
   /// Waits until @p ready() for ranks that have entered, of which is_awaited(rank) tells.
   void await_entered(layout::Phase phase,
                      const std::function<bool()>& ready,
                      const std::function<bool(int)>& is_awaited);
   bool is_missing(int peer_rank) const;
-  WaitSite site(layout::Phase phase) const;
   void progress();
 
   template <typename Body>
@@ -80,13 +73,9 @@ class CopyRun {
   }
 
   BatchedCopy& engine_;
-  Group& group_;
-  const InterruptCheck& interrupt_check_;
-  uint64_t epoch_ = 0;
-  layout::Phase step_ = layout::Phase::kRows;
-  bool has_ended_ = false;
-  bool may_be_written_to_ = false;     ///< peers have this rank's verdict
-  std::vector<layout::CopyRow> rows_;  ///< [num_ranks], private copies
+  std::shared_ptr<PreparedCopies> prepared_;  ///< null until a row has said what it holds
+  bool may_be_written_to_ = false;            ///< peers have this rank's verdict
+  std::vector<layout::CopyRow> rows_;         ///< [num_ranks], private copies
 };
 
 }  // namespace moe::host

@@ -34,7 +34,7 @@ std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Group> group,
                                            const InterruptCheck& interrupt_check) {
   if (group->nodes().num_nodes() > 1)
     config.agreed.emplace_back("rail", config.rail ? config.rail->name() : "sockets");
-  const auto endpoint = share_endpoint(new Endpoint(std::move(group), std::move(config)));
+  const auto endpoint = share_buffer(new Endpoint(std::move(group), std::move(config)));
   try {
     endpoint->connect(endpoint->config().depth, "", interrupt_check);
   } catch (const InvalidArgument&) {

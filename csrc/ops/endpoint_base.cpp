@@ -70,33 +70,33 @@ std::shared_ptr<std::byte> zeroed_memory(int64_t bytes) {
 }  // namespace
 
 EndpointBase::EndpointBase(std::shared_ptr<Group> group, EndpointConfig config)
-    : group_(std::move(group)),
+    : BufferBase(std::move(group)),
       config_(std::move(config)),
-      placement_(config_.expert_rank, group_->num_ranks()),
-      workspaces_(static_cast<size_t>(group_->num_ranks())),
-      wait_totals_(static_cast<size_t>(group_->num_ranks())),
+      placement_(config_.expert_rank, this->group().num_ranks()),
+      workspaces_(static_cast<size_t>(this->group().num_ranks())),
+      wait_totals_(static_cast<size_t>(this->group().num_ranks())),
       recent_needs_(kRecentNeeds),
       progress_(static_cast<size_t>(config_.depth)) {}
 
 std::vector<std::string> EndpointBase::connect(int depth,
                                                const std::string& extra,
                                                const InterruptCheck& interrupt_check) {
-  group_->check_usable(layout::Operation::kNone);
+  group().check_usable(layout::Operation::kNone);
   const int64_t bytes = layout::Workspace::bytes(num_ranks(), config_.num_experts, depth);
-  control_windows_.push_back(group_->memory().allocate(static_cast<uint64_t>(bytes)));
+  control_windows_.push_back(group().memory().allocate(static_cast<uint64_t>(bytes)));
   const Window& own_window = *control_windows_.back();
   sync::fill_shared(own_window.data(), 0, static_cast<size_t>(bytes));
-  buffer_number_ = group_->next_gather_sequence();
+  take_number();
   const layout::Workspace own(own_window.data(), num_ranks(), config_.num_experts, depth);
   std::vector<uint64_t*> closed_words;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
     closed_words.push_back(&own.closed(peer_rank).epoch);
-  group_->watch_ends(buffer_number_, std::move(closed_words));
+  group().mail().watch_ends(buffer_number(), std::move(closed_words));
   const Offer offer = own_window.offer();
   std::string payload(reinterpret_cast<const char*>(&offer), sizeof(offer));
   payload += extra;
   payload += encode(config_.agreed);
-  const auto payloads = group_->all_gather(payload, interrupt_check);
+  const auto payloads = group().all_gather(payload, interrupt_check);
   int first_rank = 0;
   while (payloads[static_cast<size_t>(first_rank)].empty())
     ++first_rank;
@@ -105,14 +105,14 @@ std::vector<std::string> EndpointBase::connect(int depth,
   site.interrupt_check = &interrupt_check;
   std::vector<std::string> extras(static_cast<size_t>(num_ranks()));
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (!group_->is_active(peer_rank))
+    if (!group().is_active(peer_rank))
       continue;
     const std::string& said = payloads[static_cast<size_t>(peer_rank)];
     Offer place;
     std::memcpy(&place, said.data(), sizeof(place));
     std::byte* base = nullptr;
-    if (group_->is_local(peer_rank)) {
-      base = group_->resolve(peer_rank, place, site);
+    if (group().is_local(peer_rank)) {
+      base = group().resolve(peer_rank, place, site);
     } else {
       if (remote_workspace_ == nullptr)
         remote_workspace_ = zeroed_memory(bytes);
@@ -122,7 +122,7 @@ std::vector<std::string> EndpointBase::connect(int depth,
         layout::Workspace(base, num_ranks(), config_.num_experts, depth);
     extras[static_cast<size_t>(peer_rank)] = said.substr(sizeof(Offer), extra.size());
   }
-  group_->answer_for(buffer_number_, [this] { return awaited_rank(); });
+  group().mail().answer_for(buffer_number(), [this] { return awaited_rank(); });
   return extras;
 }
 
@@ -149,13 +149,13 @@ int EndpointBase::awaited_rank() const {
   if (seen_epoch >= flag_epoch)
     return -1;
   // What a rank of another node has to say is written here by the rank of its rail.
-  const NodeLayout& nodes = group_->nodes();
+  const NodeLayout& nodes = group().nodes();
   const int relay_rank = nodes.rail_rank(peer_rank, nodes.node_idx(rank_idx()));
-  return group_->is_local(peer_rank) || relay_rank == rank_idx() ? peer_rank : relay_rank;
+  return group().is_local(peer_rank) || relay_rank == rank_idx() ? peer_rank : relay_rank;
 }
 
 void EndpointBase::give_up_connecting() {
-  group_->forget_buffer(buffer_number_);
+  group().mail().forget_buffer(buffer_number());
   for (auto& window : control_windows_)
     window->quarantine();
 }
@@ -184,27 +184,27 @@ void EndpointBase::remember_need(uint64_t bytes) {
 }
 
 void EndpointBase::restart(uint64_t next_epoch) {
-  next_epoch_ = next_epoch;
+  BufferBase::restart(next_epoch);
   first_epoch_ = next_epoch;
 }
 
 void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
   const auto give_up = [this] {
     WaitSite site;
-    group_->abort(layout::AbortCause::kPeerFailed,
+    group().abort(layout::AbortCause::kPeerFailed,
                   site,
                   {rank_idx()},
                   concat("rank ",
                          rank_idx(),
                          " destroyed buffer ",
-                         buffer_number_,
+                         buffer_number(),
                          " with operations in flight"));
   };
   try {
-    if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
+    if (!progress_.wait_idle(interrupt_check, group().stall_timeout_ns()))
       give_up();
     start_last_phase();
-    if (!progress_.wait_idle(interrupt_check, group_->stall_timeout_ns()))
+    if (!progress_.wait_idle(interrupt_check, group().stall_timeout_ns()))
       give_up();
   } catch (...) {
     give_up();
@@ -213,26 +213,22 @@ void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
 }
 
 void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
-  if (is_destroyed_ || group_->is_forked_child())
+  if (is_destroyed() || group().is_forked_child())
     return;
   end_operations(interrupt_check);
-  is_destroyed_ = true;
+  become_destroyed();
   progress_.stop();
   end_device_operations();
-  group_->forget_buffer(buffer_number_);
-  group_->post_end(buffer_number_, next_epoch_);
+  group().mail().forget_buffer(buffer_number());
+  group().mail().post_end(buffer_number(), next_epoch());
   if (own_workspace().base() == nullptr)
     return;
-  std::vector<uint64_t*> peer_words;
-  std::vector<const uint64_t*> own_words;
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    const auto& peer = workspace(peer_rank);
-    const bool is_local = group_->is_local(peer_rank);
-    peer_words.push_back(is_local && peer.base() != nullptr ? &peer.closed(rank_idx()).epoch
-                                                            : nullptr);
-    own_words.push_back(is_local ? &own_workspace().closed(peer_rank).epoch : nullptr);
-  }
-  group_->close_control(std::move(control_windows_), peer_words, std::move(own_words), next_epoch_);
+  close_control(std::move(control_windows_), [this](int owner, int rank) -> uint64_t* {
+    const int peer_rank = owner == rank_idx() ? rank : owner;
+    const layout::Workspace& area = workspace(owner);
+    return group().is_local(peer_rank) && area.base() != nullptr ? &area.closed(rank).epoch
+                                                                 : nullptr;
+  });
 }
 
 }  // namespace moe::host

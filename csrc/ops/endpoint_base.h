@@ -9,10 +9,9 @@
 #include <vector>
 
 #include "core/rail.h"
-#include "group/group.h"
-#include "group/trace.h"
 #include "layout/routing.h"
 #include "layout/workspace.h"
+#include "ops/buffer_base.h"
 #include "ops/progress.h"
 
 namespace moe::host {
@@ -42,15 +41,10 @@ struct WaitStatistics {
 /// those of its peers, its epochs and its progress thread.
 ///
 /// One thread issues operations; a progress thread may run them.
-class EndpointBase : public Recoverable {
+class EndpointBase : public BufferBase {
  public:
-  Group& group() const { return *group_; }
-  const std::shared_ptr<Group>& shared_group() const { return group_; }
   const EndpointConfig& config() const { return config_; }
   const layout::Placement& placement() const { return placement_; }
-  int rank_idx() const { return group_->rank_idx(); }
-  int num_ranks() const { return group_->num_ranks(); }
-  uint64_t buffer_number() const { return buffer_number_; }
   /// Control area that the host reads and writes, in the heap of the group. Of a rank of another
   /// node: one that nobody writes to.
   const layout::Workspace& workspace(int rank_idx) const {
@@ -58,8 +52,7 @@ class EndpointBase : public Recoverable {
   }
   const layout::Workspace& own_workspace() const { return workspace(rank_idx()); }
   ProgressThread& progress() { return progress_; }
-  bool is_on_progress_thread() const { return progress_.is_current_thread(); }
-  Tracer& tracer() { return tracer_; }
+  bool is_on_progress_thread() const override { return progress_.is_current_thread(); }
 
   /// Since the buffer was made. From any thread, also beside an operation.
   virtual WaitStatistics wait_statistics() const;
@@ -93,16 +86,7 @@ class EndpointBase : public Recoverable {
     return *std::max_element(recent_needs_.begin(), recent_needs_.end());
   }
 
-  uint64_t next_epoch() const { return next_epoch_; }
-  uint64_t take_epoch() { return next_epoch_++; }
-  /// Of an operation that others took the epochs before: graphs.
-  void set_next_epoch(uint64_t epoch) { next_epoch_ = epoch; }
   uint64_t first_epoch() const { return first_epoch_; }
-  void complete_epoch(uint64_t epoch) { last_completed_.store(epoch, std::memory_order_relaxed); }
-
-  Epochs epochs() const override {
-    return {next_epoch_, last_completed_.load(std::memory_order_relaxed)};
-  }
   bool is_idle() const override { return progress_.is_idle(); }
   void restart(uint64_t next_epoch) override;
 
@@ -113,7 +97,6 @@ class EndpointBase : public Recoverable {
   /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
   /// peers, and gives the control area back once they all did. Local, idempotent.
   void destroy(const InterruptCheck& interrupt_check);
-  bool is_destroyed() const { return is_destroyed_; }
 
  protected:
   EndpointBase(std::shared_ptr<Group> group, EndpointConfig config);
@@ -146,32 +129,16 @@ class EndpointBase : public Recoverable {
 
   void end_operations(const InterruptCheck& interrupt_check);
 
-  std::shared_ptr<Group> group_;
   EndpointConfig config_;
   layout::Placement placement_;
-  uint64_t buffer_number_ = 0;
   std::vector<std::shared_ptr<Window>> control_windows_;
   std::vector<layout::Workspace> workspaces_;
   std::shared_ptr<std::byte> remote_workspace_;  ///< stands for that of every remote rank
-  uint64_t next_epoch_ = 1;                      // 0 is the flag of memory that was never written
   uint64_t first_epoch_ = 1;
-  std::atomic<uint64_t> last_completed_{0};
   std::vector<WaitTotal> wait_totals_;  ///< [num_ranks]
   std::vector<uint64_t> recent_needs_;
   size_t next_need_ = 0;
-  bool is_destroyed_ = false;
   ProgressThread progress_;
-  Tracer tracer_;
 };
-
-/// A shared endpoint. A forked child has neither the threads nor the memory: its copy cannot be
-/// taken apart.
-template <typename EndpointT>
-std::shared_ptr<EndpointT> share_endpoint(EndpointT* made) {
-  return std::shared_ptr<EndpointT>(made, [](EndpointT* endpoint) {
-    if (!endpoint->group().is_forked_child())
-      delete endpoint;
-  });
-}
 
 }  // namespace moe::host

@@ -1,6 +1,8 @@
 #include "ops/exchange.h"
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace moe::host {
 
@@ -25,21 +27,10 @@ Exchange::Exchange(Endpoint& endpoint,
   begin();
 }
 
-void Exchange::check_closed() const {
+void Exchange::check_closed() {
   const auto& workspace = endpoint_.own_workspace();
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
-      continue;
-    const uint64_t closed_epoch = sync::load_acquire(workspace.closed(peer_rank).epoch);
-    // News from another node may be here before the rows of an operation that rank still made.
-    if (closed_epoch == 0 || (epoch_ != 0 && epoch_ < closed_epoch))
-      continue;
-    // It may have closed after an operation whose end this rank has not seen yet.
-    if (epoch_ != 0 && sync::load_acquire(workspace.row(epoch_, peer_rank).epoch) >= epoch_)
-      continue;
-    group_.check_abort();  // it may have destroyed the buffer because of that
-    refuse_closed(peer_rank);
-  }
+  BufferOperation::check_closed(
+      [&](int peer_rank) { return sync::load_acquire(workspace.closed(peer_rank).epoch); });
 }
 
 void Exchange::await_reuse() {
@@ -153,30 +144,9 @@ Rows Exchange::collect(bool with_counts) {
   return rows;
 }
 
-void Exchange::reject(const layout::OperationArguments& arguments,
-                      RowStatus status,
-                      const std::string& message) {
-  RowMessage row;
-  row.arguments = arguments;
-  row.status = status;
-  row.message = message;
-  publish_rejection(row);
-}
-
-void Exchange::reject(const layout::OperationArguments& arguments, const CapacityError& error) {
-  RowMessage row;
-  row.arguments = arguments;
-  row.status = RowStatus::kNoCapacity;
-  row.message = error.what();
-  row.needed_bytes = error.needed_bytes;
-  row.available_bytes = error.available_bytes;
-  publish_rejection(row);
-}
-
-void Exchange::publish_rejection(const RowMessage& row) {
+void Exchange::exchange_rejection(const RowMessage& row) {
   publish(row);
   collect(false);
-  throw std::logic_error("a rejected row was not reported");
 }
 
 void Exchange::expect_second_offers(const std::vector<int>& short_ranks) {
@@ -219,8 +189,7 @@ void Exchange::settle() {
       release_done_of(relay_->rail_rank(node_idx));
     relay_->finish_sends();
   }
-  endpoint_.complete_epoch(epoch_);
-  close();
+  consume();
 }
 
 void Exchange::complete() {
@@ -278,17 +247,177 @@ std::byte* Exchange::resolve(int peer_rank, const Offer& offer) {
   return group_.resolve(peer_rank, offer, site(Phase::kOffers));
 }
 
+// ---- What an operation waits for: rows, which may come late, and flags of peers that have
+// entered.
+
+WaitLadder Exchange::ladder_for(int peer_rank) const {
+  const uint32_t peer_core = sync::load_relaxed(endpoint_.workspace(peer_rank).activity().core);
+  return peer_core == sync::current_core() ? wait_ladder_on_core_of_peer(group_.has_spare_cores())
+                                           : wait_ladder(group_.has_spare_cores());
+}
+
+void Exchange::await_row(int peer_rank) {
+  const Row& row = endpoint_.own_workspace().row(epoch_, peer_rank);
+  const auto ready = [&] {
+    if (relay_ != nullptr)
+      relay_->pump();
+    return sync::load_acquire(row.epoch) >= epoch_;
+  };
+  if (ready()) [[likely]]
+    return;
+  const auto is_missing = [&](int rank_idx) {
+    return sync::load_acquire(endpoint_.own_workspace().row(epoch_, rank_idx).epoch) < epoch_;
+  };
+  const WaitSite where = site(Phase::kRows);
+  ArrivalWatch arrival(group_, where, peer_rank);
+  GoneWatch gone;
+  await_peer(group_, ladder_for(peer_rank), where, ready, [&](int64_t now_ns) {
+    show_wait(peer_rank, Phase::kRows, epoch_);
+    check_closed();
+    check_gone(group_, where, [&](int gone_rank) {
+      return is_missing(gone_rank) ? gone.has_ended(group_, gone_rank, now_ns)
+                                   : gone.keeps_others(group_, gone_rank, now_ns);
+    });
+    arrival.check(now_ns, is_missing);
+  });
+  end_wait(arrival.start_ns(), peer_rank);
+}
+
+void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint64_t& flag) {
+  const auto ready = [&] {
+    if (relay_ != nullptr)
+      relay_->pump();
+    return sync::load_acquire(flag) >= epoch;
+  };
+  if (ready()) [[likely]]
+    return;
+  const auto& peer_activity = endpoint_.workspace(watched_rank(peer_rank)).activity();
+  uint64_t seen_progress = sync::load_relaxed(peer_activity.progress);
+  const auto has_moved = [&] {
+    const uint64_t progress = sync::load_relaxed(peer_activity.progress);
+    return std::exchange(seen_progress, progress) != progress;
+  };
+  // Memory that is being faulted in shows no progress, and takes its time.
+  const auto limit_ns = [&] {
+    const bool is_growing =
+        sync::load_relaxed(peer_activity.phase) == static_cast<int32_t>(Phase::kGrowing);
+    return is_growing ? group_.arrival_timeout_ns() : group_.stall_timeout_ns();
+  };
+  await_part(
+      peer_rank, phase, site(phase), epoch, ladder_for(peer_rank), ready, has_moved, limit_ns);
+}
+
+void Exchange::await_rail(int peer_rank, const std::function<bool()>& is_ready) {
+  if (is_ready())
+    return;
+  // What moves over the rail is no flag, and a rank of another node shows no progress here.
+  await_part(
+      peer_rank,
+      Phase::kIdle,
+      site(Phase::kData),
+      epoch_,
+      wait_ladder(group_.has_spare_cores()),
+      is_ready,
+      [] { return false; },
+      [this] { return group_.stall_timeout_ns(); });
+}
+
+template <typename Ready, typename HasMoved, typename Limit>
+void Exchange::await_part(int peer_rank,
+                          Phase shown_phase,
+                          const WaitSite& where,
+                          uint64_t epoch,
+                          const WaitLadder& ladder,
+                          const Ready& ready,
+                          const HasMoved& has_moved,
+                          const Limit& limit_ns) {
+  const int64_t start_ns = sync::now_ns();
+  int64_t moved_ns = start_ns;
+  GoneWatch gone;
+  await_peer(group_, ladder, where, ready, [&](int64_t now_ns) {
+    show_wait(peer_rank, shown_phase, epoch);
+    if (has_moved()) {
+      moved_ns = now_ns;
+      gone.restart();
+    }
+    check_gone(group_, where, [&](int gone_rank) {
+      return !is_done(gone_rank, epoch) && gone.has_ended(group_, gone_rank, now_ns);
+    });
+    if (const int64_t limit = limit_ns(); now_ns - moved_ns > limit)
+      give_up_stalled(peer_rank, where, limit);
+  });
+  end_wait(start_ns, peer_rank);
+}
+
+bool Exchange::is_done(int peer_rank, uint64_t epoch) const {
+  return sync::load_acquire(endpoint_.own_workspace().done(epoch, peer_rank).epoch) >= epoch;
+}
+
+void Exchange::give_up_rail(int peer_rank, const std::string& text) {
+  constexpr int64_t kLookNs = 1'000'000;
+  const int64_t end_ns = sync::now_ns() + std::min(kRemoteGraceNs, group_.stall_timeout_ns());
+  const WaitSite where = site(step_);
+  do {
+    look_up(
+        group_,
+        where,
+        [] { return false; },
+        [&](int64_t) {
+          check_gone(group_, where, [&](int gone_rank) { return !is_done(gone_rank, epoch_); });
+        });
+    sync::sleep_ns(kLookNs);
+  } while (sync::now_ns() < end_ns);
+  group_.abort(layout::AbortCause::kPeerFailed,
+               where,
+               {peer_rank},
+               concat("the rail between rank ",
+                      group_.rank_idx(),
+                      " and rank ",
+                      peer_rank,
+                      " failed in ",
+                      layout::operation_name(operation_),
+                      " of buffer ",
+                      endpoint_.buffer_number(),
+                      ", epoch ",
+                      epoch_,
+                      ": ",
+                      text));
+  group_.throw_abort();
+}
+
+void Exchange::show_wait(int peer_rank, Phase phase, uint64_t flag_epoch) {
+  auto& activity = endpoint_.own_workspace().activity();
+  sync::store_relaxed(activity.waiting_epoch, flag_epoch);
+  sync::store_relaxed(activity.waiting_phase, static_cast<int32_t>(phase));
+  sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
+}
+
+void Exchange::give_up_stalled(int peer_rank, const WaitSite& where, int64_t limit_ns) {
+  const int first = watched_rank(peer_rank);
+  const int culprit = find_culprit(group_, where, first == group_.rank_idx() ? peer_rank : first);
+  host::give_up_stalled(group_, where, culprit, limit_ns, concat("rank ", peer_rank));
+}
+
+void Exchange::end_wait(int64_t start_ns, int peer_rank) {
+  sync::store_relaxed(endpoint_.own_workspace().activity().waiting_for, uint32_t{0});
+  const int64_t now_ns = sync::now_ns();
+  waited_ns_.resize(static_cast<size_t>(group_.num_ranks()));
+  waited_ns_[static_cast<size_t>(peer_rank)] += now_ns - start_ns;
+  endpoint_.add_wait(peer_rank, now_ns - start_ns);
+  if (!endpoint_.tracer().is_enabled())
+    return;
+  // Records of one operation do not overlap: own work ends where a wait starts.
+  record(phase_start_ns_, start_ns, -1);
+  record(start_ns, now_ns, peer_rank);
+  phase_start_ns_ = now_ns;
+}
+
 void reject_operation(Endpoint& endpoint,
                       layout::Operation operation,
                       RowStatus status,
                       const std::string& message,
                       const InterruptCheck& interrupt_check) {
-  run_operation<Exchange>(endpoint, operation, interrupt_check, [&](Exchange& exchange) -> int {
-    layout::OperationArguments arguments;
-    arguments.operation = static_cast<int32_t>(operation);
-    exchange.reject(arguments, status, message);
-  });
-  throw std::logic_error("a rejected operation ended well");
+  run_rejected<Exchange>(endpoint, operation, status, message, interrupt_check);
 }
 
 }  // namespace moe::host

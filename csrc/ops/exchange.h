@@ -42,12 +42,6 @@ class Exchange : public BufferOperation {
   /// found wrong or where rows disagree; the epoch is then consumed and the buffer stays usable.
   Rows collect(bool with_counts);
 
-  /// Publishes a row that says what is wrong here, then throws it as every rank does.
-  [[noreturn]] void reject(const layout::OperationArguments& arguments,
-                           layout::RowStatus status,
-                           const std::string& message);
-  [[noreturn]] void reject(const layout::OperationArguments& arguments, const CapacityError& error);
-
   /// Publishes what a rank that was short could get, and waits for the same of @p short_ranks.
   /// On several nodes every rank calls expect_second_offers() first.
   void expect_second_offers(const std::vector<int>& short_ranks);
@@ -121,7 +115,8 @@ class Exchange : public BufferOperation {
 
   void await_reuse();
   size_t count_bytes() const;  ///< of a row of the count matrix
-  void check_closed() const;
+  void check_closed();
+  void exchange_rejection(const RowMessage& row) override;
   /// For peers: this rank waits for a flag of @p peer_rank.
   void show_wait(int peer_rank, layout::Phase phase, uint64_t flag_epoch);
   /// Books the time since @p start_ns as waited for @p peer_rank.
@@ -132,7 +127,6 @@ class Exchange : public BufferOperation {
   void await_flag(int peer_rank, layout::Phase phase, uint64_t epoch, const uint64_t& flag);
   void await_row(int peer_rank);
   WaitLadder ladder_for(int peer_rank) const;
-  [[noreturn]] void publish_rejection(const RowMessage& row);
   /// Waits for what a peer that has entered does in the operation of @p epoch, until @p ready().
   /// @param shown_phase  Of the flag, for peers that ask whom this rank waits for.
   /// @param has_moved  Whether the peer has shown progress since it was asked last.
@@ -157,8 +151,7 @@ class Exchange : public BufferOperation {
   std::vector<int64_t> waited_ns_;
 };
 
-/// Publishes a row that says what is wrong on this rank in place of an operation, then throws it as
-/// every rank does.
+/// See run_rejected().
 [[noreturn]] void reject_operation(Endpoint& endpoint,
                                    layout::Operation operation,
                                    layout::RowStatus status,

@@ -70,7 +70,7 @@ std::shared_ptr<DeviceEndpoint> DeviceEndpoint::create(
     std::shared_ptr<Device> device,
     DeviceEndpointConfig config,
     const host::InterruptCheck& interrupt_check) {
-  const auto endpoint = host::share_endpoint(new DeviceEndpoint(
+  const auto endpoint = host::share_buffer(new DeviceEndpoint(
       std::move(group), std::move(memory), std::move(device), std::move(config)));
   try {
     endpoint->connect_areas(interrupt_check);

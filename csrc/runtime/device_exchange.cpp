@@ -127,33 +127,16 @@ host::Rows DeviceExchange::collect(bool with_counts) {
   return rows;
 }
 
-void DeviceExchange::reject(const layout::OperationArguments& arguments,
-                            RowStatus status,
-                            const std::string& message) {
-  publish_rejection(arguments, status, message, 0, 0);
-}
-
-void DeviceExchange::reject(const layout::OperationArguments& arguments,
-                            const CapacityError& error) {
-  publish_rejection(
-      arguments, RowStatus::kNoCapacity, error.what(), error.needed_bytes, error.available_bytes);
-}
-
-void DeviceExchange::publish_rejection(const layout::OperationArguments& arguments,
-                                       RowStatus status,
-                                       const std::string& message,
-                                       uint64_t needed_bytes,
-                                       uint64_t available_bytes) {
+void DeviceExchange::exchange_rejection(const host::RowMessage& row) {
   ExchangeParams params;
   params.tables = endpoint_.tables();
-  params.arguments = arguments;
-  params.status = static_cast<int32_t>(status);
-  params.needed_bytes = needed_bytes;
-  params.available_bytes = available_bytes;
-  params.message = endpoint_.write_message(message);
+  params.arguments = row.arguments;
+  params.status = static_cast<int32_t>(row.status);
+  params.needed_bytes = row.needed_bytes;
+  params.available_bytes = row.available_bytes;
+  params.message = endpoint_.write_message(row.message);
   publish(params);
   collect(false);
-  throw std::logic_error("a rejected row was not reported");
 }
 
 std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
@@ -190,8 +173,7 @@ void DeviceExchange::settle(OperationStatus status) {
                                   endpoint_.host_read()->status,
                                   ", the host finds ",
                                   static_cast<int32_t>(status)));
-  endpoint_.complete_epoch(epoch_);
-  close();
+  consume();
 }
 
 std::shared_ptr<host::CallerJoin> DeviceExchange::finish() {
@@ -260,14 +242,9 @@ void reject_operation(DeviceEndpoint& endpoint,
       throw InvalidType(message);
     throw InvalidArgument(message);
   }
-  host::run_operation<DeviceExchange>(
-      endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) -> int {
-        endpoint.follow_caller();  // epochs are taken in the order of the calls
-        layout::OperationArguments arguments;
-        arguments.operation = static_cast<int32_t>(operation);
-        exchange.reject(arguments, status, message);
-      });
-  throw std::logic_error("a rejected operation ended well");
+  host::run_rejected<DeviceExchange>(endpoint, operation, status, message, interrupt_check, [&] {
+    endpoint.follow_caller();  // epochs are taken in the order of the calls
+  });
 }
 
 }  // namespace moe::runtime

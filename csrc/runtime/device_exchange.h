@@ -45,12 +45,6 @@ class DeviceExchange : public host::BufferOperation {
   /// buffer stays usable.
   host::Rows collect(bool with_counts);
 
-  /// Publishes a row that says what is wrong here, then throws it as every rank does.
-  [[noreturn]] void reject(const layout::OperationArguments& arguments,
-                           layout::RowStatus status,
-                           const std::string& message);
-  [[noreturn]] void reject(const layout::OperationArguments& arguments, const CapacityError& error);
-
   /// Second offers of @p short_ranks, in their order; @p own is this rank's where it is one of
   /// them.
   std::vector<layout::SecondOffer> exchange_offers(const kernels::Tables& tables,
@@ -90,11 +84,7 @@ class DeviceExchange : public host::BufferOperation {
   void check_arrivals(int64_t now_ns);
   /// Throws what made a kernel leave, if one did.
   void check_left();
-  [[noreturn]] void publish_rejection(const layout::OperationArguments& arguments,
-                                      layout::RowStatus status,
-                                      const std::string& message,
-                                      uint64_t needed_bytes,
-                                      uint64_t available_bytes);
+  void exchange_rejection(const host::RowMessage& row) override;
 
   DeviceEndpoint& endpoint_;
   uint64_t ticket_ = 0;

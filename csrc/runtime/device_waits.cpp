@@ -99,22 +99,14 @@ void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
 
 void DeviceExchange::check_closed() {
   const auto& workspace = endpoint_.own_workspace();
-  const uint64_t epoch = epoch_ == 0 ? endpoint_.next_epoch() : epoch_;
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
-      continue;
-    const uint64_t closed_epoch = sync::load_acquire(workspace.closed(peer_rank).epoch);
-    if (closed_epoch == 0 || closed_epoch > epoch)
-      continue;
-    group_.check_abort();  // it may have destroyed the buffer because of that
-    if (has_launched_) {
-      // No rank can get that row, so all end here alike; nothing was written to anybody.
-      stand_in_for(peer_rank);
-      endpoint_.drain();
-      close();
-    }
-    refuse_closed(peer_rank);
-  }
+  BufferOperation::check_closed(
+      [&](int peer_rank) { return sync::load_acquire(workspace.closed(peer_rank).epoch); },
+      [this](int peer_rank) {
+        if (!has_launched_)
+          return;
+        stand_in_for(peer_rank);
+        endpoint_.drain();
+      });
 }
 
 /// The kernel that waits for the row of a peer that closed its buffer is given one that rejects.

@@ -95,7 +95,7 @@ class Submitted {
       pending_->wait({});
       return;
     }
-    const auto& entries = endpoint_->group().entries();
+    const auto& entries = endpoint_->group().mail().entries();
     entries->add_caller();
     auto queued = std::make_shared<host::QueuedOperation>(entries, endpoint_->buffer_number());
     {
@@ -147,7 +147,8 @@ class Submitted {
   }
 
   const Outcome& await_progress() {
-    const host::AwaitedScope awaited(endpoint_->group().entries(), endpoint_->buffer_number());
+    const host::AwaitedScope awaited(endpoint_->group().mail().entries(),
+                                     endpoint_->buffer_number());
     return pending_->wait(signal_check());
   }
 
