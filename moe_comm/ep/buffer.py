@@ -16,7 +16,7 @@ import torch
 from moe_comm.arguments import as_utf8, check_bool, text_of
 from moe_comm.ep import validation
 from moe_comm.ep.backends.agreement import agree_on_backend
-from moe_comm.ep.backends.base import DispatchOutput, Plan, PlanTensors
+from moe_comm.ep.backends.base import DispatchOutput, PlanTensors
 from moe_comm.ep.backends.gradients import check_word
 from moe_comm.ep.call_checks import CallChecks
 from moe_comm.ep.config import Capacity, EpConfig, Layout
@@ -261,7 +261,9 @@ class EpBuffer:
             return DispatchResult(operation, output=output, handle=handle)
 
         def make_handle(arrived: DispatchOutput) -> DispatchHandle:
-            return self._make_handle(arrived.plan, layout, expert_alignment)
+            return DispatchHandle.of(
+                arrived.plan, layout, expert_alignment, self.buffer_id, self.generation
+            )
 
         return DispatchResult(operation, capacity, output=output, make_handle=make_handle)
 
@@ -490,7 +492,9 @@ class EpBuffer:
     def import_handle(self, tensors: PlanTensors) -> DispatchHandle:
         """The handle that a plan of this buffer was exported from (`handle.plan.to_tensors()`)."""
         plan = self._backend.import_plan(tensors)
-        return self._make_handle(plan, tensors.layout, tensors.expert_alignment)
+        return DispatchHandle.of(
+            plan, tensors.layout, tensors.expert_alignment, self.buffer_id, self.generation
+        )
 
     def internode_bytes(self) -> tuple[int, int]:
         """Bytes of messages between nodes so far: out of this rank, and into it. ValueError without."""
@@ -522,9 +526,6 @@ class EpBuffer:
         traceback: types.TracebackType | None,
     ) -> None:
         self.destroy()
-
-    def _make_handle(self, plan: Plan, layout: Layout, expert_alignment: int) -> DispatchHandle:
-        return DispatchHandle.of(plan, layout, expert_alignment, self.buffer_id, self.generation)
 
     def _check_alive(self) -> None:
         if self._is_destroyed:

@@ -11,7 +11,7 @@ import torch
 
 from moe_comm.arguments import as_int, shown
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
-from moe_comm.ep.config import EpConfig
+from moe_comm.ep.config import ROW_BYTES_MULTIPLE, EpConfig
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.ep.memory_overlap import first_meeting, has_element_twice
 from moe_comm.peers.agree import raise_different
@@ -19,7 +19,6 @@ from moe_comm.peers.communicator import Communicator, check_communicator, gather
 
 __all__ = ["GradientSum"]
 
-ROW_BYTES_MULTIPLE = 16
 # Long rows cost less each; short ones waste less at the end of a slice.
 MOST_ROW_BYTES = 8192
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_comm.peers.agree import raise_different
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.batched_copy import SymmetricBytes
 from moe_comm.resharding.nvshmem_copy_service.memory.slot_signals import NUM_SLOTS, SlotSignals
@@ -58,12 +59,10 @@ class DoubleBufferManager:
             raise RuntimeError("DoubleBufferManager needs a communicator to allocate slots")
         step = -(-self.slot_size // _ALIGNMENT) * _ALIGNMENT
         sizes = [int(item or b"0") for item in self.communicator.all_gather(b"%d" % self.slot_size)]
-        for rank_idx, size in enumerate(sizes):
-            if size not in (0, self.slot_size):
-                raise ValueError(
-                    f"rank {rank_idx} asks for slots of {size} bytes, rank "
-                    f"{self.communicator.rank_idx} for {self.slot_size}"
-                )
+        raise_different(
+            "ranks ask for different slots",
+            [{"slot_size": size} if size else None for size in sizes],
+        )
         memory = SymmetricBytes(self.communicator, 2 * NUM_SLOTS * step)
         # Touched now, so that no put pays for it.
         memory.local.zero_()
