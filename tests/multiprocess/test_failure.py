@@ -310,6 +310,28 @@ def test_absent_rank_is_named(tmp_path: Path) -> None:
     assert "did not enter dispatch" in results[0][4]
 
 
+def _never_gather(context: RankContext, folder: str) -> str:
+    comm = Communicator(context.group, backend="host", arrival_timeout_s=SHORT_S)
+    done = Path(folder) / "done"
+    text = ""
+    if context.rank_idx == 1:
+        wait_for(done.exists)
+    else:
+        text = str(error_of(lambda: comm.all_gather(b"")))
+        done.touch()
+    comm.recover()
+    comm.destroy()
+    return text
+
+
+@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
+def test_a_rank_absent_from_a_collective_call_is_named(tmp_path: Path) -> None:
+    assert run_ranks(_never_gather, 2, str(tmp_path))[0] == (
+        "rank 1 did not arrive at a collective call of the communicator within "
+        f"{SHORT_S:g} s of rank 0"
+    )
+
+
 LATE_FOR = "s for rank 1"
 
 
