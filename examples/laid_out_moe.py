@@ -98,7 +98,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """Layer normalisation."""
+    """Layer normalization."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -142,7 +142,7 @@ class Replica:
         return -(-num_elements // 4) * 4
 
     def take_snapshot(self, step: int, losses: list[float]) -> Snapshot:
-        """Give copies of this rank's experts to its neighbours, and keep those of others. Collective."""
+        """Give copies of this rank's experts to its neighbors, and keep those of others. Collective."""
         num_ranks = self.communicator.num_ranks
         copies = [
             [(rank + 1 + i) % num_ranks for i in range(min(NUM_COPIES, num_ranks - 1))]

@@ -299,7 +299,7 @@ def run_rank(
     with moe_comm.Communicator() as communicator, moe_comm.EpBuffer(communicator, config) as buffer:
         dispatcher = TokenDispatcher(options.num_experts, buffer=buffer, weighted_by="combine")
         model = MoeModel(options, dispatcher)
-        # One tensor after the other: an element's bits do not depend on its neighbours.
+        # One tensor after the other: an element's bits do not depend on its neighbors.
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, foreach=False)
         draw = torch.Generator().manual_seed(options.seed)
         window = torch.arange(options.context + 1)

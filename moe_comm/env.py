@@ -149,7 +149,7 @@ def sglang_plugins() -> tuple[str, ...]:
 
 
 def nvshmem_max_ctas() -> str | None:
-    """`NVSHMEM_MAX_CTAS`, which NVSHMEM reads; checked before it is initialised."""
+    """`NVSHMEM_MAX_CTAS`, which NVSHMEM reads; checked before it is initialized."""
     return os.environ.get("NVSHMEM_MAX_CTAS")
 
 

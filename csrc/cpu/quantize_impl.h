@@ -14,7 +14,7 @@
 namespace moe::host {
 namespace {
 
-/// Elements that are quantised between two stores: whole blocks of either size, two lines of codes.
+/// Elements that are quantized between two stores: whole blocks of either size, two lines of codes.
 constexpr int kSpan = 128;
 constexpr int kSpanRegisters = kSpan / Simd::kRegisterBytes;
 constexpr float kLargestCode = 448.0f;
@@ -196,7 +196,7 @@ MOE_FORCE_INLINE Simd::Words with_nans(Simd::Words codes, int idx, const float* 
   return (codes & ~is_nan) | (is_nan & (kNanCode * 0x01010101u));
 }
 
-/// Quantises kSpan elements to @p codes, in order.
+/// Quantizes kSpan elements to @p codes, in order.
 /// @param num_elements  fewer for the end of a row; those past it are +0.0 and have no scales.
 template <typename Number, int kBlock>
 MOE_FORCE_INLINE void quantize_span(const std::byte* src,

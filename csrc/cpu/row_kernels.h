@@ -17,7 +17,7 @@ inline StoreMode store_mode(bool is_streaming) {
 
 enum class ScaleFormat : int32_t { kFloat32 = 0, kFloat32PowerOf2 = 1, kUe8m0 = 2 };
 
-/// How a row is quantised to e4m3; docs/quantization.md has the arithmetic. A block with a NaN or
+/// How a row is quantized to e4m3; docs/quantization.md has the arithmetic. A block with a NaN or
 /// an infinity has a scale factor of NaN (float32 0x7FC00000, byte 0xFF) and data bytes of 0x7F,
 /// all of them.
 struct RowQuantization {
@@ -92,7 +92,7 @@ struct RowKernels {
   /// Orders streaming stores of the calling thread before its later stores.
   void (*store_fence)();
 
-  /// Quantises one row in registers and writes its `hidden` bytes to @p num_dst places. The row is
+  /// Quantizes one row in registers and writes its `hidden` bytes to @p num_dst places. The row is
   /// read once. Destinations may have any alignment (cached stores are used where streaming ones
   /// need more).
   /// @param scales  num_blocks() values: float32, or uint8 for kUe8m0; ordinary memory.

@@ -42,7 +42,7 @@ void copy_lines(const std::byte* src, std::byte* dst, int64_t bytes) {
 }
 
 void copy(const std::byte* src, std::byte* dst, int64_t bytes, StoreMode mode) {
-  // A line that is only partly written is stored through the cache: a neighbouring row completes
+  // A line that is only partly written is stored through the cache: a neighboring row completes
   // it.
   const bool is_streaming = mode == StoreMode::kStreaming;
   const int64_t head = is_streaming ? bytes_to_line(dst, bytes) : 0;

@@ -16,7 +16,7 @@ namespace moe::cuda {
 /// Segments are announced over the mesh and opened by its service thread, each once per process.
 /// Windows stay valid when the heap is gone; after the last of them this rank's memory is unmapped.
 /// A window that is given back is handed out again once all work has ended that was then in any
-/// stream the device knows: those it made, and those that callers named. Giving back synchronises
+/// stream the device knows: those it made, and those that callers named. Giving back synchronizes
 /// nothing, needs no GIL and no peer, and is legal while streams are captured and at exit.
 class CudaHeap : public SymmetricMemory {
  public:

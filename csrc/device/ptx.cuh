@@ -399,7 +399,7 @@ MOE_DEVICE void init_mbarrier([[maybe_unused]] MBarrier* barrier,
                "r"(num_arrivals) : "memory");
 }
 
-/// Initialised barriers become visible to the threads of the block (with its next barrier) and to
+/// Initialized barriers become visible to the threads of the block (with its next barrier) and to
 /// bulk copies.
 MOE_DEVICE void fence_mbarrier_init() {
   MOE_BULK_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");

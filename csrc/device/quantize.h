@@ -7,7 +7,7 @@
 
 // Rows to e4m3 by a warp: the arithmetic of docs/quantization.md, bit for bit that of the CPU
 // backend. Every lane holds kLaneElements successive elements; the lanes of a block, which are
-// neighbours, agree on its greatest magnitude.
+// neighbors, agree on its greatest magnitude.
 
 namespace moe::device {
 
@@ -15,7 +15,7 @@ namespace moe::device {
 enum class ScaleFormat : int32_t { kFloat32 = 0, kFloat32PowerOf2 = 1, kUe8m0 = 2 };
 
 constexpr int kLaneElements = 16;
-/// Elements that a warp quantises at a time: whole blocks of either size.
+/// Elements that a warp quantizes at a time: whole blocks of either size.
 constexpr int kWarpElements = 32 * kLaneElements;
 constexpr float kLargestCode = 448.0f;
 /// Blocks of 128 channels treat a smaller amax as this.
@@ -72,7 +72,7 @@ MOE_DEVICE uint32_t encode_magnitude(float magnitude) {
   return (float_bits(rounded) + (exponent >> 20)) & 0xFFu;
 }
 
-/// Quantises kWarpElements elements; all lanes of the warp call.
+/// Quantizes kWarpElements elements; all lanes of the warp call.
 /// @param values  this lane's elements, +0.0 behind the end of the row
 /// @param scale   of the block that they belong to, the same on all lanes of the block
 /// @return this lane's codes, in order.

@@ -14,7 +14,7 @@ inline uint64_t round_up(uint64_t value, uint64_t multiple) {
 /// Which bytes of which segment are free: bookkeeping only, it never touches the memory.
 ///
 /// Every byte of a segment belongs to exactly one block; blocks of a segment form a list in address
-/// order, and free neighbours are merged at once. Free blocks also hang in bins by size (8 bins per
+/// order, and free neighbors are merged at once. Free blocks also hang in bins by size (8 bins per
 /// power of two), the most recently freed first. So allocate and free take a constant number of
 /// steps, except that allocate looks at every block of the one or two bins whose blocks may or may
 /// not be large enough.
@@ -33,7 +33,7 @@ class WindowAllocator {
     uint32_t segment_idx = 0;
     BlockState state = BlockState::kFree;
     uint64_t quarantine_round = 0;  ///< of the latest quarantine(); 0 for none
-    Block* lower = nullptr;         ///< neighbour in address order, same segment
+    Block* lower = nullptr;         ///< neighbor in address order, same segment
     Block* upper = nullptr;
     Block* previous = nullptr;  ///< in its bin or in the quarantine list
     Block* next = nullptr;      ///< there, or among the spare nodes

@@ -34,7 +34,7 @@ struct DispatchParams {
   Quantize quantize;
   int32_t num_scales = 0;             ///< that travel with a row
   int32_t scale_bytes = 0;            ///< of one
-  const std::byte* scales = nullptr;  ///< device: of rows that come quantised
+  const std::byte* scales = nullptr;  ///< device: of rows that come quantized
   int64_t scale_row_stride = 0;       ///< bytes
   int64_t scale_step = 0;             ///< bytes
 
@@ -47,7 +47,7 @@ struct DispatchParams {
 /// launch_receive() waits for those of others. Returns at once unless Tables::may_move. Peer::rows
 /// of this rank is its own window, whether it sends itself rows or not.
 /// @param launch  num_blocks is the number of SMs to use.
-/// @throws InvalidArgument  rows of that dtype cannot be quantised.
+/// @throws InvalidArgument  rows of that dtype cannot be quantized.
 void launch_dispatch(const device::Launch& launch, const DispatchParams& params);
 /// Shared memory of a block of @p num_threads for rows of that size.
 size_t dispatch_shared_bytes(const DispatchParams& params, int num_threads);

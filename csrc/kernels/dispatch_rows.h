@@ -281,7 +281,7 @@ class RowWalk {
 };
 
 /// What rows are in memory: bytes that move as they are, or numbers (device::BFloat16 ...) that are
-/// quantised.
+/// quantized.
 struct Bytes {};
 
 /// Calls @p launch with a Bytes{}, device::BFloat16{} ... for what a dispatch reads. Host.
@@ -300,7 +300,7 @@ void with_source(const Quantize& quantize, const Launch& launch) {
     case DType::kBytes:
       break;
   }
-  throw InvalidArgument(concat("dispatch quantises bfloat16, float16 or float32 rows, got ",
+  throw InvalidArgument(concat("dispatch quantizes bfloat16, float16 or float32 rows, got ",
                                dtype_name(quantize.dtype)));
 }
 
@@ -356,7 +356,7 @@ MOE_DEVICE void store_codes(std::byte* to,
   }
 }
 
-/// Quantises a piece of a row; all lanes of the warp call.
+/// Quantizes a piece of a row; all lanes of the warp call.
 /// @param first  element of the row that the piece begins with, a multiple of the block
 /// @param put    put(element, codes, num_codes): a lane's codes, where @p element counts from the
 ///               piece's first

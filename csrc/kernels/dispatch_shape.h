@@ -12,7 +12,7 @@ namespace moe::kernels {
 /// Byte map of a block: [0, scratch_bytes) words of the functions that blocks call; then per warp,
 /// `warp_bytes` each (a multiple of 128), S stages, K slots per token:
 ///   [0, S * stage_bytes)   pieces as they come
-///   [codes_offset, ...)    S * code_bytes: what they are quantised to
+///   [codes_offset, ...)    S * code_bytes: what they are quantized to
 ///   [barriers_offset, ...) S mbarriers
 ///   [slots_offset, ...)    S * K slots, int64
 ///   [scales_offset, ...)   scale factors of one row

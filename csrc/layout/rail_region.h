@@ -100,7 +100,7 @@ struct RailRegion {
 /// How a token travels to another node: once, with its places there.
 ///
 /// Byte map of a record (`bytes` is a multiple of 16):
-///   [0, row_bytes)       the row as it arrives, quantised where that is asked for
+///   [0, row_bytes)       the row as it arrives, quantized where that is asked for
 ///   [scales_offset, ..)  its scale factors
 ///   [slots_offset, ..)   num_slots x int64, Slot::kNone for those of other nodes
 ///   [ids_offset, ..)     rank-major with weights or ids: num_topk x int64, global ids

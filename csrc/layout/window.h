@@ -7,7 +7,7 @@
 
 namespace moe::layout {
 
-/// Where the scale factors of quantised rows lie in a receive window.
+/// Where the scale factors of quantized rows lie in a receive window.
 ///
 /// Row-major: [num_rows, num_scales]. Column-major: groups of `group_rows` rows, each
 /// [num_scales, group_stride], so that the factors of one block are adjacent for successive rows.
@@ -70,7 +70,7 @@ struct ScaleMap {
 ///
 /// Byte map, M rows, K choices per token (regions start at multiples of 64):
 ///   [0, M * row_bytes)        rows
-///   [scales_offset, ...)      scale factors of quantised rows, see ScaleMap
+///   [scales_offset, ...)      scale factors of quantized rows, see ScaleMap
 ///   [weights_offset, ...)     M (rank-major: M * K) weights of `weight_bytes`
 ///   [topk_idx_offset, ...)    rank-major, uncached: M * K int64 local expert ids
 /// Sender and receiver compute it from the same count matrix.

@@ -62,7 +62,7 @@ std::shared_ptr<World> World::create(const std::shared_ptr<cuda::CudaDevice>& de
             rank_idx,
             " of ",
             num_ranks,
-            ": NVSHMEM is initialised once in a process, and ranks are processes");
+            ": NVSHMEM is initialized once in a process, and ranks are processes");
   MOE_CHECK(known.device_->device_idx() == device->device_idx(),
             "NVSHMEM uses cuda:",
             known.device_->device_idx(),
@@ -95,7 +95,7 @@ World::World(const std::shared_ptr<cuda::CudaDevice>& device,
                              NVSHMEMX_INIT_WITH_UNIQUEID,
                              &attributes,
                              {built.major, built.minor, built.patch}),
-        "initialising by a unique id");
+        "initializing by a unique id");
   // It reports success where ranks have met and nothing else worked; it would then try again at the
   // first allocation, and end the process.
   if (const int status = host_library().init_status(); status < NVSHMEM_STATUS_IS_INITIALIZED)

@@ -22,7 +22,7 @@ class World final : public runtime::SymmetricRegions, public std::enable_shared_
   /// or of a process manager.
   static std::string make_unique_id();
 
-  /// Initialises NVSHMEM on @p device, or takes over what is. Collective over all ranks.
+  /// Initializes NVSHMEM on @p device, or takes over what is. Collective over all ranks.
   /// @throws InvalidArgument  this process is another PE already.
   /// @throws NvshmemError     NVSHMEM refused.
   static std::shared_ptr<World> create(const std::shared_ptr<cuda::CudaDevice>& device,

@@ -12,13 +12,13 @@ void check_rails(const Group& group, layout::Operation operation) {
     if (group.is_active(rank_idx))
       continue;
     for (int i = 0; i < nodes.num_local_ranks; ++i) {
-      const int neighbour = nodes.rank_of(nodes.node_idx(rank_idx), i);
-      MOE_CHECK(!group.is_active(neighbour),
+      const int neighbor = nodes.rank_of(nodes.node_idx(rank_idx), i);
+      MOE_CHECK(!group.is_active(neighbor),
                 layout::operation_name(operation),
                 ": rank ",
                 rank_idx,
                 " has failed, through which rows came to rank ",
-                neighbour,
+                neighbor,
                 " of its node; shrink the communicator to go on");
     }
   }

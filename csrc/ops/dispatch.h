@@ -48,7 +48,7 @@ struct DispatchParams {
   RowQuantization row_quantization;
   int64_t num_scales = 0;             ///< per row, as they travel
   int32_t scale_bytes = 0;            ///< of one
-  const std::byte* scales = nullptr;  ///< of rows that are quantised already
+  const std::byte* scales = nullptr;  ///< of rows that are quantized already
   int64_t scale_row_stride = 0;       ///< bytes from a row's scale factors to the next row's
   int64_t scale_step = 0;             ///< bytes from a scale factor to the next
 

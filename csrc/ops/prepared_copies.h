@@ -50,7 +50,7 @@ class PreparedCopies {
     return first_receive_[static_cast<size_t>(peer_rank)];
   }
 
-  /// Indices of sends with bytes, by source address: neighbours in memory are read together.
+  /// Indices of sends with bytes, by source address: neighbors in memory are read together.
   const std::vector<uint32_t>& by_address() const { return by_address_; }
 
   /// Makes the table of receives in @p memory. @throws CapacityError

@@ -33,7 +33,7 @@ struct SlotTable {
   }
 };
 
-/// The data phase of a dispatch on the sender: every token is read once and written, quantised if
+/// The data phase of a dispatch on the sender: every token is read once and written, quantized if
 /// asked, with what travels beside it, to its final places.
 class RowWriter {
  public:
@@ -48,7 +48,7 @@ class RowWriter {
   /// Writes the rows of tokens [begin, end). @param mode  how rows are stored.
   void write(int64_t begin, int64_t end, StoreMode mode);
 
-  /// Writes one row, quantised if asked, and its scale factors, side by side, to a message.
+  /// Writes one row, quantized if asked, and its scale factors, side by side, to a message.
   void write_to_message(int64_t token_idx, std::byte* row, std::byte* scales) const;
 
  private:

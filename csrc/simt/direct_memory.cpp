@@ -48,7 +48,7 @@ class Phase {
   static Phase read(const uint64_t* barrier) {
     const uint64_t bits = word_at<uint64_t>(barrier);
     if (bits >> 62 != 1)
-      throw EmulationError(concat(who(), ": the mbarrier at ", barrier, " was not initialised"));
+      throw EmulationError(concat(who(), ": the mbarrier at ", barrier, " was not initialized"));
     Phase phase(static_cast<int>(bits & kMaxArrivals));
     phase.num_missing_ = static_cast<int64_t>(bits >> 20 & kMaxArrivals);
     phase.missing_bytes_ = static_cast<int64_t>(bits << 3) >> 43;

@@ -241,9 +241,9 @@ StackPool::Stack StackPool::take() {
       slabs_.back().base + static_cast<size_t>(num_taken_) * stride + page_bytes_;
   if (mprotect(base, stack_bytes_, PROT_READ | PROT_WRITE) != 0)
     throw SystemError(concat("cannot make ", stack_bytes_, " bytes of stack accessible"), errno);
-  const size_t colour = static_cast<size_t>(num_taken_ % kNumColours) * kColourBytes;
+  const size_t color = static_cast<size_t>(num_taken_ % kNumColours) * kColourBytes;
   ++num_taken_;
-  return {base, stack_bytes_ - colour};
+  return {base, stack_bytes_ - color};
 }
 
 }  // namespace moe::simt

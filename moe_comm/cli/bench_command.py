@@ -128,7 +128,7 @@ def dispatch_combine(
     quantization: Annotated[
         QuantizationName,
         typer.Option(
-            help="Quantise rows while they are dispatched; compared with rows as they are."
+            help="Quantize rows while they are dispatched; compared with rows as they are."
         ),
     ] = QuantizationName.NONE,
     scale_format: Annotated[

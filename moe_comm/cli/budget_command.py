@@ -56,7 +56,7 @@ def budget(
     worst_case: Annotated[bool, typer.Option(help="Every token goes to one rank.")] = False,
     layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = LayoutName.EXPERT_MAJOR,
     quantization: Annotated[
-        QuantizationName, typer.Option(help="Rows are quantised while they are dispatched.")
+        QuantizationName, typer.Option(help="Rows are quantized while they are dispatched.")
     ] = QuantizationName.NONE,
     scale_format: Annotated[
         ScaleFormatName | None,

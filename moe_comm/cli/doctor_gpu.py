@@ -43,7 +43,7 @@ def examine_gpus() -> list[Finding]:
 
 
 def examine_internode() -> list[Finding]:
-    """The module for GPUs of several nodes, and NVSHMEM's host library. Initialises nothing."""
+    """The module for GPUs of several nodes, and NVSHMEM's host library. Initializes nothing."""
     try:
         native = load_nvshmem_module()
     except ImportError as error:

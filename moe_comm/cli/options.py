@@ -61,7 +61,7 @@ def quantization_of(
 
     Raises:
         ValueError: The format has no such scale factors, there are none to shape, or rows of this
-            dtype are not quantised.
+            dtype are not quantized.
     """
     if quantization is QuantizationName.NONE:
         if scale_format is not None or is_column_major:
@@ -71,7 +71,7 @@ def quantization_of(
         return None
     if dtype is DtypeName.FP64:
         raise ValueError(
-            f"rows that are to be quantised must be bf16, fp16 or fp32, got {dtype.value}"
+            f"rows that are to be quantized must be bf16, fp16 or fp32, got {dtype.value}"
         )
     return Quantization(
         format=QuantizationFormat[quantization.name],

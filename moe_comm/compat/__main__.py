@@ -57,7 +57,7 @@ def _run(program: str, arguments: list[str], *, is_module: bool) -> None:
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
-    # A script finds its neighbours, not those of the folder this was started in.
+    # A script finds its neighbors, not those of the folder this was started in.
     sys.path[0] = str(Path(program).resolve().parent)
     runpy.run_path(program, run_name="__main__")
 

@@ -53,7 +53,7 @@ class MegatronTokenDispatcher:
             its other attributes; see `MegatronManager.from_config`.
         pg_collection: Anything with the groups `ep`, `expt_tp` and `tp_ep`; the ranks of `tp_ep` are
             ordered by EP rank, then TP rank. None: the default group is `tp_ep`, without TP.
-        quantization: Rows are quantised while they are written; gradients are not.
+        quantization: Rows are quantized while they are written; gradients are not.
         backend: As in `Communicator`.
 
     Raises:
@@ -166,7 +166,7 @@ class MegatronTokenDispatcher:
             probs: Of `token_dispatch`.
 
         Returns:
-            `[M, hidden]`, grouped by local expert (`QuantizedRows` where they are quantised); int64
+            `[M, hidden]`, grouped by local expert (`QuantizedRows` where they are quantized); int64
             `[num_local_experts]` on the host, padding included; float32 `[M]`, 0 in padding.
         """
         if self.shared_experts is not None:
@@ -230,7 +230,7 @@ class MegatronTokenDispatcher:
                 take no memory to write to.
 
         Returns:
-            Two of `[M, hidden]`, uninitialised, after `dispatch_postprocess`; None and None before, and
+            Two of `[M, hidden]`, uninitialized, after `dispatch_postprocess`; None and None before, and
             without a dtype.
         """
         if dtype is None:

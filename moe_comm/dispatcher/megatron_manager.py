@@ -70,7 +70,7 @@ class MegatronManager:
         rank_capacity_factor: Rows of this rank's result over those of a balanced routing; what does not
             fit is dropped and reported in `over_budget`. The result has a fixed shape then. None: as
             many rows as arrive.
-        quantization: Rows are quantised while they are written; gradients are not.
+        quantization: Rows are quantized while they are written; gradients are not.
         backend: As in `Communicator`.
 
     Attributes:
@@ -329,7 +329,7 @@ class MegatronManager:
         self.required_recv.zero_()
 
     def empty_rows(self, hidden: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """`[M, hidden]`, uninitialised, which combine reads in place; None before a dispatch."""
+        """`[M, hidden]`, uninitialized, which combine reads in place; None before a dispatch."""
         if self.handle is None:
             return None
         return self._buffer.empty_expert_output(self.handle.places, hidden=hidden, dtype=dtype)

@@ -62,8 +62,8 @@ class PermutedRows(NamedTuple):
 
     Args:
         hidden: `[M, hidden]`, local expert 0 first, rows of an expert in order of (source rank,
-            token); a `QuantizedRows` of the dtype of x where they are quantised.
-        sf: Scale factors of quantised rows, or None.
+            token); a `QuantizedRows` of the dtype of x where they are quantized.
+        sf: Scale factors of quantized rows, or None.
         probs: `[M]`, 0 in padding; None where none were sent.
         tokens_per_expert: int64 `[num_local_experts]` on the host, padding included.
         handle: For combine.
@@ -200,7 +200,7 @@ def start_dispatch(
         expert_alignment: Rows of every local expert are padded with zero rows to a multiple of this.
         num_rows: Rows of this rank's result, exactly, a multiple of `expert_alignment`; what does not
             fit is dropped. None for as many as arrive.
-        quantization: Rows are quantised while they are written.
+        quantization: Rows are quantized while they are written.
         async_op: Return while the rows are in flight; x must not be overwritten before the end.
         gradients: What this rank says of them, for `wait_differentiable`; see
             `autograd.agreement.dispatch_word`.

@@ -31,7 +31,7 @@ class DispatchedTokens:
     Args:
         tokens: `[M, hidden]`, grouped by local expert; rows of local expert e are
             `tokens[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`, padding is zero.
-            A `QuantizedRows` where the dispatcher quantises.
+            A `QuantizedRows` where the dispatcher quantizes.
         num_tokens_per_expert: int64 `[num_local_experts]` on the host, without padding.
         expert_offsets: int32 `[num_local_experts + 1]`: padded starts, as grouped GEMMs take them.
         probs: `[M]`, the weight of every row, 0 in padding; None where combine applies the weights, or
@@ -67,7 +67,7 @@ class TokenDispatcher:
         buffer: To use instead, in place of `group`, `expert_rank` and `backend`; for `num_experts`.
         expert_rank: The rank of every expert; see `EpConfig`.
         expert_alignment: Rows of every local expert are padded with zero rows to a multiple of this.
-        quantization: Rows are quantised while they are written; gradients are not.
+        quantization: Rows are quantized while they are written; gradients are not.
         capacity: Limits on the rows of this rank; see `Capacity`.
         weighted_by: Who multiplies an expert's output by its weight. "experts": dispatch brings `probs`
             along and the caller applies them. "combine": combine does, in float32.

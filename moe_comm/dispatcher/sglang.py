@@ -106,7 +106,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         async_finish: Phases never block: a bool, without effect.
         return_recv_hook: The same.
         runner_backend: Of SGLang's experts. Where it is given, SGLang chooses how rows travel: by its
-            server arguments, by what its quantisation methods say and by this backend.
+            server arguments, by what its quantization methods say and by this backend.
         num_max_tokens_per_rank: Of a low-latency dispatch, any number; None for what
             `SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK` says, 128 when unset, as in SGLang.
         expert_alignment: To which `num_recv_tokens_per_expert` is rounded up.
@@ -223,7 +223,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         """Begin to send every token to the ranks of its experts. Collective.
 
         Args:
-            hidden_states: `[num_tokens, hidden]`, or a pair (data, scales) that is quantised already.
+            hidden_states: `[num_tokens, hidden]`, or a pair (data, scales) that is quantized already.
                 Not changed before `dispatch_b`.
             topk_output: Has `topk_ids`, integers `[num_tokens, router_topk]` with -1 for an unused
                 choice, and `topk_weights` of that shape.
@@ -353,7 +353,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         """Say how rows travel from the next dispatch on; the same on every rank.
 
         Args:
-            quant_config: What SGLang's quantisation methods send; none of the keys is needed.
+            quant_config: What SGLang's quantization methods send; none of the keys is needed.
                 "dispatcher_output_dtype": "bf16", "fp8" (`FP8_BLOCK128`) or "mxfp8";
                 "normal_dispatcher_output_dtype" and "low_latency_dispatcher_output_dtype": the same for
                 one mode, before it. "input_global_scale": None, because NVFP4 is not offered.

@@ -1,4 +1,4 @@
-"""How rows of a `SglangDispatcher` travel: what a caller, a quantisation method or SGLang itself says."""
+"""How rows of a `SglangDispatcher` travel: what a caller, a quantization method or SGLang itself says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MODES = ("normal", "low_latency")
 
 
 class DtypeChoice:
-    """The quantisation of each mode.
+    """The quantization of each mode.
 
     Args:
         quantization: Where a configuration does not say.

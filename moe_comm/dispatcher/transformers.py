@@ -39,7 +39,7 @@ def register(
 
     Args:
         name: To choose it by.
-        quantization: Tokens are quantised on their way to the experts; the experts' outputs and all
+        quantization: Tokens are quantized on their way to the experts; the experts' outputs and all
             gradients travel as they are. None: tokens do, too.
         backend: As in `Communicator`.
 
@@ -157,7 +157,7 @@ class TransformersExperts:
         routed = self._dispatcher.dispatch(hidden_states, top_k_weights, topk_idx=top_k_index)
         rows = routed.tokens
         if isinstance(rows, QuantizedRows):
-            rows = rows.dequantize()  # once: each look at quantised rows does it anew
+            rows = rows.dequantize()  # once: each look at quantized rows does it anew
         expert_out = self._run_experts(rows, routed.num_tokens_per_expert)
         y = self._dispatcher.combine(expert_out, routed)
         return y if self._tp_mesh is None else _whole_of(self._tp_mesh, y, num_tokens)

@@ -99,7 +99,7 @@ class _Prepared:
 class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
     """vLLM's `FusedMoEPrepareAndFinalizeModular` on `EpBuffer`, for inference: no gradients.
 
-    Every rank calls in the same order. A micro-batch (`ubatch_id`) is prepared and finalised in turn;
+    Every rank calls in the same order. A micro-batch (`ubatch_id`) is prepared and finalized in turn;
     several may be in flight.
 
     Args:
@@ -205,7 +205,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> _PrepareResult:
-        """Quantise and dispatch, or the other way round where scales cannot travel. Collective.
+        """Quantize and dispatch, or the other way round where scales cannot travel. Collective.
 
         Args:
             a1: `[num_tokens, hidden]`.
@@ -217,7 +217,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             apply_router_weight_on_input: Multiply rows by their weight before they travel; one choice
                 per token.
             quant_config: Says `quant_dtype` and `block_shape` of the experts' input.
-            defer_input_quant: The experts quantise; rows travel as they are.
+            defer_input_quant: The experts quantize; rows travel as they are.
 
         Returns:
             Rows; their scales or None; token counts; and in the standard format the ids and weights of
@@ -227,7 +227,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         Raises:
             ValueError: A shape is wrong, several choices with `apply_router_weight_on_input`, or an
                 expert_map of another placement.
-            NotImplementedError: A quantisation that is done neither in the dispatch nor after it.
+            NotImplementedError: A quantization that is done neither in the dispatch nor after it.
         """
         hook, receiver = self.prepare_async(
             a1,
@@ -350,7 +350,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         prepared = self._prepared.pop(self._ubatch_id(), None)
         if prepared is None:
             raise RuntimeError(
-                f"micro-batch {self._ubatch_id()} is finalised before it is prepared"
+                f"micro-batch {self._ubatch_id()} is finalized before it is prepared"
             )
         weights = None
         try:
@@ -470,7 +470,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
     def _resolve_quantization(
         self, quant_config: Any, defer_input_quant: bool
     ) -> tuple[Quantization | None, _Quantize | None]:
-        """How rows travel, and what quantises them where they arrive; errors are those of every rank."""
+        """How rows travel, and what quantizes them where they arrive; errors are those of every rank."""
         if self._quantization != "auto":
             return self._quantization, None
         dtype = getattr(quant_config, "quant_dtype", None)
@@ -483,7 +483,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             return FP8_BLOCK128, None
         if dtype == "mxfp8":
             return MXFP8, None
-        kinds = f"rows cannot be quantised to {dtype} with blocks {block_shape} while they are dispatched"
+        kinds = f"rows cannot be quantized to {dtype} with blocks {block_shape} while they are dispatched"
         if self.is_batched:
             # A scale of all rows would come of what stands in places that nobody filled.
             raise NotImplementedError(f"{kinds}, nor afterwards in the batched format")

@@ -51,7 +51,7 @@ _LAYOUT_NAMES: tuple[LayoutName, ...] = ("expert_major", "rank_major", "low_late
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleSizes:
-    """Scale factors of quantised rows.
+    """Scale factors of quantized rows.
 
     Args:
         num_scales: Per row.
@@ -184,7 +184,7 @@ def scale_region_bytes(
 
     Args:
         num_rows: M.
-        scales: None for rows that are not quantised.
+        scales: None for rows that are not quantized.
         num_rows_per_expert: Places of one expert (LOW_LATENCY), else None: there, column-major factors
             lie together for each expert and columns are not padded.
 
@@ -212,7 +212,7 @@ def receive_window_bytes(
         num_rows: M.
         row_bytes: Of a row as it is dispatched.
         weight_bytes: Of a weight; 0 without.
-        scales: Of quantised rows, or None.
+        scales: Of quantized rows, or None.
         layout: RANK_MAJOR has K weights and K int64 ids a row, the others one weight and no ids.
         num_topk: K; for RANK_MAJOR.
         num_rows_per_expert: See `scale_region_bytes`.
@@ -330,7 +330,7 @@ class WindowSizes:
     Args:
         num_recv_rows: M.
         dispatched: Received rows with their scale factors, weights and ids.
-        gradients: The same of a backward, whose rows are not quantised.
+        gradients: The same of a backward, whose rows are not quantized.
         expert_output: Rows of the experts, written in place or copied in.
         sums: Sums of a combine.
         control: Workspace of the buffer and control block of the rank.
@@ -379,9 +379,9 @@ def window_sizes(
         imbalance: Rows of the busiest rank over the mean; unused with `worst_case` and LOW_LATENCY.
         worst_case: Every token goes to one rank.
         layout: Order of received rows.
-        dispatched_row_bytes: Bytes of a row as it is dispatched, where it is quantised; None for
+        dispatched_row_bytes: Bytes of a row as it is dispatched, where it is quantized; None for
             `row_bytes`.
-        scales: Scale factors of quantised rows, or None.
+        scales: Scale factors of quantized rows, or None.
         capacity_rows: See `limited_recv_rows`, like the two below.
         capacity_rows_per_expert: Not LOW_LATENCY.
         can_grow: Not LOW_LATENCY.

@@ -155,7 +155,7 @@ class EpBuffer:
         Args:
             x: `[num_tokens, hidden]`, dtype of the configuration, contiguous, on the communicator's
                 device like all tensors of a call. With `handle`, any dtype and any hidden whose rows
-                are a multiple of 16 bytes. Or `(data, sf)`, rows that are quantised already: data
+                are a multiple of 16 bytes. Or `(data, sf)`, rows that are quantized already: data
                 `[num_tokens, hidden]` of a one-byte dtype, contiguous, and sf
                 `[num_tokens, num_scales]` of elements of 1, 2, 4 or 8 bytes, any strides; both travel
                 as they are.
@@ -166,7 +166,7 @@ class EpBuffer:
             layout: Order of received rows.
             expert_alignment: Rows per local expert are padded with zero rows to a multiple of this.
                 RANK_MAJOR: affects `expert_offsets` only. LOW_LATENCY: 1.
-            quantization: Rows are quantised while they are written: `result.x` is e4m3 and
+            quantization: Rows are quantized while they are written: `result.x` is e4m3 and
                 `result.x_sf` has the scale factors. x is bfloat16, float16 or float32. None: rows
                 travel as they are. With `(data, sf)` it says what the pair is, which must fit, and
                 whether the factors arrive column-major; None takes any pair.
@@ -441,7 +441,7 @@ class EpBuffer:
         hidden: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """`[num_recv_tokens, hidden]`, uninitialised, which combine reads in place. Local.
+        """`[num_recv_tokens, hidden]`, uninitialized, which combine reads in place. Local.
 
         Args:
             handle: Of a dispatch of this buffer.

@@ -302,7 +302,7 @@ class EpConfig:
             imbalance: Rows of the busiest rank over the mean, >= 1.
             worst_case: Every token of every rank goes to one rank.
             layout: As it will be passed to dispatch. LOW_LATENCY has one size, whatever the routing.
-            quantization: As it will be passed to dispatch; outputs and sums are not quantised.
+            quantization: As it will be passed to dispatch; outputs and sums are not quantized.
             capacity: As it will be passed to dispatch.
 
         Raises:
@@ -376,7 +376,7 @@ _LAYOUT_NAMES: dict[Layout, budget.LayoutName] = {
 def _quantized_sizes(
     hidden: int, quantization: Quantization | None
 ) -> tuple[int | None, budget.ScaleSizes | None]:
-    """Bytes of a quantised row and its scale factors; (None, None) for rows as they are."""
+    """Bytes of a quantized row and its scale factors; (None, None) for rows as they are."""
     if quantization is None:
         return None, None
     return hidden * quantization.data_dtype.itemsize, budget.ScaleSizes(

@@ -135,8 +135,8 @@ class DispatchResult:
         x: `[M, hidden]`. EXPERT_MAJOR: rows of local expert e are
             `x[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`; padding is zero.
             LOW_LATENCY: M is `num_local_experts * num_ranks * num_max_tokens_per_rank`. Rows that
-            `moe_comm.dispatch` has quantised are `QuantizedRows`.
-        x_sf: Scale factors `[M, num_scales]` of quantised rows (see `Quantization`), LOW_LATENCY:
+            `moe_comm.dispatch` has quantized are `QuantizedRows`.
+        x_sf: Scale factors `[M, num_scales]` of quantized rows (see `Quantization`), LOW_LATENCY:
             `[num_local_experts, M / num_local_experts, num_scales]`; else None.
         topk_idx: None (EXPERT_MAJOR), or int64 `[M, K]` local expert ids, -1 elsewhere (RANK_MAJOR).
             K is the largest of all ranks where they chose different numbers.

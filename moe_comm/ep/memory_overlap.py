@@ -125,7 +125,7 @@ class _Place:
         self.begin = tensor.data_ptr() if tensor.numel() else 0
         self.run_bytes = tensor.element_size()
         self.dims: list[tuple[int, int]] = []
-        """(size, bytes between neighbours), outermost first, of what is no run of bytes."""
+        """(size, bytes between neighbors), outermost first, of what is no run of bytes."""
         if self.begin == 0:
             self.end = 0
             return

@@ -1,4 +1,4 @@
-"""How dispatched rows may be quantised: formats, the form of their scale factors, shapes."""
+"""How dispatched rows may be quantized: formats, the form of their scale factors, shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALE_COLUMN_BYTES = 16
 
 
 class QuantizationFormat(enum.IntEnum):
-    """Element type and block of a quantised row.
+    """Element type and block of a quantized row.
 
     `FP8_BLOCK128`: e4m3 data, one scale factor per 128 channels, amax clamped to at least 1e-4.
     `MXFP8`: e4m3 data, one UE8M0 scale factor per 32 channels (OCP microscaling).
@@ -49,7 +49,7 @@ class ScaleFormat(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How rows are quantised while they are dispatched.
+    """How rows are quantized while they are dispatched.
 
     Args:
         format: Element type and block.
@@ -82,7 +82,7 @@ class Quantization:
 
     @property
     def data_dtype(self) -> torch.dtype:
-        """Of the quantised elements."""
+        """Of the quantized elements."""
         return torch.float8_e4m3fn
 
     @property

@@ -1,4 +1,4 @@
-"""Quantised rows in plain torch: the bits that every backend writes, and how to read them.
+"""Quantized rows in plain torch: the bits that every backend writes, and how to read them.
 
 `moe_comm.ep.quantization` says which formats there are. Divisions are IEEE float32; powers of two come
 from bits, so that no logarithm is rounded. A block that holds a NaN or an infinity becomes all NaN.
@@ -38,7 +38,7 @@ _MANTISSA_BITS = 23
 
 
 def quantize(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows as a dispatch with `quantization` does, bit for bit. Local.
+    """Quantize rows as a dispatch with `quantization` does, bit for bit. Local.
 
     Args:
         x: `[num_tokens, hidden]`, bfloat16, float16 or float32; any hidden.

@@ -72,22 +72,22 @@ def check_row(name: str, hidden: int, dtype: torch.dtype) -> None:
 def check_rows(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], quantization: Quantization | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows and their scale factors as given, or None where rows are not quantised yet."""
+    """Rows and their scale factors as given, or None where rows are not quantized yet."""
     if quantization is not None and not isinstance(quantization, Quantization):
         raise TypeError(f"quantization must be a Quantization, got {quantization!r}")
     if not isinstance(x, tuple):
         is_tensor = isinstance(x, torch.Tensor)
         if quantization is not None and is_tensor and x.dtype not in QUANTIZABLE:
             names = ", ".join(str(dtype) for dtype in QUANTIZABLE)
-            raise TypeError(f"rows that are to be quantised must be {names}, got {x.dtype}")
+            raise TypeError(f"rows that are to be quantized must be {names}, got {x.dtype}")
         return x, None
     if len(x) != 2:
-        raise ValueError(f"quantised rows are a pair (data, sf), got {len(x)} values")
+        raise ValueError(f"quantized rows are a pair (data, sf), got {len(x)} values")
     data, scales = x
     _check_tensor("data", data, 2)
     _check_tensor("sf", scales, 2, is_strided=True)
     if data.dtype.itemsize != 1:
-        raise TypeError(f"data of quantised rows must be of a one-byte dtype, got {data.dtype}")
+        raise TypeError(f"data of quantized rows must be of a one-byte dtype, got {data.dtype}")
     if scales.shape[0] != data.shape[0] or scales.shape[1] < 1:
         raise ValueError(
             f"sf must have shape ({data.shape[0]}, num_scales >= 1), got {tuple(scales.shape)}"

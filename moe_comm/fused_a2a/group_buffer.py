@@ -31,7 +31,7 @@ class GroupBuffer:
         hidden_dim: Largest that a HybridEP call brought, or was announced.
         max_num_of_tokens_per_rank: Likewise.
         num_local_experts: Of the latest HybridEP call, or as announced; 0 before.
-        use_fp8: Whether HybridEP dispatches quantise.
+        use_fp8: Whether HybridEP dispatches quantize.
     """
 
     def __init__(self, shared: GroupBuffers) -> None:

@@ -33,7 +33,7 @@ class MoELayer(nn.Module):
         num_experts: Over all ranks.
         num_topk: Choices per token.
         group: Process group, bootstrap, or None for the default group.
-        dispatcher: To use instead of one made for `group`: with quantisation, a capacity, another
+        dispatcher: To use instead of one made for `group`: with quantization, a capacity, another
             placement of experts.
         activation: Of the experts.
         method: Of `GroupedExperts`.
@@ -120,7 +120,7 @@ class MoELayer(nn.Module):
         routed = self.dispatcher.dispatch(hidden, routing.topk_weights, topk_idx=routing.topk_idx)
         rows = routed.tokens
         if isinstance(rows, QuantizedRows):
-            rows = rows.dequantize()  # once: each look at quantised rows does it anew
+            rows = rows.dequantize()  # once: each look at quantized rows does it anew
         out = self.experts(rows, routed.expert_offsets)
         if routed.probs is not None:
             out = (out * routed.probs[:, None]).to(out.dtype)

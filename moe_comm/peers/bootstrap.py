@@ -84,7 +84,7 @@ class _ProcessGroup:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         check_process_of(group, "Communicator")
         self.group = group
-        # The group's own number: a group may join worlds that were initialised apart, whose ranks
+        # The group's own number: a group may join worlds that were initialized apart, whose ranks
         # all count from 0.
         self.rank_idx = dist.get_rank() if group is None else group.rank()
         self.num_ranks = dist.get_world_size(group)
@@ -153,7 +153,7 @@ def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:
     """The bootstrap behind the `group` argument of `Communicator`.
 
     None means the default process group, or a single rank when torch.distributed was never
-    initialised and no launcher started several processes.
+    initialized and no launcher started several processes.
 
     Raises:
         ValueError: A launcher started several processes but there is no process group.
@@ -172,7 +172,7 @@ def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:
     if world_size > 1:
         raise ValueError(
             f"the launcher started {world_size} processes (WORLD_SIZE) but torch.distributed is not "
-            "initialised; call torch.distributed.init_process_group first"
+            "initialized; call torch.distributed.init_process_group first"
         )
     return _Solo()
 

@@ -118,7 +118,7 @@ class Communicator(ElasticRanks):
 
     Args:
         group: A `torch.distributed` group of any backend; None for the default group, or for a
-            single rank when torch.distributed was never initialised; or a `Bootstrap`, such as
+            single rank when torch.distributed was never initialized; or a `Bootstrap`, such as
             `RankThreads(n)[i]` for ranks as threads of one process.
         device: Where rows live: "cpu", or "cuda" for the current GPU of this process ("cuda:1" for
             another). Ranks may share a GPU.

@@ -65,7 +65,7 @@ def find_host_library() -> Path:
 
 
 def unusable_reason() -> str | None:
-    """Why this process cannot use NVSHMEM, or None. Loads the host library, initialises nothing."""
+    """Why this process cannot use NVSHMEM, or None. Loads the host library, initializes nothing."""
     try:
         native = load_nvshmem_module()
     except ImportError as error:
@@ -89,17 +89,17 @@ def agree(bootstrap: Bootstrap) -> bytes:
     """
     reason = unusable_reason()
     unique_id = b""
-    is_initialised = False
+    is_initialized = False
     if reason is None:
         native = load_nvshmem_module()
-        is_initialised = native.is_initialised()
+        is_initialized = native.is_initialized()
         try:
-            if bootstrap.rank_idx == 0 and not is_initialised:
+            if bootstrap.rank_idx == 0 and not is_initialized:
                 unique_id = native.make_unique_id()
         except RuntimeError as error:
             reason = str(error)
     process = (str(node_layout.own_machine()), os.getpid())
-    said = agreement.agree(bootstrap.all_gather, reason, (process, is_initialised, unique_id))
+    said = agreement.agree(bootstrap.all_gather, reason, (process, is_initialized, unique_id))
     processes = [process for process, _, _ in said]
     for rank_idx, process in enumerate(processes):
         first = processes.index(process)
@@ -108,10 +108,10 @@ def agree(bootstrap: Bootstrap) -> bytes:
                 f"ranks {first} and {rank_idx} are threads of one process, which NVSHMEM takes as "
                 "one: across nodes ranks with GPUs are processes"
             )
-    met = [rank_idx for rank_idx, (_, initialised, _) in enumerate(said) if initialised]
+    met = [rank_idx for rank_idx, (_, initialized, _) in enumerate(said) if initialized]
     if met and len(met) < len(said):
         raise ValueError(
-            f"NVSHMEM is initialised once in a process: ranks {met} of {len(said)} have done so with "
+            f"NVSHMEM is initialized once in a process: ranks {met} of {len(said)} have done so with "
             "others"
         )
     return bytes(said[0][2])

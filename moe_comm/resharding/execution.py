@@ -63,10 +63,10 @@ class _Writeback:
 def _get_mxfp8_accumulator(
     pending: dict[int, tuple[Any, ...]], dst_param: torch.Tensor
 ) -> tuple[torch.Tensor, list[Any]]:
-    """The bfloat16 tensor that an MXFP8 parameter is assembled in before it is quantised, once.
+    """The bfloat16 tensor that an MXFP8 parameter is assembled in before it is quantized, once.
 
     Args:
-        pending: By `id(dst_param)`: the parameter, that tensor (not initialised: pieces cover it),
+        pending: By `id(dst_param)`: the parameter, that tensor (not initialized: pieces cover it),
             and a list for pieces. Gets an entry.
         dst_param: The parameter.
 

@@ -36,7 +36,7 @@ def place_in_heap(module: torch.nn.Module, communicator: Communicator) -> int:
     A refit through the `symmetric` transport then writes them in place. The parameters and buffers
     stay the same objects with the same values, strides and gradients; tensors that share memory with
     each other go on doing so. Tensors outside the module that share it do not: move a model before
-    an optimiser or a wrapper has made flat views of its parameters. What lies in the heap already
+    an optimizer or a wrapper has made flat views of its parameters. What lies in the heap already
     stays where it is. The memory goes back to the heap when the last of the tensors that were moved
     together is gone.
 
@@ -94,7 +94,7 @@ def _problem_with(tensor: torch.Tensor) -> str | None:
     if tensor.device.type != "cpu":
         return f"it lies on {tensor.device}, the heap holds CPU tensors"
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return f"its layout is {'quantised' if tensor.is_quantized else tensor.layout}"
+        return f"its layout is {'quantized' if tensor.is_quantized else tensor.layout}"
     if hasattr(tensor, "__tensor_flatten__"):
         return f"a {type(tensor).__name__} is made of other tensors"
     if tensor.is_inference():

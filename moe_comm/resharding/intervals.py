@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Interval(NamedTuple):
-    """Neighbouring indices of one dimension, in the whole tensor and in a rank's own."""
+    """Neighboring indices of one dimension, in the whole tensor and in a rank's own."""
 
     global_start: int
     local_start: int
@@ -41,7 +41,7 @@ Intervals = tuple[Interval, ...]
 
 
 class Run(NamedTuple):
-    """Neighbouring indices of one dimension that two ranks hold, in the tensor of each."""
+    """Neighboring indices of one dimension that two ranks hold, in the tensor of each."""
 
     src_start: int
     dst_start: int
@@ -159,7 +159,7 @@ def strided_chunk(
 
 
 def intersect(source: Intervals, destination: Intervals) -> tuple[Run, ...]:
-    """Indices that both hold, joined where they are neighbours on both sides, by `dst_start`."""
+    """Indices that both hold, joined where they are neighbors on both sides, by `dst_start`."""
     by_global = sorted(source), sorted(destination)
     runs: list[Run] = []
     src_idx = dst_idx = 0
@@ -182,7 +182,7 @@ def intersect(source: Intervals, destination: Intervals) -> tuple[Run, ...]:
 
 
 def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Runs by `dst_start`, joined where they are neighbours on both sides."""
+    """Runs by `dst_start`, joined where they are neighbors on both sides."""
     joined: list[Run] = []
     for run in sorted(runs, key=lambda run: run.dst_start):
         last = joined[-1] if joined else None
@@ -210,7 +210,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same elements in fewer pieces: neighbours along one dimension, on both sides, joined."""
+    """The same elements in fewer pieces: neighbors along one dimension, on both sides, joined."""
     result = sorted(pieces, key=lambda piece: piece.dst_box)
     num_dims = len(result[0].dst_box) if result else 0
     for dim in reversed(range(num_dims)):

@@ -1,4 +1,4 @@
-"""Models whose config asks for MXFP8 inference: their weights become quantised, in place for good."""
+"""Models whose config asks for MXFP8 inference: their weights become quantized, in place for good."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mxfp8_backend_of(config: object) -> MXFP8Backend:
 
 
 def mxfp8_transform_for(core: torch.nn.Module, config: object) -> MXFP8ReshardTransform:
-    """Quantise the decoder's weights for inference, and make the transform that refits them.
+    """Quantize the decoder's weights for inference, and make the transform that refits them.
 
     Converts parameters that Transformer Engine holds as MXFP8: each becomes an attribute of its
     module, Megatron's `MXFP8Tensor` where there is one, else `number_formats.MXFP8Tensor`, at an
@@ -70,7 +70,7 @@ def mxfp8_transform_for(core: torch.nn.Module, config: object) -> MXFP8ReshardTr
 @torch.inference_mode(False)
 @torch.no_grad()
 def _quantize_weights(decoder: torch.nn.Module, backend: MXFP8Backend) -> dict[str, Any]:
-    """Replace quantised parameters; the new ones by name in `decoder`."""
+    """Replace quantized parameters; the new ones by name in `decoder`."""
     # Made outside of inference mode, so that refits may write into them in any mode.
     make = _tensor_class()
     buffers: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Quantised weights as inference engines hold them: containers, blocks and layouts of scale factors.
+"""Quantized weights as inference engines hold them: containers, blocks and layouts of scale factors.
 
-The arithmetic is that of `moe_comm.ep.quantized`. A weight is quantised from bfloat16: a source of another
-dtype is rounded to bfloat16 first, so that it does not matter which end of a transfer quantises.
+The arithmetic is that of `moe_comm.ep.quantized`. A weight is quantized from bfloat16: a source of another
+dtype is rounded to bfloat16 first, so that it does not matter which end of a transfer quantizes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ROWS_PER_GROUP = 32
 
 
 class ScaledTensor(Protocol):
-    """What a transform needs of a quantised weight; `torch.nn.Module`s may hold any class with these."""
+    """What a transform needs of a quantized weight; `torch.nn.Module`s may hold any class with these."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -94,7 +94,7 @@ class MXFP8Tensor:
         *,
         is_swizzled: bool = True,
     ) -> Self:
-        """Quantise `x` `[M, K]`.
+        """Quantize `x` `[M, K]`.
 
         Raises:
             ValueError: `group_size` is not 32, `backend` is unknown, or the shape does not fit.
@@ -155,7 +155,7 @@ class FP8BlockTensor:
         block: Block = (128, 128),
         device: torch.device | str | None = None,
     ) -> Self:
-        """Memory for a weight of `shape`, uninitialised."""
+        """Memory for a weight of `shape`, uninitialized."""
         return cls(
             torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(scale_shape(shape, block), dtype=torch.float32, device=device),
@@ -169,7 +169,7 @@ class FP8BlockTensor:
         block: Block = (128, 128),
         scale_format: ScaleFormat = ScaleFormat.FLOAT32,
     ) -> Self:
-        """Quantise `x`."""
+        """Quantize `x`."""
         return cls(*quantize_fp8_block(x, block, scale_format), block)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -189,7 +189,7 @@ def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
 
 
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a weight to MXFP8.
+    """Quantize a weight to MXFP8.
 
     Args:
         x: `[..., K]`, K a multiple of 32.
@@ -203,7 +203,7 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_fp8_block(
     x: torch.Tensor, block: Block = (128, 128), scale_format: ScaleFormat = ScaleFormat.FLOAT32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a weight to e4m3 in blocks.
+    """Quantize a weight to e4m3 in blocks.
 
     Args:
         x: `[..., M, K]`.
@@ -294,7 +294,7 @@ def unswizzle_scales(scale: torch.Tensor, rows: int, columns: int) -> torch.Tens
 
 
 def is_mxfp8_tensor(tensor: Any) -> bool:
-    """Whether this is a quantised MXFP8 weight: of Transformer Engine, Megatron, or `MXFP8Tensor`.
+    """Whether this is a quantized MXFP8 weight: of Transformer Engine, Megatron, or `MXFP8Tensor`.
 
     Told by the name of the class, so that none of those need be installed.
     """
@@ -386,7 +386,7 @@ def _quantize_rows(
 def _quantize_matrix(
     matrix: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, quantization: Quantization
 ) -> None:
-    """Quantise `[M, K]` in blocks of 128 x 128 into `data` and `scale`, a strip of rows at a time."""
+    """Quantize `[M, K]` in blocks of 128 x 128 into `data` and `scale`, a strip of rows at a time."""
     side = FP8_BLOCKS[0][0]
     num_rows, num_columns = matrix.shape
     num_blocks = scale.shape[1]

@@ -239,7 +239,7 @@ def prepare_swap_model_weights(
 
     Called while both models hold ordinary weights. A target whose config asks for MXFP8 inference
     (`transformer_impl` "inference_optimized", `fp8_recipe` "mxfp8") is converted; later refits
-    quantise into the same memory. A caller that converts its target by itself does so after this.
+    quantize into the same memory. A caller that converts its target by itself does so after this.
 
     Args:
         src_model: What this rank holds of the source, or None.

@@ -227,7 +227,7 @@ def _widest(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     try:
         is_whole = dist.get_process_group_ranks(group) == dist.get_process_group_ranks(world)
-    except (KeyError, RuntimeError, ValueError):  # of worlds that were initialised apart
+    except (KeyError, RuntimeError, ValueError):  # of worlds that were initialized apart
         return group
     return world if is_whole else group
 

@@ -59,7 +59,7 @@ def scale_bounds(bounds: Bounds, block: Block) -> Bounds:
 
 
 class Assembly:
-    """A destination that is put together in bfloat16 until its blocks can be quantised.
+    """A destination that is put together in bfloat16 until its blocks can be quantized.
 
     Args:
         shape: Of the destination.
@@ -70,7 +70,7 @@ class Assembly:
     def __init__(self, shape: tuple[int, ...], block: Block, device: torch.device) -> None:
         self.block = block
         self.values = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        # Blocks of which a part arrived unquantised.
+        # Blocks of which a part arrived unquantized.
         self.is_assembled = torch.zeros(scale_shape(shape, block), dtype=torch.bool, device=device)
         self._arrived: set[Bounds] = set()
         self._num_arrived = 0
@@ -81,7 +81,7 @@ class Assembly:
         Args:
             param_name: For error messages.
             bounds: Where the piece lies.
-            values: The piece, or None where it came quantised and is in place.
+            values: The piece, or None where it came quantized and is in place.
 
         Returns:
             Whether everything has arrived.
@@ -120,8 +120,8 @@ class Assembly:
 class ScaledBufferTransform(ReshardTransform):
     """What the transforms below share: buffers by name, and pieces that cut a block in two.
 
-    A piece of whole blocks may travel quantised. Any other travels in bfloat16 and is assembled; when
-    all of its parameter has arrived, the assembled blocks are quantised at once.
+    A piece of whole blocks may travel quantized. Any other travels in bfloat16 and is assembled; when
+    all of its parameter has arrived, the assembled blocks are quantized at once.
 
     Args:
         convertible_params: Names, in this rank's own module, of parameters to transform.
@@ -156,7 +156,7 @@ class ScaledBufferTransform(ReshardTransform):
         missing = [f"{key} ({each.progress})" for key, each in self._assemblies.items()]
         self._assemblies.clear()
         if missing:
-            raise RuntimeError(f"elements of quantised parameters did not arrive: {missing[:8]}")
+            raise RuntimeError(f"elements of quantized parameters did not arrive: {missing[:8]}")
 
     def tensors_written(self) -> list[torch.Tensor]:
         """Data and scale factors of every buffer."""
@@ -170,7 +170,7 @@ class ScaledBufferTransform(ReshardTransform):
         key = param_name.removeprefix(self.buffer_key_prefix)
         if key not in self.persistent_buffers:
             raise KeyError(
-                f"{param_name} is to be quantised but there is no persistent buffer {key!r}; there "
+                f"{param_name} is to be quantized but there is no persistent buffer {key!r}; there "
                 f"are {sorted(self.persistent_buffers)[:8]}"
             )
         return key
@@ -232,7 +232,7 @@ class ScaledBufferTransform(ReshardTransform):
         bounds: Bounds,
         values: torch.Tensor | None,
     ) -> None:
-        """A piece is there; None where it came quantised."""
+        """A piece is there; None where it came quantized."""
         assembly = self._assemblies.get(key) if values is None else self._assembly(key, data)
         if assembly is None:
             return
@@ -246,7 +246,7 @@ class ScaledBufferTransform(ReshardTransform):
             self._store(key, assembly.values, assembly.is_assembled)
 
     def _store(self, key: str, values: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Quantise `values` and write the blocks where `chosen` is true."""
+        """Quantize `values` and write the blocks where `chosen` is true."""
         raise NotImplementedError
 
 

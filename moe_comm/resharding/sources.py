@@ -1,4 +1,4 @@
-"""Sources as they are sent: pending sums reduced, quantised weights dequantised, in the plan's view."""
+"""Sources as they are sent: pending sums reduced, quantized weights dequantized, in the plan's view."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ def in_view(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:
 
 
 class Sources:
-    """This rank's sources as they can be sent: reduced, dequantised, without gradients.
+    """This rank's sources as they can be sent: reduced, dequantized, without gradients.
 
     Args:
-        plan: Names the MXFP8 sources to dequantise ahead.
+        plan: Names the MXFP8 sources to dequantize ahead.
         tensors: By name.
         reduced: By name, instead of what `tensors` has.
         is_transformed: Whether a parameter is left to the transform.
@@ -148,7 +148,7 @@ class Sources:
                 self._ready[name] = _ensure_sendable(tensor)
 
     def _prefetch(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Dequantise on a stream of its own, so that the first pieces leave before the last is done."""
+        """Dequantize on a stream of its own, so that the first pieces leave before the last is done."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Transforms that quantise weights on their way, in place into the memory an engine captured."""
+"""Transforms that quantize weights on their way, in place into the memory an engine captured."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _scale_slice_from_data_slice(
 
 
 def _ensure_sendable(param: torch.Tensor) -> torch.Tensor:
-    """A tensor of an ordinary dtype: quantised weights are dequantised, others lose their gradient."""
+    """A tensor of an ordinary dtype: quantized weights are dequantized, others lose their gradient."""
     if is_mxfp8_tensor(param):
         dequantized: torch.Tensor = param.dequantize()
         return dequantized
@@ -76,15 +76,15 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
 
     Addresses of data and scales never change, so that captured CUDA graphs stay valid.
 
-    Row-major scales: a piece that begins and ends at multiples of 32 columns is quantised and written
+    Row-major scales: a piece that begins and ends at multiples of 32 columns is quantized and written
     by itself. One-dimensional, swizzled scales, and pieces that cut a block: the parameter is
-    assembled in bfloat16 and quantised once it is complete.
+    assembled in bfloat16 and quantized once it is complete.
 
     Args:
         convertible_params: Names, in this rank's own module, of parameters to transform.
         persistent_buffers: Destinations by name, see `MXFP8Tensor`; empty on a rank that only sends.
         buffer_key_prefix: Taken off the front of a parameter's name before it is looked up.
-        convert_on_send: The sender quantises, and data and scales travel: half the bytes. Both ends
+        convert_on_send: The sender quantizes, and data and scales travel: half the bytes. Both ends
             then need the transform; otherwise only the receiver does.
         backend: Whose kernels read the weights; None for that of the buffers.
 
@@ -190,7 +190,7 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         if self.convert_on_send and scale.dim() == 1:
             raise NotImplementedError(
                 f"{param_name}: convert_on_send with one-dimensional, swizzled scales is not "
-                "supported; convert_on_send=False receives bfloat16 and quantises it whole"
+                "supported; convert_on_send=False receives bfloat16 and quantizes it whole"
             )
         shape = tuple(stop - start for start, stop in bounds)
         if is_quantized:
@@ -254,7 +254,7 @@ class FP8BlockReshardTransform(ScaledBufferTransform):
         buffer_key_prefix: Taken off the front of a parameter's name before it is looked up.
         block: (128, 128), or (1, 128).
         scale_format: FLOAT32, or FLOAT32_POWER_OF_2.
-        quantize_on_send: Pieces of whole blocks travel quantised: about half the bytes.
+        quantize_on_send: Pieces of whole blocks travel quantized: about half the bytes.
 
     Raises:
         ValueError, TypeError: An argument is none of these, or a buffer does not fit.

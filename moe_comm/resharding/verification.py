@@ -35,7 +35,7 @@ class RefitProof:
     Args:
         num_pieces: Pieces of this rank's target that equal their source.
         num_bytes: Bytes of them.
-        unproven: Parameters of this rank's target that were written by a transform or quantised, and
+        unproven: Parameters of this rank's target that were written by a transform or quantized, and
             so hold other bytes than their source.
     """
 

@@ -59,7 +59,7 @@ class _Caller:
         )
 
     def pair(self, num_scales: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """Rows that are quantised already."""
+        """Rows that are quantized already."""
         return {
             "x": torch.zeros(len(self.mine.x), 64, dtype=torch.float8_e4m3fn),
             "x_sf": torch.zeros(len(self.mine.x), num_scales, dtype=dtype),
@@ -174,8 +174,8 @@ def _mistakes(bad_rank: int) -> list[_Mistake]:
             r"(\b128 bytes.* met .*\b256 bytes|\b256 bytes.* met .*\b128 bytes)",
         ),
         _Mistake("low-latency against expert-major", differ(layout=Layout.LOW_LATENCY), ValueError, met),
-        _Mistake("quantised or not", differ(**mx), ValueError, met),
-        _Mistake("quantised formats", differ_from(fp8, mx), ValueError, met),
+        _Mistake("quantized or not", differ(**mx), ValueError, met),
+        _Mistake("quantized formats", differ_from(fp8, mx), ValueError, met),
         _Mistake("scale formats", differ_from(fp8, powers), ValueError, met),
         _Mistake("order of scale factors", differ_from(mx, in_columns), ValueError, met),
         _Mistake("numbers of scale factors", differ_in_pairs((1,), (2,)), ValueError, met),
@@ -189,7 +189,7 @@ def _mistakes(bad_rank: int) -> list[_Mistake]:
             met,
         ),
         _Mistake(
-            "quantised or not, cached",
+            "quantized or not, cached",
             lambda caller, is_wrong: caller.cached(quantization=MXFP8 if is_wrong else None),
             ValueError,
             r"cached dispatch\(.* on rank \d met .*cached dispatch\(.* on rank \d",
@@ -206,7 +206,7 @@ def _mistakes(bad_rank: int) -> list[_Mistake]:
             met,
         ),
         _Mistake("id, LOW_LATENCY", choose(9, layout=Layout.LOW_LATENCY), ValueError, bad_id.format("9")),
-        _Mistake("id, quantised", choose(9, **mx), ValueError, bad_id.format("9")),
+        _Mistake("id, quantized", choose(9, **mx), ValueError, bad_id.format("9")),
         _Mistake("id, limited", choose(9, **drop(1)), ValueError, bad_id.format("9")),
         _Mistake(
             "row weights in combine",

@@ -44,8 +44,8 @@ class Case:
         routing: One of `ROUTINGS`.
         has_special_values: Rows and weights hold NaN, infinities, -0.0 and subnormals.
         num_spare_tokens: How much `num_max_tokens_per_rank` exceeds the most tokens of a rank.
-        quantization: Rows are quantised in dispatch.
-        pair: Dtype and number of the scale factors where rows, of a one-byte dtype, are quantised
+        quantization: Rows are quantized in dispatch.
+        pair: Dtype and number of the scale factors where rows, of a one-byte dtype, are quantized
             already; `quantization` then only has their order on arrival.
         capacities: Of every rank.
         masked_ranks: Of every rank: which ranks it masks.

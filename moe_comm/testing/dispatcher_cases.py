@@ -1,6 +1,6 @@
 """Cases of MoE layers around a dispatcher, and what they must compute, in plain torch and float64.
 
-Which choices are kept and how rows are quantised comes from the definition (`moe_comm.ep.spec`).
+Which choices are kept and how rows are quantized comes from the definition (`moe_comm.ep.spec`).
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def fixed_rows(case: DispatcherCase, rank_idx: int) -> int:
 
 
 def _after_quantization(x: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """X quantised with float32 scale factors, and back; hidden a multiple of the block."""
+    """X quantized with float32 scale factors, and back; hidden a multiple of the block."""
     data, factors = quantize_rows(x, quantization)
     blocks = data.float().view(*factors.shape, quantization.format.block) * factors[..., None]
     return blocks.view(x.shape).to(x.dtype)

@@ -79,7 +79,7 @@ def _refusals(num_ranks: int) -> list[_Refusal]:
                  with_rows(2 * rows_of_expert - 1, *plenty, expert_alignment=1), CapacityError,
                  (0, 2 * rows_of_expert, 2 * rows_of_expert - 1)),
         _Refusal("no rows at all", with_rows(0, *plenty), CapacityError, (0, rows_of_rank, 0)),
-        _Refusal("rows, quantised", with_rows(4, *plenty, quantization=MXFP8), CapacityError,
+        _Refusal("rows, quantized", with_rows(4, *plenty, quantization=MXFP8), CapacityError,
                  (0, rows_of_rank, 4), row_bytes=64),
         _Refusal("rows, asynchronous", with_rows(4, *plenty, async_op=True), CapacityError,
                  (0, rows_of_rank, 4)),

@@ -157,7 +157,7 @@ def start_parallel_state(ep_size: int, tp_size: int = 1) -> None:
 def make_moe_layer(config: Any) -> Any:
     """Megatron's own `MoELayer` with its router and sequential experts; parameters equal on every call.
 
-    Collective: initialises Megatron's parallel state over the default group where it is not yet.
+    Collective: initializes Megatron's parallel state over the default group where it is not yet.
     """
     start_parallel_state(config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     moe = "megatron.core.transformer.moe"

@@ -1,4 +1,4 @@
-"""Local tensor work in Triton, with no peer in it: permute, unpermute, quantise, dequantise.
+"""Local tensor work in Triton, with no peer in it: permute, unpermute, quantize, dequantize.
 
 For GPU users of the collective backend. Every result has the bits of `moe_comm.ep.arithmetic`
 and `moe_comm.ep.quantized`. Works on CUDA tensors, and on CPU tensors in Triton's interpreter

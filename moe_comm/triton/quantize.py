@@ -1,4 +1,4 @@
-"""Quantise and dequantise rows by blocks."""
+"""Quantize and dequantize rows by blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ELEMENTS_PER_PROGRAM = 1024
 
 
 def quantize(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows as a dispatch with `quantization` does, bit for bit.
+    """Quantize rows as a dispatch with `quantization` does, bit for bit.
 
     Args:
         x: `[num_rows, hidden]`, bfloat16, float16 or float32, contiguous; any hidden.

@@ -1,4 +1,4 @@
-"""Kernels that quantise rows by blocks, and read them back."""
+"""Kernels that quantize rows by blocks, and read them back."""
 
 from __future__ import annotations
 

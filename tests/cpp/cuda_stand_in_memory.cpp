@@ -60,7 +60,7 @@ cudaError_t cudaMalloc(void** data, size_t bytes) {
   return cudaSuccess;
 }
 
-/// RT, Memory Management, cudaFree: may synchronise implicitly.
+/// RT, Memory Management, cudaFree: may synchronize implicitly.
 cudaError_t cudaFree(void* data) {
   begin("cudaFree");
   if (const cudaError_t code = wait_for_device("cudaFree"); code != cudaSuccess)

@@ -126,12 +126,12 @@ std::vector<Case> cases() {
         rows.name = concat(is_column_major ? "columns" : "rows", rows.is_misaligned ? " off" : "");
         using Format = host::ScaleFormat;
         for (const auto format : {Format::kFloat32, Format::kFloat32PowerOf2, Format::kUe8m0})
-          add(quantized(rows, dtype, hidden, 128, format), "quantised");
-        add(quantized(rows, dtype, hidden, 32, Format::kUe8m0), "quantised");
+          add(quantized(rows, dtype, hidden, 128, format), "quantized");
+        add(quantized(rows, dtype, hidden, 32, Format::kUe8m0), "quantized");
       }
   rows.layout = RowLayout::kLowLatency;
   rows.name = "low-latency";
-  add(quantized(rows, DType::kBFloat16, 256, 128, host::ScaleFormat::kFloat32), "quantised");
+  add(quantized(rows, DType::kBFloat16, 256, 128, host::ScaleFormat::kFloat32), "quantized");
   return all;
 }
 

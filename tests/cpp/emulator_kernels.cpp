@@ -123,7 +123,7 @@ void test_stack_overflow() {
   scheduler.run();
   std::puts("deep enough");
   std::fflush(stdout);
-  scheduler.spawn([&] { scheduler.yield(); }, "neighbour");
+  scheduler.spawn([&] { scheduler.yield(); }, "neighbor");
   scheduler.spawn([&] { go(1000); }, "too deep");
   scheduler.run();
 }
@@ -241,8 +241,8 @@ void test_block_barrier() {
     for (int round = 0; round < 10; ++round) {
       store(values + thread_idx(), round * 1000 + thread_idx());
       sync_block();
-      const int neighbour = (thread_idx() + 37) % num_threads();
-      expect_equal(load(values + neighbour), round * 1000 + neighbour, "the neighbour's value");
+      const int neighbor = (thread_idx() + 37) % num_threads();
+      expect_equal(load(values + neighbor), round * 1000 + neighbor, "the neighbor's value");
       sync_block();
     }
   });

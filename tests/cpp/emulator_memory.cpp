@@ -140,7 +140,7 @@ void test_bulk_errors() {
                }),
                {"256 bytes at offset 16 of shared memory, which has 256"});
   expect_error(with_barrier([](MBarrier* barrier) { arrive_expect(barrier + 2, 0); }),
-               {"was not initialised"});
+               {"was not initialized"});
   expect_error(with_barrier([](MBarrier* barrier) {
                  arrive_expect(barrier, 16);
                  arrive_expect(barrier, 16);

@@ -57,7 +57,7 @@ def races(tree: Path) -> list[str]:
         "LD_PRELOAD": libtsan(),
         "TSAN_OPTIONS": f"exitcode={EXIT_STATUS_OF_A_RACE} suppressions={suppressions}",
     }
-    # ThreadSanitizer of GCC 12 knows the usual layout of addresses only, not a randomised one.
+    # ThreadSanitizer of GCC 12 knows the usual layout of addresses only, not a randomized one.
     program = [sys.executable, str(tree / "tests" / "helpers" / "threaded_ranks.py")]
     done = subprocess.run(
         ["setarch", platform.machine(), "-R", *program],

@@ -301,7 +301,7 @@ def build_nvshmem() -> dict[str, Any]:
     """The module across nodes; `build` has made the kernels that it shares."""
     found = command(
         *(sys.executable, "-c"),
-        "from moe_comm import nvshmem\n"
+        "from moe_comm.peers import nvshmem\n"
         "try: print(nvshmem.find_host_library())\n"
         "except FileNotFoundError as error: print(f'missing: {error}')",
     )

@@ -190,7 +190,7 @@ def _plain(value: Any) -> Hashable:
 def idea_of(case: Case) -> str:
     """The name of a case without its layout: what it is there for.
 
-    The list of cases has products too, in which alignments and quantisations are named beside
+    The list of cases has products too, in which alignments and quantizations are named beside
     something else. Those are attributes: here the name is that of the rest.
     """
     name = case.name.removeprefix(f"{case.layout.name.lower().replace('_', '-')}-")

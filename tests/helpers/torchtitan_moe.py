@@ -96,7 +96,7 @@ def parallel_dims(num_ranks: int) -> Any:
 
 
 def build_moe(context: RankContext, moe_config: Any) -> torch.nn.Module:
-    """torchtitan's MoE module, the same parameters on any dispatcher, parallelised by torchtitan."""
+    """torchtitan's MoE module, the same parameters on any dispatcher, parallelized by torchtitan."""
     use_cpu()
     moe: torch.nn.Module = moe_config.build()
     draw = torch.Generator().manual_seed(3)

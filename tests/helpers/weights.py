@@ -1,4 +1,4 @@
-"""Weights to quantise, and how they are compared."""
+"""Weights to quantize, and how they are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised and open dispatches under autograd between ranks."""
+"""Quantized and open dispatches under autograd between ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def experts(result: Any, weight: torch.Tensor, buffer: EpBuffer, layout: Layout)
     return result.x @ weight[0]
 
 
-def quantised_gradients(
+def quantized_gradients(
     context: RankContext, backend: str, layout: Layout, quantization: Quantization | None
 ) -> dict[str, torch.Tensor]:
     """Forward and backward in which rank 1 has no tokens and all ranks another number of choices."""
@@ -101,13 +101,13 @@ def quantised_gradients(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("backend", "mode"), MODES)
-def test_the_backward_of_a_quantised_dispatch_is_that_of_a_plain_one(
+def test_the_backward_of_a_quantized_dispatch_is_that_of_a_plain_one(
     backend: str, mode: str, layout: Layout
 ) -> None:
-    plain = run_ranks(quantised_gradients, 3, "reference", layout, None, mode="threads")
+    plain = run_ranks(quantized_gradients, 3, "reference", layout, None, mode="threads")
     for quantization in (FP8_BLOCK128, MXFP8):
-        quantised = run_ranks(quantised_gradients, 3, backend, layout, quantization, mode=mode)
-        for actual, expected in zip(quantised, plain, strict=True):
+        quantized = run_ranks(quantized_gradients, 3, backend, layout, quantization, mode=mode)
+        for actual, expected in zip(quantized, plain, strict=True):
             assert_same_bits(actual, expected)
     assert all(grad.any() for rank in plain[::2] for grad in rank.values())
 
@@ -188,7 +188,7 @@ def test_compiled_ranks_have_the_bits_of_eager_ones(
 
 
 def one_rank_differs(context: RankContext, backend: str, how: str) -> list[str]:
-    """Rank 1 treats its quantised rows in its own way; the operations of this rank."""
+    """Rank 1 treats its quantized rows in its own way; the operations of this rank."""
     is_odd = context.rank_idx == 1
     x, topk_idx, topk_weights = inputs(context.rank_idx, 4, 2)
     if how == "receives nothing":

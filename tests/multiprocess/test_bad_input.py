@@ -126,13 +126,13 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     "quantization": (
         "dispatch", lambda c: c.dispatch(quantization="fp8"), TypeError, ("Quantization", "'fp8'")
     ),
-    "rows to quantise": (
+    "rows to quantize": (
         "dispatch",
         lambda c: c.dispatch(x=c.x.to(torch.int32), quantization=MXFP8),
         TypeError,
         ("bfloat16", "int32"),
     ),
-    "configured dtype of rows to quantise": (
+    "configured dtype of rows to quantize": (
         "dispatch",
         lambda c: c.dispatch(x=c.x.float(), quantization=MXFP8),
         TypeError,
@@ -232,7 +232,7 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     "alignment of a handle": (
         "cached", lambda c: c.cached(expert_alignment=8), ValueError, ("8", "handle's is 1")
     ),
-    "cached rows to quantise": (
+    "cached rows to quantize": (
         "cached",
         lambda c: c.cached(x=c.x.double(), quantization=MXFP8),
         TypeError,

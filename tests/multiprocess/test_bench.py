@@ -314,7 +314,7 @@ TINY = ("--tokens", "24", "--hidden", "256", "--topk", "2", "--experts", "4", "-
 
 
 @pytest.mark.full
-def test_quantised_dispatch_takes_turns_with_the_plain_one(tmp_path: Path) -> None:
+def test_quantized_dispatch_takes_turns_with_the_plain_one(tmp_path: Path) -> None:
     pytest.importorskip("moe_comm._host")
     rows = bench(
         tmp_path,
@@ -365,7 +365,7 @@ def test_low_latency_takes_turns_with_expert_major(tmp_path: Path) -> None:
     assert rows["dispatch+combine"]["speedup"]["expert_major"] > 0.0
 
 
-def test_wrong_quantised_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_quantized_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = dataclasses.replace(CASE, num_ranks=1, quantization=FP8_BLOCK128)
     plain = NativeExchange.dispatch
 

@@ -259,7 +259,7 @@ def test_fp8_pairs(case: Case, backend: str) -> None:
     run_ranks(check_fp8, case.num_ranks, case, backend)
 
 
-def test_casts_are_those_of_a_quantised_dispatch() -> None:
+def test_casts_are_those_of_a_quantized_dispatch() -> None:
     x = torch.randn(5, 200).bfloat16()
     data, scales = per_token_cast_to_fp8(x)
     right, right_scales = quantize(x, FP8_BLOCK128)

@@ -380,7 +380,7 @@ class _Gpu:
 
 def test_a_communicator_is_for_one_kind_of_device() -> None:
     for text in run_ranks(name_kinds, 2):
-        assert "different devices: ['cpu', 'cuda']" in text
+        assert "different communicators: device is cpu on rank 0 and cuda on rank 1" in text
 
 
 @pytest.mark.parametrize(

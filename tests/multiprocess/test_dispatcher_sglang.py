@@ -259,7 +259,7 @@ def test_quant_config() -> None:
     on_ranks(run)
 
 
-# What the quantisation methods of SGLang 0.5.23 send.
+# What the quantization methods of SGLang 0.5.23 send.
 SENT = [
     ({}, False, True),
     ({"weight_dtype": torch.bfloat16, "use_mxfp8": False}, False, True),

@@ -1,4 +1,4 @@
-"""vLLM's shape beyond the suite: micro-batches in flight, formats, quantisation, the manager."""
+"""vLLM's shape beyond the suite: micro-batches in flight, formats, quantization, the manager."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_packed_scales_where_the_experts_take_them() -> None:
     assert on_vllm_ranks(run) == [[torch.float32, torch.int32]] * 2
 
 
-def test_how_rows_are_quantised() -> None:
+def test_how_rows_are_quantized() -> None:
     def run(shape: VllmPrepareAndFinalize, given: Any) -> None:
         def prepare(config: Any, defer: bool = False) -> Any:
             return shape.prepare(
@@ -220,7 +220,7 @@ def test_how_rows_are_quantised() -> None:
         assert prepare(FP8_CONFIG, defer=True)[0].dtype is torch.bfloat16
         nvfp4 = types.SimpleNamespace(quant_dtype="nvfp4", block_shape=None)
         with pytest.raises(
-            NotImplementedError, match="cannot be quantised to nvfp4 with blocks None"
+            NotImplementedError, match="cannot be quantized to nvfp4 with blocks None"
         ):
             prepare(nvfp4)
         assert prepare(nvfp4, defer=True)[0].dtype is torch.bfloat16
@@ -230,7 +230,7 @@ def test_how_rows_are_quantised() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, "nvfp4"])
-def test_vllm_quantises_received_rows_where_scales_do_not_travel(
+def test_vllm_quantizes_received_rows_where_scales_do_not_travel(
     monkeypatch: pytest.MonkeyPatch, dtype: Any
 ) -> None:
     scales = {"nvfp4": torch.tensor(4.0), torch.int8: torch.tensor(0.5)}
@@ -265,7 +265,7 @@ def test_vllm_quantises_received_rows_where_scales_do_not_travel(
         assert scale is scales[dtype]
         assert torch.equal(quantized, (rows.float() / scale).round().to(torch.int8))
         assert ids.shape == (rows.shape[0], NUM_TOPK)
-        # Where nobody has a token there is nothing to quantise.
+        # Where nobody has a token there is nothing to quantize.
         nothing = (given.x[:0], given.topk_weights[:0], given.topk_ids[:0])
         assert shape.prepare(*nothing, NUM_EXPERTS, None, False, config)[1] is None
 
@@ -306,7 +306,7 @@ def test_vllm_mistakes() -> None:
                 BF16_CONFIG,
             )
 
-        with pytest.raises(RuntimeError, match="finalised before it is prepared"):
+        with pytest.raises(RuntimeError, match="finalized before it is prepared"):
             shape.finalize(given.x, given.x, given.topk_weights, given.topk_ids, False)
         with pytest.raises(ValueError, match="num_experts is 5, the buffer has 4"):
             prepare(5, False)

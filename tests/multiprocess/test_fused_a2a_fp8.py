@@ -54,7 +54,7 @@ def fp8_layer(context: RankContext, backend: str) -> None:
             assert torch.equal(scales[place], sf[0])
         assert torch.equal(hidden.dequantize()[place : place + 1].float(), sent.float())
     assert row_probs is not None
-    # A gradient of 1e-3 arrives as 1e-3: it is not quantised.
+    # A gradient of 1e-3 arrives as 1e-3: it is not quantized.
     y = fused_a2a.hybrid_ep_combine(hidden.dequantize() * row_probs[:, None].bfloat16(), handle)
     y.backward(torch.full_like(y, 1e-3))
     assert x.grad is not None
@@ -67,7 +67,7 @@ def fp8_layer(context: RankContext, backend: str) -> None:
         1, keepdim=True
     )
     assert torch.allclose(probs.grad.double(), dots * mine.routing_map, rtol=0.02, atol=2e-3)
-    # Rows of the dispatch go back as they are too: they are dequantised on the way.
+    # Rows of the dispatch go back as they are too: they are dequantized on the way.
     again = fused_a2a.hybrid_ep_combine(hidden, handle)
     assert torch.equal(again, mine.x * 2)
     fused_a2a.init_hybrid_ep_buffer(context.group, HIDDEN, 16, 2, 24, 24, False)

@@ -35,7 +35,7 @@ class Case:
         layout: Of the rows.
         place: Where weights are applied: "dispatch", "combine", or "nowhere".
         face: "functions" or "dispatcher".
-        is_quantized: Whether rows are quantised on their way.
+        is_quantized: Whether rows are quantized on their way.
         capacity: Limits.
         num_combines: Of one handle.
         compiled: Ranks whose layer is compiled.

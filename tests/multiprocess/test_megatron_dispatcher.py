@@ -211,7 +211,7 @@ def test_a_step_beyond_the_budget_is_reported(backend: str) -> None:
     run_ranks(over_budget, 2, backend, mode="threads")
 
 
-def quantised(context: RankContext) -> None:
+def quantized(context: RankContext) -> None:
     dispatcher = make_dispatcher(context, quantization=FP8_BLOCK128)
     batch = make_batches([5, 2], NUM_EXPERTS, 2, hidden=128)[context.rank_idx]
     batch.x[:, 0] = 7
@@ -227,8 +227,8 @@ def quantised(context: RankContext) -> None:
     assert torch.equal(x.grad, expected)
 
 
-def test_quantised_rows() -> None:
-    run_ranks(quantised, 2, mode="threads")
+def test_quantized_rows() -> None:
+    run_ranks(quantized, 2, mode="threads")
 
 
 def out_of_order(context: RankContext) -> None:

@@ -82,20 +82,20 @@ def train(model: Any) -> list[torch.Tensor]:
     """Losses of all steps, then the parameters. Ranks have batches of their own."""
     rank_idx, num_ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank_idx)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
     is_hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
     losses = []
     for _ in range(NUM_STEPS):
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
         loss = model(tokens, positions, is_hidden, labels=(3 * tokens + 1) % VOCABULARY).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         for parameter in model.parameters():
             if getattr(parameter, "allreduce", True):  # not a parameter of an expert
                 dist.all_reduce(parameter.grad)
             parameter.grad /= num_ranks
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.detach())
     assert losses[-1] < 0.8 * losses[0]
     return [torch.stack(losses), *(parameter.detach() for parameter in model.parameters())]
@@ -123,14 +123,14 @@ def trained_as_documented(context: RankContext, way: str) -> None:
             ours = isinstance(dispatcher._comm_manager, MegatronManager)
             assert ours is (way in ("manager", "dispatcher"))
         for found, wanted in zip(train(model), expected, strict=True):
-            # Sums of float32 in another order, over twenty steps of an optimiser.
+            # Sums of float32 in another order, over twenty steps of an optimizer.
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.client(
     "Megatron-Core",
     way="{way}",
-    ran="a GPT model, 20 steps of an optimiser",
+    ran="a GPT model, 20 steps of an optimizer",
 )
 @pytest.mark.parametrize("way", ["deepep", "hybridep", "manager", "dispatcher", "fused_a2a"])
 def test_a_model_is_trained_as_with_the_all_to_all_dispatcher(way: str) -> None:

@@ -1,4 +1,4 @@
-"""Quantised rows of calls that outgrow the caches, which are stored another way than small ones."""
+"""Quantized rows of calls that outgrow the caches, which are stored another way than small ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_comm import (
 )
 from moe_comm.testing import RankContext, run_ranks
 
-NUM_TOKENS = 700  # 80 MB of quantised rows over both ranks
+NUM_TOKENS = 700  # 80 MB of quantized rows over both ranks
 HIDDEN = 7168
 NUM_TOPK = 8
 FORMATS = [

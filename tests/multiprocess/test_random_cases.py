@@ -38,7 +38,7 @@ def quantizations() -> st.SearchStrategy[Quantization]:
 
 @st.composite
 def row_fields(draw: st.DrawFn) -> dict[str, Any]:
-    """Dtype, size and quantisation of rows."""
+    """Dtype, size and quantization of rows."""
     kind = draw(st.sampled_from(["plain", "quantized", "pair"]))
     if kind == "pair":
         return {

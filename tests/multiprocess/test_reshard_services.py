@@ -1,4 +1,4 @@
-"""Every copy service is held to the same behaviour."""
+"""Every copy service is held to the same behavior."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ MOE_SCENARIO(litmus_bulk_load, "a flag, a proxy fence, a bulk load, a wait for i
 MOE_WRONG_SCENARIO(litmus_bulk_load_no_fence, "no proxy fence between the flag and the load") {
   run_on_two_ranks(run, &load_in_bulk<false, Load::kRight>);
 }
-MOE_WRONG_SCENARIO(litmus_bulk_load_no_init_fence, "the barrier's initialisation is not fenced") {
+MOE_WRONG_SCENARIO(litmus_bulk_load_no_init_fence, "the barrier's initialization is not fenced") {
   run_on_two_ranks(run, &load_in_bulk<true, Load::kNoInitFence>);
 }
 MOE_WRONG_SCENARIO(litmus_bulk_load_no_wait, "what was loaded is read before it is there") {

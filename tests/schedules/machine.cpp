@@ -319,7 +319,7 @@ uint64_t Machine::atomic_add(void* to, uint64_t value, size_t bytes, Order order
   }
   store.message = races_.release(actor, order, reach);
   if (earlier.is_set) {
-    // A release sequence: acquirers synchronise with those before, too.
+    // A release sequence: acquirers synchronize with those before, too.
     store.message.knowledge.join(earlier.knowledge);
     store.message.reach =
         store.message.is_set ? std::min(store.message.reach, earlier.reach) : earlier.reach;

@@ -195,7 +195,7 @@ struct Machine::Thread {
   bool has_open_group = false;
   uint32_t num_read = 0;                     ///< groups whose sources are free
   uint32_t num_written = 0;                  ///< groups that have arrived
-  std::vector<uint64_t*> unfenced_barriers;  ///< that it has initialised
+  std::vector<uint64_t*> unfenced_barriers;  ///< that it has initialized
 
   /// Actors of its puts: the i-th since its last quiet() uses entry i, each time with a later step.
   std::vector<Actor> put_actors;

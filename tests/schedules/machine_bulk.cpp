@@ -64,7 +64,7 @@ Machine::Barrier& Machine::barrier_at(const uint64_t* barrier) {
   if (found == barriers_.end())
     races_.found(Kind::kBulk,
                  running_->actor,
-                 concat("no barrier has been initialised at ", guest_.describe(barrier)));
+                 concat("no barrier has been initialized at ", guest_.describe(barrier)));
   return found->second;
 }
 
@@ -79,7 +79,7 @@ void Machine::init_mbarrier(uint64_t* barrier, int num_arrivals) {
                  running_->actor,
                  concat("the barrier at ",
                         guest_.describe(barrier),
-                        " is initialised while copies complete on it"));
+                        " is initialized while copies complete on it"));
   if (is_new) {
     Place place = running_->actor.place;
     place.label = "bulk loads of " + place.label;
@@ -158,7 +158,7 @@ void Machine::bulk_load(std::byte* shared,
                  running_->actor,
                  concat("a bulk load on the barrier at ",
                         guest_.describe(barrier),
-                        ", whose initialisation was not fenced"));
+                        ", whose initialization was not fenced"));
   if (bytes == 0)
     return;
   Actor copy = copy_actor(state.slot, state.phase + 1);

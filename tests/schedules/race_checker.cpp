@@ -19,7 +19,7 @@ const char* kind_name(Kind kind) {
     case Kind::kBounds:
       return "bounds";
     case Kind::kUninitialised:
-      return "uninitialised";
+      return "uninitialized";
     case Kind::kBulk:
       return "bulk";
     case Kind::kBarrier:

@@ -117,7 +117,7 @@ MOE_SCENARIO(internode_node_sums_layouts, "sums of nodes by rank, or in places o
   run_operations(run, shape, is_by_rank ? 1 : 2);
 }
 
-MOE_SCENARIO(internode_fp8, "rows quantised before they leave the node") {
+MOE_SCENARIO(internode_fp8, "rows quantized before they leave the node") {
   KernelCase shape;
   shape.is_quantized = true;
   shape.dtype = run.random().chance(1, 2) ? DType::kBFloat16 : DType::kFloat32;

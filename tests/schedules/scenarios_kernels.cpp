@@ -103,11 +103,11 @@ KernelCase quantized(Run& run, int block, host::ScaleFormat format) {
   return shape;
 }
 
-MOE_SCENARIO(fp8_block128, "rows quantised in shared memory, float32 scale factors") {
+MOE_SCENARIO(fp8_block128, "rows quantized in shared memory, float32 scale factors") {
   run_operations(run, quantized(run, 128, host::ScaleFormat::kFloat32), 1);
 }
 
-MOE_SCENARIO(mxfp8, "rows quantised in shared memory, scale factors of one byte") {
+MOE_SCENARIO(mxfp8, "rows quantized in shared memory, scale factors of one byte") {
   run_operations(run, quantized(run, 32, host::ScaleFormat::kUe8m0), 1);
 }
 

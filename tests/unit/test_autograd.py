@@ -305,7 +305,7 @@ def test_bad_input_is_refused_and_the_buffer_goes_on(buffer: EpBuffer) -> None:
         moe_comm.dispatch((x, x, x), topk_idx, buffer=buffer)
     with pytest.raises(TypeError, match="sf must be a tensor"):
         moe_comm.dispatch((x, None), topk_idx, buffer=buffer)
-    with pytest.raises(TypeError, match="quantised must be"):
+    with pytest.raises(TypeError, match="quantized must be"):
         moe_comm.dispatch(x, topk_idx, buffer=buffer, quantization=moe_comm.MXFP8)
     with pytest.raises(ValueError, match="capacity must be None"):
         capacity = moe_comm.Capacity(num_rows=8)

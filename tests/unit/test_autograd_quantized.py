@@ -1,4 +1,4 @@
-"""Quantised dispatch under autograd and torch.compile, on one rank."""
+"""Quantized dispatch under autograd and torch.compile, on one rank."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_forward_has_the_bits_of_the_buffer_and_backward_those_without_quantisation(
+def test_forward_has_the_bits_of_the_buffer_and_backward_those_without_quantization(
     buffer: EpBuffer, quantization: Quantization, layout: Layout
 ) -> None:
     x, topk_idx, topk_weights = inputs()
@@ -138,7 +138,7 @@ def test_a_small_gradient_arrives_as_it_is(
     assert torch.equal(x.grad, torch.full_like(x, 1e-3))
 
 
-def test_operations_read_dequantised_values(buffer: EpBuffer) -> None:
+def test_operations_read_dequantized_values(buffer: EpBuffer) -> None:
     x, topk_idx, _ = inputs()
     rows = moe_comm.dispatch(x, topk_idx, buffer=buffer, quantization=FP8_BLOCK128).x
     values = rows.dequantize()
@@ -155,7 +155,7 @@ def test_operations_read_dequantised_values(buffer: EpBuffer) -> None:
     assert torch.autograd.grad(values.sum(), x)[0].dtype is torch.bfloat16
 
 
-def test_autograd_saves_the_quantised_form(buffer: EpBuffer) -> None:
+def test_autograd_saves_the_quantized_form(buffer: EpBuffer) -> None:
     x, topk_idx, _ = inputs()
     weight = torch.ones(HIDDEN, 8, requires_grad=True, dtype=torch.bfloat16)
     rows = moe_comm.dispatch(x, topk_idx, buffer=buffer, quantization=FP8_BLOCK128).x
@@ -169,7 +169,7 @@ def test_autograd_saves_the_quantised_form(buffer: EpBuffer) -> None:
     assert torch.equal(weight.grad, rows.dequantize().t() @ torch.ones_like(out))
 
 
-def test_quantised_rows_cannot_be_written(buffer: EpBuffer) -> None:
+def test_quantized_rows_cannot_be_written(buffer: EpBuffer) -> None:
     x, topk_idx, _ = inputs()
     rows = moe_comm.dispatch(x, topk_idx, buffer=buffer, quantization=FP8_BLOCK128).x
     with pytest.raises(RuntimeError, match="modified inplace"):
@@ -183,7 +183,7 @@ def test_quantised_rows_cannot_be_written(buffer: EpBuffer) -> None:
             torch.add(rows, 1, out=rows)
 
 
-def test_nobody_reads_the_address_of_quantised_rows(buffer: EpBuffer) -> None:
+def test_nobody_reads_the_address_of_quantized_rows(buffer: EpBuffer) -> None:
     x, topk_idx, _ = inputs()
     result = moe_comm.dispatch(x, topk_idx, buffer=buffer, quantization=FP8_BLOCK128)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
@@ -227,7 +227,7 @@ class ScaledByBlock(torch.autograd.Function):
 
 
 class Layer(torch.nn.Module):
-    """Experts on quantised rows; weights applied by the combine."""
+    """Experts on quantized rows; weights applied by the combine."""
 
     def __init__(
         self, buffer: EpBuffer, quantization: Quantization, layout: Layout, reads: str = "values"
@@ -308,7 +308,7 @@ def test_a_compiled_layer_has_the_bits_of_the_eager_one(
 @pytest.mark.parametrize("buffer", ["host"], indirect=True)
 @pytest.mark.parametrize("reads", ["kernel", "dequantize"])
 @pytest.mark.parametrize("compiler", [{"backend": "aot_eager"}, EAGER_KERNELS])
-def test_compiled_code_may_read_the_quantised_form(
+def test_compiled_code_may_read_the_quantized_form(
     buffer: EpBuffer, reads: str, compiler: dict[str, object]
 ) -> None:
     layer = Layer(buffer, FP8_BLOCK128, Layout.EXPERT_MAJOR, reads)

@@ -104,7 +104,7 @@ def test_oracle_accepts_exactly_the_right_rows(case: BenchCase) -> None:
 
 
 @pytest.mark.parametrize("case", QUANTIZED_CASES)
-def test_oracle_accepts_exactly_the_right_quantised_rows(case: BenchCase) -> None:
+def test_oracle_accepts_exactly_the_right_quantized_rows(case: BenchCase) -> None:
     quantization = case.quantization
     assert quantization is not None
     for rank_idx in range(case.num_ranks):
@@ -132,7 +132,7 @@ def test_oracle_accepts_exactly_the_right_quantised_rows(case: BenchCase) -> Non
             bits[row_idx, -1] = kept
         assert oracle.check_dispatch(case, rank_idx, data) is not None
         assert oracle.check_dispatch(case, rank_idx, data, scales.double()) is not None
-        # Experts read what was dequantised, and so do the sums.
+        # Experts read what was dequantized, and so do the sums.
         out = torch.empty(data.shape, dtype=case.torch_dtype)
         oracle.run_experts(case, rank_idx, data, out, scales)
         first = oracle.source_rows(case, rank_idx)[0]
@@ -235,7 +235,7 @@ def test_byte_formulas_of_the_balanced_case() -> None:
     }
 
 
-def test_byte_formulas_of_quantised_rows() -> None:
+def test_byte_formulas_of_quantized_rows() -> None:
     case = BenchCase(num_ranks=2, num_tokens=64, hidden=256, num_topk=8, num_experts=16)
     fp8 = operation_bytes(dataclasses.replace(case, quantization=FP8_BLOCK128))
     # Two float32 scale factors a row; or eight bytes.

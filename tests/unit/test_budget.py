@@ -213,14 +213,14 @@ def test_config_counts_its_busiest_rank() -> None:
     assert worst > 2 * 1024 * 2 * 4096
 
 
-def test_config_counts_quantised_rows_and_their_scale_factors() -> None:
+def test_config_counts_quantized_rows_and_their_scale_factors() -> None:
     config = EpConfig(num_experts=4, num_topk=2, hidden=1024, num_max_tokens_per_rank=1024)
     plain = config.window_sizes(2)
-    quantised = config.window_sizes(2, quantization=FP8_BLOCK128)
+    quantized = config.window_sizes(2, quantization=FP8_BLOCK128)
     assert plain.dispatched == 2048 * (2048 + 4)
-    assert quantised.dispatched == 2048 * (1024 + 8 * 4 + 4)
-    assert quantised.gradients == plain.gradients == plain.dispatched
-    assert quantised.expert_output == plain.expert_output
+    assert quantized.dispatched == 2048 * (1024 + 8 * 4 + 4)
+    assert quantized.gradients == plain.gradients == plain.dispatched
+    assert quantized.expert_output == plain.expert_output
     windows = {"num_live_windows": 8, "num_live_expert_outputs": 0, "num_live_sums": 0}
     assert config.heap_bytes(2, **windows, quantization=FP8_BLOCK128) == 18 * MIB
     assert config.heap_bytes(2, **windows) == 34 * MIB
@@ -289,11 +289,11 @@ def test_command_prints_what_to_reserve() -> None:
     assert document["machine_bytes"] == 2 * document["rank_bytes"]
     table = runner.invoke(app, [*arguments, "--experts", "8"])
     assert f"communicator.reserve({document['rank_bytes']})" in table.output
-    quantised = runner.invoke(
+    quantized = runner.invoke(
         app, [*arguments, "--experts", "8", "--json", "--quantization", "mxfp8"]
     )
-    assert quantised.exit_code == 0, quantised.output
-    dispatched = json.loads(quantised.output)["sizes"]["dispatched"]
+    assert quantized.exit_code == 0, quantized.output
+    dispatched = json.loads(quantized.output)["sizes"]["dispatched"]
     assert dispatched == 4096 * (2048 + 2048 // 32 + 4)
     fixed = runner.invoke(app, [*arguments, "--json", "--layout", "low-latency"])
     assert json.loads(fixed.output)["sizes"]["num_recv_rows"] == 32 * 2 * 1024

@@ -340,7 +340,7 @@ def test_table_shows_ratios_and_missing_peers() -> None:
     assert "pip install mpi4py" in text
 
 
-def test_title_says_what_is_quantised() -> None:
+def test_title_says_what_is_quantized() -> None:
     title = case_title(dataclasses.replace(SMALL, quantization=PACKED_COLUMNS))
     assert "FP8_BLOCK128 with UE8M0 scales, column-major" in title
     assert "hybrid_ep" in case_title(HYBRID_EP)

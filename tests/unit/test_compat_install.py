@@ -182,8 +182,8 @@ def test_by_environment(tmp_path: Path, run: Run) -> None:
 
 def test_run_programs_that_cannot_be_edited(tmp_path: Path, run: Run) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "neighbour.py").write_text("")
-    (tmp_path / "folder" / "program.py").write_text("import neighbour\n" + PROGRAM)
+    (tmp_path / "folder" / "neighbor.py").write_text("")
+    (tmp_path / "folder" / "program.py").write_text("import neighbor\n" + PROGRAM)
     ran = run("-m", "moe_comm.compat", "run", "folder/program.py", "-m", "3")
     assert ran.stdout == "moe_comm.compat.deep_ep.buffer ['-m', '3']\n", ran.stderr
     (tmp_path / "module.py").write_text(PROGRAM)

@@ -147,7 +147,7 @@ def test_copies_share_the_dispatcher() -> None:
     dispatcher.buffer.destroy()
 
 
-def test_quantised_and_limited() -> None:
+def test_quantized_and_limited() -> None:
     dispatcher = TokenDispatcher(
         NUM_EXPERTS,
         group=RankThreads(1)[0],

@@ -51,7 +51,7 @@ def test_it_is_imported_without_a_driver_and_without_nvshmem() -> None:
     code = (
         "import moe_comm._host, moe_comm._nvshmem as m;"
         "count, reason = m.count_devices();"
-        "print(m.ARCHITECTURES != '', m.NVSHMEM_VERSION.count('.'), m.is_initialised(),"
+        "print(m.ARCHITECTURES != '', m.NVSHMEM_VERSION.count('.'), m.is_initialized(),"
         " (count > 0) == (reason == ''))"
     )
     assert in_process(code, NVSHMEM_HOME="/nowhere").split() == ["True", "2", "False", "True"]
@@ -99,7 +99,7 @@ def make_library(folder: Path, version: tuple[int, int, int]) -> Path:
     return folder
 
 
-REASON = "from moe_comm import nvshmem; print(nvshmem.unusable_reason())"
+REASON = "from moe_comm.peers import nvshmem; print(nvshmem.unusable_reason())"
 
 
 @needs_module
@@ -140,9 +140,9 @@ def test_ranks_would_meet_by_an_id_that_no_launcher_made() -> None:
     except FileNotFoundError as error:
         pytest.skip(str(error))
     code = (
-        "from moe_comm import nvshmem; assert nvshmem.unusable_reason() is None;"
+        "from moe_comm.peers import nvshmem; assert nvshmem.unusable_reason() is None;"
         "m = nvshmem.load_nvshmem_module(); a, b = m.make_unique_id(), m.make_unique_id();"
-        "print(len(a), a != b, m.is_initialised())"
+        "print(len(a), a != b, m.is_initialized())"
     )
     assert in_process(code).split() == ["128", "True", "False"]
 
@@ -207,12 +207,12 @@ def on_threads(num_ranks: int, body: Callable[[Bootstrap], bytes]) -> list[str]:
 
 
 class TestAgreement:
-    """Ranks about to initialise NVSHMEM, with a module that pretends to have it."""
+    """Ranks about to initialize NVSHMEM, with a module that pretends to have it."""
 
     @pytest.fixture
     def native(self, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         native = types.SimpleNamespace(
-            is_initialised=lambda: False, make_unique_id=lambda: b"a unique id"
+            is_initialized=lambda: False, make_unique_id=lambda: b"a unique id"
         )
         monkeypatch.setattr(nvshmem, "unusable_reason", lambda: None)
         monkeypatch.setattr(nvshmem, "load_nvshmem_module", lambda: native)
@@ -237,16 +237,16 @@ class TestAgreement:
     def test_a_rank_that_met_others_is_named(
         self, native: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        pids, initialised = iter([7, 8]), iter([True, False])
+        pids, initialized = iter([7, 8]), iter([True, False])
         monkeypatch.setattr(nvshmem, "os", types.SimpleNamespace(getpid=lambda: next(pids)))
-        native.is_initialised = lambda: next(initialised)
+        native.is_initialized = lambda: next(initialized)
         first, second = on_threads(2, nvshmem.agree)
         assert first == second
-        assert re.search(r"initialised once in a process: ranks \[[01]\] of 2", first)
+        assert re.search(r"initialized once in a process: ranks \[[01]\] of 2", first)
 
     def test_what_one_rank_lacks_is_said_on_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reasons = iter([None, "there is no library"])
-        native = types.SimpleNamespace(is_initialised=lambda: True)
+        native = types.SimpleNamespace(is_initialized=lambda: True)
         monkeypatch.setattr(nvshmem, "unusable_reason", lambda: next(reasons))
         monkeypatch.setattr(nvshmem, "load_nvshmem_module", lambda: native)
         first, second = on_threads(2, nvshmem.agree)

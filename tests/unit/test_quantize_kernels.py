@@ -1,4 +1,4 @@
-"""The quantise kernel of every instruction set, bit for bit.
+"""The quantize kernel of every instruction set, bit for bit.
 
 The oracle takes powers of two from float64 arithmetic and codes from torch's cast to float8_e4m3fn,
 so it shares no method with the kernels.
@@ -95,7 +95,7 @@ def check(
     src_offset: int = 0,
     dst_offsets: tuple[int, ...] = (0,),
 ) -> None:
-    """Quantises x to one destination for each offset and compares all that was written."""
+    """Quantizes x to one destination for each offset and compares all that was written."""
     name = str(x.dtype).removeprefix("torch.")
     want_data, want_scales = expected(x, recipe)
     source = place(x.view(torch.uint8).numpy(), src_offset)

@@ -59,7 +59,7 @@ def test_the_values_of_codes() -> None:
 
 @pytest.mark.parametrize("quantize", [moe_comm.quantize, spec.quantize_rows])
 def test_rounding_is_to_nearest_even(quantize: Quantize) -> None:
-    """Every value of e4m3, every middle of two, and their neighbours in float32."""
+    """Every value of e4m3, every middle of two, and their neighbors in float32."""
     table = [e4m3_value(code) for code in range(0x7F)]
     wanted: list[tuple[float, int]] = []
     for code, (low, high) in enumerate(itertools.pairwise(table)):

@@ -82,7 +82,7 @@ def nearest_even(value: Fraction, dtype: torch.dtype) -> int:
 def interesting_float32_bits() -> list[int]:
     generator = torch.Generator().manual_seed(5)
     drawn = torch.randint(0, 1 << 32, (600,), generator=generator).tolist()
-    # Half-way points of bfloat16 and float16, normal and subnormal, and their neighbours.
+    # Half-way points of bfloat16 and float16, normal and subnormal, and their neighbors.
     halfway = [
         (exponent << 23) + mantissa + delta
         for exponent in (0, 1, 2, 101, 102, 103, 104, 110, 112, 113, 114, 126, 127, 142, 143, 254)

@@ -161,11 +161,11 @@ def test_buffers_are_moved_and_gradients_are_left_alone() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Quantised parameters.
+# Quantized parameters.
 
 
 class MXFP8Tensor(torch.Tensor):
-    """Looks like a quantised parameter of Transformer Engine; holds halves of what it was given."""
+    """Looks like a quantized parameter of Transformer Engine; holds halves of what it was given."""
 
     @staticmethod
     def make(values: torch.Tensor) -> MXFP8Tensor:
@@ -181,7 +181,7 @@ class MXFP8Tensor(torch.Tensor):
         self.as_subclass(torch.Tensor).copy_(values / 2)
 
 
-def test_a_quantised_source_is_dequantised_once_and_sent() -> None:
+def test_a_quantized_source_is_dequantized_once_and_sent() -> None:
     quantized = MXFP8Tensor.make(source())
     quantized.dequantize = mock.Mock(side_effect=lambda: MXFP8Tensor.dequantize(quantized))
     src = nn.Module()
@@ -195,7 +195,7 @@ def test_a_quantised_source_is_dequantised_once_and_sent() -> None:
 
 
 @pytest.mark.parametrize("service", [LoopbackService(), StridedService()])
-def test_a_quantised_target_is_assembled_and_quantised_once(service: LoopbackService) -> None:
+def test_a_quantized_target_is_assembled_and_quantized_once(service: LoopbackService) -> None:
     quantized = MXFP8Tensor.make(torch.zeros(8, 6))
     dst = nn.Module()
     dst.register_buffer("w", quantized)
@@ -206,7 +206,7 @@ def test_a_quantised_target_is_assembled_and_quantised_once(service: LoopbackSer
     assert torch.equal(values, src.w)
 
 
-def test_a_failed_refit_does_not_touch_a_quantised_target() -> None:
+def test_a_failed_refit_does_not_touch_a_quantized_target() -> None:
     quantized = MXFP8Tensor.make(torch.zeros(8, 6))
     dst = nn.Module()
     dst.register_buffer("w", quantized)

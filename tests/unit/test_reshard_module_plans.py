@@ -198,7 +198,7 @@ def test_grouped_experts_over_other_ranks(source: str, destination: str) -> None
 
 
 def test_ranks_are_those_of_the_group() -> None:
-    """Also where a group joins worlds that were initialised apart, all of whose ranks begin at 0."""
+    """Also where a group joins worlds that were initialized apart, all of whose ranks begin at 0."""
     member = _ProcessGroup(dist.ProcessGroup(1, 3))
     assert (member.rank_idx, member.num_ranks) == (1, 3)
 

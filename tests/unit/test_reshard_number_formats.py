@@ -48,7 +48,7 @@ def test_fp8_block_against_plain_arithmetic() -> None:
 
 
 @pytest.mark.parametrize("scale_format", [ScaleFormat.FLOAT32, ScaleFormat.FLOAT32_POWER_OF_2])
-def test_fp8_rows_are_those_of_a_quantised_dispatch(scale_format: ScaleFormat) -> None:
+def test_fp8_rows_are_those_of_a_quantized_dispatch(scale_format: ScaleFormat) -> None:
     x = weight(3, 40, 320)
     quantization = dataclasses.replace(FP8_BLOCK128, scale_format=scale_format)
     data, scale = quantize_fp8_block(x, ROWS, scale_format)
@@ -98,7 +98,7 @@ def test_shapes_at_the_edge(shape: tuple[int, ...], block: Block) -> None:
         assert (error <= x.float().abs().max() / 16).all()
 
 
-def test_mxfp8_is_that_of_a_quantised_dispatch() -> None:
+def test_mxfp8_is_that_of_a_quantized_dispatch() -> None:
     x = weight(4, 8, 96)
     data, scale = quantize_mxfp8(x)
     want_data, want_scale = moe_comm.quantize(x.view(32, 96), MXFP8)
@@ -108,7 +108,7 @@ def test_mxfp8_is_that_of_a_quantised_dispatch() -> None:
     assert same_bits(dequantize_mxfp8(data, scale), want)
 
 
-def test_weights_are_quantised_from_bfloat16() -> None:
+def test_weights_are_quantized_from_bfloat16() -> None:
     x = weight(64, 64, dtype=torch.float32)
     assert same_bits(quantize_mxfp8(x)[0], quantize_mxfp8(x.bfloat16())[0])
     assert same_bits(quantize_fp8_block(x)[1], quantize_fp8_block(x.bfloat16())[1])

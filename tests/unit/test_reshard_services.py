@@ -249,7 +249,7 @@ def test_a_parameter_is_taken_for_its_values() -> None:
     assert torch.equal(parameter.data, torch.ones(2))
 
 
-def quantised() -> torch.Tensor:
+def quantized() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)
@@ -268,7 +268,7 @@ def quantised() -> torch.Tensor:
         (torch.eye(2).to_sparse(), 0, 1, ValueError, "sparse"),
         (torch.zeros(2, device="meta"), 0, 1, ValueError, "meta"),
         (torch.zeros(2, dtype=torch.complex64).conj(), 0, 1, ValueError, "resolve_conj"),
-        (quantised(), 0, 1, ValueError, "quantised"),
+        (quantized(), 0, 1, ValueError, "quantized"),
     ],
 )
 def test_what_is_refused_at_once_spoils_the_batch(

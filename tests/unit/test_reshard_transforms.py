@@ -144,7 +144,7 @@ ALIGNED = ["whole", "rows", "columns", "both"]
 @pytest.mark.parametrize("src_cuts", LAYOUTS)
 @pytest.mark.parametrize("quantize_on_send", [False, True])
 @pytest.mark.parametrize("block", [SQUARE, ROWS])
-def test_fp8_through_any_layouts_is_the_whole_quantised_at_once(
+def test_fp8_through_any_layouts_is_the_whole_quantized_at_once(
     src_cuts: str, dst_cuts: str, quantize_on_send: bool, block: Block
 ) -> None:
     x = weight(384, 512)
@@ -168,7 +168,7 @@ def test_fp8_through_any_layouts_is_the_whole_quantised_at_once(
 
 
 def test_fp8_blocks_are_those_of_the_destination() -> None:
-    """Shards that begin inside a block of the whole weight are quantised in blocks of their own."""
+    """Shards that begin inside a block of the whole weight are quantized in blocks of their own."""
     x = weight(300, 200)
     for cell, buffer in move(
         x,
@@ -188,7 +188,7 @@ def test_fp8_blocks_are_those_of_the_destination() -> None:
 @pytest.mark.parametrize(
     ("is_swizzled", "convert_on_send"), [(False, False), (False, True), (True, False)]
 )
-def test_mxfp8_through_any_layouts_is_the_whole_quantised_at_once(
+def test_mxfp8_through_any_layouts_is_the_whole_quantized_at_once(
     src_cuts: str, dst_cuts: str, is_swizzled: bool, convert_on_send: bool
 ) -> None:
     x = weight(384, 512)
@@ -258,7 +258,7 @@ def test_mxfp8_experts_are_cut_as_the_plan_views_them() -> None:
 
 
 def test_both_ends_decide_alike_whatever_the_source_is_cut() -> None:
-    """A piece that is whole blocks at the destination travels quantised from any place."""
+    """A piece that is whole blocks at the destination travels quantized from any place."""
     transform = FP8BlockReshardTransform(
         {NAME}, {KEY: FP8BlockTensor.empty((256, 256))}, "decoder."
     )
@@ -345,13 +345,13 @@ def test_row_major_scales_take_only_whole_blocks_by_slice() -> None:
         transform.finalize_recv(NAME, cut, [weight(64, 16)])
 
 
-def test_swizzled_scales_take_no_quantised_pieces() -> None:
+def test_swizzled_scales_take_no_quantized_pieces() -> None:
     transform, _ = mxfp8_transform(is_swizzled=True, convert_on_send=True)
     with pytest.raises(NotImplementedError, match="convert_on_send"):
         transform.prepare_recv(NAME, FULL)
 
 
-def test_quantised_by_the_sender() -> None:
+def test_quantized_by_the_sender() -> None:
     transform = MXFP8ReshardTransform({NAME}, {}, convert_on_send=True, backend="triton")
     x = weight(64, 128)
     data, scale = transform.prepare_send(NAME, FULL, torch.nn.Parameter(x))

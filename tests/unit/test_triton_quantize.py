@@ -1,4 +1,4 @@
-"""Block quantisation in Triton: interpreted on the CPU, or on a GPU where there is one."""
+"""Block quantization in Triton: interpreted on the CPU, or on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def test_dequantize_reads_every_byte_and_every_exponent(dtype: torch.dtype) -> N
 
 
 def test_every_rounding_to_e4m3_is_that_of_the_reference() -> None:
-    """Elements just below, at and above the middle of neighbours, with a factor of 1."""
-    neighbours = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middles = (neighbours[1:] + neighbours[:-1]) / 2
+    """Elements just below, at and above the middle of neighbors, with a factor of 1."""
+    neighbors = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (neighbors[1:] + neighbors[:-1]) / 2
     infinity = torch.tensor(float("inf"))
     values = torch.cat(
         [
-            neighbours,
+            neighbors,
             middles,
             torch.nextafter(middles, infinity),
             torch.nextafter(middles, -infinity),

@@ -59,11 +59,11 @@ def test_unpermute_has_the_bits_of_the_reference(dtype: torch.dtype, has_weights
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_rounding_of_sums_is_that_of_the_reference(dtype: torch.dtype) -> None:
-    """Sums just below, at and above the middle of neighbours, in every binade."""
-    neighbours = torch.arange(0, 1 << 15, 37, dtype=torch.int16).view(dtype).to(torch.float32)
-    below = torch.nextafter(neighbours, torch.tensor(float("inf")))
+    """Sums just below, at and above the middle of neighbors, in every binade."""
+    neighbors = torch.arange(0, 1 << 15, 37, dtype=torch.int16).view(dtype).to(torch.float32)
+    below = torch.nextafter(neighbors, torch.tensor(float("inf")))
     # A weight brings any float32 into the sum: row 1.0 times that.
-    middles = torch.cat([neighbours, below, neighbours * (1 + 2**-9), neighbours * (1 + 2**-12)])
+    middles = torch.cat([neighbors, below, neighbors * (1 + 2**-9), neighbors * (1 + 2**-12)])
     middles = torch.cat([middles, -middles])
     ones = torch.ones(1, 8, dtype=dtype, device=DEVICE)
     weights = middles[: len(middles) // 256 * 256].reshape(-1, 256).to(DEVICE)

@@ -160,7 +160,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             was_free = False
             for offset, num_bytes, is_free in self.allocator.blocks(segment_idx):
                 assert offset == position, "blocks cover the segment without gap or overlap"
-                assert not (was_free and is_free), "free neighbours are one block"
+                assert not (was_free and is_free), "free neighbors are one block"
                 position += num_bytes
                 was_free = is_free
                 if is_free:

@@ -54,7 +54,7 @@ void bind_library(py::module_& module) {
       "load_host_library",
       [](const std::string& path) { return nvshmem::load_host_library(path).text(); },
       py::arg("path"));
-  module.def("is_initialised", &World::exists);
+  module.def("is_initialized", &World::exists);
   module.def("make_unique_id", [] {
     std::string id;
     {

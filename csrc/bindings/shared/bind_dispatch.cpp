@@ -12,7 +12,7 @@ struct ScaleArguments {
   int32_t source_dtype;
   int64_t num_scales;
   int32_t scale_bytes;
-  int64_t row_stride;  ///< bytes, of rows that are quantised already
+  int64_t row_stride;  ///< bytes, of rows that are quantized already
   int64_t step;
 };
 

@@ -47,7 +47,7 @@ class BenchCase:
         num_experts: Experts over all ranks, E.
         dtype: Key of `DTYPES`.
         layout: Order of received rows.
-        quantization: Rows are quantised while they are dispatched; None: they travel as they are.
+        quantization: Rows are quantized while they are dispatched; None: they travel as they are.
         api: Of `APIS`. "native": `EpBuffer`. "hybrid_ep": `moe_comm.fused_a2a`, routing map in.
         with_weights: Weights travel with the rows; always with "hybrid_ep".
         expert_alignment: Rows per local expert are padded to a multiple of this.
@@ -116,7 +116,7 @@ class BenchCase:
             raise ValueError("HybridEP is compared without node_reduction, got it")
         if self.quantization is not None:
             raise ValueError(
-                f"HybridEP is compared unquantised, got {self.quantization.format.name}"
+                f"HybridEP is compared unquantized, got {self.quantization.format.name}"
             )
         if self.num_experts % self.num_ranks:
             raise ValueError(

@@ -30,7 +30,7 @@ class Arrived(Protocol):
 
     @property
     def x_sf(self) -> torch.Tensor | None:
-        """Scale factors of quantised rows."""
+        """Scale factors of quantized rows."""
         ...
 
     @property

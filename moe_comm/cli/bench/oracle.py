@@ -1,7 +1,7 @@
 """What dispatch and combine gave against the definition (`moe_comm.ep.spec`), compared whole.
 
 Each rank knows from the seed what all ranks put in, so nothing is gathered: peers' rows are drawn again,
-one source rank at a time. Quantised rows are compared with those of `moe_comm.ep.quantized`, which unit
+one source rank at a time. Quantized rows are compared with those of `moe_comm.ep.quantized`, which unit
 tests hold to the definition.
 """
 
@@ -26,7 +26,7 @@ NUM_SCALES = 61
 
 
 def expert_scale(case: BenchCase, label_idx: torch.Tensor) -> torch.Tensor:
-    """What an expert multiplies its rows by: another number for neighbouring experts.
+    """What an expert multiplies its rows by: another number for neighboring experts.
 
     Args:
         case: The case.
@@ -128,7 +128,7 @@ def check_dispatch(
         case: The case.
         rank_idx: The receiver.
         x: `[M, hidden]`.
-        x_sf: Scale factors of quantised rows, else None.
+        x_sf: Scale factors of quantized rows, else None.
         topk_weights: float32 `[M]` where the case sends weights, else None.
 
     Returns:
@@ -223,7 +223,7 @@ def run_experts(
         rank_idx: The receiver.
         x: `[M, hidden]`, dispatched rows.
         out: `[M, hidden]`, written.
-        x_sf: Scale factors of quantised rows, which are dequantised first.
+        x_sf: Scale factors of quantized rows, which are dequantized first.
     """
     if x_sf is not None:
         assert case.quantization is not None

@@ -109,7 +109,7 @@ class Side:
     def run_back_to_back(self, barrier: SpinBarrier, num_iterations: int) -> list[Interval]:
         """Time dispatch + combine in place, one after the other, without a barrier in between.
 
-        What was dispatched is what is combined; where it is quantised, an expert output is.
+        What was dispatched is what is combined; where it is quantized, an expert output is.
         """
         dispatch, combine = self.exchange.dispatch, self.exchange.combine
         expert_out = None if self.case.quantization is None else self.expert_out

@@ -18,7 +18,7 @@ class RankTraffic:
 
     Args:
         row_bytes: Bytes of a row of the input, of an expert output and of the sums.
-        dispatched_row_bytes: Bytes of a row as it is dispatched: quantised, with its scale factors.
+        dispatched_row_bytes: Bytes of a row as it is dispatched: quantized, with its scale factors.
         num_tokens: Tokens it sends.
         num_read_tokens: Tokens with at least one choice.
         num_sent_rows: Rows it writes to receivers; K a token unless a choice is -1 (EXPERT_MAJOR), one
@@ -52,7 +52,7 @@ def dispatch_bytes(traffic: RankTraffic) -> int:
     """Read every token once, write every row and every padding row once.
 
     Example:
-        T tokens with K choices, no padding: `T * (1 + K) * row_bytes`. Quantised from bfloat16 with a
+        T tokens with K choices, no padding: `T * (1 + K) * row_bytes`. Quantized from bfloat16 with a
         float32 scale factor per 128 channels: `T * hidden * (2 + K * (1 + 4 / 128))`.
     """
     return traffic.dispatch_read_bytes + traffic.dispatch_written_bytes

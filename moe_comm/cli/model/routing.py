@@ -39,7 +39,7 @@ class Traffic:
 def expert_weights(num_experts: int, skew: float) -> Floats:
     """Popularity of experts, `1 / (rank of popularity) ** skew`, popular ones spread over all ranks.
 
-    Neighbours in popularity lie far apart, as a load balancer would place them.
+    Neighbors in popularity lie far apart, as a load balancer would place them.
     """
     order = np.arange(num_experts)
     step = max(1, int(num_experts * 0.6180339887))

@@ -71,7 +71,7 @@ class MoEShape:
         num_dense_layers: Layers from the first on that are dense.
         shared_expert_ffn: Inner width of the expert that every token passes; 0 for none.
         vocab: Rows of the embedding.
-        has_qk_norm: Queries and keys are normalised per head.
+        has_qk_norm: Queries and keys are normalized per head.
         has_expert_bias: Routers keep a float32 bias per expert, a persistent buffer.
         has_tied_embeddings: The output layer is the embedding.
         has_fused_experts: Weights of a rank's experts lie in one tensor, `[experts, ...]`.
@@ -301,7 +301,7 @@ def _attention_sizes(shape: MoEShape, tp: int) -> list[tuple[str, tuple[int, ...
             ("linear_kv_up_proj", (heads * value_dim, latent.key_value_rank), 0),
         ]
     head_dim = shape.attention_head_dim
-    # A group's queries, key and value are neighbours, so ranks hold whole groups.
+    # A group's queries, key and value are neighbors, so ranks hold whole groups.
     qkv_rows = (heads + 2 * (shape.num_query_groups // tp)) * head_dim
     sizes: list[tuple[str, tuple[int, ...], int]] = [
         ("linear_proj", (hidden, heads * head_dim), 1),

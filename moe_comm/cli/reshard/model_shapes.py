@@ -173,7 +173,7 @@ def build_module(
     rank_offset: int = 0,
     device: str = "cpu",
 ) -> ShapedModel:
-    """One rank's parameters, uninitialised, with the attributes that resharding reads.
+    """One rank's parameters, uninitialized, with the attributes that resharding reads.
 
     Raises:
         ValueError: `rank` is out of range, or the model cannot be cut like this.
@@ -253,7 +253,7 @@ def _places(
     row = torch.zeros(1, dtype=torch.int64)
     for index, size in zip(indices[:-1], sizes[:-1], strict=True):
         row = (row[:, None] * size + index[None, :]).view(-1)
-    # The finaliser of splitmix64: neighbouring rows begin far apart.
+    # The finaliser of splitmix64: neighboring rows begin far apart.
     mixed = row * -0x61C8864680B583EB + name_hash
     mixed = (mixed ^ (mixed >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15

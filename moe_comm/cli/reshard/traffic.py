@@ -176,7 +176,7 @@ def schedule_steps(pairs: Mapping[Pair, int], slot_bytes: int) -> dict[str, int]
     Returns:
         `full_duplex`: where a rank sends to one and receives from one rank per step: exactly the
         largest number of batches of a rank in one direction (pairs are the edges of a bipartite
-        graph, which can be coloured with as many colours as its largest degree).
+        graph, which can be colored with as many colors as its largest degree).
         `half_duplex`: where a rank sends or receives: at least so many, the largest number of
         batches of a rank in both directions.
 

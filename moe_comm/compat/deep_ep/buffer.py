@@ -452,7 +452,7 @@ class Buffer(MaskedRanks):
             num_experts: E.
             cumulative_local_expert_recv_stats: int32 `[El]`: counts are added.
             dispatch_wait_recv_cost_stats: int64 `[R]`: nanoseconds waited for each rank are added.
-            use_fp8: Rows are quantised on the way.
+            use_fp8: Rows are quantized on the way.
             round_scale: Scales are powers of two.
             use_ue8m0: Scales are exponents, four to an int32; needs `round_scale`.
             async_finish: Return before the end, with an event.

@@ -244,7 +244,7 @@ def combine(
 
 
 def next_combine_buffer(handle: LowLatencyHandle) -> torch.Tensor:
-    """`[El, R * num_max, H]` bfloat16, uninitialised, which combine reads in place. Local."""
+    """`[El, R * num_max, H]` bfloat16, uninitialized, which combine reads in place. Local."""
     if handle.combine_buffer is None:
         native = handle.native
         rows = handle.buffer.empty_expert_output(native, hidden=handle[3], dtype=torch.bfloat16)

@@ -48,13 +48,13 @@ def dispatch(
 
     Args:
         x: `[num_tokens, hidden]`, dtype of the configuration; any strides. Or `(data, sf)`, rows that
-            are quantised already, which have no gradient; see `EpBuffer.dispatch`.
+            are quantized already, which have no gradient; see `EpBuffer.dispatch`.
         topk_idx: int64 `[num_tokens, num_topk]`; -1 marks an unused choice.
         topk_weights: `[num_tokens, num_topk]`, or None; see `EpBuffer.dispatch`. Forwarded, not applied.
         buffer: May be destroyed only after the backward.
         layout: Order of received rows.
         expert_alignment: Rows per local expert are padded to a multiple of this.
-        quantization: Rows are quantised on their way: the x of the result is `QuantizedRows` and its
+        quantization: Rows are quantized on their way: the x of the result is `QuantizedRows` and its
             `x_sf` has the scale factors. The gradient is that of the rows before, in the dtype of x,
             and travels as such. None: rows travel as they are.
         capacity: Limits on what is delivered; see `EpBuffer.dispatch`. What is dropped has gradient 0.

@@ -117,7 +117,7 @@ class TensorHandle(DispatchHandle):
 class OperatorOutput:
     """What the operator returns, as a `DispatchOutput`."""
 
-    rows: torch.Tensor  # x, or where it was quantised here: what its gradient flows to
+    rows: torch.Tensor  # x, or where it was quantized here: what its gradient flows to
     data: torch.Tensor | None
     x_sf: torch.Tensor | None
     quantization: Quantization | None
@@ -132,7 +132,7 @@ class OperatorOutput:
 
     @property
     def x(self) -> torch.Tensor:
-        """Rows; `QuantizedRows` where they were quantised in this dispatch."""
+        """Rows; `QuantizedRows` where they were quantized in this dispatch."""
         if self.data is None:
             return self.rows
         kept: torch.Tensor | None = self.__dict__.get("_x")

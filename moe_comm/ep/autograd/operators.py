@@ -57,7 +57,7 @@ _HANDLE = "Tensor counts, Tensor slots, Tensor topk_idx, Tensor meta"
 
 library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyped-call]
 
-# x_sf: scale factors of rows that are quantised already. sizes: num_ranks, num_experts,
+# x_sf: scale factors of rows that are quantized already. sizes: num_ranks, num_experts,
 # num_local_experts, num_topk and num_max_tokens_per_rank (0 where not configured). quantization and
 # capacity: as encoded in options.py. gradients: what this rank says, as in backends/gradients.py.
 # anchor: not read; requires a gradient where no other input may.

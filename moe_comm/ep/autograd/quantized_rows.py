@@ -1,4 +1,4 @@
-"""Quantised rows that autograd treats as the rows they stand for."""
+"""Quantized rows that autograd treats as the rows they stand for."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class QuantizedRows(torch.Tensor):
     """Rows `[M, hidden]` that are stored as FP8 and scale factors.
 
     To autograd and to `torch` functions this is a tensor of `dtype`, the dtype of the rows before they
-    were quantised: any operation reads the dequantised values, computed anew each time, and the
+    were quantized: any operation reads the dequantized values, computed anew each time, and the
     gradient has `dtype` too. What autograd saves for backward is the FP8 form. Kernels that take
-    quantised rows use `data_fp8` and `sf`, which carry no gradient.
+    quantized rows use `data_fp8` and `sf`, which carry no gradient.
 
     Cannot be written: in-place operations raise. What an operation returns, a slice included, shares
     no memory with the rows.
@@ -59,7 +59,7 @@ class QuantizedRows(torch.Tensor):
     Args:
         data_fp8: float8_e4m3fn `[M, hidden]`.
         sf: Scale factors as `DispatchResult.x_sf` has them.
-        quantization: How the rows were quantised.
+        quantization: How the rows were quantized.
         dtype: bfloat16, float16 or float32.
     """
 

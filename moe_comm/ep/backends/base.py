@@ -174,7 +174,7 @@ class DispatchOutput:
 
     Args:
         x: `[M, hidden]`.
-        x_sf: Scale factors `[M, num_scales]` of quantised rows, LOW_LATENCY:
+        x_sf: Scale factors `[M, num_scales]` of quantized rows, LOW_LATENCY:
             `[num_local_experts, M / num_local_experts, num_scales]`; else None.
         topk_idx: None (EXPERT_MAJOR, LOW_LATENCY and cached dispatch) or int64 `[M, num_topk]`
             (RANK_MAJOR), num_topk being the largest of all ranks.
@@ -265,14 +265,14 @@ class Backend(abc.ABC):
         """Send rows.
 
         Args:
-            x: `[num_tokens, hidden]`; any dtype where not quantised here.
-            x_sf: `[num_tokens, num_scales]`, any strides, where x is quantised already: both travel
+            x: `[num_tokens, hidden]`; any dtype where not quantized here.
+            x_sf: `[num_tokens, num_scales]`, any strides, where x is quantized already: both travel
                 as they are. `quantization` then only says whether they arrive column-major.
             topk_idx: `[num_tokens, num_topk]`.
             topk_weights: `[num_tokens, num_topk]` or None.
             layout: Order of received rows.
             expert_alignment: As in `EpBuffer.dispatch`.
-            quantization: How to quantise x, or None.
+            quantization: How to quantize x, or None.
             capacity: Limits; None for none.
             masked_ranks: LOW_LATENCY: ranks that take no part in this operation, united over all
                 ranks: nothing goes to them or comes from them.
@@ -346,7 +346,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[M, hidden]` uninitialised, where combine can read it in place if the backend can."""
+        """`[M, hidden]` uninitialized, where combine can read it in place if the backend can."""
 
     @abc.abstractmethod
     def import_plan(self, tensors: PlanTensors) -> Plan:

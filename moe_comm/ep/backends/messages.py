@@ -154,7 +154,7 @@ def _scales(x_sf: torch.Tensor | None, quantization: Quantization | None) -> str
         return ""
     assert quantization.scale_format is not None
     return (
-        f" to be quantised to {quantization.format.name} with {quantization.scale_format.name} "
+        f" to be quantized to {quantization.format.name} with {quantization.scale_format.name} "
         f"scale factors{order}"
     )
 

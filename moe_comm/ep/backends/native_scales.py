@@ -44,11 +44,11 @@ def describe_scales(
     quantization: Quantization | None,
     by_expert: tuple[int, int] | None,
 ) -> Scales:
-    """The scale factors that travel with `x`: `x_sf`, or those that quantising it makes.
+    """The scale factors that travel with `x`: `x_sf`, or those that quantizing it makes.
 
     Args:
         x: Rows.
-        x_sf: Of rows that are quantised already, or None.
+        x_sf: Of rows that are quantized already, or None.
         quantization: None: `x_sf` travels as it is.
         by_expert: See `Scales`.
     """

@@ -338,7 +338,7 @@ class _Rows:
     def of(
         cls, x: torch.Tensor, x_sf: torch.Tensor | None, quantization: Quantization | None
     ) -> _Rows:
-        """Quantise x where it is not a pair already."""
+        """Quantize x where it is not a pair already."""
         if quantization is not None and x_sf is None:
             x, x_sf = spec.quantize_rows(x, quantization)
         if x_sf is not None:

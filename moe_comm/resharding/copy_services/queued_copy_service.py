@@ -125,7 +125,7 @@ class QueuedCopyService(CopyService):
                 ValueError(f"{rank_name} must be in [0, {self.world_size}), got {rank_idx}")
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            kind = "quantised" if tensor.is_quantized else str(tensor.layout)
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout)
             self._refuse(ValueError(f"only dense tensors are moved, got a {kind} tensor"))
         if hasattr(tensor, "__tensor_flatten__"):
             self._refuse(

@@ -19,7 +19,7 @@ _subgroups: weakref.WeakKeyDictionary[
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """`group`, or the default one; None where torch.distributed was never initialised."""
+    """`group`, or the default one; None where torch.distributed was never initialized."""
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return group

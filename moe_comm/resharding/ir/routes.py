@@ -301,7 +301,7 @@ class _Holding:
 def _routes(
     source: _Holding, target: _Holding, cuts: list[list[int]], partial_dims: list[int]
 ) -> list[Route]:
-    """Cell by cell: senders and reducers of a cell are neighbours, on every rank in one order."""
+    """Cell by cell: senders and reducers of a cell are neighbors, on every rank in one order."""
     routes: list[Route] = []
     position_of = {rank: position for position, rank in enumerate(source.layout.mesh_ranks)}
     for cell in itertools.product(*(range(len(dim_cuts) - 1) for dim_cuts in cuts)):

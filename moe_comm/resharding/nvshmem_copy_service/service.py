@@ -133,7 +133,7 @@ class RemoteCopyService:
         return self.gpu_resources.initialized
 
     def init(self, log_level: str = "INFO") -> None:
-        """Connect and make the slots. Collective; does nothing when initialised.
+        """Connect and make the slots. Collective; does nothing when initialized.
 
         Args:
             log_level: Least level that is logged.
@@ -195,7 +195,7 @@ class RemoteCopyService:
             dest_pe: Receiver; may be this PE.
 
         Raises:
-            RuntimeError: Not initialised.
+            RuntimeError: Not initialized.
             ValueError: A rule above is broken; a caller that gives up tells its peers by `abandon`.
         """
         self._check_request("destination", task_id, src_tensor, src_pos, size, dest_pe)
@@ -212,7 +212,7 @@ class RemoteCopyService:
         """Agree on who sends what when, for what is registered now. Collective.
 
         Raises:
-            RuntimeError: Not initialised.
+            RuntimeError: Not initialized.
             ValueError: On every PE, when on any of them a task has no partner, another size at its
                 partner, comes twice, or is too large; or a PE called something else.
             PeerFailedError: A PE died or left.
@@ -264,7 +264,7 @@ class RemoteCopyService:
         Returns when this PE has received everything and may overwrite what it sent.
 
         Raises:
-            RuntimeError: Not initialised, or not scheduled.
+            RuntimeError: Not initialized, or not scheduled.
             ValueError: A PE called something else or gave up, on every PE; nothing was moved.
             PeerFailedError: A PE died, left or gave up; tensors to be received are undefined.
             PeerTimeoutError: A PE did not call or does not get on.

@@ -88,7 +88,7 @@ def _ranks_of_tokens(
     in_rank = torch.zeros(num_tokens, num_ranks, dtype=torch.bool)
     share = ratio * num_chosen / (ratio + num_others)
     in_rank[torch.randperm(num_tokens)[: round(num_tokens * share)], 0] = True
-    # Others are dealt in turn: neighbours in the turn differ, and all get equally many.
+    # Others are dealt in turn: neighbors in the turn differ, and all get equally many.
     num_left = num_chosen - in_rank[:, 0].to(torch.int64)
     token_idx = torch.repeat_interleave(torch.arange(num_tokens), num_left)
     turn = torch.randperm(num_others) + 1 if num_others else torch.zeros(1, dtype=torch.int64)

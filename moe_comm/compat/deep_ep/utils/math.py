@@ -85,7 +85,7 @@ def create_grouped_scores(
     Args:
         scores: `[N, E]`.
         group_idx: int64 `[N, G]`, the groups of every token.
-        num_groups: Groups of E / num_groups neighbouring experts.
+        num_groups: Groups of E / num_groups neighboring experts.
     """
     is_chosen = torch.zeros(len(scores), num_groups, dtype=torch.bool).scatter_(1, group_idx, True)
     return scores * is_chosen.repeat_interleave(scores.shape[1] // num_groups, dim=1)
@@ -120,7 +120,7 @@ def fp8_quantization(
 def per_token_cast_to_fp8(
     x: torch.Tensor, round_scale: bool = False, use_ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows, bit for bit as a dispatch here does.
+    """Quantize rows, bit for bit as a dispatch here does.
 
     Args:
         x: `[num_tokens, hidden]`, bfloat16, float16 or float32; any hidden.

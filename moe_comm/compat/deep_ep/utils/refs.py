@@ -81,7 +81,7 @@ def generate_pre_combine_data(
     """
     num_waves = dist.get_world_size() * num_max_tokens_per_rank * num_topk
     wave = src_token_global_idx[:, None].to(torch.int64) * num_topk + torch.arange(num_topk)
-    # A prime factor sets neighbours far apart.
+    # A prime factor sets neighbors far apart.
     step = ((wave * 104_729) % num_waves + 1).to(torch.float32) / num_waves
     position = torch.arange(1, hidden + 1, dtype=torch.float32)
     phase = math.sin(get_global_seed())

@@ -48,7 +48,7 @@ _kept_channels: dict[tuple[MpiPlace, ...], KeptEngines[_Channel]] = {}
 
 
 def mpi_place() -> tuple[MpiPlace | None, str | None]:
-    """This process in MPI; else what keeps it from using MPI. Initialises MPI."""
+    """This process in MPI; else what keeps it from using MPI. Initializes MPI."""
     if importlib.util.find_spec("mpi4py") is None:
         return None, "the mpi rail needs mpi4py, which is not installed (pip install mpi4py)"
     try:
@@ -56,7 +56,7 @@ def mpi_place() -> tuple[MpiPlace | None, str | None]:
     except (ImportError, RuntimeError) as error:
         return None, f"the mpi rail needs mpi4py with a working MPI: {error}"
     if not MPI.Is_initialized() or MPI.Is_finalized():
-        return None, "the mpi rail needs MPI, which is finalised or was never initialised"
+        return None, "the mpi rail needs MPI, which is finalized or was never initialized"
     level = MPI.Query_thread()
     if level != MPI.THREAD_MULTIPLE:
         return None, (

@@ -57,7 +57,7 @@ def check_nvshmem(
                 )
     if required_max_ctas is not None and max_ctas != required_max_ctas:
         raise RuntimeError(
-            f"NVSHMEM_MAX_CTAS must be {required_max_ctas!r}, got {max_ctas!r}: initialisation "
+            f"NVSHMEM_MAX_CTAS must be {required_max_ctas!r}, got {max_ctas!r}: initialization "
             "hangs with more"
         )
 

@@ -147,8 +147,8 @@ class FullDuplexScheduler(CommunicationScheduler):
     """A PE sends one batch and receives one in the same iteration.
 
     Takes exactly as many iterations as the busiest sender has batches, or the busiest receiver,
-    whichever are more: batches are the edges of a bipartite graph, iterations its colours, and
-    where a batch finds no colour free at both ends, the two colours free at either end are swapped
+    whichever are more: batches are the edges of a bipartite graph, iterations its colors, and
+    where a batch finds no color free at both ends, the two colors free at either end are swapped
     along the path that is in the way (König's theorem).
     """
 
