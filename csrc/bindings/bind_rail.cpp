@@ -70,7 +70,7 @@ py::buffer_info memory_of(Request& request) {
 }
 
 void bind_requests(py::module_& module) {
-  // Whoever holds a view of the memory holds the request, and it the memory.
+  // Code that holds a view of the memory holds the request, and it the memory.
   py::class_<Request, Rail::Transfer, std::shared_ptr<Request>>(
       module, "RailRequest", py::buffer_protocol())
       .def_buffer(&memory_of)

@@ -22,7 +22,7 @@ class Rail {
   class Transfer {
    public:
     virtual ~Transfer() = default;
-    /// Whoever sees kMoved sees the bytes as well (acquire).
+    /// A thread that sees kMoved sees the bytes as well (acquire).
     virtual State state() const = 0;
     /// What went wrong, after kFailed.
     virtual std::string error() const = 0;

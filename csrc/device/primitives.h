@@ -60,11 +60,12 @@
 //                                       by the thread that acquired `value` there: the bytes may be
 //                                       read. Networks may deliver a signal through another path
 //     void quiet()                      this warp's puts have been delivered
-//   Whoever acquires `value` from `signal` (load_acquire<kSystem>) and takes the put sees the bytes
-//   of that put and of no other: two puts, even of one thread to one rank, arrive in any order. The
-//   source may be written again, and the kernel may end, only after quiet(). Bulk copies of what
-//   came need fence_proxy_async(), as after every acquire. Arithmetic, each rounded once and never
-//   fused
+//   A thread that acquires `value` from `signal` (load_acquire<kSystem>) and takes the put sees the
+//   bytes of that put and of no other: two puts, even of one thread to one rank, arrive in any
+//   order. The source may be written again, and the kernel may end, only after quiet(). Bulk copies
+//   of what came need fence_proxy_async(), as after every acquire.
+//
+//   Arithmetic, each rounded once and never fused
 //     float multiply(float, float), add(float, float), divide(float, float); the same of double
 //     float bfloat16_to_float(uint16_t), half_to_float(uint16_t)
 //     uint16_t float_to_bfloat16(float), float_to_half(float)   nearest even, subnormals kept; NaN

@@ -115,7 +115,7 @@ void CircleWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missi
 }
 
 void CircleWatch::give_up(const std::string& circle, const std::function<bool(int)>& is_missing) {
-  // Whoever has left the order that most ranks keep; of two equal halves, the one without the
+  // Ranks that have left the order that most ranks keep; of two equal halves, the one without the
   // lowest rank.
   std::vector<int> missing;
   std::vector<int> present;

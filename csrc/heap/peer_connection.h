@@ -45,7 +45,7 @@ class PeerConnection {
   PeerConnection(OwnedFd socket, OwnedFd pidfd, Kind kind)
       : socket_(std::move(socket)), pidfd_(std::move(pidfd)), kind_(kind) {}
 
-  /// Whoever sees the peer gone also sees every message it sent before.
+  /// A thread that sees the peer gone also sees every message it sent before.
   PeerState state() const { return state_.load(std::memory_order_acquire); }
   Kind kind() const { return kind_; }
   /// Whether the peer is dead as far as can be seen because its machine does not answer.

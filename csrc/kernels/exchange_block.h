@@ -298,7 +298,7 @@ class ExchangeBlock {
   MOE_DEVICE bool agrees_on_gradients() const {
     using layout::GradientWord;
     const int32_t own_word = params_.arguments.gradients;
-    // Whoever needs a gradient, or can have none, would itself exclude one of the two.
+    // A rank that needs a gradient, or can have none, would itself exclude one of the two.
     if (GradientWord::is_needed(own_word) || !GradientWord::is_enabled(own_word))
       return true;
     bool is_needed = false;

@@ -14,9 +14,9 @@ namespace moe::host {
 /// Whether results are copied out of the heap.
 enum class CopyOut { kAuto, kAlways, kNever };
 
-/// The end of an operation that runs on in a stream, which the caller is still to wait for. Whoever
-/// looks at the results joins it; where the caller is a stream, so does whoever drops them, before
-/// their memory goes. Thread-safe.
+/// The end of an operation that runs on in a stream, which the caller is still to wait for. A
+/// caller that looks at the results joins it; where the caller is a stream, so does whoever drops
+/// them, before their memory goes. Thread-safe.
 class CallerJoin {
  public:
   virtual ~CallerJoin() = default;

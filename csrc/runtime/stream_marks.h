@@ -11,9 +11,9 @@ namespace moe::runtime {
 /// When memory of a device that was given back may be used again: once all work has ended that its
 /// streams held by then.
 ///
-/// Giving back costs nothing. Whoever wants the memory again asks, and the first to ask records an
-/// event in every stream that has work; these serve all memory that was given back until then.
-/// Thread-safe.
+/// Giving back costs nothing. A thread that wants the memory again asks, and the first to ask
+/// records an event in every stream that has work; these serve all memory that was given back until
+/// then. Thread-safe.
 class StreamMarks {
  public:
   /// All that the streams held at some time. Its members belong to StreamMarks.

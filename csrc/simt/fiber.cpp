@@ -102,7 +102,7 @@ void Context::switch_to(Context& next) {
 
 #if defined(MOE_SIMT_BOOST_CONTEXT)
 
-// Whoever is switched to notes where the one that left goes on.
+// The fiber that is switched to notes where the one that left goes on.
 struct Context::Transfer {
   Context* left;
   Context* entered;

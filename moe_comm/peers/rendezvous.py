@@ -399,7 +399,7 @@ class JoiningRanks:
     def _hear_everybody(self) -> None:
         """Return once every living rank knows what the lowest one found.
 
-        Whoever knows it gives up, and a rank that hears of that first would take it for a failure.
+        A rank that knows it gives up, and a rank that hears of that first would take it for a failure.
         """
         # This rank knows: that others have given up, or failed, changes nothing any more.
         with contextlib.suppress(PeerFailedError, ValueError):

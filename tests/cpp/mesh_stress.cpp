@@ -45,7 +45,7 @@ std::string message(int sender, int receiver, uint64_t round) {
   return bytes;
 }
 
-/// Whoever finds the port: says nothing, or something else.
+/// A program that finds the port: says nothing, or something else.
 OwnedFd intrude(const MeshAddress& address, const std::string& words) {
   OwnedFd socket = moe::heap::dial_tcp(address.tcp_addresses[0], address.tcp_port);
   require(static_cast<bool>(socket), "a stranger can dial");

@@ -185,7 +185,7 @@ def when_waiting(act: Callable[[], object]) -> None:
 
 def interrupt_when_waiting() -> None:
     """What Ctrl-C does, once the calling thread, the main one, waits in the package."""
-    # Whoever has started this process may have had it ignored, as shells do for what runs behind.
+    # A program that has started this process may have had it ignored, as shells do for what runs behind.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
 

@@ -282,7 +282,7 @@ def _interrupt_a_queue(context: RankContext, folder: str) -> None:
         interrupt_when_waiting()
         error = error_of(lambda: buffer.dispatch(rows.pop(), to_rank_1.clone()))
         assert isinstance(error, KeyboardInterrupt), repr(error)
-        # Whoever gets the memory of the interrupted caller's tensors writes to it.
+        # A thread that gets the memory of the interrupted caller's tensors writes to it.
         others = [torch.full((4096, 64), 9.0).bfloat16() for _ in range(8)]
         done.touch()
         pending.event.wait()

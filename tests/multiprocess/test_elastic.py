@@ -447,7 +447,7 @@ def test_peers_of_a_rank_that_shrinks_hear_what_it_waits_for(in_operation: bool)
 
 
 def _warned(context: RankContext, folder: str) -> list[BaseException]:
-    """Whoever hears that rank 1 is late calls the communicator, which waits for it."""
+    """A rank that hears that rank 1 is late calls the communicator, which waits for it."""
     has_heard = Path(folder) / "heard"
     buffer = make_buffer(context)
     comm = buffer.communicator

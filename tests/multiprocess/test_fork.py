@@ -152,7 +152,7 @@ def _fork(context: RankContext) -> list[str]:
             comm.heap_stats,
             comm.trim,
             lambda: buffer.empty_expert_output(kept.handle),
-            # Whoever waits for peers here waits for ever: they do not know of this process.
+            # A process that waits for peers here waits for ever: they do not know of this process.
             comm.shrink,
             lambda: comm.grow("127.0.0.1:1"),
             lambda: EpBuffer(comm, config_for(2)),

@@ -150,6 +150,6 @@ def test_a_link_that_dies_is_named_on_every_rank(tmp_path: Path, cut: str, rail:
             outcomes = ranks.outcomes()
     for rank_idx, outcome in enumerate(outcomes):
         assert outcome.error in ("PeerFailedError", "PeerTimeoutError"), outcome
-        # Whoever is named is on the other side of the cut.
+        # A rank that is named is on the other side of the cut.
         assert outcome.ranks, outcome
         assert {rank // 2 for rank in outcome.ranks} == {1 - rank_idx // 2}, outcome

@@ -105,7 +105,7 @@ def _by_whom(context: RankContext, layout: Layout) -> None:
     assert phases.has_ended(3, "done")
     _check(buffer, 3, result)  # epoch 4
 
-    # Whoever asks whether it has ended.
+    # A caller that asks whether it has ended.
     result = _send(buffer, 5, layout)
     deadline = time.monotonic() + HANG_S
     while not result.event.is_complete():

@@ -81,8 +81,8 @@ host::ShrinkDecision shrink(HostRank& rank,
   }
 }
 
-/// Whoever came out with a group came out with the same as all who live in it, and with one that
-/// no other contradicts.
+/// A rank that came out with a group came out with the same as all who live in it, and with one
+/// that no other contradicts.
 void check_outcomes(const HostRank& rank, const HostWorld& world, const Outcomes& outcomes) {
   for (size_t left = 0; left < outcomes.size(); ++left)
     for (size_t right = 0; right < outcomes.size(); ++right) {

@@ -393,7 +393,7 @@ bool HostMemory::compare_exchange(
 void HostMemory::fence_acquire(int thread_idx) {
   // What changes after the fence was read before.
   examine_pulls(thread_idx);
-  // Whoever saw bytes that were written after a fence knows, from its own fence on, what came
+  // A thread that saw bytes that were written after a fence knows, from its own fence on, what came
   // before that one, as if the bytes were words read and written relaxed.
   for (const Pull& pull : thread(thread_idx).pulls) {
     const Cell& pulled = cell(pull.cell_idx);

@@ -254,8 +254,8 @@ void RaceChecker::note(Actor& actor, uint32_t* list, uint16_t mask, Manner manne
       access.mask |= mask;
       return;
     }
-    // Whoever is ordered after this access is ordered after what this one knows. What differs in
-    // manner stays: an ordinary access excludes more than an atomic one.
+    // A thread that is ordered after this access is ordered after what this one knows. What differs
+    // in manner stays: an ordinary access excludes more than an atomic one.
     const bool is_implied = (is_same || (!manner.is_write && !manner.is_atomic && !manner.is_bulk &&
                                          !access.is_bulk && knows(actor, access))) &&
                             (access.mask & ~mask) == 0;

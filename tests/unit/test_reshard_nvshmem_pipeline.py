@@ -433,7 +433,7 @@ def test_a_pe_that_fails_in_the_middle() -> None:
         service.buffer_manager.signals.epoch += 100 * service.my_pe
         for salt in range(2):
             check_run(service, sources, targets, salt)
-        # Whoever did not hear of the failure yet may have written the slots: nobody else gets them.
+        # A rank that did not hear of the failure yet may have written the slots: nobody else gets them.
         service.finalize()
         communicator.bootstrap.all_gather(None)
         assert communicator.heap_stats().live_bytes - before >= 4 * SLOT
