@@ -40,8 +40,8 @@ struct InternodeConfig {
   bool node_reduction = false;
 };
 
-/// Memory between nodes that a buffer takes on every rank; `moe_comm.ep.budget.rail_region_bytes` is
-/// its size. Chunks of a full buffer keep every warp busy, and the areas hold the largest
+/// Memory between nodes that a buffer takes on every rank; `moe_comm.ep.budget.rail_region_bytes`
+/// is its size. Chunks of a full buffer keep every warp busy, and the areas hold the largest
 /// operation.
 /// @param depth  Of the ring of a buffer.
 layout::RailRegion rail_region(const InternodeConfig& config,

@@ -11,8 +11,8 @@
 
 namespace moe::bindings {
 
-/// The communicator's parts that @p settings, a `Settings` of moe_comm/ep/backends/native_endpoint.py,
-/// names.
+/// The communicator's parts that @p settings, a `Settings` of
+/// moe_comm/ep/backends/native_endpoint.py, names.
 std::shared_ptr<NativeGroup> native_group_of(py::handle settings);
 
 /// What @p settings say of an endpoint, whatever runs its operations.
