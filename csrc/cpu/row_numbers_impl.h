@@ -83,10 +83,12 @@ struct Float16 {
   }
 };
 
-struct Float32 {
-  using Scalar = float;
-  using Register = Simd::Floats;
-  static constexpr int kElementBytes = 4;
+/// Added in the type that it has.
+template <typename ScalarType, typename RegisterType>
+struct Unwidened {
+  using Scalar = ScalarType;
+  using Register = RegisterType;
+  static constexpr int kElementBytes = sizeof(Scalar);
   static constexpr int kWidth = 1;
   static constexpr bool kIsInterleaved = false;
 
@@ -98,20 +100,8 @@ struct Float32 {
   }
 };
 
-struct Float64 {
-  using Scalar = double;
-  using Register = Simd::Doubles;
-  static constexpr int kElementBytes = 8;
-  static constexpr int kWidth = 1;
-  static constexpr bool kIsInterleaved = false;
-
-  static MOE_FORCE_INLINE void widen(Simd::Words bits, Register* values) {
-    values[0] = reinterpret_cast<Register>(bits);
-  }
-  static MOE_FORCE_INLINE Simd::Words narrow(const Register* values) {
-    return reinterpret_cast<Simd::Words>(canonical(values[0]));
-  }
-};
+using Float32 = Unwidened<float, Simd::Floats>;
+using Float64 = Unwidened<double, Simd::Doubles>;
 
 /// Element i of a dot product is added into lane i mod kDotLanes.
 constexpr int kDotLanes = 32;

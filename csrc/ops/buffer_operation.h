@@ -39,6 +39,11 @@ class BufferOperation {
                            layout::RowStatus status,
                            const std::string& message);
   [[noreturn]] void reject(const layout::OperationArguments& arguments, const CapacityError& error);
+  /// The same where there is a @p problem with the arguments; "" for none.
+  void reject_if(const std::string& problem, const layout::OperationArguments& arguments) {
+    if (!problem.empty())
+      reject(arguments, layout::RowStatus::kInvalidArgument, problem);
+  }
 
   /// From now on time counts as @p phase in the trace.
   void enter(const char* phase);

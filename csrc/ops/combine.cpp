@@ -53,6 +53,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
   void move(const Rows& rows) {
     exchange_.enter("data");
     resolve_bases(rows);
+    widen_weights();
     if (exchange_.relay() == nullptr)
       add(0, plan_.num_tokens);
     else
@@ -81,17 +82,11 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
   void add_across_nodes() {
     const layout::PulledRow pulled{row_bytes_, params_.row_weight_bytes, 1};
     std::optional<Addition> addition;
-    if (is_reduced()) {
-      widen_weights();
-      const std::byte* const weights =
-          wide_weights_.empty() ? params_.weights
-                                : reinterpret_cast<const std::byte*>(wide_weights_.data());
+    if (is_reduced())
       addition = {params_.dtype,
                   params_.hidden,
-                  weights,
+                  added_weights_,
                   plan_.arrangement.is_by_rank() ? 0 : added_bytes()};
-    }
-    by_node_ = addition;
     remote_.emplace(endpoint_, plan_, exchange_, pulled, bases_, addition);
     remote_->run([&](int64_t begin, int64_t end) { add(begin, end); });
   }
@@ -100,8 +95,9 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
   /// Of one number of the type that rows are added in.
   int64_t added_bytes() const { return params_.dtype == DType::kFloat64 ? 8 : 4; }
 
-  /// float32 weights of float64 rows, in the type the rows are added in.
+  /// float32 weights of float64 rows become float64.
   void widen_weights() {
+    added_weights_ = params_.weights;
     if (params_.weights == nullptr || params_.weight_bytes == added_bytes())
       return;
     const int64_t num_weights = plan_.num_tokens * plan_.num_topk;
@@ -111,6 +107,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
       std::memcpy(&narrow, params_.weights + i * 4, sizeof(narrow));
       wide_weights_[static_cast<size_t>(i)] = narrow;
     }
+    added_weights_ = reinterpret_cast<const std::byte*>(wide_weights_.data());
   }
 
   void add(int64_t begin, int64_t end) {
@@ -126,7 +123,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
         endpoint_.store_mode(plan_.num_tokens * pulled_bytes * endpoint_.num_ranks());
     endpoint_.for_tokens(last - first, (last - first) * pulled_bytes, [&](auto begin, auto end) {
       const FloatingPointScope scope;
-      if (by_node_)
+      if (remote_ && is_reduced())
         add_tokens_by_node(first + begin, first + end, begin == 0, mode);
       else
         add_tokens(first + begin, first + end, begin == 0, mode);
@@ -168,9 +165,9 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
         continue;
       const std::byte* const base = bases_.rows[static_cast<size_t>(Slot::rank_idx(slots[i]))];
       const std::byte* const weight =
-          by_node_->weights == nullptr
+          added_weights_ == nullptr
               ? nullptr
-              : offset_ptr(by_node_->weights, token_idx * plan_.num_topk + i, added_bytes());
+              : offset_ptr(added_weights_, token_idx * plan_.num_topk + i, added_bytes());
       add_term(offset_ptr(base, Slot::row_idx(slots[i]), row_bytes_), weight, terms);
     }
     terms->own.end = static_cast<int>(terms->places.size());
@@ -183,7 +180,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
     constexpr float kNarrowOne = 1;
     constexpr double kWideOne = 1;
     terms->places.push_back(place);
-    if (by_node_->weights == nullptr)
+    if (added_weights_ == nullptr)
       return;
     if (weight == nullptr)
       weight = reinterpret_cast<const std::byte*>(
@@ -226,9 +223,9 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
       if (slots[i] == Slot::kNone)
         continue;
       if (weights != nullptr)
-        std::memcpy(weights + num_places * params_.weight_bytes,
-                    params_.weights + (token_idx * plan_.num_topk + i) * params_.weight_bytes,
-                    static_cast<size_t>(params_.weight_bytes));
+        std::memcpy(weights + num_places * added_bytes(),
+                    offset_ptr(added_weights_, token_idx * plan_.num_topk + i, added_bytes()),
+                    static_cast<size_t>(added_bytes()));
       const std::byte* const base = bases_.rows[static_cast<size_t>(Slot::rank_idx(slots[i]))];
       places[num_places++] = base != nullptr ? offset_ptr(base, Slot::row_idx(slots[i]), row_bytes_)
                                              : remote_->row(token_idx, i);
@@ -242,24 +239,23 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
     const auto num_slots = static_cast<size_t>(plan_.num_slots);
     std::vector<const std::byte*> places(num_slots);
     std::vector<const std::byte*> next_places(num_slots);
-    std::vector<std::byte> raw_weights(params_.weight_bytes > 0 ? num_slots * 8 : 0);
-    std::vector<std::byte> next_raw_weights(raw_weights.size());
-    std::vector<double> wide_weights(raw_weights.empty() ? 0 : num_slots);
-    const auto weights_or_null = [](std::vector<std::byte>& raw) {
-      return raw.empty() ? nullptr : raw.data();
+    std::vector<std::byte> weights(
+        added_weights_ != nullptr ? num_slots * static_cast<size_t>(added_bytes()) : 0);
+    std::vector<std::byte> next_weights(weights.size());
+    const auto or_null = [](std::vector<std::byte>& bytes) {
+      return bytes.empty() ? nullptr : bytes.data();
     };
-    int num_next =
-        begin < end ? gather(begin, next_places.data(), weights_or_null(next_raw_weights)) : 0;
+    int num_next = begin < end ? gather(begin, next_places.data(), or_null(next_weights)) : 0;
     for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
       places.swap(next_places);
-      raw_weights.swap(next_raw_weights);
+      weights.swap(next_weights);
       const int num_places = num_next;
       num_next = token_idx + 1 < end
-                     ? gather(token_idx + 1, next_places.data(), weights_or_null(next_raw_weights))
+                     ? gather(token_idx + 1, next_places.data(), or_null(next_weights))
                      : 0;
       kernels.sum_rows(params_.dtype,
                        places.data(),
-                       weights_of(raw_weights, num_places, &wide_weights),
+                       or_null(weights),
                        num_places,
                        params_.hidden,
                        offset_ptr(sums_, token_idx, row_bytes_),
@@ -270,22 +266,6 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
         break;
     }
     kernels.store_fence();
-  }
-
-  /// Weights in the type the rows are added in.
-  const void* weights_of(const std::vector<std::byte>& raw,
-                         int count,
-                         std::vector<double>* wide) const {
-    if (raw.empty())
-      return nullptr;
-    if (params_.dtype != DType::kFloat64 || params_.weight_bytes == 8)
-      return raw.data();
-    for (int i = 0; i < count; ++i) {
-      float narrow;
-      std::memcpy(&narrow, raw.data() + i * 4, sizeof(narrow));
-      (*wide)[static_cast<size_t>(i)] = narrow;
-    }
-    return wide->data();
   }
 
   void pull_weights(int64_t begin, int64_t end) {
@@ -350,8 +330,8 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
 
   std::byte* sums_ = nullptr;
   PullBases bases_;
-  std::vector<double> wide_weights_;
-  std::optional<Addition> by_node_;  ///< with EpConfig.node_reduction, across nodes
+  const std::byte* added_weights_ = nullptr;  ///< as params_.weights, of added_bytes() each
+  std::vector<double> wide_weights_;          ///< where those differ from params_.weights
   std::optional<InternodeCombine> remote_;
 };
 

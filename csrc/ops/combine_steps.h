@@ -14,22 +14,22 @@ namespace moe::host {
 /// hears the same of all, and has them added.
 ///
 /// @tparam Engine  Names the types Endpoint, Exchange and Plan.
-/// @tparam Mover   Derives from this, and says how its engine does the parts:
-///   begin()              before anything else
-///   find_problem()       what is wrong with this combine for this engine alone, "" for nothing
-///   copy_in(target, source, bytes)  rows from outside the heap
-///   publish(say)         writes this rank's row; may let sums follow those that nobody has read
-///   yet move(rows)           the sums, until what this engine's caller waits for is there
-///   outcome()            hands out the sums
+/// @tparam Mover   Derives from this, and says how its engine does the parts, in this order:
+///   - begin(): before anything else
+///   - find_problem(): what is wrong with this combine for this engine alone, "" for nothing
+///   - copy_in(target, source, bytes): rows from outside the heap
+///   - publish(message): writes this rank's row; may let sums follow before a row has been read
+///   - move(rows): the sums, until what this engine's caller waits for is there
+///   - outcome(): hands out the sums
 template <typename Engine, typename Mover>
 class CombineSteps {
  public:
   CombineOutcome run() {
     mover().begin();
-    reject_if(find_failed_sources(plan_, endpoint_.group()));
-    reject_if(mover().find_problem());
     RowMessage message;
-    message.arguments = arguments();
+    message.arguments = combine_arguments(params_);
+    exchange_.reject_if(find_failed_sources(plan_, endpoint_.group()), message.arguments);
+    exchange_.reject_if(mover().find_problem(), message.arguments);
     message.num_tokens = plan_.num_tokens;
     try {
       offer_rows(&message);
@@ -37,7 +37,7 @@ class CombineSteps {
                     ? endpoint_.memory().allocate(0)
                     : exchange_.allocate(static_cast<uint64_t>(sums_window_.bytes));
     } catch (const CapacityError& error) {
-      exchange_.reject(arguments(), error);
+      exchange_.reject(message.arguments, error);
     }
     exchange_.enter("rows");
     mover().publish(message);
@@ -76,13 +76,6 @@ class CombineSteps {
 
  private:
   Mover& mover() { return static_cast<Mover&>(*this); }
-
-  layout::OperationArguments arguments() const { return combine_arguments(params_); }
-
-  void reject_if(const std::string& problem) {
-    if (!problem.empty())
-      exchange_.reject(arguments(), layout::RowStatus::kInvalidArgument, problem);
-  }
 
   void offer_rows(RowMessage* message) {
     if (row_bytes_ > 0 && plan_.num_rows() > 0)

@@ -121,13 +121,14 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
       total_rows +=
           layout::num_window_rows(plan_->counts, endpoint_.placement(), arrangement_, rank_idx);
     const StoreMode mode = endpoint_.store_mode(total_rows * params_.row_bytes);
+    const RowTargets targets{windows_, bases_, with_topk_idx_};
     if (exchange_.relay() != nullptr) {
-      InternodeDispatch(endpoint_, params_, *plan_, windows_, bases_, with_topk_idx_, exchange_)
-          .run(mode, [this] { end_rows(); });
+      InternodeDispatch(endpoint_, params_, *plan_, targets, exchange_).run(mode, [this] {
+        end_rows();
+      });
       return;
     }
-    RowWriter writer(
-        endpoint_, params_, SlotTable::of(*plan_), windows_, bases_, with_topk_idx_, exchange_);
+    RowWriter writer(endpoint_, params_, SlotTable::of(*plan_), targets, exchange_);
     writer.write(0, params_.num_tokens, mode);
     end_rows();
   }

@@ -18,16 +18,16 @@ namespace moe::host {
 /// it offers, hears the same of all, judges it as every rank does, and has the rows moved.
 ///
 /// @tparam Engine  Names the types Endpoint, Exchange and Plan.
-/// @tparam Mover   Derives from this, and says how its engine does the parts:
-///   begin()              before anything else
-///   count_choices()      uncached: what this rank sends where; rejects what is wrong with it
-///   take_plan()          cached: looks at plan_; rejects what is wrong with it
-///   publish(offer)       writes this rank's row; may let rows follow those that nobody has read
-///   yet make_plan(kept)      the plan of a count matrix, from what count_choices() found
-///   exchange_offers(short_ranks, own)  second offers; `own` where this rank is one of those
-///   settle_overflow(), settle_shortage()  every rank has found that the operation ends here
-///   move(rows)           the data, until what this engine's caller waits for is there
-///   outcome()            hands out what arrived
+/// @tparam Mover   Derives from this, and says how its engine does the parts, in this order:
+///   - begin(): before anything else
+///   - count_choices(): uncached: what this rank sends where; rejects what is wrong with it
+///   - take_plan(): cached: looks at plan_; rejects what is wrong with it
+///   - publish(offer): writes this rank's row; may let rows follow before a row has been read
+///   - make_plan(kept): the plan of a count matrix, from what count_choices() found
+///   - exchange_offers(short_ranks, own): second offers; `own` where this rank is one of those
+///   - settle_overflow(), settle_shortage(): every rank has found that the operation ends here
+///   - move(rows): the data, until what this engine's caller waits for is there
+///   - outcome(): hands out what arrived
 template <typename Engine, typename Mover>
 class DispatchSteps {
  public:
@@ -63,10 +63,7 @@ class DispatchSteps {
     return windows_[static_cast<size_t>(endpoint_.rank_idx())];
   }
 
-  void reject_if(const std::string& problem) {
-    if (!problem.empty())
-      exchange_.reject(arguments(), layout::RowStatus::kInvalidArgument, problem);
-  }
+  void reject_if(const std::string& problem) const { exchange_.reject_if(problem, arguments()); }
 
   Endpoint& endpoint_;
   const DispatchParams& params_;

@@ -27,16 +27,12 @@ SlotTable local_table(const Plan& plan, const std::vector<int64_t>& slots) {
 InternodeDispatch::InternodeDispatch(Endpoint& endpoint,
                                      const DispatchParams& params,
                                      const Plan& plan,
-                                     const std::vector<layout::ReceiveWindow>& windows,
-                                     const std::vector<std::byte*>& bases,
-                                     bool with_topk_idx,
+                                     const RowTargets& targets,
                                      Exchange& exchange)
     : endpoint_(endpoint),
       params_(params),
       plan_(plan),
-      windows_(windows),
-      bases_(bases),
-      with_topk_idx_(with_topk_idx),
+      targets_(targets),
       exchange_(exchange),
       relay_(*exchange.relay()),
       nodes_(endpoint.group().nodes()),
@@ -44,18 +40,12 @@ InternodeDispatch::InternodeDispatch(Endpoint& endpoint,
       own_row_(row_of(endpoint.rank_idx())),
       rows_per_chunk_(InternodeCut::rows_per_chunk(own_row_, nodes_.num_nodes())),
       local_slots_(plan.slots.size(), Slot::kNone),
-      local_writer_(endpoint,
-                    params,
-                    local_table(plan, local_slots_),
-                    windows,
-                    bases,
-                    with_topk_idx,
-                    exchange) {}
+      local_writer_(endpoint, params, local_table(plan, local_slots_), targets, exchange) {}
 
 InternodeRow InternodeDispatch::row_of(int src_rank) const {
   const auto& arrangement = plan_.arrangement;
   const bool with_ids = arrangement.is_by_rank()
-                            ? with_topk_idx_ || params_.weight_bytes > 0
+                            ? targets_.with_topk_idx || params_.weight_bytes > 0
                             : params_.num_scales > 0 && params_.is_column_major();
   return InternodeRow::make(arrangement.layout,
                             params_.row_bytes,
@@ -299,8 +289,7 @@ void InternodeDispatch::fan_out(const Arrival& arrival,
   table.num_recv_topk = plan_.num_recv_topk;
   table.is_by_rank = plan_.arrangement.is_by_rank();
   check_slots(arrival, table.slots, num_rows * row.num_slots);
-  RowWriter(endpoint_, params, table, windows_, bases_, with_topk_idx_, exchange_)
-      .write(0, num_rows, mode);
+  RowWriter(endpoint_, params, table, targets_, exchange_).write(0, num_rows, mode);
 }
 
 /// A message in the wrong place would be written anywhere.
@@ -312,9 +301,9 @@ void InternodeDispatch::check_slots(const Arrival& arrival,
       continue;
     const int64_t rank_idx = slots[i] >> Slot::kRowBits;
     if (rank_idx < 0 || rank_idx >= nodes_.num_ranks ||
-        bases_[static_cast<size_t>(rank_idx)] == nullptr ||
+        targets_.bases[static_cast<size_t>(rank_idx)] == nullptr ||
         (Slot::row_idx(slots[i]) + 1) * params_.row_bytes >
-            windows_[static_cast<size_t>(rank_idx)].bytes)
+            targets_.windows[static_cast<size_t>(rank_idx)].bytes)
       throw std::runtime_error(concat("rank ",
                                       arrival.src_rank,
                                       " sends a row for row ",

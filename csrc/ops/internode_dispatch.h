@@ -22,13 +22,11 @@ namespace moe::host {
 /// node. Where one rank serves many nodes they take turns, a chunk each.
 class InternodeDispatch {
  public:
-  /// @param bases  Windows of the ranks of this node, resolved where rows go; all outlive this.
+  /// @param targets  All outlive this. Rows are written to windows of this node.
   InternodeDispatch(Endpoint& endpoint,
                     const DispatchParams& params,
                     const Plan& plan,
-                    const std::vector<layout::ReceiveWindow>& windows,
-                    const std::vector<std::byte*>& bases,
-                    bool with_topk_idx,
+                    const RowTargets& targets,
                     Exchange& exchange);
 
   /// Returns when this rank's rows are on their way and all that it relays are written and
@@ -87,9 +85,7 @@ class InternodeDispatch {
   Endpoint& endpoint_;
   const DispatchParams& params_;
   const Plan& plan_;
-  const std::vector<layout::ReceiveWindow>& windows_;
-  const std::vector<std::byte*>& bases_;
-  bool with_topk_idx_;
+  RowTargets targets_;
   Exchange& exchange_;
   Relay& relay_;
   const NodeLayout& nodes_;

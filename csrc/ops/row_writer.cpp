@@ -15,17 +15,9 @@ constexpr int64_t kRowUnit = 16;  // what the fan-out kernel copies in
 RowWriter::RowWriter(Endpoint& endpoint,
                      const DispatchParams& params,
                      const SlotTable& table,
-                     const std::vector<layout::ReceiveWindow>& windows,
-                     const std::vector<std::byte*>& bases,
-                     bool with_topk_idx,
+                     const RowTargets& targets,
                      Exchange& exchange)
-    : endpoint_(endpoint),
-      params_(params),
-      table_(table),
-      windows_(windows),
-      bases_(bases),
-      with_topk_idx_(with_topk_idx),
-      exchange_(exchange) {}
+    : endpoint_(endpoint), params_(params), table_(table), targets_(targets), exchange_(exchange) {}
 
 void RowWriter::write(int64_t begin, int64_t end, StoreMode mode) {
   const int64_t num_tokens = end - begin;
@@ -154,7 +146,7 @@ void RowWriter::write_weights(int64_t token_idx, const int64_t* slots) const {
 /// room for as many choices as any rank makes.
 void RowWriter::write_choices(int64_t token_idx, const int64_t* slots) const {
   const auto weight_bytes = static_cast<size_t>(params_.weight_bytes);
-  if (weight_bytes == 0 && !with_topk_idx_)
+  if (weight_bytes == 0 && !targets_.with_topk_idx)
     return;
   const auto& placement = endpoint_.placement();
   const int64_t num_topk = table_.num_topk;
@@ -171,7 +163,7 @@ void RowWriter::write_choices(int64_t token_idx, const int64_t* slots) const {
       const int64_t expert_idx = k < num_topk ? choices[k] : -1;
       const bool is_there = expert_idx >= 0 && placement.expert_rank[expert_idx] == dst_rank;
       const int64_t local_idx = is_there ? placement.local_expert_idx[expert_idx] : -1;
-      if (with_topk_idx_)
+      if (targets_.with_topk_idx)
         sync::write_shared(&ids[k], &local_idx, sizeof(local_idx));
       if (weight_bytes == 0)
         continue;

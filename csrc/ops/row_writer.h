@@ -33,6 +33,13 @@ struct SlotTable {
   }
 };
 
+/// Where rows arrive, [num_ranks] each, and whether expert ids travel with them.
+struct RowTargets {
+  const std::vector<layout::ReceiveWindow>& windows;
+  const std::vector<std::byte*>& bases;  ///< of the windows; null where this rank writes no row
+  bool with_topk_idx;
+};
+
 /// The data phase of a dispatch on the sender: every token is read once and written, quantized if
 /// asked, with what travels beside it, to its final places.
 class RowWriter {
@@ -40,9 +47,7 @@ class RowWriter {
   RowWriter(Endpoint& endpoint,
             const DispatchParams& params,
             const SlotTable& table,
-            const std::vector<layout::ReceiveWindow>& windows,
-            const std::vector<std::byte*>& bases,
-            bool with_topk_idx,
+            const RowTargets& targets,
             Exchange& exchange);
 
   /// Writes the rows of tokens [begin, end). @param mode  how rows are stored.
@@ -71,18 +76,16 @@ class RowWriter {
   void write_choices(int64_t token_idx, const int64_t* slots) const;
 
   std::byte* base_of(int64_t slot) const {
-    return bases_[static_cast<size_t>(layout::Slot::rank_idx(slot))];
+    return targets_.bases[static_cast<size_t>(layout::Slot::rank_idx(slot))];
   }
   const layout::ReceiveWindow& window_of(int64_t slot) const {
-    return windows_[static_cast<size_t>(layout::Slot::rank_idx(slot))];
+    return targets_.windows[static_cast<size_t>(layout::Slot::rank_idx(slot))];
   }
 
   Endpoint& endpoint_;
   const DispatchParams& params_;
   SlotTable table_;
-  const std::vector<layout::ReceiveWindow>& windows_;
-  const std::vector<std::byte*>& bases_;
-  bool with_topk_idx_;
+  RowTargets targets_;
   Exchange& exchange_;
 };
 
