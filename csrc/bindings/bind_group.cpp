@@ -4,8 +4,8 @@
 #include "bindings/bind_shrink.h"
 #include "bindings/bind_slots.h"
 #include "bindings/bindings.h"
-#include "bindings/shared/dlpack.h"
 #include "bindings/shared/heap_stats.h"
+#include "bindings/shared/make_tensor.h"
 #include "bindings/shared/native_group.h"
 #include "bindings/shared/peer_check.h"
 #include "core/dtype.h"
@@ -84,9 +84,9 @@ py::list all_gather(NativeGroup& native, const std::string& payload) {
   return gathered;
 }
 
-/// Bytes of this rank's heap as a capsule of uint8; they go back when the last tensor over them
+/// Bytes of this rank's heap as a tensor of uint8; they go back when the last tensor over them
 /// does.
-py::capsule empty_bytes(NativeGroup& native, uint64_t bytes) {
+py::object empty_bytes(NativeGroup& native, uint64_t bytes) {
   std::shared_ptr<Window> window;
   {
     const py::gil_scoped_release no_gil;
@@ -94,7 +94,7 @@ py::capsule empty_bytes(NativeGroup& native, uint64_t bytes) {
     window = native.heap->allocate(bytes);
   }
   std::byte* const data = window->data();
-  return make_dlpack(
+  return make_tensor(
       std::move(window), data, {static_cast<int64_t>(bytes)}, dlpack_type(DType::kBytes));
 }
 
@@ -107,8 +107,8 @@ py::object find_place(const NativeGroup& native, uintptr_t address, uint64_t byt
   return py::make_tuple(offer.segment_idx, offer.offset);
 }
 
-/// The bytes of a place that a peer found, as a capsule of uint8 over the peer's own memory.
-py::capsule resolve_bytes(
+/// The bytes of a place that a peer found, as a tensor of uint8 over the peer's own memory.
+py::object resolve_bytes(
     NativeGroup& native, int rank_idx, uint32_t segment_idx, uint64_t offset, uint64_t bytes) {
   MOE_CHECK(rank_idx >= 0 && rank_idx < native.group->num_ranks(),
             "rank ",
@@ -129,7 +129,7 @@ py::capsule resolve_bytes(
     std::shared_ptr<heap::PeerMesh> mesh;
     std::shared_ptr<heap::ShmHeap> heap;
   };
-  return make_dlpack(std::make_shared<Mapping>(Mapping{native.mesh, native.heap}),
+  return make_tensor(std::make_shared<Mapping>(Mapping{native.mesh, native.heap}),
                      data,
                      {static_cast<int64_t>(bytes)},
                      dlpack_type(DType::kBytes));

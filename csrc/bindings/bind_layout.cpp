@@ -3,7 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/count_matrix.h"
-#include "bindings/shared/dlpack.h"
+#include "bindings/shared/make_tensor.h"
 #include "bindings/shared/submitted.h"
 #include "core/error.h"
 #include "heap/window_allocator.h"
@@ -33,9 +33,9 @@ CountMatrix count_matrix(py::handle counts, const Placement& placement) {
   return count_matrix_of(counts, placement.num_ranks, placement.num_experts);
 }
 
-py::capsule numbers(std::vector<int64_t> values) {
+py::object numbers(std::vector<int64_t> values) {
   const auto size = static_cast<int64_t>(values.size());
-  return vector_dlpack(std::move(values), {size}, kInt64);
+  return vector_tensor(std::move(values), {size}, kInt64);
 }
 
 Placement make_placement(py::handle expert_rank, int num_ranks) {
@@ -85,17 +85,17 @@ py::list find_overflows(py::handle asked,
   return found;
 }
 
-py::capsule keep_rows(py::handle asked,
-                      const Placement& placement,
-                      const Arrangement& arrangement,
-                      int64_t expert_capacity,
-                      int on_overflow) {
+py::object keep_rows(py::handle asked,
+                     const Placement& placement,
+                     const Arrangement& arrangement,
+                     int64_t expert_capacity,
+                     int on_overflow) {
   CountMatrix kept = layout::keep_rows(count_matrix(asked, placement),
                                        placement,
                                        arrangement,
                                        rule_of(expert_capacity, on_overflow));
   const int64_t num_columns = kept.stride();
-  return vector_dlpack(std::move(kept.counts), {placement.num_ranks, num_columns}, kInt32);
+  return vector_tensor(std::move(kept.counts), {placement.num_ranks, num_columns}, kInt32);
 }
 
 int64_t num_required_rows(py::handle asked,
@@ -115,15 +115,15 @@ py::tuple received_rows(py::handle counts,
   const auto num_offsets = static_cast<int64_t>(rows.expert_offsets.size());
   std::vector<int32_t> offsets(rows.expert_offsets.begin(), rows.expert_offsets.end());
   return py::make_tuple(numbers(std::move(rows.num_tokens_per_expert)),
-                        vector_dlpack(std::move(offsets), {num_offsets}, kInt32),
+                        vector_tensor(std::move(offsets), {num_offsets}, kInt32),
                         rows.num_rows);
 }
 
-py::capsule assign_slots(py::handle topk_idx,
-                         py::handle counts,
-                         const Placement& placement,
-                         const Arrangement& arrangement,
-                         int rank_idx) {
+py::object assign_slots(py::handle topk_idx,
+                        py::handle counts,
+                        const Placement& placement,
+                        const Arrangement& arrangement,
+                        int rank_idx) {
   const TensorView choices = view_tensor(topk_idx);
   const CountMatrix kept = count_matrix(counts, placement);
   check_plan(kept, choices, placement, rank_idx);
@@ -138,7 +138,7 @@ py::capsule assign_slots(py::handle topk_idx,
                        arrangement,
                        rank_idx,
                        slots.data());
-  return vector_dlpack(std::move(slots), {choices.num_rows, num_slots}, kInt64);
+  return vector_tensor(std::move(slots), {choices.num_rows, num_slots}, kInt64);
 }
 
 /// @param slots  What assign_slots() gave for the other arguments.
@@ -172,8 +172,8 @@ py::tuple row_streams(py::handle topk_idx,
       streams.num_received,
       numbers(std::move(streams.sent_slots)),
       numbers(std::move(streams.window_rows)),
-      vector_dlpack(std::move(streams.positions), {choices.num_rows, places.row_elements}, kInt64),
-      vector_dlpack(std::move(of_choices), {choices.num_rows, choices.row_elements}, kInt64));
+      vector_tensor(std::move(streams.positions), {choices.num_rows, places.row_elements}, kInt64),
+      vector_tensor(std::move(of_choices), {choices.num_rows, choices.row_elements}, kInt64));
 }
 
 layout::ScaleMap scale_map(int row_layout,
@@ -269,7 +269,7 @@ void bind_layout(py::module_& parent) {
       .def_readonly("num_experts", &Placement::num_experts)
       .def("local_expert_idx",
            [](const Placement& self) {
-             return vector_dlpack(self.local_expert_idx, {self.num_experts}, kInt32);
+             return vector_tensor(self.local_expert_idx, {self.num_experts}, kInt32);
            })
       .def("num_local_experts", [](const Placement& self, int rank_idx) {
         return self.local_experts.at(static_cast<size_t>(rank_idx)).size();

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/shared/dlpack.h"
+#include "bindings/shared/make_tensor.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "core/error.h"
@@ -34,17 +34,17 @@ py::tuple topk_of_routing_map(py::handle routing_map, py::handle probs, int32_t 
                            map.num_experts,
                            dense.element_bytes,
                            chosen_probs.data());
-    values = vector_dlpack(std::move(chosen_probs), {map.num_tokens, num_topk}, probs_type);
+    values = vector_tensor(std::move(chosen_probs), {map.num_tokens, num_topk}, probs_type);
   }
-  return py::make_tuple(vector_dlpack(std::move(topk_idx), {map.num_tokens, num_topk}, kInt64),
+  return py::make_tuple(vector_tensor(std::move(topk_idx), {map.num_tokens, num_topk}, kInt64),
                         std::move(values));
 }
 
 /// @param values  Null for ones of a byte each.
-py::capsule dense_of_topk(py::handle values,
-                          py::handle topk_idx,
-                          int64_t num_experts,
-                          int32_t type) {
+py::object dense_of_topk(py::handle values,
+                         py::handle topk_idx,
+                         int64_t num_experts,
+                         int32_t type) {
   const TensorView choices = view_tensor(topk_idx);
   const TensorView given = view_tensor(values);
   const int64_t value_bytes = values.is_none() ? 1 : given.element_bytes;
@@ -63,7 +63,7 @@ py::capsule dense_of_topk(py::handle values,
   if (bad_idx >= 0)
     throw InvalidArgument(concat(
         "topk_idx must be below ", num_experts, ", the number of experts, got ", ids[bad_idx]));
-  return vector_dlpack(std::move(dense), {choices.num_rows, num_experts}, type);
+  return vector_tensor(std::move(dense), {choices.num_rows, num_experts}, type);
 }
 
 }  // namespace

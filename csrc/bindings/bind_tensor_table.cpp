@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/shared/exchange_api.h"
 
 // Whether the tensors of a model are still where they were, asked before every repeated refit: in
 // Python the question costs more than copying ten thousand small tensors.
@@ -13,48 +14,6 @@ namespace moe::bindings {
 namespace py = pybind11;
 
 namespace {
-
-// The binary interface of DLPack's exchange API (capsule "dlpack_exchange_api"), major version 1,
-// as its specification states it. Only what is called has a signature.
-struct Description {
-  void* data;
-  int32_t device_type;
-  int32_t device_id;
-  int32_t num_dims;
-  uint8_t type_code;
-  uint8_t type_bits;
-  uint16_t type_lanes;
-  const int64_t* shape;
-  const int64_t* strides;
-  uint64_t byte_offset;
-};
-static_assert(sizeof(Description) == 48);
-
-struct ExchangeApi {
-  uint32_t major;
-  uint32_t minor;
-  const ExchangeApi* older;
-  void (*allocate)();
-  void (*export_managed)();
-  void (*import_managed)();
-  int (*describe)(void* object, Description* out);
-  void (*current_work_stream)();
-};
-
-constexpr const char* kApiName = "dlpack_exchange_api";
-constexpr uint32_t kApiMajor = 1;
-
-const ExchangeApi* find_api(py::handle capsule) {
-  const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), kApiName));
-  if (api == nullptr)
-    throw py::error_already_set();
-  while (api != nullptr && api->major != kApiMajor)
-    api = api->older;
-  MOE_CHECK(api != nullptr && api->describe != nullptr,
-            "the DLPack exchange API of this torch has no version ",
-            kApiMajor);
-  return api;
-}
 
 const char* type_name(PyObject* object) {
   return Py_TYPE(object)->tp_name;
@@ -100,13 +59,14 @@ py::object dict_of(py::handle module) {
 /// matches none.
 class TensorTable {
  public:
-  TensorTable(py::handle api, const py::list& tensors) : api_(find_api(api)) {
+  explicit TensorTable(const py::list& tensors) : api_(exchange_api()) {
+    MOE_CHECK(api_ != nullptr, "this torch describes no tensors by DLPack's exchange API");
     places_.reserve(tensors.size());
     layouts_.reserve(tensors.size());
     for (const py::handle tensor : tensors) {
       const py::object object = referent(tensor);
       MOE_CHECK(object, "tensors of a table must be alive, one of ", tensors.size(), " is gone");
-      const Description now = describe(object);
+      const DlpackTensor now = describe(object);
       places_.push_back(place_of(now));
       layouts_.push_back(layout_of(now));
       shapes_.insert(shapes_.end(), now.shape, now.shape + now.num_dims);
@@ -125,7 +85,7 @@ class TensorTable {
       const py::object tensor = referent(PyList_GET_ITEM(tensors.ptr(), i));
       if (!tensor)
         return false;
-      const Description now = describe(tensor);
+      const DlpackTensor now = describe(tensor);
       if (layout_of(now) != layouts_[i] || place_of(now) != places_[i])
         return false;
       for (int32_t dim = 0; dim < now.num_dims; ++dim)
@@ -138,8 +98,8 @@ class TensorTable {
   }
 
  private:
-  Description describe(py::handle tensor) const {
-    Description description{};
+  DlpackTensor describe(py::handle tensor) const {
+    DlpackTensor description{};
     if (api_->describe(tensor.ptr(), &description) != 0)
       throw py::error_already_set();
     return description;
@@ -175,12 +135,12 @@ class TensorTable {
     return PyWeakref_CheckRef(item) ? reinterpret_cast<PyWeakReference*>(item)->wr_object : item;
   }
 
-  static uintptr_t place_of(const Description& now) {
+  static uintptr_t place_of(const DlpackTensor& now) {
     return reinterpret_cast<uintptr_t>(now.data) + now.byte_offset;
   }
 
   /// Dtype, device and number of dimensions in one number.
-  static uint64_t layout_of(const Description& now) {
+  static uint64_t layout_of(const DlpackTensor& now) {
     return static_cast<uint64_t>(now.type_code) << 56 | static_cast<uint64_t>(now.type_bits) << 48 |
            static_cast<uint64_t>(now.type_lanes) << 32 |
            (static_cast<uint64_t>(now.device_type) & 0xFF) << 24 |
@@ -253,7 +213,7 @@ bool any_has(const py::list& modules, py::handle key) {
 
 void bind_tensor_table(py::module_& module) {
   py::class_<TensorTable>(module, "TensorTable")
-      .def(py::init<py::handle, const py::list&>(), py::arg("api"), py::arg("tensors"))
+      .def(py::init<const py::list&>(), py::arg("tensors"))
       .def("matches", &TensorTable::matches, py::arg("tensors"));
   module.def("hold_same", &hold_same, py::arg("modules"), py::arg("keys"), py::arg("values"));
   module.def("any_has", &any_has, py::arg("modules"), py::arg("key"));

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from moe_comm.ep.autograd.formulas import is_watched
 from moe_comm.ep.backends.native_dtypes import DLPACK_TYPES
@@ -54,10 +53,12 @@ def topk_of_routing_map(
         )
     if _is_plain(routing_map, probs) and (native := _native()) is not None:
         if probs is None:
-            return from_dlpack(native.topk_of_routing_map(routing_map, None, 0)[0]), None
+            return native.topk_of_routing_map(routing_map, None, 0)[0], None
         probs = probs.contiguous()
-        listed = native.topk_of_routing_map(routing_map, probs, DLPACK_TYPES[probs.dtype])
-        return from_dlpack(listed[0]), from_dlpack(listed[1])
+        listed: tuple[torch.Tensor, torch.Tensor] = native.topk_of_routing_map(
+            routing_map, probs, DLPACK_TYPES[probs.dtype]
+        )
+        return listed
     num_tokens, num_experts = routing_map.shape
     places = _true_places(routing_map)
     # A bool is a byte that is 0 or 1.
@@ -99,7 +100,7 @@ def routing_map_of_topk(
     """
     if _is_plain(topk_idx) and (native := _native()) is not None:
         flags = native.dense_of_topk(None, topk_idx.contiguous(), num_experts, _BYTE)
-        routing_map = from_dlpack(flags).view(torch.bool)
+        routing_map = flags.view(torch.bool)
     else:
         is_choice = torch.ones_like(topk_idx, dtype=torch.bool)
         routing_map = dense_of_topk(is_choice, topk_idx, num_experts)
@@ -122,9 +123,10 @@ def dense_of_topk(values: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
     if _is_plain(topk_idx, values) and (native := _native()) is not None:
         type_number = DLPACK_TYPES[values.dtype]
         values = values.contiguous()
-        return from_dlpack(
-            native.dense_of_topk(values, topk_idx.contiguous(), num_experts, type_number)
+        dense: torch.Tensor = native.dense_of_topk(
+            values, topk_idx.contiguous(), num_experts, type_number
         )
+        return dense
     num_tokens = topk_idx.shape[0]
     is_unused = topk_idx < 0
     if not bool(is_unused.any()):

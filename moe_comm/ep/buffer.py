@@ -16,9 +16,8 @@ import torch
 from moe_comm.arguments import as_utf8, check_bool, text_of
 from moe_comm.ep import validation
 from moe_comm.ep.backends.agreement import agree_on_backend
-from moe_comm.ep.backends.base import DispatchOutput, PlanTensors
+from moe_comm.ep.backends.base import DispatchOutput, Operation, PlanTensors
 from moe_comm.ep.backends.gradients import check_word
-from moe_comm.ep.call_checks import CallChecks
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
 from moe_comm.ep.quantization import Quantization
@@ -106,7 +105,6 @@ class EpBuffer:
             self.gradient_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self.generation = 0
         self._reference = weakref.ref(self)
-        self._checks = CallChecks(config, communicator.device)
         self._busy = threading.Lock()
         self._in_dispatch = ExclusiveUse(self._busy, "dispatch")
         self._in_combine = ExclusiveUse(self._busy, "combine")
@@ -208,53 +206,37 @@ class EpBuffer:
                 self.communicator.tell_missed("dispatch", self._backend.reject)
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
-                check_bool("async_op", async_op)
-                if type(expert_alignment) is not int:
+                if async_op is not False:
+                    check_bool("async_op", async_op)
+                if type(expert_alignment) is not int or not 0 < expert_alignment < 2**31:
                     expert_alignment = validation.check_alignment(expert_alignment)
                 if gradients != 0:
                     check_word(gradients)
-                if handle is not None:
-                    self._check_handle(handle)
-                rows, scales = self._checks.check_dispatch(
-                    x,
-                    topk_idx,
-                    topk_weights,
-                    layout,
-                    expert_alignment,
-                    quantization,
-                    capacity,
-                    handle,
-                )
-                if gradients == 0:
-                    self._warn_of_gradients("dispatch", x=rows, topk_weights=topk_weights)
+                elif torch.is_grad_enabled():
+                    self._warn_of_gradients("dispatch", x=x, topk_weights=topk_weights)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
-            if handle is None:
-                assert topk_idx is not None
-                operation = self._backend.dispatch(
-                    rows,
-                    scales,
-                    topk_idx,
-                    topk_weights,
-                    layout=layout,
-                    expert_alignment=expert_alignment,
-                    quantization=quantization,
-                    capacity=capacity,
-                    masked_ranks=self._masked_ranks if layout is Layout.LOW_LATENCY else (),
-                    copy_out=copy,
-                    async_op=async_op,
-                    gradients=gradients,
+            operation = None
+            if (
+                handle is None
+                and quantization is None
+                and capacity is None
+                and copy is None
+                and async_op is False
+                and type(layout) is Layout
+                and not self._masked_ranks
+            ):
+                operation = self._backend.dispatch_plain(
+                    x, topk_idx, topk_weights, layout, expert_alignment, gradients
                 )
-            else:
-                operation = self._backend.dispatch_cached(
-                    rows,
-                    scales,
-                    handle.plan,
-                    topk_weights,
-                    quantization=quantization,
-                    copy_out=copy,
-                    async_op=async_op,
-                    gradients=gradients,
+            if operation is None:
+                rows, scales = self._checked_dispatch(
+                    *(x, topk_idx, topk_weights, layout, expert_alignment),
+                    *(quantization, capacity, handle),
+                )
+                operation = self._dispatch(
+                    *(rows, scales, topk_idx, topk_weights, layout, expert_alignment),
+                    *(quantization, capacity, handle, copy, async_op, gradients),
                 )
             output = None if async_op else operation.wait()
         if handle is not None:
@@ -266,6 +248,86 @@ class EpBuffer:
             )
 
         return DispatchResult(operation, capacity, output=output, make_handle=make_handle)
+
+    def _checked_dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        layout: Layout,
+        expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        handle: DispatchHandle | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and scale factors of a dispatch; an error on every rank where a rule is broken."""
+        try:
+            if handle is not None:
+                self._check_handle(handle)
+            rows, scales = validation.check_rows(x, quantization)
+            validation.check_devices(
+                self.communicator.device,
+                x=rows,
+                sf=scales,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+            )
+            if handle is None:
+                validation.check_dispatch(
+                    *(self.config, rows, topk_idx, topk_weights, layout, expert_alignment),
+                    is_quantized=scales is not None,
+                )
+                validation.check_capacity(capacity, layout, expert_alignment)
+            else:
+                validation.check_cached_dispatch(
+                    *(handle, rows, topk_idx, topk_weights, layout, expert_alignment, capacity),
+                    is_quantized=scales is not None or quantization is not None,
+                )
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            self._backend.reject("dispatch", error)
+        return rows, scales
+
+    def _dispatch(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        layout: Layout,
+        expert_alignment: int,
+        quantization: Quantization | None,
+        capacity: Capacity | None,
+        handle: DispatchHandle | None,
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int,
+    ) -> Operation[DispatchOutput]:
+        if handle is not None:
+            return self._backend.dispatch_cached(
+                rows,
+                scales,
+                handle.plan,
+                topk_weights,
+                quantization=quantization,
+                copy_out=copy_out,
+                async_op=async_op,
+                gradients=gradients,
+            )
+        assert topk_idx is not None
+        return self._backend.dispatch(
+            rows,
+            scales,
+            topk_idx,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantization=quantization,
+            capacity=capacity,
+            masked_ranks=self._masked_ranks if layout is Layout.LOW_LATENCY else (),
+            copy_out=copy_out,
+            async_op=async_op,
+            gradients=gradients,
+        )
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Ranks that later LOW_LATENCY dispatches of this buffer leave out, from this rank on. Local.
@@ -402,12 +464,12 @@ class EpBuffer:
                 self.communicator.tell_missed("combine", self._backend.reject)
             try:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
-                check_bool("async_op", async_op)
+                if async_op is not False:
+                    check_bool("async_op", async_op)
+                self._check_handle(handle)
                 if gradients != 0:
                     check_word(gradients)
-                self._check_handle(handle)
-                self._checks.check_combine(handle, expert_out, topk_weights, row_weights, out)
-                if gradients == 0:
+                elif torch.is_grad_enabled():
                     self._warn_of_gradients(
                         "combine",
                         expert_out=expert_out,
@@ -416,16 +478,23 @@ class EpBuffer:
                     )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
-            operation = self._backend.combine(
-                expert_out,
-                handle.plan,
-                topk_weights,
-                row_weights,
-                out=out,
-                copy_out=copy,
-                async_op=async_op,
-                gradients=gradients,
-            )
+            operation = None
+            if row_weights is None and out is None and copy is None and async_op is False:
+                operation = self._backend.combine_plain(
+                    expert_out, handle.plan, topk_weights, gradients
+                )
+            if operation is None:
+                self._check_combine(handle, expert_out, topk_weights, row_weights, out)
+                operation = self._backend.combine(
+                    expert_out,
+                    handle.plan,
+                    topk_weights,
+                    row_weights,
+                    out=out,
+                    copy_out=copy,
+                    async_op=async_op,
+                    gradients=gradients,
+                )
             if async_op or gradients or row_weights is not None:
                 if not async_op:
                     operation.wait()
@@ -433,6 +502,27 @@ class EpBuffer:
             sums = operation.wait().x
         assert sums is not None
         return sums
+
+    def _check_combine(
+        self,
+        handle: DispatchHandle,
+        expert_out: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> None:
+        """An error on every rank where a rule is broken."""
+        try:
+            validation.check_devices(
+                self.communicator.device,
+                expert_out=expert_out,
+                topk_weights=topk_weights,
+                row_weights=row_weights,
+                out=out,
+            )
+            validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+            self._backend.reject("combine", error)
 
     def empty_expert_output(
         self,
@@ -486,7 +576,10 @@ class EpBuffer:
     ) -> torch.Tensor:
         """Local backward of weights applied in combine; see `Backend.weighted_gradient`."""
         self._check_alive()
-        self._checks.check_weighted_gradient(gradient, expert_out, weights)
+        validation.check_devices(
+            self.communicator.device, gradient=gradient, expert_out=expert_out, weights=weights
+        )
+        validation.check_weighted_gradient(gradient, expert_out, weights)
         return self._backend.weighted_gradient(gradient, expert_out, weights)
 
     def import_handle(self, tensors: PlanTensors) -> DispatchHandle:
@@ -532,12 +625,12 @@ class EpBuffer:
             raise ValueError(self.communicator.buffer_end_text)
         self.communicator.check_process("EpBuffer")
 
-    def _warn_of_gradients(self, operation: str, **tensors: torch.Tensor | None) -> None:
+    def _warn_of_gradients(self, operation: str, **tensors: object) -> None:
         """Say once that what an eager operation returns has no gradient, where one may be expected."""
-        if self._has_warned or not torch.is_grad_enabled():
+        if self._has_warned:
             return
         for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
+            if getattr(tensor, "requires_grad", False):
                 self._has_warned = True
                 warnings.warn(
                     f"EpBuffer.{operation} records no gradient, and {name} requires one: call "

@@ -484,8 +484,7 @@ class Communicator(ElasticRanks):
         if any(size < 0 for size in shape):
             raise ValueError(f"sizes must be >= 0, got {shape}")
         owner = self.require_native() if self.gpu is None else self.require_gpu().heap
-        capsule = owner.empty(math.prod(shape) * dtype.itemsize)
-        flat: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
+        flat: torch.Tensor = owner.empty(math.prod(shape) * dtype.itemsize)
         return flat.view(dtype).view(shape)
 
     def reserve(self, num_bytes: int) -> None:

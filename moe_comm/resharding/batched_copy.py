@@ -84,7 +84,7 @@ class SymmetricBytes:
                 ranks=(rank_idx,),
             )
         self._peers: dict[int, torch.Tensor] = {
-            rank_idx: torch.utils.dlpack.from_dlpack(native.resolve(rank_idx, *item[3]))
+            rank_idx: native.resolve(rank_idx, *item[3])
             for rank_idx, item in enumerate(gathered)
             if item is not None
         }

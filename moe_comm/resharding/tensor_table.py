@@ -24,9 +24,6 @@ hold_same = _host.hold_same
 Tensors: TypeAlias = "list[torch.Tensor] | list[weakref.ref[torch.Tensor]]"
 
 _DTYPE = operator.attrgetter("dtype")
-# DLPack's table of C functions, which torch has from 2.10 on: it describes a tensor in some ten
-# nanoseconds, where attributes of the object take most of a microsecond.
-_EXCHANGE_API = vars(torch.Tensor).get("__dlpack_c_exchange_api__")
 
 
 def _plain(tensors: Tensors) -> list[torch.Tensor] | None:
@@ -56,10 +53,9 @@ class TensorTable:
             raise ValueError(f"tensors of a table must be alive, one of {len(tensors)} is gone")
         self._native: _host.TensorTable | None = None
         self._described: list[list[Any]] | None = None
-        if _EXCHANGE_API is not None:
-            # What DLPack cannot describe (a dtype, a subclass; another version) is described in Python.
-            with contextlib.suppress(BufferError, RuntimeError, ValueError):
-                self._native = _host.TensorTable(_EXCHANGE_API, plain)
+        # What DLPack cannot describe (a dtype, a subclass; with an old torch all) is described in Python.
+        with contextlib.suppress(BufferError, RuntimeError, ValueError):
+            self._native = _host.TensorTable(plain)
         if self._native is None:
             self._described = _describe(plain)
 

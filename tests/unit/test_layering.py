@@ -178,7 +178,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.resharding.plan"},
     {"moe_comm.resharding.transform_protocol"},
     {"moe_comm.resharding.ops"},
-    {"moe_comm.ep.call_checks", "moe_comm.peers.communicator"},
+    {"moe_comm.peers.communicator"},
     {"moe_comm.peers.elastic"},
     {"moe_comm.peers.native_group", "moe_comm.peers.rank_gpu"},
     {"moe_comm.ep.validation"},

@@ -1,28 +1,65 @@
 """What is let through at a glance must be what the checks one by one let through."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from moe_comm import EpConfig, Layout
-from moe_comm.ep import call_checks, validation
-from moe_comm.ep.handles import DispatchHandle
+from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm.ep import validation
+from moe_comm.ep.backends.base import Operation
+from moe_comm.peers.bootstrap import RankThreads
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
 
 
-def _rows() -> list[object]:
-    good = torch.zeros(3, 16, dtype=torch.bfloat16)
+@pytest.fixture(scope="module", autouse=True)
+def _described_by_torch() -> None:
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch describes no tensors in C: every call is checked rule by rule")
+
+
+@pytest.fixture(scope="module")
+def communicator() -> Iterator[Communicator]:
+    with Communicator(RankThreads(1)[0]) as made:
+        yield made
+
+
+@pytest.fixture
+def buffer(communicator: Communicator) -> Iterator[EpBuffer]:
+    with EpBuffer(communicator, CONFIG) as made:
+        yield made
+
+
+@pytest.fixture
+def plain(buffer: EpBuffer, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every call on `buffer`, whether a glance sufficed; nothing where none was thrown."""
+    seen: list[bool] = []
+    for name in ("dispatch_plain", "combine_plain"):
+        look = getattr(buffer._backend, name)
+
+        def called(*args: object, look: object = look) -> Operation[object] | None:
+            assert callable(look)
+            operation: Operation[object] | None = look(*args)
+            seen.append(operation is not None)
+            return operation
+
+        monkeypatch.setattr(buffer._backend, name, called)
+    return seen
+
+
+def _rows(num_rows: int = 3) -> list[object]:
+    good = torch.zeros(num_rows, 16, dtype=torch.bfloat16)
     return [
         good,
         good[:0],
         good.float(),
-        torch.zeros(3, 32, dtype=torch.bfloat16),
-        torch.zeros(3, 32, dtype=torch.bfloat16)[:, ::2],
+        torch.zeros(num_rows, 32, dtype=torch.bfloat16),
+        torch.zeros(num_rows, 32, dtype=torch.bfloat16)[:, ::2],
         torch.zeros(5, 16, dtype=torch.bfloat16),
         torch.zeros(16, dtype=torch.bfloat16),
-        torch.zeros(3, 16, dtype=torch.bfloat16, device="meta"),
+        torch.zeros(num_rows, 16, dtype=torch.bfloat16, device="meta"),
         torch.nn.Parameter(good),
         torch._neg_view(good),
         (good, good),
@@ -31,7 +68,7 @@ def _rows() -> list[object]:
 
 
 def _choices() -> list[object]:
-    good = torch.zeros(3, 2, dtype=torch.int64)
+    good = torch.tensor([[0, 1]] * 3)
     return [
         good,
         good[:0],
@@ -57,12 +94,18 @@ def _weights() -> list[object]:
     ]
 
 
-def test_a_plain_dispatch_passes_every_check() -> None:
+def test_a_plain_dispatch_passes_every_check(buffer: EpBuffer, plain: list[bool]) -> None:
     num_plain = 0
     for x, topk_idx, weights, layout, alignment in itertools.product(
         _rows(), _choices(), _weights(), [*Layout, 2, None], [1, 4, True, 1.0, "1"]
     ):
-        if not call_checks.is_plain_dispatch(CONFIG, x, topk_idx, weights, layout, alignment):
+        plain.clear()
+        try:
+            buffer.dispatch(x, topk_idx, weights, layout=layout, expert_alignment=alignment)
+        except (ValueError, TypeError):
+            assert not any(plain)
+            continue
+        if not any(plain):
             continue
         num_plain += 1
         validation.check_rows(x, None)
@@ -71,50 +114,85 @@ def test_a_plain_dispatch_passes_every_check() -> None:
             CONFIG, x, topk_idx, weights, layout, alignment, is_quantized=False
         )
         validation.check_capacity(None, layout, alignment)
-    # Rows of every layout, with and without weights; and none.
-    assert num_plain == 3 * 2 + 3 * 1
+    # Rows of every layout, with and without weights, and none; two of the layouts aligned, too.
+    assert num_plain == (3 + 2) * 2 + (3 + 2) * 1
 
 
 @pytest.mark.parametrize("most_tokens", [None, 0, 2, 3])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_any_number_of_tokens_is_plain_where_none_is_configured(
-    most_tokens: int | None, layout: Layout
+    communicator: Communicator, most_tokens: int | None, layout: Layout
 ) -> None:
-    x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64)
+    x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
     config = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=most_tokens)
-    is_plain = call_checks.is_plain_dispatch(config, x, topk_idx, None, layout, 1)
-    assert is_plain == (
-        most_tokens == 3 or (most_tokens is None and layout is not Layout.LOW_LATENCY)
-    )
-    if not is_plain:
-        with pytest.raises(ValueError, match="num_max_tokens_per_rank"):
-            validation.check_dispatch(config, x, topk_idx, None, layout, 1, is_quantized=False)
+    with EpBuffer(communicator, config) as buffer:
+        operation = buffer._backend.dispatch_plain(x, topk_idx, None, layout, 1, 0)
+        is_plain = operation is not None
+        assert is_plain == (
+            most_tokens == 3 or (most_tokens is None and layout is not Layout.LOW_LATENCY)
+        )
+        if not is_plain:
+            with pytest.raises(ValueError, match="num_max_tokens_per_rank"):
+                buffer.dispatch(x, topk_idx, layout=layout)
 
 
-def test_an_open_configuration_leaves_a_dispatch_to_the_checks() -> None:
+@pytest.mark.parametrize("opened", ["num_topk", "hidden", "dtype"])
+def test_an_open_configuration_takes_at_a_glance_what_can_be_added(
+    communicator: Communicator, opened: str
+) -> None:
+    fields = {"num_topk": 2, "hidden": 16, "dtype": torch.bfloat16, opened: None}
+    x, topk_idx = torch.ones(3, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
+    with EpBuffer(communicator, EpConfig(num_experts=8, **fields)) as buffer:
+        look = buffer._backend.dispatch_plain
+
+        def is_plain(x: torch.Tensor, topk_idx: torch.Tensor) -> bool:
+            return look(x, topk_idx, None, Layout.EXPERT_MAJOR, 1, 0) is not None
+
+        assert is_plain(x, topk_idx)
+        assert is_plain(x, topk_idx[:, :1].contiguous()) == (opened == "num_topk")
+        assert not is_plain(x, topk_idx[:, :0])
+        assert is_plain(torch.ones(3, 32, dtype=torch.bfloat16), topk_idx) == (opened == "hidden")
+        # Rows of 24 bytes.
+        assert not is_plain(torch.ones(3, 12, dtype=torch.bfloat16), topk_idx)
+        assert is_plain(x.float(), topk_idx) == (opened == "dtype")
+        assert not is_plain(x.int(), topk_idx)
+        result = buffer.dispatch(x, topk_idx)
+        assert torch.equal(result.x, torch.ones(6, 16, dtype=torch.bfloat16))
+        assert result.x.dtype is torch.bfloat16
+
+
+def test_what_is_asked_for_besides_is_not_plain(buffer: EpBuffer, plain: list[bool]) -> None:
     x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64)
-    for change in ({"num_topk": None}, {"hidden": None}, {"dtype": None}):
-        fields = {"num_topk": 2, "hidden": 16, "num_max_tokens_per_rank": 4, **change}
-        config = EpConfig(num_experts=8, **fields)
-        assert not call_checks.is_plain_dispatch(config, x, topk_idx, None, Layout.LOW_LATENCY, 1)
+    buffer.dispatch(x, topk_idx, copy_out=True)
+    buffer.dispatch(x, topk_idx, async_op=True).event.wait()
+    buffer.dispatch(x, topk_idx, capacity=Capacity(num_rows=8))
+    buffer.dispatch(x, topk_idx, quantization=FP8_BLOCK128)
+    assert plain == []
+    handle = buffer.dispatch(x, topk_idx, expert_alignment=4).handle
+    assert plain == [True]
+    plain.clear()
+    buffer.dispatch(x, None, handle=handle)
+    buffer.mask_ranks([0])
+    buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+    assert plain == []
 
 
 @pytest.mark.parametrize("layout", list(Layout))
-def test_a_plain_combine_passes_every_check(layout: Layout) -> None:
-    handle = DispatchHandle(
-        buffer_id=1,
-        generation=0,
-        layout=layout,
-        expert_alignment=1,
-        num_tokens=3,
-        num_topk=2,
-        num_recv_tokens=3,
-        num_recv_topk=2,
-        plan=None,
-    )
+def test_a_plain_combine_passes_every_check(
+    buffer: EpBuffer, plain: list[bool], layout: Layout
+) -> None:
+    x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64)
+    topk_idx[:, 1] = -1
+    handle = buffer.dispatch(x, topk_idx, layout=layout).handle
     num_plain = 0
-    for expert_out, weights in itertools.product(_rows(), _weights()):
-        if not call_checks.is_plain_combine(handle, expert_out, weights, CONFIG):
+    for expert_out, weights in itertools.product(_rows(handle.num_recv_tokens), _weights()):
+        plain.clear()
+        try:
+            buffer.combine(expert_out, handle, topk_weights=weights)
+        except (ValueError, TypeError):
+            assert plain == [False]
+            continue
+        if plain == [False]:
             continue
         num_plain += 1
         validation.check_devices(torch.device("cpu"), expert_out=expert_out, topk_weights=weights)

@@ -1,8 +1,8 @@
 #include "bindings/cuda/bind_device_heap.h"
 
 #include "bindings/device/bind_strided_copies.h"
-#include "bindings/shared/dlpack.h"
 #include "bindings/shared/heap_stats.h"
+#include "bindings/shared/make_tensor.h"
 
 namespace moe::bindings {
 
@@ -28,8 +28,8 @@ py::dict describe_device(int device_idx) {
   return values;
 }
 
-/// Bytes of the device heap as a capsule, uint8; they go back once streams are done with them.
-py::capsule empty_bytes(const DeviceHeap& self, uint64_t bytes) {
+/// Bytes of the device heap as a tensor of uint8; they go back once streams are done with them.
+py::object empty_bytes(const DeviceHeap& self, uint64_t bytes) {
   std::shared_ptr<Window> window;
   {
     const py::gil_scoped_release no_gil;
@@ -37,7 +37,7 @@ py::capsule empty_bytes(const DeviceHeap& self, uint64_t bytes) {
   }
   std::byte* data = window->data();
   constexpr int32_t kUint8 = 1 << 8 | 8;
-  return make_dlpack(std::move(window),
+  return make_tensor(std::move(window),
                      data,
                      {static_cast<int64_t>(bytes)},
                      kUint8,

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
 
+#include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "ops/combine.h"
@@ -14,13 +14,13 @@ namespace moe::bindings {
 /// A combine as Python holds it.
 class SubmittedCombine : public Submitted<host::CombineOutcome> {
  public:
+  template <typename Body>
   SubmittedCombine(std::shared_ptr<host::EndpointBase> endpoint,
                    std::shared_ptr<void> inputs,
-                   std::function<host::CombineOutcome(const host::InterruptCheck&)> body,
+                   const Body& body,
                    const host::CombineParams& params,
                    bool is_async)
-      : Submitted(std::move(endpoint), std::move(inputs), std::move(body), is_async),
-        params_(params) {}
+      : Submitted(std::move(endpoint), std::move(inputs), body, is_async), params_(params) {}
 
   /// (sums or None, pulled weights or None); sums is None where the caller gave `out`.
   py::tuple result() {
@@ -29,13 +29,13 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
     py::object sums = py::none();
     py::object weights = py::none();
     if (params_.has_rows && params_.out == nullptr)
-      sums = make_dlpack(outcome.owner,
+      sums = make_tensor(outcome.owner,
                          outcome.sums,
                          {num_tokens, params_.hidden},
                          dlpack_type(params_.dtype),
                          device());
     if (params_.row_weight_bytes > 0)
-      weights = make_dlpack(outcome.owner,
+      weights = make_tensor(outcome.owner,
                             outcome.weights,
                             {num_tokens, params_.plan->num_topk},
                             weight_type(params_.row_weight_bytes),
@@ -48,9 +48,9 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
   /// As SubmittedDispatch has it.
   int32_t gradients() { return wait().gradients; }
 
-  py::capsule wait_ns() {
+  py::object wait_ns() {
     const auto& waited_ns = wait().waited_ns;
-    return vector_dlpack(waited_ns, {static_cast<int64_t>(waited_ns.size())}, kInt64);
+    return vector_tensor(waited_ns, {static_cast<int64_t>(waited_ns.size())}, kInt64);
   }
 
  private:
@@ -60,8 +60,24 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
 /// Adds SubmittedCombine to @p module, known to no other.
 void bind_submitted_combine(py::module_& module);
 
-/// Adds SubmittedCombine to @p module and combine() to @p endpoint_class. Operations run by
-/// combine(EndpointT&, const host::CombineParams&, const host::InterruptCheck&).
+/// @param tensors  tensors() are those of the call, as a tuple.
+template <typename EndpointT, typename MakeTuple>
+std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<EndpointT> endpoint,
+                                                 const host::CombineParams& params,
+                                                 bool is_async,
+                                                 const MakeTuple& tensors) {
+  std::shared_ptr<void> inputs = keep_inputs(*endpoint, is_async, tensors);
+  auto* const raw = endpoint.get();
+  return std::make_unique<SubmittedCombine>(
+      std::move(endpoint),
+      std::move(inputs),
+      [raw, params](const host::InterruptCheck& check) { return combine(*raw, params, check); },
+      params,
+      is_async);
+}
+
+/// Adds SubmittedCombine to @p module, combine() and combine_plain() to @p endpoint_class.
+/// Operations run by combine(EndpointT&, const host::CombineParams&, const host::InterruptCheck&).
 template <typename EndpointT, typename PlanT>
 void bind_combine(py::module_& module,
                   py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
@@ -96,18 +112,32 @@ void bind_combine(py::module_& module,
                        params.gradients = gradients;
                        if (is_async)
                          params.caller_mark = endpoint->mark_caller();
-                       std::shared_ptr<void> inputs = keep_inputs(*endpoint, is_async, [&] {
+                       return submit_combine(std::move(endpoint), params, is_async, [&] {
                          return py::make_tuple(x, topk_weights, row_weights, out);
                        });
-                       auto* const raw = endpoint.get();
-                       return std::make_unique<SubmittedCombine>(
-                           std::move(endpoint),
-                           std::move(inputs),
-                           [raw, params](const host::InterruptCheck& check) {
-                             return combine(*raw, params, check);
-                           },
-                           params,
-                           is_async);
+                     });
+  endpoint_class.def("combine_plain",
+                     [](std::shared_ptr<EndpointT> endpoint,
+                        py::handle x,
+                        std::shared_ptr<PlanT> plan,
+                        py::handle topk_weights,
+                        int32_t gradients) -> std::unique_ptr<SubmittedCombine> {
+                       endpoint->group().check_process("combine");
+                       const auto plain = view_plain_combine(*endpoint, *plan, x, topk_weights);
+                       if (!plain)
+                         return nullptr;
+                       host::CombineParams params;
+                       params.x = plain->rows.data;
+                       params.has_rows = true;
+                       params.dtype = plain->dtype;
+                       params.hidden = plain->rows.row_elements;
+                       params.weights = plain->weights.data;
+                       params.weight_bytes = static_cast<int32_t>(plain->weights.element_bytes);
+                       params.plan = std::move(plan);
+                       params.gradients = gradients;
+                       return submit_combine(std::move(endpoint), params, false, [&] {
+                         return py::make_tuple(x, topk_weights);
+                       });
                      });
 }
 

@@ -48,15 +48,9 @@ void describe_scales(const ScaleArguments& scales,
   params->scale_step = scales.step;
 }
 
-}  // namespace
-
-host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
-                                        DispatchArguments& arguments,
-                                        int64_t* hidden) {
-  const TensorView rows = view_tensor(arguments.x);
-  *hidden = rows.row_elements;
-  const TensorView choices = view_tensor(arguments.topk_idx);
-  const TensorView weights = view_tensor(arguments.topk_weights);
+host::DispatchParams params_of(const TensorView& rows,
+                               const TensorView& choices,
+                               const TensorView& weights) {
   host::DispatchParams params;
   params.x = rows.data;
   params.topk_idx = reinterpret_cast<const int64_t*>(choices.data);
@@ -66,6 +60,31 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
   params.source_row_bytes = rows.row_bytes();
   params.row_bytes = rows.row_bytes();
   params.weight_bytes = static_cast<int32_t>(weights.element_bytes);
+  return params;
+}
+
+/// The window of a low-latency dispatch does not wait for counts.
+void take_window(host::EndpointBase& endpoint, host::DispatchParams* params) {
+  const layout::RowLayout layout = params->plan ? params->plan->layout() : params->layout;
+  if (layout != layout::RowLayout::kLowLatency)
+    return;
+  try {
+    params->window = endpoint.memory().allocate(
+        static_cast<uint64_t>(host::low_latency_window(endpoint, *params).bytes));
+  } catch (const CapacityError&) {
+    // The operation finds the same, and tells the peers.
+  }
+}
+
+}  // namespace
+
+host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
+                                        DispatchArguments& arguments,
+                                        int64_t* hidden) {
+  const TensorView rows = view_tensor(arguments.x);
+  *hidden = rows.row_elements;
+  host::DispatchParams params =
+      params_of(rows, view_tensor(arguments.topk_idx), view_tensor(arguments.topk_weights));
   params.dtype = arguments.dtype;
   params.layout = static_cast<layout::RowLayout>(arguments.layout);
   params.expert_alignment = arguments.expert_alignment;
@@ -82,16 +101,21 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
   params.plan = std::move(arguments.plan);
   params.copy_out = copy_out_of(arguments.copy_out);
   params.gradients = arguments.gradients;
-  const bool is_low_latency =
-      (params.plan ? params.plan->layout() : params.layout) == layout::RowLayout::kLowLatency;
-  if (is_low_latency) {
-    try {
-      params.window = endpoint.memory().allocate(
-          static_cast<uint64_t>(host::low_latency_window(endpoint, params).bytes));
-    } catch (const CapacityError&) {
-      // The operation finds the same, and tells the peers.
-    }
-  }
+  take_window(endpoint, &params);
+  return params;
+}
+
+host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
+                                        const PlainDispatch& plain,
+                                        int layout,
+                                        int64_t expert_alignment,
+                                        int32_t gradients) {
+  host::DispatchParams params = params_of(plain.rows, plain.choices, plain.weights);
+  params.dtype = plain.row_type;
+  params.layout = static_cast<layout::RowLayout>(layout);
+  params.expert_alignment = expert_alignment;
+  params.gradients = gradients;
+  take_window(endpoint, &params);
   return params;
 }
 

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "core/error.h"
@@ -17,13 +17,14 @@ namespace moe::bindings {
 /// are, so its tensors can be had at once.
 class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
  public:
+  template <typename Body>
   SubmittedDispatch(std::shared_ptr<host::EndpointBase> endpoint,
                     std::shared_ptr<void> inputs,
-                    std::function<host::DispatchOutcome(const host::InterruptCheck&)> body,
+                    const Body& body,
                     const host::DispatchParams& params,
                     int64_t hidden,
                     bool is_async)
-      : Submitted(std::move(endpoint), std::move(inputs), std::move(body), is_async, true),
+      : Submitted(std::move(endpoint), std::move(inputs), body, is_async, true),
         hidden_(hidden),
         row_bytes_(params.row_bytes),
         dtype_(params.dtype),
@@ -43,9 +44,9 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   /// `[M, hidden]`, or bytes `[M, row_bytes]` where DLPack cannot name the dtype.
   py::object x() {
     if (window_)
-      return rows_dlpack(window_, window_->data(), num_window_rows_);
+      return rows_tensor(window_, window_->data(), num_window_rows_);
     const host::DispatchOutcome& outcome = wait();
-    return rows_dlpack(outcome.owner, outcome.rows, outcome.plan->num_rows());
+    return rows_tensor(outcome.owner, outcome.rows, outcome.plan->num_rows());
   }
 
   /// Scale factors as they lie in memory, `[elements]` of an integer type of their size, or None.
@@ -53,12 +54,12 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     if (num_scales_ == 0)
       return py::none();
     if (window_)
-      return scales_dlpack(window_,
+      return scales_tensor(window_,
                            window_->data() + window_layout_.scales_offset,
                            window_layout_.scales,
                            num_window_rows_);
     const host::DispatchOutcome& outcome = wait();
-    return scales_dlpack(
+    return scales_tensor(
         outcome.owner, outcome.scales, outcome.scale_map, outcome.plan->num_rows());
   }
 
@@ -66,7 +67,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     const host::DispatchOutcome& outcome = wait();
     if (!outcome.has_topk_idx)
       return py::none();
-    return make_dlpack(outcome.owner,
+    return make_tensor(outcome.owner,
                        outcome.topk_idx,
                        {outcome.plan->num_rows(), outcome.plan->num_recv_topk},
                        kInt64,
@@ -78,7 +79,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
       return py::none();
     const int32_t type = weight_type(weight_bytes_);
     if (window_)
-      return make_dlpack(window_,
+      return make_tensor(window_,
                          window_->data() + window_layout_.weights_offset,
                          {num_window_rows_},
                          type,
@@ -86,33 +87,33 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     const host::DispatchOutcome& outcome = wait();
     const int64_t num_rows = outcome.plan->num_rows();
     if (outcome.plan->arrangement.is_by_rank())
-      return make_dlpack(
+      return make_tensor(
           outcome.owner, outcome.weights, {num_rows, outcome.plan->num_recv_topk}, type, device());
-    return make_dlpack(outcome.owner, outcome.weights, {num_rows}, type, device());
+    return make_tensor(outcome.owner, outcome.weights, {num_rows}, type, device());
   }
 
   py::object num_tokens_per_expert() {
     const host::DispatchOutcome& outcome = wait();
     const auto& counts = outcome.plan->received.num_tokens_per_expert;
     if (outcome.num_tokens_per_expert)
-      return make_dlpack(outcome.num_tokens_per_expert,
+      return make_tensor(outcome.num_tokens_per_expert,
                          outcome.num_tokens_per_expert.get(),
                          {static_cast<int64_t>(counts.size())},
                          kInt64,
                          device());
-    return vector_dlpack(counts, {static_cast<int64_t>(counts.size())}, kInt64);
+    return vector_tensor(counts, {static_cast<int64_t>(counts.size())}, kInt64);
   }
 
   py::object expert_offsets() {
     const host::DispatchOutcome& outcome = wait();
     const auto& starts = outcome.plan->received.expert_offsets;
     if (outcome.expert_offsets)
-      return make_dlpack(outcome.expert_offsets,
+      return make_tensor(outcome.expert_offsets,
                          outcome.expert_offsets.get(),
                          {static_cast<int64_t>(starts.size())},
                          kInt32,
                          device());
-    return vector_dlpack(std::vector<int32_t>(starts.begin(), starts.end()),
+    return vector_tensor(std::vector<int32_t>(starts.begin(), starts.end()),
                          {static_cast<int64_t>(starts.size())},
                          kInt32);
   }
@@ -120,7 +121,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   py::object num_dropped_per_expert() {
     check_host_knows("num_dropped_per_expert");
     const auto& dropped = wait().num_dropped_per_expert;
-    return vector_dlpack(dropped, {static_cast<int64_t>(dropped.size())}, kInt64);
+    return vector_tensor(dropped, {static_cast<int64_t>(dropped.size())}, kInt64);
   }
 
   /// int32 `[2]` of a dispatch that was captured, see kernels::Tables::status; else None.
@@ -128,7 +129,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     const host::DispatchOutcome& outcome = wait();
     if (!outcome.status)
       return py::none();
-    return make_dlpack(outcome.status, outcome.status.get(), {2}, kInt32, device());
+    return make_tensor(outcome.status, outcome.status.get(), {2}, kInt32, device());
   }
 
   int64_t num_required_rows() {
@@ -148,7 +149,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
         waited_ns[i] += more_ns[i];
     }
     const auto num_ranks = static_cast<int64_t>(waited_ns.size());
-    return vector_dlpack(std::move(waited_ns), {num_ranks}, kInt64);
+    return vector_tensor(std::move(waited_ns), {num_ranks}, kInt64);
   }
 
  private:
@@ -160,20 +161,20 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
   /// Rows of a dtype that DLPack cannot name are handed out as bytes.
-  py::capsule rows_dlpack(std::shared_ptr<void> owner, std::byte* rows, int64_t num_rows) const {
+  py::object rows_tensor(std::shared_ptr<void> owner, std::byte* rows, int64_t num_rows) const {
     if (is_bytes_)
-      return make_dlpack(
+      return make_tensor(
           std::move(owner), rows, {num_rows, row_bytes_}, dlpack_type(DType::kBytes), device());
-    return make_dlpack(std::move(owner), rows, {num_rows, hidden_}, dtype_, device());
+    return make_tensor(std::move(owner), rows, {num_rows, hidden_}, dtype_, device());
   }
 
-  py::capsule scales_dlpack(std::shared_ptr<void> owner,
-                            std::byte* scales,
-                            const layout::ScaleMap& map,
-                            int64_t num_rows) const {
+  py::object scales_tensor(std::shared_ptr<void> owner,
+                           std::byte* scales,
+                           const layout::ScaleMap& map,
+                           int64_t num_rows) const {
     const auto bits = static_cast<int32_t>(map.scale_bytes * 8);
     const int32_t type = bits == 8 ? dlpack_type(DType::kBytes) : bits;
-    return make_dlpack(
+    return make_tensor(
         std::move(owner), scales, {map.bytes(num_rows) / map.scale_bytes}, type, device());
   }
 
@@ -210,12 +211,35 @@ struct DispatchArguments {
 host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
                                         DispatchArguments& arguments,
                                         int64_t* hidden);
+host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
+                                        const PlainDispatch& plain,
+                                        int layout,
+                                        int64_t expert_alignment,
+                                        int32_t gradients);
+
+/// @param tensors  tensors() are those of the call, as a tuple.
+template <typename EndpointT, typename MakeTuple>
+std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<EndpointT> endpoint,
+                                                   const host::DispatchParams& params,
+                                                   int64_t hidden,
+                                                   const MakeTuple& tensors) {
+  std::shared_ptr<void> inputs = keep_inputs(*endpoint, params.is_async, tensors);
+  auto* const raw = endpoint.get();
+  return std::make_unique<SubmittedDispatch>(
+      std::move(endpoint),
+      std::move(inputs),
+      [raw, params](const host::InterruptCheck& check) { return dispatch(*raw, params, check); },
+      params,
+      hidden,
+      params.is_async);
+}
 
 /// Adds SubmittedDispatch to @p module, known to no other.
 py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module);
 
-/// Adds SubmittedDispatch to @p module and dispatch() to @p endpoint_class. Operations run by
-/// dispatch(EndpointT&, const host::DispatchParams&, const host::InterruptCheck&).
+/// Adds SubmittedDispatch to @p module, dispatch() and dispatch_plain() to @p endpoint_class.
+/// Operations run by dispatch(EndpointT&, const host::DispatchParams&, const
+/// host::InterruptCheck&).
 template <typename EndpointT, typename PlanT>
 void bind_dispatch(py::module_& module,
                    py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
@@ -259,20 +283,34 @@ void bind_dispatch(py::module_& module,
         params.is_async = is_async;
         if (is_async)
           params.caller_mark = endpoint->mark_caller();
-        std::shared_ptr<void> inputs = keep_inputs(*endpoint, is_async, [&] {
+        return submit_dispatch(std::move(endpoint), params, hidden, [&] {
           return py::make_tuple(
               arguments.x, arguments.x_sf, arguments.topk_idx, arguments.topk_weights);
         });
-        auto* const raw = endpoint.get();
-        return std::make_unique<SubmittedDispatch>(
-            std::move(endpoint),
-            std::move(inputs),
-            [raw, params](const host::InterruptCheck& check) {
-              return dispatch(*raw, params, check);
-            },
-            params,
-            view_tensor(arguments.x).row_elements,
-            is_async);
+      });
+  endpoint_class.def(
+      "dispatch_plain",
+      [](std::shared_ptr<EndpointT> endpoint,
+         py::handle x,
+         py::handle topk_idx,
+         py::handle topk_weights,
+         int layout,
+         int64_t expert_alignment,
+         int32_t gradients) -> std::unique_ptr<SubmittedDispatch> {
+        endpoint->group().check_process("dispatch");
+        const auto plain = view_plain_dispatch(*endpoint,
+                                               x,
+                                               topk_idx,
+                                               topk_weights,
+                                               static_cast<layout::RowLayout>(layout),
+                                               expert_alignment);
+        if (!plain)
+          return nullptr;
+        const auto params =
+            dispatch_params_of(*endpoint, *plain, layout, expert_alignment, gradients);
+        return submit_dispatch(std::move(endpoint), params, plain->rows.row_elements, [&] {
+          return py::make_tuple(x, topk_idx, topk_weights);
+        });
       });
 }
 

@@ -16,6 +16,8 @@ host::EndpointConfig endpoint_config_of(py::handle settings) {
   config.num_max_tokens = std::max<int64_t>(settings.attr("num_max_tokens").cast<int64_t>(), 0);
   config.num_max_topk = settings.attr("num_max_topk").cast<int64_t>();
   config.max_row_bytes = settings.attr("max_row_bytes").cast<int64_t>();
+  config.hidden = settings.attr("hidden").cast<int64_t>();
+  config.row_type = settings.attr("row_type").cast<int32_t>();
   config.expert_rank = settings.attr("expert_rank").cast<std::vector<int32_t>>();
   config.depth = settings.attr("depth").cast<int>();
   config.node_reduction = settings.attr("node_reduction").cast<bool>();
@@ -23,18 +25,18 @@ host::EndpointConfig endpoint_config_of(py::handle settings) {
   return config;
 }
 
-py::capsule empty_rows(host::EndpointBase& endpoint,
-                       const host::PlanHeader& plan,
-                       int64_t hidden,
-                       int64_t row_bytes,
-                       int32_t dtype) {
+py::object empty_rows(host::EndpointBase& endpoint,
+                      const host::PlanHeader& plan,
+                      int64_t hidden,
+                      int64_t row_bytes,
+                      int32_t dtype) {
   std::shared_ptr<Window> window;
   {
     const py::gil_scoped_release no_gil;
     window = endpoint.memory().allocate(static_cast<uint64_t>(plan.num_rows() * row_bytes));
   }
   std::byte* const data = window->data();
-  return make_dlpack(std::move(window),
+  return make_tensor(std::move(window),
                      data,
                      {plan.num_rows(), hidden},
                      dtype,
@@ -56,9 +58,9 @@ py::list take_trace(host::EndpointBase& endpoint) {
 py::tuple plan_tensors(const host::Plan& plan) {
   const int64_t num_ranks = plan.counts.num_ranks;
   return py::make_tuple(
-      vector_dlpack(plan.counts.counts, {num_ranks, plan.counts.stride()}, kInt32),
-      vector_dlpack(plan.slots, {plan.num_tokens, plan.num_slots}, kInt64),
-      vector_dlpack(plan.topk_idx, {plan.num_tokens, plan.num_topk}, kInt64));
+      vector_tensor(plan.counts.counts, {num_ranks, plan.counts.stride()}, kInt32),
+      vector_tensor(plan.slots, {plan.num_tokens, plan.num_slots}, kInt64),
+      vector_tensor(plan.topk_idx, {plan.num_tokens, plan.num_topk}, kInt64));
 }
 
 host::Plan plan_of_tensors(const host::EndpointBase& endpoint,

@@ -20,14 +20,14 @@ host::EndpointConfig endpoint_config_of(py::handle settings);
 
 py::list take_trace(host::EndpointBase& endpoint);
 
-/// A window for the rows of a plan, as a capsule `[rows, hidden]`.
-py::capsule empty_rows(host::EndpointBase& endpoint,
-                       const host::PlanHeader& plan,
-                       int64_t hidden,
-                       int64_t row_bytes,
-                       int32_t dtype);
+/// A window for the rows of a plan, `[rows, hidden]`.
+py::object empty_rows(host::EndpointBase& endpoint,
+                      const host::PlanHeader& plan,
+                      int64_t hidden,
+                      int64_t row_bytes,
+                      int32_t dtype);
 
-/// (counts, slots, topk_idx) as capsules over copies in host memory.
+/// (counts, slots, topk_idx), copied, in host memory.
 py::tuple plan_tensors(const host::Plan& plan);
 
 /// The plan that tensors in host memory were exported from.

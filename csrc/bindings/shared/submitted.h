@@ -3,13 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "bindings/shared/dlpack.h"
+#include "bindings/shared/make_tensor.h"
 #include "bindings/shared/signals.h"
 #include "core/dtype.h"
 #include "ops/dispatch.h"
@@ -35,12 +34,12 @@ inline host::CopyOut copy_out_of(const std::optional<bool>& copy_out) {
 }
 
 template <typename Value>
-py::capsule vector_dlpack(std::vector<Value> values,
-                          std::initializer_list<int64_t> shape,
-                          int32_t type) {
+py::object vector_tensor(std::vector<Value> values,
+                         std::initializer_list<int64_t> shape,
+                         int32_t type) {
   auto owner = std::make_shared<std::vector<Value>>(std::move(values));
   void* const data = owner->data();
-  return make_dlpack(std::move(owner), data, shape, type);
+  return make_tensor(std::move(owner), data, shape, type);
 }
 
 /// Keeps Python objects alive for an operation that a progress thread may outlive the caller in.
@@ -74,11 +73,13 @@ std::shared_ptr<void> keep_inputs(host::EndpointBase& endpoint,
 template <typename Outcome>
 class Submitted {
  public:
-  /// @param body  Runs the operation to its end.
+  /// @param body  body(interrupt_check) runs the operation to its end. Copied for a progress
+  /// thread.
   /// @param runs_in_captures  What is asynchronous is recorded, too; others are refused.
+  template <typename Body>
   Submitted(std::shared_ptr<host::EndpointBase> endpoint,
             std::shared_ptr<void> inputs,
-            std::function<Outcome(const host::InterruptCheck&)> body,
+            const Body& body,
             bool is_async,
             bool runs_in_captures = false)
       : endpoint_(std::move(endpoint)), pending_(std::make_shared<host::Pending<Outcome>>()) {
@@ -101,7 +102,7 @@ class Submitted {
     {
       const host::AwaitedScope awaited(entries, endpoint_->buffer_number());
       endpoint_->progress().submit(
-          [pending = pending_, body = std::move(body), inputs = std::move(inputs), queued] {
+          [pending = pending_, body, inputs = std::move(inputs), queued] {
             pending->run([&body] { return body({}); });
           },
           signal_check());

@@ -29,12 +29,9 @@ int64_t call_int(py::handle object, PyObject* name) {
   return number;
 }
 
-}  // namespace
-
-TensorView view_tensor(py::handle tensor) {
+/// What torch's C functions cannot describe: a subclass, a dtype that DLPack has no name for.
+TensorView view_attributes(py::handle tensor) {
   TensorView view;
-  if (tensor.is_none())
-    return view;
   view.data = reinterpret_cast<std::byte*>(call_int(tensor, view_names().data_ptr));
   view.element_bytes = call_int(tensor, view_names().element_size);
   const auto shape =
@@ -50,6 +47,26 @@ TensorView view_tensor(py::handle tensor) {
       view.row_elements *= size;
   }
   return view;
+}
+
+}  // namespace
+
+TensorView view_of(const DlpackTensor& tensor) {
+  TensorView view;
+  view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  view.element_bytes = tensor.type_bits * tensor.type_lanes / 8;
+  if (tensor.num_dims > 0)
+    view.num_rows = tensor.shape[0];
+  for (int32_t dim = 1; dim < tensor.num_dims; ++dim)
+    view.row_elements *= tensor.shape[dim];
+  return view;
+}
+
+TensorView view_tensor(py::handle tensor) {
+  if (tensor.is_none())
+    return {};
+  DlpackTensor described;
+  return describe_tensor(tensor, &described) ? view_of(described) : view_attributes(tensor);
 }
 
 }  // namespace moe::bindings

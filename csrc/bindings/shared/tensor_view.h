@@ -5,11 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "bindings/shared/exchange_api.h"
+
 namespace moe::bindings {
 
 /// A torch tensor as this library sees it: the one place where Python's tensors become addresses.
 ///
-/// Dtype, device and contiguity have been checked in Python; rows are contiguous.
+/// Dtype, device and contiguity have been checked; rows are contiguous.
 struct TensorView {
   std::byte* data = nullptr;
   int64_t num_rows = 0;      ///< first dimension
@@ -19,6 +21,9 @@ struct TensorView {
   int64_t row_bytes() const { return row_elements * element_bytes; }
   int64_t bytes() const { return num_rows * row_bytes(); }
 };
+
+/// What a description says, of memory that lies in it in order.
+TensorView view_of(const DlpackTensor& tensor);
 
 /// @param tensor  A tensor, or None for an empty view.
 TensorView view_tensor(pybind11::handle tensor);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_comm.cli.bench.statistics import Interval, percentile
@@ -34,18 +34,19 @@ class _TimedEndpoint:
     def __init__(self, endpoint: Any, spent_ns: list[int]) -> None:
         self._endpoint = endpoint
         self._spent_ns = spent_ns
+        for name in ("dispatch", "dispatch_plain", "combine", "combine_plain"):
+            setattr(self, name, self._timed(getattr(endpoint, name)))
 
-    def dispatch(self, *arguments: Any) -> Any:
-        start_ns = time.perf_counter_ns()
-        submitted = self._endpoint.dispatch(*arguments)
-        self._spent_ns.append(time.perf_counter_ns() - start_ns)
-        return submitted
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start_ns = time.perf_counter_ns()
+            submitted = call(*arguments)
+            # A glance that did not suffice is no call.
+            if submitted is not None:
+                self._spent_ns.append(time.perf_counter_ns() - start_ns)
+            return submitted
 
-    def combine(self, *arguments: Any) -> Any:
-        start_ns = time.perf_counter_ns()
-        submitted = self._endpoint.combine(*arguments)
-        self._spent_ns.append(time.perf_counter_ns() - start_ns)
-        return submitted
+        return timed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._endpoint, name)

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from moe_comm import _host
 from moe_comm.ep.backends import messages
@@ -103,15 +102,15 @@ def decide(
         if overflows:
             first = overflows[0].rank_idx
             rows, _, _ = _host.layout.received_rows(asked, experts, arrangement, first)
-            raise messages.beyond_limits(overflows, from_dlpack(rows).tolist(), row_bytes)
-    kept = from_dlpack(_host.layout.keep_rows(asked, experts, arrangement, *rule))
+            raise messages.beyond_limits(overflows, rows.tolist(), row_bytes)
+    kept = _host.layout.keep_rows(asked, experts, arrangement, *rule)
     # What a masked rank asks for takes no place of an expert.
     if layout is Layout.LOW_LATENCY:
         overflows = _overflows(kept, placement, arrangement, rule)
         if overflows:
             raise messages.no_places(overflows)
     num_choices, num_kept = (
-        from_dlpack(_host.layout.received_rows(counts, experts, arrangement, rank_idx)[0])
+        _host.layout.received_rows(counts, experts, arrangement, rank_idx)[0]
         for counts in (asked, kept)
     )
     return CapacityDecision(

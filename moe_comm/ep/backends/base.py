@@ -283,6 +283,25 @@ class Backend(abc.ABC):
                 clash every rank raises ValueError.
         """
 
+    def dispatch_plain(
+        self,
+        x: object,
+        topk_idx: object,
+        topk_weights: object,
+        layout: Layout,
+        expert_alignment: int,
+        gradients: int,
+    ) -> Operation[DispatchOutput] | None:
+        """`dispatch` of arguments that nobody has checked, where a glance shows that they are right.
+
+        For decode steps, which take longer to check one by one than their rows take to travel.
+        Without scale factors, quantization, capacity and masks; not asynchronous.
+
+        Returns:
+            None, where nothing has been done: the glance does not suffice.
+        """
+        return None
+
     @abc.abstractmethod
     def dispatch_cached(
         self,
@@ -324,6 +343,12 @@ class Backend(abc.ABC):
             async_op: Return before the end.
             gradients: As in `dispatch`; weights that are applied belong to what ranks compare.
         """
+
+    def combine_plain(
+        self, x: object, plan: Plan, topk_weights: object, gradients: int
+    ) -> Operation[CombineOutput] | None:
+        """`combine` as `dispatch_plain` is to `dispatch`: no weights are pulled, sums are new memory."""
+        return None
 
     @abc.abstractmethod
     def weighted_gradient(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from moe_comm import _host
 from moe_comm.ep.backends.base import PlanTensors
@@ -70,21 +69,19 @@ class CollectivePlan(PlanTensors):
         """
         where = (placement.native, arrangement, rank_idx)
         slots = _host.layout.assign_slots(topk_idx, counts, *where)
-        owned_slots = from_dlpack(slots)
-        send_splits, recv_splits, *streams = _host.layout.row_streams(
-            topk_idx, owned_slots, counts, *where
+        send_splits, recv_splits, sent_slots, source_rows, slot_positions, choice_positions = (
+            _host.layout.row_streams(topk_idx, slots, counts, *where)
         )
-        sent_slots, source_rows, slot_positions, choice_positions = map(from_dlpack, streams)
         num_choices, offsets, num_rows = _host.layout.received_rows(counts, *where)
         return cls(
             counts=counts,
-            slots=owned_slots,
+            slots=slots,
             topk_idx=topk_idx,
             layout=layout,
             expert_alignment=expert_alignment,
             num_recv_tokens=num_rows,
-            num_tokens_per_expert=from_dlpack(num_choices),
-            expert_offsets=from_dlpack(offsets),
+            num_tokens_per_expert=num_choices,
+            expert_offsets=offsets,
             num_places_per_expert=arrangement.num_places_per_expert,
             send_splits=send_splits,
             recv_splits=recv_splits,

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NoReturn, cast
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from moe_comm import env
 from moe_comm.ep.backends.base import (
@@ -90,6 +89,8 @@ class NativeBackend(Backend):
                 agreed=agreed,
                 num_max_topk=config.num_topk or 0,
                 max_row_bytes=config.rail_row_bytes,
+                hidden=_hidden_at_a_glance(communicator, config),
+                row_type=0 if config.dtype is None else dlpack_type(config.dtype),
             )
         )
         if problem:
@@ -146,6 +147,24 @@ class NativeBackend(Backend):
             gradients,
         )
         return self._dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
+
+    def dispatch_plain(
+        self,
+        x: object,
+        topk_idx: object,
+        topk_weights: object,
+        layout: Layout,
+        expert_alignment: int,
+        gradients: int,
+    ) -> Operation[DispatchOutput] | None:
+        """See `Backend.dispatch_plain`."""
+        native = self._endpoint.dispatch_plain(
+            x, topk_idx, topk_weights, layout, expert_alignment, gradients
+        )
+        if native is None:
+            return None
+        assert isinstance(x, torch.Tensor)
+        return NativeDispatchOutput(native, self._endpoint, x.dtype, None)  # type: ignore[return-value]
 
     def dispatch_cached(
         self,
@@ -246,6 +265,13 @@ class NativeBackend(Backend):
             )
         return NativeCombineOutput(native, out)  # type: ignore[return-value]  # its own output
 
+    def combine_plain(
+        self, x: object, plan: Plan, topk_weights: object, gradients: int
+    ) -> Operation[CombineOutput] | None:
+        """See `Backend.combine_plain`."""
+        native = self._endpoint.combine_plain(x, _native_plan(plan), topk_weights, gradients)
+        return None if native is None else NativeCombineOutput(native, None)  # type: ignore[return-value]
+
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -264,7 +290,7 @@ class NativeBackend(Backend):
             hidden * dtype.itemsize,
             DLPACK_TYPES.get(dtype, DLPACK_TYPES[torch.uint8]),
         )
-        return as_dtype(from_dlpack(rows), dtype)
+        return as_dtype(rows, dtype)
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
         """See `Backend.import_plan`."""
@@ -295,6 +321,13 @@ class NativeBackend(Backend):
         self._endpoint.destroy()
         if self._write_trace is not None:
             self._write_trace()
+
+
+def _hidden_at_a_glance(communicator: NativeGroupOwner, config: EpConfig) -> int:
+    """`Settings.hidden`. Where a tensor lies, a glance sees by its memory, which must tell devices apart."""
+    if config.num_max_tokens_per_rank == 0 or communicator.device.type not in ("cpu", "cuda"):
+        return -1
+    return config.hidden or 0
 
 
 def _take_records(endpoint: NativeEndpoint, rank_idx: int) -> list[PhaseRecord]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -49,33 +49,33 @@ class PendingNative(Protocol):
 
 
 class SubmittedDispatch(PendingNative, Protocol):
-    """A dispatch; its tensors are DLPack capsules."""
+    """A dispatch; its tensors are made at every call."""
 
     def plan(self) -> EndpointPlan:
         """Blocks until the end, raises what ended it."""
         ...
 
-    def x(self) -> Any:
+    def x(self) -> torch.Tensor:
         """Rows, as bytes where DLPack cannot name their dtype."""
         ...
 
-    def x_sf(self) -> Any:
+    def x_sf(self) -> torch.Tensor | None:
         """Scale factors as they lie in memory, or None."""
         ...
 
-    def topk_idx(self) -> Any:
+    def topk_idx(self) -> torch.Tensor | None:
         """See `DispatchOutput`."""
         ...
 
-    def topk_weights(self) -> Any:
+    def topk_weights(self) -> torch.Tensor | None:
         """See `DispatchOutput`."""
         ...
 
-    def num_tokens_per_expert(self) -> Any:
+    def num_tokens_per_expert(self) -> torch.Tensor:
         """See `DispatchOutput`."""
         ...
 
-    def num_dropped_per_expert(self) -> Any:
+    def num_dropped_per_expert(self) -> torch.Tensor:
         """See `DispatchOutput`."""
         ...
 
@@ -83,15 +83,15 @@ class SubmittedDispatch(PendingNative, Protocol):
         """See `DispatchOutput`."""
         ...
 
-    def wait_ns(self) -> Any:
+    def wait_ns(self) -> torch.Tensor:
         """See `DispatchOutput`."""
         ...
 
-    def expert_offsets(self) -> Any:
+    def expert_offsets(self) -> torch.Tensor:
         """See `DispatchOutput`."""
         ...
 
-    def status(self) -> Any:
+    def status(self) -> torch.Tensor | None:
         """int32 `[2]` of a dispatch that was captured, else None."""
         ...
 
@@ -101,9 +101,9 @@ class SubmittedDispatch(PendingNative, Protocol):
 
 
 class SubmittedCombine(PendingNative, Protocol):
-    """A combine; its tensors are DLPack capsules."""
+    """A combine; its tensors are made at every call."""
 
-    def result(self) -> tuple[Any, Any]:
+    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(sums or None, pulled weights or None); blocks until the end."""
         ...
 
@@ -111,7 +111,7 @@ class SubmittedCombine(PendingNative, Protocol):
         """See `DispatchOutput`."""
         ...
 
-    def wait_ns(self) -> Any:
+    def wait_ns(self) -> torch.Tensor:
         """See `DispatchOutput`."""
         ...
 
@@ -144,6 +144,18 @@ class NativeEndpoint(Protocol):
         """Uncached with `topk_idx`, else to the places of `plan`."""
         ...
 
+    def dispatch_plain(
+        self,
+        x: object,
+        topk_idx: object,
+        topk_weights: object,
+        layout: int,
+        expert_alignment: int,
+        gradients: int,
+    ) -> SubmittedDispatch | None:
+        """See `Backend.dispatch_plain`."""
+        ...
+
     def combine(
         self,
         x: torch.Tensor | None,
@@ -159,11 +171,19 @@ class NativeEndpoint(Protocol):
         """Sums, pulled weights or both."""
         ...
 
+    def combine_plain(
+        self, x: object, plan: EndpointPlan, topk_weights: object, gradients: int
+    ) -> SubmittedCombine | None:
+        """See `Backend.combine_plain`."""
+        ...
+
     def reject(self, operation: str, message: str, is_type_error: bool) -> None:
         """Raises what every rank raises."""
         ...
 
-    def empty_rows(self, plan: EndpointPlan, hidden: int, row_bytes: int, dtype: int) -> Any:
+    def empty_rows(
+        self, plan: EndpointPlan, hidden: int, row_bytes: int, dtype: int
+    ) -> torch.Tensor:
         """A window for the rows of a plan."""
         ...
 
@@ -178,7 +198,7 @@ class NativeEndpoint(Protocol):
         """See `Backend.weighted_gradient`."""
         ...
 
-    def export_plan(self, plan: EndpointPlan) -> tuple[Any, Any, Any]:
+    def export_plan(self, plan: EndpointPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(counts, slots, topk_idx)."""
         ...
 
@@ -210,6 +230,7 @@ class NativeGroupOwner(Protocol):
 
     rank_idx: int
     num_ranks: int
+    device: torch.device
 
     def require_native(self) -> _host.Group:
         """The native group; ValueError without one."""
@@ -230,6 +251,8 @@ class Settings:
         agreed: What must be equal on every rank, as (name, value).
         num_max_topk: Choices of a token; 0 for any.
         max_row_bytes: Of a row with its scale factors; 0 for any.
+        hidden: Elements of a row in plain calls; 0 for any, -1 where no call is plain.
+        row_type: Dtype of rows as a number (`native_dtypes`); 0 for any.
     """
 
     group: _host.Group
@@ -241,3 +264,5 @@ class Settings:
     agreed: list[tuple[str, str]]
     num_max_topk: int = 0
     max_row_bytes: int = 0
+    hidden: int = 0
+    row_type: int = 0

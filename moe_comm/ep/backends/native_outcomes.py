@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.native_dtypes import as_dtype
@@ -73,9 +72,9 @@ class NativePlan:
         """The plan as tensors that own their memory."""
         counts, slots, topk_idx = self._endpoint.export_plan(self.native)
         return PlanTensors(
-            counts=from_dlpack(counts),
-            slots=from_dlpack(slots),
-            topk_idx=from_dlpack(topk_idx),
+            counts=counts,
+            slots=slots,
+            topk_idx=topk_idx,
             layout=Layout(self.native.layout),
             expert_alignment=self.native.expert_alignment,
             num_recv_tokens=self.num_recv_tokens,
@@ -133,7 +132,7 @@ class NativeDispatchOutput(_Ended):
         """See `DispatchOutput`."""
         x = self._made.get("x")
         if x is None:
-            self._made["x"] = x = as_dtype(from_dlpack(self._native.x()), self._dtype)
+            self._made["x"] = x = as_dtype(self._native.x(), self._dtype)
         return x
 
     @property
@@ -143,7 +142,8 @@ class NativeDispatchOutput(_Ended):
             return None
         x_sf = self._made.get("x_sf")
         if x_sf is None:
-            flat = from_dlpack(self._native.x_sf())
+            flat = self._native.x_sf()
+            assert flat is not None
             self._made["x_sf"] = x_sf = self._scales.view(flat, self.x.shape[0])
         return x_sf
 
@@ -192,15 +192,14 @@ class NativeDispatchOutput(_Ended):
         """See `DispatchOutput`."""
         return self._native.gradients()
 
-    def _present(self, name: str, make_capsule: Callable[[], object]) -> torch.Tensor:
-        tensor = self._optional(name, make_capsule)
+    def _present(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        tensor = self._optional(name, make)
         assert tensor is not None
         return tensor
 
-    def _optional(self, name: str, make_capsule: Callable[[], object]) -> torch.Tensor | None:
+    def _optional(self, name: str, make: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         if name not in self._made:
-            capsule = make_capsule()
-            self._made[name] = None if capsule is None else from_dlpack(capsule)
+            self._made[name] = make()
         return self._made[name]
 
 
@@ -217,15 +216,14 @@ class NativeCombineOutput(_Ended):
     __slots__ = ("_native", "topk_weights", "x")
 
     def __init__(self, native: SubmittedCombine, out: torch.Tensor | None) -> None:
-        sums, weights = native.result()
-        self.x = out if sums is None else from_dlpack(sums)
-        self.topk_weights = None if weights is None else from_dlpack(weights)
+        sums, self.topk_weights = native.result()
+        self.x = out if sums is None else sums
         self._native = native
 
     @property
     def wait_ns(self) -> torch.Tensor:
         """See `CombineOutput`."""
-        return from_dlpack(self._native.wait_ns())
+        return self._native.wait_ns()
 
     @property
     def gradients(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from moe_comm import _host
 from moe_comm.ep.config import EpConfig, Layout, num_places_per_expert
@@ -41,7 +40,7 @@ class Placement:
         return cls(
             native=native,
             expert_rank=expert_rank.to(torch.int64),
-            local_expert_idx=from_dlpack(native.local_expert_idx()).to(torch.int64),
+            local_expert_idx=native.local_expert_idx().to(torch.int64),
         )
 
     @property

@@ -27,6 +27,10 @@ class StreamCallersBackend(NativeBackend):
         """See `Backend.dispatch`."""
         return self._in_stream(lambda: NativeBackend.dispatch(self, *arguments, **options))
 
+    def dispatch_plain(self, *arguments: Any) -> Operation[DispatchOutput] | None:
+        """See `Backend.dispatch_plain`."""
+        return self._in_stream(lambda: NativeBackend.dispatch_plain(self, *arguments))
+
     def dispatch_cached(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
         """See `Backend.dispatch_cached`."""
         return self._in_stream(lambda: NativeBackend.dispatch_cached(self, *arguments, **options))
@@ -34,6 +38,10 @@ class StreamCallersBackend(NativeBackend):
     def combine(self, *arguments: Any, **options: Any) -> Operation[CombineOutput]:
         """See `Backend.combine`."""
         return self._in_stream(lambda: NativeBackend.combine(self, *arguments, **options))
+
+    def combine_plain(self, *arguments: Any) -> Operation[CombineOutput] | None:
+        """See `Backend.combine_plain`."""
+        return self._in_stream(lambda: NativeBackend.combine_plain(self, *arguments))
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor

@@ -1,0 +1,52 @@
+#include "bindings/shared/exchange_api.h"
+
+#include <pybind11/gil_safe_call_once.h>
+
+namespace moe::bindings {
+
+namespace py = pybind11;
+
+namespace {
+
+struct Torch {
+  PyTypeObject* tensor_type = nullptr;
+  const ExchangeApi* api = nullptr;
+
+  Torch() {
+    py::object type = py::module_::import("torch").attr("Tensor");
+    const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
+    if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api"))
+      api = static_cast<const ExchangeApi*>(
+          PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    while (api != nullptr && api->major != 1)
+      api = api->older;
+    if (api != nullptr && (api->make == nullptr || api->describe == nullptr))
+      api = nullptr;
+    // Kept for ever, as torch keeps it.
+    tensor_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+  }
+};
+
+const Torch& torch() {
+  // Looked up once. An import may let go of the GIL, under which a static variable would deadlock.
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> found;
+  return found.call_once_and_store_result([] { return Torch(); }).get_stored();
+}
+
+}  // namespace
+
+const ExchangeApi* exchange_api() {
+  return torch().api;
+}
+
+bool describe_tensor(py::handle object, DlpackTensor* out) {
+  const Torch& known = torch();
+  if (known.api == nullptr || Py_TYPE(object.ptr()) != known.tensor_type)
+    return false;
+  if (known.api->describe(object.ptr(), out) == 0)
+    return true;
+  PyErr_Clear();
+  return false;
+}
+
+}  // namespace moe::bindings

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace moe::bindings {
+
+// The binary interface of DLPack, major version 1, as its specification states it. Only what is
+// called has a signature.
+
+/// DLPack's `DLTensor`.
+struct DlpackTensor {
+  void* data;
+  int32_t device_type;
+  int32_t device_id;
+  int32_t num_dims;
+  uint8_t type_code;
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;  ///< in elements
+  uint64_t byte_offset;
+
+  /// `code << 8 | bits`, as tensors of one element a place have it.
+  int32_t type() const { return type_code << 8 | type_bits; }
+};
+static_assert(sizeof(DlpackTensor) == 48);
+
+inline constexpr int32_t kDlpackCpu = 1;
+
+/// DLPack's `DLManagedTensorVersioned`.
+struct DlpackManagedTensor {
+  uint32_t major;
+  uint32_t minor;
+  void* context;
+  void (*deleter)(DlpackManagedTensor*);
+  uint64_t flags;
+  DlpackTensor tensor;
+};
+
+/// DLPack's table of C functions, which torch has from 2.10 on: they describe and make a tensor in
+/// some tens of nanoseconds, where Python takes most of a microsecond. Called with the GIL; each
+/// returns 0, or another number with a Python error set.
+struct ExchangeApi {
+  uint32_t major;
+  uint32_t minor;
+  const ExchangeApi* older;
+  void (*allocate)();
+  void (*export_managed)();
+  /// Takes over the managed tensor.
+  int (*make)(DlpackManagedTensor* managed, void** object);
+  /// What @p out points to lives as long as the object, whose metadata must not change meanwhile.
+  int (*describe)(void* object, DlpackTensor* out);
+  void (*current_work_stream)();
+};
+
+/// Null where the torch of this process has none of this version.
+const ExchangeApi* exchange_api();
+
+/// Describes a tensor. @return false where @p object is not a torch.Tensor or of a subclass, which
+/// may be something else than memory, and where DLPack cannot say what it is.
+bool describe_tensor(pybind11::handle object, DlpackTensor* out);
+
+}  // namespace moe::bindings

@@ -1,0 +1,133 @@
+#include "bindings/shared/plain_call.h"
+
+namespace moe::bindings {
+
+namespace {
+
+constexpr int64_t kAnyNumber = 0;
+constexpr int64_t kNever = -1;
+constexpr int32_t kInt64Type = 0 << 8 | 64;
+constexpr int64_t kRowUnit = 16;  // bytes that rows are a multiple of
+
+/// A tensor of two dimensions as the operations take it, in memory of the endpoint.
+std::optional<TensorView> view_matrix(const host::EndpointBase& endpoint,
+                                      py::handle tensor,
+                                      int64_t num_columns,
+                                      DlpackTensor* found) {
+  if (!describe_tensor(tensor, found) || found->num_dims != 2 || found->type_lanes != 1 ||
+      found->device_type != endpoint.dlpack_device_type() ||
+      found->device_id != endpoint.device_idx())
+    return std::nullopt;
+  const int64_t columns = found->shape[1];
+  const bool is_in_order = (found->strides[1] == 1 || columns == 1) &&
+                           (found->strides[0] == columns || found->shape[0] <= 1);
+  if (!is_in_order || columns < 1 || (num_columns != kAnyNumber && columns != num_columns))
+    return std::nullopt;
+  return view_of(*found);
+}
+
+/// Of one type, one row for each token.
+std::optional<TensorView> view_per_token(const host::EndpointBase& endpoint,
+                                         py::handle tensor,
+                                         int32_t type,
+                                         int64_t num_tokens,
+                                         int64_t num_topk) {
+  DlpackTensor found;
+  const auto view = view_matrix(endpoint, tensor, num_topk, &found);
+  if (!view || found.type() != type || view->num_rows != num_tokens)
+    return std::nullopt;
+  return view;
+}
+
+std::optional<TensorView> view_weights(const host::EndpointBase& endpoint,
+                                       py::handle weights,
+                                       int64_t num_tokens,
+                                       int64_t num_topk) {
+  if (weights.is_none())
+    return TensorView{};
+  return view_per_token(endpoint, weights, dlpack_type(DType::kFloat32), num_tokens, num_topk);
+}
+
+std::optional<DType> summable(int32_t type) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64})
+    if (dlpack_type(dtype) == type)
+      return dtype;
+  return std::nullopt;
+}
+
+/// Whether torch only remembers that these numbers are to be negated.
+bool is_negated(py::handle rows) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const auto answer =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(rows.ptr(), name));
+  if (!answer)
+    throw py::error_already_set();
+  return answer.ptr() != Py_False;
+}
+
+/// Rows that the configuration allows.
+/// @param type  Written: that of an element.
+std::optional<TensorView> view_rows(const host::EndpointBase& endpoint,
+                                    py::handle rows,
+                                    int32_t* type) {
+  const host::EndpointConfig& config = endpoint.config();
+  DlpackTensor found;
+  const auto view = view_matrix(endpoint, rows, config.hidden, &found);
+  if (!view || config.hidden == kNever || view->row_bytes() % kRowUnit != 0)
+    return std::nullopt;
+  *type = found.type();
+  const bool is_known =
+      config.row_type == 0 ? summable(*type).has_value() : *type == config.row_type;
+  if (!is_known || is_negated(rows))
+    return std::nullopt;
+  return view;
+}
+
+}  // namespace
+
+std::optional<PlainDispatch> view_plain_dispatch(const host::EndpointBase& endpoint,
+                                                 py::handle x,
+                                                 py::handle topk_idx,
+                                                 py::handle topk_weights,
+                                                 layout::RowLayout layout,
+                                                 int64_t expert_alignment) {
+  const host::EndpointConfig& config = endpoint.config();
+  PlainDispatch plain;
+  const auto rows = view_rows(endpoint, x, &plain.row_type);
+  if (!rows)
+    return std::nullopt;
+  const int64_t num_tokens = rows->num_rows;
+  const bool is_low_latency = layout == layout::RowLayout::kLowLatency;
+  if (config.num_max_tokens == 0 ? is_low_latency : num_tokens > config.num_max_tokens)
+    return std::nullopt;
+  if (is_low_latency && expert_alignment != 1)
+    return std::nullopt;
+  const auto choices =
+      view_per_token(endpoint, topk_idx, kInt64Type, num_tokens, config.num_max_topk);
+  if (!choices)
+    return std::nullopt;
+  const auto weights = view_weights(endpoint, topk_weights, num_tokens, choices->row_elements);
+  if (!weights)
+    return std::nullopt;
+  plain.rows = *rows;
+  plain.choices = *choices;
+  plain.weights = *weights;
+  return plain;
+}
+
+std::optional<PlainCombine> view_plain_combine(const host::EndpointBase& endpoint,
+                                               const host::PlanHeader& plan,
+                                               py::handle expert_out,
+                                               py::handle topk_weights) {
+  int32_t type = 0;
+  const auto rows = view_rows(endpoint, expert_out, &type);
+  if (!rows || rows->num_rows != plan.num_rows())
+    return std::nullopt;
+  const std::optional<DType> dtype = summable(type);
+  const auto weights = view_weights(endpoint, topk_weights, plan.num_tokens, plan.num_topk);
+  if (!dtype || !weights || (plan.arrangement.is_by_rank() && !topk_weights.is_none()))
+    return std::nullopt;
+  return PlainCombine{*dtype, *rows, *weights};
+}
+
+}  // namespace moe::bindings
