@@ -128,7 +128,7 @@ gpu: $(if $(GPU_PYTHON),,build)  ## On a machine with a GPU: build, conformance,
 	$(or $(GPU_PYTHON),$(BIN)/python) tests/gpu/run_stages.py $(GPU_ARGS)
 
 .PHONY: test-mpi
-test-mpi: build  ## What needs an MPI on this machine, where there is one
+test-mpi: test-programs  ## What needs an MPI on this machine, where there is one
 	@if ! command -v mpirun >/dev/null; then \
 	  echo "test-mpi: SKIPPED: there is no mpirun in PATH, so nothing that needs MPI was tested"; \
 	else \
