@@ -158,14 +158,7 @@ class _Combine(Function):
 _PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
-def _no_one_knows(_: bool) -> bool:
-    return True
-
-
-# Since torch 2.7; before it, there may always be hooks.
-_saved_tensors_hooks: Callable[[bool], object] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", _no_one_knows
-)
+_saved_tensors_hooks: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
 # `Function.apply` looks at every argument for what functorch has left behind, which the operators
 # and `is_watched` have done: past it, the node is made at once.
 _apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = super(Function, _Dispatch).apply
