@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import zlib
 from collections.abc import Callable, Generator
 from multiprocessing import forkserver
@@ -71,6 +72,15 @@ def pytest_collection_modifyitems(
     config.stash[NUM_LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):
         config.workeroutput["num_left_out"] = len(left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Leave torch, the modules and the tests themselves out of every later collection of garbage.
+
+    They live to the end, and looking through them takes an eighth of what the tests take.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist's: its workers alone see tests
