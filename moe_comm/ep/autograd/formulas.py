@@ -158,7 +158,14 @@ class _Combine(Function):
 _PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
-_saved_tensors_hooks: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
+def _no_one_knows(_: bool) -> bool:
+    return True
+
+
+# Torch 2.7 cannot tell: there may always be hooks.
+_saved_tensors_hooks: Callable[[bool], object] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", _no_one_knows
+)
 # `Function.apply` looks at every argument for what functorch has left behind, which the operators
 # and `is_watched` have done: past it, the node is made at once.
 _apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = super(Function, _Dispatch).apply
