@@ -220,6 +220,18 @@ class layout:
     @staticmethod
     def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int: ...
     @staticmethod
+    def rail_region_bytes(
+        *,
+        num_ranks: int,
+        num_local_ranks: int,
+        num_experts: int,
+        depth: int,
+        num_max_tokens: int,
+        num_max_topk: int,
+        max_row_bytes: int,
+        node_reduction: bool,
+    ) -> int: ...
+    @staticmethod
     def window_bytes(num_bytes: int) -> int: ...
     @staticmethod
     def scale_region_bytes(

@@ -7,17 +7,6 @@ import torch
 from moe_comm.ep.backends.native_endpoint import NativeEndpoint, Settings
 
 def set_warning_interval(seconds: float) -> None: ...
-def rail_region_bytes(
-    *,
-    num_ranks: int,
-    num_local_ranks: int,
-    num_experts: int,
-    depth: int,
-    num_max_tokens: int,
-    num_max_topk: int,
-    max_row_bytes: int,
-    node_reduction: bool,
-) -> int: ...
 def strided_copies(
     targets: list[torch.Tensor], sources: list[torch.Tensor], num_sms: int = 0
 ) -> None: ...

@@ -9,6 +9,7 @@
 #include "heap/window_allocator.h"
 #include "layout/capacity.h"
 #include "layout/control.h"
+#include "layout/rail_region.h"
 #include "layout/row_streams.h"
 #include "layout/window.h"
 #include "layout/workspace.h"
@@ -201,6 +202,31 @@ void bind_sizes(py::module_& sizes) {
             py::arg("num_ranks"),
             py::arg("num_experts"),
             py::arg("depth"));
+  sizes.def(
+      "rail_region_bytes",
+      [](int num_ranks,
+         int num_local_ranks,
+         int num_experts,
+         int depth,
+         int64_t num_max_tokens,
+         int64_t num_max_topk,
+         int64_t max_row_bytes,
+         bool node_reduction) {
+        return layout::rail_region({num_max_tokens, num_max_topk, max_row_bytes, node_reduction},
+                                   {num_ranks, num_local_ranks},
+                                   num_experts,
+                                   depth)
+            .bytes;
+      },
+      py::kw_only(),
+      py::arg("num_ranks"),
+      py::arg("num_local_ranks"),
+      py::arg("num_experts"),
+      py::arg("depth"),
+      py::arg("num_max_tokens"),
+      py::arg("num_max_topk"),
+      py::arg("max_row_bytes"),
+      py::arg("node_reduction"));
   sizes.def("window_bytes", &heap::WindowAllocator::rounded_bytes, py::arg("num_bytes"));
   sizes.def(
       "scale_region_bytes",

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/math.h"
+#include "core/node_layout.h"
 #include "layout/workspace.h"
 
 namespace moe::layout {
@@ -210,5 +211,29 @@ struct RailReply {
     return kHeaderBytes + num_requested * (8 + weight_bytes);
   }
 };
+
+/// The largest operation of a buffer across nodes: its memory between nodes cannot grow later.
+struct LargestOperation {
+  int64_t num_max_tokens = 0;  ///< of one rank; -1 where unknown
+  int64_t num_max_topk = 0;    ///< 0 where unknown
+  int64_t max_row_bytes = 0;   ///< of a row with its scale factors; 0 where unknown
+  /// A node sends sums of rows to the others, one for a token.
+  bool node_reduction = false;
+};
+
+/// Tokens of a chunk, so that chunks of a full buffer keep every warp busy.
+int32_t rail_tokens_per_chunk(int64_t num_max_tokens);
+
+/// The rail region of a buffer on every rank. An area holds all rows of a dispatch, or the requests
+/// of a combine and some replies.
+/// @param depth  Of the ring of a buffer.
+/// @throws InvalidArgument  something about the largest operation is unknown.
+///
+/// Example: 16 ranks, 8 a node, 256 experts, depth 4, 4096 tokens, top-8, rows of 14336 + 896
+/// bytes: 512 chunks of 8 records of 15424 bytes, 63184896 bytes an area, 126384704 in all.
+RailRegion rail_region(const LargestOperation& largest,
+                       NodeLayout nodes,
+                       int num_experts,
+                       int depth);
 
 }  // namespace moe::layout

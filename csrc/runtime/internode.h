@@ -32,22 +32,8 @@ struct InternodeKernels {
 struct InternodeConfig {
   std::shared_ptr<SymmetricRegions> regions;  ///< null where kernels reach one node only
   InternodeKernels kernels{};
-  // The largest operation: memory between nodes cannot grow later.
-  int64_t num_max_tokens = 0;  ///< of one rank; -1 where unknown, which is refused
-  int64_t num_max_topk = 0;
-  int64_t max_row_bytes = 0;  ///< of a row with its scale factors
-  /// A node sends sums of rows to the others, one for a token.
-  bool node_reduction = false;
+  layout::LargestOperation largest;
 };
-
-/// Memory between nodes that a buffer takes on every rank; `moe_comm.ep.budget.rail_region_bytes`
-/// is its size. Chunks of a full buffer keep every warp busy, and the areas hold the largest
-/// operation.
-/// @param depth  Of the ring of a buffer.
-layout::RailRegion rail_region(const InternodeConfig& config,
-                               NodeLayout nodes,
-                               int num_experts,
-                               int depth);
 
 /// Memory of one buffer between nodes, and what kernels are told of it.
 class Internode {
@@ -67,7 +53,7 @@ class Internode {
 
   const kernels::Rails& rails() const { return rails_; }
   const InternodeKernels& kernels() const { return kernels_; }
-  bool node_reduction() const { return node_reduction_; }
+  bool node_reduction() const { return largest_.node_reduction; }
 
   /// What is wrong with operations whose rows take @p needed_bytes of an area, or "".
   /// @param num_tokens, row_bytes  Of the operation, for the text.
@@ -75,9 +61,7 @@ class Internode {
 
  private:
   InternodeKernels kernels_;
-  int64_t num_max_tokens_;
-  int64_t max_row_bytes_;
-  bool node_reduction_;
+  layout::LargestOperation largest_;
   std::shared_ptr<std::byte> region_;
   std::shared_ptr<std::byte> pes_staging_;
   std::shared_ptr<std::byte> pes_;

@@ -39,12 +39,6 @@ LayoutName = Literal["expert_major", "rank_major", "low_latency"]
 
 CACHE_LINE_BYTES = 64
 HUGE_PAGE_BYTES = 2 << 20
-# Memory between nodes, as csrc/runtime/internode.cpp and csrc/layout/rail_region.h have it.
-RAIL_LEAST_CHUNKS = 256
-RAIL_MOST_CHUNK_TOKENS = 8
-RAIL_REPLY_PLACES = 64
-RAIL_LEAST_AREA_BYTES = 256 << 10
-RAIL_HEADER_BYTES = 16
 # By the number that csrc/layout has for them.
 _LAYOUT_NAMES: tuple[LayoutName, ...] = ("expert_major", "rank_major", "low_latency")
 
@@ -296,30 +290,17 @@ def rail_region_bytes(
         raise ValueError(
             f"num_local_ranks must divide the number of ranks, got {num_local_ranks} and {num_ranks}"
         )
-    num_remote_nodes = num_ranks // num_local_ranks - 1
-    if num_remote_nodes == 0:
+    if num_ranks == num_local_ranks:
         return 0
-    num_chunk_tokens = min(max(num_tokens // RAIL_LEAST_CHUNKS, 1), RAIL_MOST_CHUNK_TOKENS)
-    num_chunks = max(-(-num_tokens // num_chunk_tokens), 1)
-    num_words = min(num_topk, num_ranks) + 2 * num_topk  # slots, ids and weights
-    record_bytes = _round_up(_round_up(row_bytes, 16) + 8 * num_words, 16)
-    num_chunk_slots = num_chunk_tokens * num_topk
-    num_reply_rows = num_chunk_tokens if node_reduction else num_chunk_slots
-    reply_bytes = num_reply_rows * _round_up(row_bytes, 16) + num_chunk_slots * 8 * num_topk
-    # The weights that a node applies come with the slots.
-    slot_bytes = 16 if node_reduction else 8
-    request_stride = RAIL_HEADER_BYTES + _round_up(slot_bytes * num_chunk_slots, 16)
-    replies_bytes = min(num_chunks, RAIL_REPLY_PLACES) * _round_up(reply_bytes, 16)
-    area_bytes = max(
-        num_chunks * (RAIL_HEADER_BYTES + num_chunk_tokens * record_bytes),
-        num_chunks * request_stride + replies_bytes,
-        RAIL_LEAST_AREA_BYTES,
-    )
-    row_stride = _sizes().row_stride(num_ranks, num_experts)
-    return (
-        (row_stride + CACHE_LINE_BYTES) * (1 + depth * num_remote_nodes)
-        + 2 * _round_up(8 * num_remote_nodes * num_chunks, CACHE_LINE_BYTES)
-        + 2 * num_remote_nodes * _round_up(area_bytes, CACHE_LINE_BYTES)
+    return _sizes().rail_region_bytes(
+        num_ranks=num_ranks,
+        num_local_ranks=num_local_ranks,
+        num_experts=num_experts,
+        depth=depth,
+        num_max_tokens=num_tokens,
+        num_max_topk=num_topk,
+        max_row_bytes=row_bytes,
+        node_reduction=node_reduction,
     )
 
 

@@ -99,43 +99,47 @@ def test_workspace_has_rows_offers_and_flags() -> None:
     assert budget.count_row_bytes(64, 256, is_cached=True) == 144
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("node_reduction", [False, True])
-@pytest.mark.parametrize("num_tokens", [0, 1, 255, 700, 4096])
-@pytest.mark.parametrize("num_topk", [1, 7, 8])
 @pytest.mark.parametrize(
-    ("num_ranks", "num_local_ranks", "num_experts"), [(2, 1, 4), (6, 2, 257), (32, 8, 64)]
+    (
+        "ranks",
+        "num_experts",
+        "num_tokens",
+        "num_topk",
+        "row",
+        "depth",
+        "node_reduction",
+        "expected",
+    ),
+    [
+        # The least area, 256 KiB, in both directions.
+        ((2, 1), 4, 0, 8, (8, torch.bfloat16), 2, False, 526144),
+        ((2, 1), 4, 1, 1, (8, torch.bfloat16), 2, False, 526144),
+        ((6, 2), 257, 100, 7, (8, torch.bfloat16), 2, True, 1058176),
+        ((6, 2), 257, 5000, 7, (7168, torch.float32), 5, False, 594634368),
+        ((32, 8), 64, 300, 8, (7168, torch.float32), 5, True, 53621504),
+        ((32, 8), 64, 4096, 8, (2048, torch.bfloat16), 4, True, 111755392),
+    ],
 )
-def test_memory_between_nodes_is_the_native_one(
-    num_ranks: int,
-    num_local_ranks: int,
+def test_memory_between_nodes_holds_the_largest_operation(
+    ranks: tuple[int, int],
     num_experts: int,
     num_tokens: int,
     num_topk: int,
+    row: tuple[int, torch.dtype],
+    depth: int,
     node_reduction: bool,
+    expected: int,
 ) -> None:
-    simt = pytest.importorskip("moe_comm._simt")
-    for hidden, dtype, depth in ((8, torch.bfloat16, 2), (7168, torch.float32, 5)):
-        config = EpConfig(
-            num_experts=num_experts,
-            num_topk=num_topk,
-            hidden=hidden,
-            num_max_tokens_per_rank=num_tokens,
-            dtype=dtype,
-            num_max_in_flight=depth,
-            node_reduction=node_reduction,
-        )
-        native_bytes = simt.rail_region_bytes(
-            num_ranks=num_ranks,
-            num_local_ranks=num_local_ranks,
-            num_experts=num_experts,
-            depth=depth,
-            num_max_tokens=num_tokens,
-            num_max_topk=num_topk,
-            max_row_bytes=config.rail_row_bytes,
-            node_reduction=node_reduction,
-        )
-        assert config.rail_region_bytes(num_ranks, num_local_ranks) == native_bytes
+    config = EpConfig(
+        num_experts=num_experts,
+        num_topk=num_topk,
+        hidden=row[0],
+        num_max_tokens_per_rank=num_tokens,
+        dtype=row[1],
+        num_max_in_flight=depth,
+        node_reduction=node_reduction,
+    )
+    assert config.rail_region_bytes(*ranks) == expected
 
 
 def test_memory_between_nodes() -> None:

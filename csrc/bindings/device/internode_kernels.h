@@ -27,10 +27,10 @@ inline runtime::InternodeConfig internode_config_of(
   runtime::InternodeConfig config;
   config.regions = std::move(regions);
   config.kernels = internode_kernels();
-  config.num_max_tokens = settings.attr("num_max_tokens").cast<int64_t>();
-  config.num_max_topk = settings.attr("num_max_topk").cast<int64_t>();
-  config.max_row_bytes = settings.attr("max_row_bytes").cast<int64_t>();
-  config.node_reduction = settings.attr("node_reduction").cast<bool>();
+  config.largest = {settings.attr("num_max_tokens").cast<int64_t>(),
+                    settings.attr("num_max_topk").cast<int64_t>(),
+                    settings.attr("max_row_bytes").cast<int64_t>(),
+                    settings.attr("node_reduction").cast<bool>()};
   return config;
 }
 

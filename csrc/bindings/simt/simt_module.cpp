@@ -34,22 +34,6 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(py::handle settings,
   return create_device_endpoint(settings, std::move(memory), device, std::move(config));
 }
 
-int64_t rail_region_bytes(int num_ranks,
-                          int num_local_ranks,
-                          int num_experts,
-                          int depth,
-                          int64_t num_max_tokens,
-                          int64_t num_max_topk,
-                          int64_t max_row_bytes,
-                          bool node_reduction) {
-  runtime::InternodeConfig config;
-  config.num_max_tokens = num_max_tokens;
-  config.num_max_topk = num_max_topk;
-  config.max_row_bytes = max_row_bytes;
-  config.node_reduction = node_reduction;
-  return runtime::rail_region(config, {num_ranks, num_local_ranks}, num_experts, depth).bytes;
-}
-
 }  // namespace
 
 }  // namespace moe::bindings
@@ -69,17 +53,6 @@ PYBIND11_MODULE(_simt, module) {
                       pybind11::arg("has_stream_callers"));
   bind_stream(module);
   bind_graph(module, endpoint);
-  module.def("rail_region_bytes",
-             &rail_region_bytes,
-             py::kw_only(),
-             py::arg("num_ranks"),
-             py::arg("num_local_ranks"),
-             py::arg("num_experts"),
-             py::arg("depth"),
-             py::arg("num_max_tokens"),
-             py::arg("num_max_topk"),
-             py::arg("max_row_bytes"),
-             py::arg("node_reduction"));
   module.def(
       "strided_copies",
       [](const pybind11::list& targets, const pybind11::list& sources, int num_sms) {
