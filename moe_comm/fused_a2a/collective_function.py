@@ -96,8 +96,9 @@ def apply_collectively(function: Any, word: int, args: tuple[Any, ...]) -> Any:
         words.done = None
 
 
-# Of autograd, beneath what functions have in its place.
-_in_graph: Callable[..., Any] = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+def _in_graph(function: Any, *args: Any) -> Any:
+    """The `apply` of autograd, beneath the one that `function` has in its place."""
+    return super(function, function).apply(*args)
 
 
 def link_to(rows: torch.Tensor) -> torch.Tensor:

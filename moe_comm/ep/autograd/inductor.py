@@ -2,7 +2,7 @@
 
 torch 2.13 keeps ordered effects in the graph, but files the dependency between two effectful operators
 under the name of a buffer where its scheduler looks for the name of an operation, so the scheduler may
-swap them. The lowerings below file it under the right name.
+swap them. The lowerings below file it under the right name. torch 2.15 does so itself, elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _ordered(lower: Callable[..., Any]) -> Callable[..., Any]:
         num_operations = len(graph.operations)
         output = lower(*args, **kwargs)
         previous = graph.effectful_ops.get(_EffectType.ORDERED)
-        if previous is not None:
+        if previous is not None and hasattr(graph, "additional_star_deps"):
             for operation in graph.operations[num_operations:]:
                 name = operation.get_operation_name()
                 graph.additional_star_deps[name].add(previous.get_name())
