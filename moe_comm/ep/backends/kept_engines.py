@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
@@ -77,12 +78,12 @@ def make_group(
 ) -> dist.ProcessGroup:
     """A group of global ranks that include this one. Called by every rank of `all_gather` at once.
 
-    Kept for later buffers, never destroyed: torch names a group after its ranks and how many groups
-    the process is in, and a second one of the same name would read the addresses that the first one
-    left in the store. Where that number differs, ranks would wait for each other under two names.
+    Kept for later buffers, never destroyed: torch names a group after its ranks and a number, and a
+    second one of the same name would read the addresses that the first one left in the store. Where
+    the number differs, ranks would wait for each other under two names.
     """
-    num_groups = all_gather(len(_world.pg_names))
-    for _ in range(max(num_groups) - len(_world.pg_names)):
+    most = max(all_gather(_name_number()))
+    while _name_number() < most:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     group = dist.new_group(
         ranks,
@@ -92,3 +93,9 @@ def make_group(
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _name_number() -> int:
+    """What torch tells groups of the same ranks apart by: groups that it has named, once those it is in."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    return _world.group_count if version >= (2, 14) else len(_world.pg_names)
