@@ -11,6 +11,10 @@
 
 namespace moe::host {
 
+/// Bytes that the fan-out kernel copies in. Rows are a multiple of it; those that come quantized
+/// need not be.
+inline constexpr int64_t kRowUnit = 16;
+
 /// Whether results are copied out of the heap.
 enum class CopyOut { kAuto, kAlways, kNever };
 

@@ -21,7 +21,7 @@ struct EndpointConfig {
   int64_t num_max_tokens = 0;  ///< of one rank; 0 for any
   int64_t num_max_topk = 0;    ///< choices of a token; 0 for any
   int64_t max_row_bytes = 0;   ///< of a row with its scale factors; 0 for any
-  int64_t hidden = 0;          ///< elements of a row in plain calls; 0 for any, -1 where none is
+  int64_t hidden = 0;          ///< elements of a row; 0 for any
   int32_t row_type = 0;        ///< of an element, see dlpack_type(); 0 for any
   std::vector<int32_t> expert_rank;
   int depth = 4;

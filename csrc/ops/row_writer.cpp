@@ -4,13 +4,7 @@
 
 namespace moe::host {
 
-namespace {
-
 using layout::Slot;
-
-constexpr int64_t kRowUnit = 16;  // what the fan-out kernel copies in
-
-}  // namespace
 
 RowWriter::RowWriter(Endpoint& endpoint,
                      const DispatchParams& params,

@@ -208,7 +208,7 @@ class EpBuffer:
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
                 if async_op is not False:
                     check_bool("async_op", async_op)
-                if type(expert_alignment) is not int or not 0 < expert_alignment < 2**31:
+                if type(expert_alignment) is not int or expert_alignment != 1:
                     expert_alignment = validation.check_alignment(expert_alignment)
                 if gradients != 0:
                     check_word(gradients)
@@ -230,13 +230,18 @@ class EpBuffer:
                     x, topk_idx, topk_weights, layout, expert_alignment, gradients
                 )
             if operation is None:
-                rows, scales = self._checked_dispatch(
-                    *(x, topk_idx, topk_weights, layout, expert_alignment),
-                    *(quantization, capacity, handle),
-                )
-                operation = self._dispatch(
-                    *(rows, scales, topk_idx, topk_weights, layout, expert_alignment),
-                    *(quantization, capacity, handle, copy, async_op, gradients),
+                operation = self._dispatch_by_rules(
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    layout,
+                    expert_alignment,
+                    quantization,
+                    capacity,
+                    handle,
+                    copy,
+                    async_op,
+                    gradients,
                 )
             output = None if async_op else operation.wait()
         if handle is not None:
@@ -249,7 +254,7 @@ class EpBuffer:
 
         return DispatchResult(operation, capacity, output=output, make_handle=make_handle)
 
-    def _checked_dispatch(
+    def _dispatch_by_rules(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         topk_idx: torch.Tensor | None,
@@ -259,8 +264,11 @@ class EpBuffer:
         quantization: Quantization | None,
         capacity: Capacity | None,
         handle: DispatchHandle | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and scale factors of a dispatch; an error on every rank where a rule is broken."""
+        copy_out: bool | None,
+        async_op: bool,
+        gradients: int,
+    ) -> Operation[DispatchOutput]:
+        """A dispatch that is checked rule by rule; an error on every rank where one is broken."""
         try:
             if handle is not None:
                 self._check_handle(handle)
@@ -285,23 +293,6 @@ class EpBuffer:
                 )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             self._backend.reject("dispatch", error)
-        return rows, scales
-
-    def _dispatch(
-        self,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        layout: Layout,
-        expert_alignment: int,
-        quantization: Quantization | None,
-        capacity: Capacity | None,
-        handle: DispatchHandle | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int,
-    ) -> Operation[DispatchOutput]:
         if handle is not None:
             return self._backend.dispatch_cached(
                 rows,

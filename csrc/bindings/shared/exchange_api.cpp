@@ -15,9 +15,9 @@ struct Torch {
   Torch() {
     py::object type = py::module_::import("torch").attr("Tensor");
     const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
-    if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api"))
-      api = static_cast<const ExchangeApi*>(
-          PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    constexpr const char* kName = "dlpack_exchange_api";
+    if (PyCapsule_IsValid(capsule.ptr(), kName))
+      api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), kName));
     while (api != nullptr && api->major != 1)
       api = api->older;
     if (api != nullptr && (api->make == nullptr || api->describe == nullptr))

@@ -27,8 +27,6 @@ struct DlpackTensor {
 };
 static_assert(sizeof(DlpackTensor) == 48);
 
-inline constexpr int32_t kDlpackCpu = 1;
-
 /// DLPack's `DLManagedTensorVersioned`.
 struct DlpackManagedTensor {
   uint32_t major;

@@ -8,6 +8,10 @@
 
 namespace moe::bindings {
 
+// DLPack's types of counts and ids, `code << 8 | bits`.
+inline constexpr int32_t kInt32 = 0 << 8 | 32;
+inline constexpr int32_t kInt64 = 0 << 8 | 64;
+
 /// DLPack's type and number of the device that memory belongs to.
 struct DlpackDevice {
   int32_t type = 1;  // kDLCPU

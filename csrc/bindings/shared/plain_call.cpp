@@ -1,13 +1,13 @@
 #include "bindings/shared/plain_call.h"
 
+#include "bindings/shared/make_tensor.h"
+#include "ops/dispatch.h"
+
 namespace moe::bindings {
 
 namespace {
 
 constexpr int64_t kAnyNumber = 0;
-constexpr int64_t kNever = -1;
-constexpr int32_t kInt64Type = 0 << 8 | 64;
-constexpr int64_t kRowUnit = 16;  // bytes that rows are a multiple of
 
 /// A tensor of two dimensions as the operations take it, in memory of the endpoint.
 std::optional<TensorView> view_matrix(const host::EndpointBase& endpoint,
@@ -73,7 +73,7 @@ std::optional<TensorView> view_rows(const host::EndpointBase& endpoint,
   const host::EndpointConfig& config = endpoint.config();
   DlpackTensor found;
   const auto view = view_matrix(endpoint, rows, config.hidden, &found);
-  if (!view || config.hidden == kNever || view->row_bytes() % kRowUnit != 0)
+  if (!view || view->row_bytes() % host::kRowUnit != 0)
     return std::nullopt;
   *type = found.type();
   const bool is_known =
@@ -102,8 +102,7 @@ std::optional<PlainDispatch> view_plain_dispatch(const host::EndpointBase& endpo
     return std::nullopt;
   if (is_low_latency && expert_alignment != 1)
     return std::nullopt;
-  const auto choices =
-      view_per_token(endpoint, topk_idx, kInt64Type, num_tokens, config.num_max_topk);
+  const auto choices = view_per_token(endpoint, topk_idx, kInt64, num_tokens, config.num_max_topk);
   if (!choices)
     return std::nullopt;
   const auto weights = view_weights(endpoint, topk_weights, num_tokens, choices->row_elements);

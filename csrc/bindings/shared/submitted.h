@@ -19,8 +19,6 @@ namespace moe::bindings {
 
 namespace py = pybind11;
 
-inline constexpr int32_t kInt32 = 0 << 8 | 32;
-inline constexpr int32_t kInt64 = 0 << 8 | 64;
 inline constexpr int32_t kFirstOpaqueType = 0x100 << 8;
 
 inline int32_t weight_type(int64_t weight_bytes) {

@@ -89,13 +89,18 @@ class NativeBackend(Backend):
                 agreed=agreed,
                 num_max_topk=config.num_topk or 0,
                 max_row_bytes=config.rail_row_bytes,
-                hidden=_hidden_at_a_glance(communicator, config),
+                hidden=config.hidden or 0,
                 row_type=0 if config.dtype is None else dlpack_type(config.dtype),
             )
         )
         if problem:
             self._endpoint.destroy()
             raise ValueError(problem)
+        # A glance sees where a tensor lies by its memory, which must tell devices apart, and does not
+        # know of a buffer that takes no token.
+        self._has_plain_calls = (
+            communicator.device.type in ("cpu", "cuda") and config.num_max_tokens_per_rank != 0
+        )
         self._rank_idx = communicator.rank_idx
         self._num_ranks = communicator.num_ranks
         self._num_local_experts = int((placement == communicator.rank_idx).sum())
@@ -158,6 +163,8 @@ class NativeBackend(Backend):
         gradients: int,
     ) -> Operation[DispatchOutput] | None:
         """See `Backend.dispatch_plain`."""
+        if not self._has_plain_calls:
+            return None
         native = self._endpoint.dispatch_plain(
             x, topk_idx, topk_weights, layout, expert_alignment, gradients
         )
@@ -269,6 +276,8 @@ class NativeBackend(Backend):
         self, x: object, plan: Plan, topk_weights: object, gradients: int
     ) -> Operation[CombineOutput] | None:
         """See `Backend.combine_plain`."""
+        if not self._has_plain_calls:
+            return None
         native = self._endpoint.combine_plain(x, _native_plan(plan), topk_weights, gradients)
         return None if native is None else NativeCombineOutput(native, None)  # type: ignore[return-value]
 
@@ -321,13 +330,6 @@ class NativeBackend(Backend):
         self._endpoint.destroy()
         if self._write_trace is not None:
             self._write_trace()
-
-
-def _hidden_at_a_glance(communicator: NativeGroupOwner, config: EpConfig) -> int:
-    """`Settings.hidden`. Where a tensor lies, a glance sees by its memory, which must tell devices apart."""
-    if config.num_max_tokens_per_rank == 0 or communicator.device.type not in ("cpu", "cuda"):
-        return -1
-    return config.hidden or 0
 
 
 def _take_records(endpoint: NativeEndpoint, rank_idx: int) -> list[PhaseRecord]:

@@ -251,7 +251,7 @@ class Settings:
         agreed: What must be equal on every rank, as (name, value).
         num_max_topk: Choices of a token; 0 for any.
         max_row_bytes: Of a row with its scale factors; 0 for any.
-        hidden: Elements of a row in plain calls; 0 for any, -1 where no call is plain.
+        hidden: Elements of a row; 0 for any.
         row_type: Dtype of rows as a number (`native_dtypes`); 0 for any.
     """
 
