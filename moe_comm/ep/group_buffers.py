@@ -67,6 +67,12 @@ class GroupBuffers:
         self._manager = BufferManager(self.communicator)
         self.is_adopted = False  # by an object of every rank, that has no buffer yet
 
+    def is_current(self) -> bool:
+        """Whether `group_buffers` would find it again: it is neither destroyed nor let go."""
+        key = (id(self.group), self.device.type)
+        found = _held.get(key) or _living.get(key)
+        return found is self and not self.communicator.is_destroyed
+
     @property
     def device(self) -> torch.device:
         """Of the tensors that its buffers move."""

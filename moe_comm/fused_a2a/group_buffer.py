@@ -52,16 +52,16 @@ class GroupBuffer:
 
     def is_of(self, shared: GroupBuffers) -> bool:
         """Whether it stands on what the group shares now."""
-        return self._first is shared and not self._shared.communicator.is_destroyed
+        return self._first is shared and self._shared.is_current()
 
     def is_sure(self) -> bool:
         """Whether it is what the group would find again, without asking what the group shares.
 
         On the CPU, that is; of a GPU the current device has a say.
         """
-        return self._is_first_on_cpu and not (
-            self._first.communicator.is_destroyed or self._shared.communicator.is_destroyed
-        )
+        if not (self._is_first_on_cpu and self._first.is_current()):
+            return False
+        return self._shared is self._first or self._shared.is_current()
 
     def ep_buffer(self, num_experts: int, x: torch.Tensor) -> EpBuffer:
         """The buffer beneath for so many experts of the group; collective on first use.

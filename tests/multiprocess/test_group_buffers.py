@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_comm import PeerFailedError, RankThreads
 from moe_comm.dispatcher import TokenDispatcher
-from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers, let_go
 from moe_comm.fused_a2a import hybrid_ep_dispatch
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.routed import make_batches
@@ -123,6 +123,10 @@ def keep_from_call_to_call(context: RankContext) -> None:
     anew, *_, other = hybrid_ep_dispatch(mine.x, mine.routing_map, None, context.group, 3)
     assert other.buffer is not handle.buffer
     assert torch.equal(anew, first)
+    let_go()
+    *_, last = hybrid_ep_dispatch(mine.x, mine.routing_map, None, context.group, 3)
+    assert last.buffer is not other.buffer
+    assert last.buffer.communicator is group_buffers(context.group).communicator
 
 
 def test_what_fused_a2a_keeps_from_call_to_call_is_of_the_call() -> None:
