@@ -248,7 +248,7 @@ class EpBuffer:
             return DispatchResult(operation, output=output, handle=handle)
 
         def make_handle(arrived: DispatchOutput) -> DispatchHandle:
-            return DispatchHandle.of(
+            return DispatchHandle(
                 arrived.plan, layout, expert_alignment, self.buffer_id, self.generation
             )
 
@@ -576,7 +576,7 @@ class EpBuffer:
     def import_handle(self, tensors: PlanTensors) -> DispatchHandle:
         """The handle that a plan of this buffer was exported from (`handle.plan.to_tensors()`)."""
         plan = self._backend.import_plan(tensors)
-        return DispatchHandle.of(
+        return DispatchHandle(
             plan, tensors.layout, tensors.expert_alignment, self.buffer_id, self.generation
         )
 

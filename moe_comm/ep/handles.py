@@ -10,7 +10,14 @@ import torch
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan
 from moe_comm.ep.config import Capacity, Layout
 
-__all__ = ["CombineResult", "CommEvent", "DispatchHandle", "DispatchResult", "WaitStatistics"]
+__all__ = [
+    "CombineResult",
+    "CommEvent",
+    "DispatchHandle",
+    "DispatchResult",
+    "WaitStatistics",
+    "new_link",
+]
 
 
 class CommEvent:
@@ -50,17 +57,23 @@ class WaitStatistics:
 
 
 # Of dispatches without a gradient; never written, and never an output of autograd.
-_NO_LINK = torch.empty(0, device="cpu")
+with torch.inference_mode(mode=False):
+    _NO_LINK = torch.empty(0, device="cpu")
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+def new_link() -> torch.Tensor:
+    """A link for autograd to make an output of; to detach one costs half of what an empty tensor does."""
+    return _NO_LINK.detach()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class DispatchHandle:
     """What combine and cached dispatch need to know of a dispatch.
 
     Valid for any number of later operations of the same buffer, in any order, until the buffer is
     destroyed. Holds places relative to a window, never an address. Made by a dispatch, never changed.
 
-    Args:
+    Attributes:
         buffer_id: Of the buffer that made it.
         generation: Of that buffer when it made it.
         layout: Order of received rows.
@@ -74,47 +87,37 @@ class DispatchHandle:
             that every rank runs both even where a caller skipped its experts.
     """
 
-    buffer_id: int
-    generation: int
+    plan: Plan
     layout: Layout
     expert_alignment: int
-    num_tokens: int
-    num_topk: int
-    num_recv_tokens: int
-    num_recv_topk: int
-    plan: Plan
+    buffer_id: int
+    generation: int
     link: torch.Tensor = _NO_LINK
 
-    @classmethod
-    def of(
-        cls, plan: Plan, layout: Layout, expert_alignment: int, buffer_id: int, generation: int
-    ) -> DispatchHandle:
-        """The handle of a plan."""
-        return cls(
-            buffer_id=buffer_id,
-            generation=generation,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            num_tokens=plan.num_tokens,
-            num_topk=plan.num_topk,
-            num_recv_tokens=plan.num_recv_tokens,
-            num_recv_topk=plan.num_recv_topk,
-            plan=plan,
-        )
+    @property
+    def num_tokens(self) -> int:
+        """See the class."""
+        return self.plan.num_tokens
+
+    @property
+    def num_topk(self) -> int:
+        """See the class."""
+        return self.plan.num_topk
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """See the class."""
+        return self.plan.num_recv_tokens
+
+    @property
+    def num_recv_topk(self) -> int:
+        """See the class."""
+        return self.plan.num_recv_topk
 
     def linked(self, link: torch.Tensor) -> DispatchHandle:
         """The same with another link. What `link` comes from may hold this one, as it has none."""
         return DispatchHandle(
-            buffer_id=self.buffer_id,
-            generation=self.generation,
-            layout=self.layout,
-            expert_alignment=self.expert_alignment,
-            num_tokens=self.num_tokens,
-            num_topk=self.num_topk,
-            num_recv_tokens=self.num_recv_tokens,
-            num_recv_topk=self.num_recv_topk,
-            plan=self.plan,
-            link=link,
+            self.plan, self.layout, self.expert_alignment, self.buffer_id, self.generation, link
         )
 
     def dropped_choices(self) -> torch.Tensor:
@@ -315,11 +318,18 @@ class CombineResult:
         event: End of the operation.
     """
 
-    __slots__ = ("_operation", "event")
+    __slots__ = ("_event", "_operation")
 
     def __init__(self, operation: Operation[CombineOutput]) -> None:
         self._operation = operation
-        self.event = CommEvent(operation)
+        self._event: CommEvent | None = None
+
+    @property
+    def event(self) -> CommEvent:
+        """See the class."""
+        if self._event is None:
+            self._event = CommEvent(self._operation)
+        return self._event
 
     @property
     def x(self) -> torch.Tensor:

@@ -53,20 +53,38 @@ class SubmittedOperation(Generic[OutputT]):
 class NativePlan:
     """A native plan; see `Plan`."""
 
-    __slots__ = (
-        "_endpoint",
-        "native",
-        "num_recv_tokens",
-        "num_recv_topk",
-        "num_tokens",
-        "num_topk",
-    )
+    __slots__ = ("_endpoint", "_sizes", "native")
 
     def __init__(self, native: EndpointPlan, endpoint: NativeEndpoint) -> None:
         self.native = native
         self._endpoint = endpoint
-        # In one call: a decode step sees what a call costs.
-        self.num_tokens, self.num_topk, self.num_recv_tokens, self.num_recv_topk = native.sizes
+        self._sizes: tuple[int, int, int, int] | None = None
+
+    def _read(self) -> tuple[int, int, int, int]:
+        # When asked for, and in one call: a decode step, which need not ask, sees what a call costs.
+        if self._sizes is None:
+            self._sizes = self.native.sizes
+        return self._sizes
+
+    @property
+    def num_tokens(self) -> int:
+        """See `Plan`."""
+        return self._read()[0]
+
+    @property
+    def num_topk(self) -> int:
+        """See `Plan`."""
+        return self._read()[1]
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """See `Plan`."""
+        return self._read()[2]
+
+    @property
+    def num_recv_topk(self) -> int:
+        """See `Plan`."""
+        return self._read()[3]
 
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
