@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,33 +20,26 @@ from torch.autograd.function import once_differentiable
 from moe_comm.arguments import check_kind
 from moe_comm.dispatcher import permuted
 from moe_comm.dispatcher.permuted import PermutedHandle
-from moe_comm.ep.autograd.agreement import dispatch_word
+from moe_comm.ep import autograd
+from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Layout
-from moe_comm.ep.handles import CombineResult
+from moe_comm.ep.handles import CombineResult, DispatchHandle
 from moe_comm.ep.quantization import FP8_BLOCK128
 from moe_comm.fused_a2a.arguments import (
-    DISPATCH_DEFAULTS,
+    DISPATCH_AS_IN_MAIN,
     DISPATCH_FIXED,
     DISPATCH_MAIN,
     INIT_FIXED,
     INIT_MAIN,
     INIT_R0_16,
+    TUNING,
     check_count,
     check_flags,
     check_tuning,
     dispatch_order,
     named,
 )
-from moe_comm.fused_a2a.collective_function import (
-    apply_collectively,
-    apply_combine,
-    gradients_of,
-    heard,
-    runs_once,
-    said,
-)
-from moe_comm.fused_a2a.fused_handle import FusedHandle, linked
 from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, held_buffer
 from moe_comm.fused_a2a.nccl_ep import (
     HAVE_TE_EP,
@@ -132,6 +125,13 @@ def set_deepep_num_sms(num_sms: int) -> None:
     check_count("num_sms", num_sms)
 
 
+class FusedHandle(NamedTuple):
+    """What combine and the backward need of a `fused_dispatch`; opaque."""
+
+    buffer: EpBuffer
+    places: DispatchHandle
+
+
 FusedDispatched: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, FusedHandle
 ]
@@ -140,134 +140,11 @@ HybridDispatched: TypeAlias = tuple[
 ]
 
 
-class FusedDispatch(torch.autograd.Function):
-    """Send every token once to every rank that has one of its experts; differentiable."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> FusedDispatched:
-        """See `fused_dispatch`."""
-        word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
-        dispatched: FusedDispatched = linked(apply_collectively(cls, word, args))
-        return dispatched
-
-    @staticmethod
-    @runs_once
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        token_indices: torch.Tensor,
-        token_probs: torch.Tensor | None,
-        num_experts: int,
-        group: Group,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> FusedDispatched:
-        """See `fused_dispatch`."""
-        held = get_buffer(group, 0)
-        try:
-            check_count("num_experts", num_experts, minimum=1)
-        except (TypeError, ValueError) as error:
-            held.reject("dispatch", error)
-        buffer = held.ep_buffer(num_experts, x)
-        try:
-            check_flags(async_finish, allocate_on_comm_stream)
-            get_buffer(group, get_hidden_bytes(x))
-            if token_indices.is_floating_point() or token_indices.is_complex():
-                raise TypeError(f"token_indices must be integers, got {token_indices.dtype}")
-            topk_idx = token_indices.to(torch.int64).contiguous()
-            weights = None if token_probs is None else token_probs.float().contiguous()
-            rows = x.contiguous()
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            buffer.reject("dispatch", error)
-        result = buffer.dispatch(
-            rows, topk_idx, weights, layout=Layout.RANK_MAJOR, gradients=said()
-        )
-        heard(result.gradients)
-        assert result.topk_idx is not None
-        ctx.handle = FusedHandle(buffer, result.handle)
-        ctx.probs_dtype = None if token_probs is None else token_probs.dtype
-        return (
-            result.x,
-            result.topk_idx,
-            result.topk_weights,
-            result.num_tokens_per_expert,
-            ctx.handle,
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any,
-        grad_output: torch.Tensor,
-        grad_token_indices: None,
-        grad_token_probs: torch.Tensor | None,
-        grad_tokens_per_expert: None,
-        grad_handle: None,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Combine the gradients of the rows; those of the probabilities come back with them."""
-        buffer, places, *_ = ctx.handle
-        if ctx.probs_dtype is None:
-            return gradients_of(ctx, {0: buffer.combine(grad_output.contiguous(), places)})
-        assert grad_token_probs is not None
-        result = buffer.combine(
-            grad_output.contiguous(), places, row_weights=grad_token_probs.float().contiguous()
-        )
-        assert isinstance(result, CombineResult)
-        assert result.topk_weights is not None
-        return gradients_of(ctx, {0: result.x, 2: result.topk_weights.to(ctx.probs_dtype)})
-
-
-class FusedCombine(torch.autograd.Function):
-    """Sum the rows of a `FusedDispatch` back to their tokens, in rank order; differentiable."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> tuple[torch.Tensor, None]:
-        """See `fused_combine`."""
-        combined: tuple[torch.Tensor, None] = apply_combine(cls, args, 2)
-        return combined
-
-    @staticmethod
-    @runs_once
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        group: Group,
-        handle: FusedHandle,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None]:
-        """See `fused_combine`."""
-        try:
-            check_kind("handle", handle, FusedHandle)
-        except TypeError as error:
-            held_buffer(_buffers, group).reject("combine", error)
-        ctx.handle = handle
-        buffer, places, *_ = handle
-        try:
-            check_flags(async_finish, allocate_on_comm_stream)
-            held = get_buffer(group, get_hidden_bytes(x))
-            if held.ep_buffer(buffer.config.num_experts, x) is not buffer:
-                raise ValueError("handle belongs to the buffer of another group")
-            rows = x.contiguous()
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            buffer.reject("combine", error)
-        word = said()
-        combined = buffer.combine(rows, places, gradients=word)
-        if isinstance(combined, CombineResult):
-            heard(combined.gradients)
-            return combined.x, None
-        return combined, None
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_output: torch.Tensor, previous_event: None = None
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Dispatch the gradient to the places of the rows."""
-        buffer, places, *_ = ctx.handle
-        return gradients_of(
-            ctx, {0: buffer.dispatch(grad_output.contiguous(), None, handle=places).x}
-        )
+def _with_gradient_of(probs: object, x: torch.Tensor) -> torch.Tensor:
+    """x as a leaf where only its probs need a gradient: Megatron's rows have one where either has."""
+    if isinstance(probs, torch.Tensor) and probs.requires_grad and not x.requires_grad:
+        return x.detach().requires_grad_(x.is_floating_point())
+    return x
 
 
 def _latest_of(
@@ -318,8 +195,35 @@ def fused_dispatch(
         expert ids, -1 elsewhere; their probabilities float32 `[M, num_topk]`, 0 elsewhere, or None;
         tokens of every local expert, int64 on the host; the handle, opaque.
     """
-    return FusedDispatch.apply(
-        x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
+    held = get_buffer(group, 0)
+    try:
+        check_count("num_experts", num_experts, minimum=1)
+    except (TypeError, ValueError) as error:
+        held.reject("dispatch", error)
+    buffer = held.ep_buffer(num_experts, x)
+    try:
+        check_flags(async_finish, allocate_on_comm_stream)
+        get_buffer(group, get_hidden_bytes(x))
+        if token_indices.is_floating_point() or token_indices.is_complex():
+            raise TypeError(f"token_indices must be integers, got {token_indices.dtype}")
+        topk_idx = token_indices.to(torch.int64)
+        weights = None if token_probs is None else token_probs.float()
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        buffer.reject("dispatch", error)
+    result = autograd.dispatch(
+        _with_gradient_of(token_probs, x),
+        topk_idx,
+        weights,
+        buffer=buffer,
+        layout=Layout.RANK_MAJOR,
+    )
+    assert result.topk_idx is not None
+    return (
+        result.x,
+        result.topk_idx,
+        result.topk_weights,
+        result.num_tokens_per_expert,
+        FusedHandle(buffer, result.handle),
     )
 
 
@@ -332,7 +236,106 @@ def fused_combine(
     allocate_on_comm_stream: bool = False,
 ) -> tuple[torch.Tensor, None]:
     """Sum rows `[M, hidden]` back to their tokens, unweighted: `[num_tokens, hidden]`, and None."""
-    return FusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
+    try:
+        check_kind("handle", handle, FusedHandle)
+    except TypeError as error:
+        held_buffer(_buffers, group).reject("combine", error)
+    buffer, places = handle
+    try:
+        check_flags(async_finish, allocate_on_comm_stream)
+        held = get_buffer(group, get_hidden_bytes(x))
+        if held.ep_buffer(buffer.config.num_experts, x) is not buffer:
+            raise ValueError("handle belongs to the buffer of another group")
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        buffer.reject("combine", error)
+    return autograd.combine(x, places, buffer=buffer), None
+
+
+def _gradients_of(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[Any, ...]:
+    """One gradient for every argument that forward got."""
+    return tuple(gradients.get(idx) for idx in range(len(ctx.needs_input_grad)))
+
+
+class FusedDispatch(torch.autograd.Function):
+    """`fused_dispatch` as Megatron has it: `apply` is that function, which is differentiable itself.
+
+    `forward` and `backward` are for callers with a context of their own; `forward` records nothing.
+    """
+
+    apply = staticmethod(fused_dispatch)
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        token_indices: torch.Tensor,
+        token_probs: torch.Tensor | None,
+        num_experts: int,
+        group: Group,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> FusedDispatched:
+        """See `fused_dispatch`."""
+        arrived = fused_dispatch(
+            x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
+        )
+        ctx.handle = arrived[-1]
+        ctx.probs_dtype = None if token_probs is None else token_probs.dtype
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        grad_output: torch.Tensor,
+        grad_token_indices: None,
+        grad_token_probs: torch.Tensor | None,
+        grad_tokens_per_expert: None,
+        grad_handle: None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Combine the gradients of the rows; those of the probabilities come back with them."""
+        buffer, places = ctx.handle
+        if ctx.probs_dtype is None:
+            return _gradients_of(ctx, {0: buffer.combine(grad_output.contiguous(), places)})
+        assert grad_token_probs is not None
+        result = buffer.combine(
+            grad_output.contiguous(), places, row_weights=grad_token_probs.float().contiguous()
+        )
+        assert isinstance(result, CombineResult)
+        assert result.topk_weights is not None
+        return _gradients_of(ctx, {0: result.x, 2: result.topk_weights.to(ctx.probs_dtype)})
+
+
+class FusedCombine(torch.autograd.Function):
+    """`fused_combine`, as `FusedDispatch` is `fused_dispatch`."""
+
+    apply = staticmethod(fused_combine)
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: Group,
+        handle: FusedHandle,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        """See `fused_combine`."""
+        ctx.handle = handle
+        return fused_combine(x, group, handle, async_finish, allocate_on_comm_stream)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_output: torch.Tensor, previous_event: None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Dispatch the gradient to the places of the rows."""
+        buffer, places = ctx.handle
+        return _gradients_of(
+            ctx, {0: buffer.dispatch(grad_output.contiguous(), None, handle=places).x}
+        )
 
 
 def init_hybrid_ep_buffer(*args: Any, **kwargs: Any) -> None:
@@ -358,7 +361,7 @@ def init_hybrid_ep_buffer(*args: Any, **kwargs: Any) -> None:
     given = named("init_hybrid_ep_buffer", names, args, kwargs, INIT_MAIN, INIT_FIXED)
     for name in INIT_MAIN[1:4]:
         check_count(name, given[name])
-    check_tuning(given)
+    check_tuning(given.get("fused", False), **{name: given.get(name) for name in TUNING})
     fp8_dispatch = given.get("fp8_dispatch", False)
     if not isinstance(fp8_dispatch, bool):
         raise TypeError(f"fp8_dispatch must be a bool, got {fp8_dispatch!r}")
@@ -383,133 +386,6 @@ def _forget_announcements() -> None:
     for buffer in list(_hybrid_ep_buffers.values()):  # other threads meet other groups meanwhile
         buffer.hidden_dim = buffer.max_num_of_tokens_per_rank = buffer.num_local_experts = 0
         buffer.use_fp8 = False
-
-
-class HybridEPDispatch(torch.autograd.Function):
-    """Send every token to its experts; rows arrive permuted. Differentiable in x and probs."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> HybridDispatched:
-        """See `hybrid_ep_dispatch`."""
-        word = dispatch_word(*(args[idx] if idx < len(args) else None for idx in (0, 2)))
-        dispatched: HybridDispatched = linked(apply_collectively(cls, word, args))
-        return dispatched
-
-    @staticmethod
-    @runs_once
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        routing_map: torch.Tensor,
-        probs: torch.Tensor | None,
-        group: Group,
-        num_local_experts: int,
-        *options: Any,
-    ) -> HybridDispatched:
-        """See `hybrid_ep_dispatch`; `options` in the order of r0.16 (4 or fewer), r0.17 (7) or main (8)."""
-        args = (x, routing_map, probs, group, num_local_experts, *options)
-        given = dict(zip(dispatch_order(len(args)), args, strict=False))
-        held = _hybrid_buffer(group)
-        try:
-            check_count("num_local_experts", num_local_experts, minimum=1)
-        except (TypeError, ValueError) as error:
-            held.reject("dispatch", error)
-        buffer = held.ep_buffer(num_local_experts * held.group_size, x)
-        try:
-            check_tuning(given)
-            num_tokens, hidden = x.shape[0], x.shape[-1]
-            held.hidden_dim = max(held.hidden_dim, hidden)
-            held.max_num_of_tokens_per_rank = max(held.max_num_of_tokens_per_rank, num_tokens)
-            held.num_local_experts = num_local_experts
-            pad_multiple, num_rows = given.get("pad_multiple"), given.get("num_permuted_tokens")
-            num_rows = None if num_rows is None else int(num_rows)
-            if num_rows is not None and num_rows % (pad_multiple or 1):
-                raise ValueError(
-                    f"num_permuted_tokens must be a multiple of pad_multiple = {pad_multiple}, got "
-                    f"{num_rows}"
-                )
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            buffer.reject("dispatch", error)
-        pending = permuted.start_dispatch(
-            buffer,
-            x,
-            routing_map,
-            probs,
-            expert_alignment=pad_multiple or 1,
-            num_rows=num_rows,
-            quantization=FP8_BLOCK128 if held.use_fp8 else None,
-            gradients=said(),
-        )
-        arrived = pending.wait()
-        heard(pending.result.gradients)
-        ctx.handle = arrived.handle
-        return arrived.hidden, arrived.probs, arrived.sf, arrived.tokens_per_expert, arrived.handle
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any,
-        grad_x: torch.Tensor,
-        grad_probs: torch.Tensor | None,
-        grad_scaling_factor: torch.Tensor | None,
-        grad_tokens_per_expert: None,
-        grad_handle: None,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Combine the gradients of the rows; those of the probabilities come back with them."""
-        grad_tokens, grad_dense = permuted.gradient_of_dispatch(grad_x, grad_probs, ctx.handle)
-        return gradients_of(ctx, {0: grad_tokens, 2: grad_dense})
-
-
-class HybridEPCombine(torch.autograd.Function):
-    """Sum the rows of a `HybridEPDispatch` back to their tokens; differentiable."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> torch.Tensor:
-        """See `hybrid_ep_combine`."""
-        combined: torch.Tensor = apply_combine(cls, args, 1)
-        return combined
-
-    @staticmethod
-    @runs_once
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        handle: PermutedHandle,
-        num_permuted_tokens: int | torch.Tensor | None = None,
-        pad_multiple: int | None = None,
-        fused: bool = False,
-    ) -> torch.Tensor:
-        """See `hybrid_ep_combine`."""
-        try:
-            check_kind("handle", handle, PermutedHandle)
-        except TypeError as error:
-            if len(_hybrid_ep_buffers) != 1:
-                raise  # of which group it should be is unknown
-            next(iter(_hybrid_ep_buffers.values())).reject("combine", error)
-        places = handle.places
-        try:
-            check_tuning({"fused": fused})
-            if pad_multiple and pad_multiple != places.expert_alignment:
-                raise ValueError(
-                    f"pad_multiple is {pad_multiple}, the handle's is {places.expert_alignment}"
-                )
-            if num_permuted_tokens is not None and num_permuted_tokens != places.num_recv_tokens:
-                raise ValueError(
-                    f"num_permuted_tokens is {int(num_permuted_tokens)}, the handle's dispatch brought "
-                    f"{places.num_recv_tokens} rows"
-                )
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            handle.buffer.reject("combine", error)
-        ctx.handle = handle
-        pending = permuted.start_combine(x, handle, gradients=said())
-        heard(pending.gradients)
-        return pending.wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Dispatch the gradient to the places of the rows."""
-        return gradients_of(ctx, {0: permuted.gradient_of_combine(grad_x, ctx.handle)})
 
 
 def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
@@ -538,6 +414,8 @@ def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
         TypeError: 10, 11 or more than 13 positional arguments; a name is unknown or missing.
         ValueError: See `EpBuffer.dispatch`.
     """
+    if not kwargs and len(args) in DISPATCH_AS_IN_MAIN:
+        return _hybrid_dispatch(*args)
     try:
         name, order = "hybrid_ep_dispatch", dispatch_order(len(args))
         given = named(name, order, args, kwargs, DISPATCH_MAIN, DISPATCH_FIXED)
@@ -547,7 +425,64 @@ def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
             buffer.reject("dispatch", error)
         missed_calls.keep("dispatch", error)
         raise
-    return HybridEPDispatch.apply(*(DISPATCH_DEFAULTS | given).values())
+    return _hybrid_dispatch(**given)
+
+
+def _hybrid_dispatch(
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    group: Group,
+    num_local_experts: int,
+    num_sms_dispatch_api: int | None = None,
+    num_sms_combine_api: int | None = None,
+    num_blocks_permute: int | None = None,
+    num_blocks_unpermute: int | None = None,
+    fused: bool = False,
+    num_permuted_tokens: int | torch.Tensor | None = None,
+    pad_multiple: int | None = None,
+    num_sms_preprocessing_api: int | None = 108,
+) -> HybridDispatched:
+    """`hybrid_ep_dispatch` with the arguments of main."""
+    held = _hybrid_buffer(group)
+    try:
+        check_count("num_local_experts", num_local_experts, minimum=1)
+    except (TypeError, ValueError) as error:
+        held.reject("dispatch", error)
+    buffer = held.ep_buffer(num_local_experts * held.group_size, x)
+    try:
+        check_tuning(
+            fused,
+            num_sms_dispatch_api=num_sms_dispatch_api,
+            num_sms_combine_api=num_sms_combine_api,
+            num_blocks_permute=num_blocks_permute,
+            num_blocks_unpermute=num_blocks_unpermute,
+            num_sms_preprocessing_api=num_sms_preprocessing_api,
+        )
+        num_tokens, hidden = x.shape[0], x.shape[-1]
+        held.hidden_dim = max(held.hidden_dim, hidden)
+        held.max_num_of_tokens_per_rank = max(held.max_num_of_tokens_per_rank, num_tokens)
+        held.num_local_experts = num_local_experts
+        num_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
+        if num_rows is not None and num_rows % (pad_multiple or 1):
+            raise ValueError(
+                f"num_permuted_tokens must be a multiple of pad_multiple = {pad_multiple}, got "
+                f"{num_rows}"
+            )
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        buffer.reject("dispatch", error)
+    x = _with_gradient_of(probs, x)
+    arrived = permuted.start_dispatch(
+        buffer,
+        x,
+        routing_map,
+        probs,
+        expert_alignment=pad_multiple or 1,
+        num_rows=num_rows,
+        quantization=FP8_BLOCK128 if held.use_fp8 else None,
+        gradients=dispatch_word(x, probs),
+    ).wait_differentiable(x, probs)
+    return arrived.hidden, arrived.probs, arrived.sf, arrived.tokens_per_expert, arrived.handle
 
 
 @rejects_unbound("combine", _latest_of(_hybrid_ep_buffers, -1))
@@ -570,7 +505,82 @@ def hybrid_ep_combine(
     Returns:
         `[num_tokens, hidden]`.
     """
-    return HybridEPCombine.apply(x, handle, num_permuted_tokens, pad_multiple, fused)
+    try:
+        check_kind("handle", handle, PermutedHandle)
+    except TypeError as error:
+        if len(_hybrid_ep_buffers) != 1:
+            raise  # of which group it should be is unknown
+        next(iter(_hybrid_ep_buffers.values())).reject("combine", error)
+    places = handle.places
+    try:
+        check_tuning(fused)
+        if pad_multiple and pad_multiple != places.expert_alignment:
+            raise ValueError(
+                f"pad_multiple is {pad_multiple}, the handle's is {places.expert_alignment}"
+            )
+        if num_permuted_tokens is not None and num_permuted_tokens != places.num_recv_tokens:
+            raise ValueError(
+                f"num_permuted_tokens is {int(num_permuted_tokens)}, the handle's dispatch brought "
+                f"{places.num_recv_tokens} rows"
+            )
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        handle.buffer.reject("combine", error)
+    word = combine_word(x, handle.link)
+    return permuted.start_combine(x, handle, gradients=word).wait_differentiable(x)
+
+
+class HybridEPDispatch(torch.autograd.Function):
+    """`hybrid_ep_dispatch`, as `FusedDispatch` is `fused_dispatch`."""
+
+    apply = staticmethod(hybrid_ep_dispatch)
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(ctx: Any, *args: Any) -> HybridDispatched:
+        """See `hybrid_ep_dispatch`."""
+        arrived = hybrid_ep_dispatch(*args)
+        ctx.handle = arrived[-1]
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        grad_x: torch.Tensor,
+        grad_probs: torch.Tensor | None,
+        grad_scaling_factor: torch.Tensor | None,
+        grad_tokens_per_expert: None,
+        grad_handle: None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Combine the gradients of the rows; those of the probabilities come back with them."""
+        grad_tokens, grad_dense = permuted.gradient_of_dispatch(grad_x, grad_probs, ctx.handle)
+        return _gradients_of(ctx, {0: grad_tokens, 2: grad_dense})
+
+
+class HybridEPCombine(torch.autograd.Function):
+    """`hybrid_ep_combine`, as `FusedDispatch` is `fused_dispatch`."""
+
+    apply = staticmethod(hybrid_ep_combine)
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        handle: PermutedHandle,
+        num_permuted_tokens: int | torch.Tensor | None = None,
+        pad_multiple: int | None = None,
+        fused: bool = False,
+    ) -> torch.Tensor:
+        """See `hybrid_ep_combine`."""
+        ctx.handle = handle
+        return hybrid_ep_combine(x, handle, num_permuted_tokens, pad_multiple, fused)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Dispatch the gradient to the places of the rows."""
+        return _gradients_of(ctx, {0: permuted.gradient_of_combine(grad_x, ctx.handle)})
 
 
 def _hybrid_buffer(group: Group) -> GroupBuffer:

@@ -7,12 +7,13 @@ from typing import Any
 from moe_comm.arguments import as_int, check_bool
 
 __all__ = [
-    "DISPATCH_DEFAULTS",
+    "DISPATCH_AS_IN_MAIN",
     "DISPATCH_FIXED",
     "DISPATCH_MAIN",
     "INIT_FIXED",
     "INIT_MAIN",
     "INIT_R0_16",
+    "TUNING",
     "check_count",
     "check_flags",
     "check_tuning",
@@ -22,17 +23,17 @@ __all__ = [
 
 _SMS = ("num_sms_dispatch_api", "num_sms_combine_api")
 _BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
-_TUNING = (*_SMS, *_BLOCKS, "num_sms_preprocessing_api")
+TUNING = (*_SMS, *_BLOCKS, "num_sms_preprocessing_api")
 _LIMITS = ("num_permuted_tokens", "pad_multiple")
 DISPATCH_FIXED = ("x", "routing_map", "probs", "group", "num_local_experts")
 _DISPATCH_R0_16 = (*DISPATCH_FIXED, *_SMS, *_LIMITS)
 _DISPATCH_R0_17 = (*DISPATCH_FIXED, *_SMS, *_BLOCKS, "fused", *_LIMITS)
 DISPATCH_MAIN = (*_DISPATCH_R0_17, "num_sms_preprocessing_api")
-# In the order of `DISPATCH_MAIN`.
-DISPATCH_DEFAULTS: dict[str, Any] = dict.fromkeys(DISPATCH_MAIN) | {
-    "fused": False,
-    "num_sms_preprocessing_api": 108,
-}
+# Up to the first seven, all releases have the same order.
+DISPATCH_AS_IN_MAIN = (
+    *range(len(DISPATCH_FIXED), len(DISPATCH_FIXED) + len(_SMS) + 1),
+    len(DISPATCH_MAIN),
+)
 INIT_FIXED = ("group", "hidden_dim", "num_tokens", "num_local_experts")
 INIT_R0_16 = (*INIT_FIXED, *_SMS, "fp8_dispatch")
 INIT_MAIN = (*INIT_FIXED, *_SMS, *_BLOCKS, "fp8_dispatch", "num_sms_preprocessing_api")
@@ -76,13 +77,12 @@ def named(
     return given
 
 
-def check_tuning(given: dict[str, Any]) -> None:
-    """Options that choose among GPU kernels."""
-    for name in _TUNING:
-        value = given.get(name)
+def check_tuning(fused: Any, **numbers: Any) -> None:
+    """Options that choose among GPU kernels; a number may be None."""
+    for name, value in numbers.items():
         if value is not None:
             check_count(name, value)
-    check_bool("fused", given.get("fused", False))
+    check_bool("fused", fused)
 
 
 def check_count(name: str, value: Any, minimum: int = 0) -> None:

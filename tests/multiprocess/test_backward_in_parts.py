@@ -17,6 +17,7 @@ import moe_comm
 from moe_comm import fused_a2a
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.dispatcher.megatron_manager import MegatronManager
+from moe_comm.ep.config import Layout
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 
@@ -95,6 +96,39 @@ def compare(context: RankContext, face: str) -> None:
 @pytest.mark.parametrize("face", FACES)
 def test_parts_have_the_bits_of_the_whole(face: str) -> None:
     run_ranks(compare, 2, face)
+
+
+def gradient_of_pairs(context: RankContext, *, in_parts: bool) -> torch.Tensor:
+    """As `gradient`, of rows that are tokens, which experts share, cut where every expert has its own."""
+    draw = torch.Generator().manual_seed(context.rank_idx)
+    weight = torch.randn(HIDDEN, HIDDEN, generator=draw).requires_grad_()
+    x = torch.sigmoid(torch.randn(8, HIDDEN, generator=draw) @ weight)
+    topk_idx = torch.rand(8, NUM_EXPERTS, generator=draw).topk(2).indices
+    buffer = group_buffers(context.group).get(NUM_EXPERTS)
+    result = moe_comm.dispatch(x, topk_idx, buffer=buffer, layout=Layout.RANK_MAJOR)
+    assert result.topk_idx is not None
+    row_of_pair = (result.topk_idx >= 0).nonzero()[:, 0]
+    assert len(row_of_pair) > len(result.x)
+    pairs = result.x[row_of_pair]
+    given = pairs.detach().requires_grad_() if in_parts else pairs
+    out = torch.zeros(result.x.shape).index_add(0, row_of_pair, torch.tanh(given))
+    moe_comm.combine(out, result.handle, buffer=buffer).sum().backward()
+    if in_parts:
+        assert given.grad is not None
+        assert weight.grad is None
+        pairs.backward(given.grad)
+    assert weight.grad is not None
+    return weight.grad
+
+
+def compare_pairs(context: RankContext) -> None:
+    whole = gradient_of_pairs(context, in_parts=False)
+    assert bool((whole != 0).any())
+    assert torch.equal(gradient_of_pairs(context, in_parts=True), whole)
+
+
+def test_a_cut_between_the_rows_of_experts_is_seen() -> None:
+    run_ranks(compare_pairs, 2)
 
 
 def depend_on_weights(context: RankContext, face: str, kind: str) -> float:

@@ -8,6 +8,7 @@ a gradient the call is part of the graph of every rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -58,10 +59,12 @@ def combine_word(*inputs: object, is_traced: bool = False) -> int:
     """
     if not torch.is_grad_enabled():
         return 0
-    needs_any = is_traced or any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in inputs
-    )
-    return ENABLED | NEEDS_ROWS if needs_any else ENABLED
+    if is_traced:
+        return ENABLED | NEEDS_ROWS
+    for tensor in inputs:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            return ENABLED | NEEDS_ROWS
+    return ENABLED
 
 
 def is_differentiated(word: int) -> bool:
@@ -79,7 +82,9 @@ def needs_weights(word: int) -> bool:
     return word & NEEDS_WEIGHTS != 0
 
 
-def is_cut_from(rows: object, dispatch: Node | None, num_pairs: int | None = None) -> bool:
+def is_cut_from(
+    rows: object, dispatch: Node | None, num_pairs: Callable[[], int] | None = None
+) -> bool:
     """Whether the caller has cut the graph between a dispatch and the rows of its combine.
 
     Schedules that run a backward in parts, and checkpoints that are re-entrant, do: they go on from a
@@ -91,29 +96,34 @@ def is_cut_from(rows: object, dispatch: Node | None, num_pairs: int | None = Non
     Args:
         rows: Of the combine.
         dispatch: Its node in the graph, or None where it has none.
-        num_pairs: Rows that experts have, where `rows` has one for several of them.
+        num_pairs: Rows that experts have, where `rows` has one for several of them; asked for only
+            where the graph says too little.
     """
     if not isinstance(rows, torch.Tensor) or not rows.requires_grad or dispatch is None:
         return False
-    numbers = {_num_rows(rows), num_pairs}
-    if rows.grad_fn is None:
+    origin = rows.grad_fn
+    if origin is dispatch:
+        return False
+    if origin is None:
         return not isinstance(rows, nn.Parameter)
-    has_own_leaf = False
-    known = {rows.grad_fn}
-    waiting = [rows.grad_fn]
+    leaves = set()
+    known = {origin}
+    waiting = [origin]
     while waiting:
         node = waiting.pop()
         if node is dispatch:
             return False
         leaf = getattr(node, "variable", None)
-        if leaf is not None and not isinstance(leaf, nn.Parameter) and _num_rows(leaf) in numbers:
-            has_own_leaf = True
+        if leaf is not None and not isinstance(leaf, nn.Parameter):
+            leaves.add(_num_rows(leaf))
         # The first input, which is most often what came from the dispatch, is looked at first.
         for parent, _ in reversed(node.next_functions):
             if parent is not None and parent not in known:
                 known.add(parent)
                 waiting.append(parent)
-    return has_own_leaf
+    if _num_rows(rows) in leaves:
+        return True
+    return bool(leaves) and num_pairs is not None and num_pairs() in leaves
 
 
 def _num_rows(tensor: torch.Tensor) -> int:

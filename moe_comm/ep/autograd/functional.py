@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import Node
 
 from moe_comm.ep.autograd import dynamo, formulas, operators
 from moe_comm.ep.autograd.agreement import combine_word, dispatch_word, is_cut_from
@@ -196,7 +197,8 @@ def combine(
     link = handle.link
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
     if word and (
-        not link.requires_grad or (not is_traced and is_cut_from(expert_out, link.grad_fn))
+        not link.requires_grad
+        or (not is_traced and _is_cut(expert_out, handle, link.grad_fn, buffer))
     ):
         link = buffer.gradient_anchor
     if word and not is_traced and topk_weights is not None:
@@ -235,6 +237,19 @@ def _is_layout(layout: Any, expert_alignment: Any) -> bool:
 
 def _is_handle(handle: Any) -> bool:
     return isinstance(handle, DispatchHandle)
+
+
+def _is_cut(
+    rows: torch.Tensor, handle: DispatchHandle, dispatch: Node | None, buffer: EpBuffer
+) -> bool:
+    """See `is_cut_from`."""
+
+    def num_pairs() -> int:
+        is_mine = buffer.expert_rank == buffer.communicator.rank_idx
+        choices = handle.plan.to_tensors().counts[:, : is_mine.numel()]
+        return int(choices[:, is_mine].sum())
+
+    return rows.grad_fn is not dispatch and is_cut_from(rows, dispatch, num_pairs)
 
 
 def _clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
