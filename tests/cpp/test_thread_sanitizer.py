@@ -37,8 +37,8 @@ def libtsan() -> str:
     return path
 
 
-def build(tree: Path) -> None:
-    wanted = {"MOE_COMM_SANITIZE": "thread", "MOE_COMM_MODULES": "host,simt"}
+def build(tree: Path, modules: str) -> None:
+    wanted = {"MOE_COMM_SANITIZE": "thread", "MOE_COMM_MODULES": modules}
     environment = {**os.environ, **wanted}  # noqa: TID251
     run(
         *(sys.executable, "setup.py", "--quiet", "build", "--build-lib", "build/tsan"),
@@ -77,7 +77,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     libtsan()
     path = tmp_path_factory.mktemp("tsan")
     copy_source_tree(path)
-    build(path)
+    build(path, "host,simt")
     return path
 
 
@@ -106,7 +106,7 @@ def test_a_missing_order_is_seen(tree: Path, right: str, wrong: str) -> None:
     assert right in text
     header.write_text(text.replace(right, wrong))
     try:
-        build(tree)
+        build(tree, "host")  # emulated kernels need not be wrong as well
         assert races(tree) != []
     finally:
         header.write_text(text)
