@@ -40,7 +40,7 @@ class PermutedHandle(NamedTuple):
         places: Where they went.
         topk_idx: int64 `[num_tokens, num_topk]`, the routing map of this rank.
         probs_dtype: Of the probabilities that travelled, or None.
-        num_required_rows: Rows this rank would get without a budget, padding included.
+        num_rows_in_full: Rows this rank would get without a budget, or None where there is none.
         link: float32 `[0]`. Carries no data; ties the backward of combine to that of dispatch. None
             where the dispatch has no backward.
         overflow: int32 `[1]`: 1 where rows for this rank were dropped, else 0; without a budget the
@@ -52,9 +52,16 @@ class PermutedHandle(NamedTuple):
     places: DispatchHandle
     topk_idx: torch.Tensor
     probs_dtype: torch.dtype | None
-    num_required_rows: int
+    num_rows_in_full: int | None
     link: torch.Tensor | None
     overflow: torch.Tensor
+
+    @property
+    def num_required_rows(self) -> int:
+        """Rows this rank would get without a budget, padding included."""
+        return (
+            self.places.num_recv_tokens if self.num_rows_in_full is None else self.num_rows_in_full
+        )
 
 
 class PermutedRows(NamedTuple):
@@ -110,9 +117,7 @@ class PendingDispatch(NamedTuple):
             places=places,
             topk_idx=self.topk_idx,
             probs_dtype=self.probs_dtype,
-            num_required_rows=(
-                int(result.num_required_rows) if self.has_budget else places.num_recv_tokens
-            ),
+            num_rows_in_full=int(result.num_required_rows) if self.has_budget else None,
             link=None,
             overflow=_flag(bool(result.has_overflow)) if self.has_budget else _no_overflow(),
         )

@@ -64,13 +64,13 @@ class GroupBuffers:
         self.communicator = Communicator(
             group, _device_for(group, backend, device), backend=backend
         )
+        self._key = (id(group), self.communicator.device.type)
         self._manager = BufferManager(self.communicator)
         self.is_adopted = False  # by an object of every rank, that has no buffer yet
 
     def is_current(self) -> bool:
         """Whether `group_buffers` would find it again: it is neither destroyed nor let go."""
-        key = (id(self.group), self.device.type)
-        found = _held.get(key) or _living.get(key)
+        found = _held.get(self._key) or _living.get(self._key)
         return found is self and not self.communicator.is_destroyed
 
     @property
@@ -209,10 +209,9 @@ class GroupBuffers:
     def destroy(self) -> None:
         """Destroy the buffers and the communicator; idempotent."""
         with _lock:
-            key = (id(self.group), self.device.type)
             for known in (_held, _living):
-                if known.get(key) is self:
-                    del known[key]
+                if known.get(self._key) is self:
+                    del known[self._key]
         self._manager.destroy()
         self.communicator.destroy()
 
@@ -329,5 +328,5 @@ def group_buffers(
     made = GroupBuffers(key, backend=backend, device=wanted)
     with _lock:
         kept = _held if isinstance(key, dist.ProcessGroup) else _living
-        kept[id(key), made.device.type] = made
+        kept[made._key] = made
     return made

@@ -141,7 +141,7 @@ HybridDispatched: TypeAlias = tuple[
 
 
 def _with_gradient_of(probs: object, x: torch.Tensor) -> torch.Tensor:
-    """x as a leaf where only its probs need a gradient: Megatron's rows have one where either has."""
+    """The rows, as a leaf where only the probs need a gradient: Megatron has rows have one where either has."""
     if isinstance(probs, torch.Tensor) and probs.requires_grad and not x.requires_grad:
         return x.detach().requires_grad_(x.is_floating_point())
     return x
@@ -586,8 +586,9 @@ class HybridEPCombine(torch.autograd.Function):
 def _hybrid_buffer(group: Group) -> GroupBuffer:
     global _hybrid_ep_buffer
     buffer = held_buffer(_hybrid_ep_buffers, group)
-    with _lock:
-        if _hybrid_ep_buffer is None:
-            _forget_announcements()  # the caller may have reset the name by hand
-        _hybrid_ep_buffer = buffer
+    if _hybrid_ep_buffer is not buffer:
+        with _lock:
+            if _hybrid_ep_buffer is None:
+                _forget_announcements()  # the caller may have reset the name by hand
+            _hybrid_ep_buffer = buffer
     return buffer

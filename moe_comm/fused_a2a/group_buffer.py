@@ -102,16 +102,16 @@ class GroupBuffer:
 
 
 def held_buffer(buffers: dict[int, GroupBuffer], group: Group) -> GroupBuffer:
-    """The entry of a group, made on first use; entries of destroyed process groups are dropped."""
-    for key, buffer in list(buffers.items()):
-        if isinstance(buffer.group, dist.ProcessGroup) and not is_alive(buffer.group):
-            buffers.pop(key, None)
+    """The entry of a group. Where it is made, entries of destroyed process groups are dropped."""
     given = group
     if given is None and dist.is_available() and dist.is_initialized():
         given = dist.group.WORLD
     known = buffers.get(id(given))
     if known is not None and known.group is given and known.is_sure():
         return known
+    for key, buffer in list(buffers.items()):
+        if isinstance(buffer.group, dist.ProcessGroup) and not is_alive(buffer.group):
+            buffers.pop(key, None)
     shared = group_buffers(group)
     found = buffers.get(id(shared.group))
     if found is None or not found.is_of(shared):
