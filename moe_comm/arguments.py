@@ -1,4 +1,4 @@
-"""What every layer asks of plain arguments: integers and flags. Messages hold both values."""
+"""What every layer asks of plain arguments: integers, flags, tensors. Messages hold both values."""
 
 from __future__ import annotations
 
@@ -48,6 +48,19 @@ def check_kind(name: str, value: Any, kind: type, *, is_optional: bool = False) 
     if not isinstance(value, kind) and not (is_optional and value is None):
         either = " or None" if is_optional else ""
         raise TypeError(f"{name} must be a {kind.__name__}{either}, got {type(value).__name__}")
+
+
+def as_dense(name: str, value: Any) -> torch.Tensor:
+    """A tensor, of the layout that has strides.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout}")
+    return value
 
 
 def shown(value: Any) -> str:

@@ -7,6 +7,7 @@ operation is one of the classes below.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,8 +19,16 @@ __all__ = [
     "PeerFailedError",
     "PeerTimeoutError",
     "RefitError",
+    "has_timed_out",
     "interrupted_once",
 ]
+
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+def has_timed_out(error: BaseException) -> bool:
+    """Whether an error of torch.distributed says that a limit ran out, which has no type of its own."""
+    return _TIMED_OUT.search(str(error)) is not None
 
 
 @contextlib.contextmanager

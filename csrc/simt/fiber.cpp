@@ -200,8 +200,8 @@ void Context::jump_to(Context& next) {
 namespace {
 
 constexpr int kStacksPerSlab = 64;
-constexpr int kNumColours = 32;
-constexpr size_t kColourBytes = 128;
+constexpr int kNumColors = 32;
+constexpr size_t kColorBytes = 128;
 
 }  // namespace
 
@@ -241,7 +241,7 @@ StackPool::Stack StackPool::take() {
       slabs_.back().base + static_cast<size_t>(num_taken_) * stride + page_bytes_;
   if (mprotect(base, stack_bytes_, PROT_READ | PROT_WRITE) != 0)
     throw SystemError(concat("cannot make ", stack_bytes_, " bytes of stack accessible"), errno);
-  const size_t color = static_cast<size_t>(num_taken_ % kNumColours) * kColourBytes;
+  const size_t color = static_cast<size_t>(num_taken_ % kNumColors) * kColorBytes;
   ++num_taken_;
   return {base, stack_bytes_ - color};
 }

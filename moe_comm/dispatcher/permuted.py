@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from moe_comm.arguments import as_dense
 from moe_comm.dispatcher.routing_map import dense_of_topk, topk_of_routing_map
 from moe_comm.ep.autograd.agreement import is_cut_from, is_differentiated, needs_rows, needs_weights
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
@@ -356,28 +357,21 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:
     """As combine takes them."""
-    _check_dense("rows", rows)
+    as_dense("rows", rows)
     rows = _detached(rows)
     if isinstance(rows, QuantizedRows):
         rows = rows.dequantize()
     return rows.contiguous()
 
 
-def _check_dense(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
-
-
 def _choices(
     buffer: EpBuffer, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The map as top-k, and the probs in a dtype that travels."""
-    _check_dense("x", x)
-    _check_dense("routing_map", routing_map)
+    as_dense("x", x)
+    as_dense("routing_map", routing_map)
     if probs is not None:
-        _check_dense("probs", probs)
+        as_dense("probs", probs)
     expected = (x.shape[0] if x.dim() else 0, buffer.config.num_experts)
     if routing_map.shape != expected:
         raise ValueError(

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from moe_comm.arguments import as_dense
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
@@ -99,10 +100,7 @@ def begin_combine(
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, without a gradient."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+    as_dense(name, tensor)
     return tensor.detach().contiguous()
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from moe_comm.arguments import check_kind, shown
+from moe_comm.arguments import as_dense, check_kind, shown
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep.autograd import combine, dispatch
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
@@ -241,18 +241,13 @@ class TokenDispatcher:
         if (topk_idx is None) == (routing_map is None):
             given = "neither" if topk_idx is None else "both"
             return ValueError(f"give topk_idx or routing_map, got {given}")
-        choices = routing_map if topk_idx is None else topk_idx
         name = "routing_map" if topk_idx is None else "topk_idx"
-        if not isinstance(hidden, torch.Tensor) or not isinstance(choices, torch.Tensor):
-            return TypeError(
-                f"hidden and {name} must be tensors, got {type(hidden).__name__} and "
-                f"{type(choices).__name__}"
-            )
-        if hidden.layout is not torch.strided or choices.layout is not torch.strided:
-            return TypeError(
-                f"hidden and {name} must be dense tensors, got layouts {hidden.layout} and "
-                f"{choices.layout}"
-            )
+        try:
+            as_dense("hidden", hidden)
+            choices = as_dense(name, routing_map if topk_idx is None else topk_idx)
+            weights = None if probs is None else as_dense("probs", probs)
+        except TypeError as error:
+            return error
         is_bool = choices.dtype is torch.bool
         is_inexact = choices.is_floating_point() or choices.is_complex()
         if is_inexact or is_bool is (topk_idx is not None):
@@ -267,15 +262,13 @@ class TokenDispatcher:
             return ValueError(
                 f"routing_map must have {self.num_experts} columns, got {choices.shape[-1]}"
             )
-        if probs is None:
+        if weights is None:
             return None
-        if not isinstance(probs, torch.Tensor) or not probs.is_floating_point():
-            return TypeError(f"probs must be a floating-point tensor, got {shown(probs)}")
-        if probs.layout is not torch.strided:
-            return TypeError(f"probs must be a dense tensor, got one of layout {probs.layout}")
-        if probs.shape != choices.shape:
+        if not weights.is_floating_point():
+            return TypeError(f"probs must be a floating-point tensor, got {shown(weights)}")
+        if weights.shape != choices.shape:
             return ValueError(
-                f"probs must have the shape of {name} {tuple(choices.shape)}, got {tuple(probs.shape)}"
+                f"probs must have the shape of {name} {tuple(choices.shape)}, got {tuple(weights.shape)}"
             )
         return None
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from moe_comm.arguments import as_int
+from moe_comm.arguments import as_dense, as_int
 from moe_comm.ep.autograd import SAVED_OPERATORS, combine, dispatch
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Capacity
@@ -260,10 +260,10 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
 
 
 def _problem_with_tensor(name: str, tensor: Any) -> Exception | None:
-    if not isinstance(tensor, torch.Tensor):
-        return TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        return TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+    try:
+        as_dense(name, tensor)
+    except TypeError as error:
+        return error
     if tensor.dim() != 2:
         return ValueError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
     if tensor.is_complex():

@@ -56,7 +56,7 @@ class Capacity:
     Which rows are beyond a limit follows from counts alone: first `num_rows_per_expert`, which keeps
     the first rows of an expert in (source rank, token, k) order whatever the number of ranks; then
     `num_rows`, which drops the rows whose padded place lies beyond it. A dropped row is skipped by
-    combine; weights are not renormalised.
+    combine; weights are not renormalized.
 
     Args:
         num_rows: Rows of this rank's result, exactly (what is not filled is zero, weights 0, ids

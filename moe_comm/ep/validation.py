@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from moe_comm.arguments import as_int, shown
+from moe_comm.arguments import as_dense, as_int, shown
 from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, EpConfig, Layout
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.ep.memory_overlap import shares_bytes
@@ -315,10 +315,7 @@ def check_weighted_gradient(
 def _check_tensor(
     name: str, tensor: torch.Tensor, num_dims: int, *, is_strided: bool = False
 ) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+    as_dense(name, tensor)
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(
             f"{name} must be a tensor with memory of its own, got {type(tensor).__name__}"

@@ -9,14 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from moe_comm.errors import CommunicationError, PeerFailedError, PeerTimeoutError
+from moe_comm.errors import (
+    CommunicationError,
+    PeerFailedError,
+    PeerTimeoutError,
+    has_timed_out,
+)
 
-__all__ = ["failure_of", "has_timed_out", "lost_ranks", "timeout_of"]
+__all__ = ["failure_of", "lost_ranks", "timeout_of"]
 
 # No message of this package has it.
 _PROBE_TAG = (1 << 31) - 1
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_TIMED_OUT = ("Timed out", "timed out", "Application timeout", "Wait timeout")
 
 
 def timeout_of(group: dist.ProcessGroup) -> dt.timedelta:
@@ -48,11 +52,6 @@ def lost_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
             if any(word in str(error) for word in _CLOSED):
                 lost.append(peer)
     return tuple(lost)
-
-
-def has_timed_out(error: BaseException) -> bool:
-    """Whether an error of torch.distributed says that a limit ran out."""
-    return any(word in str(error) for word in _TIMED_OUT)
 
 
 def failure_of(

@@ -262,7 +262,7 @@ def plain_mistake(context: RankContext, mistake: dict[str, Any]) -> str:
         ({"topk_idx": IDS + 4}, "rank 1"),
         (
             {"hidden": X.numpy()},
-            "TypeError: rank 1: hidden and topk_idx must be tensors, got ndarray",
+            "TypeError: rank 1: hidden must be a tensor, got ndarray",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from moe_comm.arguments import as_int, check_bool
+from moe_comm.arguments import as_dense, as_int, check_bool
 from moe_comm.compat.deep_ep.config import Config
 from moe_comm.compat.deep_ep.streams import running
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
@@ -130,27 +130,24 @@ def check_tensor(
 
     It has to be where its call works (see `on_device`).
     """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout}")
-    if dtypes and value.dtype not in dtypes:
+    tensor = as_dense(name, value)
+    if dtypes and tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"{name} must be {wanted}, got {value.dtype}")
-    sizes = value.shape
+        raise TypeError(f"{name} must be {wanted}, got {tensor.dtype}")
+    sizes = tensor.shape
     is_shape = len(shape) == len(sizes)
     for want, size in zip(shape, sizes, strict=False):
         if want is not None and want != size:
             is_shape = False
     if not is_shape:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have shape ({wanted}), got {tuple(value.shape)}")
+        raise ValueError(f"{name} must have shape ({wanted}), got {tuple(tensor.shape)}")
     device = running().device
-    if value.device != device:
-        raise ValueError(f"{name} must be on {device}, got {value.device}")
-    if not strided and not value.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
-    return value
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+    if not strided and not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    return tensor
 
 
 def check_num_sms(num_sms: Any) -> None:

@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.ep.backends.kept_engines import KeptEngines, Lease, make_group
-from moe_comm.errors import CommunicationError, PeerFailedError, PeerTimeoutError
+from moe_comm.errors import (
+    CommunicationError,
+    PeerFailedError,
+    PeerTimeoutError,
+    has_timed_out,
+)
 from moe_comm.peers.bootstrap import Bootstrap
 
 __all__ = ["Carrier", "Pending", "ProgressThread"]
@@ -120,7 +125,7 @@ class Carrier:
         try:
             yield
         except RuntimeError as error:
-            kind = PeerTimeoutError if "timed out" in str(error).lower() else PeerFailedError
+            kind = PeerTimeoutError if has_timed_out(error) else PeerFailedError
             self._failure = kind(
                 f"{operation} ended while {phase} were exchanged: {error}",
                 operation=operation,

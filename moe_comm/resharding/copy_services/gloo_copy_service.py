@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from moe_comm.errors import has_timed_out
 from moe_comm.peers.bootstrap import check_process_of
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.distributed_copy_service import (
@@ -21,7 +22,7 @@ from moe_comm.resharding.copy_services.distributed_copy_service import (
     peer_of,
     what_moves,
 )
-from moe_comm.resharding.group_failures import has_timed_out, timeout_of
+from moe_comm.resharding.group_failures import timeout_of
 
 __all__ = ["GlooCopyService"]
 

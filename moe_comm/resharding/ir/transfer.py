@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import enum
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from moe_comm.errors import PeerFailedError, PeerTimeoutError
+from moe_comm.errors import PeerFailedError, PeerTimeoutError, has_timed_out
 from moe_comm.resharding.ir import groups
 
 __all__ = ["REDUCE_OPS", "TransferType", "Transferable", "bytes_of", "reduce_in_place"]
@@ -24,8 +23,6 @@ REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-
-_TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class TransferType(enum.Enum):
@@ -130,7 +127,7 @@ class Transferable:
         except (PeerFailedError, PeerTimeoutError):
             raise
         except RuntimeError as error:
-            kind = PeerTimeoutError if _TIMEOUT_TEXT.search(str(error)) else PeerFailedError
+            kind = PeerTimeoutError if has_timed_out(error) else PeerFailedError
             peers = self.dst_ranks if self.is_source else (self.src_rank,)
             raise kind(
                 f"{self.describe()} did not {what}: {error}",
