@@ -12,6 +12,7 @@ from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.streams import plan_here
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.ep import arithmetic
+from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle
@@ -195,7 +196,7 @@ def _combine_with_biases(
     """
     pulled = _pulled_weights(buffer, native, topk_weights)
     plan = plan_here(native.plan)
-    returned = _return_rows(owner, rows, _sources(buffer, owner, native, plan.counts))
+    returned = _return_rows(owner, rows, _sources(buffer, owner, native, plan))
     # Rows come back in order of (rank that held it, row there), which is the order of slots.
     is_used = plan.slots >= 0
     order = plan.slots[is_used].argsort()
@@ -242,16 +243,16 @@ def _add_after_biases(
 
 
 def _sources(
-    buffer: EpBuffer, owner: GroupOwner, native: DispatchHandle, counts: torch.Tensor
+    buffer: EpBuffer, owner: GroupOwner, native: DispatchHandle, plan: PlanTensors
 ) -> torch.Tensor:
     """int64 `[M]`, the rank every received row came from, -1 for padding."""
-    num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
+    num_ranks = owner.num_ranks
     if native.layout is Layout.RANK_MAJOR:
-        lengths = counts[:, num_experts + owner.rank_idx].to(torch.int64)
+        lengths = plan.sent_tokens[:, owner.rank_idx].to(torch.int64)
         rank_of_part = torch.arange(num_ranks)
     else:
         mine = (buffer.expert_rank == owner.rank_idx).nonzero().flatten()
-        per_expert = counts[:, mine].T.to(torch.int64)
+        per_expert = plan.sent_choices[:, mine].T.to(torch.int64)
         padding = -per_expert.sum(1, keepdim=True) % native.expert_alignment
         lengths = torch.cat([per_expert, padding], dim=1).flatten()
         rank_of_part = torch.cat([torch.arange(num_ranks), torch.tensor([-1])]).repeat(len(mine))

@@ -14,6 +14,7 @@ from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import here, plan_here
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.ep import quantized
+from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
@@ -210,23 +211,22 @@ def _make_handle(
 ) -> EPHandle:
     """See `EPHandle`; `columns` are the choices and the index of every received row."""
     assert sending.topk_idx is not None
-    num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
-    counts = plan_here(result.handle.plan).counts
-    from_rank = counts[:, num_experts + owner.rank_idx].to(torch.int64)
+    plan = plan_here(result.handle.plan)
+    from_rank = plan.sent_tokens[:, owner.rank_idx].to(torch.int64)
     raw = here(result.num_tokens_per_expert)
     unit = sending.expert_alignment
     rounded = (raw + unit - 1) // unit * unit
     ends = rounded.cumsum(0)
     if sending.is_expanded:
-        filled = _filled_rows(buffer, owner, counts, ends - rounded)
+        filled = _filled_rows(buffer, owner, plan, ends - rounded)
         num_expanded = result.handle.num_recv_tokens
     else:
-        sources = torch.repeat_interleave(torch.arange(num_ranks), from_rank)
+        sources = torch.repeat_interleave(torch.arange(owner.num_ranks), from_rank)
         filled = _Filled(torch.arange(len(sources)), sources, None)
         num_expanded = 0
     return EPHandle(
         do_expand=sending.is_expanded,
-        num_experts=num_experts,
+        num_experts=buffer.config.num_experts,
         expert_alignment=unit,
         num_max_tokens_per_rank=sending.num_max_tokens,
         num_sms=sending.num_sms,
@@ -271,11 +271,11 @@ class _Filled:
 
 
 def _filled_rows(
-    buffer: EpBuffer, owner: GroupOwner, counts: torch.Tensor, starts: torch.Tensor
+    buffer: EpBuffer, owner: GroupOwner, plan: PlanTensors, starts: torch.Tensor
 ) -> _Filled:
     """Of expanded rows whose experts begin at `starts`."""
     mine = here((buffer.expert_rank == owner.rank_idx).nonzero().flatten())
-    per_expert = counts[:, mine].T.to(torch.int64)
+    per_expert = plan.sent_choices[:, mine].T.to(torch.int64)
     ranks = torch.arange(owner.num_ranks).repeat(len(mine))
     sources = torch.repeat_interleave(ranks, per_expert.flatten())
     per_local = per_expert.sum(1)

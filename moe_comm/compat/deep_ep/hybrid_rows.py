@@ -11,6 +11,7 @@ from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
+from moe_comm.compat.deep_ep.routing import tokens_in_ranks
 from moe_comm.compat.deep_ep.streams import Place, here, plan_here, resumed, running
 from moe_comm.dispatcher.routing_map import (
     dense_of_topk,
@@ -237,7 +238,7 @@ def rank_major_places(
         _sparse_to_dense(owner, buffer, plan, routing.topk_idx),
         torch.ones(num_tokens, 1, dtype=torch.bool),
         torch.ones(num_tokens, 0, dtype=torch.bool),
-        _num_dispatched(owner, buffer, plan),
+        _num_dispatched(owner, plan),
         local_map,
         num_tokens,
         config,
@@ -261,7 +262,7 @@ def permuted_places(
     of_shape = _of_shape(owner.num_ranks, buffer.num_local_experts, num_tokens, running().device)
     return (
         *of_shape[:3],
-        _num_dispatched(owner, buffer, plan_here(result.handle.plan)),
+        _num_dispatched(owner, plan_here(result.handle.plan)),
         *of_shape[3:],
         here(result.num_tokens_per_expert).to(torch.int32),
         num_tokens,
@@ -290,23 +291,17 @@ def _of_shape(
     )
 
 
-def _num_dispatched(owner: GroupOwner, buffer: EpBuffer, plan: PlanTensors) -> torch.Tensor:
+def _num_dispatched(owner: GroupOwner, plan: PlanTensors) -> torch.Tensor:
     """int32 `[1]`, tokens received here, each once."""
-    received = plan.counts[:, buffer.config.num_experts + owner.rank_idx]
-    return received.sum(0, keepdim=True, dtype=torch.int32)
+    return plan.sent_tokens[:, owner.rank_idx].sum(0, keepdim=True, dtype=torch.int32)
 
 
 def _sparse_to_dense(
     owner: GroupOwner, buffer: EpBuffer, plan: PlanTensors, topk_idx: torch.Tensor
 ) -> torch.Tensor:
     """int32 `[N, R]`: the row of every token on every rank, or -1."""
-    num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
-    # int64 [R, R]: tokens that rank i sent to rank j, each once.
-    sent = plan.counts[:, num_experts : num_experts + num_ranks].to(torch.int64)
+    sent = plan.sent_tokens.to(torch.int64)
     first = (sent.cumsum(0) - sent)[owner.rank_idx]
-    rank_of_bin = torch.cat([buffer.expert_rank.to(topk_idx), torch.tensor([num_ranks])])
-    is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
-    is_in_rank.scatter_(1, rank_of_bin[topk_idx], True)  # -1 reads the last bin
-    is_in_rank = is_in_rank[:, :num_ranks]
+    is_in_rank, _ = tokens_in_ranks(topk_idx, buffer.expert_rank, owner.num_ranks)
     row = is_in_rank.cumsum(0) - 1 + first
     return row.masked_fill_(~is_in_rank, -1).to(torch.int32)

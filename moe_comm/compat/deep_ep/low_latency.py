@@ -160,8 +160,8 @@ def dispatch(
 
     def finish() -> None:
         recv_count.copy_(result.num_tokens_per_expert)
-        counts = plan_here(result.plan).counts[:, : buffer.config.num_experts]
-        mine = counts[:, buffer.expert_rank == owner.rank_idx].T.to(torch.int64)
+        is_mine = buffer.expert_rank == owner.rank_idx
+        mine = plan_here(result.plan).sent_choices[:, is_mine].T.to(torch.int64)
         layout_range.copy_(routing.packed_layout_range(mine))
         assert result.topk_weights is not None
         is_filled = torch.arange(num_places) < recv_count[:, None]

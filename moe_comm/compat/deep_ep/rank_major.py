@@ -269,9 +269,7 @@ def _make_handle(
     source: torch.Tensor,
 ) -> RankMajorHandle:
     assert sending.is_token_in_rank is not None
-    num_experts, num_ranks = buffer.config.num_experts, owner.num_ranks
-    counts = plan_here(result.handle.plan).counts
-    rank_prefix = counts[:, num_experts : num_experts + num_ranks].cumsum(0, dtype=torch.int64)
+    rank_prefix = plan_here(result.handle.plan).sent_tokens.cumsum(0, dtype=torch.int64)
     mine = rank_prefix[:, owner.rank_idx]
     num_filled = int(mine[-1])
     recv_src_idx = source[:, 0].contiguous()

@@ -13,6 +13,7 @@ __all__ = [
     "packed_layout_range",
     "recv_channel_prefix_matrix",
     "send_channels",
+    "tokens_in_ranks",
 ]
 
 
@@ -51,15 +52,34 @@ def dispatch_layout(topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks
     # Unused choices fall into a bin of their own, which is cut off.
     bins = torch.where(topk_idx < 0, num_experts, topk_idx)
     counts = torch.bincount(bins.flatten(), minlength=num_experts + 1)[:num_experts]
-    rank_of_bin = torch.cat([expert_rank.to(topk_idx), torch.tensor([num_ranks])])
-    is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
-    is_in_rank.scatter_(1, rank_of_bin[bins], True)
-    is_in_rank = is_in_rank[:, :num_ranks].contiguous()
+    is_in_rank, _ = tokens_in_ranks(topk_idx, expert_rank, num_ranks)
     return Layout(
         num_tokens_per_rank=is_in_rank.sum(0, dtype=torch.int32),
         num_tokens_per_expert=counts.to(torch.int32),
         is_token_in_rank=is_in_rank,
     )
+
+
+def tokens_in_ranks(
+    topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which ranks every token goes to.
+
+    Args:
+        topk_idx: int64 `[num_tokens, num_topk]`, -1 marks an unused choice.
+        expert_rank: int32 `[num_experts]`, the rank of every expert.
+        num_ranks: Ranks.
+
+    Returns:
+        bool `[num_tokens, num_ranks]`, and the ranks of the choices: int64 `[num_tokens, num_topk]`,
+        `num_ranks` where a choice is not used.
+    """
+    # Unused choices fall into a bin of their own, which is cut off; -1 reads the last.
+    rank_of_bin = torch.cat([expert_rank.to(topk_idx), torch.tensor([num_ranks])])
+    rank_of_choice = rank_of_bin[topk_idx]
+    is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
+    is_in_rank.scatter_(1, rank_of_choice, True)
+    return is_in_rank[:, :num_ranks].contiguous(), rank_of_choice
 
 
 def last_choices(
@@ -76,13 +96,10 @@ def last_choices(
         int64 `[num_tokens, num_topk]` twice, -1 at all other choices: the rank, and the place of the
         token among those that go to this rank.
     """
-    rank_of_bin = torch.cat([expert_rank.to(topk_idx), torch.tensor([num_ranks])])
-    rank_of_choice = rank_of_bin[topk_idx]  # -1 reads the last bin
+    is_in_rank, rank_of_choice = tokens_in_ranks(topk_idx, expert_rank, num_ranks)
     is_same = rank_of_choice[:, :, None] == rank_of_choice[:, None, :]
     is_last = ~is_same.triu(1).any(dim=2) & (rank_of_choice < num_ranks)
-    is_in_rank = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
-    is_in_rank.scatter_(1, rank_of_choice, True)
-    place = (is_in_rank.cumsum(0) - 1).gather(1, rank_of_choice)
+    place = (is_in_rank.cumsum(0) - 1).gather(1, rank_of_choice.clamp_max(num_ranks - 1))
     return rank_of_choice.masked_fill(~is_last, -1), place.masked_fill(~is_last, -1)
 
 

@@ -246,8 +246,7 @@ def _is_cut(
 
     def num_pairs() -> int:
         is_mine = buffer.expert_rank == buffer.communicator.rank_idx
-        choices = handle.plan.to_tensors().counts[:, : is_mine.numel()]
-        return int(choices[:, is_mine].sum())
+        return int(handle.plan.to_tensors().sent_choices[:, is_mine].sum())
 
     return rows.grad_fn is not dispatch and is_cut_from(rows, dispatch, num_pairs)
 

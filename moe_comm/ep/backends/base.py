@@ -145,6 +145,16 @@ class PlanTensors:
         """Largest number of choices per token of all ranks."""
         return most_topk(self.counts)
 
+    @property
+    def sent_choices(self) -> torch.Tensor:
+        """int32 `[num_ranks, num_experts]`: kept choices of every rank, of every expert."""
+        return self.counts[:, : -len(self.counts) - 2]
+
+    @property
+    def sent_tokens(self) -> torch.Tensor:
+        """int32 `[num_ranks, num_ranks]`: tokens of every rank for every rank; see `counts`."""
+        return self.counts[:, -len(self.counts) - 2 : -2]
+
     def is_kept(self) -> torch.Tensor:
         """Choices whose rows were sent: bool `[num_tokens, num_topk]`."""
         is_used = self.topk_idx >= 0
