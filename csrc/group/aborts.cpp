@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/text.h"
 
 namespace moe::host {
 
@@ -20,7 +21,7 @@ void Aborts::abort(layout::AbortCause cause,
   record.num_ranks =
       static_cast<int32_t>(std::min<size_t>(ranks.size(), layout::AbortRecord::kMaxRanks));
   std::copy_n(ranks.begin(), record.num_ranks, record.ranks);
-  std::strncpy(record.message, message.c_str(), sizeof(record.message) - 1);
+  store_text(record.message, message);
   store(ranks_.own_control(), record);
   store_at_peers(record);
 }

@@ -1,8 +1,8 @@
 #include "ops/copy_run.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "core/text.h"
 #include "group/peer_wait.h"
 
 namespace moe::host {
@@ -17,16 +17,6 @@ using layout::RowStatus;
 // How long a failed run waits for peers to write here no more. They look up between parts of about
 // a megabyte.
 constexpr int64_t kStopNs = 100'000'000;
-
-/// Cuts what is too long, between characters: readers take it for UTF-8.
-template <size_t kBytes>
-void store_text(char (&target)[kBytes], const std::string& text) {
-  size_t length = std::min(text.size(), kBytes - 1);
-  while (length > 0 && length < text.size() && (text[length] & 0xC0) == 0x80)
-    --length;
-  std::memcpy(target, text.data(), length);
-  std::memset(target + length, 0, kBytes - length);
-}
 
 }  // namespace
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "core/text.h"
+
 namespace moe::host {
 
 using layout::Phase;
@@ -56,25 +58,23 @@ void Exchange::publish(const RowMessage& message) {
   header.weights_offer = message.weights_offer;
   header.needed_bytes = message.needed_bytes;
   header.available_bytes = message.available_bytes;
-  std::string text;
-  if (message.status != RowStatus::kOk) {
-    text = message.message.substr(0, Row::kMessageBytes - 1);
-    text.resize(Row::kMessageBytes);
-  }
+  char text[Row::kMessageBytes];
+  if (message.status != RowStatus::kOk)
+    store_text(text, message.message);
   if (relay_ != nullptr) {
     const int64_t stride = Row::stride(group_.num_ranks(), endpoint_.config().num_experts);
     std::vector<std::byte> image(static_cast<size_t>(stride));
     header.epoch = epoch_;
     std::memcpy(image.data(), &header, sizeof(header));
     if (message.status != RowStatus::kOk)
-      std::memcpy(image.data() + sizeof(header), text.data(), text.size());
+      std::memcpy(image.data() + sizeof(header), text, sizeof(text));
     else if (message.counts != nullptr)
       std::memcpy(image.data() + sizeof(header), message.counts, count_bytes());
     relay_->exchange_row(image.data());
   }
   store_row(group_.rank_idx(), header, [&](Row& row) {
     if (message.status != RowStatus::kOk)
-      sync::write_shared(row.message(), text.data(), text.size());
+      sync::write_shared(row.message(), text, sizeof(text));
     else if (message.counts != nullptr)
       sync::write_shared(row.counts(), message.counts, count_bytes());
   });

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/text.h"
 #include "runtime/device_plan.h"
 #include "runtime/dispatch_launches.h"
 #include "runtime/polling.h"
@@ -506,8 +507,7 @@ void DeviceEndpoint::write_rejected_row(uint64_t epoch, int peer_rank) {
 
 const char* DeviceEndpoint::write_message(const std::string& text) {
   auto* const message = reinterpret_cast<char*>(message_.get());
-  std::strncpy(message, text.c_str(), Row::kMessageBytes - 1);
-  message[Row::kMessageBytes - 1] = '\0';
+  store_text(message, Row::kMessageBytes, text);
   return message;
 }
 

@@ -122,6 +122,13 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
         "dispatch", lambda c: c.dispatch(expert_alignment=2.0), TypeError, ("expert_alignment", "2.0")
     ),
     "layout type": ("dispatch", lambda c: c.dispatch(layout=1), TypeError, ("Layout", "1")),
+    # Rows have room for so much of a text, which may end within one of two neighboring characters.
+    "long text": (
+        "dispatch", lambda c: c.dispatch(layout="é" * 400), TypeError, ("Layout", "é" * 120)
+    ),
+    "long text, a byte on": (
+        "dispatch", lambda c: c.dispatch(layout="x" + "é" * 400), TypeError, ("Layout", "é" * 120)
+    ),
     "copy_out": ("dispatch", lambda c: c.dispatch(copy_out="yes"), ValueError, ("copy_out", "'yes'")),
     "quantization": (
         "dispatch", lambda c: c.dispatch(quantization="fp8"), TypeError, ("Quantization", "'fp8'")

@@ -87,6 +87,9 @@ def _errors(context: RankContext, backend: str) -> list[tuple[str, str]]:
     expect(lambda: buffer.dispatch(x, bad_idx))
     expect(lambda: buffer.dispatch(x[:, : 8 if is_culprit else None], topk_idx))
     expect(lambda: buffer.dispatch(x, topk_idx, expert_alignment=1 + context.rank_idx))
+    for layout in ("é" * 400, "x" + "é" * 400):  # cut for a row, within a character or before one
+        wrong: Any = {"layout": layout} if is_culprit else {}
+        expect(lambda wrong=wrong: buffer.dispatch(x, topk_idx, **wrong))
     result = buffer.dispatch(x, topk_idx)
     expect(lambda: buffer.combine(result.x[:1] if is_culprit else result.x, result.handle))
     if is_culprit:
@@ -104,6 +107,7 @@ def test_errors_read_as_on_the_cpu() -> None:
     for said in (*host, *simt):
         assert said == host[0]
     assert host[0][0][1].startswith("rank 1: topk_idx[17, 1] = 6 is not an expert id")
+    assert [kind for kind, _ in host[0][3:5]] == ["TypeError", "TypeError"]
 
 
 def _overflow(context: RankContext, backend: str) -> list[Any]:
