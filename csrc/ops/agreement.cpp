@@ -1,6 +1,7 @@
 #include "ops/agreement.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/rank_list.h"
 
@@ -148,65 +149,62 @@ int32_t unite_gradients(const Rows& rows, const Group& group) {
   return united;
 }
 
+std::exception_ptr join_problems(const std::vector<RankProblem>& problems) {
+  std::string message;
+  auto worst = RowStatus::kOk;
+  std::vector<int> short_ranks;
+  uint64_t needed_bytes = 0;
+  uint64_t available_bytes = 0;
+  for (size_t rank_idx = 0; rank_idx < problems.size(); ++rank_idx) {
+    const RankProblem& problem = problems[rank_idx];
+    if (problem.status == RowStatus::kOk)
+      continue;
+    message += concat(message.empty() ? "" : "; ", "rank ", rank_idx, ": ", problem.text);
+    // Mistakes come before shortages, the lowest rank's kind decides the exception's type.
+    if (worst == RowStatus::kOk || worst == RowStatus::kNoCapacity)
+      worst = problem.status;
+    if (problem.status != RowStatus::kNoCapacity)
+      continue;
+    short_ranks.push_back(static_cast<int>(rank_idx));
+    needed_bytes = std::max(needed_bytes, problem.needed_bytes);
+    available_bytes = problem.available_bytes;
+  }
+  if (worst == RowStatus::kOk)
+    return nullptr;
+  if (worst == RowStatus::kInvalidType)
+    return std::make_exception_ptr(InvalidType(message));
+  if (worst != RowStatus::kNoCapacity)
+    return std::make_exception_ptr(InvalidArgument(message));
+  CapacityError error(message, needed_bytes, available_bytes);
+  error.ranks = std::move(short_ranks);
+  return std::make_exception_ptr(error);
+}
+
 std::exception_ptr find_disagreement(const Rows& rows, const Group& group) {
   if (is_agreed(rows, group)) [[likely]]
     return nullptr;
-  std::string message;
-  auto worst = RowStatus::kOk;
-  CapacityError capacity("", 0, 0);
+  if (auto error = join_problems(rows.problems))
+    return error;
   int first_rank = -1;
-  int other_rank = -1;
   for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
     if (!group.is_active(peer_rank))
       continue;
-    const Row& header = rows.headers[static_cast<size_t>(peer_rank)];
-    const auto status = static_cast<RowStatus>(header.status);
-    if (status != RowStatus::kOk) {
-      // Mistakes come before shortages, the lowest rank's kind decides the exception's type.
-      if (worst == RowStatus::kOk || (worst == RowStatus::kNoCapacity && status != worst))
-        worst = status;
-      message += concat(message.empty() ? "" : "; ",
-                        "rank ",
-                        peer_rank,
-                        ": ",
-                        rows.messages[static_cast<size_t>(peer_rank)]);
-      if (status == RowStatus::kNoCapacity) {
-        capacity.ranks.push_back(peer_rank);
-        capacity.needed_bytes = std::max(capacity.needed_bytes, header.needed_bytes);
-        capacity.available_bytes = header.available_bytes;
-      }
-    }
     if (first_rank < 0)
       first_rank = peer_rank;
-    else if (other_rank < 0 &&
-             !header.arguments.is_same_as(rows.headers[static_cast<size_t>(first_rank)].arguments))
-      other_rank = peer_rank;
+    const auto& first = rows.headers[static_cast<size_t>(first_rank)].arguments;
+    const auto& other = rows.headers[static_cast<size_t>(peer_rank)].arguments;
+    if (!other.is_same_as(first))
+      return std::make_exception_ptr(InvalidArgument(concat("ranks disagree: ",
+                                                            describe(first),
+                                                            " on rank ",
+                                                            first_rank,
+                                                            " met ",
+                                                            describe(other),
+                                                            " on rank ",
+                                                            peer_rank)));
   }
-  if (worst == RowStatus::kOk && other_rank >= 0) {
-    worst = RowStatus::kInvalidArgument;
-    message = concat("ranks disagree: ",
-                     describe(rows.headers[static_cast<size_t>(first_rank)].arguments),
-                     " on rank ",
-                     first_rank,
-                     " met ",
-                     describe(rows.headers[static_cast<size_t>(other_rank)].arguments),
-                     " on rank ",
-                     other_rank);
-  }
-  if (worst == RowStatus::kOk) {
-    message = describe_gradient_clash(rows, group);
-    if (message.empty())
-      return nullptr;
-    worst = RowStatus::kInvalidArgument;
-  }
-  if (worst == RowStatus::kInvalidType)
-    return std::make_exception_ptr(InvalidType(message));
-  if (worst == RowStatus::kNoCapacity) {
-    CapacityError error(message, capacity.needed_bytes, capacity.available_bytes);
-    error.ranks = capacity.ranks;
-    return std::make_exception_ptr(error);
-  }
-  return std::make_exception_ptr(InvalidArgument(message));
+  const std::string clash = describe_gradient_clash(rows, group);
+  return clash.empty() ? nullptr : std::make_exception_ptr(InvalidArgument(clash));
 }
 
 }  // namespace moe::host

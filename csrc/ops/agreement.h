@@ -26,10 +26,18 @@ struct RowMessage {
   uint64_t available_bytes = 0;
 };
 
+/// What is wrong on a rank, if anything is.
+struct RankProblem {
+  layout::RowStatus status = layout::RowStatus::kOk;
+  std::string text;
+  uint64_t needed_bytes = 0;  ///< status kNoCapacity
+  uint64_t available_bytes = 0;
+};
+
 /// A private copy of all rows of one epoch. Entries of excluded ranks are zero.
 struct Rows {
   std::vector<layout::Row> headers;   ///< [num_ranks]
-  std::vector<std::string> messages;  ///< [num_ranks], of rows whose status is not kOk
+  std::vector<RankProblem> problems;  ///< [num_ranks]
   layout::CountMatrix counts;         ///< uncached dispatch
 };
 
@@ -38,6 +46,10 @@ std::string describe(const layout::OperationArguments& arguments);
 
 /// What all ranks together say of gradients, see layout::GradientWord.
 int32_t unite_gradients(const Rows& rows, const Group& group);
+
+/// What every rank throws where some have a problem, else null. The message names all that have.
+/// @param problems  [num_ranks], none for ranks that are excluded.
+std::exception_ptr join_problems(const std::vector<RankProblem>& problems);
 
 /// What every rank throws where some rank found something wrong or rows disagree, else null.
 std::exception_ptr find_disagreement(const Rows& rows, const Group& group);

@@ -39,29 +39,20 @@ struct Introduction {
 
 /// Throws that heaps are too small, as every rank does, where @p payloads say so.
 void raise_shortage(const std::vector<std::string>& payloads) {
-  std::string message;
-  CapacityError shortage("", 0, 0);
+  std::vector<RankProblem> problems(payloads.size());
   for (size_t rank_idx = 0; rank_idx < payloads.size(); ++rank_idx) {
     Introduction found{};
     if (payloads[rank_idx].empty())
       continue;  // excluded
     std::memcpy(&found, payloads[rank_idx].data(), sizeof(found));
-    if (found.needed_bytes == 0)
-      continue;
-    message += concat(message.empty() ? "" : "; ",
-                      "rank ",
-                      rank_idx,
-                      ": ",
-                      payloads[rank_idx].substr(sizeof(found)));
-    shortage.ranks.push_back(static_cast<int>(rank_idx));
-    shortage.needed_bytes = found.needed_bytes;
-    shortage.available_bytes = found.available_bytes;
+    if (found.needed_bytes != 0)
+      problems[rank_idx] = {layout::RowStatus::kNoCapacity,
+                            payloads[rank_idx].substr(sizeof(found)),
+                            found.needed_bytes,
+                            found.available_bytes};
   }
-  if (message.empty())
-    return;
-  CapacityError error(message, shortage.needed_bytes, shortage.available_bytes);
-  error.ranks = shortage.ranks;
-  throw error;
+  if (const std::exception_ptr error = join_problems(problems))
+    std::rethrow_exception(error);
 }
 
 class RunGuard {

@@ -1,7 +1,5 @@
 #include "ops/copy_run.h"
 
-#include <algorithm>
-
 #include "core/text.h"
 #include "group/peer_wait.h"
 
@@ -122,33 +120,18 @@ void CopyRun::collect_rows() {
 
 /// Throws what rows say is wrong, if anything is: the same on every rank.
 void CopyRun::raise_agreed() {
-  std::string message;
-  bool is_short = true;
-  CapacityError capacity("", 0, 0);
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    const CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
-    if (!group_.is_active(peer_rank) || row.status == static_cast<int32_t>(RowStatus::kOk))
-      continue;
-    message += concat(message.empty() ? "" : "; ", "rank ", peer_rank, ": ", row.message);
-    if (row.status != static_cast<int32_t>(RowStatus::kNoCapacity)) {
-      is_short = false;  // mistakes come before shortages
-      continue;
-    }
-    capacity.ranks.push_back(peer_rank);
-    capacity.needed_bytes = std::max(capacity.needed_bytes, row.needed_bytes);
-    capacity.available_bytes = row.available_bytes;
-  }
-  if (message.empty())
+  std::vector<RankProblem> problems;
+  for (const CopyRow& row : rows_)
+    problems.push_back(
+        {static_cast<RowStatus>(row.status), row.message, row.needed_bytes, row.available_bytes});
+  const std::exception_ptr error = join_problems(problems);
+  if (error == nullptr)
     return;
   // Verdicts tell that every rank has read the rows, so that the next run may store others.
   publish_verdict("");
   collect_verdicts();
   settle();
-  if (!is_short)
-    throw InvalidArgument(message);
-  CapacityError error(message, capacity.needed_bytes, capacity.available_bytes);
-  error.ranks = capacity.ranks;
-  throw error;
+  std::rethrow_exception(error);
 }
 
 void CopyRun::exchange_rejection(const RowMessage& row) {
@@ -180,20 +163,20 @@ void CopyRun::collect_verdicts() {
   const auto is_awaited = [&](int peer_rank) {
     return sync::load_acquire(workspace.verdict(peer_rank).epoch) < epoch_;
   };
-  std::string message;
+  std::vector<RankProblem> problems(static_cast<size_t>(group_.num_ranks()));
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (!group_.is_active(peer_rank))
       continue;
     await_entered(Phase::kVerdicts, [&] { return !is_awaited(peer_rank); }, is_awaited);
     CopyVerdict verdict;
     sync::read_body(verdict, workspace.verdict(peer_rank));
-    if (verdict.status != static_cast<int32_t>(RowStatus::kOk))
-      message += concat(message.empty() ? "" : "; ", "rank ", peer_rank, ": ", verdict.message);
+    problems[static_cast<size_t>(peer_rank)] = {static_cast<RowStatus>(verdict.status),
+                                                verdict.message};
   }
-  if (message.empty())
-    return;
-  settle();
-  throw InvalidArgument(message);
+  if (const std::exception_ptr error = join_problems(problems)) {
+    settle();
+    std::rethrow_exception(error);
+  }
 }
 
 void CopyRun::settle() {

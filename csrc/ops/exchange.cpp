@@ -111,7 +111,7 @@ Rows Exchange::collect(bool with_counts) {
   const int num_ranks = group_.num_ranks();
   Rows rows;
   rows.headers.resize(static_cast<size_t>(num_ranks));
-  rows.messages.resize(static_cast<size_t>(num_ranks));
+  rows.problems.resize(static_cast<size_t>(num_ranks));
   // Those of this node first: a rank of another is heard of through one of them.
   int peer_rank = first_local_rank_;
   for (int i = 0; i < num_ranks; ++i, peer_rank = peer_rank + 1 == num_ranks ? 0 : peer_rank + 1) {
@@ -125,7 +125,8 @@ Rows Exchange::collect(bool with_counts) {
     if (header.status != static_cast<int32_t>(RowStatus::kOk)) {
       char text[Row::kMessageBytes];
       sync::read_shared(text, row.message(), sizeof(text));
-      rows.messages[static_cast<size_t>(peer_rank)] = text;
+      rows.problems[static_cast<size_t>(peer_rank)] = {
+          static_cast<RowStatus>(header.status), text, header.needed_bytes, header.available_bytes};
     }
   }
   if (const std::exception_ptr error = find_disagreement(rows, group_)) {

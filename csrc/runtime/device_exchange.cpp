@@ -83,32 +83,34 @@ host::Rows DeviceExchange::collect(bool with_counts) {
   const int num_ranks = group_.num_ranks();
   host::Rows rows;
   rows.headers.resize(static_cast<size_t>(num_ranks));
-  rows.messages.resize(static_cast<size_t>(num_ranks));
+  rows.problems.resize(static_cast<size_t>(num_ranks));
   for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
     if (!group_.is_active(peer_rank))
       continue;
     const Row& row = endpoint_.read_row(peer_rank);
-    Row& header = rows.headers[static_cast<size_t>(peer_rank)];
-    std::string& message = rows.messages[static_cast<size_t>(peer_rank)];
-    header = row;
+    rows.headers[static_cast<size_t>(peer_rank)] = row;
+    host::RankProblem& problem = rows.problems[static_cast<size_t>(peer_rank)];
+    problem.status = RowStatus::kInvalidArgument;
     switch (static_cast<RowStatus>(row.status)) {
       case RowStatus::kOk:
+        problem.status = RowStatus::kOk;
         break;
       case RowStatus::kBadExpert:
         // The message of a row whose ids a device has yet to check is its number of choices.
-        message = host::describe_bad_expert(static_cast<int64_t>(row.needed_bytes),
-                                            std::strtoll(row.message(), nullptr, 10),
-                                            static_cast<int64_t>(row.available_bytes),
-                                            endpoint_.config().num_experts);
-        header.status = static_cast<int32_t>(RowStatus::kInvalidArgument);
+        problem.text = host::describe_bad_expert(static_cast<int64_t>(row.needed_bytes),
+                                                 std::strtoll(row.message(), nullptr, 10),
+                                                 static_cast<int64_t>(row.available_bytes),
+                                                 endpoint_.config().num_experts);
         break;
       case RowStatus::kFailedRank:
-        message = host::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),
-                                             static_cast<int>(row.available_bytes));
-        header.status = static_cast<int32_t>(RowStatus::kInvalidArgument);
+        problem.text = host::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),
+                                                  static_cast<int>(row.available_bytes));
         break;
       default:
-        message = row.message();
+        problem = {static_cast<RowStatus>(row.status),
+                   row.message(),
+                   row.needed_bytes,
+                   row.available_bytes};
     }
   }
   if (const std::exception_ptr error = host::find_disagreement(rows, group_)) {
