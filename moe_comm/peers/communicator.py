@@ -135,8 +135,7 @@ class Communicator(ElasticRanks):
             slow, for comparison), "simt" (GPU kernels on an emulator, slow, for tests),
             "cuda" (GPUs of one machine that reach each other), "nvshmem" (GPUs of several nodes) or
             "auto": with a GPU, cuda on one node and nvshmem on several; else host where all nodes
-            have equally many ranks, else collective. An `EpBuffer` may choose another for CPU
-            tensors.
+            have equally many ranks, else collective.
         max_heap_bytes: Most bytes of memory that heap segments of this rank take; None for no
             limit.
         num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available
