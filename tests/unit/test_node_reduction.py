@@ -112,7 +112,11 @@ def test_ranks_that_differ_are_told() -> None:
     reduced = dataclasses.replace(plain, node_reduction=True)
     with pytest.raises(ValueError, match="node_reduction is False on rank 0 and True on rank 1"):
         raise_different(
-            "ranks differ", [messages.describe_config(config, 2) for config in (plain, reduced)]
+            "ranks differ",
+            [
+                messages.describe_config(config, "host", config.resolve_expert_rank(2))
+                for config in (plain, reduced)
+            ],
         )
     with pytest.raises(TypeError, match="node_reduction must be a bool, got 1"):
         dataclasses.replace(plain, node_reduction=1)

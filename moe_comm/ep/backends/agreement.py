@@ -66,15 +66,19 @@ def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> torch.
         ValueError: On every rank, where a rank's configuration differs or does not fit the number of
             ranks; the message has both values.
     """
-    fields: dict[str, str] = {}
     error: Exception | None = None
+    expert_rank = torch.empty(0)
     try:
-        fields = {"backend": backend_name, **messages.describe_config(config, peers.num_ranks)}
+        expert_rank = config.resolve_expert_rank(peers.num_ranks)
     except ValueError as raised:
         error = raised
-    said = agree(peers.bootstrap.all_gather, error, fields)
+    said = agree(
+        peers.bootstrap.all_gather,
+        error,
+        messages.describe_config(config, backend_name, expert_rank),
+    )
     raise_different("ranks configure the buffer differently", said)
-    return config.resolve_expert_rank(peers.num_ranks)
+    return expert_rank
 
 
 def agree_on_backend(communicator: Communicators, config: object) -> type[Backend]:

@@ -107,9 +107,16 @@ def describe_combine(
     return f"combine({_places_of(plan)}{_rows(x)}{_weights(row_weights)}, {_handle(plan)})"
 
 
-def describe_config(config: EpConfig, num_ranks: int) -> dict[str, str]:
-    """Every field of a configuration as text, the placement resolved."""
+def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -> dict[str, str]:
+    """What ranks must agree on in a buffer, as text: the backend and every field.
+
+    Args:
+        config: Of the buffer.
+        backend: Its name.
+        expert_rank: The placement, resolved.
+    """
     return {
+        "backend": backend,
         "num_experts": str(config.num_experts),
         "num_topk": str(config.num_topk),
         "hidden": str(config.hidden),
@@ -117,7 +124,7 @@ def describe_config(config: EpConfig, num_ranks: int) -> dict[str, str]:
         "dtype": str(config.dtype),
         "num_max_in_flight": str(config.num_max_in_flight),
         "node_reduction": str(config.node_reduction),
-        "expert_rank": str(config.resolve_expert_rank(num_ranks).tolist()),
+        "expert_rank": str(expert_rank.tolist()),
     }
 
 

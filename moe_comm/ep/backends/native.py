@@ -10,6 +10,7 @@ from typing import NoReturn, cast
 import torch
 
 from moe_comm import env
+from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.base import (
     Backend,
     CombineOutput,
@@ -65,17 +66,9 @@ class NativeBackend(Backend):
             # Peers are about to compare configurations, and must hear of it.
             problem = str(error)
             placement = default_expert_rank(config.num_experts, communicator.num_ranks)
-        agreed = [
-            ("num_experts", str(config.num_experts)),
-            ("num_topk", str(config.num_topk)),
-            ("hidden", str(config.hidden)),
-            ("num_max_tokens_per_rank", str(config.num_max_tokens_per_rank)),
-            ("dtype", str(config.dtype)),
-            ("num_max_in_flight", str(config.num_max_in_flight)),
-            ("node_reduction", str(config.node_reduction)),
-            ("backend", self.name),
-            ("expert_rank", problem or str(placement.tolist())),
-        ]
+        agreed = messages.describe_config(config, self.name, placement)
+        if problem:
+            agreed["expert_rank"] = problem
         self._endpoint = self._create_endpoint(
             Settings(
                 group=communicator.require_native(),
@@ -86,7 +79,7 @@ class NativeBackend(Backend):
                 expert_rank=placement.tolist(),
                 depth=config.num_max_in_flight,
                 node_reduction=config.node_reduction,
-                agreed=agreed,
+                agreed=list(agreed.items()),
                 num_max_topk=config.num_topk or 0,
                 max_row_bytes=config.rail_row_bytes,
                 hidden=config.hidden or 0,
