@@ -1,7 +1,6 @@
 #include "ops/agreement.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "core/rank_list.h"
 
@@ -34,6 +33,17 @@ std::string quantization_text(int32_t code) {
   if (format > 0)
     text += concat("(", kScales[scale_format], ")");
   return (code & 2) != 0 ? text + " column-major" : text;
+}
+
+/// Names and values of a config_text() that begins at @p from.
+std::vector<std::string> split_config(const std::string& text, size_t from) {
+  std::vector<std::string> parts;
+  while (from < text.size()) {
+    const size_t end = text.find('\0', from);
+    parts.push_back(text.substr(from, end - from));
+    from = end + 1;
+  }
+  return parts;
 }
 
 bool is_agreed(const Rows& rows, const Group& group) {
@@ -113,6 +123,50 @@ std::string describe_gradient_clash(const Rows& rows, const Group& group) {
 }
 
 }  // namespace
+
+std::string config_text(const std::vector<std::pair<std::string, std::string>>& config) {
+  std::string text;
+  for (const auto& [name, value] : config)
+    text += name + '\0' + value + '\0';
+  return text;
+}
+
+void check_same_config(const char* noun,
+                       const std::vector<std::string>& payloads,
+                       size_t header_bytes) {
+  size_t first_rank = 0;
+  while (payloads[first_rank].empty())
+    ++first_rank;
+  const auto expected = split_config(payloads[first_rank], header_bytes);
+  for (size_t peer_rank = first_rank + 1; peer_rank < payloads.size(); ++peer_rank) {
+    if (payloads[peer_rank].empty())
+      continue;
+    const auto found = split_config(payloads[peer_rank], header_bytes);
+    MOE_CHECK(found.size() == expected.size(),
+              "rank ",
+              first_rank,
+              " configures ",
+              expected.size() / 2,
+              " values, rank ",
+              peer_rank,
+              " ",
+              found.size() / 2);
+    for (size_t i = 0; i + 1 < expected.size(); i += 2)
+      MOE_CHECK(expected[i + 1] == found[i + 1] && expected[i] == found[i],
+                "ranks configure the ",
+                noun,
+                " differently: ",
+                expected[i],
+                " is ",
+                expected[i + 1],
+                " on rank ",
+                first_rank,
+                " and ",
+                found[i + 1],
+                " on rank ",
+                peer_rank);
+  }
+}
 
 std::string describe(const layout::OperationArguments& arguments) {
   const auto operation = static_cast<layout::Operation>(arguments.operation);

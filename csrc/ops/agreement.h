@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "group/group.h"
@@ -33,6 +34,18 @@ struct RankProblem {
   uint64_t needed_bytes = 0;  ///< status kNoCapacity
   uint64_t available_bytes = 0;
 };
+
+/// What ranks must configure alike, by name: a text for check_same_config().
+std::string config_text(const std::vector<std::pair<std::string, std::string>>& config);
+
+/// @param noun          Of what is configured.
+/// @param payloads      [num_ranks], what every rank says: config_text() behind @p header_bytes, ""
+///   of ranks that are excluded.
+/// @throws InvalidArgument  "ranks configure the buffer differently: hidden is 64 on rank 0 and 32
+///   on rank 1".
+void check_same_config(const char* noun,
+                       const std::vector<std::string>& payloads,
+                       size_t header_bytes);
 
 /// A private copy of all rows of one epoch. Entries of excluded ranks are zero.
 struct Rows {

@@ -31,9 +31,8 @@ int64_t default_slot_bytes(int num_ranks, int num_slots) {
 /// What a rank says of its end when it is made.
 struct Introduction {
   Offer workspace;
-  int64_t slot_bytes;
-  int64_t num_slots;
-  uint64_t needed_bytes;  ///< that its heap cannot hold; what is wrong follows. 0 where it can
+  uint64_t needed_bytes;  ///< that its heap cannot hold; what is wrong follows. 0 where it can,
+                          ///< then its configuration follows
   uint64_t available_bytes;
 };
 
@@ -112,8 +111,9 @@ BatchedCopy::~BatchedCopy() {
 void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
   group().check_usable(layout::Operation::kNone);
   const int64_t bytes = layout::CopyWorkspace::bytes(num_ranks());
-  Introduction own{{}, config_.slot_bytes, config_.num_slots, 0, 0};
-  std::string problem;
+  Introduction own{};
+  std::string text = config_text({{"slot_bytes", std::to_string(config_.slot_bytes)},
+                                  {"num_slots", std::to_string(config_.num_slots)}});
   try {
     own_window_ = group().memory().allocate(static_cast<uint64_t>(bytes));
     sync::fill_shared(own_window_->data(), 0, static_cast<size_t>(bytes));
@@ -121,38 +121,13 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
   } catch (const CapacityError& error) {
     own.needed_bytes = std::max<uint64_t>(1, error.needed_bytes);
     own.available_bytes = error.available_bytes;
-    problem = error.what();
+    text = error.what();
   }
   take_number();
   const auto payloads = group().all_gather(
-      std::string(reinterpret_cast<const char*>(&own), sizeof(own)) + problem, interrupt_check);
+      std::string(reinterpret_cast<const char*>(&own), sizeof(own)) + text, interrupt_check);
   raise_shortage(payloads);
-  std::vector<Introduction> introductions(payloads.size());
-  int first_rank = -1;
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (!group().is_active(peer_rank))
-      continue;
-    Introduction& peer = introductions[static_cast<size_t>(peer_rank)];
-    std::memcpy(&peer, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(peer));
-    if (first_rank < 0)
-      first_rank = peer_rank;
-    const Introduction& first = introductions[static_cast<size_t>(first_rank)];
-    const auto check = [&](const char* name, int64_t expected, int64_t found) {
-      MOE_CHECK(expected == found,
-                "ranks configure the batched copy differently: ",
-                name,
-                " is ",
-                expected,
-                " on rank ",
-                first_rank,
-                " and ",
-                found,
-                " on rank ",
-                peer_rank);
-    };
-    check("slot_bytes", first.slot_bytes, peer.slot_bytes);
-    check("num_slots", first.num_slots, peer.num_slots);
-  }
+  check_same_config(noun(), payloads, sizeof(own));
   // Compared before it is looked at, so that a mistake is found on every rank alike.
   MOE_CHECK(config_.slot_bytes > 0 && config_.slot_bytes % kSlotAlignment == 0,
             "slot_bytes must be a positive multiple of ",
@@ -167,11 +142,14 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
             " bytes are beyond any machine");
   WaitSite site;
   site.interrupt_check = &interrupt_check;
-  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
-    if (group().is_active(peer_rank))
-      workspaces_[static_cast<size_t>(peer_rank)] = layout::CopyWorkspace(
-          group().resolve(peer_rank, introductions[static_cast<size_t>(peer_rank)].workspace, site),
-          num_ranks());
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    if (!group().is_active(peer_rank))
+      continue;
+    Introduction peer{};
+    std::memcpy(&peer, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(peer));
+    workspaces_[static_cast<size_t>(peer_rank)] =
+        layout::CopyWorkspace(group().resolve(peer_rank, peer.workspace, site), num_ranks());
+  }
 }
 
 CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,

@@ -4,61 +4,14 @@
 #include <cstring>
 #include <new>
 
+#include "ops/agreement.h"
+
 namespace moe::host {
 
 namespace {
 
 constexpr size_t kRecentNeeds = 8;
 constexpr uint64_t kMostSlackBytes = uint64_t{1} << 20;
-
-std::string encode(const std::vector<std::pair<std::string, std::string>>& agreed) {
-  std::string text;
-  for (const auto& [name, value] : agreed)
-    text += name + '\0' + value + '\0';
-  return text;
-}
-
-std::vector<std::string> decode(const std::string& text, size_t from) {
-  std::vector<std::string> parts;
-  while (from < text.size()) {
-    const size_t end = text.find('\0', from);
-    parts.push_back(text.substr(from, end - from));
-    from = end + 1;
-  }
-  return parts;
-}
-
-void check_agreement(const std::vector<std::string>& payloads,
-                     int first_rank,
-                     size_t header_bytes) {
-  const auto expected = decode(payloads[static_cast<size_t>(first_rank)], header_bytes);
-  for (size_t peer_rank = 0; peer_rank < payloads.size(); ++peer_rank) {
-    if (payloads[peer_rank].empty())
-      continue;
-    const auto found = decode(payloads[peer_rank], header_bytes);
-    MOE_CHECK(found.size() == expected.size(),
-              "rank ",
-              first_rank,
-              " configures ",
-              expected.size() / 2,
-              " values, rank ",
-              peer_rank,
-              " ",
-              found.size() / 2);
-    for (size_t i = 0; i + 1 < expected.size(); i += 2)
-      MOE_CHECK(expected[i + 1] == found[i + 1] && expected[i] == found[i],
-                "ranks configure the buffer differently: ",
-                expected[i],
-                " is ",
-                expected[i + 1],
-                " on rank ",
-                first_rank,
-                " and ",
-                found[i + 1],
-                " on rank ",
-                peer_rank);
-  }
-}
 
 std::shared_ptr<std::byte> zeroed_memory(int64_t bytes) {
   auto* const memory = static_cast<std::byte*>(std::calloc(static_cast<size_t>(bytes), 1));
@@ -95,12 +48,9 @@ std::vector<std::string> EndpointBase::connect(int depth,
   const Offer offer = own_window.offer();
   std::string payload(reinterpret_cast<const char*>(&offer), sizeof(offer));
   payload += extra;
-  payload += encode(config_.agreed);
+  payload += config_text(config_.agreed);
   const auto payloads = group().all_gather(payload, interrupt_check);
-  int first_rank = 0;
-  while (payloads[static_cast<size_t>(first_rank)].empty())
-    ++first_rank;
-  check_agreement(payloads, first_rank, sizeof(Offer) + extra.size());
+  check_same_config(noun(), payloads, sizeof(Offer) + extra.size());
   WaitSite site;
   site.interrupt_check = &interrupt_check;
   std::vector<std::string> extras(static_cast<size_t>(num_ranks()));
