@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/symmetric_memory.h"
 #include "layout/row.h"
 #include "ops/combine.h"
 
@@ -20,6 +21,28 @@ std::string find_failed_sources(const PlanHeader& plan, const Group& group);
 
 /// Weights that peers pull from this rank, all together.
 int64_t num_row_weights(const PlanHeader& plan);
+
+/// Says where peers pull rows and weights from: in place where they lie in this rank's heap
+/// already, else copied there, once.
+/// @param copy  copy(source, bytes): copies rows or weights to a window, and offers that.
+/// @return whether rows were copied.
+template <typename Copy>
+bool offer_rows(const CombineParams& params,
+                const SymmetricMemory& memory,
+                Copy&& copy,
+                Offer* rows,
+                Offer* weights) {
+  const auto offer = [&](const std::byte* source, int64_t bytes, Offer* place) {
+    if (bytes == 0 || memory.find(source, static_cast<uint64_t>(bytes), place))
+      return false;
+    *place = copy(source, bytes);
+    return true;
+  };
+  const PlanHeader& plan = *params.plan;
+  const bool was_copied = offer(params.x, plan.num_rows() * combined_row_bytes(params), rows);
+  offer(params.row_weights, num_row_weights(plan) * params.row_weight_bytes, weights);
+  return was_copied;
+}
 
 /// Sums and pulled weights share one window: [sums, to a multiple of 64][weights].
 struct SumsWindow {

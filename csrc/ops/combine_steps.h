@@ -32,7 +32,12 @@ class CombineSteps {
     exchange_.reject_if(mover().find_problem(), message.arguments);
     message.num_tokens = plan_.num_tokens;
     try {
-      offer_rows(&message);
+      outcome_.was_copied_in = offer_rows(
+          params_,
+          endpoint_.memory(),
+          [this](const std::byte* source, int64_t bytes) { return copy_to_window(source, bytes); },
+          &message.offer,
+          &message.weights_offer);
       window_ = sums_window_.bytes == 0
                     ? endpoint_.memory().allocate(0)
                     : exchange_.allocate(static_cast<uint64_t>(sums_window_.bytes));
@@ -77,28 +82,13 @@ class CombineSteps {
  private:
   Mover& mover() { return static_cast<Mover&>(*this); }
 
-  void offer_rows(RowMessage* message) {
-    if (row_bytes_ > 0 && plan_.num_rows() > 0)
-      outcome_.was_copied_in =
-          offer_place(params_.x, plan_.num_rows() * row_bytes_, &message->offer);
-    const int64_t num_weights = num_row_weights(plan_);
-    if (params_.row_weight_bytes > 0 && num_weights > 0)
-      offer_place(
-          params_.row_weights, num_weights * params_.row_weight_bytes, &message->weights_offer);
-  }
-
-  /// In place where the bytes lie in this rank's heap already; else copied in, once.
-  /// @return whether they were copied.
-  bool offer_place(const std::byte* source, int64_t bytes, Offer* offer) {
-    if (endpoint_.memory().find(source, static_cast<uint64_t>(bytes), offer))
-      return false;
+  Offer copy_to_window(const std::byte* source, int64_t bytes) {
     auto window = exchange_.allocate(static_cast<uint64_t>(bytes));
     // Until every peer has pulled its rows they belong to the operation.
     exchange_.offer(window);
     mover().copy_in(window->data(), source, bytes);
-    *offer = window->offer();
-    copied_in_.push_back(std::move(window));
-    return true;
+    copied_in_.push_back(window);
+    return window->offer();
   }
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/rank_list.h"
 #include "ops/buffer_operation.h"
 #include "ops/combine_rules.h"
 #include "ops/dispatch_rules.h"
@@ -151,10 +152,8 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   kernels::ExchangeParams row = launches.row();
   row.offer = window->offer();
   outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
-  std::vector<uint8_t> is_masked(static_cast<size_t>(endpoint.num_ranks()));
-  for (const int rank_idx : params.masked_ranks)
-    is_masked[static_cast<size_t>(rank_idx)] = 1;
   if (!params.masked_ranks.empty()) {
+    const std::vector<uint8_t> is_masked = rank_flags(params.masked_ranks, endpoint.num_ranks());
     const auto bytes = static_cast<int64_t>(is_masked.size());
     const auto staging = capture.keep(endpoint.device().allocate_host(bytes));
     const auto values = capture.keep(endpoint.device().allocate(bytes));
@@ -192,48 +191,26 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   return outcome;
 }
 
-namespace {
-
-/// Where peers pull @p bytes from: in place where they lie in the heap, else a copy made in each
-/// run. @return whether they are copied.
-bool offer_place(DeviceEndpoint& endpoint,
-                 Capture& capture,
-                 const std::byte* source,
-                 int64_t bytes,
-                 Offer* offer) {
-  if (bytes == 0 || endpoint.memory().find(source, static_cast<uint64_t>(bytes), offer))
-    return false;
-  const auto window = capture.allocate(bytes);
-  endpoint.stream().copy(window->data(), source, bytes);
-  *offer = window->offer();
-  return true;
-}
-
-}  // namespace
-
 host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::CombineParams& params) {
   if (const std::string problem = find_shortage(endpoint, params); !problem.empty())
     throw InvalidArgument(problem);
   Capture capture(endpoint, layout::Operation::kCombine);
-  const auto plan = std::static_pointer_cast<const DevicePlan>(params.plan);
-  capture.keep(plan);
-  const int64_t row_bytes = host::combined_row_bytes(params);
+  capture.keep(params.plan);
   host::CombineOutcome outcome;
-  kernels::ExchangeParams row;
-  row.tables = endpoint.tables();
-  row.arguments = host::combine_arguments(params);
+  kernels::ExchangeParams row = combine_row(endpoint, params);
   outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
-  row.num_tokens = static_cast<int32_t>(plan->num_tokens);
-  row.arrangement = plan->arrangement;
-  row.kept_counts = plan->device_counts;
-  outcome.was_copied_in =
-      offer_place(endpoint, capture, params.x, plan->num_rows() * row_bytes, &row.offer);
-  offer_place(endpoint,
-              capture,
-              params.row_weights,
-              host::num_row_weights(*plan) * params.row_weight_bytes,
-              &row.weights_offer);
-  capture.exchange(row, plan.get());
+  // What is copied is copied in each run.
+  outcome.was_copied_in = host::offer_rows(
+      params,
+      endpoint.memory(),
+      [&](const std::byte* source, int64_t bytes) {
+        const auto window = capture.allocate(bytes);
+        endpoint.stream().copy(window->data(), source, bytes);
+        return window->offer();
+      },
+      &row.offer,
+      &row.weights_offer);
+  capture.exchange(row, params.plan.get());
 
   const host::SumsWindow sums = host::sums_window(params);
   const auto memory = capture.keep(endpoint.device().allocate(sums.bytes));

@@ -42,6 +42,18 @@ std::string find_shortage(DeviceEndpoint& endpoint, const host::CombineParams& p
       host::combined_row_bytes(params));
 }
 
+kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
+                                    const host::CombineParams& params) {
+  const auto& plan = static_cast<const DevicePlan&>(*params.plan);
+  kernels::ExchangeParams row;
+  row.tables = endpoint.tables();
+  row.arguments = host::combine_arguments(params);
+  row.num_tokens = static_cast<int32_t>(plan.num_tokens);
+  row.arrangement = plan.arrangement;
+  row.kept_counts = plan.device_counts;
+  return row;
+}
+
 void launch_sums(DeviceEndpoint& endpoint,
                  const host::CombineParams& params,
                  const kernels::Tables& tables,

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "kernels/combine.h"
+#include "kernels/exchange.h"
 #include "ops/combine.h"
 #include "runtime/device_plan.h"
 
@@ -10,6 +11,10 @@ namespace moe::runtime {
 
 /// What is wrong with this combine for the memory between nodes, or "".
 std::string find_shortage(DeviceEndpoint& endpoint, const host::CombineParams& params);
+
+/// This rank's row of the combine, but for where peers pull from.
+kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
+                                    const host::CombineParams& params);
 
 /// Launches what pulls and adds the rows of a combine, behind its exchange.
 /// @param sums    [num_tokens, hidden]

@@ -32,14 +32,9 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
   }
 
   void publish(const host::RowMessage& message) {
-    kernels::ExchangeParams row;
-    row.tables = endpoint_.tables();
-    row.arguments = message.arguments;
-    row.num_tokens = static_cast<int32_t>(message.num_tokens);
+    kernels::ExchangeParams row = combine_row(endpoint_, params_);
     row.offer = message.offer;
     row.weights_offer = message.weights_offer;
-    row.arrangement = plan_.arrangement;
-    row.kept_counts = plan_.device_counts;
     exchange_.publish(row);
     exchange_.enter("data");
     // Every size is known: sums follow the exchange while the host reads what it brought.

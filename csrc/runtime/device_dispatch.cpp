@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/rank_list.h"
 #include "ops/dispatch_steps.h"
 #include "runtime/captured.h"
 #include "runtime/device_engine.h"
@@ -52,12 +53,8 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
     }
     // What the text about a bad id needs of this rank.
     row.message = endpoint_.write_message(std::to_string(params_.num_topk));
-    if (is_low_latency() && !params_.masked_ranks.empty()) {
-      std::vector<uint8_t> is_masked(static_cast<size_t>(num_ranks_));
-      for (const int rank_idx : params_.masked_ranks)
-        is_masked[static_cast<size_t>(rank_idx)] = 1;
-      row.is_masked = endpoint_.upload_ranks(is_masked);
-    }
+    if (is_low_latency() && !params_.masked_ranks.empty())
+      row.is_masked = endpoint_.upload_ranks(rank_flags(params_.masked_ranks, num_ranks_));
     exchange_.publish(row);
     // Rows follow their counts while the host reads those. No count decides the size of a
     // low-latency window, so nobody is short; elsewhere hardly anybody is where this rank has a

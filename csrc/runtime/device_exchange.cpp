@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/rank_list.h"
 #include "core/sync.h"
 #include "ops/dispatch_rules.h"
 #include "runtime/receive_phase.h"
@@ -150,9 +151,7 @@ std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
   params.buffer = endpoint_.buffer();
   params.tables = tables;
   params.own = own;
-  std::vector<uint8_t> is_short(static_cast<size_t>(group_.num_ranks()));
-  for (const int rank_idx : short_ranks)
-    is_short[static_cast<size_t>(rank_idx)] = 1;
+  const std::vector<uint8_t> is_short = rank_flags(short_ranks, group_.num_ranks());
   params.is_short = is_short[static_cast<size_t>(group_.rank_idx())];
   params.short_ranks = endpoint_.upload_ranks(is_short);
   params.host_read = endpoint_.host_read();
