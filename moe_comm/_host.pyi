@@ -171,15 +171,16 @@ class layout:
         ) -> None: ...
 
     @staticmethod
-    def count_choices(placement: Placement, topk_idx: torch.Tensor, row: torch.Tensor) -> int: ...
+    def count_choices(placement: Placement, topk_idx: torch.Tensor, row: torch.Tensor) -> None: ...
     @staticmethod
-    def find_overflows(
+    def check_overflow(
         asked: torch.Tensor,
         placement: Placement,
         arrangement: Arrangement,
         expert_capacity: int,
         on_overflow: int,
-    ) -> list[tuple[int, int, int, int]]: ...
+        row_bytes: int,
+    ) -> None: ...
     @staticmethod
     def keep_rows(
         asked: torch.Tensor,

@@ -50,7 +50,8 @@ Placement make_placement(py::handle expert_rank, int num_ranks) {
   return Placement(std::move(owners), num_ranks);
 }
 
-int64_t count_choices(const Placement& placement, py::handle topk_idx, py::handle row) {
+/// @throws InvalidArgument  An id is no expert's.
+void count_choices(const Placement& placement, py::handle topk_idx, py::handle row) {
   const TensorView choices = view_tensor(topk_idx);
   const TensorView counts = view_tensor(row);
   const int num_counts = layout::Row::num_counts(placement.num_ranks, placement.num_experts);
@@ -60,30 +61,33 @@ int64_t count_choices(const Placement& placement, py::handle topk_idx, py::handl
             "], got [",
             counts.num_rows,
             "]");
-  return layout::count_choices(ids_of(choices),
-                               choices.num_rows,
-                               choices.row_elements,
-                               placement,
-                               reinterpret_cast<int32_t*>(counts.data));
+  const int64_t bad_idx = layout::count_choices(ids_of(choices),
+                                                choices.num_rows,
+                                                choices.row_elements,
+                                                placement,
+                                                reinterpret_cast<int32_t*>(counts.data));
+  MOE_CHECK(bad_idx < 0,
+            layout::describe_bad_expert(
+                bad_idx, choices.row_elements, ids_of(choices)[bad_idx], placement.num_experts));
 }
 
 CapacityRule rule_of(int64_t expert_capacity, int on_overflow) {
   return {expert_capacity, static_cast<layout::OnOverflow>(on_overflow)};
 }
 
-py::list find_overflows(py::handle asked,
-                        const Placement& placement,
-                        const Arrangement& arrangement,
-                        int64_t expert_capacity,
-                        int on_overflow) {
-  py::list found;
-  for (const layout::Overflow& each : layout::find_overflows(count_matrix(asked, placement),
+/// @throws CapacityError, InvalidArgument  See layout::find_overflow().
+void check_overflow(py::handle asked,
+                    const Placement& placement,
+                    const Arrangement& arrangement,
+                    int64_t expert_capacity,
+                    int on_overflow,
+                    int64_t row_bytes) {
+  if (const std::exception_ptr error = layout::find_overflow(count_matrix(asked, placement),
                                                              placement,
                                                              arrangement,
-                                                             rule_of(expert_capacity, on_overflow)))
-    found.append(
-        py::make_tuple(each.rank_idx, each.expert_idx, each.needed_rows, each.available_rows));
-  return found;
+                                                             rule_of(expert_capacity, on_overflow),
+                                                             row_bytes))
+    std::rethrow_exception(error);
 }
 
 py::object keep_rows(py::handle asked,
@@ -311,7 +315,7 @@ void bind_layout(py::module_& parent) {
            py::arg("num_places_per_expert") = 0)
       .def_readonly("num_places_per_expert", &Arrangement::rows_per_expert);
   module.def("count_choices", &count_choices);
-  module.def("find_overflows", &find_overflows);
+  module.def("check_overflow", &check_overflow);
   module.def("keep_rows", &keep_rows);
   module.def("num_required_rows", &num_required_rows);
   module.def("received_rows", &received_rows);

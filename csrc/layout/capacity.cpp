@@ -1,6 +1,10 @@
 #include "layout/capacity.h"
 
 #include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
 
 namespace moe::layout {
 
@@ -103,6 +107,44 @@ std::vector<Overflow> find_overflows(const CountMatrix& asked,
       overflows.push_back({rank_idx, -1, needed, fixed_rows});
   }
   return overflows;
+}
+
+std::exception_ptr find_overflow(const CountMatrix& asked,
+                                 const Placement& placement,
+                                 const Arrangement& arrangement,
+                                 const CapacityRule& rule,
+                                 int64_t row_bytes) {
+  const bool is_low_latency = arrangement.layout == RowLayout::kLowLatency;
+  if (!is_low_latency && rule.on_overflow != OnOverflow::kRaise)
+    return nullptr;
+  const std::vector<Overflow> overflows = find_overflows(asked, placement, arrangement, rule);
+  if (overflows.empty())
+    return nullptr;
+  std::string message;
+  std::vector<int> ranks;
+  for (const Overflow& overflow : overflows) {
+    message += message.empty() ? "" : "; ";
+    if (overflow.expert_idx >= 0)
+      message += concat("expert ", overflow.expert_idx, " on ");
+    message += concat("rank ",
+                      overflow.rank_idx,
+                      " would receive ",
+                      overflow.needed_rows,
+                      " rows, it has room for ",
+                      overflow.available_rows);
+    if (std::find(ranks.begin(), ranks.end(), overflow.rank_idx) == ranks.end())
+      ranks.push_back(overflow.rank_idx);
+  }
+  if (is_low_latency)
+    return std::make_exception_ptr(InvalidArgument(message));
+  const Overflow& first = overflows.front();
+  CapacityError error(message,
+                      static_cast<uint64_t>(first.needed_rows * row_bytes),
+                      static_cast<uint64_t>(first.available_rows * row_bytes));
+  error.ranks = std::move(ranks);
+  error.needed_rows =
+      received_rows(asked, placement, arrangement, first.rank_idx).num_tokens_per_expert;
+  return std::make_exception_ptr(error);
 }
 
 CountMatrix keep_rows(CountMatrix asked,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 #include "layout/routing.h"
@@ -27,6 +28,15 @@ std::vector<Overflow> find_overflows(const CountMatrix& asked,
                                      const Placement& placement,
                                      const Arrangement& arrangement,
                                      const CapacityRule& rule);
+
+/// What every rank throws where more rows were asked for than a limit allows, else null:
+/// CapacityError under kRaise, InvalidArgument for low-latency.
+/// @param row_bytes  Of a row on arrival.
+std::exception_ptr find_overflow(const CountMatrix& asked,
+                                 const Placement& placement,
+                                 const Arrangement& arrangement,
+                                 const CapacityRule& rule,
+                                 int64_t row_bytes);
 
 /// The count matrix of what is delivered, equal on every rank.
 ///

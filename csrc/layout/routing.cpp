@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/error.h"
 #include "core/math.h"
 
 namespace moe::layout {
@@ -160,6 +161,21 @@ int64_t count_choices(const int64_t* topk_idx,
     }
   }
   return -1;
+}
+
+std::string describe_bad_expert(int64_t flat_idx,
+                                int64_t num_topk,
+                                int64_t expert_idx,
+                                int num_experts) {
+  return concat("topk_idx[",
+                flat_idx / num_topk,
+                ", ",
+                flat_idx % num_topk,
+                "] = ",
+                expert_idx,
+                " is not an expert id in [-1, ",
+                num_experts,
+                ")");
 }
 
 bool may_keep(const CountMatrix& counts,

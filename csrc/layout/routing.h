@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "core/math.h"
@@ -140,6 +141,12 @@ int64_t count_choices(const int64_t* topk_idx,
                       int64_t num_topk,
                       const Placement& placement,
                       int32_t* counts);
+
+/// "topk_idx[3, 1] = 9 is not ..."
+std::string describe_bad_expert(int64_t flat_idx,
+                                int64_t num_topk,
+                                int64_t expert_idx,
+                                int num_experts);
 
 /// Whether @p counts may be what was kept of a dispatch in which @p rank_idx chose @p topk_idx.
 bool may_keep(const CountMatrix& counts,

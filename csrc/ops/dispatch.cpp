@@ -41,8 +41,8 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
                                                   endpoint_.placement(),
                                                   counts_.data());
     if (bad_idx >= 0)
-      reject_if(
-          describe_bad_expert(bad_idx, params_.num_topk, params_.topk_idx[bad_idx], num_experts));
+      reject_if(layout::describe_bad_expert(
+          bad_idx, params_.num_topk, params_.topk_idx[bad_idx], num_experts));
     int32_t* const to_rank = counts_.data() + num_experts;
     if (is_low_latency())
       mask_ranks(params_.masked_ranks, endpoint_.group(), to_rank);

@@ -71,44 +71,6 @@ std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts,
   return choices;
 }
 
-std::exception_ptr find_overflow(const layout::CountMatrix& asked,
-                                 const layout::Placement& placement,
-                                 const layout::Arrangement& arrangement,
-                                 const DispatchParams& params) {
-  const bool is_low_latency = arrangement.layout == RowLayout::kLowLatency;
-  if (!is_low_latency && params.capacity.on_overflow != layout::OnOverflow::kRaise)
-    return nullptr;
-  const auto overflows = layout::find_overflows(asked, placement, arrangement, params.capacity);
-  if (overflows.empty())
-    return nullptr;
-  std::string message;
-  CapacityError error("", 0, 0);
-  for (const auto& overflow : overflows) {
-    message += message.empty() ? "" : "; ";
-    if (overflow.expert_idx >= 0)
-      message += concat("expert ", overflow.expert_idx, " on rank ", overflow.rank_idx);
-    else
-      message += concat("rank ", overflow.rank_idx);
-    message += concat(" would receive ",
-                      overflow.needed_rows,
-                      " rows, it has room for ",
-                      overflow.available_rows);
-    if (error.ranks.empty() || error.ranks.back() != overflow.rank_idx)
-      error.ranks.push_back(overflow.rank_idx);
-    if (error.needed_bytes != 0)
-      continue;
-    error.needed_bytes = static_cast<uint64_t>(overflow.needed_rows * params.row_bytes);
-    error.available_bytes = static_cast<uint64_t>(overflow.available_rows * params.row_bytes);
-  }
-  if (is_low_latency)
-    return std::make_exception_ptr(InvalidArgument(message));
-  CapacityError full(message, error.needed_bytes, error.available_bytes);
-  full.ranks = error.ranks;
-  full.needed_rows = layout::received_rows(asked, placement, arrangement, full.ranks.front())
-                         .num_tokens_per_expert;
-  return std::make_exception_ptr(full);
-}
-
 void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_t* to_rank) {
   for (const int rank_idx : masked_ranks)
     to_rank[rank_idx] = layout::CountMatrix::kMasked;
@@ -161,21 +123,6 @@ std::exception_ptr find_shortage(const std::vector<int>& short_ranks,
   full.needed_rows =
       layout::received_rows(kept, placement, arrangement, full.ranks.front()).num_tokens_per_expert;
   return std::make_exception_ptr(full);
-}
-
-std::string describe_bad_expert(int64_t flat_idx,
-                                int64_t num_topk,
-                                int64_t expert_idx,
-                                int num_experts) {
-  return concat("topk_idx[",
-                flat_idx / num_topk,
-                ", ",
-                flat_idx % num_topk,
-                "] = ",
-                expert_idx,
-                " is not an expert id in [-1, ",
-                num_experts,
-                ")");
 }
 
 std::string describe_failed_rank(int64_t num_tokens, int rank_idx) {

@@ -33,12 +33,6 @@ std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts,
                                             const layout::Placement& placement,
                                             int rank_idx);
 
-/// What every rank throws where more rows were asked for than a limit allows, else null.
-std::exception_ptr find_overflow(const layout::CountMatrix& asked,
-                                 const layout::Placement& placement,
-                                 const layout::Arrangement& arrangement,
-                                 const DispatchParams& params);
-
 /// Who is masked is agreed on in the count matrix; who has failed is masked by everybody.
 /// @param to_rank  [num_ranks] of this rank's row.
 void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_t* to_rank);
@@ -56,12 +50,6 @@ std::exception_ptr find_shortage(const std::vector<int>& short_ranks,
                                  const layout::CountMatrix& kept,
                                  const layout::Placement& placement,
                                  const layout::Arrangement& arrangement);
-
-/// "topk_idx[3, 1] = 9 is not ..."
-std::string describe_bad_expert(int64_t flat_idx,
-                                int64_t num_topk,
-                                int64_t expert_idx,
-                                int num_experts);
 
 /// "3 tokens are routed to experts of rank 1, which has failed"
 std::string describe_failed_rank(int64_t num_tokens, int rank_idx);

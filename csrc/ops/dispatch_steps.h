@@ -158,8 +158,8 @@ class DispatchSteps {
   }
 
   void check_overflow(const layout::CountMatrix& asked) {
-    if (const std::exception_ptr error =
-            find_overflow(asked, endpoint_.placement(), arrangement_, params_)) {
+    if (const std::exception_ptr error = layout::find_overflow(
+            asked, endpoint_.placement(), arrangement_, params_.capacity, params_.row_bytes)) {
       mover().settle_overflow();
       std::rethrow_exception(error);
     }

@@ -98,10 +98,10 @@ host::Rows DeviceExchange::collect(bool with_counts) {
         break;
       case RowStatus::kBadExpert:
         // The message of a row whose ids a device has yet to check is its number of choices.
-        problem.text = host::describe_bad_expert(static_cast<int64_t>(row.needed_bytes),
-                                                 std::strtoll(row.message(), nullptr, 10),
-                                                 static_cast<int64_t>(row.available_bytes),
-                                                 endpoint_.config().num_experts);
+        problem.text = layout::describe_bad_expert(static_cast<int64_t>(row.needed_bytes),
+                                                   std::strtoll(row.message(), nullptr, 10),
+                                                   static_cast<int64_t>(row.available_bytes),
+                                                   endpoint_.config().num_experts);
         break;
       case RowStatus::kFailedRank:
         problem.text = host::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),

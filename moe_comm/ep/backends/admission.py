@@ -11,10 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from moe_comm import _host
-from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.routing import Placement
 from moe_comm.ep.config import Capacity, Layout, numbers_of
-from moe_comm.errors import Overflow
 
 __all__ = ["CapacityDecision", "ask", "decide"]
 
@@ -59,15 +57,10 @@ def ask(
     """
     num_experts, num_ranks = placement.num_experts, placement.num_ranks
     row = torch.empty(_host.layout.num_counts(num_ranks, num_experts), dtype=torch.int32)
-    bad_idx = _host.layout.count_choices(placement.native, topk_idx, row)
-    num_topk = topk_idx.shape[1]
-    if bad_idx >= 0:
-        token_idx, topk_pos = divmod(bad_idx, num_topk)
-        value = int(topk_idx[token_idx, topk_pos])
-        raise messages.bad_expert_id(token_idx, topk_pos, value, num_experts)
+    _host.layout.count_choices(placement.native, topk_idx, row)
     for rank_idx in masked_ranks:
         row[num_experts + rank_idx] = -1
-    row[-2], row[-1] = numbers_of(capacity)[0], num_topk
+    row[-2], row[-1] = numbers_of(capacity)[0], topk_idx.shape[1]
     return row
 
 
@@ -96,19 +89,14 @@ def decide(
         CapacityError: Something is beyond a limit that raises; on every rank.
         ValueError: LOW_LATENCY: an expert has no place for all rows that are bound for it.
     """
-    experts, (_, *rule) = placement.native, numbers_of(capacity)
-    if capacity is not None and capacity.on_overflow == "raise":
-        overflows = _overflows(asked, placement, arrangement, rule)
-        if overflows:
-            first = overflows[0].rank_idx
-            rows, _, _ = _host.layout.received_rows(asked, experts, arrangement, first)
-            raise messages.beyond_limits(overflows, rows.tolist(), row_bytes)
-    kept = _host.layout.keep_rows(asked, experts, arrangement, *rule)
+    experts = placement.native
+    _, expert_capacity, on_overflow = numbers_of(capacity)
+    kept = _host.layout.keep_rows(asked, experts, arrangement, expert_capacity, on_overflow)
     # What a masked rank asks for takes no place of an expert.
-    if layout is Layout.LOW_LATENCY:
-        overflows = _overflows(kept, placement, arrangement, rule)
-        if overflows:
-            raise messages.no_places(overflows)
+    limited = kept if layout is Layout.LOW_LATENCY else asked
+    _host.layout.check_overflow(
+        limited, experts, arrangement, expert_capacity, on_overflow, row_bytes
+    )
     num_choices, num_kept = (
         _host.layout.received_rows(counts, experts, arrangement, rank_idx)[0]
         for counts in (asked, kept)
@@ -118,18 +106,3 @@ def decide(
         num_dropped_per_expert=num_choices - num_kept,
         num_required_rows=_host.layout.num_required_rows(asked, experts, arrangement, rank_idx),
     )
-
-
-def _overflows(
-    counts: torch.Tensor,
-    placement: Placement,
-    arrangement: _host.layout.Arrangement,
-    rule: Sequence[int],
-) -> list[Overflow]:
-    """Every limit that is exceeded: experts ascending, then ranks ascending."""
-    return [
-        Overflow(rank_idx, None if expert_idx < 0 else expert_idx, needed, available)
-        for rank_idx, expert_idx, needed, available in _host.layout.find_overflows(
-            counts, placement.native, arrangement, *rule
-        )
-    ]

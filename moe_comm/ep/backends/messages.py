@@ -1,63 +1,26 @@
-"""What every backend says when ranks disagree or one of them was given bad input.
+"""What ranks must agree on in a buffer and in a call, in words.
 
 A call is described by one line of text that has everything ranks must agree on; backends compare that
-line, or its hash, and print it when it differs.
+line, or its hash, and print it when it differs. csrc/ops/agreement.cpp has the same words.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import torch
 
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.quantization import Quantization
-from moe_comm.errors import CapacityError, Overflow
 
 __all__ = [
-    "bad_expert_id",
-    "beyond_limits",
     "call_hash",
     "describe_combine",
     "describe_config",
     "describe_dispatch",
     "describe_dispatch_cached",
-    "no_places",
 ]
-
-
-def bad_expert_id(token_idx: int, topk_pos: int, value: int, num_experts: int) -> ValueError:
-    """A rank chose an expert that does not exist; `agree.raise_together` adds which rank."""
-    return ValueError(
-        f"topk_idx[{token_idx}, {topk_pos}] = {value} is not an expert id in [-1, {num_experts})"
-    )
-
-
-def beyond_limits(
-    overflows: Sequence[Overflow], needed_rows: Sequence[int], row_bytes: int
-) -> CapacityError:
-    """For every rank, when a dispatch asks for more than limits that raise allow.
-
-    Args:
-        overflows: All of them, at least one.
-        needed_rows: Of the local experts of the first one's rank.
-        row_bytes: Of a row on arrival.
-    """
-    first = overflows[0]
-    return CapacityError(
-        _overflow_text(overflows),
-        needed_bytes=first.num_needed * row_bytes,
-        available_bytes=first.num_available * row_bytes,
-        ranks=list(dict.fromkeys(each.rank_idx for each in overflows)),
-        needed_rows=needed_rows,
-    )
-
-
-def no_places(overflows: Sequence[Overflow]) -> ValueError:
-    """For every rank, when experts have more rows than places in LOW_LATENCY."""
-    return ValueError(_overflow_text(overflows))
 
 
 def call_hash(call: str) -> int:
@@ -126,15 +89,6 @@ def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -
         "node_reduction": str(config.node_reduction),
         "expert_rank": str(expert_rank.tolist()),
     }
-
-
-def _overflow_text(overflows: Sequence[Overflow]) -> str:
-    return "; ".join(
-        ("" if each.expert_idx is None else f"expert {each.expert_idx} on ")
-        + f"rank {each.rank_idx} would receive {each.num_needed} rows, "
-        f"it has room for {each.num_available}"
-        for each in overflows
-    )
 
 
 def _places(layout: Layout, expert_alignment: int) -> str:

@@ -28,6 +28,7 @@ from moe_comm.ep.backends.gradients import applying, clash, unite
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
 from moe_comm.ep.quantization import Quantization
+from moe_comm.errors import CapacityError
 from moe_comm.peers.agree import agree, raise_unequal
 
 __all__ = ["ReferenceBackend", "ReferencePlan"]
@@ -109,11 +110,9 @@ class ReferenceBackend(Backend):
             quantization=quantization,
             capacity=capacity,
         )
-        bad = _first_bad_expert_id(topk_idx, self.config.num_experts)
+        bad = _bad_expert_id(topk_idx, self.config.num_experts)
         if bad is not None:
-            self._exchange(
-                _Contribution(call, messages.bad_expert_id(*bad, self.config.num_experts))
-            )
+            self._exchange(_Contribution(call, bad))
         rows = _Rows.of(x, x_sf, quantization)
         gathered = self._exchange(
             _Contribution(
@@ -128,14 +127,8 @@ class ReferenceBackend(Backend):
             )
         )
         dispatch = self._dispatch_of(gathered, layout, expert_alignment)
-        overflows = dispatch.overflows
-        if overflows and layout is Layout.LOW_LATENCY:
-            raise messages.no_places(overflows)
-        if overflows:
-            experts = dispatch.experts_of(overflows[0].rank_idx)
-            rows_of_experts = [len(dispatch.kept[expert_idx]) for expert_idx in experts]
-            row_bytes = rows.x.shape[1] * rows.x.element_size()
-            raise messages.beyond_limits(overflows, rows_of_experts, row_bytes)
+        if dispatch.overflows:
+            raise _beyond_limits(dispatch, rows.x.shape[1] * rows.x.element_size())
         plan = ReferencePlan(
             counts=dispatch.counts,
             slots=dispatch.slots(self._peers.rank_idx),
@@ -360,13 +353,36 @@ def _private(contribution: _Contribution) -> _Contribution:
     return dataclasses.replace(contribution, **copies)
 
 
-def _first_bad_expert_id(topk_idx: torch.Tensor, num_experts: int) -> tuple[int, int, int] | None:
-    """(token, choice, value) of the first entry outside `[-1, num_experts)`, or None."""
+def _bad_expert_id(topk_idx: torch.Tensor, num_experts: int) -> ValueError | None:
+    """What is wrong with the first entry outside `[-1, num_experts)`, if there is one."""
     for token_idx, token in enumerate(topk_idx.tolist()):
         for topk_pos, expert_idx in enumerate(token):
             if not -1 <= expert_idx < num_experts:
-                return token_idx, topk_pos, expert_idx
+                return ValueError(
+                    f"topk_idx[{token_idx}, {topk_pos}] = {expert_idx} is not an expert id in "
+                    f"[-1, {num_experts})"
+                )
     return None
+
+
+def _beyond_limits(dispatch: spec.Dispatch, row_bytes: int) -> Exception:
+    """What every rank raises where a dispatch asks for more rows than there is room for."""
+    first = dispatch.overflows[0]
+    text = "; ".join(
+        ("" if each.expert_idx is None else f"expert {each.expert_idx} on ")
+        + f"rank {each.rank_idx} would receive {each.num_needed} rows, "
+        f"it has room for {each.num_available}"
+        for each in dispatch.overflows
+    )
+    if dispatch.layout is Layout.LOW_LATENCY:
+        return ValueError(text)
+    return CapacityError(
+        text,
+        needed_bytes=first.num_needed * row_bytes,
+        available_bytes=first.num_available * row_bytes,
+        ranks=list(dict.fromkeys(each.rank_idx for each in dispatch.overflows)),
+        needed_rows=[len(dispatch.kept[idx]) for idx in dispatch.experts_of(first.rank_idx)],
+    )
 
 
 def _present(value: ValueT | None) -> ValueT:
