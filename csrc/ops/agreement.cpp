@@ -21,18 +21,33 @@ std::string dtype_text(int32_t dlpack_type) {
   return kFamilies[code] + std::to_string(dlpack_type & 0xFF);
 }
 
-/// See DispatchParams::quantization_code.
-std::string quantization_text(int32_t code) {
-  constexpr const char* kFormats[] = {"pairs", "FP8_BLOCK128", "MXFP8"};
+/// Of a row as the caller has it: one that is quantized travels as a byte for each element.
+int64_t caller_row_bytes(const layout::OperationArguments& arguments) {
+  const bool is_quantized_here = arguments.quantization >> 4 != 0;
+  return arguments.row_bytes * (is_quantized_here ? (arguments.dtype & 0xFF) / 8 : 1);
+}
+
+/// Scale factors that come with rows, or are made of them; see DispatchParams::quantization_code.
+std::string scales_text(const layout::OperationArguments& arguments) {
+  constexpr const char* kFormats[] = {"", "FP8_BLOCK128", "MXFP8"};
   constexpr const char* kScales[] = {"FLOAT32", "FLOAT32_POWER_OF_2", "UE8M0"};
+  const int32_t code = arguments.quantization;
   const int32_t format = (code >> 4) & 15;
   const int32_t scale_format = (code >> 8) & 15;
+  if (code == 0)
+    return "";
   if (format > 2 || scale_format > 2)
-    return concat("format ", code);
-  std::string text = kFormats[format];
-  if (format > 0)
-    text += concat("(", kScales[scale_format], ")");
-  return (code & 2) != 0 ? text + " column-major" : text;
+    return concat(" of format ", code);
+  const char* const order = (code & 2) != 0 ? " in columns" : " in rows";
+  if (format == 0)
+    return concat(
+        ", ", arguments.num_scales, " scale factors of ", arguments.scale_bytes, " bytes", order);
+  return concat(" to be quantized to ",
+                kFormats[format],
+                " with ",
+                kScales[scale_format],
+                " scale factors",
+                order);
 }
 
 /// Names and values of a config_text() that begins at @p from.
@@ -176,11 +191,12 @@ std::string describe(const layout::OperationArguments& arguments) {
                  ", expert_alignment=",
                  arguments.expert_alignment);
   if (arguments.row_bytes > 0)
-    text += concat(", ", dtype_text(arguments.dtype), " rows of ", arguments.row_bytes, " bytes");
-  if (arguments.quantization != 0)
-    text += concat(", quantized as ", quantization_text(arguments.quantization));
-  if (arguments.num_scales > 0)
-    text += concat(", ", arguments.num_scales, " scales of ", arguments.scale_bytes, " bytes");
+    text += concat(", ",
+                   dtype_text(arguments.dtype),
+                   " rows of ",
+                   caller_row_bytes(arguments),
+                   " bytes",
+                   scales_text(arguments));
   if (arguments.weight_bytes > 0)
     text += concat(", float", arguments.weight_bytes * 8, " weights");
   else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from moe_comm import (
     EpBuffer,
     EpConfig,
     Layout,
+    ScaleFormat,
 )
 from moe_comm.testing import RankContext, run_ranks
 
@@ -501,6 +503,56 @@ def test_every_mistake_on_every_rank(backend: str, num_ranks: int) -> None:
 )
 def test_any_sequence_of_mistakes(backend: str, drawn: list[tuple[str, int]]) -> None:
     check(backend, "threads", 3, drawn)
+
+
+def disagree(context: RankContext, backend: str) -> list[str]:
+    """What this rank is told where rank 1 calls otherwise, but for the number of a handle."""
+    packed = dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0, is_column_major=True)
+    x, topk_idx = torch.zeros(4, 16).bfloat16(), torch.zeros(4, 2, dtype=torch.int64)
+    data, weights = torch.zeros(4, 16, dtype=torch.uint8), torch.ones(4, 2)
+    limit = Capacity(num_rows_per_expert=3, on_overflow="drop")
+    with Communicator(context.group, backend=backend) as communicator:
+        buffer = EpBuffer(communicator, CONFIG)
+        handle = buffer.dispatch(x, topk_idx).handle
+        rows = torch.zeros(handle.num_recv_tokens, 16).bfloat16()
+        calls = [
+            ({"quantization": FP8_BLOCK128}, {"quantization": packed}),
+            ({"x": (data, torch.ones(4, 1))}, {"x": (data, torch.ones(4, 3).half())}),
+            ({"topk_weights": weights, "layout": Layout.LOW_LATENCY}, {"capacity": limit}),
+            ({"topk_idx": None, "handle": handle}, {"quantization": MXFP8, "expert_alignment": 8}),
+        ]
+        said = []
+        for pair in calls:
+            with pytest.raises(ValueError, match="ranks disagree") as info:
+                buffer.dispatch(**{"x": x, "topk_idx": topk_idx, **pair[context.rank_idx]})
+            said.append(str(info.value))
+        pulled = torch.ones(len(rows)) if context.rank_idx else None
+        with pytest.raises(ValueError, match="ranks disagree") as info:
+            buffer.combine(rows, handle, row_weights=pulled)
+        said.append(str(info.value))
+        buffer.destroy()
+    return [re.sub(r"handle \w+", "handle", text) for text in said]
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "simt"])
+def test_calls_that_differ_are_told_in_the_same_words(backend: str) -> None:
+    plain = "EXPERT_MAJOR, expert_alignment=1, bfloat16 rows of 32 bytes"
+    told = [
+        f"dispatch({plain} to be quantized to FP8_BLOCK128 with FLOAT32 scale factors in rows, "
+        f"no weights) on rank 0 met dispatch({plain} to be quantized to FP8_BLOCK128 with UE8M0 "
+        "scale factors in columns, no weights)",
+        "dispatch(EXPERT_MAJOR, expert_alignment=1, uint8 rows of 16 bytes, 1 scale factors of 4 "
+        "bytes in rows, no weights) on rank 0 met dispatch(EXPERT_MAJOR, expert_alignment=1, uint8 "
+        "rows of 16 bytes, 3 scale factors of 2 bytes in rows, no weights)",
+        "dispatch(LOW_LATENCY, expert_alignment=1, bfloat16 rows of 32 bytes, float32 weights) on "
+        f"rank 0 met dispatch({plain}, no weights, on_overflow=drop, num_rows_per_expert=3)",
+        f"cached dispatch({plain}, no weights, handle) on rank 0 met dispatch(EXPERT_MAJOR, "
+        "expert_alignment=8, bfloat16 rows of 32 bytes to be quantized to MXFP8 with UE8M0 scale "
+        "factors in rows, no weights)",
+        f"combine({plain}, no weights, handle) on rank 0 met combine({plain}, float32 weights, handle)",
+    ]
+    for said in run_ranks(disagree, 2, backend):
+        assert said == [f"ranks disagree: {text} on rank 1" for text in told]
 
 
 def use_after_destroy(context: RankContext, backend: str) -> list[str]:
