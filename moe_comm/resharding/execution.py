@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -36,28 +36,11 @@ _TENSOR_SHIFT = 58
 _MAX_TENSORS = 1 << (63 - _TENSOR_SHIFT)
 
 
-@dataclasses.dataclass
-class _Writeback:
-    """What is left to do with something received once `run()` has returned.
-
-    Args:
-        kind: "direct": nothing, it landed where it belongs; "copy": copy `recv_buffer` into
-            `dst_slice` of `dst_param`; "transform": hand `recv_bufs` to the transform.
-        recv_buffer: Of "copy".
-        dst_param: Of "copy": the tensor, in the shape that `dst_slice` cuts.
-        dst_slice: Of "copy" and "transform".
-        param_name: Of "transform".
-        recv_bufs: Of "transform".
-        op: The transfer.
-    """
-
-    kind: str
-    recv_buffer: torch.Tensor | None = None
-    dst_param: torch.Tensor | None = None
-    dst_slice: Slices | None = None
-    param_name: str | None = None
-    recv_bufs: list[torch.Tensor] | None = None
-    op: TransferOp | None = None
+def _copy(room: torch.Tensor, tensor: torch.Tensor, place: Slices) -> None:
+    """Write what was received into `room` where it belongs: `tensor[place]`."""
+    # What was made in inference mode is written in it alone.
+    with torch.inference_mode(tensor.is_inference()):
+        tensor[place].copy_(room)
 
 
 def _get_mxfp8_accumulator(
@@ -169,91 +152,101 @@ States = tuple[ModuleState, ModuleState]
 """Of the source and the destination."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Repeat:
-    """One plan between two modules as a service has prepared it.
+class PlanExecution:
+    """A plan between two modules as it was submitted to a service, and what is left to do after that.
+
+    One that `is_repeatable` runs again for as long as it `is_of` the plan and the modules. It refers to
+    none of these, nor to the service, since it goes with the first of them.
 
     Args:
-        prepared: What the service's `prepare()` returned. It may hold views of the tensors.
-        ops: Lists of the plan, to notice that they were replaced.
-        states: Of the modules.
+        plan: This rank's.
+        states: Of the source and the destination.
+        transform: Handles the parameters that it names; None for none.
     """
 
-    prepared: Any
-    ops: tuple[list[TransferOp], list[TransferOp]]
-    states: States
+    def __init__(
+        self, plan: ReshardPlan, states: States, transform: ReshardTransform | None
+    ) -> None:
+        self._ops = plan.send_ops, plan.recv_ops
+        self._states = states
+        self._transform = transform
+        self.is_repeatable = transform is None and not plan.reductions
+        """Whether the service prepared it: nothing but views of the modules' own tensors."""
+        self._prepared: Any = None
+        self.skipped: dict[str, str] = {}
+        """Sides, by name, of parameters that a module does not have."""
+        self._is_direct = False  # a peer may write into the destination before the service is done
+        self._takes_strided = False
+        self._writebacks: list[Callable[[], None]] = []
+        self._pending_quantized: dict[int, tuple[Any, ...]] = {}
 
-    def is_valid(self, plan: ReshardPlan, states: States) -> bool:
-        """Whether an execution would submit the same memory again."""
+    def is_of(self, plan: ReshardPlan, states: States) -> bool:
+        """Whether these would submit the same memory again. Lists of a plan may be replaced."""
         return (
-            self.ops[0] is plan.send_ops
-            and self.ops[1] is plan.recv_ops
-            and self.states[0] is states[0]
-            and self.states[1] is states[1]
+            self._ops[0] is plan.send_ops
+            and self._ops[1] is plan.recv_ops
+            and self._states[0] is states[0]
+            and self._states[1] is states[1]
         )
 
+    def submit(self, plan: ReshardPlan, service: Any, *, strict: bool) -> None:
+        """Give all pieces to the service, which prepares them where it can run them again.
 
-_repeats: KeptWhile[tuple[int, ...], _Repeat] = KeptWhile()
-"""By the `id`s of service, plan, source and destination: what can run again."""
+        Raises:
+            ValueError: A tensor is not what the plan was made for.
+        """
+        if self._transform is not None:
+            self._transform.begin()
+        sources, destinations = (state.tensors for state in self._states)
+        problem = _problem_with(plan.send_ops, plan.sources, sources, "source", strict)
+        problem = problem or _problem_with(
+            [op for op in plan.recv_ops if not self._is_transformed(op.param_name)],
+            plan.destinations,
+            destinations,
+            "destination",
+            strict,
+        )
+        reduced = reduce_partial_sources(plan, sources, problem)
+        # Mock services have neither attribute nor constructor of the base class.
+        self._takes_strided = getattr(type(service), "takes_strided_tensors", False) is True
+        self._submit_sends(plan, service, sources, reduced)
+        self._submit_recvs(plan, service, destinations)
+        can_repeat = all(hasattr(type(service), name) for name in ("prepare", "run_prepared"))
+        self.is_repeatable &= can_repeat and not self.skipped
+        if self.is_repeatable:
+            self._prepared = service.prepare()
 
+    def _is_transformed(self, name: str) -> bool:
+        return self._transform is not None and self._transform.should_transform(name)
 
-class _Refit:
-    """One execution of a plan on this rank, up to `run()` and after it."""
-
-    def __init__(
+    def _submit_sends(
         self,
         plan: ReshardPlan,
         service: CopyService,
-        transform: ReshardTransform | None,
-        src_tensors: Mapping[str, torch.Tensor],
-        dst_tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        reduced: Mapping[str, torch.Tensor],
     ) -> None:
-        self.plan = plan
-        self.service = service
-        self.transform = transform
-        self.src_tensors = src_tensors
-        self.dst_tensors = dst_tensors
-        # Mock services have neither attribute nor constructor of the base class.
-        self._takes_strided = getattr(type(service), "takes_strided_tensors", False) is True
-        self._writebacks: list[_Writeback] = []
-        self._pending_quantized: dict[int, tuple[Any, ...]] = {}
-        self._name_at: dict[tuple[Any, ...], str] = {}
-        self.skipped: dict[str, str] = {}
-        """Sides, by name, of parameters that a module does not have."""
-        self.is_direct = False
-        """Whether a peer may write into the destination before `run()` has succeeded."""
-        self.is_repeatable = transform is None and not plan.reductions
-        """Whether nothing but views of the modules' own tensors is submitted."""
-
-    @property
-    def has_quantized(self) -> bool:
-        return bool(self._pending_quantized)
-
-    def is_transformed(self, name: str) -> bool:
-        return self.transform is not None and self.transform.should_transform(name)
-
-    def submit_sends(self, reduced: Mapping[str, torch.Tensor]) -> None:
-        sources = Sources(self.plan, self.src_tensors, reduced, self.is_transformed)
-        for op in self.plan.send_ops:
-            source = self.src_tensors.get(op.param_name)
+        sources = Sources(plan, tensors, reduced, self._is_transformed)
+        for op in plan.send_ops:
+            source = tensors.get(op.param_name)
             if source is None:
                 self.skipped[op.param_name] = "source"
                 continue
-            if self.is_transformed(op.param_name):
-                assert self.transform is not None
+            if self._is_transformed(op.param_name):
+                assert self._transform is not None
                 # Transforms may know the class of a parameter, but a DTensor is not theirs to cut.
                 whole = local_tensor(source) if isinstance(source, DTensor) else source
                 whole = reduced.get(op.param_name, whole)
-                tensors = self.transform.prepare_send_of(op, whole)
+                pieces = self._transform.prepare_send_of(op, whole)
             else:
                 piece = in_view(sources.get(op.param_name), op)[op.my_slice]
                 if op.wire_dtype is not None and piece.dtype != op.wire_dtype:
                     piece = piece.to(op.wire_dtype)
                     self.is_repeatable = False
                 self.is_repeatable &= not sources.is_fresh(op.param_name)
-                tensors = [piece]
-            for tensor, task_id in zip(tensors, _task_ids(op.task_id, len(tensors)), strict=True):
-                self.service.submit_send(self._sendable(tensor), op.peer_rank, task_id=task_id)
+                pieces = [piece]
+            for piece, task_id in zip(pieces, _task_ids(op.task_id, len(pieces)), strict=True):
+                service.submit_send(self._sendable(piece), op.peer_rank, task_id=task_id)
 
     def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._takes_strided or tensor.is_contiguous():
@@ -261,92 +254,120 @@ class _Refit:
         self.is_repeatable = False
         return tensor.contiguous()
 
-    def submit_recvs(self) -> None:
-        for op in self.plan.recv_ops:
-            if self.is_transformed(op.param_name):
-                assert self.transform is not None
-                buffers = self.transform.prepare_recv_of(op)
-                self._submit_buffers(op, buffers)
+    def _submit_recvs(
+        self, plan: ReshardPlan, service: CopyService, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        name_at: dict[tuple[Any, ...], str] = {}
+        for op in plan.recv_ops:
+            if self._is_transformed(op.param_name):
+                assert self._transform is not None
+                buffers = self._transform.prepare_recv_of(op)
+                rooms = [self._room_for_buffer(op, buffer) for buffer in buffers]
                 self._writebacks.append(
-                    _Writeback(
-                        "transform",
-                        param_name=op.param_name,
-                        dst_slice=op.my_slice,
-                        recv_bufs=buffers,
-                        op=op,
-                    )
+                    functools.partial(self._transform.finalize_recv_of, op, buffers)
                 )
-                continue
-            destination = self.dst_tensors.get(op.param_name)
-            if destination is None:
+            elif (destination := tensors.get(op.param_name)) is not None:
+                rooms = [self._room_for_piece(op, destination, name_at)]
+            else:
                 self.skipped[op.param_name] = "destination"
                 continue
-            self._submit_recv(op, destination)
+            for room, task_id in zip(rooms, _task_ids(op.task_id, len(rooms)), strict=True):
+                service.submit_recv(room, op.peer_rank, task_id=task_id)
 
-    def _submit_buffers(self, op: TransferOp, buffers: list[torch.Tensor]) -> None:
-        task_ids = _task_ids(op.task_id, len(buffers))
-        for buffer, task_id in zip(buffers, task_ids, strict=True):
-            room = buffer
-            if not (self._takes_strided or buffer.is_contiguous()):
-                room = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-                whole = tuple(slice(None) for _ in buffer.shape)
-                self._writebacks.append(_Writeback("copy", room, buffer, whole, op=op))
-            self.service.submit_recv(room, op.peer_rank, task_id=task_id)
+    def _room_for_buffer(self, op: TransferOp, buffer: torch.Tensor) -> torch.Tensor:
+        """Where a buffer of a transform is received."""
+        if self._takes_strided or buffer.is_contiguous():
+            return buffer
+        room = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        whole = tuple(slice(None) for _ in buffer.shape)
+        self._writebacks.append(functools.partial(_copy, room, buffer, whole))
+        return room
 
-    def _submit_recv(self, op: TransferOp, destination: torch.Tensor) -> None:
+    def _room_for_piece(
+        self, op: TransferOp, destination: torch.Tensor, name_at: dict[tuple[Any, ...], str]
+    ) -> torch.Tensor:
+        """Where a piece is received: in its destination where that takes it, else in fresh memory.
+
+        Args:
+            op: The transfer.
+            destination: The parameter.
+            name_at: By place, the first name that is received there. Gets an entry.
+        """
         is_quantized = is_mxfp8_tensor(destination)
         if is_quantized:
             self.is_repeatable = False
             whole, _ = _get_mxfp8_accumulator(self._pending_quantized, destination)
         else:
             whole = local_tensor(destination)
-        is_tied = self._is_tied(op.param_name, whole)
+        # Memory that is received under another name too is not received twice at once.
+        place = (whole.data_ptr(), whole.dtype, whole.shape, whole.stride())
+        name = op.param_name
+        is_tied = whole.numel() > 0 and name_at.setdefault(place, name) != name
         whole = in_view(whole, op)
         piece = whole[op.my_slice]
         wire_dtype = op.wire_dtype or piece.dtype
         takes_piece = self._takes_strided or piece.is_contiguous()
         if piece.dtype == wire_dtype and takes_piece and not is_tied:
-            self.is_direct |= not is_quantized
-            self._writebacks.append(_Writeback("direct"))
-            self.service.submit_recv(piece, op.peer_rank, task_id=op.task_id)
-            return
+            self._is_direct |= not is_quantized
+            return piece
         self.is_repeatable = False
         room = torch.empty(piece.shape, dtype=wire_dtype, device=piece.device)
-        self._writebacks.append(_Writeback("copy", room, whole, op.my_slice, op=op))
-        self.service.submit_recv(room, op.peer_rank, task_id=op.task_id)
+        self._writebacks.append(functools.partial(_copy, room, whole, op.my_slice))
+        return room
 
-    def _is_tied(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is received under another name: not twice into one place at once."""
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        return tensor.numel() > 0 and self._name_at.setdefault(place, name) != name
+    def run(
+        self,
+        service: Any,
+        group: dist.ProcessGroup | Bootstrap | None,
+        dst_module: torch.nn.Module | None,
+    ) -> None:
+        """Move the data, write what was staged, refresh caches."""
+        may_be_torn = self._is_direct
+        had_quantized = bool(self._pending_quantized)
+        try:
+            try:
+                if self.is_repeatable:
+                    service.run_prepared(self._prepared)
+                else:
+                    service.run()
+            except ValueError:
+                # The services' word for a batch that they refused: nothing has moved.
+                may_be_torn = False
+                raise
+            _synchronize()
+            if service.requires_process_group_barrier:
+                _barrier(group)
+            may_be_torn |= had_quantized or bool(self._writebacks)
+            with torch.no_grad():
+                self._write_back()
+            may_be_torn = dst_module is not None
+            _refresh_module_caches(dst_module)
+            # Copies and refreshes are queued: a caller may capture graphs over the weights at once.
+            _synchronize()
+        except BaseException as error:
+            if may_be_torn and dst_module is not None:
+                text = str(error).split("\n", 1)[0]
+                stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {text}")
+            raise
+        if had_quantized and torch.cuda.is_available():
+            # The allocator would keep the accumulators, as large as the model in bfloat16. Does
+            # nothing in a process that has not used CUDA.
+            torch.cuda.empty_cache()
 
-    def write_back(self) -> None:
+    def _write_back(self) -> None:
         """Write what was staged. Each buffer is dropped as soon as it is written."""
         self._writebacks.reverse()
         while self._writebacks:
-            writeback = self._writebacks.pop()
-            if writeback.kind == "copy":
-                assert writeback.dst_param is not None
-                assert writeback.dst_slice is not None
-                assert writeback.recv_buffer is not None
-                # What was made in inference mode is written in it alone.
-                with torch.inference_mode(writeback.dst_param.is_inference()):
-                    writeback.dst_param[writeback.dst_slice].copy_(writeback.recv_buffer)
-            elif writeback.kind == "transform":
-                assert self.transform is not None
-                assert writeback.op is not None
-                assert writeback.recv_bufs is not None
-                self.transform.finalize_recv_of(writeback.op, writeback.recv_bufs)
+            self._writebacks.pop()()
         for dst_param, full, _ in self._pending_quantized.values():
             # Once per parameter: a block's scale depends on all of its elements.
             dst_param.quantize_(full)
-        if self.transform is not None:
-            self.transform.finish()
+        if self._transform is not None:
+            self._transform.finish()
 
-    @property
-    def is_staged(self) -> bool:
-        """Whether something is to be written after `run()`."""
-        return self.has_quantized or any(w.kind != "direct" for w in self._writebacks)
+
+_executions: KeptWhile[tuple[int, ...], PlanExecution] = KeptWhile()
+"""By the `id`s of service, plan, source and destination: what can run again."""
 
 
 def execute_reshard_plan(
@@ -418,59 +439,27 @@ def execute(
     dst_module = modules[1]
     owners = (service, plan, *modules)
     key = tuple(map(id, owners))
-    run: Callable[[], None] = service.run
     with _telling_peers(service), torch.no_grad():
         hooks = None if transform is None else as_reshard_transform(transform)
-        repeat = None if hooks is not None else _repeats.get(key)
-        is_repeated = repeat is not None and repeat.is_valid(plan, states)
-        src_tensors, dst_tensors = ({}, {}) if is_repeated else (each.tensors for each in states)
-        refit = _Refit(plan, service, hooks, src_tensors, dst_tensors)
-        if repeat is not None and is_repeated:
-            run = _prepared_run(service, repeat.prepared)
-            refit.is_direct = bool(plan.recv_ops)
-        else:
-            _repeats.drop(key)
-            if hooks is not None:
-                hooks.begin()
-            problem = _problem_with(plan.send_ops, plan.sources, src_tensors, "source", strict)
-            problem = problem or _problem_with(
-                [op for op in plan.recv_ops if not refit.is_transformed(op.param_name)],
-                plan.destinations,
-                dst_tensors,
-                "destination",
-                strict,
-            )
-            reduced = reduce_partial_sources(plan, src_tensors, problem)
-            refit.submit_sends(reduced)
-            refit.submit_recvs()
-            if _can_repeat(service) and refit.is_repeatable and not refit.skipped:
-                prepared = getattr(service, "prepare")()  # noqa: B009 - not of every service
-                ops = plan.send_ops, plan.recv_ops
-                _repeats.put(key, _Repeat(prepared, ops, states), owners)
-                run = _prepared_run(service, prepared)
+        execution = None if hooks is not None else _executions.get(key)
+        if execution is None or not execution.is_of(plan, states):
+            _executions.drop(key)
+            execution = PlanExecution(plan, states, hooks)
+            execution.submit(plan, service, strict=strict)
+            if execution.is_repeatable:
+                _executions.put(key, execution, owners)
 
-    if refit.skipped:
-        logger.warning("Skipped parameters that a module does not have: %s", refit.skipped)
+    if execution.skipped:
+        logger.warning("Skipped parameters that a module does not have: %s", execution.skipped)
     logger.info("Executing %d sends and %d receives", len(plan.send_ops), len(plan.recv_ops))
     try:
-        _run(refit, run, service, group, dst_module)
+        execution.run(service, group, dst_module)
     except BaseException:
-        _repeats.drop(key)
+        _executions.drop(key)
         raise
-    if dst_module is not None and plan.recv_ops and not refit.skipped:
+    if dst_module is not None and plan.recv_ops and not execution.skipped:
         stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
-
-
-def _can_repeat(service: CopyService) -> bool:
-    return all(hasattr(type(service), name) for name in ("prepare", "run_prepared"))
-
-
-def _prepared_run(service: Any, prepared: Any) -> Callable[[], None]:
-    def run() -> None:
-        service.run_prepared(prepared)
-
-    return run
 
 
 @contextlib.contextmanager
@@ -482,41 +471,3 @@ def _telling_peers(service: CopyService) -> Iterator[None]:
         if hasattr(type(service), "abandon"):
             service.abandon(str(error).split("\n", 1)[0])
         raise
-
-
-def _run(
-    refit: _Refit,
-    run: Callable[[], None],
-    service: CopyService,
-    group: dist.ProcessGroup | Bootstrap | None,
-    dst_module: torch.nn.Module | None,
-) -> None:
-    """Move the data, write what was staged, refresh caches."""
-    may_be_torn = refit.is_direct
-    had_quantized = refit.has_quantized
-    try:
-        try:
-            run()
-        except ValueError:
-            # The services' word for a batch that they refused: nothing has moved.
-            may_be_torn = False
-            raise
-        _synchronize()
-        if service.requires_process_group_barrier:
-            _barrier(group)
-        may_be_torn |= refit.is_staged
-        with torch.no_grad():
-            refit.write_back()
-        may_be_torn = dst_module is not None
-        _refresh_module_caches(dst_module)
-        # Copies and refreshes are queued: a caller may capture graphs over the weights at once.
-        _synchronize()
-    except BaseException as error:
-        if may_be_torn and dst_module is not None:
-            text = str(error).split("\n", 1)[0]
-            stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {text}")
-        raise
-    if had_quantized and torch.cuda.is_available():
-        # The allocator would keep the accumulators, as large as the model in bfloat16. Does nothing
-        # in a process that has not used CUDA.
-        torch.cuda.empty_cache()
