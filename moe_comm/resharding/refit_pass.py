@@ -105,7 +105,8 @@ class Pass:
         self.group = RefitGroup(
             group,
             service if isinstance(service, CopyService) else None,
-            is_in_doubt=service is None and problem is not None,
+            # Only a preparation is without a service.
+            is_in_doubt=service is None and options.function != "prepare_swap_model_weights",
         )
         self.service, refit_method = known_service(service, self.group)
         self.options = dataclasses.replace(

@@ -184,6 +184,28 @@ def test_one_rank_with_a_bad_model_is_named_on_every_rank() -> None:
             assert "rank 2" in text
 
 
+def _badly_prepared(context: RankContext) -> str:
+    pair = dist.new_group([0, 1])
+    if context.rank_idx < 2:
+        src, dst = (ShardedNet(Parallelism(2, tp=tp), context.rank_idx) for tp in (2, 1))
+        refit.swap_model_weights(src.fill(1), dst, "gloo", group=pair)
+    wide = [ShardedNet(Parallelism(3), context.rank_idx) for _ in range(2)]
+    num_dst_pools = 0 if context.rank_idx == 1 else 1
+    text = error_of(
+        lambda: refit.prepare_swap_model_weights(wide[0], wide[1], num_dst_pools=num_dst_pools)
+    )
+    refit.swap_model_weights(wide[0].fill(2), wide[1], "gloo")
+    assert wide[1].wrong(2) == []
+    refit.clear_all_caches()
+    return text
+
+
+def test_one_rank_that_prepares_wrongly_after_a_refit_of_fewer_ranks() -> None:
+    """Without a group it asks the default group, where its peers wait, not the ranks of that refit."""
+    for text in run_ranks(_badly_prepared, 3, timeout_s=HANG_S):
+        assert "num_dst_pools must be >= 1, got 0" in text
+
+
 class _Lossy(GlooCopyService):
     """A transport that loses a bit on rank 1, after everything has arrived."""
 
