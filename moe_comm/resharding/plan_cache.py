@@ -6,13 +6,15 @@ import dataclasses
 
 import torch
 
+from moe_comm.resharding.kept import KeptWhile
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.module_tensors import ModuleState
 from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.refit_group import MAX_PLANS, RefitGroup, identity_of
+from moe_comm.resharding.refit_models import Models
 from moe_comm.resharding.transform_protocol import ReshardTransform
 
-__all__ = ["KeptPlan", "KeptPlans", "PlanCacheKey", "build_plan_cache_key"]
+__all__ = ["KeptPlan", "KeptPlans", "PlanCacheKey", "build_plan_cache_key", "plan_cache"]
 
 Sizes = tuple[int, int, int, int, int]
 """Of the TP, PP, EP, DP and expert TP groups of a model."""
@@ -62,26 +64,20 @@ def _sizes_of(core: torch.nn.Module | None) -> Sizes | None:
 
 
 def build_plan_cache_key(
-    src_core: torch.nn.Module | None,
-    tgt_core: torch.nn.Module | None,
-    num_experts: int | None,
-    group: RefitGroup,
-    src_rank_offset: int = 0,
-    dst_rank_offset: int = 0,
-    pool_index: int = 0,
+    models: Models, group: RefitGroup, rank_offsets: tuple[int, int], pool_index: int
 ) -> PlanCacheKey:
     """The key of a refit between these models."""
     return PlanCacheKey(
         rank=group.rank_idx,
-        src_config=_sizes_of(src_core),
-        dst_config=_sizes_of(tgt_core),
-        num_experts=num_experts,
+        src_config=_sizes_of(models.source),
+        dst_config=_sizes_of(models.target),
+        num_experts=models.num_experts,
         world_size=group.num_ranks,
-        src_rank_offset=src_rank_offset,
-        dst_rank_offset=dst_rank_offset,
+        src_rank_offset=rank_offsets[0],
+        dst_rank_offset=rank_offsets[1],
         pool_index=pool_index,
-        src_model=identity_of(src_core),
-        dst_model=identity_of(tgt_core),
+        src_model=identity_of(models.source),
+        dst_model=identity_of(models.target),
         group=identity_of(group.key),
     )
 
@@ -104,21 +100,6 @@ class KeptPlan:
     states: tuple[ModuleState, ModuleState]
     destinations: dict[str, ParameterMetadata]
     is_strict: bool
-
-    def fits(
-        self,
-        states: tuple[ModuleState, ModuleState],
-        transform: ReshardTransform | None,
-        *,
-        is_strict: bool,
-    ) -> bool:
-        """Whether it serves models in these states."""
-        source, target = self.states
-        return (
-            self.is_strict >= is_strict
-            and source.is_alike(states[0], None)
-            and target.is_alike(states[1], transform or self.plan.transform)
-        )
 
 
 class KeptPlans:
@@ -143,10 +124,13 @@ class KeptPlans:
         is_strict: bool,
     ) -> list[int]:
         """Ids of the plans that serve models in these states."""
+        source, target = states
         return [
             kept.plan_id
             for kept in self._plans
-            if kept.fits(states, transform, is_strict=is_strict)
+            if kept.is_strict >= is_strict
+            and kept.states[0].is_alike(source, None)
+            and kept.states[1].is_alike(target, transform or kept.plan.transform)
         ]
 
     def find(self, plan_id: int) -> KeptPlan | None:
@@ -161,3 +145,7 @@ class KeptPlans:
         """Keep a plan, as the last used."""
         others = [each for each in self._plans if each is not kept]
         self._plans = [kept, *others][:MAX_PLANS]
+
+
+plan_cache: KeptWhile[PlanCacheKey, KeptPlans] = KeptWhile()
+"""The plans of all refits of this process."""

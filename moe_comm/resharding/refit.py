@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 from moe_comm.arguments import as_int
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.resharding.copy_services.base import CopyService
-from moe_comm.resharding.plan_cache import PlanCacheKey
+from moe_comm.resharding.plan_cache import PlanCacheKey, plan_cache
 from moe_comm.resharding.refit_group import RefitGroup, agree
 from moe_comm.resharding.refit_models import (
     Model,
@@ -17,7 +17,7 @@ from moe_comm.resharding.refit_models import (
     _needs_mxfp8_conversion,
     _setup_mxfp8_transform_on_plan,
 )
-from moe_comm.resharding.refit_pass import Group, Options, Pass, Verify, plan_cache
+from moe_comm.resharding.refit_pass import Group, RefitPass, Verify
 from moe_comm.resharding.refit_services import (
     RefitBackendName,
     check_backend,
@@ -61,53 +61,6 @@ def clear_all_caches() -> None:
     clear_plan_cache()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """The arguments of a refit as this rank was given them.
-
-    Args:
-        function: Its name.
-        service: `refit_method`; None where there is none.
-        rank_offsets: Of the source and the target.
-        problem: What is wrong with an argument, or None.
-    """
-
-    function: str
-    src_model: Model
-    target_model: Model
-    service: CopyService | str | None
-    group: Group
-    rank_offsets: tuple[int, int]
-    transform: Any
-    num_dst_pools: int
-    dst_pool_index: int
-    verify: Verify
-    strict: bool
-    problem: Exception | None
-    refit: str = ""
-
-    def passes(self) -> Iterator[Pass]:
-        """One for each pool of targets. The first one raises what is wrong, on every rank."""
-        for pool_index in range(1 if self.problem is not None else self.num_dst_pools):
-            yield Pass(
-                self.src_model,
-                self.target_model if pool_index == self.dst_pool_index else None,
-                self.group,
-                self.rank_offsets,
-                self.transform,
-                Options(
-                    self.function,
-                    self.verify,
-                    self.strict,
-                    self.num_dst_pools,
-                    pool_index,
-                    refit=self.refit,
-                ),
-                self.service,
-                self.problem,
-            )
-
-
 def _tells_group(position: int) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
     """A decorator for refits: peers hear of arguments that Python cannot bind.
 
@@ -131,9 +84,7 @@ def _agree_on_nothing(group: RefitGroup, problem: Exception) -> None:
 
 def _reject_run(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell peers, who are in a run of the refit."""
-    request = args[0]._request
-    service = request.service if isinstance(request.service, CopyService) else None
-    _agree_on_nothing(RefitGroup(request.group, service), error)
+    _agree_on_nothing(args[0]._passes[0].ranks(), error)
 
 
 class Refit:
@@ -188,23 +139,23 @@ class Refit:
         verify: Verify = "plan",
         strict: bool = False,
     ) -> None:
-        request = _request(
+        self._passes: list[RefitPass] = []
+        for each in _passes(
             "Refit",
             src_model,
             target_model,
-            refit_method,
+            *_service_of(refit_method),
             group,
             (src_rank_offset, dst_rank_offset),
             transform,
             (num_dst_pools, dst_pool_index),
             verify,
             strict,
-        )
-        plan_ids = [each.prepare() for each in request.passes()]
-        # The plans of all ranks have the same id, by which they tell this refit from another.
-        self._request = dataclasses.replace(
-            request, function="Refit.run", refit=f"{plan_ids[0]:016x}"
-        )
+        ):
+            # The plans of all ranks have the same id, by which they tell this refit from another.
+            plan_id = each.prepare()
+            refit = self._passes[0].refit if self._passes else f"{plan_id:016x}"
+            self._passes.append(dataclasses.replace(each, function="Refit.run", refit=refit))
 
     @tells_peers(_reject_run)
     def run(self) -> None:
@@ -217,7 +168,7 @@ class Refit:
             RefitError: With `verify="checksum"`: the target does not hold what its source holds.
             CommunicationError: A peer is gone or did not come.
         """
-        for each in self._request.passes():
+        for each in self._passes:
             each.run()
 
 
@@ -256,21 +207,19 @@ def prepare_swap_model_weights(
     Raises:
         ValueError, RuntimeError, TypeError: As `swap_model_weights`.
     """
-    request = _Request(
+    for each in _passes(
         "prepare_swap_model_weights",
         src_model,
         target_model,
         None,
+        None,
         group,
         (src_rank_offset, dst_rank_offset),
         transform,
-        num_dst_pools,
-        dst_pool_index,
+        (num_dst_pools, dst_pool_index),
         verify,
         strict,
-        _problem_with_pools(num_dst_pools, dst_pool_index),
-    )
-    for each in request.passes():
+    ):
         each.prepare()
 
 
@@ -327,19 +276,18 @@ def swap_model_weights(
         RuntimeError: A model has no `pg_collection`, on every rank; or an error of the service.
         CommunicationError: A peer is gone or did not come.
     """
-    request = _request(
+    for each in _passes(
         "swap_model_weights",
         src_model,
         target_model,
-        refit_method,
+        *_service_of(refit_method),
         group,
         (src_rank_offset, dst_rank_offset),
         transform,
         (num_dst_pools, dst_pool_index),
         verify,
         strict,
-    )
-    for each in request.passes():
+    ):
         each.run()
 
 
@@ -380,65 +328,72 @@ def reshard_model_weights(
     if not isinstance(given, CopyService):
         problem = TypeError(f"service must be a CopyService, got {type(given).__name__}")
         given = None
-    Pass(
+    RefitPass(
+        "reshard_model_weights",
         src_model,
         target_model,
+        given,
         group,
         (src_rank_offset, dst_rank_offset),
         transform,
-        Options("reshard_model_weights", verify, strict, 1, pool_index),
-        given,
-        problem,
+        verify,
+        strict,
+        pool_index=pool_index,
+        problem=problem,
     ).run()
 
 
-def _problem_with_pools(num_dst_pools: Any, dst_pool_index: Any) -> Exception | None:
-    try:
-        num_dst_pools = as_int("num_dst_pools", num_dst_pools, 1)
-        dst_pool_index = as_int("dst_pool_index", dst_pool_index)
-    except (TypeError, ValueError) as error:
-        return error
-    if not 0 <= dst_pool_index < num_dst_pools:
-        return ValueError(f"dst_pool_index must be in [0, {num_dst_pools}), got {dst_pool_index}")
-    return None
+def _service_of(refit_method: Any) -> tuple[CopyService | str | None, Exception | None]:
+    """A service or the name of one, and what is wrong with it."""
+    if isinstance(refit_method, str):
+        try:
+            check_backend(refit_method)
+        except ValueError as error:
+            return refit_method, error
+    elif not isinstance(refit_method, CopyService):
+        return None, TypeError(
+            "refit_method must be a backend name or a CopyService instance, got "
+            f"{type(refit_method).__name__}"
+        )
+    return refit_method, None
 
 
-def _request(
+def _passes(
     function: str,
     src_model: Model,
     target_model: Model,
-    refit_method: RefitBackendName | CopyService,
+    service: CopyService | str | None,
+    problem: Exception | None,
     group: Group,
     rank_offsets: tuple[int, int],
     transform: Any,
     pools: tuple[int, int],
     verify: Verify,
     strict: bool,
-) -> _Request:
-    """The arguments of a refit over a transport, and what is wrong with them."""
-    problem = _problem_with_pools(*pools)
-    service: Any = refit_method
-    if isinstance(service, str):
-        try:
-            check_backend(service)
-        except ValueError as error:
-            problem = error
-    elif not isinstance(service, CopyService):
-        problem = TypeError(
-            "refit_method must be a backend name or a CopyService instance, got "
-            f"{type(refit_method).__name__}"
+) -> Iterator[RefitPass]:
+    """One for each pool of targets, of which the first raises what is wrong, on every rank."""
+    num_dst_pools, dst_pool_index = pools
+    try:
+        as_int("num_dst_pools", num_dst_pools, 1)
+        if not 0 <= as_int("dst_pool_index", dst_pool_index) < num_dst_pools:
+            raise ValueError(
+                f"dst_pool_index must be in [0, {num_dst_pools}), got {dst_pool_index}"
+            )
+    except (TypeError, ValueError) as error:
+        problem = problem or error
+    # Made one by one: a number of pools that other ranks do not share may be any number.
+    for pool_index in range(1 if problem is not None else num_dst_pools):
+        yield RefitPass(
+            function,
+            src_model,
+            target_model if pool_index == dst_pool_index else None,
+            service,
+            group,
+            rank_offsets,
+            transform,
+            verify,
+            strict,
+            num_dst_pools,
+            pool_index,
+            problem,
         )
-        service = None
-    return _Request(
-        function,
-        src_model,
-        target_model,
-        service,
-        group,
-        rank_offsets,
-        transform,
-        *pools,
-        verify,
-        strict,
-        problem,
-    )

@@ -14,24 +14,19 @@ from moe_comm.resharding import stale
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
 from moe_comm.resharding.execution import execute
-from moe_comm.resharding.kept import KeptWhile
 from moe_comm.resharding.metadata import ParameterMetadata
 from moe_comm.resharding.module_tensors import ModuleState, module_state
 from moe_comm.resharding.mxfp8_weights import mxfp8_backend_of
+from moe_comm.resharding.plan import ReshardPlan
 from moe_comm.resharding.plan_cache import (
     KeptPlan,
     KeptPlans,
     PlanCacheKey,
     build_plan_cache_key,
+    plan_cache,
 )
 from moe_comm.resharding.planner import build_local_reshard_plan
-from moe_comm.resharding.refit_group import (
-    Agreement,
-    RefitGroup,
-    agree,
-    agree_that_it_ran,
-    identity_of,
-)
+from moe_comm.resharding.refit_group import Agreement, RefitGroup, agree, agree_that_it_ran
 from moe_comm.resharding.refit_models import (
     Model,
     Models,
@@ -42,16 +37,11 @@ from moe_comm.resharding.refit_models import (
     planned_destinations,
     unwrap_models,
 )
-from moe_comm.resharding.refit_services import (
-    check_serves,
-    get_or_create,
-    known_service,
-    service_cache,
-)
-from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
+from moe_comm.resharding.refit_services import check_serves, create_service, find_service
+from moe_comm.resharding.transform_protocol import as_reshard_transform
 from moe_comm.resharding.verification import verify_refit
 
-__all__ = ["VERIFY", "Group", "Options", "Pass", "Verify", "plan_cache"]
+__all__ = ["VERIFY", "Group", "RefitPass", "Verify"]
 
 Verify = Literal["plan", "checksum"] | None
 """None; "plan": a plan is verified when it is made; "checksum": and every refit after it ran."""
@@ -60,164 +50,67 @@ VERIFY = (None, "plan", "checksum")
 
 Group: TypeAlias = "dist.ProcessGroup | Bootstrap | None"
 
-plan_cache: KeptWhile[PlanCacheKey, KeptPlans] = KeptWhile()
-"""The plans of all refits of this process."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What all ranks must ask for alike, by the names that callers know."""
+class _Sides:
+    """Both models as they are when a pass begins, and what was planned between them.
+
+    Nothing of it is kept for the next run: by then wrappers may hold other models, these other tensors,
+    and plans may be forgotten.
+    """
+
+    models: Models
+    # A look at ten thousand tensors takes long enough to take one of each model.
+    states: tuple[ModuleState, ModuleState]
+    key: PlanCacheKey
+    plans: KeptPlans
+
+
+@dataclasses.dataclass
+class RefitPass:
+    """One collective pass of a refit on this rank: from one source to one pool of targets.
+
+    Args:
+        function: What the caller called.
+        src_model: As the caller gave it, like most that follows.
+        target_model: None on ranks whose target is of another pool.
+        service: A service or the name of one; None where there is none.
+        group: The ranks.
+        rank_offsets: Of the source and the target.
+        transform: Handles the parameters that it names; None for that of the plan.
+        verify: What is verified.
+        strict: Whether source parameters may be without a destination.
+        num_dst_pools: Of how many passes this is one.
+        pool_index: Which one.
+        problem: What is wrong with an argument, for all ranks to hear of, or None.
+        refit: Which `Refit` runs, empty for none.
+    """
 
     function: str
+    src_model: Model
+    target_model: Model
+    service: CopyService | str | None
+    group: Group
+    rank_offsets: tuple[int, int]
+    transform: Any
     verify: Verify
     strict: bool
-    num_dst_pools: int
-    pool_index: int
-    refit_method: str = ""
-    group: str = ""
+    num_dst_pools: int = 1
+    pool_index: int = 0
+    problem: Exception | None = None
     refit: str = ""
 
-    def __str__(self) -> str:
-        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return "\n".join(f"{name}={shown(value)}".replace("\n", " ") for name, value in values)
-
-    @property
-    def is_preparation(self) -> bool:
-        """Whether nothing is to move yet."""
-        return self.function in ("prepare_swap_model_weights", "Refit")
-
-
-class Pass:
-    """One collective pass of a refit on this rank: from one source to one pool of targets."""
-
-    def __init__(
-        self,
-        src_model: Model,
-        target_model: Model,
-        group: Group,
-        rank_offsets: tuple[int, int],
-        transform: Any,
-        options: Options,
-        service: CopyService | str | None,
-        problem: Exception | None,
-    ) -> None:
-        self.rank_offsets = rank_offsets
-        self.group = RefitGroup(
-            group,
-            service if isinstance(service, CopyService) else None,
-            # Only a preparation is without a service.
-            is_in_doubt=service is None and options.function != "prepare_swap_model_weights",
-        )
-        self.service, refit_method = known_service(service, self.group)
-        self.options = dataclasses.replace(
-            options, refit_method=refit_method, group=str(self.group)
-        )
-        self.problem = problem or self.group.problem
-        self.models = Models(None, None, None)
-        self.transform: ReshardTransform | None = None
-        # A look at ten thousand tensors takes long enough to take one of each model.
-        self.states: tuple[ModuleState, ModuleState] | None = None
-        self.target_model = target_model
-        self.key = build_plan_cache_key(None, None, None, self.group)
+    def __post_init__(self) -> None:
         try:
-            self._read(src_model, target_model, transform)
-            self.key = build_plan_cache_key(
-                self.models.source,
-                self.models.target,
-                self.models.num_experts,
-                self.group,
-                *rank_offsets,
-                options.pool_index,
-            )
+            if not (self.verify is None or self.verify in VERIFY):
+                raise ValueError(f"verify must be one of {VERIFY}, got {self.verify!r}")
+            check_bool("strict", self.strict)
+            for side, offset in zip(("src", "dst"), self.rank_offsets, strict=True):
+                as_int(f"{side}_rank_offset", offset, 0)
+            if self.transform is not None:
+                self.transform = as_reshard_transform(self.transform)
         except Exception as error:  # noqa: BLE001 # raised on every rank, by `agree`
             self.problem = self.problem or error
-
-    def _read(self, src_model: Model, target_model: Model, transform: Any) -> None:
-        if not (self.options.verify is None or self.options.verify in VERIFY):
-            raise ValueError(f"verify must be one of {VERIFY}, got {self.options.verify!r}")
-        check_bool("strict", self.options.strict)
-        for side, offset in zip(("src", "dst"), self.rank_offsets, strict=True):
-            as_int(f"{side}_rank_offset", offset, 0)
-        self.models = unwrap_models(src_model, target_model)
-        self.transform = None if transform is None else as_reshard_transform(transform)
-        if isinstance(self.service, str):
-            check_serves(self.service, self.group)
-        else:
-            self.group.check(self.service)
-        if self.options.is_preparation and _needs_mxfp8_conversion(target_model):
-            mxfp8_backend_of(config_of(target_model))
-        source = self.models.source
-        self.states = self._look()
-        if source is not None and (reason := stale.stale_reason(source, look_again=False)):
-            raise ValueError(f"the source model is stale and must not be read: {reason}")
-
-    def agree(self) -> Agreement:
-        """Tell the other ranks, hear from them; find the plan if there is one."""
-        is_named = isinstance(self.service, str)
-        known = (self.service, identity_of(self.group.key))
-        plan_ids: list[int] = []
-        if self.problem is None:
-            try:
-                plan_ids = self._fitting_plans()
-            except Exception as error:  # noqa: BLE001 # raised on every rank
-                self.problem = error
-        return agree(
-            self.group,
-            problem=self.problem,
-            options=str(self.options),
-            has_service=not is_named or known in service_cache,
-            plan_ids=plan_ids,
-            nonce=secrets.randbits(64),
-        )
-
-    def _fitting_plans(self) -> list[int]:
-        """Plans that were made for what the models hold now."""
-        kept = plan_cache.get(self.key)
-        if kept is None:
-            return []
-        states = self.states or self._look()
-        return kept.fitting(states, self.transform, is_strict=self.options.strict)
-
-    def _look(self) -> tuple[ModuleState, ModuleState]:
-        return module_state(self.models.source), module_state(self.models.target)
-
-    def plan(self, agreement: Agreement) -> KeptPlan:
-        """The plan, made by all ranks together unless all have it."""
-        known_plans = plan_cache.get(self.key) or KeptPlans()
-        kept = known_plans.find(agreement.plan_id)
-        if kept is not None:
-            return kept
-        self.states = None  # planning may change the dtype of buffers
-        # What a transform has taken out of the target is planned as it was the last time.
-        old = known_plans.last
-        known = {} if old is None else old.destinations
-        transform = self.transform or (None if old is None else old.plan.transform)
-        planned: dict[str, ParameterMetadata] = {}
-
-        def adjust(metas: list[ParameterMetadata]) -> list[ParameterMetadata]:
-            chosen = planned_destinations(self.models.target, metas, known, transform)
-            planned.update((meta.name, meta) for meta in chosen)
-            return chosen
-
-        plan = build_local_reshard_plan(
-            self.models.source,
-            self.models.target,
-            num_experts=self.models.num_experts,
-            group=self.group.handle,
-            src_rank_offset=self.rank_offsets[0],
-            dst_rank_offset=self.rank_offsets[1],
-            strict=self.options.strict,
-            verify=self.options.verify is not None,
-            adjust_destination=adjust,
-        )
-        if old is not None:
-            plan.transform = old.plan.transform
-        source, target = self.models.source, self.models.target
-        _harmonize_buffer_dtypes(plan, source, target, self.group.handle)
-        kept = KeptPlan(plan, agreement.new_plan_id, self._look(), planned, self.options.strict)
-        known_plans.put(kept)
-        plan_cache.put(self.key, known_plans, (source, target, self.group.key))
-        return kept
 
     def prepare(self) -> int:
         """Make the plan, and convert a target that asks for it.
@@ -225,52 +118,158 @@ class Pass:
         Returns:
             The id of the plan, equal on all ranks.
         """
-        kept = self.plan(self.agree())
+        group = self.ranks()
+        sides, agreement = self._agree(group, *find_service(self.service, group))
+        kept = sides.plans.find(agreement.plan_id) or self._plan(sides, agreement, group)
         if self.transform is None:
             _setup_mxfp8_transform_on_plan(kept.plan, self.target_model)
         # The target may have been converted just now.
-        kept.states = kept.states[0], self._look()[1]
+        kept.states = kept.states[0], module_state(sides.models.target)
         return kept.plan_id
 
     def run(self) -> None:
         """Move the weights."""
-        known = self.service
-        if isinstance(known, str):
-            known = service_cache.get((known, identity_of(self.group.key)))
-        if isinstance(known, DistributedCopyService):
+        group = self.ranks()
+        backend, service, refit_method = find_service(self.service, group)
+        if isinstance(service, DistributedCopyService):
             # Ranks that lost each other have lost the group: they could not agree any more.
-            known.check_usable()
-        agreement = self.agree()
-        service = self.service
-        if isinstance(service, str):
-            service = get_or_create(service, self.group, is_new=not agreement.has_service)
-        assert isinstance(service, CopyService)
+            service.check_usable()
+        sides, agreement = self._agree(group, backend, service, refit_method)
+        if backend and not agreement.has_service:
+            service = create_service(backend, group)
+        assert service is not None
         try:
-            self._run_over(service, agreement)
+            states = sides.states
+            kept = sides.plans.find(agreement.plan_id)
+            if kept is None:
+                kept = self._plan(sides, agreement, group)
+                states = kept.states
+            self._move(kept.plan, sides.models, states, service, group)
         finally:
             # Connected by now, also where the refit failed.
-            self.group.remember(service)
+            group.remember(service)
 
-    def _run_over(self, service: CopyService, agreement: Agreement) -> None:
-        plan = self.plan(agreement).plan
-        source, target = self.models.source, self.models.target
+    def ranks(self) -> RefitGroup:
+        """Who takes part, as of now: a default group may be another than the last time."""
+        service = self.service if isinstance(self.service, CopyService) else None
+        # Only a preparation is without a service.
+        is_in_doubt = self.service is None and self.function != "prepare_swap_model_weights"
+        return RefitGroup(self.group, service, is_in_doubt=is_in_doubt)
+
+    def _agree(
+        self, group: RefitGroup, backend: str, service: CopyService | None, refit_method: str
+    ) -> tuple[_Sides, Agreement]:
+        """Look at both models, tell the other ranks, hear from them. Collective.
+
+        Args:
+            group: The ranks.
+            backend: As `find_service` returned it, like what follows.
+            service: The service, if there is one.
+            refit_method: What ranks compare of it.
+
+        Raises:
+            Exception: What is wrong on some rank, or that ranks ask for different things; on all.
+        """
+        problem = self.problem or group.problem
+        sides, plan_ids = None, []
+        try:
+            if backend:
+                check_serves(backend, group)
+            else:
+                group.check(service)
+            sides = self._look(group)
+            plan_ids = sides.plans.fitting(sides.states, self.transform, is_strict=self.strict)
+        except Exception as error:  # noqa: BLE001 # raised on every rank
+            problem = problem or error
+        asked = {
+            "function": self.function,
+            "verify": self.verify,
+            "strict": self.strict,
+            "num_dst_pools": self.num_dst_pools,
+            "pool_index": self.pool_index,
+            "refit_method": refit_method,
+            "group": str(group),
+            "refit": self.refit,
+        }
+        lines = (f"{name}={shown(value)}".replace("\n", " ") for name, value in asked.items())
+        agreement = agree(
+            group,
+            problem=problem,
+            options="\n".join(lines),
+            has_service=service is not None or not backend,
+            plan_ids=plan_ids,
+            nonce=secrets.randbits(64),
+        )
+        assert sides is not None
+        return sides, agreement
+
+    def _look(self, group: RefitGroup) -> _Sides:
+        models = unwrap_models(self.src_model, self.target_model)
+        if self.function in ("prepare_swap_model_weights", "Refit") and _needs_mxfp8_conversion(
+            self.target_model
+        ):
+            mxfp8_backend_of(config_of(self.target_model))
+        states = module_state(models.source), module_state(models.target)
+        source = models.source
+        if source is not None and (reason := stale.stale_reason(source, look_again=False)):
+            raise ValueError(f"the source model is stale and must not be read: {reason}")
+        key = build_plan_cache_key(models, group, self.rank_offsets, self.pool_index)
+        return _Sides(models, states, key, plan_cache.get(key) or KeptPlans())
+
+    def _plan(self, sides: _Sides, agreement: Agreement, group: RefitGroup) -> KeptPlan:
+        """A plan that all ranks make together, because one of them has none."""
+        source, target = sides.models.source, sides.models.target
+        # What a transform has taken out of the target is planned as it was the last time.
+        old = sides.plans.last
+        known = {} if old is None else old.destinations
+        transform = self.transform or (None if old is None else old.plan.transform)
+        planned: dict[str, ParameterMetadata] = {}
+
+        def adjust(metas: list[ParameterMetadata]) -> list[ParameterMetadata]:
+            chosen = planned_destinations(target, metas, known, transform)
+            planned.update((meta.name, meta) for meta in chosen)
+            return chosen
+
+        plan = build_local_reshard_plan(
+            source,
+            target,
+            num_experts=sides.models.num_experts,
+            group=group.handle,
+            src_rank_offset=self.rank_offsets[0],
+            dst_rank_offset=self.rank_offsets[1],
+            strict=self.strict,
+            verify=self.verify is not None,
+            adjust_destination=adjust,
+        )
+        if old is not None:
+            plan.transform = old.plan.transform
+        _harmonize_buffer_dtypes(plan, source, target, group.handle)
+        # Buffers may have another dtype by now.
+        states = module_state(source), module_state(target)
+        kept = KeptPlan(plan, agreement.new_plan_id, states, planned, self.strict)
+        sides.plans.put(kept)
+        plan_cache.put(sides.key, sides.plans, (source, target, group.key))
+        return kept
+
+    def _move(
+        self,
+        plan: ReshardPlan,
+        models: Models,
+        states: tuple[ModuleState, ModuleState],
+        service: CopyService,
+        group: RefitGroup,
+    ) -> None:
         transform = self.transform or plan.transform
+        modules = models.source, models.target
         problem: Exception | None = None
         try:
-            execute(
-                plan,
-                (source, target),
-                self.states or self._look(),
-                service,
-                self.group.handle,
-                transform,
-                strict=True,  # what has been planned is there
-            )
+            # What has been planned is there, so `strict`.
+            execute(plan, modules, states, service, group.handle, transform, strict=True)
         except Exception as error:
-            if self.options.verify != "checksum":
+            if self.verify != "checksum":
                 raise
             problem = error
-        if self.options.verify == "checksum":
+        if self.verify == "checksum":
             # Others may have come further than this rank, and would wait for its checksums.
-            agree_that_it_ran(self.group, service, problem)
-            verify_refit(plan, source, target, self.group.handle, transform=transform)
+            agree_that_it_ran(group, service, problem)
+            verify_refit(plan, *modules, group.handle, transform=transform)

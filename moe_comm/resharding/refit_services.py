@@ -23,9 +23,9 @@ __all__ = [
     "check_backend",
     "check_serves",
     "clear_service_cache",
-    "get_or_create",
+    "create_service",
+    "find_service",
     "get_or_create_service",
-    "known_service",
     "service_cache",
 ]
 
@@ -57,8 +57,9 @@ def get_or_create_service(backend: RefitBackendName, group: Group = None) -> Cop
     """
     name: Any = backend
     ranks = RefitGroup(group)
-    if ranks.problem is None and _is_made(name, ranks):
-        return get_or_create(backend, ranks, is_new=False)
+    key = identity_of(ranks.key)
+    if isinstance(name, str) and (name, key) in service_cache:
+        return service_cache[name, key]
     problem = ranks.problem
     try:
         if not isinstance(name, str):
@@ -66,7 +67,7 @@ def get_or_create_service(backend: RefitBackendName, group: Group = None) -> Cop
         check_serves(name, ranks)
     except (TypeError, ValueError) as error:
         problem = problem or error
-    if problem is not None and any(key == identity_of(ranks.key) for _, key in service_cache):
+    if problem is not None and any(known == key for _, known in service_cache):
         # Where this rank has a service of the group, its peers have one too, and do not wait.
         raise problem
     agree(
@@ -77,11 +78,7 @@ def get_or_create_service(backend: RefitBackendName, group: Group = None) -> Cop
         plan_ids=[],
         nonce=0,
     )
-    return get_or_create(backend, ranks, is_new=False)
-
-
-def _is_made(name: Any, group: RefitGroup) -> bool:
-    return isinstance(name, str) and (name, identity_of(group.key)) in service_cache
+    return create_service(name, ranks)
 
 
 def clear_service_cache() -> None:
@@ -109,35 +106,41 @@ def check_serves(backend: str, group: RefitGroup) -> None:
         )
 
 
-def get_or_create(backend: str, group: RefitGroup, *, is_new: bool) -> CopyService:
-    """The service of a backend that all ranks have agreed on; `is_new`: not one that is there."""
-    check_serves(backend, group)
+def create_service(backend: str, group: RefitGroup) -> CopyService:
+    """The service that all ranks have agreed to make; one that is there is closed.
+
+    A rank has one already where another rank has forgotten its part.
+    """
     key = backend, identity_of(group.key)
-    service = service_cache.get(key)
-    if service is not None and is_new:
-        # Another rank has forgotten its part.
-        service_cache.pop(key, None)
-        service.close()
-        service = None
-    if service is None:
-        service = _SERVICES[backend](group.handle)
-        service_cache[key] = service
+    old = service_cache.pop(key, None)
+    if old is not None:
+        old.close()
+    service = service_cache[key] = _SERVICES[backend](group.handle)
     return service
 
 
-def known_service(
-    service: CopyService | str | None, group: RefitGroup
-) -> tuple[CopyService | str | None, str]:
-    """A service of this module by its name, and what ranks compare of it.
+def find_service(
+    given: CopyService | str | None, group: RefitGroup
+) -> tuple[str, CopyService | None, str]:
+    """What a caller gave as a service: a name of this module, or a service of the caller's.
 
     A service and the name of its kind are two things: a name means a service that this module makes
     where there is none, together with the others who give the name.
+
+    Returns:
+        The name, empty where it is no service of this module; the service, if there is one yet; and
+        what ranks compare of it.
     """
-    if service is None or isinstance(service, str):
-        return service, service or ""
-    for name, kind in _SERVICES.items():
-        if service is service_cache.get((name, identity_of(group.key))):
-            return name, name
-        if isinstance(kind, type) and isinstance(service, kind):
-            return service, f"a {kind.__name__}"
-    return service, f"a {type(service).__name__}"
+    if given is None:
+        return "", None, ""
+    key = identity_of(group.key)
+    if isinstance(given, str):
+        return given, service_cache.get((given, key)), given
+    kind: type = type(given)
+    for name, made in _SERVICES.items():
+        if given is service_cache.get((name, key)):
+            return name, given, name
+        if isinstance(made, type) and isinstance(given, made):
+            kind = made
+            break
+    return "", given, f"a {kind.__name__}"
