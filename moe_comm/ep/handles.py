@@ -197,7 +197,8 @@ class DispatchResult:
         self._x: torch.Tensor | None = None
         self._topk_weights: torch.Tensor | None = None
 
-    def _arrived(self) -> DispatchOutput:
+    def arrived(self) -> DispatchOutput:
+        """What the backend has brought, when it is there."""
         if self._output is None:
             self._output = self._operation.wait()
         return self._output
@@ -207,7 +208,7 @@ class DispatchResult:
         if self._output is not None:
             return self._output
         early = self._operation.early
-        return self._arrived() if early is None else early
+        return self.arrived() if early is None else early
 
     def hand_out(
         self,
@@ -240,7 +241,7 @@ class DispatchResult:
     @property
     def topk_idx(self) -> torch.Tensor | None:
         """See the class."""
-        return self._arrived().topk_idx
+        return self.arrived().topk_idx
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
@@ -250,23 +251,23 @@ class DispatchResult:
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
         """See the class."""
-        return self._arrived().num_tokens_per_expert
+        return self.arrived().num_tokens_per_expert
 
     @property
     def num_dropped_per_expert(self) -> torch.Tensor:
         """See the class."""
-        return self._arrived().num_dropped_per_expert
+        return self.arrived().num_dropped_per_expert
 
     @property
     def num_required_rows(self) -> torch.Tensor:
         """See the class."""
-        number = self._arrived().num_required_rows
+        number = self.arrived().num_required_rows
         return number if isinstance(number, torch.Tensor) else torch.tensor(number, device="cpu")
 
     @property
     def has_overflow(self) -> torch.Tensor:
         """See the class."""
-        output = self._arrived()
+        output = self.arrived()
         has_dropped = output.num_dropped_per_expert.any()
         most_rows = None if self._capacity is None else self._capacity.num_rows
         if most_rows is None:
@@ -276,34 +277,34 @@ class DispatchResult:
     @property
     def status(self) -> torch.Tensor | None:
         """See the class."""
-        return self._arrived().status
+        return self.arrived().status
 
     @property
     def wait_ns(self) -> torch.Tensor:
         """See the class."""
-        return self._arrived().wait_ns
+        return self.arrived().wait_ns
 
     @property
     def gradients(self) -> int:
         """See the class."""
-        return self._arrived().gradients
+        return self.arrived().gradients
 
     @property
     def expert_offsets(self) -> torch.Tensor:
         """See the class."""
-        return self._arrived().expert_offsets
+        return self.arrived().expert_offsets
 
     @property
     def plan(self) -> Plan:
         """Places of the rows; belongs to the backend. `handle` has it too."""
-        return self._arrived().plan
+        return self.arrived().plan
 
     @property
     def handle(self) -> DispatchHandle:
         """See the class."""
         if self._handle is None:
             assert self._make_handle is not None
-            self._handle = self._make_handle(self._arrived())
+            self._handle = self._make_handle(self.arrived())
         return self._handle
 
 
@@ -330,6 +331,10 @@ class CombineResult:
         if self._event is None:
             self._event = CommEvent(self._operation)
         return self._event
+
+    def arrived(self) -> CombineOutput:
+        """What the backend has brought, when it is there."""
+        return self._operation.wait()
 
     @property
     def x(self) -> torch.Tensor:

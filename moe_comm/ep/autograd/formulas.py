@@ -220,12 +220,13 @@ def dispatch_unwatched(
         capacity,
         word,
     )
-    said = result.gradients if word else 0
+    output = result.arrived()
+    said = output.gradients if word else 0
     is_quantized_here = quantization is not None and x_sf is None
     is_in_graph = is_differentiated(said)
     if not (is_in_graph or is_quantized_here):
         return result
-    arrived, weights, handle = result.x, result.topk_weights, result.handle
+    arrived, weights, handle = output.x, output.topk_weights, result.handle
     rows = x.new_empty_strided(arrived.shape, (0, 0)) if is_quantized_here else arrived
     if is_in_graph:
         brought = (rows, new_link()) if weights is None else (rows, new_link(), weights)
@@ -235,9 +236,9 @@ def dispatch_unwatched(
         if weights is not None:
             weights = outputs[2]
     if is_quantized_here:
-        assert result.x_sf is not None
+        assert output.x_sf is not None
         assert quantization is not None
-        rows = wrap_rows(rows, arrived, result.x_sf, quantization)
+        rows = wrap_rows(rows, arrived, output.x_sf, quantization)
     result.hand_out(rows, weights, handle)
     return result
 
@@ -254,8 +255,10 @@ def combine_unwatched(
     combined = operators.combine_rows(buffer, expert_out, handle, topk_weights, word)
     if not isinstance(combined, CombineResult):
         return combined
-    sums = combined.x
-    if not is_differentiated(combined.gradients):
+    arrived = combined.arrived()
+    sums = arrived.x
+    assert sums is not None
+    if not is_differentiated(arrived.gradients):
         return sums
     return _apply_combine((sums,), handle, expert_out, topk_weights, link)[0]
 

@@ -198,7 +198,11 @@ def combine(
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
     if word and (
         not link.requires_grad
-        or (not is_traced and _is_cut(expert_out, handle, link.grad_fn, buffer))
+        or (
+            not is_traced
+            and expert_out.grad_fn is not link.grad_fn
+            and _is_cut(expert_out, handle, link.grad_fn, buffer)
+        )
     ):
         link = buffer.gradient_anchor
     if word and not is_traced and topk_weights is not None:
@@ -248,7 +252,7 @@ def _is_cut(
         is_mine = buffer.expert_rank == buffer.communicator.rank_idx
         return int(handle.plan.to_tensors().sent_choices[:, is_mine].sum())
 
-    return rows.grad_fn is not dispatch and is_cut_from(rows, dispatch, num_pairs)
+    return is_cut_from(rows, dispatch, num_pairs)
 
 
 def _clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
