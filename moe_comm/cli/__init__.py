@@ -1,4 +1,8 @@
-"""The `moe-comm` command: bench, doctor, budget, model, trace, reshard."""
+"""The `moe-comm` command: bench, doctor, budget, model, trace, reshard.
+
+`app` wires the commands together; every `*_command` module is the options of one and what it prints, and the
+folders compute. `command_rules` is what all keep. Stands on everything, and nothing stands on it.
+"""
 
 from __future__ import annotations
 

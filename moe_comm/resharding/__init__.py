@@ -1,6 +1,20 @@
 """Resharding: the weights of a model from one parallel layout to another.
 
-`swap_model_weights` is the call that most users need; docs/resharding.md shows it at work.
+`swap_model_weights` is the call that most users need; docs/resharding.md shows it at work. It describes,
+plans and moves:
+
+- describe: `metadata`, `metadata_extraction`, `parallelism` and `rosters` say what every rank holds;
+  `intervals`, `tensor_layout`, `layouts` and `mesh_layouts` where that lies in the whole tensor.
+- plan: `planner`, `assignment` and `tp_planning` say who sends which piece to whom, `plan` and `ops` what a
+  plan consists of, `plan_check` whether it is sound.
+- move: `execution` reads, hands pieces to one of `copy_services` and writes; `sources`, `transforms`,
+  `number_formats`, `scaled_buffers` and `mxfp8_weights` change numbers on the way; `batched_copy` and
+  `heap_parameters` use memory that peers share; `verification` and `stale` say what came of it.
+- again: `refit` holds the two models, `refit_pass` is one run, and `plan_cache`, `refit_group`,
+  `refit_models`, `refit_services`, `tensor_table` and `kept` are what a run need not do anew.
+
+Knows `moe_comm.peers` and formats of numbers, and nothing of dispatch and combine. Modules that Megatron has
+too, `ir` and `nvshmem_copy_service` have the names of others.
 """
 
 from moe_comm.resharding.copy_services.base import CopyService

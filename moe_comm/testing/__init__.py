@@ -1,4 +1,9 @@
-"""For tests of this package and of backends made elsewhere: ranks, cases, conformance."""
+"""For tests of this package and of backends made elsewhere: ranks, cases, conformance.
+
+`launch` and `pool` make ranks, as threads or as processes. `conformance` holds a backend to the definition, in
+the cases of `case_list` (`cases`, `case_data`, `scripts`, `compare`), and `bad_input` to its errors;
+`dispatcher_conformance` does so for dispatchers. Installed with the package, in which nothing uses it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """Differentiable, compilable dispatch and combine.
 
+`functional` is what users call. Where somebody looks at operators (compilers, modes, profilers) it calls
+those of `operators`, whose shapes `fakes` knows, else the buffer itself; both get their gradients in
+`formulas`, by what ranks said of them (`agreement`). Knows `EpBuffer`, and nothing of backends but their
+plans.
+
 `SAVED_OPERATORS` is the list for `torch.utils.checkpoint.create_selective_checkpoint_contexts` that
 keeps communication out of recomputation.
 """

@@ -1,4 +1,9 @@
-"""Transports of reshard plans: over the symmetric heap, Gloo, NCCL and the NVSHMEM pipeline."""
+"""Transports of reshard plans: over the symmetric heap, Gloo, NCCL and the NVSHMEM pipeline.
+
+`base` is what execution asks of a transport; `queued_copy_service` is what all have in common: copies
+are submitted, checked, put in order, and compared with those of the peers (`agreement`) before any byte
+moves. A service then only moves them. Knows ranks and tensors, and nothing of plans or models.
+"""
 
 from moe_comm.resharding.copy_services.base import (
     CopyService,

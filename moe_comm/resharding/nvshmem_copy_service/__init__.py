@@ -1,4 +1,9 @@
-"""Copies between PEs by a pipeline of pack, send and unpack over slots of the symmetric heap."""
+"""Copies between PEs by a pipeline of pack, send and unpack over slots of the symmetric heap.
+
+The folders and names are those of Megatron's service: `service` is what callers hold, `planning` makes
+batches of what they have registered, `core` runs them, `memory` has the slots. PEs are ranks of one
+communicator. Knows nothing of plans or models.
+"""
 
 from moe_comm.resharding.nvshmem_copy_service import nvshmem_types
 from moe_comm.resharding.nvshmem_copy_service.core import (

@@ -1,4 +1,8 @@
-"""Which engine carries rows between nodes, made for one buffer at a time."""
+"""Which engine carries rows between nodes, made for one buffer at a time.
+
+The host backend queues transfers, and an engine here starts them and says when they have ended: `gloo` or
+`mpi`, on threads that `engine` drives. Rails of sockets live in csrc/group. Knows nodes and bytes, no rows.
+"""
 
 from __future__ import annotations
 
