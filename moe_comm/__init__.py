@@ -19,14 +19,6 @@ from moe_comm.ep.handles import (
     DispatchResult,
     WaitStatistics,
 )
-from moe_comm.ep.quantization import (
-    FP8_BLOCK128,
-    MXFP8,
-    Quantization,
-    QuantizationFormat,
-    ScaleFormat,
-)
-from moe_comm.ep.quantized import dequantize, quantize
 from moe_comm.errors import (
     CapacityError,
     CommunicationError,
@@ -38,6 +30,14 @@ from moe_comm.errors import (
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 from moe_comm.peers.communicator import Communicator, HeapStats, Recovery
 from moe_comm.peers.elastic import Grown, Shrunk
+from moe_comm.tensors.quantization import (
+    FP8_BLOCK128,
+    MXFP8,
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+)
+from moe_comm.tensors.quantized import dequantize, quantize
 
 __all__ = [
     "FP8_BLOCK128",

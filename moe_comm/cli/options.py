@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 
-from moe_comm.ep.quantization import Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 __all__ = [
     "DtypeName",

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from moe_comm.dispatcher.megatron_manager import MegatronManager, alignment_of
 from moe_comm.dispatcher.permuted import PendingCombine
-from moe_comm.ep.quantization import Quantization
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["MegatronManager", "MegatronTokenDispatcher", "SharedExperts", "alignment_of"]
 

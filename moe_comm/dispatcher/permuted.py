@@ -18,7 +18,7 @@ from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "PendingCombine",

@@ -10,7 +10,7 @@ from moe_comm.arguments import as_dense
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["PendingCombine", "PendingDispatch", "begin_combine", "begin_dispatch", "by_expert"]
 

@@ -16,10 +16,10 @@ from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Capacity
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.handles import DispatchHandle
-from moe_comm.ep.quantization import Quantization
 from moe_comm.ep.validation import check_alignment
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["DispatchedTokens", "TokenDispatcher"]
 

@@ -6,7 +6,7 @@ import importlib
 import types
 from typing import Any
 
-from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, Quantization
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
 
 __all__ = ["QUANT_KEYS", "DtypeChoice"]
 

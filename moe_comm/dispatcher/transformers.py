@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moe_comm.arguments import check_kind, shown
 from moe_comm.dispatcher.plain import TokenDispatcher
 from moe_comm.ep.autograd import QuantizedRows
-from moe_comm.ep.quantization import Quantization
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["TransformersExperts", "register"]
 

@@ -30,8 +30,8 @@ from moe_comm.dispatcher.vllm_formats import (
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle
-from moe_comm.ep.memory_overlap import shares_bytes
-from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
+from moe_comm.tensors.memory_overlap import shares_bytes
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 
 __all__ = [
     "ExpertTokensMetadata",

@@ -20,11 +20,11 @@ from moe_comm.ep.backends.base import DispatchOutput, Operation, PlanTensors
 from moe_comm.ep.backends.gradients import check_word
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
-from moe_comm.ep.quantization import Quantization
 from moe_comm.errors import interrupted_once
 from moe_comm.peers import missed_calls
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.exclusive_use import ExclusiveUse
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["EpBuffer", "rejects_unbound", "resolve_buffer"]
 

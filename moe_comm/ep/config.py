@@ -11,7 +11,7 @@ import torch
 
 from moe_comm.arguments import as_int, check_bool
 from moe_comm.ep import budget
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "ON_OVERFLOW",

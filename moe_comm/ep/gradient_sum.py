@@ -13,9 +13,9 @@ from moe_comm.arguments import as_int, shown
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import ROW_BYTES_MULTIPLE, EpConfig
 from moe_comm.ep.handles import DispatchHandle
-from moe_comm.ep.memory_overlap import first_meeting, has_element_twice
 from moe_comm.peers.agree import raise_different
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
+from moe_comm.tensors.memory_overlap import first_meeting, has_element_twice
 
 __all__ = ["GradientSum"]
 

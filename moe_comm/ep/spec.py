@@ -3,7 +3,7 @@
 A `Dispatch` is made of what all ranks ask for. It lists which row of which rank comes from which token,
 and says what a rank receives and gets back. Rows are listed one at a time in Python and moved whole;
 sums are added one row after the other. Nothing here knows peers, memory or kernels, and nothing is
-shared with a backend but the rounding of single numbers (`moe_comm.ep.arithmetic`).
+shared with a backend but the rounding of single numbers (`moe_comm.tensors.arithmetic`).
 
 The backward of a dispatch is a combine without weights, that of a combine is a cached dispatch. Where a
 combine applied weights, the experts' rank takes `arithmetic.scale_rows` of the gradients that arrive,
@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from moe_comm.ep import arithmetic
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.quantization import Quantization, QuantizationFormat, ScaleFormat
 from moe_comm.errors import Overflow
+from moe_comm.tensors import arithmetic
+from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 __all__ = ["Dispatch", "Origin", "Place", "Received", "Window", "quantize_rows", "sum_in_order"]
 

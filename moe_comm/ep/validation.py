@@ -9,8 +9,8 @@ import torch
 from moe_comm.arguments import as_dense, as_int, shown
 from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, EpConfig, Layout
 from moe_comm.ep.handles import DispatchHandle
-from moe_comm.ep.memory_overlap import shares_bytes
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors.memory_overlap import shares_bytes
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "check_alignment",

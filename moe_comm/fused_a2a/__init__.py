@@ -25,7 +25,6 @@ from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle
-from moe_comm.ep.quantization import FP8_BLOCK128
 from moe_comm.fused_a2a.arguments import (
     DISPATCH_AS_IN_MAIN,
     DISPATCH_FIXED,
@@ -52,6 +51,7 @@ from moe_comm.fused_a2a.nccl_ep import (
     new_nccl_ep_buffer,
 )
 from moe_comm.peers import missed_calls
+from moe_comm.tensors.quantization import FP8_BLOCK128
 
 __all__ = [
     "HAVE_DEEP_EP",

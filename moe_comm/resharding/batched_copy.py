@@ -13,9 +13,9 @@ import torch.utils.dlpack
 
 from moe_comm import errors
 from moe_comm.arguments import as_int, as_utf8, shortened, shown, text_of
-from moe_comm.ep.memory_overlap import first_meeting, is_same_place
 from moe_comm.peers.communicator import Communicator, gathers
 from moe_comm.peers.missed_calls import tells_peers
+from moe_comm.tensors.memory_overlap import first_meeting, is_same_place
 
 if TYPE_CHECKING:
     from moe_comm import _host

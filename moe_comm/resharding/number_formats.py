@@ -1,6 +1,6 @@
 """Quantized weights as inference engines hold them: containers, blocks and layouts of scale factors.
 
-The arithmetic is that of `moe_comm.ep.quantized`. A weight is quantized from bfloat16: a source of another
+The arithmetic is that of `moe_comm.tensors.quantized`. A weight is quantized from bfloat16: a source of another
 dtype is rounded to bfloat16 first, so that it does not matter which end of a transfer quantizes.
 """
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from moe_comm.ep import arithmetic, quantized
-from moe_comm.ep.quantization import (
+from moe_comm.tensors import arithmetic, quantized
+from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from moe_comm.ep.quantization import ScaleFormat
 from moe_comm.resharding.number_formats import (
     FP8_BLOCKS,
     MXFP8_BLOCK,
@@ -31,6 +30,7 @@ from moe_comm.resharding.scaled_buffers import (
     write_chosen,
 )
 from moe_comm.resharding.transform_protocol import ReshardTransform, as_reshard_transform
+from moe_comm.tensors.quantization import ScaleFormat
 
 __all__ = [
     "FP8BlockReshardTransform",

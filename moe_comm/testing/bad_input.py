@@ -11,7 +11,7 @@ import torch
 
 from moe_comm.ep.backends.base import Backend, Plan
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 from moe_comm.testing import calls
 from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, case_inputs

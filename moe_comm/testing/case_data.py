@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moe_comm.ep.config import Layout
-from moe_comm.ep.quantization import Quantization
 from moe_comm.ep.spec import Dispatch, Received, quantize_rows
+from moe_comm.tensors.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput, random_weights, rows_of_case, seeded
 
 __all__ = ["CaseData", "as_sent"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from moe_comm.ep.arithmetic import ADDABLE_DTYPES
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.quantization import (
+from moe_comm.tensors.arithmetic import ADDABLE_DTYPES
+from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,

@@ -7,9 +7,9 @@ import zlib
 
 import torch
 
-from moe_comm.ep.arithmetic import ADDABLE_DTYPES, accumulator_dtype
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors.arithmetic import ADDABLE_DTYPES, accumulator_dtype
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "ROUTINGS",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8
 from moe_comm.testing import bad_input, gradients, in_flight, limits, scripts
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case

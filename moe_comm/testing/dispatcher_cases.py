@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from moe_comm.ep.config import Capacity, Layout, default_expert_rank
-from moe_comm.ep.quantization import FP8_BLOCK128, Quantization
 from moe_comm.ep.spec import Dispatch, quantize_rows
+from moe_comm.tensors.quantization import FP8_BLOCK128, Quantization
 
 __all__ = [
     "DISPATCHER_CASES",

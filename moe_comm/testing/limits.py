@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.quantization import MXFP8
 from moe_comm.errors import CapacityError
+from moe_comm.tensors.quantization import MXFP8
 from moe_comm.testing import calls
 from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, RankInput, case_inputs

@@ -1,7 +1,7 @@
 """Local tensor work in Triton, with no peer in it: permute, unpermute, quantize, dequantize.
 
-For GPU users of the collective backend. Every result has the bits of `moe_comm.ep.arithmetic`
-and `moe_comm.ep.quantized`. Works on CUDA tensors, and on CPU tensors in Triton's interpreter
+For GPU users of the collective backend. Every result has the bits of `moe_comm.tensors.arithmetic`
+and `moe_comm.tensors.quantized`. Works on CUDA tensors, and on CPU tensors in Triton's interpreter
 (`TRITON_INTERPRET=1` before Triton is imported). Nothing here is differentiable: inputs that require
 a gradient are refused; `moe_comm.dispatch` and `moe_comm.combine` are the differentiable calls.
 """

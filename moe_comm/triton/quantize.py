@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from moe_comm.ep.quantization import (
+from moe_comm.tensors.quantization import (
     Quantization,
     QuantizationFormat,
     ScaleFormat,

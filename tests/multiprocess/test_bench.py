@@ -22,10 +22,10 @@ from moe_comm.cli.bench.run import BenchOptions, CaseRun
 from moe_comm.cli.bench.side import Side
 from moe_comm.cli.bench.sweep_worker import SweepWorker
 from moe_comm.ep.config import Layout
-from moe_comm.ep.quantization import FP8_BLOCK128, Quantization, QuantizationFormat
 from moe_comm.ep.routing_trace import save_routing_trace
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.peers.communicator import Communicator
+from moe_comm.tensors.quantization import FP8_BLOCK128, Quantization, QuantizationFormat
 from tests.helpers.failing_ranks import has_stopped, wait_for
 from tests.helpers.rank_threads import on_ranks
 

@@ -8,8 +8,8 @@ import torch
 from moe_comm import CapacityError
 from moe_comm.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from moe_comm.compat.deep_ep.utils import per_token_cast_back, per_token_cast_to_fp8
-from moe_comm.ep.quantization import FP8_BLOCK128
-from moe_comm.ep.quantized import dequantize, quantize
+from moe_comm.tensors.quantization import FP8_BLOCK128
+from moe_comm.tensors.quantized import dequantize, quantize
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import CASES, Case, Given

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_comm import Capacity, Communicator, EpBuffer, EpConfig, Layout
-from moe_comm.ep.arithmetic import sum_rows_by_node
+from moe_comm.tensors.arithmetic import sum_rows_by_node
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
 from tests.helpers.failing_ranks import error_of

@@ -21,7 +21,7 @@ from moe_comm.dispatcher.sglang import (
 )
 from moe_comm.dispatcher.sglang_plugin import register
 from moe_comm.ep.group_buffers import group_buffers
-from moe_comm.ep.quantization import FP8_BLOCK128, Quantization
+from moe_comm.tensors.quantization import FP8_BLOCK128, Quantization
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.serving_batches import (
     HIDDEN,

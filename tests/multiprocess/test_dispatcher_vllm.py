@@ -16,8 +16,8 @@ from moe_comm.dispatcher.vllm import (
 )
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.ep.group_buffers import group_buffers
-from moe_comm.ep.quantization import MXFP8
 from moe_comm.peers.bootstrap import RankThreads
+from moe_comm.tensors.quantization import MXFP8
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.serving_batches import (
     HIDDEN,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moe_comm import FP8_BLOCK128, fused_a2a
-from moe_comm.ep import quantized
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.tensors import quantized
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.routed import expected_rows, make_batches
 

@@ -15,8 +15,8 @@ import torch
 import moe_comm
 from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.dispatcher import TokenDispatcher
-from moe_comm.ep.quantized import dequantize
 from moe_comm.nn import MoELayer
+from moe_comm.tensors.quantized import dequantize
 from moe_comm.testing.launch import RankContext, run_ranks
 from tests.helpers.moe_layer import expert_scale, recorded_operations
 

@@ -12,7 +12,7 @@ import torch
 
 import moe_comm
 from moe_comm import EpBuffer, EpConfig, Layout
-from moe_comm.ep.quantization import Quantization, QuantizationFormat
+from moe_comm.tensors.quantization import Quantization, QuantizationFormat
 from moe_comm.testing.launch import RankContext, run_ranks
 from tests.helpers.internode_traffic import agreement_bytes
 from tests.helpers.rank_threads import on_ranks

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.quantization import Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 from moe_comm.testing import Case, Target, check_case
 from moe_comm.testing.case_list import in_layout
 from moe_comm.testing.cases import ROUTINGS

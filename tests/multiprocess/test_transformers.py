@@ -28,7 +28,7 @@ from benchmarks import clients, transformers_experts
 from moe_comm import FP8_BLOCK128, Quantization
 from moe_comm.cli.bench.result import to_json
 from moe_comm.dispatcher.transformers import register
-from moe_comm.ep.quantized import dequantize, quantize
+from moe_comm.tensors.quantized import dequantize, quantize
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers import transformers_models as models
 from tests.helpers.transformers_models import Layout

@@ -15,16 +15,16 @@ from moe_comm.cli.bench.run import (
     operation_bytes,
 )
 from moe_comm.ep.config import Layout, default_expert_rank
-from moe_comm.ep.quantization import (
+from moe_comm.ep.routing_trace import save_routing_trace
+from moe_comm.ep.spec import Dispatch, quantize_rows
+from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,
     QuantizationFormat,
     ScaleFormat,
 )
-from moe_comm.ep.quantized import dequantize
-from moe_comm.ep.routing_trace import save_routing_trace
-from moe_comm.ep.spec import Dispatch, quantize_rows
+from moe_comm.tensors.quantized import dequantize
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
 

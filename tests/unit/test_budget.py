@@ -11,15 +11,15 @@ from moe_comm.cli.app import app
 from moe_comm.ep import budget
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.quantization import (
+from moe_comm.peers.bootstrap import RankThreads
+from moe_comm.peers.communicator import Communicator
+from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,
     QuantizationFormat,
     ScaleFormat,
 )
-from moe_comm.peers.bootstrap import RankThreads
-from moe_comm.peers.communicator import Communicator
 
 MIB = 1 << 20
 

@@ -31,15 +31,15 @@ from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
 from moe_comm.cli.bench.worker import Sample
 from moe_comm.cli.command_rules import wide_console
 from moe_comm.ep.config import Layout
-from moe_comm.ep.quantization import (
+from moe_comm.ep.routing_trace import save_routing_trace
+from moe_comm.ep.tracing import PhaseRecord
+from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,
     QuantizationFormat,
     ScaleFormat,
 )
-from moe_comm.ep.routing_trace import save_routing_trace
-from moe_comm.ep.tracing import PhaseRecord
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
 

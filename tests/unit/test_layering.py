@@ -190,11 +190,12 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.triton"},
     {
         "moe_comm._version",
+        "moe_comm.tensors",
         "moe_comm.ep",
         "moe_comm.peers",
         "moe_comm.peers.agree",
         "moe_comm.arguments",
-        "moe_comm.ep.arithmetic",
+        "moe_comm.tensors.arithmetic",
         "moe_comm.peers.bootstrap",
         "moe_comm.peers.communicator_options",
         "moe_comm.ep.config",
@@ -202,11 +203,11 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.errors",
         "moe_comm.peers.exclusive_use",
         "moe_comm.peers.heap_stats",
-        "moe_comm.ep.memory_overlap",
+        "moe_comm.tensors.memory_overlap",
         "moe_comm.peers.missed_calls",
         "moe_comm.peers.node_layout",
-        "moe_comm.ep.quantization",
-        "moe_comm.ep.quantized",
+        "moe_comm.tensors.quantization",
+        "moe_comm.tensors.quantized",
         "moe_comm.ep.routing_trace",
         "moe_comm.ep.spec",
         "moe_comm.ep.tracing",
@@ -247,28 +248,16 @@ USERS_OF_NATIVE = {
     "moe_comm._nvshmem": ("moe_comm.ep.backends.nvshmem",),
 }
 
-# Resharding and expert-parallel buffers stand side by side on the communicator.
-RESHARDING = "moe_comm.resharding"
-RESHARDING_MUST_NOT_REACH = {
-    "moe_comm",
-    "moe_comm.ep.backends",
-    "moe_comm.ep.buffer",
-    "moe_comm.ep.buffer_manager",
-    "moe_comm.ep.config",
-    "moe_comm.ep.group_buffers",
-    "moe_comm.ep.handles",
-}
-
 # The definition stands on torch alone and knows no backend, so that it can be read and trusted on its
 # own; the reference backend is that definition and no other backend.
 SPEC = "moe_comm.ep.spec"
 SPEC_STANDS_ON = {
     "moe_comm.arguments",
-    "moe_comm.ep.arithmetic",
+    "moe_comm.tensors.arithmetic",
     "moe_comm.ep.budget",
     "moe_comm.ep.config",
     "moe_comm.errors",
-    "moe_comm.ep.quantization",
+    "moe_comm.tensors.quantization",
 }
 REFERENCE = "moe_comm.ep.backends.reference"
 REFERENCE_MUST_NOT_REACH = {
@@ -371,6 +360,12 @@ def reachable_modules(module: str, sources: dict[str, str]) -> set[str]:
     return found
 
 
+# Resharding and dispatch stand side by side on the communicator.
+RESHARDING = "moe_comm.resharding"
+RESHARDING_MUST_NOT_REACH = {
+    name for name in MODULE_NAMES if name == "moe_comm" or f"{name}.".startswith("moe_comm.ep.")
+}
+
 SOURCES = {module: path.read_text() for module, path in MODULES.items()}
 
 
@@ -432,7 +427,7 @@ def test_local_tensor_work_knows_no_peers() -> None:
     own = {module for module in MODULES if module.startswith("moe_comm.triton")}
     assert len(own) > 5
     reached = {found for module in own for found in reachable_modules(module, SOURCES)}
-    assert reached - own <= {"moe_comm.ep.quantization"}
+    assert reached - own <= {"moe_comm.tensors.quantization"}
 
 
 def test_a_reference_that_reaches_the_native_module_is_found() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_comm.ep.memory_overlap import (
+from moe_comm.tensors.memory_overlap import (
     first_meeting,
     has_element_twice,
     is_same_place,

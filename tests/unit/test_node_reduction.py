@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from moe_comm import EpConfig
-from moe_comm.ep import arithmetic, spec
+from moe_comm.ep import spec
 from moe_comm.ep.backends import messages
 from moe_comm.peers.agree import raise_different
+from moe_comm.tensors import arithmetic
 from moe_comm.testing.case_list import NODE_REDUCTION_CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import check_case

@@ -11,9 +11,10 @@ import torch
 
 import moe_comm
 from moe_comm import _host
-from moe_comm.ep import quantized, spec
+from moe_comm.ep import spec
 from moe_comm.ep.backends.rows import arrange_scales
-from moe_comm.ep.quantization import (
+from moe_comm.tensors import quantized
+from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,

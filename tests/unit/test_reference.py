@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.ep import arithmetic
 from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.reference import ReferenceBackend
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
+from moe_comm.tensors import arithmetic
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from moe_comm.testing.launch import RankContext, run_ranks
 
 QUIET_NAN = {

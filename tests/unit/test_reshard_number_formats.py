@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.ep.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from moe_comm.resharding.number_formats import (
     Block,
     FP8BlockTensor,
@@ -25,6 +24,7 @@ from moe_comm.resharding.number_formats import (
     validate_mxfp8_tensor,
 )
 from moe_comm.resharding.transforms import _ensure_sendable
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from tests.helpers.weights import same_bits, weight
 
 SQUARE: Block = (128, 128)

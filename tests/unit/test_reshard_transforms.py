@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.ep.quantization import ScaleFormat
 from moe_comm.resharding.number_formats import (
     Block,
     FP8BlockTensor,
@@ -25,6 +24,7 @@ from moe_comm.resharding.transforms import (
     _scale_slice_from_data_slice,
     as_reshard_transform,
 )
+from moe_comm.tensors.quantization import ScaleFormat
 from tests.helpers.weights import same_bits, weight
 
 NAME = "decoder.weight"

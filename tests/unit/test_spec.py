@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.quantization import (
+from moe_comm.ep.spec import Dispatch, quantize_rows
+from moe_comm.errors import Overflow
+from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,
     QuantizationFormat,
     ScaleFormat,
 )
-from moe_comm.ep.spec import Dispatch, quantize_rows
-from moe_comm.errors import Overflow
 
 NAN = math.nan
 CHOICES = [torch.tensor([[2, 0], [0, -1], [1, 2]]), torch.tensor([[0, 2]])]

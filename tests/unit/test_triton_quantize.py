@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from moe_comm.ep import quantized
-from moe_comm.ep.quantization import (
+from moe_comm.tensors import quantized
+from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
     Quantization,

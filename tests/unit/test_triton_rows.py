@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from moe_comm.ep import arithmetic
+from moe_comm.tensors import arithmetic
 from moe_comm.testing.cases import random_rows, random_weights, seeded
 
 pytest.importorskip("triton")

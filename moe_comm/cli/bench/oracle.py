@@ -1,7 +1,7 @@
 """What dispatch and combine gave against the definition (`moe_comm.ep.spec`), compared whole.
 
 Each rank knows from the seed what all ranks put in, so nothing is gathered: peers' rows are drawn again,
-one source rank at a time. Quantized rows are compared with those of `moe_comm.ep.quantized`, which unit
+one source rank at a time. Quantized rows are compared with those of `moe_comm.tensors.quantized`, which unit
 tests hold to the definition.
 """
 
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_topk_weights, make_x
-from moe_comm.ep import arithmetic
 from moe_comm.ep.config import Layout, default_expert_rank
-from moe_comm.ep.quantized import dequantize, quantize
 from moe_comm.ep.spec import Dispatch, sum_in_order
+from moe_comm.tensors import arithmetic
+from moe_comm.tensors.quantized import dequantize, quantize
 
 __all__ = ["check_combine", "check_dispatch", "expert_scale", "run_experts", "source_rows"]
 

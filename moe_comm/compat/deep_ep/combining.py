@@ -11,11 +11,11 @@ from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.streams import plan_here
 from moe_comm.compat.deep_ep.utils.event import EventHandle
-from moe_comm.ep import arithmetic
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle
+from moe_comm.tensors import arithmetic
 
 __all__ = [
     "Bias",

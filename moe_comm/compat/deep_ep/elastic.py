@@ -24,10 +24,10 @@ from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.streams import on_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 from moe_comm.compat.deep_ep.utils.math import align
-from moe_comm.ep import arithmetic
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.peers.missed_calls import keeps_unbound, tells_peers
+from moe_comm.tensors import arithmetic
 
 __all__ = [
     "EPHandle",

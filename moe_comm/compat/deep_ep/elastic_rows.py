@@ -13,11 +13,11 @@ from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import here, plan_here
 from moe_comm.compat.deep_ep.utils.math import align
-from moe_comm.ep import quantized
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
+from moe_comm.tensors import quantized
 
 __all__ = ["Arrived", "EPHandle", "Sending", "dispatch", "dispatch_cached"]
 

@@ -6,7 +6,7 @@ import torch
 
 from moe_comm.ep.autograd.options import decode_quantization
 from moe_comm.ep.config import Layout
-from moe_comm.ep.quantization import scale_column_stride
+from moe_comm.tensors.quantization import scale_column_stride
 
 __all__ = ["combine", "combine_backward", "dispatch", "dispatch_backward"]
 

@@ -21,8 +21,8 @@ from moe_comm.ep.autograd.quantized_rows import wrap_rows
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, new_link
-from moe_comm.ep.quantization import Quantization
 from moe_comm.ep.validation import SUMMABLE
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["combine", "combine_unwatched", "dispatch", "dispatch_unwatched", "is_watched"]
 

@@ -17,8 +17,8 @@ from moe_comm.ep.backends.base import Completed, DispatchOutput
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
-from moe_comm.ep.quantization import Quantization
 from moe_comm.peers import missed_calls
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["combine", "dispatch"]
 

@@ -16,7 +16,7 @@ from moe_comm.ep.backends.base import Plan, most_topk
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["OperatorOutput", "TensorHandle"]
 

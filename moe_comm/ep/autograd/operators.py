@@ -25,8 +25,8 @@ from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
-from moe_comm.ep.quantization import Quantization
 from moe_comm.ep.validation import SUMMABLE
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "COMBINE",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_comm.ep.config import ON_OVERFLOW, Capacity, numbers_of
-from moe_comm.ep.quantization import Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 __all__ = ["decode_capacity", "decode_quantization", "encode_capacity", "encode_quantization"]
 

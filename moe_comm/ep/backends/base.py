@@ -13,7 +13,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 import torch
 
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "Backend",

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import _host
-from moe_comm.ep import arithmetic
 from moe_comm.ep.backends import admission, local_ops, messages
 from moe_comm.ep.backends.admission import CapacityDecision
 from moe_comm.ep.backends.agreement import Peers, agree_on_config
@@ -35,8 +34,9 @@ from moe_comm.ep.backends.gradients import applying, clash, unite
 from moe_comm.ep.backends.routing import Placement, arrangement_of
 from moe_comm.ep.backends.rows import arrange_scales
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.quantization import Quantization
 from moe_comm.peers.agree import agree, raise_unequal
+from moe_comm.tensors import arithmetic
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["CollectiveBackend"]
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from moe_comm import _host
-from moe_comm.ep import arithmetic
 from moe_comm.ep.backends import local_ops
 from moe_comm.ep.backends.agreement import Peers
 from moe_comm.ep.backends.carrier import Carrier
@@ -16,6 +15,7 @@ from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.routing import Placement, local_topk_idx
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
+from moe_comm.tensors import arithmetic
 
 __all__ = ["Moved", "NodeReduction", "RowMover"]
 

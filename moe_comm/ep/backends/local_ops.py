@@ -13,8 +13,8 @@ import types
 
 import torch
 
-from moe_comm.ep import arithmetic, quantized
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors import arithmetic, quantized
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["gather_rows", "has_triton", "place_rows", "quantize_rows", "sum_rows"]
 

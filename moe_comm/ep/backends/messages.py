@@ -12,7 +12,7 @@ import torch
 
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.quantization import Quantization
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "call_hash",

@@ -47,8 +47,8 @@ from moe_comm.ep.config import (
     num_places_per_expert,
     numbers_of,
 )
-from moe_comm.ep.quantization import Quantization
 from moe_comm.ep.tracing import PhaseRecord, check_trace_path, write_trace
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["NativeBackend", "NativeEndpoint", "NativePlan", "Settings"]
 

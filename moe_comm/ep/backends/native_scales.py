@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from moe_comm.ep.backends.native_dtypes import SUMMABLE_TYPES
-from moe_comm.ep.quantization import Quantization, scale_column_stride
+from moe_comm.tensors.quantization import Quantization, scale_column_stride
 
 __all__ = ["Scales", "describe_scales"]
 

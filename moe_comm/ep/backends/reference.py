@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
-from moe_comm.ep import arithmetic, spec
+from moe_comm.ep import spec
 from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.agreement import Peers, agree_on_config
 from moe_comm.ep.backends.base import (
@@ -27,9 +27,10 @@ from moe_comm.ep.backends.base import (
 from moe_comm.ep.backends.gradients import applying, clash, unite
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
-from moe_comm.ep.quantization import Quantization
 from moe_comm.errors import CapacityError
 from moe_comm.peers.agree import agree, raise_unequal
+from moe_comm.tensors import arithmetic
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["ReferenceBackend", "ReferencePlan"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.ep import quantized
+from moe_comm.tensors import quantized
 
 __all__ = ["arrange_scales", "as_bytes"]
 

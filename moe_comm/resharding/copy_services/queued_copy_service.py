@@ -11,7 +11,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from moe_comm.ep.memory_overlap import has_element_twice
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.batched_copy import problem_with_places
@@ -22,6 +21,7 @@ from moe_comm.resharding.copy_services.base import (
     SendOp,
     match_local_ops_by_task_id,
 )
+from moe_comm.tensors.memory_overlap import has_element_twice
 
 __all__ = ["Batch", "QueuedCopyService", "copy_pair"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from moe_comm.ep import quantized
-from moe_comm.ep.quantization import Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.tensors import quantized
+from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 __all__ = [
     "align",

@@ -1,6 +1,6 @@
 """Quantized rows in plain torch: the bits that every backend writes, and how to read them.
 
-`moe_comm.ep.quantization` says which formats there are. Divisions are IEEE float32; powers of two come
+`moe_comm.tensors.quantization` says which formats there are. Divisions are IEEE float32; powers of two come
 from bits, so that no logarithm is rounded. A block that holds a NaN or an infinity becomes all NaN.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.ep import arithmetic
-from moe_comm.ep.quantization import (
+from moe_comm.tensors import arithmetic
+from moe_comm.tensors.quantization import (
     Quantization,
     QuantizationFormat,
     ScaleFormat,
