@@ -222,6 +222,15 @@ def wait_for_huge_mapping(state: Any, num_bytes: int) -> int:
         time.sleep(0.01)
 
 
+def wait_for_peer_segments(state: Any, num_bytes: int) -> None:
+    """What peers have grown by is mapped by a thread that hears of it, in its own time."""
+    deadline = time.monotonic() + WAIT_S
+    while (mapped := state.heap.stats(False).peer_segment_bytes) != num_bytes:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{mapped} bytes of peers are mapped, not {num_bytes}")
+        time.sleep(0.001)
+
+
 def leave(state: Any) -> float:
     state.mesh.leave()
     return time.monotonic()

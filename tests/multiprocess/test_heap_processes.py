@@ -75,6 +75,9 @@ def test_nothing_grows_over_ten_thousand_windows() -> None:
     with rank_processes(2) as workers:
         for worker in workers:
             worker.call(steps.churn, 1000)
+        grown = [worker.call(steps.stats)["segment_bytes"] for worker in workers]
+        for worker, of_peer in zip(workers, reversed(grown), strict=True):
+            worker.call(steps.wait_for_peer_segments, of_peer)
         before = [(worker.call(steps.footprint), worker.call(steps.stats)) for worker in workers]
         for worker in workers:
             worker.call(steps.churn, 10_000)
