@@ -140,11 +140,27 @@ HybridDispatched: TypeAlias = tuple[
 ]
 
 
-def _with_gradient_of(probs: object, x: torch.Tensor) -> torch.Tensor:
-    """The rows, as a leaf where only the probs need a gradient: Megatron has rows have one where either has."""
-    if isinstance(probs, torch.Tensor) and probs.requires_grad and not x.requires_grad:
-        return x.detach().requires_grad_(x.is_floating_point())
-    return x
+def _check_no_transform() -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError("a transform of torch.func is active, in which no rank can call its peers")
+
+
+def _both_or_none(
+    x: torch.Tensor, probs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The inputs, one of which becomes a leaf where only the other needs a gradient.
+
+    Of a function of autograd, which these are to Megatron, all outputs have one then.
+    """
+    if probs is not None and torch.is_grad_enabled() and x.requires_grad is not probs.requires_grad:
+        return _as_leaf(x), _as_leaf(probs)
+    return x, probs
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad or not tensor.is_floating_point():
+        return tensor
+    return (tensor.clone() if tensor.is_inference() else tensor.detach()).requires_grad_()
 
 
 def _latest_of(
@@ -207,16 +223,12 @@ def fused_dispatch(
         if token_indices.is_floating_point() or token_indices.is_complex():
             raise TypeError(f"token_indices must be integers, got {token_indices.dtype}")
         topk_idx = token_indices.to(torch.int64)
+        _check_no_transform()
+        x, token_probs = _both_or_none(x, token_probs)
         weights = None if token_probs is None else token_probs.float()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
-    result = autograd.dispatch(
-        _with_gradient_of(token_probs, x),
-        topk_idx,
-        weights,
-        buffer=buffer,
-        layout=Layout.RANK_MAJOR,
-    )
+    result = autograd.dispatch(x, topk_idx, weights, buffer=buffer, layout=Layout.RANK_MAJOR)
     assert result.topk_idx is not None
     return (
         result.x,
@@ -246,9 +258,24 @@ def fused_combine(
         held = get_buffer(group, get_hidden_bytes(x))
         if held.ep_buffer(buffer.config.num_experts, x) is not buffer:
             raise ValueError("handle belongs to the buffer of another group")
+        _check_no_transform()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("combine", error)
     return autograd.combine(x, places, buffer=buffer), None
+
+
+class _Function(torch.autograd.Function):
+    """A class of Megatron whose `apply` is a function of this module, which is differentiable itself.
+
+    `forward` and `backward` are for callers with a context of their own; `forward` records nothing. A
+    subclass that overrides them is an ordinary function of autograd.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """See the function."""
+        function = cls.__dict__.get("function", super().apply)
+        return function(*args, **kwargs)
 
 
 def _gradients_of(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[Any, ...]:
@@ -256,13 +283,10 @@ def _gradients_of(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[
     return tuple(gradients.get(idx) for idx in range(len(ctx.needs_input_grad)))
 
 
-class FusedDispatch(torch.autograd.Function):
-    """`fused_dispatch` as Megatron has it: `apply` is that function, which is differentiable itself.
+class FusedDispatch(_Function):
+    """See `fused_dispatch`."""
 
-    `forward` and `backward` are for callers with a context of their own; `forward` records nothing.
-    """
-
-    apply = staticmethod(fused_dispatch)
+    function = staticmethod(fused_dispatch)
 
     @staticmethod
     @torch.no_grad()
@@ -307,10 +331,10 @@ class FusedDispatch(torch.autograd.Function):
         return _gradients_of(ctx, {0: result.x, 2: result.topk_weights.to(ctx.probs_dtype)})
 
 
-class FusedCombine(torch.autograd.Function):
-    """`fused_combine`, as `FusedDispatch` is `fused_dispatch`."""
+class FusedCombine(_Function):
+    """See `fused_combine`."""
 
-    apply = staticmethod(fused_combine)
+    function = staticmethod(fused_combine)
 
     @staticmethod
     @torch.no_grad()
@@ -469,9 +493,10 @@ def _hybrid_dispatch(
                 f"num_permuted_tokens must be a multiple of pad_multiple = {pad_multiple}, got "
                 f"{num_rows}"
             )
+        _check_no_transform()
+        x, probs = _both_or_none(x, probs)
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
-    x = _with_gradient_of(probs, x)
     arrived = permuted.start_dispatch(
         buffer,
         x,
@@ -523,16 +548,17 @@ def hybrid_ep_combine(
                 f"num_permuted_tokens is {int(num_permuted_tokens)}, the handle's dispatch brought "
                 f"{places.num_recv_tokens} rows"
             )
+        _check_no_transform()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         handle.buffer.reject("combine", error)
     word = combine_word(x, handle.link)
     return permuted.start_combine(x, handle, gradients=word).wait_differentiable(x)
 
 
-class HybridEPDispatch(torch.autograd.Function):
-    """`hybrid_ep_dispatch`, as `FusedDispatch` is `fused_dispatch`."""
+class HybridEPDispatch(_Function):
+    """See `hybrid_ep_dispatch`."""
 
-    apply = staticmethod(hybrid_ep_dispatch)
+    function = staticmethod(hybrid_ep_dispatch)
 
     @staticmethod
     @torch.no_grad()
@@ -557,10 +583,10 @@ class HybridEPDispatch(torch.autograd.Function):
         return _gradients_of(ctx, {0: grad_tokens, 2: grad_dense})
 
 
-class HybridEPCombine(torch.autograd.Function):
-    """`hybrid_ep_combine`, as `FusedDispatch` is `fused_dispatch`."""
+class HybridEPCombine(_Function):
+    """See `hybrid_ep_combine`."""
 
-    apply = staticmethod(hybrid_ep_combine)
+    function = staticmethod(hybrid_ep_combine)
 
     @staticmethod
     @torch.no_grad()

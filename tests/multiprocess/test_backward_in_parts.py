@@ -151,3 +151,22 @@ def depend_on_weights(context: RankContext, face: str, kind: str) -> float:
 def test_rows_that_come_from_weights_alone_leave_nobody_waiting(face: str, kind: str) -> None:
     # Three tokens of each rank went to rank 0.
     assert run_ranks(depend_on_weights, 2, face, kind) == [3.0 * 3.0 * HIDDEN * HIDDEN] * 2
+
+
+def depend_on_as_many_rows(context: RankContext) -> None:
+    """As `depend_on_weights`, of a tensor that happens to have a row for every choice delivered."""
+    x = torch.ones(5, HIDDEN, requires_grad=True)
+    topk_idx = torch.tensor([[0], [1], [1], [2], [3]])
+    buffer = group_buffers(context.group).get(NUM_EXPERTS)
+    result = moe_comm.dispatch(x, topk_idx, buffer=buffer, expert_alignment=8)
+    num_choices = int(result.num_tokens_per_expert.sum())
+    assert num_choices < len(result.x)
+    weight = torch.ones(num_choices, HIDDEN, requires_grad=True)
+    rows = result.x if context.rank_idx == 0 else result.x.detach()
+    moe_comm.combine(rows + weight.sum(0), result.handle, buffer=buffer).sum().backward()
+    assert weight.grad is not None
+    assert x.grad is not None
+
+
+def test_rows_that_depend_on_as_many_rows_are_not_cut() -> None:
+    run_ranks(depend_on_as_many_rows, 2, timeout_s=60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import fused_a2a
-from moe_comm.ep.group_buffers import group_buffers
+from moe_comm.ep.group_buffers import group_buffers, let_go
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.routed import Batch, expected_counts, expected_rows, make_batches
 
@@ -373,6 +374,89 @@ def second_derivatives(context: RankContext) -> None:
         (grad,) = torch.autograd.grad((x * y).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
+
+
+def exchange(context: RankContext, x: torch.Tensor, probs: torch.Tensor, *, hybrid: bool) -> Any:
+    """Rows, their probabilities and sums, by either pair of functions."""
+    routing_map = probs.detach().argsort().argsort() >= NUM_EXPERTS - 2
+    if hybrid:
+        arrived = fused_a2a.hybrid_ep_dispatch(x, routing_map, probs, context.group, 3)
+        rows, row_probs, _, _, handle = arrived
+        return rows, row_probs, fused_a2a.hybrid_ep_combine(rows * row_probs[:, None], handle)
+    topk_idx = routing_map.nonzero()[:, 1].view(-1, 2)
+    arrived = fused_a2a.fused_dispatch(
+        x, topk_idx, probs.gather(1, topk_idx), NUM_EXPERTS, context.group
+    )
+    rows, _, row_probs, _, handle = arrived
+    weighted = rows * row_probs.sum(1, keepdim=True)
+    return rows, row_probs, fused_a2a.fused_combine(weighted, context.group, handle)[0]
+
+
+def inputs(context: RankContext) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(context.rank_idx)
+    return torch.randn(4, 16, generator=draw), torch.rand(4, NUM_EXPERTS, generator=draw)
+
+
+def one_needs_a_gradient(context: RankContext, *, hybrid: bool) -> None:
+    x, probs = inputs(context)
+    with torch.inference_mode(context.rank_idx == 0):
+        odd = x.clone()
+    for given in ((odd, leaf(probs)), (leaf(x), probs)):
+        rows, row_probs, sums = exchange(context, *given, hybrid=hybrid)
+        assert rows.requires_grad
+        assert row_probs.requires_grad
+        fused_a2a._buffers.clear()
+        fused_a2a._hybrid_ep_buffers.clear()
+        let_go()  # the graph keeps what its backward needs
+        sums.sum().backward()
+        for tensor in given:
+            assert (tensor.grad is not None) is tensor.requires_grad
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_all_outputs_have_a_gradient_where_one_input_has(hybrid: bool) -> None:
+    run_ranks(functools.partial(one_needs_a_gradient, hybrid=hybrid), 2)
+
+
+def transform_on_rank_0(context: RankContext, *, hybrid: bool) -> None:
+    x, probs = inputs(context)
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        brought: torch.Tensor = exchange(context, x, probs, hybrid=hybrid)[0]
+        return brought
+
+    rows(x)
+    with pytest.raises(ValueError, match="rank 0: a transform of torch"):
+        torch.func.vmap(rows)(x[None]) if context.rank_idx == 0 else rows(x)
+    rows(x)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_transform_of_functions_is_refused_on_every_rank(hybrid: bool) -> None:
+    run_ranks(functools.partial(transform_on_rank_0, hybrid=hybrid), 2)
+
+
+class CountedDispatch(fused_a2a.FusedDispatch):
+    num_calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        CountedDispatch.num_calls += 1
+        return fused_a2a.FusedDispatch.forward(ctx, *args)
+
+
+def use_a_subclass(context: RankContext) -> None:
+    x, probs = inputs(context)
+    topk = probs.topk(2)
+    x = leaf(x)
+    rows, *_ = CountedDispatch.apply(x, topk.indices, topk.values, NUM_EXPERTS, context.group)
+    assert CountedDispatch.num_calls == 1
+    rows.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_subclass_has_a_forward_of_its_own() -> None:
+    run_ranks(use_a_subclass, 2, fresh=True)
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from moe_comm.ep.autograd import operators
 from moe_comm.ep.autograd.agreement import is_differentiated, needs_rows, needs_weights
 from moe_comm.ep.autograd.quantized_rows import wrap_rows
-from moe_comm.ep.buffer import EpBuffer, resolve_buffer
+from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, new_link
 from moe_comm.ep.validation import SUMMABLE
@@ -40,10 +40,15 @@ def _below_autograd(operator: Any, keyset: DispatchKeySet | None, *args: Any) ->
 
 def _keep(
     ctx: Any,
+    buffer: EpBuffer | None,
     handle: DispatchHandle | Sequence[torch.Tensor],
     weighted: tuple[torch.Tensor, ...] = (),
 ) -> None:
-    """For the backward: what weights were applied to, and the handle, as it is or as tensors."""
+    """For the backward: what weights were applied to, the buffer, and the handle.
+
+    Where nobody sees operators the two are kept as they are, else the handle as tensors.
+    """
+    ctx.buffer = buffer
     if isinstance(handle, DispatchHandle):
         ctx.local = handle
     else:
@@ -64,6 +69,7 @@ class _Dispatch(Function):
     def forward(
         ctx: Any,
         outputs: tuple[torch.Tensor, ...],
+        buffer: EpBuffer | None,
         handle: DispatchHandle | Sequence[torch.Tensor],
         word: int,
         anchor: torch.Tensor | None,
@@ -71,7 +77,7 @@ class _Dispatch(Function):
         topk_weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         rows = outputs[0]
-        _keep(ctx, handle)
+        _keep(ctx, buffer, handle)
         ctx.set_materialize_grads(False)
         if not needs_rows(word):
             ctx.mark_non_differentiable(rows)
@@ -99,11 +105,11 @@ class _Dispatch(Function):
             )
         else:
             grad_x, grad_weights = operators.dispatch_backward(
-                resolve_buffer(local.buffer_id), local, grad_rows, grad_weights, *rows
+                ctx.buffer, local, grad_rows, grad_weights, *rows
             )
         *_, needs_x, needs_topk_weights = ctx.needs_input_grad
         return (
-            *(None, None, None, None),
+            *(None, None, None, None, None),
             # Rows whose gradients combine cannot add have none.
             grad_x if needs_x and dtype in SUMMABLE else None,
             grad_weights if needs_topk_weights else None,
@@ -117,6 +123,7 @@ class _Combine(Function):
     def forward(
         ctx: Any,
         sums: tuple[torch.Tensor],
+        buffer: EpBuffer | None,
         handle: DispatchHandle | Sequence[torch.Tensor],
         expert_out: torch.Tensor,
         topk_weights: torch.Tensor | None,
@@ -124,7 +131,7 @@ class _Combine(Function):
     ) -> tuple[torch.Tensor]:
         ctx.set_materialize_grads(False)
         weighted = () if topk_weights is None else (expert_out, topk_weights)
-        _keep(ctx, handle, weighted)
+        _keep(ctx, buffer, handle, weighted)
         ctx.rows = weighted != (), expert_out.shape, expert_out.dtype
         return sums  # a tuple, which autograd takes twice as fast as the tensor
 
@@ -143,7 +150,7 @@ class _Combine(Function):
             )
         else:
             grad_expert_out, grad_weights = operators.combine_backward(
-                resolve_buffer(local.buffer_id),
+                ctx.buffer,
                 local,
                 grad_y,
                 expert_out,
@@ -151,9 +158,9 @@ class _Combine(Function):
                 hidden,
                 dtype,
             )
-        _, _, needs_expert_out, needs_topk_weights, _ = ctx.needs_input_grad
+        *_, needs_expert_out, needs_topk_weights, _ = ctx.needs_input_grad
         return (
-            *(None, None),
+            *(None, None, None),
             grad_expert_out if needs_expert_out else None,
             grad_weights if needs_topk_weights else None,
             # The link: the engine goes on to the dispatch whether or not its gradient is defined.
@@ -190,7 +197,9 @@ def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
         return brought
     rows, weights, link, *others = brought
     outputs = (rows, link) if topk_weights is None else (rows, link, weights)
-    rows, link, *has_weights = _Dispatch.apply(outputs, others[3:7], word, anchor, x, topk_weights)  # type: ignore[no-untyped-call]
+    rows, link, *has_weights = _Dispatch.apply(
+        outputs, None, others[3:7], word, anchor, x, topk_weights
+    )  # type: ignore[no-untyped-call]
     return [rows, *(has_weights or [weights]), link, *others]
 
 
@@ -230,7 +239,7 @@ def dispatch_unwatched(
     rows = x.new_empty_strided(arrived.shape, (0, 0)) if is_quantized_here else arrived
     if is_in_graph:
         brought = (rows, new_link()) if weights is None else (rows, new_link(), weights)
-        outputs = _apply_dispatch(brought, handle, said, anchor, x, topk_weights)
+        outputs = _apply_dispatch(brought, buffer, handle, said, anchor, x, topk_weights)
         rows = outputs[0]
         handle = handle.linked(outputs[1])
         if weights is not None:
@@ -260,7 +269,7 @@ def combine_unwatched(
     assert sums is not None
     if not is_differentiated(arrived.gradients):
         return sums
-    return _apply_combine((sums,), handle, expert_out, topk_weights, link)[0]
+    return _apply_combine((sums,), buffer, handle, expert_out, topk_weights, link)[0]
 
 
 def is_watched(
@@ -298,7 +307,7 @@ def combine(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
         word = brought[1].item()
     if not is_differentiated(word):
         return brought
-    (y,) = _Combine.apply((brought[0],), handle, expert_out, topk_weights, link)  # type: ignore[no-untyped-call]
+    (y,) = _Combine.apply((brought[0],), None, handle, expert_out, topk_weights, link)  # type: ignore[no-untyped-call]
     return [y, *brought[1:]]
 
 

@@ -246,13 +246,13 @@ def _is_handle(handle: Any) -> bool:
 def _is_cut(
     rows: torch.Tensor, handle: DispatchHandle, dispatch: Node | None, buffer: EpBuffer
 ) -> bool:
-    """See `is_cut_from`."""
+    """See `is_cut_from`; of RANK_MAJOR rows alone, experts may share one."""
 
     def num_pairs() -> int:
         is_mine = buffer.expert_rank == buffer.communicator.rank_idx
         return int(handle.plan.to_tensors().sent_choices[:, is_mine].sum())
 
-    return is_cut_from(rows, dispatch, num_pairs)
+    return is_cut_from(rows, dispatch, num_pairs if handle.layout is Layout.RANK_MAJOR else None)
 
 
 def _clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
