@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from moe_comm.arguments import check_kind
+from moe_comm.arguments import as_dense, check_kind
 from moe_comm.dispatcher import permuted
 from moe_comm.dispatcher.permuted import PermutedHandle
 from moe_comm.ep import autograd
@@ -152,7 +152,11 @@ def _both_or_none(
 
     Of a function of autograd, which these are to Megatron, all outputs have one then.
     """
-    if probs is not None and torch.is_grad_enabled() and x.requires_grad is not probs.requires_grad:
+    if (
+        isinstance(probs, torch.Tensor)  # what is none is refused later
+        and torch.is_grad_enabled()
+        and x.requires_grad is not probs.requires_grad
+    ):
         return _as_leaf(x), _as_leaf(probs)
     return x, probs
 
@@ -219,7 +223,7 @@ def fused_dispatch(
     buffer = held.ep_buffer(num_experts, x)
     try:
         check_flags(async_finish, allocate_on_comm_stream)
-        get_buffer(group, get_hidden_bytes(x))
+        get_buffer(group, get_hidden_bytes(as_dense("x", x)))
         if token_indices.is_floating_point() or token_indices.is_complex():
             raise TypeError(f"token_indices must be integers, got {token_indices.dtype}")
         topk_idx = token_indices.to(torch.int64)
@@ -255,7 +259,7 @@ def fused_combine(
     buffer, places = handle
     try:
         check_flags(async_finish, allocate_on_comm_stream)
-        held = get_buffer(group, get_hidden_bytes(x))
+        held = get_buffer(group, get_hidden_bytes(as_dense("x", x)))
         if held.ep_buffer(buffer.config.num_experts, x) is not buffer:
             raise ValueError("handle belongs to the buffer of another group")
         _check_no_transform()
@@ -483,7 +487,7 @@ def _hybrid_dispatch(
             num_blocks_unpermute=num_blocks_unpermute,
             num_sms_preprocessing_api=num_sms_preprocessing_api,
         )
-        num_tokens, hidden = x.shape[0], x.shape[-1]
+        num_tokens, hidden = as_dense("x", x).shape[0], x.shape[-1]
         held.hidden_dim = max(held.hidden_dim, hidden)
         held.max_num_of_tokens_per_rank = max(held.max_num_of_tokens_per_rank, num_tokens)
         held.num_local_experts = num_local_experts
