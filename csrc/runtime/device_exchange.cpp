@@ -91,21 +91,21 @@ host::Rows DeviceExchange::collect(bool with_counts) {
     const Row& row = endpoint_.read_row(peer_rank);
     rows.headers[static_cast<size_t>(peer_rank)] = row;
     host::RankProblem& problem = rows.problems[static_cast<size_t>(peer_rank)];
-    problem.status = RowStatus::kInvalidArgument;
     switch (static_cast<RowStatus>(row.status)) {
       case RowStatus::kOk:
-        problem.status = RowStatus::kOk;
         break;
       case RowStatus::kBadExpert:
         // The message of a row whose ids a device has yet to check is its number of choices.
-        problem.text = layout::describe_bad_expert(static_cast<int64_t>(row.needed_bytes),
-                                                   std::strtoll(row.message(), nullptr, 10),
-                                                   static_cast<int64_t>(row.available_bytes),
-                                                   endpoint_.config().num_experts);
+        problem = {RowStatus::kInvalidArgument,
+                   layout::describe_bad_expert(static_cast<int64_t>(row.needed_bytes),
+                                               std::strtoll(row.message(), nullptr, 10),
+                                               static_cast<int64_t>(row.available_bytes),
+                                               endpoint_.config().num_experts)};
         break;
       case RowStatus::kFailedRank:
-        problem.text = host::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),
-                                                  static_cast<int>(row.available_bytes));
+        problem = {RowStatus::kInvalidArgument,
+                   host::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),
+                                              static_cast<int>(row.available_bytes))};
         break;
       default:
         problem = {static_cast<RowStatus>(row.status),

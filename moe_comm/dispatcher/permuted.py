@@ -17,7 +17,7 @@ from moe_comm.ep.autograd.agreement import is_cut_from, is_differentiated, needs
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity
-from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, new_link
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -177,10 +177,10 @@ class PendingCombine(NamedTuple):
         link = self.handle.link
         if link is None or not link.requires_grad or is_cut_from(rows, link.grad_fn):
             link = self.handle.buffer.gradient_anchor
-        summed: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-            rows, link, [sums], self.handle
+        summed: tuple[torch.Tensor] = _Combine.apply(  # type: ignore[no-untyped-call]
+            rows, link, (sums,), self.handle
         )
-        return summed
+        return summed[0]
 
 
 def start_dispatch(
@@ -311,7 +311,7 @@ class _Dispatch(torch.autograd.Function):
             ctx.mark_non_differentiable(arrived.hidden)
         elif arrived.probs is not None and not needs_weights(word):
             ctx.mark_non_differentiable(arrived.probs)
-        return arrived.hidden, arrived.probs, torch.empty(0, device="cpu")
+        return arrived.hidden, arrived.probs, new_link()
 
     @staticmethod
     @once_differentiable
@@ -329,11 +329,11 @@ class _Combine(torch.autograd.Function):
         ctx: Any,
         rows: torch.Tensor,
         link: torch.Tensor,
-        sums: list[torch.Tensor],
+        sums: tuple[torch.Tensor],
         handle: PermutedHandle,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor]:
         ctx.handle = handle
-        return sums[0]
+        return sums  # see the one of `autograd.formulas`
 
     @staticmethod
     @once_differentiable

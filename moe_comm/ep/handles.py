@@ -339,7 +339,7 @@ class CombineResult:
     @property
     def x(self) -> torch.Tensor:
         """See the class."""
-        x = self._operation.wait().x
+        x = self.arrived().x
         if x is None:
             raise ValueError("this combine pulled weights only, it has no sums")
         return x
@@ -347,14 +347,14 @@ class CombineResult:
     @property
     def topk_weights(self) -> torch.Tensor | None:
         """See the class."""
-        return self._operation.wait().topk_weights
+        return self.arrived().topk_weights
 
     @property
     def wait_ns(self) -> torch.Tensor:
         """See the class."""
-        return self._operation.wait().wait_ns
+        return self.arrived().wait_ns
 
     @property
     def gradients(self) -> int:
         """See the class."""
-        return self._operation.wait().gradients
+        return self.arrived().gradients

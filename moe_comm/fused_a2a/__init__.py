@@ -21,10 +21,11 @@ from moe_comm.arguments import as_dense, check_kind
 from moe_comm.dispatcher import permuted
 from moe_comm.dispatcher.permuted import PermutedHandle
 from moe_comm.ep import autograd
+from moe_comm.ep.autograd import operators
 from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Layout
-from moe_comm.ep.handles import CombineResult, DispatchHandle
+from moe_comm.ep.handles import DispatchHandle
 from moe_comm.fused_a2a.arguments import (
     DISPATCH_AS_IN_MAIN,
     DISPATCH_FIXED,
@@ -324,15 +325,21 @@ class FusedDispatch(_Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Combine the gradients of the rows; those of the probabilities come back with them."""
         buffer, places = ctx.handle
-        if ctx.probs_dtype is None:
-            return _gradients_of(ctx, {0: buffer.combine(grad_output.contiguous(), places)})
-        assert grad_token_probs is not None
-        result = buffer.combine(
-            grad_output.contiguous(), places, row_weights=grad_token_probs.float().contiguous()
+        has_probs = ctx.probs_dtype is not None
+        num_rows, hidden = grad_output.shape
+        grad_x, grad_probs = operators.dispatch_backward(
+            buffer,
+            places,
+            grad_output,
+            None if grad_token_probs is None else grad_token_probs.float(),
+            num_rows,
+            hidden,
+            grad_output.dtype,
+            torch.float32 if has_probs else None,
         )
-        assert isinstance(result, CombineResult)
-        assert result.topk_weights is not None
-        return _gradients_of(ctx, {0: result.x, 2: result.topk_weights.to(ctx.probs_dtype)})
+        return _gradients_of(
+            ctx, {0: grad_x, 2: grad_probs.to(ctx.probs_dtype) if has_probs else None}
+        )
 
 
 class FusedCombine(_Function):
@@ -361,9 +368,11 @@ class FusedCombine(_Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Dispatch the gradient to the places of the rows."""
         buffer, places = ctx.handle
-        return _gradients_of(
-            ctx, {0: buffer.dispatch(grad_output.contiguous(), None, handle=places).x}
+        _, hidden = grad_output.shape
+        grad_x, _ = operators.combine_backward(
+            buffer, places, grad_output, None, None, hidden, grad_output.dtype
         )
+        return _gradients_of(ctx, {0: grad_x})
 
 
 def init_hybrid_ep_buffer(*args: Any, **kwargs: Any) -> None:
