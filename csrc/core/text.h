@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <exception>
 #include <string>
 
 namespace moe {
@@ -20,6 +21,17 @@ inline void store_text(char* target, size_t num_bytes, const std::string& text) 
 template <size_t kBytes>
 void store_text(char (&target)[kBytes], const std::string& text) {
   store_text(target, kBytes, text);
+}
+
+/// What @p error says.
+inline std::string error_text(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& caught) {
+    return caught.what();
+  } catch (...) {
+    return "an exception without a message";
+  }
 }
 
 }  // namespace moe

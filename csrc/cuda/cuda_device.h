@@ -46,6 +46,7 @@ class CudaDevice final : public runtime::Device {
   int32_t dlpack_type() const override { return 2; }  // kDLCUDA
   int32_t device_idx() const override { return device_idx_; }
   bool has_host_caller() const override { return false; }
+  bool is_shared() const override { return max_connections_ != 0; }
   int num_sms() const override { return info_.num_sms; }
   size_t max_shared_bytes() const override { return max_shared_bytes_; }
   bool has_bulk_copies() const override { return architecture_ >= 90; }

@@ -56,6 +56,11 @@ struct GradientWord {
   MOE_HOST_DEVICE static constexpr bool is_needed(int32_t word) {
     return (word & (kNeedsRows | kNeedsWeights)) != 0;
   }
+  /// Whether no other rank can add to what this one says without an error: where it is not enabled
+  /// nobody may need a gradient.
+  MOE_HOST_DEVICE static constexpr bool is_final(int32_t word, int32_t needs) {
+    return !is_enabled(word) || (word & needs) == needs;
+  }
   /// Whether two ranks could not run one backward together.
   MOE_HOST_DEVICE static constexpr bool are_apart(int32_t word, int32_t other) {
     return !is_enabled(word) || !is_enabled(other) ||

@@ -41,21 +41,27 @@ BufferOperation::BufferOperation(BufferBase& buffer,
 }
 
 BufferOperation::BufferOperation(BufferBase& buffer,
-                                 layout::Operation operation,
-                                 uint64_t epoch,
-                                 std::vector<std::shared_ptr<Window>> offered,
+                                 LeftOperation left,
                                  const InterruptCheck& interrupt_check)
     : group_(buffer.group()),
-      operation_(operation),
+      operation_(left.operation),
       interrupt_check_(interrupt_check),
-      epoch_(epoch),
-      step_(layout::Phase::kData),
-      offered_(std::move(offered)),
+      epoch_(left.epoch),
+      step_(left.step),
+      offered_(std::move(left.offered)),
       buffer_(buffer),
-      phase_("done") {
+      is_epoch_known_(left.is_epoch_known),
+      phase_(left.step == layout::Phase::kRows ? "rows" : "done") {
   if (buffer_.tracer().is_enabled())
     phase_start_ns_ = sync::now_ns();
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
+}
+
+LeftOperation BufferOperation::leave() {
+  LeftOperation left{operation_, epoch_, is_epoch_known_, step_, std::move(offered_)};
+  enter(nullptr);
+  close();
+  return left;
 }
 
 void BufferOperation::refuse_closed(int peer_rank) {

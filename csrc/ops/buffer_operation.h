@@ -16,6 +16,15 @@ namespace moe::host {
 /// @throws InvalidArgument  a rank has failed through which rows came to living ones of its node.
 void check_rails(const Group& group, layout::Operation operation);
 
+/// An operation of which a part has ended well: what it goes on with.
+struct LeftOperation {
+  layout::Operation operation = layout::Operation::kNone;
+  uint64_t epoch = 0;
+  bool is_epoch_known = true;
+  layout::Phase step = layout::Phase::kData;
+  std::vector<std::shared_ptr<Window>> offered;  ///< what peers may still touch
+};
+
 /// What every operation of a buffer has, whoever moves its bytes: its epoch, its trace, and an end
 /// that every rank hears of.
 class BufferOperation {
@@ -55,13 +64,9 @@ class BufferOperation {
   BufferOperation(BufferBase& buffer,
                   layout::Operation operation,
                   const InterruptCheck& interrupt_check);
-  /// Goes on with an operation of which a part has ended well.
-  /// @param offered  What peers may still touch.
-  BufferOperation(BufferBase& buffer,
-                  layout::Operation operation,
-                  uint64_t epoch,
-                  std::vector<std::shared_ptr<Window>> offered,
-                  const InterruptCheck& interrupt_check);
+  BufferOperation(BufferBase& buffer, LeftOperation left, const InterruptCheck& interrupt_check);
+  /// Ends this part. What is left belongs to the caller, who completes the epoch.
+  LeftOperation leave();
   virtual ~BufferOperation() = default;
 
   /// Publishes @p row, whose status is not kOk, and throws what the rows of all ranks say.

@@ -19,7 +19,8 @@ namespace moe::host {
 ///   - find_problem(): what is wrong with this combine for this engine alone, "" for nothing
 ///   - copy_in(target, source, bytes): rows from outside the heap
 ///   - publish(message): writes this rank's row; may let sums follow before a row has been read
-///   - move(rows): the sums, until what this engine's caller waits for is there
+///   - move(rows): the sums, until what this engine's caller waits for is there; not where rows are
+///     heard later
 ///   - outcome(): hands out the sums
 template <typename Engine, typename Mover>
 class CombineSteps {
@@ -46,6 +47,12 @@ class CombineSteps {
     }
     exchange_.enter("rows");
     mover().publish(message);
+    if constexpr (Exchange::kMayHearLater) {
+      if (exchange_.hears_later(message.arguments)) {
+        outcome_.gradients = params_.gradients;  // to which no rank can add
+        return mover().outcome();
+      }
+    }
     const Rows rows = exchange_.collect(false);
     outcome_.gradients = unite_gradients(rows, endpoint_.group());
     mover().move(rows);

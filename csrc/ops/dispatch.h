@@ -78,6 +78,12 @@ struct DispatchParams {
   }
 };
 
+/// What a dispatch that was handed out early learns of its counts.
+struct LateCounts {
+  std::vector<int64_t> num_dropped_per_expert;
+  int64_t num_required_rows = 0;
+};
+
 /// What arrived; `owner` keeps the memory.
 struct DispatchOutcome {
   std::shared_ptr<void> owner;
@@ -96,10 +102,14 @@ struct DispatchOutcome {
   layout::ScaleMap scale_map;
   std::vector<int64_t> num_dropped_per_expert;  ///< [num_local_experts]
   int64_t num_required_rows = 0;
+  std::shared_ptr<const LateCounts> late_counts;  ///< in their place, behind the verdict; else null
   int32_t gradients = 0;                   ///< layout::GradientWord: what the ranks say, united
   std::vector<int64_t> waited_ns;          ///< [num_ranks]; CallerJoin::waited_ns() comes on top
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
-  std::shared_ptr<CallerJoin> end;         ///< or null; last, so that it goes first
+  /// Where the caller is a stream and the host has not heard what the ranks say: waits for that.
+  /// Null where it has heard.
+  std::shared_ptr<CallerJoin> verdict;
+  std::shared_ptr<CallerJoin> end;  ///< or null; last, so that it goes first
 };
 
 /// How the rows of a call are ordered on @p endpoint.

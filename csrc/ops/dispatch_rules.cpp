@@ -71,6 +71,38 @@ std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts,
   return choices;
 }
 
+JudgedCounts judge_counts(layout::CountMatrix asked,
+                          const EndpointBase& endpoint,
+                          const layout::Arrangement& arrangement,
+                          const layout::CapacityRule& capacity,
+                          int64_t row_bytes) {
+  const layout::Placement& placement = endpoint.placement();
+  const int own_rank = endpoint.rank_idx();
+  const auto find_overflow = [&](const layout::CountMatrix& counts) {
+    return layout::find_overflow(counts, placement, arrangement, capacity, row_bytes);
+  };
+  // What a masked rank asks for takes no place of an expert.
+  const bool is_kept_first = arrangement.layout == layout::RowLayout::kLowLatency;
+  JudgedCounts judged;
+  judged.num_required_rows = layout::num_required_rows(asked, placement, arrangement, own_rank);
+  judged.num_asked_per_expert = choices_of_own_experts(asked, placement, own_rank);
+  if (!is_kept_first)
+    judged.overflow = find_overflow(asked);
+  if (judged.overflow)
+    return judged;
+  judged.kept = layout::keep_rows(std::move(asked), placement, arrangement, capacity);
+  if (is_kept_first)
+    judged.overflow = find_overflow(judged.kept);
+  return judged;
+}
+
+std::vector<int64_t> JudgedCounts::num_dropped_per_expert(const PlanHeader& plan) && {
+  const std::vector<int64_t>& num_kept = plan.received.num_tokens_per_expert;
+  for (size_t e = 0; e < num_kept.size(); ++e)
+    num_asked_per_expert[e] -= num_kept[e];
+  return std::move(num_asked_per_expert);
+}
+
 void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_t* to_rank) {
   for (const int rank_idx : masked_ranks)
     to_rank[rank_idx] = layout::CountMatrix::kMasked;

@@ -33,6 +33,23 @@ std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts,
                                             const layout::Placement& placement,
                                             int rank_idx);
 
+/// What every rank finds in the counts of an uncached dispatch.
+struct JudgedCounts {
+  std::exception_ptr overflow;  ///< what every rank throws, and then nothing of the rest; else null
+  layout::CountMatrix kept;
+  int64_t num_required_rows = 0;              ///< of this rank
+  std::vector<int64_t> num_asked_per_expert;  ///< [num_local_experts], choices before any are dropped
+
+  /// [num_local_experts] of the plan of `kept`.
+  std::vector<int64_t> num_dropped_per_expert(const PlanHeader& plan) &&;
+};
+
+JudgedCounts judge_counts(layout::CountMatrix asked,
+                          const EndpointBase& endpoint,
+                          const layout::Arrangement& arrangement,
+                          const layout::CapacityRule& capacity,
+                          int64_t row_bytes);
+
 /// Who is masked is agreed on in the count matrix; who has failed is masked by everybody.
 /// @param to_rank  [num_ranks] of this rank's row.
 void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_t* to_rank);

@@ -24,9 +24,11 @@ namespace moe::host {
 ///   - take_plan(): cached: looks at plan_; rejects what is wrong with it
 ///   - publish(offer): writes this rank's row; may let rows follow before a row has been read
 ///   - make_plan(kept): the plan of a count matrix, from what count_choices() found
+///   - hear_counts_later(): the same before they are known, where Exchange::kMayHearLater
 ///   - exchange_offers(short_ranks, own): second offers; `own` where this rank is one of those
 ///   - settle_overflow(), settle_shortage(): every rank has found that the operation ends here
-///   - move(rows): the data, until what this engine's caller waits for is there
+///   - move(rows): the data, until what this engine's caller waits for is there; no rows where they
+///     are heard later
 ///   - outcome(): hands out what arrived
 template <typename Engine, typename Mover>
 class DispatchSteps {
@@ -83,6 +85,11 @@ class DispatchSteps {
     mover().count_choices();
     window_ = is_low_latency() ? fixed_window() : endpoint_.guess_window();
     say();
+    if (is_low_latency() && hears_later()) {
+      if constexpr (Exchange::kMayHearLater)
+        foresee();
+      return {};
+    }
     Rows rows = exchange_.collect(true);
     judge(&rows);
     return rows;
@@ -98,6 +105,8 @@ class DispatchSteps {
     mover().take_plan();
     window_ = params_.window ? params_.window : allocate(needed(endpoint_.rank_idx()));
     say();
+    if (hears_later())
+      return {};
     Rows rows = exchange_.collect(false);
     hear(rows);
     return rows;
@@ -126,6 +135,26 @@ class DispatchSteps {
     mover().publish(window_ ? window_->offer() : Offer{});
   }
 
+  /// Whether this engine hands the operation out before it has heard the other ranks.
+  bool hears_later() {
+    if constexpr (Exchange::kMayHearLater) {
+      if (exchange_.hears_later(arguments())) {
+        outcome_.gradients = params_.gradients;  // to which no rank can add
+        return true;
+      }
+    }
+    return false;
+  }
+
+  /// What no count decides of a low-latency dispatch. mover().hear_counts_later() says the rest when
+  /// the rows have been heard.
+  void foresee() {
+    windows_.resize(static_cast<size_t>(num_ranks_));
+    windows_[static_cast<size_t>(endpoint_.rank_idx())] = low_latency_window(endpoint_, params_);
+    endpoint_.remember_need(needed(endpoint_.rank_idx()));
+    plan_ = mover().hear_counts_later();
+  }
+
   void hear(const Rows& rows) {
     outcome_.gradients = unite_gradients(rows, endpoint_.group());
     offers_.reserve(static_cast<size_t>(num_ranks_));
@@ -136,33 +165,18 @@ class DispatchSteps {
   /// Every rank finds the same in the same rows, before it takes any row for good.
   void judge(Rows* rows) {
     hear(*rows);
-    const int own_rank = endpoint_.rank_idx();
-    const layout::Placement& placement = endpoint_.placement();
-    outcome_.num_required_rows =
-        layout::num_required_rows(rows->counts, placement, arrangement_, own_rank);
-    outcome_.num_dropped_per_expert = choices_of_own_experts(rows->counts, placement, own_rank);
-    if (!is_low_latency())
-      check_overflow(rows->counts);
-    layout::CountMatrix kept =
-        layout::keep_rows(std::move(rows->counts), placement, arrangement_, params_.capacity);
-    // What a masked rank asks for takes no place of an expert.
-    if (is_low_latency())
-      check_overflow(kept);
-    windows_ = lay_out_windows(kept, placement, arrangement_, params_);
-    plan_ = mover().make_plan(std::move(kept));
-    const auto& kept_choices = plan_->received.num_tokens_per_expert;
-    for (size_t e = 0; e < kept_choices.size(); ++e)
-      outcome_.num_dropped_per_expert[e] -= kept_choices[e];
-    exchange_second_offers();
-    endpoint_.remember_need(needed(own_rank));
-  }
-
-  void check_overflow(const layout::CountMatrix& asked) {
-    if (const std::exception_ptr error = layout::find_overflow(
-            asked, endpoint_.placement(), arrangement_, params_.capacity, params_.row_bytes)) {
+    JudgedCounts judged = judge_counts(
+        std::move(rows->counts), endpoint_, arrangement_, params_.capacity, params_.row_bytes);
+    if (judged.overflow) {
       mover().settle_overflow();
-      std::rethrow_exception(error);
+      std::rethrow_exception(judged.overflow);
     }
+    outcome_.num_required_rows = judged.num_required_rows;
+    windows_ = lay_out_windows(judged.kept, endpoint_.placement(), arrangement_, params_);
+    plan_ = mover().make_plan(std::move(judged.kept));
+    outcome_.num_dropped_per_expert = std::move(judged).num_dropped_per_expert(*plan_);
+    exchange_second_offers();
+    endpoint_.remember_need(needed(endpoint_.rank_idx()));
   }
 
   /// A rank whose offer is too small obtains memory; every rank sees which those are in the same

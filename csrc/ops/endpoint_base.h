@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
@@ -99,6 +100,8 @@ class EndpointBase : public BufferBase {
   /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
   /// peers, and gives the control area back once they all did. Local, idempotent.
   void destroy(const InterruptCheck& interrupt_check);
+  /// What ended an operation whose caller had not been told when the buffer was destroyed; once.
+  std::exception_ptr take_untold_error() { return std::exchange(untold_error_, nullptr); }
 
  protected:
   EndpointBase(std::shared_ptr<Group> group, EndpointConfig config);
@@ -120,8 +123,14 @@ class EndpointBase : public BufferBase {
   /// Starts what is left of an operation whose caller has not asked for its end. Does not wait;
   /// called by destroy() once the progress thread is idle.
   virtual void start_last_phase() {}
-  /// What of operations is still in flight once that has ended, too; called by destroy().
+  /// Whether nothing is left of operations that nobody waits for, after @p limit_ns at most; called
+  /// by destroy() once that has ended, too.
+  virtual bool await_verdict(int64_t /*limit_ns*/, const InterruptCheck& /*interrupt_check*/) {
+    return true;
+  }
+  /// What of operations is still in flight then; called by destroy().
   virtual void end_device_operations() {}
+  void keep_untold_error(std::exception_ptr error) { untold_error_ = std::move(error); }
 
  private:
   struct WaitTotal {
@@ -140,6 +149,7 @@ class EndpointBase : public BufferBase {
   std::vector<WaitTotal> wait_totals_;  ///< [num_ranks]
   std::vector<uint64_t> recent_needs_;
   size_t next_need_ = 0;
+  std::exception_ptr untold_error_;
   ProgressThread progress_;
 };
 

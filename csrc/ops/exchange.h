@@ -41,6 +41,8 @@ class Exchange : public BufferOperation {
   /// Waits for every active peer's row and copies them. Throws, on every rank alike, what some rank
   /// found wrong or where rows disagree; the epoch is then consumed and the buffer stays usable.
   Rows collect(bool with_counts);
+  /// Whether collect() may be put off until the operation has been handed out.
+  static constexpr bool kMayHearLater = false;
 
   /// Publishes what a rank that was short could get, and waits for the same of @p short_ranks.
   /// On several nodes every rank calls expect_second_offers() first.

@@ -1,13 +1,18 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "layout/routing.h"
 
 namespace moe::host {
 
-/// What the host knows of a plan, wherever its slots lie. Immutable once made.
+class CallerJoin;
+
+/// What the host knows of a plan, wherever its slots lie. Immutable once made, but that what follows
+/// from counts may come later.
 struct PlanHeader {
   layout::Arrangement arrangement;
   int64_t num_tokens = 0;
@@ -17,6 +22,9 @@ struct PlanHeader {
   layout::CountMatrix counts;     ///< what was kept; equal on every rank
   layout::ReceivedRows received;  ///< what this rank receives
   uint64_t hash = 0;              ///< equal on every rank for one dispatch
+  /// Where counts come later: who is no operation of the buffer joins it before it reads
+  /// num_recv_topk, counts, what is received per expert, or the hash. Else null.
+  std::shared_ptr<CallerJoin> verdict;
 
   static PlanHeader make(const layout::Arrangement& arrangement,
                          layout::CountMatrix counts,
@@ -24,6 +32,14 @@ struct PlanHeader {
                          int rank_idx,
                          int64_t num_tokens,
                          int64_t num_topk);
+
+  /// Fills in what follows from counts.
+  void take_counts(PlanHeader counted) {
+    num_recv_topk = counted.num_recv_topk;
+    counts = std::move(counted.counts);
+    received = std::move(counted.received);
+    hash = counted.hash;
+  }
 
   layout::RowLayout layout() const { return arrangement.layout; }
   int64_t num_rows() const { return received.num_rows; }

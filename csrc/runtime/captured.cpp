@@ -34,6 +34,8 @@ class Capture {
     endpoint.group().check_usable(operation);
     endpoint.device().activate();
     endpoint.settle_receive({});
+    if (const std::exception_ptr error = endpoint.settle_verdict({}))
+      std::rethrow_exception(error);
     endpoint.follow_caller();
     const auto memory = endpoint.device().allocate(2 * static_cast<int64_t>(sizeof(int32_t)));
     status_ = keep(std::shared_ptr<int32_t>(memory, reinterpret_cast<int32_t*>(memory.get())));
@@ -90,26 +92,6 @@ int32_t all_gradients(const layout::OperationArguments& arguments) {
          (arguments.weight_bytes > 0 ? GradientWord::kNeedsWeights : 0);
 }
 
-/// What is known of a plan before any run. Ranks agree on the hash where they capture alike.
-void describe_plan(const DeviceEndpoint& endpoint,
-                   const host::DispatchParams& params,
-                   const layout::Arrangement& arrangement,
-                   DevicePlan* plan) {
-  plan->arrangement = arrangement;
-  plan->num_tokens = params.num_tokens;
-  plan->num_topk = params.num_topk;
-  plan->num_recv_topk = params.num_topk;
-  plan->num_slots =
-      layout::num_slots_per_token(arrangement.layout, params.num_topk, endpoint.num_ranks());
-  plan->received.num_rows = arrangement.layout == RowLayout::kLowLatency
-                                ? host::num_low_latency_rows(endpoint)
-                                : params.fixed_rows;
-  const auto num_local = static_cast<size_t>(endpoint.buffer().num_local_experts);
-  plan->received.num_tokens_per_expert.resize(num_local);
-  plan->received.expert_offsets.resize(num_local + 1);
-  plan->hash = endpoint.num_kept();
-}
-
 }  // namespace
 
 void check_has_counts(const DevicePlan& plan) {
@@ -135,7 +117,8 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   } else {
     launches.count_choices(
         [&](int64_t bytes) { return capture.keep(endpoint.device().allocate(bytes)).get(); });
-    describe_plan(endpoint, params, arrangement, launches.made_plan().get());
+    launches.foresee_plan();
+    launches.made_plan()->hash = endpoint.num_kept();  // ranks capture alike
     launches.made_plan()->status = capture.status();
     outcome.plan = capture.keep(launches.made_plan());
   }

@@ -47,6 +47,9 @@ class Device {
   virtual int32_t device_idx() const = 0;
   /// Whether callers are the host itself, whose tensors are ready and which waits for results.
   virtual bool has_host_caller() const = 0;
+  /// Whether other ranks of this process use it, too: what one calls may wait for kernels that wait
+  /// for the other.
+  virtual bool is_shared() const = 0;
 
   virtual int num_sms() const = 0;
   virtual size_t max_shared_bytes() const = 0;  ///< of a block, dynamic

@@ -24,7 +24,10 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
  private:
   friend CombineSteps;
 
-  void begin() { endpoint_.follow_caller(params_.caller_mark.get()); }
+  void begin() {
+    endpoint_.follow_caller(params_.caller_mark.get());
+    exchange_.tell_late_error(host::combine_arguments(params_));
+  }
   std::string find_problem() const { return find_shortage(endpoint_, params_); }
 
   void copy_in(std::byte* target, const std::byte* source, int64_t bytes) {
@@ -54,6 +57,7 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
     exchange_.enter("done");
     outcome_.end = exchange_.finish();
     outcome_.waited_ns = endpoint_.take_waited_ns();
+    outcome_.verdict = exchange_.judge_later();
     exchange_.withdraw_offers();
     // Where the caller is a stream, kernels may still run: what they use is kept with the result.
     outcome_.owner =

@@ -31,7 +31,10 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
  private:
   friend DispatchSteps;
 
-  void begin() { endpoint_.follow_caller(params_.caller_mark.get()); }
+  void begin() {
+    endpoint_.follow_caller(params_.caller_mark.get());
+    exchange_.tell_late_error(arguments());
+  }
 
   void count_choices() {
     launches_.count_choices([this](int64_t bytes) { return endpoint_.scratch(bytes); });
@@ -84,6 +87,33 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
     return plan;
   }
 
+  std::shared_ptr<const DevicePlan> hear_counts_later() {
+    launches_.foresee_plan();
+    const auto counts = std::make_shared<host::LateCounts>();
+    outcome_.late_counts = counts;
+    hear_ = [counts,
+             plan = launches_.made_plan(),
+             &endpoint = endpoint_,
+             arrangement = arrangement_,
+             capacity = params_.capacity,
+             row_bytes = params_.row_bytes](host::Rows rows) {
+      host::JudgedCounts judged = host::judge_counts(
+          std::move(rows.counts), endpoint, arrangement, capacity, row_bytes);
+      if (judged.overflow)
+        return judged.overflow;
+      plan->take_counts(host::PlanHeader::make(arrangement,
+                                               std::move(judged.kept),
+                                               endpoint.placement(),
+                                               endpoint.rank_idx(),
+                                               plan->num_tokens,
+                                               plan->num_topk));
+      counts->num_required_rows = judged.num_required_rows;
+      counts->num_dropped_per_expert = std::move(judged).num_dropped_per_expert(*plan);
+      return std::exception_ptr();
+    };
+    return launches_.made_plan();
+  }
+
   std::vector<layout::SecondOffer> exchange_offers(const std::vector<int>& short_ranks,
                                                    const std::optional<layout::SecondOffer>& own) {
     are_rows_sent_ = false;
@@ -126,6 +156,9 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
     } else {
       exchange_.enter("done");
       outcome_.end = exchange_.finish();
+      outcome_.verdict = exchange_.judge_later(std::move(hear_));
+      if (outcome_.late_counts)
+        launches_.made_plan()->verdict = outcome_.verdict;
     }
     exchange_.withdraw_offers();
     if (!is_low_latency())
@@ -140,6 +173,7 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
   }
 
   DispatchLaunches launches_;
+  HearCounts hear_;            ///< where counts come later
   bool are_rows_sent_ = false;  ///< unless the exchange has found that rows may not move
   bool is_moving_ = false;
   bool is_copied_out_ = false;

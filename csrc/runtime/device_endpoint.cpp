@@ -5,9 +5,11 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/sync.h"
 #include "core/text.h"
 #include "runtime/device_plan.h"
 #include "runtime/dispatch_launches.h"
+#include "runtime/late_verdict.h"
 #include "runtime/polling.h"
 #include "runtime/receive_phase.h"
 
@@ -403,9 +405,44 @@ void DeviceEndpoint::settle_receive(const host::InterruptCheck& interrupt_check)
   leave_to_receive(nullptr);
 }
 
+void DeviceEndpoint::leave_to_judge(std::shared_ptr<LateVerdict> verdict) {
+  const std::lock_guard<std::mutex> lock(phase_mutex_);
+  late_verdict_ = std::move(verdict);
+}
+
+std::shared_ptr<LateVerdict> DeviceEndpoint::late_verdict() const {
+  const std::lock_guard<std::mutex> lock(phase_mutex_);
+  return late_verdict_;
+}
+
+std::exception_ptr DeviceEndpoint::settle_verdict(const host::InterruptCheck& interrupt_check) {
+  const std::shared_ptr<LateVerdict> verdict = late_verdict();
+  if (verdict == nullptr)
+    return nullptr;
+  const std::exception_ptr untold = verdict->settle(interrupt_check);
+  leave_to_judge(nullptr);
+  return untold;
+}
+
 void DeviceEndpoint::start_last_phase() {
   if (const auto phase = receive_phase())
     phase->start();
+}
+
+bool DeviceEndpoint::await_verdict(int64_t limit_ns, const host::InterruptCheck& interrupt_check) {
+  const std::shared_ptr<LateVerdict> verdict = late_verdict();
+  const int64_t start_ns = sync::now_ns();
+  for (Polling polling; verdict != nullptr && !verdict->is_complete();) {
+    const int64_t now_ns = sync::now_ns();
+    const int64_t waited_ns = now_ns - start_ns;
+    if (waited_ns > limit_ns)
+      return false;
+    verdict->look(now_ns);
+    if (interrupt_check)
+      interrupt_check();
+    polling.rest(waited_ns);
+  }
+  return true;
 }
 
 const Row& DeviceEndpoint::read_row(int rank_idx) const {
@@ -539,6 +576,8 @@ bool DeviceEndpoint::is_idle() const {
 }
 
 void DeviceEndpoint::restart(uint64_t next_epoch) {
+  // Its kernels have ended. Who calls recover() knows that operations have failed.
+  settle_verdict({});
   watch_->pause([&] {
     EndpointBase::restart(next_epoch);
     std::memset(report_.get(), 0, sizeof(WaitReport));
@@ -566,6 +605,7 @@ host::Recoverable::Epochs DeviceEndpoint::epochs() const {
 void DeviceEndpoint::end_device_operations() {
   drain();
   watch_->stop();
+  keep_untold_error(settle_verdict({}));
   kept_.clear();
   bases_ = nullptr;
   internode_ = nullptr;

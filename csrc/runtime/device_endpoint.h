@@ -1,6 +1,8 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,6 +22,7 @@
 
 namespace moe::runtime {
 
+class LateVerdict;
 class ReceivePhase;
 
 /// How kernels of one buffer are launched.
@@ -94,6 +97,16 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Before the next operation; see ReceivePhase::settle().
   void settle_receive(const host::InterruptCheck& interrupt_check);
 
+  /// The last operation is one whose rows the host has not heard.
+  void leave_to_judge(std::shared_ptr<LateVerdict> verdict);
+  std::shared_ptr<LateVerdict> late_verdict() const;  ///< null for none
+  /// Before the next operation, and before the end; see LateVerdict::settle().
+  std::exception_ptr settle_verdict(const host::InterruptCheck& interrupt_check);
+  /// An operation was found wrong that peers may hear of in the next one only: there the host hears
+  /// rows at once, as does who refuses it, so that one call is enough.
+  void hear_next_now() { hears_now_.store(true, std::memory_order_relaxed); }
+  bool take_hears_now() { return hears_now_.exchange(false, std::memory_order_relaxed); }
+
   /// What kernels of this buffer share, as it is now.
   kernels::Buffer buffer() const;
   /// Device memory in which kernels of one operation tell those behind them what they found; its
@@ -126,7 +139,7 @@ class DeviceEndpoint : public host::EndpointBase {
   const layout::Row& read_row(int rank_idx) const;
   const layout::SecondOffer& read_second_offer(int rank_idx) const;
   uint64_t take_ticket() { return ++last_ticket_; }
-  /// Of operations for kernels, so far; by whoever issues them.
+  /// For kernels that were not done at the first look, so far; by whoever issues operations.
   int64_t num_host_waits() const { return num_host_waits_; }
   void count_host_wait() { ++num_host_waits_; }
   /// Page-locked copy of the text of a row that is rejected; one operation at a time.
@@ -192,6 +205,7 @@ class DeviceEndpoint : public host::EndpointBase {
   void write_word(Word& word, Word value);
   std::shared_ptr<ReceivePhase> receive_phase() const;
   void start_last_phase() override;
+  bool await_verdict(int64_t limit_ns, const host::InterruptCheck& interrupt_check) override;
   void end_device_operations() override;
 
   std::shared_ptr<SymmetricMemory> memory_;
@@ -233,6 +247,8 @@ class DeviceEndpoint : public host::EndpointBase {
   int64_t scratch_bytes_ = 0;
   mutable std::mutex phase_mutex_;
   std::shared_ptr<ReceivePhase> receive_phase_;    ///< under phase_mutex_; null for none
+  std::shared_ptr<LateVerdict> late_verdict_;      ///< the same
+  std::atomic<bool> hears_now_{false};
   std::vector<std::shared_ptr<const void>> kept_;  ///< by captured operations
   std::unique_ptr<DeviceWatch> watch_;             ///< looks at the above
 };

@@ -7,7 +7,9 @@
 
 #include "core/rank_list.h"
 #include "core/sync.h"
+#include "core/text.h"
 #include "ops/dispatch_rules.h"
+#include "runtime/late_verdict.h"
 #include "runtime/receive_phase.h"
 
 namespace moe::runtime {
@@ -22,12 +24,15 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                layout::Operation operation,
                                const host::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
+  endpoint_.device().activate();
   endpoint_.settle_receive(interrupt_check);
+  late_error_ = endpoint_.settle_verdict(interrupt_check);
+  LateVerdict::hear_before(endpoint_, interrupt_check);
+  hears_now_ = endpoint_.take_hears_now();
   group_.check_abort();
   // An operation that the host did not wait for may have left since.
   check_left();
   check_closed();
-  endpoint_.device().activate();
   // What kernels of operations that ended otherwise, or of graphs, have waited is not this one's.
   if (endpoint_.is_host_caller())
     endpoint_.take_waited_ns();
@@ -46,13 +51,21 @@ bool DeviceExchange::knows_epoch() {
 }
 
 DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
-                               layout::Operation operation,
-                               uint64_t epoch,
-                               std::vector<std::shared_ptr<Window>> offered,
+                               host::LeftOperation left,
                                const host::InterruptCheck& interrupt_check)
-    : BufferOperation(endpoint, operation, epoch, std::move(offered), interrupt_check),
+    : BufferOperation(endpoint, std::move(left), interrupt_check),
       endpoint_(endpoint),
       has_launched_(true) {}
+
+DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
+                               LeftRows left,
+                               const host::InterruptCheck& interrupt_check)
+    : BufferOperation(endpoint, std::move(left.operation), interrupt_check),
+      endpoint_(endpoint),
+      ticket_(left.ticket),
+      former_epoch_(left.former_epoch),
+      has_launched_(true),
+      hear_(std::move(left.hear)) {}
 
 std::shared_ptr<Window> DeviceExchange::allocate(uint64_t bytes) {
   if (auto window = endpoint_.memory().allocate_free(bytes); window && window->bytes() >= bytes)
@@ -76,6 +89,50 @@ void DeviceExchange::publish(ExchangeParams params) {
   params.ticket = ticket_ = endpoint_.take_ticket();
   has_launched_ = true;
   endpoint_.launch_exchange(params);
+}
+
+bool DeviceExchange::hears_later(const layout::OperationArguments& arguments) {
+  using layout::GradientWord;
+  const bool is_combine = operation_ == layout::Operation::kCombine;
+  const int32_t needs = GradientWord::kNeedsRows |
+                        (is_combine || arguments.weight_bytes == 0 ? 0 : GradientWord::kNeedsWeights);
+  hears_later_ = !endpoint_.is_host_caller() && !endpoint_.device().is_shared() &&
+                 !endpoint_.is_on_progress_thread() && !hears_now_ &&
+                 GradientWord::is_final(arguments.gradients, needs);
+  return hears_later_;
+}
+
+std::shared_ptr<host::CallerJoin> DeviceExchange::judge_later(HearCounts hear) {
+  if (!hears_later_)
+    return nullptr;
+  step_ = Phase::kRows;
+  const auto verdict = LateVerdict::make(
+      endpoint_, LeftRows{leave(), former_epoch_, ticket_, std::move(hear)});
+  endpoint_.leave_to_judge(verdict);
+  return verdict;
+}
+
+void DeviceExchange::hear_late() {
+  // A row that stands for that of such a peer says nothing.
+  check_closed();
+  host::Rows rows = collect(hear_ != nullptr);
+  if (hear_ == nullptr)
+    return;
+  if (const std::exception_ptr error = hear_(std::move(rows))) {
+    settle(OperationStatus::kOverflow);
+    std::rethrow_exception(error);
+  }
+}
+
+void DeviceExchange::tell_late_error(const layout::OperationArguments& arguments) {
+  if (late_error_ == nullptr)
+    return;
+  reject(arguments,
+         RowStatus::kInvalidArgument,
+         concat("refuses this ",
+                layout::operation_name(operation_),
+                ", as the operation before it was found wrong: ",
+                error_text(late_error_)));
 }
 
 host::Rows DeviceExchange::collect(bool with_counts) {
@@ -139,7 +196,14 @@ void DeviceExchange::exchange_rejection(const host::RowMessage& row) {
   params.available_bytes = row.available_bytes;
   params.message = endpoint_.write_message(row.message);
   publish(params);
-  collect(false);
+  try {
+    collect(false);
+  } catch (...) {
+    // What the caller has not been told comes first.
+    if (late_error_ != nullptr && !group_.is_aborted())
+      std::rethrow_exception(late_error_);
+    throw;
+  }
 }
 
 std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
@@ -167,6 +231,7 @@ std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
 }
 
 void DeviceExchange::settle(OperationStatus status) {
+  endpoint_.hear_next_now();
   if (endpoint_.host_read()->status != static_cast<int32_t>(status))
     throw std::logic_error(concat("the exchange of epoch ",
                                   epoch_,
@@ -207,11 +272,8 @@ std::shared_ptr<host::CallerJoin> DeviceExchange::receive_later(
     await_stream();
   else
     endpoint_.leave_running();
-  auto phase = ReceivePhase::make(endpoint_, params, epoch_, std::exchange(offered_, {}));
+  auto phase = ReceivePhase::make(endpoint_, params, leave());
   endpoint_.leave_to_receive(phase);
-  // The phase completes the epoch.
-  enter(nullptr);
-  close();
   return ReceivePhase::end_of(std::move(phase));
 }
 

@@ -15,6 +15,29 @@
 
 namespace moe::runtime {
 
+/// Takes the count matrix of rows that agree. @return what every rank finds wrong with it, or null.
+using HearCounts = std::function<std::exception_ptr(host::Rows)>;
+
+/// An operation whose exchange was launched, and whose rows the host has yet to hear.
+struct LeftRows {
+  host::LeftOperation operation;
+  uint64_t former_epoch = 0;  ///< that the host knew of
+  uint64_t ticket = 0;
+  HearCounts hear;  ///< none where rows come without counts
+};
+
+/// Warns of a peer whose row does not come, and gives up where it cannot. The limit is the kernel's.
+class RowArrivals {
+ public:
+  /// @param site  The exchange, of a known epoch.
+  void check(const DeviceEndpoint& endpoint, const host::WaitSite& site, int64_t now_ns);
+  void reset() { watch_.reset(); }
+
+ private:
+  host::WaitSite site_;
+  std::optional<host::ArrivalWatch> watch_;  ///< of the first rank that has not come
+};
+
 /// One operation of one buffer whose kernels the host launches and whose rows it reads: its epoch,
 /// and the steps every operation is made of. What is checked and said is what host::Exchange checks
 /// and says.
@@ -23,14 +46,18 @@ namespace moe::runtime {
 /// exception after it took its epoch and before every rank knows the same end.
 class DeviceExchange : public host::BufferOperation {
  public:
+  static constexpr bool kMayHearLater = true;
+
   DeviceExchange(DeviceEndpoint& endpoint,
                  layout::Operation operation,
                  const host::InterruptCheck& interrupt_check);
-  /// Goes on with operation @p epoch behind receive_later().
+  /// Goes on behind receive_later().
   DeviceExchange(DeviceEndpoint& endpoint,
-                 layout::Operation operation,
-                 uint64_t epoch,
-                 std::vector<std::shared_ptr<Window>> offered,
+                 host::LeftOperation left,
+                 const host::InterruptCheck& interrupt_check);
+  /// Goes on behind judge_later().
+  DeviceExchange(DeviceEndpoint& endpoint,
+                 LeftRows left,
                  const host::InterruptCheck& interrupt_check);
 
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
@@ -44,6 +71,21 @@ class DeviceExchange : public host::BufferOperation {
   /// alike, what some rank found wrong or where rows disagree; the epoch is then consumed and the
   /// buffer stays usable.
   host::Rows collect(bool with_counts);
+
+  /// Whether the caller, a stream, gets its results before the host has heard the rows of this
+  /// operation, of which it needs nothing: then judge_later() takes the place of collect(). Not
+  /// where a peer may say more of gradients, or may have to tell of the operation before.
+  bool hears_later(const layout::OperationArguments& arguments);
+  /// Leaves what the rows say to whoever asks, to the next operation at the latest. Null unless
+  /// hears_later().
+  std::shared_ptr<host::CallerJoin> judge_later(HearCounts hear = nullptr);
+
+  /// What a LateVerdict does.
+  void hear_late();
+
+  /// Where the operation before was found wrong and this rank's caller has not been told, every
+  /// rank hears so in place of this one, and calls stay matched: who knew is in this call by now.
+  void tell_late_error(const layout::OperationArguments& arguments);
 
   /// Second offers of @p short_ranks, in their order; @p own is this rank's where it is one of
   /// them.
@@ -81,7 +123,6 @@ class DeviceExchange : public host::BufferOperation {
   void check_closed();
   void stand_in_for(int peer_rank);
   void check_peers(layout::Phase phase, int64_t now_ns);
-  void check_arrivals(int64_t now_ns);
   /// Throws what made a kernel leave, if one did.
   void check_left();
   void exchange_rejection(const host::RowMessage& row) override;
@@ -90,9 +131,12 @@ class DeviceExchange : public host::BufferOperation {
   uint64_t ticket_ = 0;
   uint64_t former_epoch_ = 0;  ///< that the host knew of
   bool has_launched_ = false;
+  bool hears_later_ = false;
+  bool hears_now_ = false;         ///< peers may refuse this operation
+  std::exception_ptr late_error_;  ///< of the operation before
+  HearCounts hear_;
   host::GoneWatch gone_;
-  host::WaitSite entry_site_;
-  std::optional<host::ArrivalWatch> arrival_;  ///< of the first rank that has not come
+  RowArrivals arrivals_;
 };
 
 /// Publishes a row that says what is wrong on this rank in place of an operation, then throws it as

@@ -44,6 +44,8 @@ void await(const Event& event) {
 }
 
 void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
+  if (is_ready())
+    return;
   endpoint_.count_host_wait();
   const int64_t start_ns = sync::now_ns();
   int64_t looked_ns = start_ns;
@@ -58,7 +60,7 @@ void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
     looked_ns = now_ns;
     host::look_up(group_, where, is_ready, [&](int64_t) { look_around(phase, now_ns); });
   }
-  arrival_.reset();
+  arrivals_.reset();
 }
 
 void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
@@ -73,6 +75,8 @@ void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
       return true;
     if (++num_looks % kLooksPerQuery != 0)
       return false;
+    if (event == nullptr && endpoint_.is_capturing())
+      return false;  // asking about events may have no place in a capture of the caller's
     if (event == nullptr)
       event = endpoint_.stream().record();
     return event->is_complete();
@@ -94,7 +98,7 @@ void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
     check_closed();
   check_peers(phase, now_ns);
   if (phase == Phase::kRows)
-    check_arrivals(now_ns);
+    arrivals_.check(endpoint_, site(Phase::kRows), now_ns);
 }
 
 void DeviceExchange::check_closed() {
@@ -127,24 +131,27 @@ void DeviceExchange::check_peers(Phase phase, int64_t now_ns) {
   });
 }
 
-/// Warns of a peer that does not come, and gives up where it cannot. Its limit is the kernel's.
-void DeviceExchange::check_arrivals(int64_t now_ns) {
-  const auto is_missing = [this](int rank_idx) {
-    return rank_idx != group_.rank_idx() && group_.is_active(rank_idx) &&
-           !endpoint_.has_row(epoch_, rank_idx);
+void RowArrivals::check(const DeviceEndpoint& endpoint,
+                        const host::WaitSite& site,
+                        int64_t now_ns) {
+  host::Group& group = endpoint.group();
+  const auto is_missing = [&](int rank_idx) {
+    return rank_idx != group.rank_idx() && group.is_active(rank_idx) &&
+           !endpoint.has_row(static_cast<uint64_t>(site.epoch), rank_idx);
   };
   int peer_rank = 0;
-  while (peer_rank < group_.num_ranks() && !is_missing(peer_rank))
+  while (peer_rank < group.num_ranks() && !is_missing(peer_rank))
     ++peer_rank;
-  if (peer_rank == group_.num_ranks()) {
-    arrival_.reset();
+  if (peer_rank == group.num_ranks()) {
+    watch_.reset();
     return;
   }
-  if (!arrival_ || arrival_->peer_rank() != peer_rank) {
-    entry_site_ = site(Phase::kRows);
-    arrival_.emplace(group_, entry_site_, peer_rank, host::ArrivalWatch::kNoLimit);
+  if (!watch_ || watch_->peer_rank() != peer_rank) {
+    watch_.reset();  // which refers to the site
+    site_ = site;
+    watch_.emplace(group, site_, peer_rank, host::ArrivalWatch::kNoLimit);
   }
-  arrival_->check(now_ns, is_missing);
+  watch_->check(now_ns, is_missing);
 }
 
 void DeviceExchange::check_left() {

@@ -31,6 +31,22 @@ void DispatchLaunches::begin_counting() {
   cut_chunks(endpoint_, &choices_);
 }
 
+void DispatchLaunches::foresee_plan() {
+  DevicePlan& plan = *made_plan_;
+  plan.arrangement = arrangement_;
+  plan.num_tokens = params_.num_tokens;
+  plan.num_topk = params_.num_topk;
+  plan.num_recv_topk = params_.num_topk;
+  plan.num_slots =
+      layout::num_slots_per_token(arrangement_.layout, params_.num_topk, endpoint_.num_ranks());
+  plan.received.num_rows = arrangement_.layout == layout::RowLayout::kLowLatency
+                               ? host::num_low_latency_rows(endpoint_)
+                               : params_.fixed_rows;
+  const auto num_local = static_cast<size_t>(endpoint_.num_local_experts());
+  plan.received.num_tokens_per_expert.resize(num_local);
+  plan.received.expert_offsets.resize(num_local + 1);
+}
+
 void DispatchLaunches::cut_chunks(const DeviceEndpoint& endpoint, kernels::Choices* choices) {
   const int64_t num_tokens = choices->num_tokens;
   choices->tokens_per_chunk = static_cast<int32_t>(

@@ -39,6 +39,9 @@ class DispatchLaunches {
 
   /// The plan that kernels of an uncached dispatch fill. Its header is of the caller's making.
   const std::shared_ptr<DevicePlan>& made_plan() const { return made_plan_; }
+  /// Of its header, what no count decides: of a plan of fixed size whose counts the host does not
+  /// know.
+  void foresee_plan();
   DispatchTables& tables() { return tables_; }
 
   /// What the exchange is told, all but the offer and what belongs to the buffer.

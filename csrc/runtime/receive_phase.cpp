@@ -16,9 +16,8 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
  public:
   HostReceive(DeviceEndpoint& endpoint,
               const kernels::ReceiveParams& params,
-              uint64_t epoch,
-              std::vector<std::shared_ptr<Window>> offered)
-      : endpoint_(endpoint), params_(params), epoch_(epoch), offered_(std::move(offered)) {}
+              host::LeftOperation left)
+      : endpoint_(endpoint), params_(params), left_(std::move(left)) {}
 
   void start() override {
     // Who is on the progress thread is a later operation, which settles this one.
@@ -63,16 +62,14 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
     pending_.run([this] {
       const host::InterruptCheck nothing;
       const host::Group::OperationScope scope(endpoint_.group());
-      DeviceExchange exchange(
-          endpoint_, params_.operation, epoch_, std::exchange(offered_, {}), nothing);
+      DeviceExchange exchange(endpoint_, std::move(left_), nothing);
       return host::run_to_end(exchange, [&] { return exchange.receive(params_); });
     });
   }
 
   DeviceEndpoint& endpoint_;
   kernels::ReceiveParams params_;
-  uint64_t epoch_;
-  std::vector<std::shared_ptr<Window>> offered_;
+  host::LeftOperation left_;
   bool has_run_ = false;
   host::Pending<std::vector<int64_t>> pending_;
 };
@@ -82,12 +79,10 @@ class StreamReceive final : public ReceivePhase {
  public:
   StreamReceive(DeviceEndpoint& endpoint,
                 const kernels::ReceiveParams& params,
-                uint64_t epoch,
-                std::vector<std::shared_ptr<Window>> offered)
+                host::LeftOperation left)
       : endpoint_(endpoint),
         params_(params),
-        epoch_(epoch),
-        offered_(std::move(offered)),
+        left_(std::move(left)),
         caller_(endpoint.shared_caller_stream()) {}
 
   void start() override {
@@ -97,10 +92,10 @@ class StreamReceive final : public ReceivePhase {
     const auto active = endpoint_.device().activate_for_now();
     endpoint_.launch_receive(params_);
     end_ = DeviceEndpoint::join_caller(caller_, endpoint_.leave_running());
-    endpoint_.complete_epoch(epoch_);
+    endpoint_.complete_epoch(left_.epoch);
     // Behind the kernel nobody writes to them; after an abort peers may, until the next operation.
     if (!endpoint_.group().is_aborted())
-      offered_.clear();
+      left_.offered.clear();
   }
 
   void settle(const host::InterruptCheck&) override { start(); }
@@ -121,8 +116,7 @@ class StreamReceive final : public ReceivePhase {
  private:
   DeviceEndpoint& endpoint_;
   kernels::ReceiveParams params_;
-  uint64_t epoch_;
-  std::vector<std::shared_ptr<Window>> offered_;
+  host::LeftOperation left_;
   std::shared_ptr<Stream> caller_;
   std::mutex mutex_;
   std::shared_ptr<host::CallerJoin> end_;  ///< null until the kernel was launched
@@ -182,11 +176,10 @@ std::shared_ptr<ReceivePhase> ReceivePhase::captured(DeviceEndpoint& endpoint,
 
 std::shared_ptr<ReceivePhase> ReceivePhase::make(DeviceEndpoint& endpoint,
                                                  const kernels::ReceiveParams& params,
-                                                 uint64_t epoch,
-                                                 std::vector<std::shared_ptr<Window>> offered) {
+                                                 host::LeftOperation left) {
   if (endpoint.is_host_caller())
-    return std::make_shared<HostReceive>(endpoint, params, epoch, std::move(offered));
-  return std::make_shared<StreamReceive>(endpoint, params, epoch, std::move(offered));
+    return std::make_shared<HostReceive>(endpoint, params, std::move(left));
+  return std::make_shared<StreamReceive>(endpoint, params, std::move(left));
 }
 
 std::shared_ptr<host::CallerJoin> ReceivePhase::end_of(std::shared_ptr<ReceivePhase> phase) {

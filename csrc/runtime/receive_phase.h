@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/receive.h"
+#include "ops/buffer_operation.h"
 #include "ops/dispatch.h"
 
 namespace moe::runtime {
@@ -24,11 +25,10 @@ class ReceivePhase : public host::CallerJoin {
   /// Of what has been captured: a plan's status says what came of it, and nobody waits.
   static std::shared_ptr<ReceivePhase> captured(DeviceEndpoint& endpoint,
                                                 const kernels::ReceiveParams& params);
-  /// Of operation @p epoch. @param offered  Windows that peers write to in it.
+  /// @param left  The operation; peers write to what it has offered.
   static std::shared_ptr<ReceivePhase> make(DeviceEndpoint& endpoint,
                                             const kernels::ReceiveParams& params,
-                                            uint64_t epoch,
-                                            std::vector<std::shared_ptr<Window>> offered);
+                                            host::LeftOperation left);
 
   /// Starts it, unless somebody has. Does not wait.
   virtual void start() = 0;

@@ -30,6 +30,7 @@ class SimtDevice final : public runtime::Device {
   const std::string& name() const override { return name_; }
   int32_t dlpack_type() const override;
   int32_t device_idx() const override { return 0; }
+  bool is_shared() const override { return false; }
   bool has_host_caller() const override { return caller_ == Caller::kHost; }
 
   int num_sms() const override { return num_sms_; }

@@ -243,7 +243,7 @@ class EpBuffer:
                     async_op,
                     gradients,
                 )
-            output = None if async_op else operation.wait()
+            output = None if async_op else operation.early
         if handle is not None:
             return DispatchResult(operation, output=output, handle=handle)
 
@@ -487,12 +487,11 @@ class EpBuffer:
                     gradients=gradients,
                 )
             if async_op or gradients or row_weights is not None:
-                if not async_op:
-                    operation.wait()
-                return CombineResult(operation)
-            sums = operation.wait().x
-        assert sums is not None
-        return sums
+                return CombineResult(operation, None if async_op else operation.early)
+            output = operation.early
+        assert output is not None
+        assert output.x is not None
+        return output.x
 
     def _check_combine(
         self,

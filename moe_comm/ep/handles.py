@@ -190,7 +190,7 @@ class DispatchResult:
     ) -> None:
         self._operation = operation
         self._capacity = capacity
-        self._output = output  # of an operation that has ended
+        self._output = output  # of an operation that was not asynchronous
         self._handle = handle
         self._make_handle = make_handle  # where there is no handle yet
         self._event: CommEvent | None = None
@@ -319,10 +319,13 @@ class CombineResult:
         event: End of the operation.
     """
 
-    __slots__ = ("_event", "_operation")
+    __slots__ = ("_event", "_operation", "_output")
 
-    def __init__(self, operation: Operation[CombineOutput]) -> None:
+    def __init__(
+        self, operation: Operation[CombineOutput], output: CombineOutput | None = None
+    ) -> None:
         self._operation = operation
+        self._output = output  # of an operation that was not asynchronous
         self._event: CommEvent | None = None
 
     @property
@@ -334,7 +337,7 @@ class CombineResult:
 
     def arrived(self) -> CombineOutput:
         """What the backend has brought, when it is there."""
-        return self._operation.wait()
+        return self._operation.wait() if self._output is None else self._output
 
     @property
     def x(self) -> torch.Tensor:

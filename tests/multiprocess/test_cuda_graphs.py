@@ -142,7 +142,8 @@ def _replay_often(
     for turn in range(3):
         again = buffer.dispatch(own.x, own.topk_idx, own.weights)
         epochs = {record[0] for record in backend._endpoint.take_trace()}
-        assert epochs == {2 + 2 * num_replays + 4 * turn}
+        # Of a combine before it the host may have heard only now.
+        assert max(epochs) == 2 + 2 * num_replays + 4 * turn
         sums = buffer.combine(again.x.clone(), again.handle)
         backend._endpoint.take_trace()
         copies = (own.topk_idx >= 0).sum(1, keepdim=True)

@@ -13,6 +13,7 @@ namespace {
 
 py::tuple export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
   host::Plan exported;
+  hear(plan.verdict);
   {
     const py::gil_scoped_release no_gil;
     exported = runtime::export_plan(endpoint, plan);

@@ -122,6 +122,7 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
 py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module) {
   return py::class_<SubmittedDispatch>(module, "SubmittedDispatch", py::module_local())
       .def("is_complete", &SubmittedDispatch::is_complete)
+      .def("judge", &SubmittedDispatch::judge)
       .def("x", &SubmittedDispatch::x)
       .def("x_sf", &SubmittedDispatch::x_sf)
       .def("topk_idx", &SubmittedDispatch::topk_idx)

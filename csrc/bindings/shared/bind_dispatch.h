@@ -94,6 +94,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
 
   py::object num_tokens_per_expert() {
     const host::DispatchOutcome& outcome = wait();
+    hear(outcome.plan->verdict);
     const auto& counts = outcome.plan->received.num_tokens_per_expert;
     if (outcome.num_tokens_per_expert)
       return make_tensor(outcome.num_tokens_per_expert,
@@ -120,7 +121,8 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
 
   py::object num_dropped_per_expert() {
     check_host_knows("num_dropped_per_expert");
-    const auto& dropped = wait().num_dropped_per_expert;
+    const host::LateCounts* const late = late_counts();
+    const auto& dropped = late ? late->num_dropped_per_expert : wait().num_dropped_per_expert;
     return vector_tensor(dropped, {static_cast<int64_t>(dropped.size())}, kInt64);
   }
 
@@ -134,7 +136,8 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
 
   int64_t num_required_rows() {
     check_host_knows("num_required_rows");
-    return wait().num_required_rows;
+    const host::LateCounts* const late = late_counts();
+    return late ? late->num_required_rows : wait().num_required_rows;
   }
 
   /// What the ranks say of gradients, united; see layout::GradientWord.
@@ -153,6 +156,14 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
  private:
+  /// Null where the outcome has them.
+  const host::LateCounts* late_counts() {
+    const host::DispatchOutcome& outcome = wait();
+    if (outcome.late_counts)
+      hear(outcome.verdict);
+    return outcome.late_counts.get();
+  }
+
   void check_host_knows(const char* what) {
     MOE_CHECK(!wait().status,
               "the host does not know ",

@@ -60,6 +60,7 @@ py::class_<PlanT, std::shared_ptr<PlanT>> bind_plan(py::module_& module) {
       .def_property_readonly(
           "sizes",
           [](const PlanT& self) {
+            hear(self.verdict);
             return py::make_tuple(
                 self.num_tokens, self.num_topk, self.num_rows(), self.num_recv_topk);
           })
@@ -112,7 +113,11 @@ void bind_endpoint(py::module_& module,
       .def("take_trace", [](EndpointT& self) { return take_trace(self); })
       .def(
           "destroy",
-          [](EndpointT& self) { self.destroy(signal_check()); },
+          [](EndpointT& self) {
+            self.destroy(signal_check());
+            if (const std::exception_ptr error = self.take_untold_error())
+              std::rethrow_exception(error);
+          },
           py::call_guard<py::gil_scoped_release>());
 }
 

@@ -40,6 +40,14 @@ py::object vector_tensor(std::vector<Value> values,
   return make_tensor(std::move(owner), data, shape, type);
 }
 
+/// Before the host reads what it learns with @p verdict; null for what it knows.
+inline void hear(const std::shared_ptr<host::CallerJoin>& verdict) {
+  if (!verdict)
+    return;
+  const py::gil_scoped_release no_gil;
+  verdict->join(signal_check());
+}
+
 /// Keeps Python objects alive for an operation that a progress thread may outlive the caller in.
 inline std::shared_ptr<void> keep_alive(py::tuple objects) {
   auto* held = new py::object(std::move(objects));
@@ -116,10 +124,11 @@ class Submitted {
   bool is_complete() const {
     check_fork();
     const Outcome* const outcome = pending_->outcome();
-    if (outcome == nullptr || !outcome->end)
+    if (outcome == nullptr || (!outcome->end && !outcome->verdict))
       return pending_->is_complete();
     const py::gil_scoped_release no_gil;
-    return outcome->end->is_complete();
+    return (!outcome->end || outcome->end->is_complete()) &&
+           (!outcome->verdict || outcome->verdict->is_complete());
   }
 
   const Outcome& wait() {
@@ -131,6 +140,11 @@ class Submitted {
     }
     inputs_ = nullptr;
     return outcome;
+  }
+
+  /// The same, and what all ranks say of it has been heard.
+  void judge() {
+    hear(wait().verdict);
   }
 
   const std::shared_ptr<host::EndpointBase>& endpoint() const { return endpoint_; }

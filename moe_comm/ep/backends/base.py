@@ -34,8 +34,9 @@ class Operation(Protocol[OutputT_co]):
     """An operation that may still be in flight.
 
     Attributes:
-        early: An output whose x, x_sf and topk_weights are there already, though their rows may not
-            have arrived, or None where shapes are not known before the end.
+        early: Of an operation that is not asynchronous, its output, for the caller's stream. Of any
+            other, an output whose x, x_sf and topk_weights are there already, though their rows may
+            not have arrived, or None where shapes are not known before the end.
     """
 
     @property
@@ -44,7 +45,10 @@ class Operation(Protocol[OutputT_co]):
         ...
 
     def wait(self) -> OutputT_co:
-        """Block until it ended; return its output or raise what ended it, the same every time."""
+        """Block until it ended and this rank has heard all others.
+
+        Returns its output or raises what ended it, the same every time.
+        """
         ...
 
     def is_complete(self) -> bool:

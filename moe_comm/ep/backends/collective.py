@@ -225,9 +225,7 @@ class CollectiveBackend(Backend):
         """Now, or after what is in flight: collectives of a group keep the order of the calls."""
         if async_op or not self._progress.is_idle():
             pending = self._progress.submit(work)
-            if not async_op:
-                pending.wait()
-            return pending
+            return pending if async_op else Completed(pending.wait())
         with torch.no_grad():
             return Completed(work())
 

@@ -47,6 +47,10 @@ class PendingNative(Protocol):
         """Whether it has ended, well or not."""
         ...
 
+    def judge(self) -> None:
+        """Block until it has ended and the host has heard all ranks; raises what ended it."""
+        ...
+
 
 class SubmittedDispatch(PendingNative, Protocol):
     """A dispatch; its tensors are made at every call."""

@@ -22,7 +22,7 @@ from moe_comm.ep.config import Layout
 __all__ = ["NativeCombineOutput", "NativeDispatchOutput", "NativePlan", "SubmittedOperation"]
 
 OutputT = TypeVar("OutputT")
-EndedT = TypeVar("EndedT", bound="_Ended")
+IssuedT = TypeVar("IssuedT", bound="_Issued")
 
 
 class SubmittedOperation(Generic[OutputT]):
@@ -99,30 +99,38 @@ class NativePlan:
         )
 
 
-class _Ended:
-    """An `Operation` that has ended and is its own output: a decode step makes one object less."""
+class _Issued:
+    """An `Operation` that is its own output: a decode step makes one object less.
 
-    __slots__ = ()
+    The caller's stream may run behind it, and then the host may not have heard what all ranks say.
+    """
+
+    __slots__ = ("_native",)
+
+    _native: PendingNative
 
     @property
-    def early(self: EndedT) -> EndedT:
+    def early(self: IssuedT) -> IssuedT:
         return self
 
-    def wait(self: EndedT) -> EndedT:
+    def wait(self: IssuedT) -> IssuedT:
+        self._native.judge()
         return self
 
     def is_complete(self) -> bool:
-        return True
+        return self._native.is_complete()
 
 
-class NativeDispatchOutput(_Ended):
+class NativeDispatchOutput(_Issued):
     """A dispatch as a `DispatchOutput` whose tensors are made when they are first looked at.
 
     A tensor costs half a microsecond, and few callers read all of them. Where two threads look at
     once, each gets a tensor over the same memory.
     """
 
-    __slots__ = ("_dtype", "_endpoint", "_made", "_native", "_plan", "_scales")
+    __slots__ = ("_dtype", "_endpoint", "_made", "_plan", "_scales")
+
+    _native: SubmittedDispatch
 
     def __init__(
         self,
@@ -221,17 +229,19 @@ class NativeDispatchOutput(_Ended):
         return self._made[name]
 
 
-class NativeCombineOutput(_Ended):
+class NativeCombineOutput(_Issued):
     """A combine as a `CombineOutput` whose waiting times become a tensor when they are looked at.
 
-    Blocks until the combine has ended, raises what ended it.
+    Blocks until an asynchronous combine has ended, raises what ended it.
 
     Args:
         native: The combine.
         out: The caller's memory for the sums, or None.
     """
 
-    __slots__ = ("_native", "topk_weights", "x")
+    __slots__ = ("topk_weights", "x")
+
+    _native: SubmittedCombine
 
     def __init__(self, native: SubmittedCombine, out: torch.Tensor | None) -> None:
         sums, self.topk_weights = native.result()
