@@ -37,8 +37,9 @@ std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts,
 struct JudgedCounts {
   std::exception_ptr overflow;  ///< what every rank throws, and then nothing of the rest; else null
   layout::CountMatrix kept;
-  int64_t num_required_rows = 0;              ///< of this rank
-  std::vector<int64_t> num_asked_per_expert;  ///< [num_local_experts], choices before any are dropped
+  int64_t num_required_rows = 0;  ///< of this rank
+  std::vector<int64_t>
+      num_asked_per_expert;  ///< [num_local_experts], choices before any are dropped
 
   /// [num_local_experts] of the plan of `kept`.
   std::vector<int64_t> num_dropped_per_expert(const PlanHeader& plan) &&;

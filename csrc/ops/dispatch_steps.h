@@ -146,8 +146,8 @@ class DispatchSteps {
     return false;
   }
 
-  /// What no count decides of a low-latency dispatch. mover().hear_counts_later() says the rest when
-  /// the rows have been heard.
+  /// What no count decides of a low-latency dispatch. mover().hear_counts_later() says the rest
+  /// when the rows have been heard.
   void foresee() {
     windows_.resize(static_cast<size_t>(num_ranks_));
     windows_[static_cast<size_t>(endpoint_.rank_idx())] = low_latency_window(endpoint_, params_);

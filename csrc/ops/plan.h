@@ -11,8 +11,8 @@ namespace moe::host {
 
 class CallerJoin;
 
-/// What the host knows of a plan, wherever its slots lie. Immutable once made, but that what follows
-/// from counts may come later.
+/// What the host knows of a plan, wherever its slots lie. Immutable once made, but that what
+/// follows from counts may come later.
 struct PlanHeader {
   layout::Arrangement arrangement;
   int64_t num_tokens = 0;

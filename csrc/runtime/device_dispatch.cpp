@@ -97,8 +97,8 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
              arrangement = arrangement_,
              capacity = params_.capacity,
              row_bytes = params_.row_bytes](host::Rows rows) {
-      host::JudgedCounts judged = host::judge_counts(
-          std::move(rows.counts), endpoint, arrangement, capacity, row_bytes);
+      host::JudgedCounts judged =
+          host::judge_counts(std::move(rows.counts), endpoint, arrangement, capacity, row_bytes);
       if (judged.overflow)
         return judged.overflow;
       plan->take_counts(host::PlanHeader::make(arrangement,
@@ -173,7 +173,7 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
   }
 
   DispatchLaunches launches_;
-  HearCounts hear_;            ///< where counts come later
+  HearCounts hear_;             ///< where counts come later
   bool are_rows_sent_ = false;  ///< unless the exchange has found that rows may not move
   bool is_moving_ = false;
   bool is_copied_out_ = false;

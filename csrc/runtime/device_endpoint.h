@@ -246,8 +246,8 @@ class DeviceEndpoint : public host::EndpointBase {
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;
   mutable std::mutex phase_mutex_;
-  std::shared_ptr<ReceivePhase> receive_phase_;    ///< under phase_mutex_; null for none
-  std::shared_ptr<LateVerdict> late_verdict_;      ///< the same
+  std::shared_ptr<ReceivePhase> receive_phase_;  ///< under phase_mutex_; null for none
+  std::shared_ptr<LateVerdict> late_verdict_;    ///< the same
   std::atomic<bool> hears_now_{false};
   std::vector<std::shared_ptr<const void>> kept_;  ///< by captured operations
   std::unique_ptr<DeviceWatch> watch_;             ///< looks at the above

@@ -94,8 +94,9 @@ void DeviceExchange::publish(ExchangeParams params) {
 bool DeviceExchange::hears_later(const layout::OperationArguments& arguments) {
   using layout::GradientWord;
   const bool is_combine = operation_ == layout::Operation::kCombine;
-  const int32_t needs = GradientWord::kNeedsRows |
-                        (is_combine || arguments.weight_bytes == 0 ? 0 : GradientWord::kNeedsWeights);
+  const int32_t needs =
+      GradientWord::kNeedsRows |
+      (is_combine || arguments.weight_bytes == 0 ? 0 : GradientWord::kNeedsWeights);
   hears_later_ = !endpoint_.is_host_caller() && !endpoint_.device().is_shared() &&
                  !endpoint_.is_on_progress_thread() && !hears_now_ &&
                  GradientWord::is_final(arguments.gradients, needs);
@@ -106,8 +107,8 @@ std::shared_ptr<host::CallerJoin> DeviceExchange::judge_later(HearCounts hear) {
   if (!hears_later_)
     return nullptr;
   step_ = Phase::kRows;
-  const auto verdict = LateVerdict::make(
-      endpoint_, LeftRows{leave(), former_epoch_, ticket_, std::move(hear)});
+  const auto verdict =
+      LateVerdict::make(endpoint_, LeftRows{leave(), former_epoch_, ticket_, std::move(hear)});
   endpoint_.leave_to_judge(verdict);
   return verdict;
 }

@@ -26,7 +26,8 @@ struct LeftRows {
   HearCounts hear;  ///< none where rows come without counts
 };
 
-/// Warns of a peer whose row does not come, and gives up where it cannot. The limit is the kernel's.
+/// Warns of a peer whose row does not come, and gives up where it cannot. The limit is the
+/// kernel's.
 class RowArrivals {
  public:
   /// @param site  The exchange, of a known epoch.

@@ -9,7 +9,8 @@ namespace moe::runtime {
 
 namespace {
 
-constexpr int64_t kPatienceNs = 200'000'000;  ///< before anybody asks who keeps an operation waiting
+constexpr int64_t kPatienceNs =
+    200'000'000;  ///< before anybody asks who keeps an operation waiting
 
 /// The latest operation of every caller's stream of this process, by device and handle.
 struct StreamVerdicts {

@@ -12,9 +12,9 @@ namespace moe::runtime {
 /// What all ranks say of an operation that was handed out before the host had heard it.
 ///
 /// Its kernels were launched, and move nothing where some rank found something wrong or rows
-/// disagree. The host hears so when somebody asks, or before the next operation of the buffer, which
-/// is refused on every rank where somebody had not been told; see DeviceExchange::tell_late_error().
-/// Thread-safe.
+/// disagree. The host hears so when somebody asks, or before the next operation of the buffer,
+/// which is refused on every rank where somebody had not been told; see
+/// DeviceExchange::tell_late_error(). Thread-safe.
 class LateVerdict final : public host::CallerJoin {
  public:
   static std::shared_ptr<LateVerdict> make(DeviceEndpoint& endpoint, LeftRows left);

@@ -143,9 +143,7 @@ class Submitted {
   }
 
   /// The same, and what all ranks say of it has been heard.
-  void judge() {
-    hear(wait().verdict);
-  }
+  void judge() { hear(wait().verdict); }
 
   const std::shared_ptr<host::EndpointBase>& endpoint() const { return endpoint_; }
 
