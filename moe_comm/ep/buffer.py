@@ -147,8 +147,10 @@ class EpBuffer:
     ) -> DispatchResult:
         """Send each token to the ranks of its experts.
 
-        Collective: every rank calls it, in the same order. Records no gradient, and warns once where
-        an input requires one; `moe_comm.dispatch` is the differentiable form.
+        Collective: every rank calls it, in the same order. On a GPU results are there for what comes
+        behind it in the current stream; with `handle` and in LOW_LATENCY the host may hear of an error
+        of a peer only in `result.event.wait()`, the next operation or `destroy()`. Records no gradient,
+        and warns once where an input requires one; `moe_comm.dispatch` is the differentiable form.
 
         Args:
             x: `[num_tokens, hidden]`, dtype of the configuration, contiguous, on the communicator's
@@ -416,8 +418,10 @@ class EpBuffer:
         """Return expert outputs to the ranks their tokens came from, and sum them.
 
         Collective: every rank calls it, in the same order. When it returns, this rank's sums are
-        complete and no peer reads `expert_out` any more. Records no gradient, and warns once where an
-        input requires one; `moe_comm.combine` is the differentiable form.
+        complete and no peer reads `expert_out` any more; on a GPU that holds for what comes behind it
+        in the current stream, and the host may hear of an error of a peer only in `event.wait()`, the
+        next operation or `destroy()`. Records no gradient, and warns once where an input requires one;
+        `moe_comm.combine` is the differentiable form.
 
         Args:
             expert_out: `[num_recv_tokens, hidden]`, contiguous: bfloat16, float16, float32 or
@@ -591,6 +595,8 @@ class EpBuffer:
 
         Raises:
             RuntimeError: Another thread is using this buffer.
+            ValueError, TypeError, PeerFailedError, PeerTimeoutError: What the last operation was found to
+                be where its call had returned before, on a GPU. Everything has been released.
         """
         if self._is_destroyed:
             return

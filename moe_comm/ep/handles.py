@@ -23,8 +23,8 @@ __all__ = [
 class CommEvent:
     """The end of an operation.
 
-    `wait()` returns when the data is there (and the inputs may be overwritten) or raises what ended
-    the operation; waiting again does the same.
+    `wait()` returns when the data is there (and the inputs may be overwritten), on a GPU for what comes
+    behind it in the current stream, or raises what ended the operation; waiting again does the same.
     """
 
     __slots__ = ("_operation",)
@@ -33,7 +33,10 @@ class CommEvent:
         self._operation = operation
 
     def wait(self) -> None:
-        """Block until the operation ended; raise what ended it. Releases the GIL."""
+        """Block until this rank has heard all others of the operation; raise what ended it.
+
+        Releases the GIL.
+        """
         self._operation.wait()
 
     def is_complete(self) -> bool:

@@ -541,13 +541,21 @@ class Communicator(ElasticRanks):
         """Leave in good order: peers hear of it and do not take it for a failure. Idempotent.
 
         Tensors already handed out stay valid.
+
+        Raises:
+            ValueError, TypeError, PeerFailedError, PeerTimeoutError: What `EpBuffer.destroy` of a
+                buffer raises. Everything has been released.
         """
         if self._destroyed:
             return
         if self.native is not None:
             self.native.prepare_to_leave()
-        for dependant in list(self._dependants):
-            dependant.destroy()
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._end)
+            for dependant in list(self._dependants):
+                ends.callback(dependant.destroy)
+
+    def _end(self) -> None:
         self._destroyed = True
         if self.native is not None:
             self.native.destroy()

@@ -1,0 +1,258 @@
+"""Calls behind a caller's stream return before the host has heard all ranks: what is found, and when.
+
+Combine, a cached dispatch and LOW_LATENCY need nothing of their peers' rows on the host. What the rows say
+is told when somebody asks for it, or by the next call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm import CombineResult, Communicator, DispatchResult, EpBuffer, EpConfig, Layout
+from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS
+from moe_comm.ep.backends.simt import Stream, use_stream
+from moe_comm.testing import RankContext, run_ranks
+
+NUM_RANKS = 2
+NUM_EXPERTS = 4
+NUM_TOKENS = 5
+NUM_TOPK = 2
+HIDDEN = 64
+LIMIT_S = 30.0
+
+Call = Callable[[EpBuffer, DispatchResult], object]
+
+
+def _buffer(context: RankContext, **options: Any) -> EpBuffer:
+    communicator = Communicator(
+        context.group, backend="simt", stall_timeout_s=LIMIT_S, arrival_timeout_s=LIMIT_S
+    )
+    config = EpConfig(
+        num_experts=NUM_EXPERTS,
+        num_topk=NUM_TOPK,
+        hidden=HIDDEN,
+        num_max_tokens_per_rank=NUM_TOKENS,
+        **options,
+    )
+    return EpBuffer(communicator, config)
+
+
+def _inputs(rank_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank_idx)
+    x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
+    scores = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator)
+    return x, scores.topk(NUM_TOPK, dim=1).indices
+
+
+def _dispatched(buffer: EpBuffer, rank_idx: int, layout: Layout, stream: Stream) -> DispatchResult:
+    """A dispatch that all ranks have ended."""
+    result = buffer.dispatch(*_inputs(rank_idx), layout=layout)
+    stream.synchronize()
+    result.event.wait()
+    return result
+
+
+def _combine(buffer: EpBuffer, result: DispatchResult) -> object:
+    return buffer.combine(result.x, result.handle)
+
+
+def _cached(buffer: EpBuffer, result: DispatchResult) -> object:
+    x, _ = _inputs(buffer.communicator.rank_idx)
+    return buffer.dispatch(x, None, handle=result.handle)
+
+
+def _low_latency(buffer: EpBuffer, _: DispatchResult) -> object:
+    return buffer.dispatch(*_inputs(buffer.communicator.rank_idx), layout=Layout.LOW_LATENCY)
+
+
+CALLS: dict[str, tuple[Layout, Call]] = {
+    "combine": (Layout.EXPERT_MAJOR, _combine),
+    "combine of ranks": (Layout.RANK_MAJOR, _combine),
+    "cached": (Layout.EXPERT_MAJOR, _cached),
+    "low latency": (Layout.LOW_LATENCY, _low_latency),
+    "low latency combine": (Layout.LOW_LATENCY, _combine),
+}
+
+
+def _returns_first(context: RankContext, layout: Layout, call: Call, has_returned: Any) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, layout, stream)
+        if context.rank_idx == 1:
+            assert has_returned.wait(LIMIT_S / 2)
+        call(buffer, result)
+        has_returned.set()
+        stream.synchronize()
+        x, _ = _inputs(context.rank_idx)
+        again = buffer.dispatch(*_inputs(context.rank_idx))
+        sums = buffer.combine(again.x, again.handle)
+        stream.synchronize()
+        assert torch.equal(sums, NUM_TOPK * x)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_returns_before_its_peers_have_called(name: str) -> None:
+    run_ranks(_returns_first, NUM_RANKS, *CALLS[name], threading.Event(), mode="threads")
+
+
+def _is_wrong(buffer: EpBuffer, result: DispatchResult) -> None:
+    """A combine that this rank alone has wrong: it hears so at once."""
+    with pytest.raises(ValueError, match="hidden"):
+        buffer.combine(result.x[:, :-1], result.handle)
+
+
+def _works(buffer: EpBuffer, stream: Stream) -> None:
+    x, topk_idx = _inputs(buffer.communicator.rank_idx)
+    result = buffer.dispatch(x, topk_idx)
+    sums = buffer.combine(result.x, result.handle)
+    stream.synchronize()
+    assert torch.equal(sums, NUM_TOPK * x)
+
+
+def _told_by_the_next(context: RankContext, next_call: Call) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 1:
+            _is_wrong(buffer, result)
+            with pytest.raises(ValueError, match=r"rank 0.*refuses this .*rank 1.*hidden"):
+                next_call(buffer, result)
+        else:
+            _combine(buffer, result)
+            with pytest.raises(ValueError, match=r"rank 1.*hidden") as raised:
+                next_call(buffer, result)
+            assert "refuses" not in str(raised.value)
+        _works(buffer, stream)
+        buffer.destroy()
+
+
+def _dispatch_later(buffer: EpBuffer, _: DispatchResult) -> None:
+    result = buffer.dispatch(*_inputs(buffer.communicator.rank_idx), async_op=True)
+    result.event.wait()
+
+
+def _dispatch(buffer: EpBuffer, _: DispatchResult) -> None:
+    buffer.dispatch(*_inputs(buffer.communicator.rank_idx))
+
+
+NEXT_CALLS: dict[str, Call] = {
+    "combine": _combine,
+    "cached": _cached,
+    "dispatch": _dispatch,
+    "asynchronous dispatch": _dispatch_later,
+}
+
+
+@pytest.mark.parametrize("name", NEXT_CALLS)
+def test_what_a_peer_has_wrong_is_told_by_the_next_call(name: str) -> None:
+    run_ranks(_told_by_the_next, NUM_RANKS, NEXT_CALLS[name], mode="threads")
+
+
+def _told_by_the_event(context: RankContext) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        x, _ = _inputs(context.rank_idx)
+        if context.rank_idx == 1:
+            with pytest.raises(ValueError, match="hidden"):
+                buffer.dispatch(x[:, :-1], None, handle=result.handle)
+        else:
+            again = buffer.dispatch(x, None, handle=result.handle)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"rank 1.*hidden"):
+                    again.event.wait()
+        # Everybody knows: nothing is refused.
+        _works(buffer, stream)
+        buffer.destroy()
+
+
+def test_what_an_event_has_told_no_call_refuses() -> None:
+    run_ranks(_told_by_the_event, NUM_RANKS, mode="threads")
+
+
+def _told_by_destroy(context: RankContext) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 1:
+            _is_wrong(buffer, result)
+            buffer.destroy()
+        else:
+            _combine(buffer, result)
+            with pytest.raises(ValueError, match=r"rank 1.*hidden"):
+                buffer.destroy()
+        buffer.destroy()
+        again = _buffer(context)
+        _works(again, stream)
+        again.destroy()
+
+
+def test_destroying_a_buffer_tells_what_nobody_was_told() -> None:
+    run_ranks(_told_by_destroy, NUM_RANKS, mode="threads")
+
+
+def _destroyed_instead(context: RankContext) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 0:
+            start_s = time.monotonic()
+            _combine(buffer, result)
+            with pytest.raises(ValueError, match=r"rank 1 .*destroyed"):
+                buffer.destroy()
+            assert time.monotonic() - start_s < LIMIT_S / 2
+        else:
+            buffer.destroy()
+
+
+def test_a_peer_that_destroys_its_buffer_instead_is_not_waited_for() -> None:
+    run_ranks(_destroyed_instead, NUM_RANKS, mode="threads")
+
+
+def _needs_gradients(context: RankContext) -> None:
+    """Where gradients are enabled a peer may need one that this rank does not: it hears so at once."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        needs = ENABLED | (NEEDS_ROWS if context.rank_idx == 1 else 0)
+        x, _ = _inputs(context.rank_idx)
+        combined = buffer.combine(result.x, result.handle, gradients=needs)
+        again = buffer.dispatch(x, None, handle=result.handle, gradients=needs)
+        assert isinstance(combined, CombineResult)
+        assert combined.gradients == again.gradients == ENABLED | NEEDS_ROWS
+        stream.synchronize()
+        buffer.destroy()
+
+
+def test_what_peers_need_of_gradients_is_known_at_once() -> None:
+    run_ranks(_needs_gradients, NUM_RANKS, mode="threads")
+
+
+def _two_buffers(context: RankContext) -> None:
+    """A communicator with a buffer that has something to tell releases the other one, too."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        other = EpBuffer(buffer.communicator, buffer.config)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 1:
+            _is_wrong(buffer, result)
+            buffer.communicator.destroy()
+        else:
+            _combine(buffer, result)
+            with pytest.raises(ValueError, match=r"rank 1.*hidden"):
+                buffer.communicator.destroy()
+        for one in (buffer, other):
+            with pytest.raises(ValueError, match="destroyed"):
+                one.dispatch(*_inputs(context.rank_idx))
+        assert buffer.communicator.is_destroyed
+
+
+def test_a_communicator_ends_though_a_buffer_has_an_error_to_tell() -> None:
+    run_ranks(_two_buffers, NUM_RANKS, mode="threads")
