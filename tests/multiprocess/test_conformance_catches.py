@@ -11,7 +11,7 @@ import torch
 
 from moe_comm.ep import spec
 from moe_comm.ep.backends import reference
-from moe_comm.ep.backends.base import CombineOutput, Completed, DispatchOutput, Operation, Plan
+from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan
 from moe_comm.ep.backends.gradients import ENABLED
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.tensors.quantization import FP8_BLOCK128
@@ -23,13 +23,13 @@ class _Mutant(reference.ReferenceBackend):
 
     def dispatch(self, *args: Any, **options: Any) -> Operation[DispatchOutput]:
         output = super().dispatch(*args, **options).wait()
-        return Completed(self.spoil(dataclasses.replace(output, x=self.spoil_rows(output))))
+        return self.spoil(dataclasses.replace(output, x=self.spoil_rows(output)))
 
     def combine(self, *args: Any, **options: Any) -> Operation[CombineOutput]:
         output = super().combine(*args, **options).wait()
         if output.x is None:
-            return Completed(output)
-        return Completed(dataclasses.replace(output, x=self.spoil_sums(output.x)))
+            return output
+        return dataclasses.replace(output, x=self.spoil_sums(output.x))
 
     def spoil(self, output: DispatchOutput) -> DispatchOutput:
         return output
@@ -196,7 +196,7 @@ class KeepsItsNeedsToItself(_Mutant):
 class HearsItselfAlone(_Mutant):
     def dispatch(self, *args: Any, gradients: int, **options: Any) -> Operation[DispatchOutput]:
         output = super().dispatch(*args, gradients=gradients, **options).wait()
-        return Completed(dataclasses.replace(output, gradients=gradients))
+        return dataclasses.replace(output, gradients=gradients)
 
 
 class _LowersLimits(_Mutant):

@@ -13,7 +13,7 @@ from moe_comm.ep.autograd import dynamo, formulas, operators
 from moe_comm.ep.autograd.agreement import combine_word, dispatch_word, is_cut_from
 from moe_comm.ep.autograd.graph_forms import OperatorOutput, TensorHandle
 from moe_comm.ep.autograd.options import encode_capacity, encode_quantization
-from moe_comm.ep.backends.base import Completed, DispatchOutput
+from moe_comm.ep.backends.base import DispatchOutput
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
@@ -138,7 +138,7 @@ def dispatch(
         handle,
     )
     output = cast("DispatchOutput", parts)
-    return DispatchResult(Completed(output), capacity, output=output, handle=handle)
+    return DispatchResult(output, capacity, output=output, handle=handle)
 
 
 def _sizes(buffer: EpBuffer) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 
 from moe_comm.ep.autograd import operators
 from moe_comm.ep.autograd.quantized_rows import wrap_rows
-from moe_comm.ep.backends.base import Plan, most_topk
+from moe_comm.ep.backends.base import Ended, Plan, most_topk
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle
@@ -114,7 +114,7 @@ class TensorHandle(DispatchHandle):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OperatorOutput:
+class OperatorOutput(Ended):
     """What the operator returns, as a `DispatchOutput`."""
 
     rows: torch.Tensor  # x, or where it was quantized here: what its gradient flows to

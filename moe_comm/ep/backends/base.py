@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -18,8 +18,8 @@ from moe_comm.tensors.quantization import Quantization
 __all__ = [
     "Backend",
     "CombineOutput",
-    "Completed",
     "DispatchOutput",
+    "Ended",
     "Operation",
     "Plan",
     "PlanTensors",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 OutputT_co = TypeVar("OutputT_co", covariant=True)
-OutputT = TypeVar("OutputT")
+EndedT = TypeVar("EndedT", bound="Ended")
 
 
 class Operation(Protocol[OutputT_co]):
@@ -56,20 +56,17 @@ class Operation(Protocol[OutputT_co]):
         ...
 
 
-class Completed(Generic[OutputT]):
-    """An operation that ended before it was handed out."""
-
-    def __init__(self, output: OutputT) -> None:
-        self._output = output
+class Ended:
+    """An `Operation` that ended before it was handed out, and is its own output."""
 
     @property
-    def early(self) -> OutputT | None:
-        """The output."""
-        return self._output
+    def early(self: EndedT) -> EndedT:
+        """Itself."""
+        return self
 
-    def wait(self) -> OutputT:
-        """The output."""
-        return self._output
+    def wait(self: EndedT) -> EndedT:
+        """Itself, at once."""
+        return self
 
     def is_complete(self) -> bool:
         """Always true."""
@@ -183,8 +180,10 @@ def most_topk(counts: torch.Tensor) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DispatchOutput:
+class DispatchOutput(Ended):
     """What arrived. M rows; see `DispatchResult` for the meaning of each tensor.
+
+    An `Operation` itself, one that has ended.
 
     Args:
         x: `[M, hidden]`.
@@ -221,8 +220,8 @@ class DispatchOutput:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CombineOutput:
-    """What came back.
+class CombineOutput(Ended):
+    """What came back. An `Operation` itself, one that has ended.
 
     Args:
         x: `[num_tokens, hidden]` sums, or None when only weights were pulled.

@@ -21,7 +21,6 @@ from moe_comm.ep.backends.agreement import Peers, agree_on_config
 from moe_comm.ep.backends.base import (
     Backend,
     CombineOutput,
-    Completed,
     DispatchOutput,
     Operation,
     Plan,
@@ -40,7 +39,8 @@ from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["CollectiveBackend"]
 
-OutputT = TypeVar("OutputT")
+OutputT = TypeVar("OutputT", DispatchOutput, CombineOutput)
+ResultT = TypeVar("ResultT")
 
 _STATUS_OK = 0
 _STATUS_REJECTED = 1
@@ -209,7 +209,7 @@ class CollectiveBackend(Backend):
 
     def reject(self, operation: str, error: Exception) -> NoReturn:
         """See `Backend.reject`."""
-        self._run(lambda: self._agree(operation, error), async_op=False).wait()
+        self._in_order(lambda: self._agree(operation, error))
         raise AssertionError("an agreement with an error raises it")
 
     def destroy(self) -> None:
@@ -222,12 +222,14 @@ class CollectiveBackend(Backend):
             self._progress.stop()
 
     def _run(self, work: Callable[[], OutputT], *, async_op: bool) -> Operation[OutputT]:
+        return self._progress.submit(work) if async_op else self._in_order(work)
+
+    def _in_order(self, work: Callable[[], ResultT]) -> ResultT:
         """Now, or after what is in flight: collectives of a group keep the order of the calls."""
-        if async_op or not self._progress.is_idle():
-            pending = self._progress.submit(work)
-            return pending if async_op else Completed(pending.wait())
+        if not self._progress.is_idle():
+            return self._progress.submit(work).wait()
         with torch.no_grad():
-            return Completed(work())
+            return work()
 
     def _plan(
         self, counts: torch.Tensor, topk_idx: torch.Tensor, layout: Layout, expert_alignment: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch
 
@@ -30,13 +30,11 @@ from moe_comm.ep.backends.native_endpoint import (
     NativeEndpoint,
     NativeGroupOwner,
     Settings,
-    SubmittedDispatch,
 )
 from moe_comm.ep.backends.native_outcomes import (
     NativeCombineOutput,
     NativeDispatchOutput,
     NativePlan,
-    SubmittedOperation,
 )
 from moe_comm.ep.backends.native_scales import Scales, describe_scales
 from moe_comm.ep.config import (
@@ -144,7 +142,8 @@ class NativeBackend(Backend):
             async_op,
             gradients,
         )
-        return self._dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
+        is_early = not async_op or layout is Layout.LOW_LATENCY
+        return NativeDispatchOutput(native, self._endpoint, x.dtype, scales, is_early)  # type: ignore[return-value]
 
     def dispatch_plain(
         self,
@@ -198,7 +197,8 @@ class NativeBackend(Backend):
             async_op,
             gradients,
         )
-        return self._dispatched(native, x.dtype, scales, async_op, layout is Layout.LOW_LATENCY)
+        is_early = not async_op or layout is Layout.LOW_LATENCY
+        return NativeDispatchOutput(native, self._endpoint, x.dtype, scales, is_early)  # type: ignore[return-value]
 
     def _describe_scales(
         self,
@@ -214,25 +214,6 @@ class NativeBackend(Backend):
             num_places = num_places_per_expert(self.config, layout, self._num_ranks)
             by_expert = (self._num_local_experts, num_places)
         return describe_scales(x, x_sf, quantization, by_expert)
-
-    def _dispatched(
-        self,
-        native: SubmittedDispatch,
-        dtype: torch.dtype,
-        scales: Scales | None,
-        async_op: bool,
-        is_low_latency: bool,
-    ) -> Operation[DispatchOutput]:
-        arrived = NativeDispatchOutput(native, self._endpoint, dtype, scales)
-        if not async_op:
-            return arrived  # type: ignore[return-value]  # its own output
-        output = cast("DispatchOutput", arrived)
-
-        def materialize() -> DispatchOutput:
-            native.plan()  # blocks until the end, raises what ended it
-            return output
-
-        return SubmittedOperation(native, materialize, output if is_low_latency else None)
 
     def combine(
         self,
@@ -258,12 +239,7 @@ class NativeBackend(Backend):
             async_op,
             gradients,
         )
-
-        if async_op:
-            return SubmittedOperation(
-                native, lambda: cast("CombineOutput", NativeCombineOutput(native, out))
-            )
-        return NativeCombineOutput(native, out)  # type: ignore[return-value]  # its own output
+        return NativeCombineOutput(native, out, is_early=not async_op)  # type: ignore[return-value]
 
     def combine_plain(
         self, x: object, plan: Plan, topk_weights: object, gradients: int

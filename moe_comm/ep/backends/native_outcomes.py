@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -19,35 +19,9 @@ from moe_comm.ep.backends.native_endpoint import (
 from moe_comm.ep.backends.native_scales import Scales
 from moe_comm.ep.config import Layout
 
-__all__ = ["NativeCombineOutput", "NativeDispatchOutput", "NativePlan", "SubmittedOperation"]
+__all__ = ["NativeCombineOutput", "NativeDispatchOutput", "NativePlan"]
 
-OutputT = TypeVar("OutputT")
 IssuedT = TypeVar("IssuedT", bound="_Issued")
-
-
-class SubmittedOperation(Generic[OutputT]):
-    """An asynchronous operation whose tensors are made once, by whoever looks first."""
-
-    def __init__(
-        self,
-        native: PendingNative,
-        materialize: Callable[[], OutputT],
-        early: OutputT | None = None,
-    ) -> None:
-        self._native = native
-        self._materialize = materialize
-        self._output: OutputT | None = None
-        self.early = early
-
-    def wait(self) -> OutputT:
-        """See `Operation`."""
-        if self._output is None:
-            self._output = self._materialize()
-        return self._output
-
-    def is_complete(self) -> bool:
-        """See `Operation`."""
-        return self._native.is_complete()
 
 
 class NativePlan:
@@ -100,18 +74,19 @@ class NativePlan:
 
 
 class _Issued:
-    """An `Operation` that is its own output: a decode step makes one object less.
+    """An `Operation` that is its own output, whose tensors are made when they are looked at.
 
     The caller's stream may run behind it, and then the host may not have heard what all ranks say.
     """
 
-    __slots__ = ("_native",)
+    __slots__ = ("_is_early", "_native")
 
     _native: PendingNative
+    _is_early: bool
 
     @property
-    def early(self: IssuedT) -> IssuedT:
-        return self
+    def early(self: IssuedT) -> IssuedT | None:
+        return self if self._is_early else None
 
     def wait(self: IssuedT) -> IssuedT:
         self._native.judge()
@@ -126,6 +101,13 @@ class NativeDispatchOutput(_Issued):
 
     A tensor costs half a microsecond, and few callers read all of them. Where two threads look at
     once, each gets a tensor over the same memory.
+
+    Args:
+        native: The dispatch.
+        endpoint: Of its buffer.
+        dtype: Of the rows that were sent.
+        scales: Of rows that travel quantized, or None.
+        is_early: See `Operation.early`: False where shapes are not known before the end.
     """
 
     __slots__ = ("_dtype", "_endpoint", "_made", "_plan", "_scales")
@@ -138,8 +120,10 @@ class NativeDispatchOutput(_Issued):
         endpoint: NativeEndpoint,
         dtype: torch.dtype,
         scales: Scales | None,
+        is_early: bool = True,
     ) -> None:
         self._native = native
+        self._is_early = is_early
         self._endpoint = endpoint
         self._dtype = dtype if scales is None else scales.data_dtype
         self._scales = scales
@@ -230,23 +214,40 @@ class NativeDispatchOutput(_Issued):
 
 
 class NativeCombineOutput(_Issued):
-    """A combine as a `CombineOutput` whose waiting times become a tensor when they are looked at.
-
-    Blocks until an asynchronous combine has ended, raises what ended it.
+    """A combine as a `CombineOutput`; see `NativeDispatchOutput`.
 
     Args:
         native: The combine.
         out: The caller's memory for the sums, or None.
+        is_early: Whether it was not asynchronous.
     """
 
-    __slots__ = ("topk_weights", "x")
+    __slots__ = ("_out", "_result")
 
     _native: SubmittedCombine
 
-    def __init__(self, native: SubmittedCombine, out: torch.Tensor | None) -> None:
-        sums, self.topk_weights = native.result()
-        self.x = out if sums is None else sums
+    def __init__(
+        self, native: SubmittedCombine, out: torch.Tensor | None, is_early: bool = True
+    ) -> None:
         self._native = native
+        self._is_early = is_early
+        self._out = out
+        self._result: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+
+    @property
+    def x(self) -> torch.Tensor | None:
+        """See `CombineOutput`."""
+        if self._result is None:
+            self._result = self._native.result()
+        sums = self._result[0]
+        return self._out if sums is None else sums
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """See `CombineOutput`."""
+        if self._result is None:
+            self._result = self._native.result()
+        return self._result[1]
 
     @property
     def wait_ns(self) -> torch.Tensor:

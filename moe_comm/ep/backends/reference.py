@@ -18,7 +18,6 @@ from moe_comm.ep.backends.agreement import Peers, agree_on_config
 from moe_comm.ep.backends.base import (
     Backend,
     CombineOutput,
-    Completed,
     DispatchOutput,
     Operation,
     Plan,
@@ -209,7 +208,7 @@ class ReferenceBackend(Backend):
         if row_weights is not None:
             pulled = dispatch.pulled(rank_idx, [_present(rank.row_weights) for rank in gathered])
         wait_ns = torch.zeros(self._peers.num_ranks, dtype=torch.int64)
-        return Completed(CombineOutput(sums, pulled, wait_ns, _united(gathered)))
+        return CombineOutput(sums, pulled, wait_ns, _united(gathered))
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
@@ -290,20 +289,18 @@ class ReferenceBackend(Backend):
             else [_present(rank.x_sf).view(rows.x_sf.dtype) for rank in gathered],
             is_column_major=rows.is_column_major,
         )
-        return Completed(
-            DispatchOutput(
-                x=received.x,
-                x_sf=received.x_sf,
-                topk_idx=received.topk_idx,
-                topk_weights=received.topk_weights,
-                num_tokens_per_expert=received.num_tokens_per_expert,
-                num_dropped_per_expert=received.num_dropped_per_expert,
-                num_required_rows=received.num_required_rows,
-                expert_offsets=received.expert_offsets,
-                wait_ns=torch.zeros(self._peers.num_ranks, dtype=torch.int64),
-                plan=plan,
-                gradients=_united(gathered),
-            )
+        return DispatchOutput(
+            x=received.x,
+            x_sf=received.x_sf,
+            topk_idx=received.topk_idx,
+            topk_weights=received.topk_weights,
+            num_tokens_per_expert=received.num_tokens_per_expert,
+            num_dropped_per_expert=received.num_dropped_per_expert,
+            num_required_rows=received.num_required_rows,
+            expert_offsets=received.expert_offsets,
+            wait_ns=torch.zeros(self._peers.num_ranks, dtype=torch.int64),
+            plan=plan,
+            gradients=_united(gathered),
         )
 
     def _exchange(self, mine: _Contribution) -> list[_Contribution]:
