@@ -13,6 +13,7 @@ from moe_comm.dispatcher.permuted import (
     PendingCombine,
     PendingDispatch,
     PermutedHandle,
+    check_no_transform,
     start_combine,
     start_dispatch,
 )
@@ -239,6 +240,7 @@ class MegatronManager:
                 "get_permuted_hidden_states_by_experts comes before the next"
             )
         try:
+            check_no_transform()
             num_rows = self.budget(hidden_states.shape[0])
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             self._buffer.reject("dispatch", error)
@@ -304,7 +306,11 @@ class MegatronManager:
         if self.handle is None:
             raise RuntimeError("combine needs the handle of a dispatch, got none")
         handle, self.handle = self.handle, None
-        word = combine_word(hidden_states, handle.link)
+        try:
+            check_no_transform()
+        except ValueError as error:
+            self._buffer.reject("combine", error)
+        word = combine_word(hidden_states, handle.places.link)
         return start_combine(hidden_states, handle, async_op=async_op, gradients=word)
 
     def grow_recv_capacity(self, new_capacity: int) -> None:

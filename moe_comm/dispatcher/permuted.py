@@ -6,18 +6,17 @@ What `fused_a2a.HybridEPDispatch` and the Megatron dispatcher share. Collective 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from moe_comm.arguments import as_dense
 from moe_comm.dispatcher.routing_map import dense_of_topk, topk_of_routing_map
-from moe_comm.ep.autograd.agreement import is_cut_from, is_differentiated, needs_rows, needs_weights
+from moe_comm.ep.autograd import formulas
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.buffer import EpBuffer
-from moe_comm.ep.config import Capacity
-from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, new_link
+from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -25,6 +24,7 @@ __all__ = [
     "PendingDispatch",
     "PermutedHandle",
     "PermutedRows",
+    "check_no_transform",
     "gradient_of_combine",
     "gradient_of_dispatch",
     "padded_tokens_per_expert",
@@ -42,8 +42,6 @@ class PermutedHandle(NamedTuple):
         topk_idx: int64 `[num_tokens, num_topk]`, the routing map of this rank.
         probs_dtype: Of the probabilities that travelled, or None.
         num_rows_in_full: Rows this rank would get without a budget, or None where there is none.
-        link: float32 `[0]`. Carries no data; ties the backward of combine to that of dispatch. None
-            where the dispatch has no backward.
         overflow: int32 `[1]`: 1 where rows for this rank were dropped, else 0; without a budget the
             same tensor for all, not to be written to. Readers of the handles of others take the flag
             as the last element.
@@ -54,7 +52,6 @@ class PermutedHandle(NamedTuple):
     topk_idx: torch.Tensor
     probs_dtype: torch.dtype | None
     num_rows_in_full: int | None
-    link: torch.Tensor | None
     overflow: torch.Tensor
 
     @property
@@ -91,7 +88,6 @@ class PendingDispatch(NamedTuple):
         buffer: That moves the rows.
         result: What is arriving.
         topk_idx: See `PermutedHandle`.
-        dtype: Of x.
         quantization: Of the rows, or None.
         probs_dtype: See `PermutedHandle`.
         has_budget: Whether rows may have been dropped.
@@ -100,35 +96,9 @@ class PendingDispatch(NamedTuple):
     buffer: EpBuffer
     result: DispatchResult
     topk_idx: torch.Tensor
-    dtype: torch.dtype
     quantization: Quantization | None
     probs_dtype: torch.dtype | None
     has_budget: bool
-
-    def wait(self) -> PermutedRows:
-        """The rows, not differentiable."""
-        result = self.result
-        places = result.handle  # waits for the end
-        hidden = result.x
-        if self.quantization is not None:
-            assert result.x_sf is not None
-            hidden = QuantizedRows(result.x, result.x_sf, self.quantization, self.dtype)
-        handle = PermutedHandle(
-            buffer=self.buffer,
-            places=places,
-            topk_idx=self.topk_idx,
-            probs_dtype=self.probs_dtype,
-            num_rows_in_full=int(result.num_required_rows) if self.has_budget else None,
-            link=None,
-            overflow=_flag(bool(result.has_overflow)) if self.has_budget else _no_overflow(),
-        )
-        return PermutedRows(
-            hidden=hidden,
-            sf=result.x_sf,
-            probs=result.topk_weights,
-            tokens_per_expert=padded_tokens_per_expert(result),
-            handle=handle,
-        )
 
     def wait_differentiable(self, x: torch.Tensor, probs: torch.Tensor | None) -> PermutedRows:
         """The rows, with the gradients of what was sent, where any rank needs one.
@@ -137,50 +107,51 @@ class PendingDispatch(NamedTuple):
             x: As given to `start_dispatch`.
             probs: As given to `start_dispatch`.
         """
-        arrived = self.wait()
-        word = self.result.gradients
-        if not is_differentiated(word):
-            return arrived
-        hidden, row_probs, link = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            x, probs, self.buffer.gradient_anchor, arrived, word
+        buffer, result, topk_idx, quantization, probs_dtype, has_budget = self
+
+        def of_choices(gradient: torch.Tensor) -> torch.Tensor:
+            assert probs_dtype is not None
+            return dense_of_topk(gradient.to(probs_dtype), topk_idx, buffer.config.num_experts)
+
+        formulas.dispatch_in_graph(result, buffer, x, probs, quantization, of_choices)
+        handle = PermutedHandle(
+            buffer,
+            result.handle,
+            topk_idx,
+            probs_dtype,
+            int(result.num_required_rows) if has_budget else None,
+            _flag(bool(result.has_overflow)) if has_budget else _no_overflow(),
         )
-        handle = arrived.handle._replace(link=link)
-        return arrived._replace(hidden=hidden, probs=row_probs, handle=handle)
+        hidden = result.x
+        return PermutedRows(
+            hidden,
+            hidden.sf if isinstance(hidden, QuantizedRows) else None,
+            result.topk_weights,
+            padded_tokens_per_expert(result),
+            handle,
+        )
 
 
 class PendingCombine(NamedTuple):
     """A combine that may be in flight.
 
     Args:
-        result: What comes back; the sums themselves where they are there already.
+        result: What comes back; the sums themselves, and what all ranks say of gradients, where they are
+            there already.
         handle: Of the rows.
     """
 
-    result: CombineResult | torch.Tensor
+    result: CombineResult | tuple[torch.Tensor, int]
     handle: PermutedHandle
-
-    @property
-    def gradients(self) -> int:
-        """What all ranks say of gradients; waits for the sums."""
-        return self.result.gradients if isinstance(self.result, CombineResult) else 0
-
-    def wait(self) -> torch.Tensor:
-        """The sums, not differentiable."""
-        result = self.result
-        return result if isinstance(result, torch.Tensor) else result.x
 
     def wait_differentiable(self, rows: torch.Tensor) -> torch.Tensor:
         """The sums, with the gradient of `rows`, which were given to `start_combine`."""
-        sums = self.wait()
-        if not is_differentiated(self.gradients):
-            return sums
-        link = self.handle.link
-        if link is None or not link.requires_grad or is_cut_from(rows, link.grad_fn):
-            link = self.handle.buffer.gradient_anchor
-        summed: tuple[torch.Tensor] = _Combine.apply(  # type: ignore[no-untyped-call]
-            rows, link, (sums,), self.handle
-        )
-        return summed[0]
+        result, (buffer, places, *_) = self
+        if isinstance(result, tuple):
+            sums, word = result
+        else:
+            sums, word = result.x, result.gradients
+        return formulas.combine_in_graph(sums, word, buffer, rows, None, places, places.link)
 
 
 def start_dispatch(
@@ -222,24 +193,25 @@ def start_dispatch(
             capacity = Capacity(num_rows=num_rows, on_overflow="drop")
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
-    result = buffer.dispatch(
-        _detached(x).contiguous(),
-        topk_idx,
-        weights,
-        expert_alignment=expert_alignment,
-        quantization=quantization,
-        capacity=capacity,
-        async_op=async_op,
-        gradients=gradients,
-    )
+    result = None
+    if capacity is None and quantization is None and not async_op:
+        result = buffer.dispatch_plain(
+            x, topk_idx, weights, Layout.EXPERT_MAJOR, expert_alignment, gradients
+        )
+    if result is None:
+        result = buffer.dispatch(
+            _detached(x).contiguous(),
+            topk_idx,
+            weights,
+            expert_alignment=expert_alignment,
+            quantization=quantization,
+            capacity=capacity,
+            async_op=async_op,
+            gradients=gradients,
+        )
+    probs_dtype = None if probs is None else probs.dtype
     return PendingDispatch(
-        buffer=buffer,
-        result=result,
-        topk_idx=topk_idx,
-        dtype=x.dtype,
-        quantization=quantization,
-        probs_dtype=None if probs is None else probs.dtype,
-        has_budget=capacity is not None,
+        buffer, result, topk_idx, quantization, probs_dtype, capacity is not None
     )
 
 
@@ -264,12 +236,17 @@ def start_combine(
         gradients: What this rank says of them, for `wait_differentiable`; see
             `autograd.agreement.combine_word`.
     """
+    buffer, places, *_ = handle
+    if not async_op:
+        summed = buffer.combine_plain(rows, places, None, gradients)
+        if summed is not None:
+            return PendingCombine(summed, handle)
     try:
         plain = _plain(rows)
     except TypeError as error:
-        handle.buffer.reject("combine", error)
-    result = handle.buffer.combine(plain, handle.places, async_op=async_op, gradients=gradients)
-    return PendingCombine(result=result, handle=handle)
+        buffer.reject("combine", error)
+    result = buffer.combine(plain, places, async_op=async_op, gradients=gradients)
+    return PendingCombine(result if isinstance(result, CombineResult) else (result, 0), handle)
 
 
 def gradient_of_dispatch(
@@ -294,51 +271,10 @@ def gradient_of_combine(grad_sums: torch.Tensor, handle: PermutedHandle) -> torc
     return handle.buffer.dispatch(grad_sums.contiguous(), None, handle=handle.places).x
 
 
-class _Dispatch(torch.autograd.Function):
-    """Ties what has arrived to what was sent; the backward is a combine."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        probs: torch.Tensor | None,
-        anchor: torch.Tensor,
-        arrived: PermutedRows,
-        word: int,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        ctx.handle = arrived.handle
-        if not needs_rows(word):
-            ctx.mark_non_differentiable(arrived.hidden)
-        elif arrived.probs is not None and not needs_weights(word):
-            ctx.mark_non_differentiable(arrived.probs)
-        return arrived.hidden, arrived.probs, new_link()
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_rows: torch.Tensor, grad_probs: torch.Tensor | None, _: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        return (*gradient_of_dispatch(grad_rows, grad_probs, ctx.handle), None, None, None)
-
-
-class _Combine(torch.autograd.Function):
-    """Ties sums to the rows they are of; the backward is a dispatch to the places of the rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        link: torch.Tensor,
-        sums: tuple[torch.Tensor],
-        handle: PermutedHandle,
-    ) -> tuple[torch.Tensor]:
-        ctx.handle = handle
-        return sums  # see the one of `autograd.formulas`
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient_of_combine(grad_sums, ctx.handle), None, None, None
+def check_no_transform() -> None:
+    """Raise a ValueError inside a transform of torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError("a transform of torch.func is active, in which no rank can call its peers")
 
 
 def _flag(is_set: bool) -> torch.Tensor:

@@ -214,7 +214,7 @@ class EpBuffer:
                     expert_alignment = validation.check_alignment(expert_alignment)
                 if gradients != 0:
                     check_word(gradients)
-                elif torch.is_grad_enabled():
+                elif not self._has_warned and torch.is_grad_enabled():
                     self._warn_of_gradients("dispatch", x=x, topk_weights=topk_weights)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
@@ -225,10 +225,8 @@ class EpBuffer:
                 and capacity is None
                 and copy is None
                 and async_op is False
-                and type(layout) is Layout
-                and not self._masked_ranks
             ):
-                operation = self._backend.dispatch_plain(
+                operation = self._dispatch_at_a_glance(
                     x, topk_idx, topk_weights, layout, expert_alignment, gradients
                 )
             if operation is None:
@@ -246,15 +244,64 @@ class EpBuffer:
                     gradients,
                 )
             output = None if async_op else operation.early
-        if handle is not None:
-            return DispatchResult(operation, output=output, handle=handle)
+            places = (layout, expert_alignment, self.buffer_id, self.generation)
+        return DispatchResult(operation, output, capacity, places=places, handle=handle)
 
-        def make_handle(arrived: DispatchOutput) -> DispatchHandle:
-            return DispatchHandle(
-                arrived.plan, layout, expert_alignment, self.buffer_id, self.generation
+    def dispatch_plain(
+        self,
+        x: object,
+        topk_idx: object,
+        topk_weights: object,
+        layout: object,
+        expert_alignment: object,
+        gradients: int,
+    ) -> DispatchResult | None:
+        """`dispatch` for callers with a backward, where a glance shows that the arguments are right.
+
+        Args:
+            x: As in `dispatch`.
+            topk_idx: As in `dispatch`.
+            topk_weights: As in `dispatch`.
+            layout: As in `dispatch`.
+            expert_alignment: As in `dispatch`.
+            gradients: As in `dispatch`; not checked.
+
+        Returns:
+            None, where nothing has been done: `dispatch` decides, and words what is wrong.
+        """
+        self._check_alive()
+        with self._in_dispatch:
+            self.communicator.latest_buffer = self._reference
+            if missed_calls.kept.calls:
+                self.communicator.tell_missed("dispatch", self._backend.reject)
+            operation = self._dispatch_at_a_glance(
+                x, topk_idx, topk_weights, layout, expert_alignment, gradients
             )
+            if operation is None:
+                return None
+            places = (layout, expert_alignment, self.buffer_id, self.generation)
+        return DispatchResult(operation, operation.early, places=places)  # type: ignore[arg-type]
 
-        return DispatchResult(operation, capacity, output=output, make_handle=make_handle)
+    def _dispatch_at_a_glance(
+        self,
+        x: object,
+        topk_idx: object,
+        topk_weights: object,
+        layout: object,
+        expert_alignment: object,
+        gradients: int,
+    ) -> Operation[DispatchOutput] | None:
+        """See `Backend.dispatch_plain`."""
+        if (
+            type(layout) is not Layout
+            or type(expert_alignment) is not int
+            or expert_alignment < 1
+            or self._masked_ranks
+        ):
+            return None
+        return self._backend.dispatch_plain(
+            x, topk_idx, topk_weights, layout, expert_alignment, gradients
+        )
 
     def _dispatch_by_rules(
         self,
@@ -464,7 +511,7 @@ class EpBuffer:
                 self._check_handle(handle)
                 if gradients != 0:
                     check_word(gradients)
-                elif torch.is_grad_enabled():
+                elif not self._has_warned and torch.is_grad_enabled():
                     self._warn_of_gradients(
                         "combine",
                         expert_out=expert_out,
@@ -496,6 +543,29 @@ class EpBuffer:
         assert output is not None
         assert output.x is not None
         return output.x
+
+    def combine_plain(
+        self, expert_out: object, handle: DispatchHandle, topk_weights: object, gradients: int
+    ) -> tuple[torch.Tensor, int] | None:
+        """The sums of a `combine`, as `dispatch_plain` is to `dispatch`, and what all ranks say of gradients."""
+        self._check_alive()
+        with self._in_combine:
+            self.communicator.latest_buffer = self._reference
+            if missed_calls.kept.calls:
+                self.communicator.tell_missed("combine", self._backend.reject)
+            try:
+                self._check_handle(handle)
+            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+                self._backend.reject("combine", error)
+            operation = self._backend.combine_plain(
+                expert_out, handle.plan, topk_weights, gradients
+            )
+        if operation is None:
+            return None
+        output = operation.early
+        assert output is not None
+        assert output.x is not None
+        return output.x, output.gradients if gradients else 0
 
     def _check_combine(
         self,
@@ -623,8 +693,6 @@ class EpBuffer:
 
     def _warn_of_gradients(self, operation: str, **tensors: object) -> None:
         """Say once that what an eager operation returns has no gradient, where one may be expected."""
-        if self._has_warned:
-            return
         for name, tensor in tensors.items():
             if getattr(tensor, "requires_grad", False):
                 self._has_warned = True

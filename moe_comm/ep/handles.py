@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -117,16 +117,14 @@ class DispatchHandle:
         """See the class."""
         return self.plan.num_recv_topk
 
-    def linked(self, link: torch.Tensor) -> DispatchHandle:
-        """The same with another link. What `link` comes from may hold this one, as it has none."""
-        return DispatchHandle(
-            self.plan, self.layout, self.expert_alignment, self.buffer_id, self.generation, link
-        )
-
     def dropped_choices(self) -> torch.Tensor:
         """Choices of this rank that a capacity or a mask dropped: bool `[num_tokens, num_topk]`."""
         tensors = self.plan.to_tensors()
         return (tensors.topk_idx >= 0) & ~tensors.is_kept()
+
+
+Places: TypeAlias = tuple[Layout, int, int, int]
+"""Of a `DispatchHandle`, what its plan does not say: layout, expert_alignment, buffer_id, generation."""
 
 
 class DispatchResult:
@@ -175,27 +173,27 @@ class DispatchResult:
         "_capacity",
         "_event",
         "_handle",
-        "_make_handle",
         "_operation",
         "_output",
         "_topk_weights",
         "_x",
+        "places",
     )
 
     def __init__(
         self,
         operation: Operation[DispatchOutput],
+        output: DispatchOutput | None,
         capacity: Capacity | None = None,
         *,
-        output: DispatchOutput | None = None,
+        places: Places | None = None,
         handle: DispatchHandle | None = None,
-        make_handle: Callable[[DispatchOutput], DispatchHandle] | None = None,
     ) -> None:
         self._operation = operation
-        self._capacity = capacity
         self._output = output  # of an operation that was not asynchronous
+        self._capacity = capacity
+        self.places = places  # for a handle, where there is none yet
         self._handle = handle
-        self._make_handle = make_handle  # where there is no handle yet
         self._event: CommEvent | None = None
         self._x: torch.Tensor | None = None
         self._topk_weights: torch.Tensor | None = None
@@ -217,12 +215,13 @@ class DispatchResult:
         self,
         x: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        handle: DispatchHandle,
+        handle: DispatchHandle | None = None,
     ) -> None:
-        """What others have made of the rows, of their weights and of the handle, from now on."""
+        """From now on, what others have made of the rows, of their weights and, if given, the handle."""
         self._x = x
         self._topk_weights = topk_weights
-        self._handle = handle
+        if handle is not None:
+            self._handle = handle
 
     @property
     def event(self) -> CommEvent:
@@ -306,8 +305,8 @@ class DispatchResult:
     def handle(self) -> DispatchHandle:
         """See the class."""
         if self._handle is None:
-            assert self._make_handle is not None
-            self._handle = self._make_handle(self.arrived())
+            assert self.places is not None
+            self._handle = DispatchHandle(self.arrived().plan, *self.places)
         return self._handle
 
 

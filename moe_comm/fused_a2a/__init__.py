@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.arguments import as_dense, check_kind
 from moe_comm.dispatcher import permuted
-from moe_comm.dispatcher.permuted import PermutedHandle
+from moe_comm.dispatcher.permuted import PermutedHandle, check_no_transform
 from moe_comm.ep import autograd
 from moe_comm.ep.autograd import operators
 from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
@@ -141,11 +141,6 @@ HybridDispatched: TypeAlias = tuple[
 ]
 
 
-def _check_no_transform() -> None:
-    if torch._C._are_functorch_transforms_active():
-        raise ValueError("a transform of torch.func is active, in which no rank can call its peers")
-
-
 def _both_or_none(
     x: torch.Tensor, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -228,7 +223,7 @@ def fused_dispatch(
         if token_indices.is_floating_point() or token_indices.is_complex():
             raise TypeError(f"token_indices must be integers, got {token_indices.dtype}")
         topk_idx = token_indices.to(torch.int64)
-        _check_no_transform()
+        check_no_transform()
         x, token_probs = _both_or_none(x, token_probs)
         weights = None if token_probs is None else token_probs.float()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
@@ -263,7 +258,7 @@ def fused_combine(
         held = get_buffer(group, get_hidden_bytes(as_dense("x", x)))
         if held.ep_buffer(buffer.config.num_experts, x) is not buffer:
             raise ValueError("handle belongs to the buffer of another group")
-        _check_no_transform()
+        check_no_transform()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("combine", error)
     return autograd.combine(x, places, buffer=buffer), None
@@ -506,7 +501,7 @@ def _hybrid_dispatch(
                 f"num_permuted_tokens must be a multiple of pad_multiple = {pad_multiple}, got "
                 f"{num_rows}"
             )
-        _check_no_transform()
+        check_no_transform()
         x, probs = _both_or_none(x, probs)
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
@@ -561,10 +556,10 @@ def hybrid_ep_combine(
                 f"num_permuted_tokens is {int(num_permuted_tokens)}, the handle's dispatch brought "
                 f"{places.num_recv_tokens} rows"
             )
-        _check_no_transform()
+        check_no_transform()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         handle.buffer.reject("combine", error)
-    word = combine_word(x, handle.link)
+    word = combine_word(x, places.link)
     return permuted.start_combine(x, handle, gradients=word).wait_differentiable(x)
 
 

@@ -112,6 +112,14 @@ def recorded_operations(*buffers: EpBuffer) -> Iterator[list[str]]:
 
         return record
 
+    def recorded_if_done(method: Any, name: str) -> Any:
+        def record(*args: Any) -> Any:
+            done = method(*args)
+            operations.extend([] if done is None else [name])
+            return done
+
+        return record
+
     def dispatch_name(_: Any, kwargs: dict[str, Any]) -> str:
         return "dispatch" if kwargs.get("handle") is None else "cached dispatch"
 
@@ -122,6 +130,9 @@ def recorded_operations(*buffers: EpBuffer) -> Iterator[list[str]]:
         for buffer in buffers:
             patch.setattr(buffer, "dispatch", recorded(buffer.dispatch, dispatch_name))
             patch.setattr(buffer, "combine", recorded(buffer.combine, combine_name))
+            for name in ("dispatch", "combine"):
+                plain = f"{name}_plain"
+                patch.setattr(buffer, plain, recorded_if_done(getattr(buffer, plain), name))
         yield operations
 
 

@@ -16,15 +16,24 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moe_comm.ep.autograd import operators
-from moe_comm.ep.autograd.agreement import is_differentiated, needs_rows, needs_weights
+from moe_comm.ep.autograd.agreement import is_cut_from
 from moe_comm.ep.autograd.quantized_rows import wrap_rows
+from moe_comm.ep.backends.gradients import NEEDS_ANY, NEEDS_ROWS, NEEDS_WEIGHTS
 from moe_comm.ep.buffer import EpBuffer
-from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, new_link
+from moe_comm.ep.config import Layout
+from moe_comm.ep.handles import DispatchHandle, DispatchResult, new_link
 from moe_comm.ep.validation import SUMMABLE
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["combine", "combine_unwatched", "dispatch", "dispatch_unwatched", "is_watched"]
+__all__ = [
+    "clone_of_inference",
+    "combine",
+    "combine_in_graph",
+    "dispatch",
+    "dispatch_in_graph",
+    "is_watched",
+    "link_for",
+]
 
 
 # Where a call is traced, nobody can look at what its ranks say together: `dispatch_word` and
@@ -38,53 +47,35 @@ def _below_autograd(operator: Any, keyset: DispatchKeySet | None, *args: Any) ->
         return operator.redispatch(keyset & _after_autograd_keyset, *args)
 
 
-def _keep(
-    ctx: Any,
-    buffer: EpBuffer | None,
-    handle: DispatchHandle | Sequence[torch.Tensor],
-    weighted: tuple[torch.Tensor, ...] = (),
-) -> None:
-    """For the backward: what weights were applied to, the buffer, and the handle.
-
-    Where nobody sees operators the two are kept as they are, else the handle as tensors.
-    """
-    ctx.buffer = buffer
-    if isinstance(handle, DispatchHandle):
-        ctx.local = handle
-    else:
-        ctx.local = None
-        weighted = (*weighted, *handle)
-    if weighted:
-        ctx.save_for_backward(*weighted)
-
-
 class _Dispatch(Function):
     """Backward is an unweighted combine; the gradient of the weights is pulled with it.
 
     Outputs are x, link and, where there are any, topk_weights. What has no gradient goes around
     autograd: an output costs time.
+
+    Kept are the buffer and the parts of the handle, both None where `handle` has it as tensors; shape
+    and dtype of the rows, dtype of their weights; and `of_choices` of `dispatch_in_graph`.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         outputs: tuple[torch.Tensor, ...],
-        buffer: EpBuffer | None,
-        handle: DispatchHandle | Sequence[torch.Tensor],
+        kept: tuple[Any, ...],
+        handle: Sequence[torch.Tensor],
         word: int,
         anchor: torch.Tensor | None,
         x: torch.Tensor,
         topk_weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        rows = outputs[0]
-        _keep(ctx, buffer, handle)
+        ctx.kept = kept
+        if handle:
+            ctx.save_for_backward(*handle)
         ctx.set_materialize_grads(False)
-        if not needs_rows(word):
-            ctx.mark_non_differentiable(rows)
-        elif topk_weights is not None and not needs_weights(word):
+        if not word & NEEDS_ROWS:
+            ctx.mark_non_differentiable(outputs[0])
+        elif topk_weights is not None and not word & NEEDS_WEIGHTS:
             ctx.mark_non_differentiable(outputs[2])
-        weights_dtype = None if topk_weights is None else outputs[2].dtype
-        ctx.rows = rows.shape, rows.dtype, weights_dtype
         return outputs
 
     @staticmethod
@@ -95,53 +86,61 @@ class _Dispatch(Function):
         _: torch.Tensor | None,
         grad_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        local = ctx.local
-        handle = ctx.saved_tensors
-        shape, dtype, weights_dtype = ctx.rows
+        buffer, parts, shape, dtype, weights_dtype, of_choices = ctx.kept
+        tensors = ctx.saved_tensors
         rows = (*shape, dtype, weights_dtype)
-        if local is None or is_watched(grad_rows, grad_weights):
+        handle = None if parts is None else DispatchHandle(*parts)
+        if handle is None or is_watched(grad_rows, grad_weights):
+            if handle is not None:
+                tensors = operators.tensors_of(handle)
             grad_x, grad_weights = operators.DISPATCH_BACKWARD(
-                *(grad_rows, grad_weights, *(handle or operators.tensors_of(local))), *rows
+                grad_rows, grad_weights, *tensors, *rows
             )
         else:
             grad_x, grad_weights = operators.dispatch_backward(
-                ctx.buffer, local, grad_rows, grad_weights, *rows
+                buffer, handle, grad_rows, grad_weights, *rows
             )
         *_, needs_x, needs_topk_weights = ctx.needs_input_grad
-        return (
-            *(None, None, None, None, None),
-            # Rows whose gradients combine cannot add have none.
-            grad_x if needs_x and dtype in SUMMABLE else None,
-            grad_weights if needs_topk_weights else None,
-        )
+        if not needs_topk_weights:
+            grad_weights = None
+        elif of_choices is not None:
+            grad_weights = of_choices(grad_weights)
+        # Rows whose gradients combine cannot add have none.
+        grad_x = grad_x if needs_x and dtype in SUMMABLE else None
+        return None, None, None, None, None, grad_x, grad_weights
 
 
 class _Combine(Function):
-    """Backward is a cached dispatch; where weights were applied, a weights-only combine after it."""
+    """Backward is a cached dispatch; where weights were applied, a weights-only combine after it.
+
+    Kept are the buffer and the handle, both None where `handle` has it as tensors.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         sums: tuple[torch.Tensor],
-        buffer: EpBuffer | None,
-        handle: DispatchHandle | Sequence[torch.Tensor],
+        kept: tuple[EpBuffer | None, DispatchHandle | None],
+        handle: Sequence[torch.Tensor],
         expert_out: torch.Tensor,
         topk_weights: torch.Tensor | None,
         link: torch.Tensor,
     ) -> tuple[torch.Tensor]:
         ctx.set_materialize_grads(False)
-        weighted = () if topk_weights is None else (expert_out, topk_weights)
-        _keep(ctx, buffer, handle, weighted)
-        ctx.rows = weighted != (), expert_out.shape, expert_out.dtype
+        is_weighted = topk_weights is not None
+        ctx.kept = (*kept, is_weighted, expert_out.shape, expert_out.dtype)
+        if is_weighted:
+            ctx.save_for_backward(expert_out, topk_weights, *handle)
+        elif handle:
+            ctx.save_for_backward(*handle)
         return sums  # a tuple, which autograd takes twice as fast as the tensor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        local = ctx.local
+        buffer, local, is_weighted, (num_rows, hidden), dtype = ctx.kept
         # Read once: where saved tensors are computed anew, they are handed out only once.
         saved = ctx.saved_tensors
-        is_weighted, (num_rows, hidden), dtype = ctx.rows
         expert_out, topk_weights, *handle = saved if is_weighted else (None, None, *saved)
         if local is None or is_watched(grad_y):
             grad_expert_out, grad_weights = operators.COMBINE_BACKWARD(
@@ -150,13 +149,7 @@ class _Combine(Function):
             )
         else:
             grad_expert_out, grad_weights = operators.combine_backward(
-                ctx.buffer,
-                local,
-                grad_y,
-                expert_out,
-                topk_weights,
-                hidden,
-                dtype,
+                buffer, local, grad_y, expert_out, topk_weights, hidden, dtype
             )
         *_, needs_expert_out, needs_topk_weights, _ = ctx.needs_input_grad
         return (
@@ -168,17 +161,6 @@ class _Combine(Function):
         )
 
 
-_PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
-
-
-def _no_one_knows(_: bool) -> bool:
-    return True
-
-
-# Torch 2.7 cannot tell: there may always be hooks.
-_saved_tensors_hooks: Callable[[bool], object] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", _no_one_knows
-)
 # `Function.apply` looks at every argument for what functorch has left behind, which the operators
 # and `is_watched` have done: past it, the node is made at once.
 _apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = super(Function, _Dispatch).apply
@@ -193,83 +175,141 @@ def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
         return brought
     if keyset is None:
         word = brought[9][operators.META_GRADIENTS].item()
-    if not is_differentiated(word):
+    if not word & NEEDS_ANY:
         return brought
     rows, weights, link, *others = brought
     outputs = (rows, link) if topk_weights is None else (rows, link, weights)
+    weights_dtype = None if topk_weights is None else weights.dtype
+    kept = (None, None, rows.shape, rows.dtype, weights_dtype, None)
     rows, link, *has_weights = _Dispatch.apply(
-        outputs, None, others[3:7], word, anchor, x, topk_weights
+        outputs, kept, others[3:7], word, anchor, x, topk_weights
     )  # type: ignore[no-untyped-call]
     return [rows, *(has_weights or [weights]), link, *others]
 
 
-def dispatch_unwatched(
+def dispatch_in_graph(
+    result: DispatchResult,
     buffer: EpBuffer,
     x: torch.Tensor,
-    x_sf: torch.Tensor | None,
-    topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    layout: Layout,
-    expert_alignment: int,
-    quantization: Quantization | None,
-    capacity: Capacity | None,
-    word: int,
-    anchor: torch.Tensor | None,
-) -> DispatchResult:
-    """The result with its gradient, where nobody sees operators."""
-    result = operators.dispatch_rows(
-        buffer,
-        x,
-        x_sf,
-        topk_idx,
-        topk_weights,
-        layout,
-        expert_alignment,
-        quantization,
-        capacity,
-        word,
-    )
+    quantization: Quantization | None = None,
+    of_choices: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """Give a dispatch of the buffer its gradient, where any of its ranks needs one.
+
+    Args:
+        result: Of a dispatch without a cached handle; changed in place.
+        buffer: That moved the rows.
+        x: Of the dispatch.
+        topk_weights: What has the gradient of its weights, or None.
+        quantization: That of rows which it has quantized: they become `QuantizedRows`; else None.
+        of_choices: The gradient of `topk_weights` by that of the weights that travelled, float
+            `[num_tokens, num_topk]`; None where those are the same.
+    """
     output = result.arrived()
-    said = output.gradients if word else 0
-    is_quantized_here = quantization is not None and x_sf is None
-    is_in_graph = is_differentiated(said)
-    if not (is_in_graph or is_quantized_here):
-        return result
-    arrived, weights, handle = output.x, output.topk_weights, result.handle
-    rows = x.new_empty_strided(arrived.shape, (0, 0)) if is_quantized_here else arrived
-    if is_in_graph:
-        brought = (rows, new_link()) if weights is None else (rows, new_link(), weights)
-        outputs = _apply_dispatch(brought, buffer, handle, said, anchor, x, topk_weights)
+    word = output.gradients
+    if not (word & NEEDS_ANY or quantization is not None):
+        return
+    arrived, weights = output.x, output.topk_weights
+    rows = arrived if quantization is None else x.new_empty_strided(arrived.shape, (0, 0))
+    handle = None
+    if word & NEEDS_ANY:
+        assert result.places is not None
+        # Without the link: what a link comes from must not hold it.
+        parts = (output.plan, *result.places)
+        link = new_link()
+        outputs: tuple[torch.Tensor, ...] = (
+            (rows, link) if weights is None else (rows, link, weights)
+        )
+        weights_dtype = None if weights is None else weights.dtype
+        kept = (buffer, parts, rows.shape, rows.dtype, weights_dtype, of_choices)
+        outputs = _apply_dispatch(outputs, kept, (), word, buffer.gradient_anchor, x, topk_weights)
         rows = outputs[0]
-        handle = handle.linked(outputs[1])
+        handle = DispatchHandle(*parts, outputs[1])
         if weights is not None:
             weights = outputs[2]
-    if is_quantized_here:
+    if quantization is not None:
         assert output.x_sf is not None
-        assert quantization is not None
         rows = wrap_rows(rows, arrived, output.x_sf, quantization)
     result.hand_out(rows, weights, handle)
-    return result
 
 
-def combine_unwatched(
+def combine_in_graph(
+    sums: torch.Tensor,
+    word: int,
     buffer: EpBuffer,
     expert_out: torch.Tensor,
     topk_weights: torch.Tensor | None,
     handle: DispatchHandle,
     link: torch.Tensor,
-    word: int,
 ) -> torch.Tensor:
-    """The sums with their gradient, where nobody sees operators."""
-    combined = operators.combine_rows(buffer, expert_out, handle, topk_weights, word)
-    if not isinstance(combined, CombineResult):
-        return combined
-    arrived = combined.arrived()
-    sums = arrived.x
-    assert sums is not None
-    if not is_differentiated(arrived.gradients):
+    """Sums with their gradient, where any rank needs one.
+
+    Args:
+        sums: Of a combine of the buffer.
+        word: What its ranks say of gradients.
+        buffer: That added the rows.
+        expert_out: Of the combine.
+        topk_weights: Of the combine, or None.
+        handle: Of the buffer.
+        link: That of the dispatch.
+    """
+    if not word & NEEDS_ANY:
         return sums
-    return _apply_combine((sums,), buffer, handle, expert_out, topk_weights, link)[0]
+    link = link_for(expert_out, handle, link, buffer)
+    if topk_weights is not None:
+        # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.
+        expert_out, topk_weights = clone_of_inference(expert_out), clone_of_inference(topk_weights)
+    return _apply_combine((sums,), (buffer, handle), (), expert_out, topk_weights, link)[0]
+
+
+def link_for(
+    expert_out: torch.Tensor, handle: DispatchHandle, link: torch.Tensor, buffer: EpBuffer
+) -> torch.Tensor:
+    """What ties a combine to the backward of its dispatch, or the buffer's anchor where nothing does.
+
+    Args:
+        expert_out: Of the combine.
+        handle: Of the dispatch.
+        link: Of the dispatch.
+        buffer: Of both.
+    """
+    if not link.requires_grad:
+        return buffer.gradient_anchor
+    node = link.grad_fn
+    if expert_out.grad_fn is node:
+        return link
+
+    def num_pairs() -> int:
+        is_mine = buffer.expert_rank == buffer.communicator.rank_idx
+        return int(handle.plan.to_tensors().sent_choices[:, is_mine].sum())
+
+    # Of RANK_MAJOR rows alone, experts may share one.
+    is_by_rank = handle.layout is Layout.RANK_MAJOR
+    is_cut = is_cut_from(expert_out, node, num_pairs if is_by_rank else None)
+    return buffer.gradient_anchor if is_cut else link
+
+
+def clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that autograd saves where it was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+_PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+
+def _no_one_knows(_: bool) -> bool:
+    return True
+
+
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_transforms = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
+_is_profiled = torch._C._autograd._profiler_enabled
+# Torch 2.7 cannot tell: there may always be hooks.
+_saved_tensors_hooks: Callable[[bool], object] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", _no_one_knows
+)
 
 
 def is_watched(
@@ -285,10 +325,10 @@ def is_watched(
     around. A call through them costs more than a small exchange.
     """
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        _num_dispatch_modes() > 0
+        or _has_transforms()
+        or _tracing_state() is not None
+        or _is_profiled()
         or _saved_tensors_hooks(False) is not None
         or type(rows) not in _PLAIN_OR_NONE
         or type(weights) not in _PLAIN_OR_NONE
@@ -305,9 +345,9 @@ def combine(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
         return brought
     if keyset is None:
         word = brought[1].item()
-    if not is_differentiated(word):
+    if not word & NEEDS_ANY:
         return brought
-    (y,) = _Combine.apply((brought[0],), None, handle, expert_out, topk_weights, link)  # type: ignore[no-untyped-call]
+    (y,) = _Combine.apply((brought[0],), (None, None), handle, expert_out, topk_weights, link)  # type: ignore[no-untyped-call]
     return [y, *brought[1:]]
 
 

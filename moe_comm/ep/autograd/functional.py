@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.autograd.graph import Node
 
 from moe_comm.ep.autograd import dynamo, formulas, operators
-from moe_comm.ep.autograd.agreement import combine_word, dispatch_word, is_cut_from
+from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
+from moe_comm.ep.autograd.formulas import clone_of_inference
 from moe_comm.ep.autograd.graph_forms import OperatorOutput, TensorHandle
 from moe_comm.ep.autograd.options import encode_capacity, encode_quantization
 from moe_comm.ep.backends.base import DispatchOutput
@@ -81,6 +81,15 @@ def dispatch(
     scales = None
     if isinstance(x, tuple) and len(x) == 2 and _is_operand(x[1]):
         data, scales = x
+    is_traced = torch.compiler.is_compiling()
+    word = dispatch_word(data, topk_weights, is_traced=is_traced)
+    is_watched = is_traced or formulas.is_watched(data, topk_weights, scales, topk_idx)
+    if not is_watched and scales is None and quantization is None and capacity is None:
+        plain = operators.dispatch_plain(
+            buffer, data, topk_idx, topk_weights, layout, expert_alignment, word
+        )
+        if plain is not None:
+            return _in_graph(plain, buffer, data, topk_weights, None, word)
     if not (
         _is_operand(data)
         and _is_operand(topk_idx)
@@ -100,18 +109,14 @@ def dispatch(
             capacity=capacity,
         )
         raise AssertionError("EpBuffer.dispatch took what the operator does not")
-    is_traced = torch.compiler.is_compiling()
-    word = dispatch_word(data, topk_weights, is_traced=is_traced)
-    anchor = buffer.gradient_anchor if word else None
-    if not (is_traced or formulas.is_watched(data, topk_weights, scales, topk_idx)):
-        result = formulas.dispatch_unwatched(
+    if not is_watched:
+        result = operators.dispatch_rows(
             *(buffer, data, scales, topk_idx, topk_weights, layout, expert_alignment),
-            *(quantization, capacity, word, anchor),
+            *(quantization, capacity, word),
         )
-        if dynamo.is_loaded():
-            # It may go into a graph, which takes it as tensors and cannot make them.
-            result.hand_out(result.x, result.topk_weights, _export(result.handle))
-        return result
+        quantized_here = quantization if scales is None else None
+        return _in_graph(result, buffer, data, topk_weights, quantized_here, word)
+    anchor = buffer.gradient_anchor if word else None
     run = operators.DISPATCH if is_traced else _eager_dispatch
     brought = run(
         *(data, scales, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
@@ -138,7 +143,24 @@ def dispatch(
         handle,
     )
     output = cast("DispatchOutput", parts)
-    return DispatchResult(output, capacity, output=output, handle=handle)
+    return DispatchResult(output, output, capacity, handle=handle)
+
+
+def _in_graph(
+    result: DispatchResult,
+    buffer: EpBuffer,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    quantization: Quantization | None,
+    word: int,
+) -> DispatchResult:
+    """What a dispatch returns that nobody watches."""
+    if word or quantization is not None:
+        formulas.dispatch_in_graph(result, buffer, x, topk_weights, quantization)
+    if dynamo.is_loaded():
+        # It may go into a graph, which takes it as tensors and cannot make them.
+        result.hand_out(result.x, result.topk_weights, _export(result.handle))
+    return result
 
 
 def _sizes(buffer: EpBuffer) -> list[int]:
@@ -184,38 +206,44 @@ def combine(
         TypeError: See `EpBuffer.combine`.
     """
     _check_buffer("combine", buffer)
-    if not (
-        _is_operand(expert_out)
-        and _is_operand(topk_weights, is_optional=True)
-        and _is_handle(handle)
-    ):
-        # An operator would refuse these on this rank alone; the buffer tells the peers.
-        buffer.combine(expert_out, handle, topk_weights=topk_weights)
-        raise AssertionError("EpBuffer.combine took what the operator does not")
     is_traced = torch.compiler.is_compiling()
     is_watched = is_traced or formulas.is_watched(expert_out, topk_weights)
+    summed = local = None
+    if not is_watched and _is_handle(handle):
+        local = handle.of_buffer(buffer) if isinstance(handle, TensorHandle) else handle
+        word = combine_word(expert_out, topk_weights, handle.link)
+        summed = buffer.combine_plain(expert_out, local, topk_weights, word)
+    if summed is None:
+        if not (
+            _is_operand(expert_out)
+            and _is_operand(topk_weights, is_optional=True)
+            and _is_handle(handle)
+        ):
+            # An operator would refuse these on this rank alone; the buffer tells the peers.
+            buffer.combine(expert_out, handle, topk_weights=topk_weights)
+            raise AssertionError("EpBuffer.combine took what the operator does not")
+        if local is not None:
+            summed = operators.combine_rows(buffer, expert_out, local, topk_weights, word)
+    if summed is not None:
+        assert local is not None
+        return formulas.combine_in_graph(
+            *summed, buffer, expert_out, topk_weights, local, handle.link
+        )
     link = handle.link
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
-    if word and (
-        not link.requires_grad
-        or (
-            not is_traced
-            and expert_out.grad_fn is not link.grad_fn
-            and _is_cut(expert_out, handle, link.grad_fn, buffer)
-        )
-    ):
-        link = buffer.gradient_anchor
-    if word and not is_traced and topk_weights is not None:
-        # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.
-        expert_out, topk_weights = map(_clone_of_inference, (expert_out, topk_weights))
-    if not is_watched:
-        local = handle.of_buffer(buffer) if isinstance(handle, TensorHandle) else handle
-        return formulas.combine_unwatched(buffer, expert_out, topk_weights, local, link, word)
+    if word:
+        if not is_traced:
+            link = formulas.link_for(expert_out, handle, link, buffer)
+        elif not link.requires_grad:
+            link = buffer.gradient_anchor
     if not isinstance(handle, TensorHandle):
         handle = _export(handle)
     tensors: Sequence[torch.Tensor] = handle.tensors()
     if word and not is_traced:
-        tensors = [_clone_of_inference(tensor) for tensor in tensors]
+        if topk_weights is not None:
+            # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.
+            expert_out, topk_weights = map(clone_of_inference, (expert_out, topk_weights))
+        tensors = [clone_of_inference(tensor) for tensor in tensors]
     run = operators.COMBINE if is_traced else _eager_combine
     y: torch.Tensor = run(*(expert_out, topk_weights, buffer.id_tensor, *tensors, link, word))[0]
     return y
@@ -241,22 +269,6 @@ def _is_layout(layout: Any, expert_alignment: Any) -> bool:
 
 def _is_handle(handle: Any) -> bool:
     return isinstance(handle, DispatchHandle)
-
-
-def _is_cut(
-    rows: torch.Tensor, handle: DispatchHandle, dispatch: Node | None, buffer: EpBuffer
-) -> bool:
-    """See `is_cut_from`; of RANK_MAJOR rows alone, experts may share one."""
-
-    def num_pairs() -> int:
-        is_mine = buffer.expert_rank == buffer.communicator.rank_idx
-        return int(handle.plan.to_tensors().sent_choices[:, is_mine].sum())
-
-    return is_cut_from(rows, dispatch, num_pairs if handle.layout is Layout.RANK_MAJOR else None)
-
-
-def _clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _export(handle: DispatchHandle) -> TensorHandle:

@@ -37,6 +37,7 @@ __all__ = [
     "combine_backward",
     "combine_rows",
     "dispatch_backward",
+    "dispatch_plain",
     "dispatch_rows",
     "library",
     "local_handle",
@@ -183,6 +184,22 @@ def dispatch_rows(
     return result
 
 
+def dispatch_plain(
+    buffer: EpBuffer,
+    x: object,
+    topk_idx: object,
+    topk_weights: object,
+    layout: Layout,
+    expert_alignment: int,
+    gradients: int,
+) -> DispatchResult | None:
+    """`EpBuffer.dispatch_plain`, and no row of it undefined."""
+    result = buffer.dispatch_plain(x, topk_idx, topk_weights, layout, expert_alignment, gradients)
+    if result is not None and layout is Layout.LOW_LATENCY:
+        _zero_unfilled(result.num_tokens_per_expert, result.x, result.topk_weights)
+    return result
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers, contiguous, and none of them a lazy conjugate or negation."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
@@ -297,16 +314,9 @@ def _combine(
     gradients: int,
 ) -> list[torch.Tensor]:
     buffer = resolve_buffer(int(buffer_id))
-    combined = combine_rows(
-        buffer,
-        expert_out,
-        local_handle(buffer, counts, slots, topk_idx, meta),
-        topk_weights,
-        gradients,
-    )
-    if isinstance(combined, CombineResult):
-        return [combined.x, torch.tensor([combined.gradients], device="cpu")]
-    return [combined]
+    handle = local_handle(buffer, counts, slots, topk_idx, meta)
+    sums, united = combine_rows(buffer, expert_out, handle, topk_weights, gradients)
+    return [sums, torch.tensor([united], device="cpu")] if gradients else [sums]
 
 
 def combine_rows(
@@ -315,14 +325,17 @@ def combine_rows(
     handle: DispatchHandle,
     topk_weights: torch.Tensor | None,
     gradients: int,
-) -> torch.Tensor | CombineResult:
-    """What `EpBuffer.combine` returns for tensors of any strides."""
-    return buffer.combine(
+) -> tuple[torch.Tensor, int]:
+    """The sums of `EpBuffer.combine` for tensors of any strides, and what all ranks say of gradients."""
+    combined = buffer.combine(
         as_bytes(expert_out),
         handle,
         topk_weights=None if topk_weights is None else as_bytes(topk_weights),
         gradients=gradients,
     )
+    if isinstance(combined, CombineResult):
+        return combined.x, combined.gradients
+    return combined, 0
 
 
 def _combine_backward(
