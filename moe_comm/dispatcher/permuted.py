@@ -6,7 +6,7 @@ What `fused_a2a.HybridEPDispatch` and the Megatron dispatcher share. Collective 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -114,21 +114,17 @@ class PendingDispatch(NamedTuple):
             return dense_of_topk(gradient.to(probs_dtype), topk_idx, buffer.config.num_experts)
 
         formulas.dispatch_in_graph(result, buffer, x, probs, quantization, of_choices)
-        handle = PermutedHandle(
-            buffer,
-            result.handle,
-            topk_idx,
-            probs_dtype,
-            int(result.num_required_rows) if has_budget else None,
-            _flag(bool(result.has_overflow)) if has_budget else _no_overflow(),
-        )
+        num_in_full, overflow = None, _no_overflow()
+        if has_budget:
+            num_in_full = int(result.num_required_rows)
+            overflow = _flag(bool(result.has_overflow))
         hidden = result.x
         return PermutedRows(
             hidden,
-            hidden.sf if isinstance(hidden, QuantizedRows) else None,
+            None if quantization is None else cast("QuantizedRows", hidden).sf,
             result.topk_weights,
             padded_tokens_per_expert(result),
-            handle,
+            PermutedHandle(buffer, result.handle, topk_idx, probs_dtype, num_in_full, overflow),
         )
 
 
@@ -308,18 +304,18 @@ def _choices(
     as_dense("routing_map", routing_map)
     if probs is not None:
         as_dense("probs", probs)
-    expected = (x.shape[0] if x.dim() else 0, buffer.config.num_experts)
+    shape = x.shape
+    expected = (shape[0] if shape else 0, buffer.config.num_experts)
     if routing_map.shape != expected:
         raise ValueError(
             f"routing_map must have shape (num_tokens, num_experts) = {expected}, got "
             f"{tuple(routing_map.shape)}"
         )
     if probs is not None:
-        if not probs.is_floating_point():
-            raise TypeError(f"probs must be floating-point, got {probs.dtype}")
+        dtype = probs.dtype
+        if not dtype.is_floating_point:
+            raise TypeError(f"probs must be floating-point, got {dtype}")
         probs = _detached(probs)
-        if probs.dtype is not torch.float32 and (
-            probs.dtype is not torch.float64 or x.dtype is not torch.float64
-        ):
+        if dtype is not torch.float32 and not (dtype is x.dtype is torch.float64):
             probs = probs.float()
     return topk_of_routing_map(routing_map.contiguous(), probs)

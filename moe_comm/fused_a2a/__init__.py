@@ -30,6 +30,7 @@ from moe_comm.fused_a2a.arguments import (
     DISPATCH_AS_IN_MAIN,
     DISPATCH_FIXED,
     DISPATCH_MAIN,
+    DISPATCH_OPTIONS,
     INIT_FIXED,
     INIT_MAIN,
     INIT_R0_16,
@@ -393,7 +394,7 @@ def init_hybrid_ep_buffer(*args: Any, **kwargs: Any) -> None:
     given = named("init_hybrid_ep_buffer", names, args, kwargs, INIT_MAIN, INIT_FIXED)
     for name in INIT_MAIN[1:4]:
         check_count(name, given[name])
-    check_tuning(given.get("fused", False), **{name: given.get(name) for name in TUNING})
+    check_tuning(given.get("fused", False), *map(given.get, TUNING))
     fp8_dispatch = given.get("fp8_dispatch", False)
     if not isinstance(fp8_dispatch, bool):
         raise TypeError(f"fp8_dispatch must be a bool, got {fp8_dispatch!r}")
@@ -446,8 +447,10 @@ def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
         TypeError: 10, 11 or more than 13 positional arguments; a name is unknown or missing.
         ValueError: See `EpBuffer.dispatch`.
     """
-    if not kwargs and len(args) in DISPATCH_AS_IN_MAIN:
-        return _hybrid_dispatch(*args)
+    if (not kwargs and len(args) in DISPATCH_AS_IN_MAIN) or (
+        len(args) == len(DISPATCH_FIXED) and kwargs.keys() <= DISPATCH_OPTIONS
+    ):
+        return _hybrid_dispatch(*args, **kwargs)
     try:
         name, order = "hybrid_ep_dispatch", dispatch_order(len(args))
         given = named(name, order, args, kwargs, DISPATCH_MAIN, DISPATCH_FIXED)
@@ -485,11 +488,11 @@ def _hybrid_dispatch(
     try:
         check_tuning(
             fused,
-            num_sms_dispatch_api=num_sms_dispatch_api,
-            num_sms_combine_api=num_sms_combine_api,
-            num_blocks_permute=num_blocks_permute,
-            num_blocks_unpermute=num_blocks_unpermute,
-            num_sms_preprocessing_api=num_sms_preprocessing_api,
+            num_sms_dispatch_api,
+            num_sms_combine_api,
+            num_blocks_permute,
+            num_blocks_unpermute,
+            num_sms_preprocessing_api,
         )
         num_tokens, hidden = as_dense("x", x).shape[0], x.shape[-1]
         held.hidden_dim = max(held.hidden_dim, hidden)

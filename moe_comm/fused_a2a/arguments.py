@@ -10,6 +10,7 @@ __all__ = [
     "DISPATCH_AS_IN_MAIN",
     "DISPATCH_FIXED",
     "DISPATCH_MAIN",
+    "DISPATCH_OPTIONS",
     "INIT_FIXED",
     "INIT_MAIN",
     "INIT_R0_16",
@@ -29,6 +30,7 @@ DISPATCH_FIXED = ("x", "routing_map", "probs", "group", "num_local_experts")
 _DISPATCH_R0_16 = (*DISPATCH_FIXED, *_SMS, *_LIMITS)
 _DISPATCH_R0_17 = (*DISPATCH_FIXED, *_SMS, *_BLOCKS, "fused", *_LIMITS)
 DISPATCH_MAIN = (*_DISPATCH_R0_17, "num_sms_preprocessing_api")
+DISPATCH_OPTIONS = frozenset(DISPATCH_MAIN[len(DISPATCH_FIXED) :])
 # Up to the first seven, all releases have the same order.
 DISPATCH_AS_IN_MAIN = (
     *range(len(DISPATCH_FIXED), len(DISPATCH_FIXED) + len(_SMS) + 1),
@@ -77,12 +79,13 @@ def named(
     return given
 
 
-def check_tuning(fused: Any, **numbers: Any) -> None:
-    """Options that choose among GPU kernels; a number may be None."""
-    for name, value in numbers.items():
-        if value is not None:
-            check_count(name, value)
-    check_bool("fused", fused)
+def check_tuning(fused: Any, *numbers: Any) -> None:
+    """Options that choose among GPU kernels; numbers are in the order of `TUNING` and may be None."""
+    for idx, value in enumerate(numbers):
+        if value is not None and (type(value) is not int or value < 0):
+            check_count(TUNING[idx], value)
+    if fused is not False:
+        check_bool("fused", fused)
 
 
 def check_count(name: str, value: Any, minimum: int = 0) -> None:
