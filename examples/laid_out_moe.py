@@ -27,7 +27,7 @@ from train_moe import MoeModel, Options
 
 import moe_comm
 from moe_comm.dispatcher import TokenDispatcher
-from moe_comm.resharding.parallelism import Parallelism, RankGroup
+from moe_comm.resharding import Parallelism, RankGroup
 
 TEMPERATURE = 0.7
 NUM_CHARACTERS = 128

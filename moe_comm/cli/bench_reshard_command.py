@@ -23,7 +23,7 @@ from moe_comm.cli.options import DtypeName, parse_bytes
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.output_files import check_output
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
 
 __all__ = ["bench_reshard"]
 

@@ -18,8 +18,8 @@ from moe_comm.cli.reshard.report import WorldReport
 from moe_comm.cli.reshard.shapes import ModelName, shape_from_options
 from moe_comm.cli.reshard.traffic import Links, Traffic
 from moe_comm.cli.reshard.world import Planner, PlanningCase
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan_check import format_plan, verify_plans
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.plan.plan_check import format_plan, verify_plans
 
 __all__ = ["reshard_app"]
 

@@ -1,36 +1,29 @@
 """Resharding: the weights of a model from one parallel layout to another.
 
-`swap_model_weights` is the call that most users need; docs/resharding.md shows it at work. It describes,
-plans and moves:
+`Refit` and `swap_model_weights` are what most users need; docs/resharding.md shows them at work. Each
+folder says what it has and which others it knows:
 
-- describe: `metadata`, `metadata_extraction`, `parallelism` and `rosters` say what every rank holds;
-  `intervals`, `tensor_layout`, `layouts` and `mesh_layouts` where that lies in the whole tensor.
-- plan: `planner`, `assignment` and `tp_planning` say who sends which piece to whom, `plan` and `ops` what a
-  plan consists of, `plan_check` whether it is sound.
-- move: `execution` reads, hands pieces to one of `copy_services` and writes; `sources`, `transforms`,
-  `number_formats`, `scaled_buffers` and `mxfp8_weights` change numbers on the way; `batched_copy` and
-  `heap_parameters` use memory that peers share; `verification` and `stale` say what came of it.
-- again: `refit` holds the two models, `refit_pass` is one run, and `plan_cache`, `refit_group`,
-  `refit_models`, `refit_services`, `tensor_table` and `kept` are what a run need not do anew.
+- `describe`: what every rank holds, and where that lies in the whole tensors.
+- `plan`: which rank sends which piece to whom.
+- `formats`: numbers that change on the way.
+- `move`: a plan is run, over one of `copy_services`, of which one stands on `nvshmem_copy_service`.
+- `hold`: what users hold and call, and what lasts from one refit to the next.
 
-Knows `moe_comm.peers` and formats of numbers, and nothing of dispatch and combine. Modules that Megatron has
-too, `ir` and `nvshmem_copy_service` have the names of others.
+`execution`, `planner`, `refit`, `transforms` and `utils` have names of these for programs written for
+Megatron, which calls them so; `ir` is Etha's. Knows `moe_comm.peers` and formats of numbers, and nothing
+of dispatch and combine.
 """
 
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
+from moe_comm.resharding.describe.parallelism import Parallelism, ProcessGroups, RankGroup
 from moe_comm.resharding.execution import execute_reshard_plan
-from moe_comm.resharding.heap_parameters import place_in_heap
-from moe_comm.resharding.metadata import (
-    MeshLayout,
-    MeshPlacement,
-    ParameterMetadata,
-    ShardingDescriptor,
-)
-from moe_comm.resharding.ops import TransferOp
-from moe_comm.resharding.parallelism import Parallelism, ProcessGroups, RankGroup
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.plan_check import PlanError, format_plan, verify_plan, verify_plans
+from moe_comm.resharding.hold.heap_parameters import place_in_heap
+from moe_comm.resharding.hold.verification import RefitProof, verify_refit
+from moe_comm.resharding.move.stale import clear_stale, is_stale, mark_stale, stale_reason
+from moe_comm.resharding.plan.plan_check import format_plan, verify_plan, verify_plans
 from moe_comm.resharding.planner import (
     build_centralized_reshard_plan,
     build_local_reshard_plan,
@@ -47,13 +40,17 @@ from moe_comm.resharding.refit import (
     reshard_model_weights,
     swap_model_weights,
 )
-from moe_comm.resharding.stale import clear_stale, is_stale, mark_stale, stale_reason
 from moe_comm.resharding.transforms import (
     FP8BlockReshardTransform,
     MXFP8ReshardTransform,
     ReshardTransform,
 )
-from moe_comm.resharding.verification import RefitProof, verify_refit
+from moe_comm.resharding.utils import (
+    ParameterMetadata,
+    ReshardPlan,
+    ShardingDescriptor,
+    TransferOp,
+)
 
 __all__ = [
     "CopyService",

@@ -14,10 +14,10 @@ from moe_comm.cli.reshard.model_shapes import MoEShape, build_module, fill, find
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.execution import execute_reshard_plan
-from moe_comm.resharding.heap_parameters import place_in_heap
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.planner import build_local_reshard_plan
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.hold.heap_parameters import place_in_heap
+from moe_comm.resharding.move.execution import execute_reshard_plan
+from moe_comm.resharding.plan.planner import build_local_reshard_plan
 from moe_comm.testing import RankContext
 from tests.helpers.copy_services import (
     SERVICES,

@@ -1,6 +1,6 @@
 """Whole tensors cut into ranks' parts by plain torch operations, and what ranks say about them.
 
-Nothing here uses `moe_comm.resharding.intervals`: plans are held against these cuts.
+Nothing here uses `moe_comm.resharding.describe.intervals`: plans are held against these cuts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.planner import build_plan_from_encoded_rosters
-from moe_comm.resharding.rosters import decode_roster, encode_roster
+from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
+from moe_comm.resharding.plan.planner import build_plan_from_encoded_rosters
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.rosters import decode_roster, encode_roster
 
 
 @dataclasses.dataclass

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from moe_comm.resharding.copy_services.base import CopyService
-from moe_comm.resharding.ops import TransferOp
-from moe_comm.resharding.plan import ReshardPlan
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.transfer_op import TransferOp
 
 
 class LoopbackService(CopyService):

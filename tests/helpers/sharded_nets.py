@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
 
 Shapes = Mapping[str, tuple[tuple[int, ...], int | None]]
 """By name: the whole shape, and the dimension that is cut; None for a replicated parameter."""

@@ -11,7 +11,7 @@ import torch
 
 import moe_comm
 from moe_comm.ep.backends.simt import Stream, use_stream
-from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem
 from moe_comm.resharding.nvshmem_copy_service import RemoteCopyService
 
 NUM_RANKS = 3

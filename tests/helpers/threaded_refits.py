@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from moe_comm.resharding import refit, refit_pass
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan import ReshardPlan
+from moe_comm.resharding import refit
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.hold import refit_pass
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.sharded_nets import ShardedNet
 

@@ -21,7 +21,7 @@ from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.nn import MoELayer
 from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.testing import RankContext
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.sharded_nets import ShardedNet

@@ -13,7 +13,7 @@ import pytest
 
 import moe_comm
 from moe_comm import Communicator, EpBuffer
-from moe_comm.resharding.batched_copy import BatchedCopy
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     LONG_S,

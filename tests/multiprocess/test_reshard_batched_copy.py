@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import CommunicationError, Communicator
-from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, PreparedCopies, checksum
+from moe_comm.resharding.copy_services.batched_copy import (
+    BatchedCopy,
+    CopyItem,
+    PreparedCopies,
+    checksum,
+)
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,

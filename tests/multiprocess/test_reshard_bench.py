@@ -18,7 +18,7 @@ from moe_comm.cli.bench.reshard import run, worker
 from moe_comm.cli.bench.reshard.case import ReshardCase, shape_of_bytes
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.testing import RankContext, run_ranks
 
 pytest.importorskip("moe_comm._host")

@@ -16,17 +16,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from moe_comm import Communicator
 from moe_comm.cli.reshard import model_shapes
 from moe_comm.cli.reshard.model_shapes import MoEShape, ShapedModel
-from moe_comm.resharding import clear_all_caches, stale
+from moe_comm.resharding import clear_all_caches
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.execution import execute_reshard_plan
-from moe_comm.resharding.heap_parameters import place_in_heap
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.planner import build_local_reshard_plan
-from moe_comm.resharding.transform_protocol import ReshardTransform
-from moe_comm.resharding.verification import verify_refit
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.hold.heap_parameters import place_in_heap
+from moe_comm.resharding.hold.verification import verify_refit
+from moe_comm.resharding.move import stale
+from moe_comm.resharding.move.execution import execute_reshard_plan
+from moe_comm.resharding.plan.planner import build_local_reshard_plan
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of
 

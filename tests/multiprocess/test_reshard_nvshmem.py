@@ -15,7 +15,7 @@ from moe_comm.resharding.nvshmem_copy_service.validation import (
     generate_mixed_data,
     validate_received_data,
 )
-from moe_comm.resharding.ops import pack_task_id
+from moe_comm.resharding.plan.transfer_op import pack_task_id
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import HANG_S, die, error_of
 

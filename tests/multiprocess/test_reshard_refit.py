@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm import CommunicationError, Communicator, PeerFailedError
 from moe_comm.cli.reshard.model_shapes import MoEShape, build_module, fill, find_differences
-from moe_comm.resharding import refit, refit_group, refit_services, stale
+from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.hold import plan_cache, refit_group, refit_services
+from moe_comm.resharding.move import stale
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,
@@ -62,7 +64,7 @@ def _same_processes(context: RankContext, pairs: list[tuple[str, str]]) -> list[
             verify: Any = "checksum" if seed == 2 else "plan"
             refit.swap_model_weights(src, dst, method, verify=verify)
             wrong += find_differences(dst, seed)
-    plans = len(refit._plan_cache)
+    plans = len(plan_cache.plan_cache)
     assert plans == 1, plans  # the others went with their models
     refit.clear_all_caches()
     return wrong

@@ -16,8 +16,8 @@ from moe_comm.resharding.copy_services.agreement import agree
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
+from moe_comm.resharding.copy_services.process_group import timeout_of
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.group_failures import timeout_of
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import copy_service_scripts as scripts
 from tests.helpers.copy_services import (

@@ -16,7 +16,7 @@ from moe_comm.compat.deep_ep import Buffer, ElasticBuffer
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.peers.bootstrap import bootstrap_for
-from moe_comm.resharding.batched_copy import SymmetricBytes
+from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers import wrong_argument_families as faces

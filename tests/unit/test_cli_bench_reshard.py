@@ -24,7 +24,7 @@ from moe_comm.cli.bench_reshard_command import _layouts
 from moe_comm.cli.command_rules import wide_console
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList, roster
 from moe_comm.cli.reshard.world import PlanningCase
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
 
 SHAPE = shape_of_bytes(8 << 20, torch.bfloat16)
 BF16 = (torch.bfloat16, torch.bfloat16)

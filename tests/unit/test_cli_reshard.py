@@ -15,7 +15,7 @@ from moe_comm.cli.reshard.model_shapes import MoEShape, roster
 from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
 from moe_comm.cli.reshard.shapes import ModelName
 from moe_comm.cli.reshard.traffic import Links, Traffic, predict, schedule_steps
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
 
 SIZES = (
     *("--model", "mixtral-8x7b", "--layers", "2", "--hidden", "64", "--heads", "8"),

@@ -67,13 +67,19 @@ def test_cxx_includes_follow_the_arrows() -> None:
     assert [found for path in CXX_FILES for found in cxx_violations(path, texts[path])] == []
 
 
+def knowing_each_other(arrows: dict[str, set[str]]) -> set[str]:
+    """Those that are in a circle, above one, or above what is not there; empty where all is well."""
+    rest = set(arrows)
+    while ground := {
+        each for each in rest if not arrows[each] & rest and arrows[each] <= set(arrows)
+    }:
+        rest -= ground
+    return rest
+
+
 def test_folders_of_csrc_know_each_other_one_way() -> None:
     assert len(CXX_ARROWS) > 8
-    standing: set[str] = set()
-    while rest := CXX_ARROWS.keys() - standing:
-        ground = {folder for folder in rest if CXX_ARROWS[folder] <= standing}
-        assert ground, f"{sorted(rest)} know each other, or folders that are none"
-        standing |= ground
+    assert knowing_each_other(CXX_ARROWS) == set()
 
 
 def test_cxx_quoted_includes_exist() -> None:
@@ -113,7 +119,8 @@ def test_a_broken_cxx_arrow_is_found(path: str, include: str) -> None:
 
 # ---------------------------------------------------------------------------------------------
 # Python: layers from top to bottom; a module imports from its own layer and those below it.
-# A module belongs to the longest prefix that names it. "moe_comm" is the package's own __init__.
+# A module belongs to the longest prefix that names it. "moe_comm" is the package's own __init__. What the
+# folders of resharding may know of each other they say themselves, see below.
 
 PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.cli"},
@@ -127,57 +134,6 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.ep.buffer"},
     {"moe_comm.ep.backends"},
     {"moe_comm.resharding"},
-    {
-        "moe_comm.resharding.mxfp8_weights",
-        "moe_comm.resharding.plan_cache",
-        "moe_comm.resharding.refit",
-        "moe_comm.resharding.refit_models",
-        "moe_comm.resharding.refit_pass",
-        "moe_comm.resharding.refit_services",
-    },
-    {
-        "moe_comm.resharding.execution",
-        "moe_comm.resharding.sources",
-        "moe_comm.resharding.verification",
-    },
-    {
-        "moe_comm.resharding.ir",
-        "moe_comm.resharding.planner",
-        "moe_comm.resharding.tp_planning",
-        "moe_comm.resharding.transforms",
-    },
-    {"moe_comm.resharding.copy_services"},
-    {"moe_comm.resharding.nvshmem_copy_service"},
-    {
-        "moe_comm.resharding.batched_copy",
-        "moe_comm.resharding.heap_parameters",
-        "moe_comm.resharding.metadata_extraction",
-        "moe_comm.resharding.module_tensors",
-        "moe_comm.resharding.stale",
-        "moe_comm.resharding.utils",
-    },
-    {
-        "moe_comm.resharding.assignment",
-        "moe_comm.resharding.disagreement",
-        "moe_comm.resharding.group_bytes",
-        "moe_comm.resharding.group_failures",
-        "moe_comm.resharding.intervals",
-        "moe_comm.resharding.kept",
-        "moe_comm.resharding.layouts",
-        "moe_comm.resharding.mesh_layouts",
-        "moe_comm.resharding.plan_check",
-        "moe_comm.resharding.rosters",
-        "moe_comm.resharding.metadata",
-        "moe_comm.resharding.number_formats",
-        "moe_comm.resharding.parallelism",
-        "moe_comm.resharding.refit_group",
-        "moe_comm.resharding.scaled_buffers",
-        "moe_comm.resharding.tensor_layout",
-        "moe_comm.resharding.tensor_table",
-    },
-    {"moe_comm.resharding.plan"},
-    {"moe_comm.resharding.transform_protocol"},
-    {"moe_comm.resharding.ops"},
     {"moe_comm.peers.communicator"},
     {"moe_comm.peers.elastic"},
     {"moe_comm.peers.native_group", "moe_comm.peers.rank_gpu"},
@@ -235,8 +191,8 @@ USERS_OF_NATIVE = {
         "moe_comm.ep.backends.rails",
         "moe_comm.ep.backends.routing",
         "moe_comm.dispatcher.routing_map",
-        "moe_comm.resharding.batched_copy",
-        "moe_comm.resharding.tensor_table",
+        "moe_comm.resharding.copy_services.batched_copy",
+        "moe_comm.resharding.describe.tensor_table",
         "moe_comm.cli",
     ),
     "moe_comm._simt": ("moe_comm.ep.backends.simt",),
@@ -394,6 +350,73 @@ def test_resharding_and_buffers_do_not_know_each_other() -> None:
         assert reachable_modules(module, SOURCES) & RESHARDING_MUST_NOT_REACH == set(), module
     for module in sorted(MODULE_NAMES & RESHARDING_MUST_NOT_REACH - {"moe_comm"}):
         assert reachable_modules(module, SOURCES) & resharding == set(), module
+
+
+# Which other folders of resharding a folder may import from is said by its docstring. Modules beside the
+# folders have the names of Megatron's and know all folders; no folder knows them.
+RESHARDING_ARROWS = {
+    module.removeprefix(f"{RESHARDING}."): known_folders(str(ast.get_docstring(ast.parse(text))))
+    for module, text in SOURCES.items()
+    if module.rpartition(".")[0] == RESHARDING and MODULES[module].name == "__init__.py"
+}
+
+
+def resharding_violations(module: str, text: str) -> Iterator[str]:
+    """What is wrong with what `module`, in a folder of resharding, imports from the others."""
+    folder = module.split(".")[2]
+    allowed = RESHARDING_ARROWS[folder] | {folder}
+    for imported in imported_modules(text, MODULE_NAMES):
+        if f"{imported}.".startswith(f"{RESHARDING}."):
+            other = imported.removeprefix(RESHARDING).removeprefix(".").split(".")[0]
+            if other not in allowed:
+                yield f"{module} imports {imported}: {folder} may import {sorted(allowed)}"
+
+
+def test_imports_of_resharding_follow_the_arrows() -> None:
+    in_folders = [
+        module
+        for module in sorted(MODULES)
+        if module.startswith(f"{RESHARDING}.") and module.split(".")[2] in RESHARDING_ARROWS
+    ]
+    assert len(in_folders) > 60
+    assert [
+        found for module in in_folders for found in resharding_violations(module, SOURCES[module])
+    ] == []
+
+
+def test_folders_of_resharding_know_each_other_one_way() -> None:
+    assert len(RESHARDING_ARROWS) == 8
+    assert knowing_each_other(RESHARDING_ARROWS) == set()
+    arrows = {
+        module: {
+            found
+            for found in imported_modules(SOURCES[module], MODULE_NAMES)
+            if f"{found}.".startswith(f"{RESHARDING}.")
+        }
+        for module in MODULES
+        if f"{module}.".startswith(f"{RESHARDING}.")
+    }
+    assert knowing_each_other(arrows) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("describe.metadata", "plan.planner"),
+        ("plan.planner", "formats.transforms"),
+        ("plan.planner", "planner"),
+        ("formats.transforms", "move.execution"),
+        ("copy_services.base", "plan.reshard_plan"),
+        ("nvshmem_copy_service.service", "copy_services.base"),
+        ("move.execution", "hold.refit"),
+        ("ir.units", "plan.reshard_plan"),
+    ],
+)
+def test_a_broken_arrow_of_resharding_is_found(module: str, imported: str) -> None:
+    module, imported = f"{RESHARDING}.{module}", f"{RESHARDING}.{imported}"
+    for text in (f"import {imported}", f"def f():\n    from {imported} import x"):
+        assert len(list(resharding_violations(module, text))) == 1
+    assert {module} <= knowing_each_other({module: {imported}, imported: {module}})
 
 
 def test_the_definition_stands_on_torch_alone() -> None:

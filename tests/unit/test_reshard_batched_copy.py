@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_comm
-from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, SymmetricBytes, checksum
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem, checksum
+from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 from tests.helpers.rank_threads import on_ranks
 
 SLOT_BYTES = 1 << 10

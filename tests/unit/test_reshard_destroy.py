@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.resharding.batched_copy import BatchedCopy
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy
 from tests.helpers.failing_ranks import HANG_S, SHORT_S, when_waiting
 from tests.helpers.rank_threads import on_ranks
 

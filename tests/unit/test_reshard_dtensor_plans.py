@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moe_comm.resharding import plan_check
-from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.planner import build_plan_from_rosters, index_metadata_rosters
-from moe_comm.resharding.refit_models import unwrap_models
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.hold.refit_models import unwrap_models
+from moe_comm.resharding.plan import plan_check
+from moe_comm.resharding.plan.planner import build_plan_from_rosters, index_metadata_rosters
 from moe_comm.resharding.utils import extract_module_metadata, local_tensor
 from tests.helpers.cut_tensors import numbered, run_plans
 
@@ -135,9 +136,7 @@ def test_pending_sums(op: str) -> None:
 
 
 def test_a_pending_sum_cannot_be_received() -> None:
-    with pytest.raises(
-        plan_check.PlanError, match="weight: rank 0 would receive a DTensor with Par"
-    ):
+    with pytest.raises(PlanError, match="weight: rank 0 would receive a DTensor with Par"):
         check(PLACED[0], Placed((4,), (Partial(),)))
 
 

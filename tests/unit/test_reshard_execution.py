@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import moe_comm
-from moe_comm.resharding import execution, stale
-from moe_comm.resharding.execution import execute_reshard_plan
-from moe_comm.resharding.plan import ReshardPlan, TensorSpec
-from moe_comm.resharding.transform_protocol import ReshardTransform
+from moe_comm.resharding.move import execution, stale
+from moe_comm.resharding.move.execution import execute_reshard_plan
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
+from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 from tests.helpers.loopback_service import (
     LoopbackService,
     RepeatingService,

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moe_comm
 from moe_comm.errors import CapacityError
-from moe_comm.resharding.heap_parameters import place_in_heap
+from moe_comm.resharding.hold.heap_parameters import place_in_heap
 
 
 @pytest.fixture

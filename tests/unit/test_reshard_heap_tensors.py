@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.resharding.batched_copy import SymmetricBytes
+from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 
 DTYPES = [torch.bfloat16, torch.float64, torch.bool, torch.float8_e4m3fn, torch.complex64]
 

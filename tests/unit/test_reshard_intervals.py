@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_comm.resharding import intervals
-from moe_comm.resharding.intervals import Box, Interval, Intervals, Piece
+from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.intervals import Box, Interval, Intervals, Piece
 
 
 def indices(held: Intervals) -> list[int]:

@@ -14,11 +14,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from moe_comm.resharding.layouts import resolve_layouts
-from moe_comm.resharding.mesh_layouts import mesh_intervals
-from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
-from moe_comm.resharding.plan_check import PlanError
-from moe_comm.resharding.tensor_layout import Holder, Layout
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.layouts import resolve_layouts
+from moe_comm.resharding.describe.mesh_layouts import mesh_intervals
+from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
+from moe_comm.resharding.describe.tensor_layout import Holder, Layout
 
 
 def meta(shape: tuple[int, ...], rank: int = 0, **fields: Any) -> ParameterMetadata:

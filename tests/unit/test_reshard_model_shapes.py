@@ -18,9 +18,9 @@ from moe_comm.cli.reshard.model_shapes import (
     roster,
 )
 from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
-from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.metadata_extraction import extract_module_metadata
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.metadata_extraction import extract_module_metadata
+from moe_comm.resharding.describe.parallelism import Parallelism
 
 SMALL = MoEShape(
     num_layers=3,

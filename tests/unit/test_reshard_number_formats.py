@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.resharding.number_formats import (
+from moe_comm.resharding.formats.number_formats import (
     Block,
     FP8BlockTensor,
     MXFP8Tensor,
@@ -23,7 +23,7 @@ from moe_comm.resharding.number_formats import (
     validate_fp8_block_tensor,
     validate_mxfp8_tensor,
 )
-from moe_comm.resharding.transforms import _ensure_sendable
+from moe_comm.resharding.formats.transforms import _ensure_sendable
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from tests.helpers.weights import same_bits, weight
 

@@ -32,7 +32,7 @@ from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     ScheduledBatch,
     SendRequest,
 )
-from moe_comm.resharding.ops import pack_task_id
+from moe_comm.resharding.plan.transfer_op import pack_task_id
 from tests.helpers.failing_ranks import PROGRAM_S
 from tests.helpers.rank_threads import on_ranks
 

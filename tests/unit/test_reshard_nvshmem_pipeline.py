@@ -16,7 +16,7 @@ from moe_comm.resharding.nvshmem_copy_service import (
     RemoteCopyService,
     validation,
 )
-from moe_comm.resharding.ops import pack_task_id
+from moe_comm.resharding.plan.transfer_op import pack_task_id
 from tests.helpers.failing_ranks import HANG_S, SHORT_S, error_of
 from tests.helpers.rank_threads import on_ranks
 

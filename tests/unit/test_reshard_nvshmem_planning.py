@@ -33,7 +33,7 @@ from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
 )
 from moe_comm.resharding.nvshmem_copy_service.planning.exchange import CommunicatorExchange
 from moe_comm.resharding.nvshmem_copy_service.planning.task_segmenter import name_of_task
-from moe_comm.resharding.ops import pack_task_id
+from moe_comm.resharding.plan.transfer_op import pack_task_id
 from moe_comm.testing import RankContext, run_ranks
 
 MIB = 1024 * 1024

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from moe_comm.resharding import planner, refit, stale
+from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.execution import execute_reshard_plan
-from moe_comm.resharding.kept import KeptWhile
-from moe_comm.resharding.parallelism import Parallelism, RankGroup
-from moe_comm.resharding.plan_cache import KeptPlans
+from moe_comm.resharding.describe.parallelism import Parallelism, RankGroup
+from moe_comm.resharding.hold.plan_cache import KeptPlans
+from moe_comm.resharding.move import stale
+from moe_comm.resharding.move.execution import execute_reshard_plan
+from moe_comm.resharding.move.kept import KeptWhile
+from moe_comm.resharding.plan import planner
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.sharded_nets import ShardedNet
 from tests.helpers.threaded_refits import error_of, nets, swap

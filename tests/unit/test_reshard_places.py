@@ -9,7 +9,7 @@ import torch
 
 import moe_comm
 from moe_comm.resharding import refit
-from moe_comm.resharding.batched_copy import BatchedCopy
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.testing import RankContext

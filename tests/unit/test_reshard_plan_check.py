@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moe_comm.resharding import plan_check
-from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.ops import TransferOp, pack_task_id
-from moe_comm.resharding.plan import PartialReduction, ReshardPlan, TensorSpec
-from moe_comm.resharding.plan_check import PlanError
-from moe_comm.resharding.planner import build_plan_from_rosters, index_metadata_rosters
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.plan import plan_check
+from moe_comm.resharding.plan.planner import build_plan_from_rosters, index_metadata_rosters
+from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
+from moe_comm.resharding.plan.transfer_op import TransferOp, pack_task_id
 
 
 def meta(rank: int, rows: int, ranks: list[int]) -> ParameterMetadata:

@@ -12,18 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_comm.cli.reshard.model_shapes import MoEShape, roster
-from moe_comm.resharding import plan_check
-from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
-from moe_comm.resharding.ops import pack_task_id
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan import PartialReduction, ReshardPlan
-from moe_comm.resharding.plan_check import PlanError
-from moe_comm.resharding.planner import (
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.plan import plan_check
+from moe_comm.resharding.plan.planner import (
     _iter_global_transfer_ops,
     build_plan_from_rosters,
     index_metadata_rosters,
 )
-from moe_comm.resharding.rosters import decode_roster, encode_roster
+from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan
+from moe_comm.resharding.plan.rosters import decode_roster, encode_roster
+from moe_comm.resharding.plan.transfer_op import pack_task_id
 from tests.helpers.cut_tensors import Part, Side, cut, execute, numbered, part, plans_of
 
 SLOW_DATA = settings(

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.resharding import planner, refit, refit_group, refit_pass, refit_services, stale
+from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.plan_cache import PlanCacheKey
-from moe_comm.resharding.refit_models import unwrap_models
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.hold import plan_cache, refit_group, refit_pass, refit_services
+from moe_comm.resharding.hold.plan_cache import PlanCacheKey
+from moe_comm.resharding.hold.refit_models import unwrap_models
+from moe_comm.resharding.move import stale
+from moe_comm.resharding.plan import planner
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
 from tests.helpers.threaded_refits import count_plans, error_of, nets, swap, threads
@@ -171,7 +174,7 @@ def test_plans_go_with_their_models() -> None:
     targets = threads(rank, 2)
     gc.collect()
     assert [target() for target in targets] == [None, None]
-    assert len(refit._plan_cache) == 0
+    assert len(plan_cache.plan_cache) == 0
 
 
 def test_a_refit_leaves_nothing_on_its_models() -> None:

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from moe_comm.resharding import refit
-from moe_comm.resharding.number_formats import FP8BlockTensor, MXFP8Tensor, quantize_fp8_block
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.transforms import FP8BlockReshardTransform, MXFP8ReshardTransform
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.formats.number_formats import (
+    FP8BlockTensor,
+    MXFP8Tensor,
+    quantize_fp8_block,
+)
+from moe_comm.resharding.formats.transforms import FP8BlockReshardTransform, MXFP8ReshardTransform
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import ShardedNet
 from tests.helpers.threaded_refits import count_plans, error_of, nets, swap, threads

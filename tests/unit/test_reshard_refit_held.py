@@ -9,17 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.resharding import (
-    Refit,
-    SymmetricCopyService,
-    mark_stale,
-    refit,
-    refit_group,
-    refit_pass,
-    refit_services,
-)
+from moe_comm.resharding import Refit, SymmetricCopyService, mark_stale, refit
 from moe_comm.resharding.copy_services.symmetric_copy_service import PreparedBatch
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.hold import refit_group, refit_pass, refit_services
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
 from tests.helpers.threaded_refits import count_plans, error_of, nets, swap, threads

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from moe_comm.cli.reshard.model_shapes import MoEShape, roster
-from moe_comm.resharding import intervals, plan_check, planner
-from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.rosters import Roster, decode_roster, encode_roster
+from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.plan import plan_check, planner
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.rosters import Roster, decode_roster, encode_roster
 
 TRILLION = MoEShape(
     num_layers=61,

@@ -7,7 +7,7 @@ import pickle
 
 from torch import nn
 
-from moe_comm.resharding.stale import clear_stale, is_stale, mark_stale, stale_reason
+from moe_comm.resharding.move.stale import clear_stale, is_stale, mark_stale, stale_reason
 
 
 def test_a_mark_is_seen_from_outside_and_taken_away() -> None:

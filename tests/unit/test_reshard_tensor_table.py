@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.resharding import tensor_table
-from moe_comm.resharding.tensor_table import TensorTable, any_has, hold_same
+from moe_comm.resharding.describe import tensor_table
+from moe_comm.resharding.describe.tensor_table import TensorTable, any_has, hold_same
 
 Tensors = list[torch.Tensor]
 

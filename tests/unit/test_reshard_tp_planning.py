@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_comm.resharding import planner
-from moe_comm.resharding.metadata import ParameterMetadata, ShardingDescriptor
+from moe_comm.resharding.describe.metadata import ParameterMetadata, ShardingDescriptor
 
 LENGTH = 2 * 3 * 4 * 5
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.resharding.number_formats import (
+from moe_comm.resharding.formats.number_formats import (
     Block,
     FP8BlockTensor,
     MXFP8Tensor,
@@ -16,14 +16,13 @@ from moe_comm.resharding.number_formats import (
     quantize_mxfp8,
     swizzle_scales,
 )
-from moe_comm.resharding.ops import TransferOp
-from moe_comm.resharding.transforms import (
+from moe_comm.resharding.formats.transforms import (
     FP8BlockReshardTransform,
     MXFP8ReshardTransform,
-    ReshardTransform,
     _scale_slice_from_data_slice,
-    as_reshard_transform,
 )
+from moe_comm.resharding.plan.transfer_op import TransferOp
+from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.tensors.quantization import ScaleFormat
 from tests.helpers.weights import same_bits, weight
 

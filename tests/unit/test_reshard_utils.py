@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_comm.resharding import utils
-from moe_comm.resharding.metadata import MeshLayout, MeshPlacement, ParameterMetadata
-from moe_comm.resharding.parallelism import Parallelism, ProcessGroups, RankGroup
+from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
+from moe_comm.resharding.describe.parallelism import Parallelism, ProcessGroups, RankGroup
 
 GROUPS = Parallelism.parse("tp2.ep2", 8).groups(5)
 

@@ -13,11 +13,12 @@ from torch import nn
 
 import moe_comm
 from moe_comm import errors
-from moe_comm.resharding import stale, verification
-from moe_comm.resharding.ops import TransferOp
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.transform_protocol import ReshardTransform
-from moe_comm.resharding.verification import RefitProof, verify_refit
+from moe_comm.resharding.hold import verification
+from moe_comm.resharding.hold.verification import RefitProof, verify_refit
+from moe_comm.resharding.move import stale
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.transfer_op import TransferOp
+from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 from tests.helpers.loopback_service import module_of
 
 ROWS = (slice(0, 4), slice(0, 6))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_comm.resharding.parallelism import Parallelism
+from moe_comm.resharding.describe.parallelism import Parallelism
 
 __all__ = [
     "DescribedTensor",

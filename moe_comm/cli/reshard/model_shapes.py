@@ -22,8 +22,8 @@ from moe_comm.cli.reshard.described_tensors import (
     stage_layers,
     stage_of,
 )
-from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.parallelism import Parallelism, ProcessGroups, group_ranks
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.parallelism import Parallelism, ProcessGroups, group_ranks
 
 __all__ = [
     "LatentAttention",

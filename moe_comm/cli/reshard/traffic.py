@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.plan_check import bytes_per_pair
+from moe_comm.resharding.plan.plan_check import bytes_per_pair
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 
 __all__ = ["GB", "Links", "Prediction", "Traffic", "predict", "schedule_steps"]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList, roster
-from moe_comm.resharding.metadata import ParameterMetadata
-from moe_comm.resharding.parallelism import Parallelism
-from moe_comm.resharding.plan import ReshardPlan
-from moe_comm.resharding.planner import build_plan_from_encoded_rosters
-from moe_comm.resharding.rosters import decode_roster, encode_roster
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.plan.planner import build_plan_from_encoded_rosters
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.rosters import decode_roster, encode_roster
 
 __all__ = ["Planner", "PlanningCase"]
 

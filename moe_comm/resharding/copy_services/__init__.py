@@ -2,7 +2,10 @@
 
 `base` is what execution asks of a transport; `queued_copy_service` is what all have in common: copies
 are submitted, checked, put in order, and compared with those of the peers (`agreement`) before any byte
-moves. A service then only moves them. Knows ranks and tensors, and nothing of plans or models.
+moves. A service then only moves them: by `batched_copy` over the heap, by messages of a `process_group`,
+or by the pipeline. Has ranks and tensors, and neither plans nor models.
+
+Knows: nvshmem_copy_service.
 """
 
 from moe_comm.resharding.copy_services.base import (

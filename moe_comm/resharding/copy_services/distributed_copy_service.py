@@ -14,13 +14,12 @@ import torch.distributed as dist
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.bootstrap import check_process_of
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
+from moe_comm.resharding.copy_services.process_group import all_gather_bytes, failure_of
 from moe_comm.resharding.copy_services.queued_copy_service import (
     Batch,
     QueuedCopyService,
     copy_pair,
 )
-from moe_comm.resharding.group_bytes import all_gather_bytes
-from moe_comm.resharding.group_failures import failure_of
 
 __all__ = ["DistributedCopyService", "Message", "peer_of", "what_moves"]
 

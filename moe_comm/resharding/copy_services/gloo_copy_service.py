@@ -22,7 +22,7 @@ from moe_comm.resharding.copy_services.distributed_copy_service import (
     peer_of,
     what_moves,
 )
-from moe_comm.resharding.group_failures import timeout_of
+from moe_comm.resharding.copy_services.process_group import timeout_of
 
 __all__ = ["GlooCopyService"]
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.batched_copy import problem_with_places
 from moe_comm.resharding.copy_services.agreement import Transfer, agree
 from moe_comm.resharding.copy_services.base import (
     CopyService,
@@ -21,6 +20,7 @@ from moe_comm.resharding.copy_services.base import (
     SendOp,
     match_local_ops_by_task_id,
 )
+from moe_comm.resharding.copy_services.batched_copy import problem_with_places
 from moe_comm.tensors.memory_overlap import has_element_twice
 
 __all__ = ["Batch", "QueuedCopyService", "copy_pair"]

@@ -11,8 +11,13 @@ import torch.distributed as dist
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.batched_copy import BatchedCopy, CopyItem, CopyStats, PreparedCopies
 from moe_comm.resharding.copy_services.base import RecvOp, SendOp
+from moe_comm.resharding.copy_services.batched_copy import (
+    BatchedCopy,
+    CopyItem,
+    CopyStats,
+    PreparedCopies,
+)
 from moe_comm.resharding.copy_services.queued_copy_service import QueuedCopyService
 
 __all__ = ["PreparedBatch", "SymmetricCopyService"]

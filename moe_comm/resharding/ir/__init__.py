@@ -1,7 +1,10 @@
 """Chunks and buckets: a tensor from one device mesh to another.
 
 `get_m2m_map` says who sends which cell to whom, `m2m_to_chunks` what this rank has to do for one
-tensor, `chunk_to_bucket_ops` packs the chunks of many tensors, `bucket_comm` moves them.
+tensor, `chunk_to_bucket_ops` packs the chunks of many tensors, `bucket_comm` moves them. The names are
+those of Etha.
+
+Knows: describe.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from moe_comm.resharding.intervals import Intervals
+from moe_comm.resharding.describe.intervals import Intervals
+from moe_comm.resharding.describe.mesh_layouts import mesh_intervals
+from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.transfer import REDUCE_OPS, TransferType
-from moe_comm.resharding.mesh_layouts import mesh_intervals
-from moe_comm.resharding.metadata import MeshLayout, MeshPlacement
 
 __all__ = ["Endpoint", "M2MMap", "Mesh", "Route", "Side", "get_m2m_map"]
 

@@ -2,7 +2,9 @@
 
 The folders and names are those of Megatron's service: `service` is what callers hold, `planning` makes
 batches of what they have registered, `core` runs them, `memory` has the slots. PEs are ranks of one
-communicator. Knows nothing of plans or models.
+communicator. Has neither plans nor models.
+
+Knows: nothing else.
 """
 
 from moe_comm.resharding.nvshmem_copy_service import nvshmem_types

@@ -23,9 +23,9 @@ from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
-from moe_comm.resharding.heap_parameters import place_in_heap
-from moe_comm.resharding.module_tensors import named_refit_tensors
-from moe_comm.resharding.refit import clear_all_caches, swap_model_weights
+from moe_comm.resharding.describe.module_tensors import named_refit_tensors
+from moe_comm.resharding.hold.heap_parameters import place_in_heap
+from moe_comm.resharding.hold.refit import clear_all_caches, swap_model_weights
 
 __all__ = ["RefitSample", "ReshardLaunch", "ReshardWorker"]
 

@@ -6,8 +6,8 @@ import torch
 
 from moe_comm.peers.agree import raise_different
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.batched_copy import SymmetricBytes
 from moe_comm.resharding.nvshmem_copy_service.memory.slot_signals import NUM_SLOTS, SlotSignals
+from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import MAX_SEGMENT_SIZE
 
 __all__ = ["DoubleBufferManager"]

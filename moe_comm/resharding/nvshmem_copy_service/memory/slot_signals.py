@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.batched_copy import SymmetricBytes
+from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 
 __all__ = ["NUM_SLOTS", "SlotSignals"]
 

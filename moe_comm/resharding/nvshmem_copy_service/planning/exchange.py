@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.batched_copy import SymmetricBytes
+from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 
 __all__ = ["CommunicatorExchange", "Exchange", "Group", "exchange_for"]
 

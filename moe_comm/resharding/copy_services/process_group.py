@@ -1,0 +1,107 @@
+"""What is asked of a process group itself: bytes of its ranks, its timeout, and whom its errors concern."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from moe_comm.errors import (
+    CommunicationError,
+    PeerFailedError,
+    PeerTimeoutError,
+    has_timed_out,
+)
+
+__all__ = ["all_gather_bytes", "failure_of", "lost_ranks", "timeout_of"]
+
+# No message of this package has it.
+_PROBE_TAG = (1 << 31) - 1
+_CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def all_gather_bytes(group: dist.ProcessGroup, device: torch.device, payload: bytes) -> list[bytes]:
+    """Every rank's payload, all equally long, in rank order. Collective.
+
+    Calls methods of the group itself, which the default group need not know.
+
+    Args:
+        group: The ranks.
+        device: Whose memory the group moves.
+        payload: This rank's.
+    """
+    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    gathered = torch.empty(group.size(), len(payload), dtype=torch.uint8, device=device)
+    group.allgather([list(gathered)], [mine]).wait()
+    return [row.numpy().tobytes() for row in gathered.cpu()]
+
+
+def timeout_of(group: dist.ProcessGroup) -> dt.timedelta:
+    """How long an operation of a group may take, as its backend has it now."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, dt.timedelta):
+            return timeout
+    return default_pg_timeout
+
+
+def lost_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Ranks whose connection to this one was closed; only for a group that failed.
+
+    Gloo alone can be asked: it refuses a message of such a rank at once. What it does not refuse is
+    never sent, so the group must not be used any more.
+    """
+    cpu = torch.device("cpu")
+    if cpu not in group._device_types or group._get_backend(cpu).name() != "gloo":
+        return ()
+    lost = []
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+        except RuntimeError as error:
+            if any(word in str(error) for word in _CLOSED):
+                lost.append(peer)
+    return tuple(lost)
+
+
+def failure_of(
+    group: dist.ProcessGroup | None,
+    what: str,
+    error: BaseException,
+    peers: Sequence[int] = (),
+    *,
+    operation: str = "reshard",
+    phase: str = "data",
+) -> CommunicationError:
+    """The exception that an error of an operation over `group` becomes.
+
+    Args:
+        group: It is not to be used any more; None if it is not known.
+        what: Begins the message.
+        error: Of torch.distributed.
+        peers: Whom the operation was waiting for, where that is known.
+        operation: Of the exception.
+        phase: Of the exception.
+
+    Returns:
+        `PeerFailedError` with the ranks whose connections were closed, else `PeerTimeoutError` with
+        `peers` where a limit ran out, else `CommunicationError` with `peers`.
+    """
+    lost = () if group is None else lost_ranks(group)
+    kind: type[CommunicationError] = CommunicationError
+    text = str(error).split("\n", 1)[0]
+    ranks = tuple(peers)
+    if lost:
+        kind, ranks = PeerFailedError, lost
+        text = f"connection closed by ranks {list(lost)}: {text}"
+    elif has_timed_out(error):
+        kind = PeerTimeoutError
+    if ranks and not lost:
+        text = f"with ranks {list(ranks)}: {text}"
+    return kind(f"{what}: {text}", ranks=ranks, operation=operation, phase=phase)

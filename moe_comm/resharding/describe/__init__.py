@@ -1,0 +1,9 @@
+"""What there is before anything is planned: the tensors of a module, and where each lies in the whole.
+
+`module_tensors` and `tensor_table` say which tensors a module holds and whether they still are where they
+were; `metadata`, `metadata_extraction` and `parallelism` what a rank says about them; `intervals`,
+`tensor_layout`, `mesh_layouts` and `layouts` which elements of the whole tensor that is, or, by
+`disagreement`, that ranks contradict each other.
+
+Knows: nothing else.
+"""

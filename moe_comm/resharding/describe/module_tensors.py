@@ -1,0 +1,249 @@
+"""The tensors of a module that a refit reads or writes, by name, and whether they are still there."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from moe_comm.resharding.describe.tensor_table import TensorTable, any_has, hold_same
+
+__all__ = [
+    "ModuleState",
+    "get_refit_tensor_dict",
+    "invalidate_refit_tensor_cache",
+    "local_tensor",
+    "module_state",
+    "modules_with",
+    "named_persistent_buffers",
+    "named_refit_tensors",
+]
+
+_CONTENTS = operator.attrgetter("_parameters", "_buffers", "_modules")
+_DTYPE = operator.attrgetter("dtype")
+_CUT_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "partition_sizes",
+    "allreduce",
+    "expert_dim",
+    "expert_view",
+)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, any other tensor itself; without its gradient history."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor.detach()
+    return tensor.detach()
+
+
+def named_persistent_buffers(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """Buffers that a state dict would hold: (full name, module that owns it, name there, buffer)."""
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield (f"{path}.{name}" if path else name), owner, name, buffer
+
+
+def named_refit_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then persistent buffers; one that several modules share comes once."""
+    yield from module.named_parameters()
+    for name, _, _, buffer in named_persistent_buffers(module):
+        yield name, buffer
+
+
+class _TensorDict(dict[str, torch.Tensor]):
+    """Tensors by name. A class of its own because a plain dict cannot be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Listing:
+    """Tensors of a module by name, and what it held when they were listed.
+
+    Refers to modules and tensors weakly. Listings are kept beside modules and not on them, and a
+    submodule may refer to its root, as those of FSDP do: a root that its listing kept alive would
+    never go.
+
+    Args:
+        module: The outermost.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        named = dict(named_refit_tensors(module))
+        self.names = list(named)
+        self.tensors = list(map(weakref.ref, named.values()))
+        self.has_dtensors = any(
+            issubclass(kind, DTensor) for kind in set(map(type, named.values()))
+        )
+        self.descendants = [weakref.ref(child) for path, child in module.named_modules() if path]
+        self.types = {type(each) for each in module.modules()}
+        self.state: ModuleState | None = None
+        dicts = list(chain.from_iterable(map(_CONTENTS, module.modules())))
+        self._keys: list[str] = list(chain.from_iterable(dicts))
+        self._held = [
+            None if value is None else weakref.ref(value)
+            for value in chain.from_iterable(map(dict.values, dicts))
+        ]
+        self._by_name: weakref.ref[_TensorDict] | None = None
+
+    def is_valid(self, module: torch.nn.Module) -> bool:
+        """Whether no parameter, buffer or submodule was added, removed or replaced since."""
+        return hold_same([module, *self.descendants], self._keys, self._held)
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """The tensors; the same dict for as long as somebody holds it."""
+        known = None if self._by_name is None else self._by_name()
+        if known is None:
+            known = _TensorDict()
+            for name, reference in zip(self.names, self.tensors, strict=True):
+                tensor = reference()
+                assert tensor is not None, f"{name} is gone while its module is listed"
+                known[name] = tensor
+            self._by_name = weakref.ref(known)
+        return known
+
+
+_listings: weakref.WeakKeyDictionary[torch.nn.Module, _Listing] = weakref.WeakKeyDictionary()
+
+
+def _cut_of(tensor: torch.Tensor) -> Any:
+    """What a tensor says of how it is cut; None where it says nothing."""
+    if isinstance(tensor, DTensor):
+        return tensor._spec
+    attributes = vars(tensor)
+    return tuple(map(str, map(attributes.get, _CUT_ATTRIBUTES))) if attributes else None
+
+
+class ModuleState:
+    """What a module held at one moment, and how it was cut: the key of what was planned for it.
+
+    While `module_state` returns the same object, the very tensors are where they were, and what was
+    prepared for them can run again. A state that `is_alike` has other memory, for which the same plan
+    holds. Keeps no tensor alive.
+
+    Args:
+        module: The module; None for none.
+        listing: Of the module.
+    """
+
+    def __init__(self, module: torch.nn.Module | None, listing: _Listing | None) -> None:
+        self._listing = listing
+        self.groups: object = getattr(module, "pg_collection", None)
+        tensors = {} if listing is None else listing.by_name()
+        self._table = None if listing is None else TensorTable(list(tensors.values()))
+        self._names = list(tensors)
+        # Sizes of all tensors in one list of numbers: ten thousand `torch.Size` that live on would
+        # set off a full collection of garbage every few refits.
+        self._dims = list(map(torch.Tensor.dim, tensors.values()))
+        self._sizes = list(chain.from_iterable(map(torch.Tensor.size, tensors.values())))
+        self._dtypes = list(map(_DTYPE, tensors.values()))
+        # How a tensor is cut is not in its shape.
+        self._cuts = list(map(_cut_of, tensors.values()))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name. For a caller that has just got this state from `module_state`."""
+        return {} if self._listing is None else self._listing.by_name()
+
+    def is_current(self, module: torch.nn.Module, listing: _Listing) -> bool:
+        """Whether `module`, of which `listing` is valid, is still in this state."""
+        return (
+            listing is self._listing
+            and self._table is not None
+            and self._table.matches(listing.tensors, has_dtensors=listing.has_dtensors)
+            and bool(self.groups == getattr(module, "pg_collection", None))
+        )
+
+    def is_alike(
+        self, other: ModuleState, is_transformed: Callable[[str], bool] | None = None
+    ) -> bool:
+        """Whether a plan made for one serves the other.
+
+        Args:
+            other: What the module holds now.
+            is_transformed: Whether a transform writes a parameter, whatever the module calls it: those
+                do not count. None where there is no transform.
+        """
+        if self is other:
+            return True
+        if self.groups != other.groups:
+            return False
+        mine = self._names, self._dims, self._sizes, self._dtypes, self._cuts
+        theirs = other._names, other._dims, other._sizes, other._dtypes, other._cuts
+        if mine == theirs:
+            return True
+        if is_transformed is None:
+            return False
+        return self._without(is_transformed) == other._without(is_transformed)
+
+    def _without(self, is_transformed: Callable[[str], bool]) -> list[tuple[Any, ...]]:
+        sizes = iter(self._sizes)
+        shapes = [tuple(islice(sizes, dim)) for dim in self._dims]
+        return [
+            item
+            for item in zip(self._names, shapes, self._dtypes, self._cuts, strict=True)
+            if not is_transformed(item[0])
+        ]
+
+
+_NO_MODULE = ModuleState(None, None)
+
+
+def _listing_of(module: torch.nn.Module) -> _Listing:
+    listing = _listings.get(module)
+    if listing is None or not listing.is_valid(module):
+        listing = _listings[module] = _Listing(module)
+    return listing
+
+
+def get_refit_tensor_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """`named_refit_tensors` as a dict. They are listed again when the module has changed."""
+    return _listing_of(module).by_name()
+
+
+def module_state(module: torch.nn.Module | None) -> ModuleState:
+    """What a module holds: the same object until a tensor is replaced, moved, reshaped or cut anew."""
+    if module is None:
+        return _NO_MODULE
+    listing = _listing_of(module)
+    if listing.state is None or not listing.state.is_current(module, listing):
+        listing.state = ModuleState(module, listing)
+    return listing.state
+
+
+def modules_with(
+    module: torch.nn.Module, name: str, *, look_again: bool = True
+) -> list[torch.nn.Module]:
+    """`module` and those in it that have an attribute of their own, or of their class.
+
+    Args:
+        module: The outermost.
+        name: Of the attribute.
+        look_again: See submodules that were replaced since `module` was last looked at.
+    """
+    known = None if look_again else _listings.get(module)
+    listing = _listing_of(module) if known is None else known
+    types = {each for each in listing.types if hasattr(each, name)}
+    if not types and name not in vars(module) and not any_has(listing.descendants, name):
+        return []
+    descendants = (reference() for reference in listing.descendants)
+    return [
+        each
+        for each in (module, *descendants)
+        if each is not None and (type(each) in types or name in vars(each))
+    ]
+
+
+def invalidate_refit_tensor_cache(module: torch.nn.Module) -> None:
+    """Forget the tensors of a module."""
+    _listings.pop(module, None)

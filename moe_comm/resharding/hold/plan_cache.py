@@ -1,0 +1,155 @@
+"""Plans that are kept between refits, for as long as models and ranks are what they were made for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.module_tensors import ModuleState
+from moe_comm.resharding.hold.refit_group import MAX_PLANS, RefitGroup, identity_of
+from moe_comm.resharding.hold.refit_models import Models
+from moe_comm.resharding.move.kept import KeptWhile
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.transform_protocol import ReshardTransform
+
+__all__ = ["KeptPlan", "KeptPlans", "PlanCacheKey", "build_plan_cache_key", "plan_cache"]
+
+Sizes = tuple[int, int, int, int, int]
+"""Of the TP, PP, EP, DP and expert TP groups of a model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCacheKey:
+    """Which refit a plan is for.
+
+    Args:
+        rank: In the group.
+        src_config: Sizes of the source's groups; None where this rank has no source.
+        dst_config: Sizes of the target's groups; None where this rank has no target.
+        num_experts: Of the whole model.
+        world_size: Ranks of the group.
+        src_rank_offset: Added to the ranks of the source's groups.
+        dst_rank_offset: Added to the ranks of the target's groups.
+        pool_index: Of several pools of targets.
+        src_model: Which source, see `identity_of`; 0 for none.
+        dst_model: Which target; 0 for none.
+        group: Which group.
+    """
+
+    rank: int
+    src_config: Sizes | None
+    dst_config: Sizes | None
+    num_experts: int | None
+    world_size: int = 0
+    src_rank_offset: int = 0
+    dst_rank_offset: int = 0
+    pool_index: int = 0
+    src_model: int = 0
+    dst_model: int = 0
+    group: int = 0
+
+
+def _sizes_of(core: torch.nn.Module | None) -> Sizes | None:
+    """Sizes of the groups of a model; None where it has no groups."""
+    groups = getattr(core, "pg_collection", None)
+    if core is None or groups is None:
+        return None
+    tp, pp, ep, dp, expt_tp = (
+        1 if (group := getattr(groups, name, None)) is None else group.size()
+        for name in ("tp", "pp", "ep", "dp", "expt_tp")
+    )
+    return tp, pp, ep, dp, expt_tp
+
+
+def build_plan_cache_key(
+    models: Models, group: RefitGroup, rank_offsets: tuple[int, int], pool_index: int
+) -> PlanCacheKey:
+    """The key of a refit between these models."""
+    return PlanCacheKey(
+        rank=group.rank_idx,
+        src_config=_sizes_of(models.source),
+        dst_config=_sizes_of(models.target),
+        num_experts=models.num_experts,
+        world_size=group.num_ranks,
+        src_rank_offset=rank_offsets[0],
+        dst_rank_offset=rank_offsets[1],
+        pool_index=pool_index,
+        src_model=identity_of(models.source),
+        dst_model=identity_of(models.target),
+        group=identity_of(group.key),
+    )
+
+
+@dataclasses.dataclass
+class KeptPlan:
+    """A plan, and what it was made for.
+
+    Args:
+        plan: This rank's.
+        plan_id: Equal on all ranks that made it together, different for any other plan.
+        states: Of the source and the target when it was made.
+        destinations: By name, how the target was planned; a parameter that a transform has taken
+            out of the model is planned again from this.
+        is_strict: It was planned so (see `swap_model_weights`).
+    """
+
+    plan: ReshardPlan
+    plan_id: int
+    states: tuple[ModuleState, ModuleState]
+    destinations: dict[str, ParameterMetadata]
+    is_strict: bool
+
+
+class KeptPlans:
+    """What one rank has planned between two models, the last used first.
+
+    There may be several plans: a rank that only sends does not see whom it sends to.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[KeptPlan] = []
+
+    @property
+    def last(self) -> KeptPlan | None:
+        """The plan that was used last, whether or not it still fits."""
+        return self._plans[0] if self._plans else None
+
+    def fitting(
+        self,
+        states: tuple[ModuleState, ModuleState],
+        transform: ReshardTransform | None,
+        *,
+        is_strict: bool,
+    ) -> list[int]:
+        """Ids of the plans that serve models in these states."""
+        source, target = states
+
+        def serves(kept: KeptPlan) -> bool:
+            hooks = transform or kept.plan.transform
+            is_transformed = None if hooks is None else hooks.should_transform
+            return kept.states[0].is_alike(source) and kept.states[1].is_alike(
+                target, is_transformed
+            )
+
+        return [
+            kept.plan_id for kept in self._plans if kept.is_strict >= is_strict and serves(kept)
+        ]
+
+    def find(self, plan_id: int) -> KeptPlan | None:
+        """The plan of this id, which becomes the last used."""
+        for kept in self._plans:
+            if kept.plan_id == plan_id:
+                self.put(kept)
+                return kept
+        return None
+
+    def put(self, kept: KeptPlan) -> None:
+        """Keep a plan, as the last used."""
+        others = [each for each in self._plans if each is not kept]
+        self._plans = [kept, *others][:MAX_PLANS]
+
+
+plan_cache: KeptWhile[PlanCacheKey, KeptPlans] = KeptWhile()
+"""The plans of all refits of this process."""

@@ -1,0 +1,381 @@
+"""Weights of one model into another, as often as the source is trained: plans and services are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+from moe_comm.arguments import as_int
+from moe_comm.peers.missed_calls import tells_peers
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.hold.plan_cache import plan_cache
+from moe_comm.resharding.hold.refit_group import RefitGroup, agree
+from moe_comm.resharding.hold.refit_models import Model
+from moe_comm.resharding.hold.refit_pass import Group, RefitPass, Verify
+from moe_comm.resharding.hold.refit_services import (
+    RefitBackendName,
+    check_backend,
+    clear_service_cache,
+)
+
+__all__ = [
+    "Refit",
+    "clear_all_caches",
+    "clear_plan_cache",
+    "prepare_swap_model_weights",
+    "reshard_model_weights",
+    "swap_model_weights",
+]
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+def clear_plan_cache() -> None:
+    """Forget all plans of this process. All ranks of a refit plan anew where one has forgotten."""
+    plan_cache.clear()
+
+
+def clear_all_caches() -> None:
+    """Forget all services and plans of this process."""
+    clear_service_cache()
+    clear_plan_cache()
+
+
+def _tells_group(position: int) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """A decorator for refits: peers hear of arguments that Python cannot bind.
+
+    Args:
+        position: Of `group` among the positional arguments, `self` among them.
+    """
+
+    def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        group = kwargs.get("group", args[position] if len(args) > position else None)
+        given = (*args, *kwargs.values())
+        service = next((each for each in given if isinstance(each, CopyService)), None)
+        _agree_on_nothing(RefitGroup(group, service, is_in_doubt=True), error)
+
+    return tells_peers(tell)
+
+
+def _agree_on_nothing(group: RefitGroup, problem: Exception) -> None:
+    """Raise what is wrong on this rank, after the others have heard of it."""
+    agree(group, problem=problem, options="", has_service=False, plan_ids=[], nonce=0)
+
+
+def _reject_run(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell peers, who are in a run of the refit."""
+    _agree_on_nothing(args[0]._passes[0].ranks(), error)
+
+
+class Refit:
+    """Weights of one model into another: planned once, run as often as the source is trained.
+
+    Collective: all ranks make it, and run it in the same order among their other refits. It keeps both
+    models alive. Making it does what `prepare_swap_model_weights` does, and plans are shared with that
+    function and with `swap_model_weights`. The first run connects the transport and prepares the copies;
+    later ones repeat them.
+
+    Before each run every rank sees whether both models still hold what was planned for. A rank where
+    tensors were replaced, or their memory, prepares its copies anew. Where names, shapes, dtypes or the
+    way in which tensors are cut are others on one rank, all ranks plan anew.
+
+    Args:
+        src_model: What this rank holds of the source, or None.
+        target_model: What this rank holds of the target, or None. Runs write it in place. A target
+            whose config asks for MXFP8 inference is converted here.
+        refit_method: "symmetric", "gloo", "nccl", "nvshmem", or a `CopyService`.
+        group: The ranks, as for `swap_model_weights`, like all that follow.
+        src_rank_offset: Added to the ranks of the source's groups.
+        dst_rank_offset: Added to the ranks of the target's groups.
+        transform: A `ReshardTransform`, or an object with its methods; None for none.
+        num_dst_pools: Groups of ranks that each hold a whole target.
+        dst_pool_index: Of these, the one that this rank's target belongs to.
+        verify: "plan", "checksum" or None.
+        strict: Refuse source parameters without a destination.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, CommunicationError: As `swap_model_weights`, on every rank.
+
+    Example:
+        refit = Refit(trained, served, "symmetric")
+        for batch in batches:
+            train(trained, batch)
+            refit.run()
+    """
+
+    @_tells_group(4)
+    def __init__(
+        self,
+        src_model: Model,
+        target_model: Model,
+        refit_method: RefitBackendName | CopyService,
+        group: Group = None,
+        src_rank_offset: int = 0,
+        dst_rank_offset: int = 0,
+        transform: Any = None,
+        num_dst_pools: int = 1,
+        dst_pool_index: int = 0,
+        *,
+        verify: Verify = "plan",
+        strict: bool = False,
+    ) -> None:
+        self._passes: list[RefitPass] = []
+        for each in _passes(
+            "Refit",
+            src_model,
+            target_model,
+            *_service_of(refit_method),
+            group,
+            (src_rank_offset, dst_rank_offset),
+            transform,
+            (num_dst_pools, dst_pool_index),
+            verify,
+            strict,
+        ):
+            # The plans of all ranks have the same id, by which they tell this refit from another.
+            plan_id = each.prepare()
+            refit = self._passes[0].refit if self._passes else f"{plan_id:016x}"
+            self._passes.append(dataclasses.replace(each, function="Refit.run", refit=refit))
+
+    @tells_peers(_reject_run)
+    def run(self) -> None:
+        """Copy the weights of the source as they are now into the target. Collective, blocking.
+
+        Raises:
+            ValueError: The source is stale, no plan can be made for what the models hold now, or ranks
+                run different refits; on every rank, before anything moves.
+            RuntimeError: An error of the service.
+            RefitError: With `verify="checksum"`: the target does not hold what its source holds.
+            CommunicationError: A peer is gone or did not come.
+        """
+        for each in self._passes:
+            each.run()
+
+
+@_tells_group(2)
+def prepare_swap_model_weights(
+    src_model: Model,
+    target_model: Model,
+    group: Group = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    *,
+    transform: Any = None,
+    num_dst_pools: int = 1,
+    dst_pool_index: int = 0,
+    verify: Verify = "plan",
+    strict: bool = False,
+) -> None:
+    """Make the plans of later `swap_model_weights` calls. Collective.
+
+    Called while both models hold ordinary weights. A target whose config asks for MXFP8 inference
+    (`transformer_impl` "inference_optimized", `fp8_recipe` "mxfp8") is converted; later refits
+    quantize into the same memory. A caller that converts its target by itself does so after this.
+
+    Args:
+        src_model: What this rank holds of the source, or None.
+        target_model: What this rank holds of the target, or None.
+        group: The ranks; None for the default group.
+        src_rank_offset: Added to the ranks of the source's groups.
+        dst_rank_offset: Added to the ranks of the target's groups.
+        transform: A `ReshardTransform`, or an object with its methods; None for none.
+        num_dst_pools: Groups of ranks that each hold a whole target.
+        dst_pool_index: Of these, the one that this rank's target belongs to.
+        verify: Other than None: the plan is verified.
+        strict: As in `swap_model_weights`.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: As `swap_model_weights`.
+    """
+    for each in _passes(
+        "prepare_swap_model_weights",
+        src_model,
+        target_model,
+        None,
+        None,
+        group,
+        (src_rank_offset, dst_rank_offset),
+        transform,
+        (num_dst_pools, dst_pool_index),
+        verify,
+        strict,
+    ):
+        each.prepare()
+
+
+@_tells_group(3)
+def swap_model_weights(
+    src_model: Model,
+    target_model: Model,
+    refit_method: RefitBackendName | CopyService,
+    group: Group = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    transform: Any = None,
+    num_dst_pools: int = 1,
+    dst_pool_index: int = 0,
+    *,
+    verify: Verify = "plan",
+    strict: bool = False,
+) -> None:
+    """Copy the weights of `src_model` into `target_model`, however each is cut. Collective.
+
+    Plans and services are kept: the next call with the same models moves data and little else. Ranks
+    agree on whether they have them, so that all plan anew when a parameter of one changed.
+
+    Models are `torch.nn.Module`s with `pg_collection` (see `parallelism.ProcessGroups`) or of
+    DTensors, alone or in a list of one. A rank may have both, one, or none: then it takes part and
+    moves nothing.
+
+    Args:
+        src_model: What this rank holds of the source, or None.
+        target_model: What this rank holds of the target, or None. Written in place.
+        refit_method: "symmetric", "gloo", "nccl", "nvshmem", or a `CopyService`.
+        group: The ranks; a process group, a `Bootstrap`, or None for those of the service, and
+            without one for the default group.
+        src_rank_offset: Added to the ranks of the source's groups, where sources and targets are
+            worlds of their own joined by `group`.
+        dst_rank_offset: Added to the ranks of the target's groups.
+        transform: A `ReshardTransform`, or an object with its methods; None for that of
+            `prepare_swap_model_weights`, if any.
+        num_dst_pools: Groups of ranks that each hold a whole target. They are written one after the
+            other.
+        dst_pool_index: Of these, the one that this rank's target belongs to.
+        verify: "plan": a plan is verified when it is made. "checksum": and what each refit moved is
+            compared at both ends. None: neither.
+        strict: A source parameter without a destination is an error, and so is a target parameter that
+            a member of its tensor parallel or expert parallel group or device mesh lacks, or that one
+            of these or a replica has with another dtype. Else, as in Megatron, whose trainers have
+            heads that generators lack, such a source parameter stays where it is. A destination
+            without a source is always an error.
+
+    Raises:
+        TypeError: `refit_method` is neither a name nor a service, or a model is no module.
+        ValueError: An argument is wrong on some rank, ranks ask for different things, the source is
+            stale, or no plan can be made; on every rank, before anything moves.
+        RuntimeError: A model has no `pg_collection`, on every rank; or an error of the service.
+        CommunicationError: A peer is gone or did not come.
+    """
+    for each in _passes(
+        "swap_model_weights",
+        src_model,
+        target_model,
+        *_service_of(refit_method),
+        group,
+        (src_rank_offset, dst_rank_offset),
+        transform,
+        (num_dst_pools, dst_pool_index),
+        verify,
+        strict,
+    ):
+        each.run()
+
+
+@_tells_group(3)
+def reshard_model_weights(
+    src_model: Model,
+    target_model: Model,
+    service: CopyService,
+    group: Group = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    transform: Any = None,
+    pool_index: int = 0,
+    *,
+    verify: Verify = "plan",
+    strict: bool = False,
+) -> None:
+    """One pass of `swap_model_weights`, over a service that is there. Collective.
+
+    Args:
+        src_model: What this rank holds of the source, or None.
+        target_model: None on ranks whose target is of another pool.
+        service: The transport.
+        group: The ranks; None for those of the service.
+        src_rank_offset: Added to the ranks of the source's groups.
+        dst_rank_offset: Added to the ranks of the target's groups.
+        transform: A `ReshardTransform`, or an object with its methods; None for that of
+            `prepare_swap_model_weights`, if any.
+        pool_index: Which pool this pass writes.
+        verify: As in `swap_model_weights`.
+        strict: As in `swap_model_weights`.
+
+    Raises:
+        ValueError, RuntimeError, TypeError, CommunicationError: As `swap_model_weights`.
+    """
+    given: Any = service
+    problem: Exception | None = None
+    if not isinstance(given, CopyService):
+        problem = TypeError(f"service must be a CopyService, got {type(given).__name__}")
+        given = None
+    RefitPass(
+        "reshard_model_weights",
+        src_model,
+        target_model,
+        given,
+        group,
+        (src_rank_offset, dst_rank_offset),
+        transform,
+        verify,
+        strict,
+        pool_index=pool_index,
+        problem=problem,
+    ).run()
+
+
+def _service_of(refit_method: Any) -> tuple[CopyService | str | None, Exception | None]:
+    """A service or the name of one, and what is wrong with it."""
+    if isinstance(refit_method, str):
+        try:
+            check_backend(refit_method)
+        except ValueError as error:
+            return refit_method, error
+    elif not isinstance(refit_method, CopyService):
+        return None, TypeError(
+            "refit_method must be a backend name or a CopyService instance, got "
+            f"{type(refit_method).__name__}"
+        )
+    return refit_method, None
+
+
+def _passes(
+    function: str,
+    src_model: Model,
+    target_model: Model,
+    service: CopyService | str | None,
+    problem: Exception | None,
+    group: Group,
+    rank_offsets: tuple[int, int],
+    transform: Any,
+    pools: tuple[int, int],
+    verify: Verify,
+    strict: bool,
+) -> Iterator[RefitPass]:
+    """One for each pool of targets, of which the first raises what is wrong, on every rank."""
+    num_dst_pools, dst_pool_index = pools
+    try:
+        as_int("num_dst_pools", num_dst_pools, 1)
+        if not 0 <= as_int("dst_pool_index", dst_pool_index) < num_dst_pools:
+            raise ValueError(
+                f"dst_pool_index must be in [0, {num_dst_pools}), got {dst_pool_index}"
+            )
+    except (TypeError, ValueError) as error:
+        problem = problem or error
+    # Made one by one: a number of pools that other ranks do not share may be any number.
+    for pool_index in range(1 if problem is not None else num_dst_pools):
+        yield RefitPass(
+            function,
+            src_model,
+            target_model if pool_index == dst_pool_index else None,
+            service,
+            group,
+            rank_offsets,
+            transform,
+            verify,
+            strict,
+            num_dst_pools,
+            pool_index,
+            problem,
+        )

@@ -1,0 +1,275 @@
+"""One pass of a refit: what a rank is given becomes an agreement, a plan and copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import Any, Literal, TypeAlias
+
+import torch.distributed as dist
+
+from moe_comm.arguments import as_int, check_bool, shown
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.module_tensors import ModuleState, module_state
+from moe_comm.resharding.formats.mxfp8_weights import mxfp8_backend_of
+from moe_comm.resharding.hold.plan_cache import (
+    KeptPlan,
+    KeptPlans,
+    PlanCacheKey,
+    build_plan_cache_key,
+    plan_cache,
+)
+from moe_comm.resharding.hold.refit_group import Agreement, RefitGroup, agree, agree_that_it_ran
+from moe_comm.resharding.hold.refit_models import (
+    Model,
+    Models,
+    _harmonize_buffer_dtypes,
+    _needs_mxfp8_conversion,
+    _setup_mxfp8_transform_on_plan,
+    config_of,
+    planned_destinations,
+    unwrap_models,
+)
+from moe_comm.resharding.hold.refit_services import check_serves, create_service, find_service
+from moe_comm.resharding.hold.verification import verify_refit
+from moe_comm.resharding.move import stale
+from moe_comm.resharding.move.execution import execute
+from moe_comm.resharding.plan.planner import build_local_reshard_plan
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.transform_protocol import as_reshard_transform
+
+__all__ = ["VERIFY", "Group", "RefitPass", "Verify"]
+
+Verify = Literal["plan", "checksum"] | None
+"""None; "plan": a plan is verified when it is made; "checksum": and every refit after it ran."""
+
+VERIFY = (None, "plan", "checksum")
+
+Group: TypeAlias = "dist.ProcessGroup | Bootstrap | None"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sides:
+    """Both models as they are when a pass begins, and what was planned between them.
+
+    Nothing of it is kept for the next run: by then wrappers may hold other models, these other tensors,
+    and plans may be forgotten.
+    """
+
+    models: Models
+    # A look at ten thousand tensors takes long enough to take one of each model.
+    states: tuple[ModuleState, ModuleState]
+    key: PlanCacheKey
+    plans: KeptPlans
+
+
+@dataclasses.dataclass
+class RefitPass:
+    """One collective pass of a refit on this rank: from one source to one pool of targets.
+
+    Args:
+        function: What the caller called.
+        src_model: As the caller gave it, like most that follows.
+        target_model: None on ranks whose target is of another pool.
+        service: A service or the name of one; None where there is none.
+        group: The ranks.
+        rank_offsets: Of the source and the target.
+        transform: Handles the parameters that it names; None for that of the plan.
+        verify: What is verified.
+        strict: Whether source parameters may be without a destination.
+        num_dst_pools: Of how many passes this is one.
+        pool_index: Which one.
+        problem: What is wrong with an argument, for all ranks to hear of, or None.
+        refit: Which `Refit` runs, empty for none.
+    """
+
+    function: str
+    src_model: Model
+    target_model: Model
+    service: CopyService | str | None
+    group: Group
+    rank_offsets: tuple[int, int]
+    transform: Any
+    verify: Verify
+    strict: bool
+    num_dst_pools: int = 1
+    pool_index: int = 0
+    problem: Exception | None = None
+    refit: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            if not (self.verify is None or self.verify in VERIFY):
+                raise ValueError(f"verify must be one of {VERIFY}, got {self.verify!r}")
+            check_bool("strict", self.strict)
+            for side, offset in zip(("src", "dst"), self.rank_offsets, strict=True):
+                as_int(f"{side}_rank_offset", offset, 0)
+            if self.transform is not None:
+                self.transform = as_reshard_transform(self.transform)
+        except Exception as error:  # noqa: BLE001 # raised on every rank, by `agree`
+            self.problem = self.problem or error
+
+    def prepare(self) -> int:
+        """Make the plan, and convert a target that asks for it.
+
+        Returns:
+            The id of the plan, equal on all ranks.
+        """
+        group = self.ranks()
+        sides, agreement = self._agree(group, *find_service(self.service, group))
+        kept = sides.plans.find(agreement.plan_id) or self._plan(sides, agreement, group)
+        if self.transform is None:
+            _setup_mxfp8_transform_on_plan(kept.plan, self.target_model)
+        # The target may have been converted just now.
+        kept.states = kept.states[0], module_state(sides.models.target)
+        return kept.plan_id
+
+    def run(self) -> None:
+        """Move the weights."""
+        group = self.ranks()
+        backend, service, refit_method = find_service(self.service, group)
+        if isinstance(service, DistributedCopyService):
+            # Ranks that lost each other have lost the group: they could not agree any more.
+            service.check_usable()
+        sides, agreement = self._agree(group, backend, service, refit_method)
+        if backend and not agreement.has_service:
+            service = create_service(backend, group)
+        assert service is not None
+        try:
+            states = sides.states
+            kept = sides.plans.find(agreement.plan_id)
+            if kept is None:
+                kept = self._plan(sides, agreement, group)
+                states = kept.states
+            self._move(kept.plan, sides.models, states, service, group)
+        finally:
+            # Connected by now, also where the refit failed.
+            group.remember(service)
+
+    def ranks(self) -> RefitGroup:
+        """Who takes part, as of now: a default group may be another than the last time."""
+        service = self.service if isinstance(self.service, CopyService) else None
+        # Only a preparation is without a service.
+        is_in_doubt = self.service is None and self.function != "prepare_swap_model_weights"
+        return RefitGroup(self.group, service, is_in_doubt=is_in_doubt)
+
+    def _agree(
+        self, group: RefitGroup, backend: str, service: CopyService | None, refit_method: str
+    ) -> tuple[_Sides, Agreement]:
+        """Look at both models, tell the other ranks, hear from them. Collective.
+
+        Args:
+            group: The ranks.
+            backend: As `find_service` returned it, like what follows.
+            service: The service, if there is one.
+            refit_method: What ranks compare of it.
+
+        Raises:
+            Exception: What is wrong on some rank, or that ranks ask for different things; on all.
+        """
+        problem = self.problem or group.problem
+        sides, plan_ids = None, []
+        try:
+            if backend:
+                check_serves(backend, group)
+            else:
+                group.check(service)
+            sides = self._look(group)
+            plan_ids = sides.plans.fitting(sides.states, self.transform, is_strict=self.strict)
+        except Exception as error:  # noqa: BLE001 # raised on every rank
+            problem = problem or error
+        asked = {
+            "function": self.function,
+            "verify": self.verify,
+            "strict": self.strict,
+            "num_dst_pools": self.num_dst_pools,
+            "pool_index": self.pool_index,
+            "refit_method": refit_method,
+            "group": str(group),
+            "refit": self.refit,
+        }
+        lines = (f"{name}={shown(value)}".replace("\n", " ") for name, value in asked.items())
+        agreement = agree(
+            group,
+            problem=problem,
+            options="\n".join(lines),
+            has_service=service is not None or not backend,
+            plan_ids=plan_ids,
+            nonce=secrets.randbits(64),
+        )
+        assert sides is not None
+        return sides, agreement
+
+    def _look(self, group: RefitGroup) -> _Sides:
+        models = unwrap_models(self.src_model, self.target_model)
+        if self.function in ("prepare_swap_model_weights", "Refit") and _needs_mxfp8_conversion(
+            self.target_model
+        ):
+            mxfp8_backend_of(config_of(self.target_model))
+        states = module_state(models.source), module_state(models.target)
+        source = models.source
+        if source is not None and (reason := stale.stale_reason(source, look_again=False)):
+            raise ValueError(f"the source model is stale and must not be read: {reason}")
+        key = build_plan_cache_key(models, group, self.rank_offsets, self.pool_index)
+        return _Sides(models, states, key, plan_cache.get(key) or KeptPlans())
+
+    def _plan(self, sides: _Sides, agreement: Agreement, group: RefitGroup) -> KeptPlan:
+        """A plan that all ranks make together, because one of them has none."""
+        source, target = sides.models.source, sides.models.target
+        # What a transform has taken out of the target is planned as it was the last time.
+        old = sides.plans.last
+        known = {} if old is None else old.destinations
+        transform = self.transform or (None if old is None else old.plan.transform)
+        planned: dict[str, ParameterMetadata] = {}
+
+        def adjust(metas: list[ParameterMetadata]) -> list[ParameterMetadata]:
+            chosen = planned_destinations(target, metas, known, transform)
+            planned.update((meta.name, meta) for meta in chosen)
+            return chosen
+
+        plan = build_local_reshard_plan(
+            source,
+            target,
+            num_experts=sides.models.num_experts,
+            group=group.handle,
+            src_rank_offset=self.rank_offsets[0],
+            dst_rank_offset=self.rank_offsets[1],
+            strict=self.strict,
+            verify=self.verify is not None,
+            adjust_destination=adjust,
+        )
+        if old is not None:
+            plan.transform = old.plan.transform
+        _harmonize_buffer_dtypes(plan, source, target, group.handle)
+        # Buffers may have another dtype by now.
+        states = module_state(source), module_state(target)
+        kept = KeptPlan(plan, agreement.new_plan_id, states, planned, self.strict)
+        sides.plans.put(kept)
+        plan_cache.put(sides.key, sides.plans, (source, target, group.key))
+        return kept
+
+    def _move(
+        self,
+        plan: ReshardPlan,
+        models: Models,
+        states: tuple[ModuleState, ModuleState],
+        service: CopyService,
+        group: RefitGroup,
+    ) -> None:
+        transform = self.transform or plan.transform
+        modules = models.source, models.target
+        problem: Exception | None = None
+        try:
+            # What has been planned is there, so `strict`.
+            execute(plan, modules, states, service, group.handle, transform, strict=True)
+        except Exception as error:
+            if self.verify != "checksum":
+                raise
+            problem = error
+        if self.verify == "checksum":
+            # Others may have come further than this rank, and would wait for its checksums.
+            agree_that_it_ran(group, service, problem)
+            verify_refit(plan, *modules, group.handle, transform=transform)

@@ -1,0 +1,146 @@
+"""The copy services of refits, one per process for each backend and group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from moe_comm.arguments import shown
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from moe_comm.resharding.copy_services.nixl_copy_service import NO_NIXL
+from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.hold.refit_group import RefitGroup, agree, identity_of
+
+__all__ = [
+    "RefitBackendName",
+    "check_backend",
+    "check_serves",
+    "clear_service_cache",
+    "create_service",
+    "find_service",
+    "get_or_create_service",
+    "service_cache",
+]
+
+RefitBackendName = Literal["gloo", "nccl", "nvshmem", "symmetric"]
+Group = dist.ProcessGroup | Bootstrap | None
+
+_SERVICES: dict[str, Callable[[Any], CopyService]] = {
+    "gloo": GlooCopyService,
+    "nccl": NCCLCopyService,
+    "nvshmem": NVSHMEMCopyService,
+    "symmetric": SymmetricCopyService,
+}
+
+service_cache: dict[tuple[str, int], CopyService] = {}
+_lock = threading.Lock()
+
+
+def get_or_create_service(backend: RefitBackendName, group: Group = None) -> CopyService:
+    """The copy service of a backend for a group; one per process for each.
+
+    Collective over the group where it makes one.
+
+    Args:
+        backend: "symmetric" (the shared heap of one machine), "gloo", "nccl" or "nvshmem".
+        group: A process group; None for the default group; for "symmetric" also a `Bootstrap`.
+
+    Raises:
+        ValueError: There is no such backend, or it cannot serve this group.
+    """
+    name: Any = backend
+    ranks = RefitGroup(group)
+    key = identity_of(ranks.key)
+    if isinstance(name, str) and (name, key) in service_cache:
+        return service_cache[name, key]
+    problem = ranks.problem
+    try:
+        if not isinstance(name, str):
+            raise TypeError(f"backend must be a name, got {shown(name)}")
+        check_serves(name, ranks)
+    except (TypeError, ValueError) as error:
+        problem = problem or error
+    if problem is not None and any(known == key for _, known in service_cache):
+        # Where this rank has a service of the group, its peers have one too, and do not wait.
+        raise problem
+    agree(
+        ranks,
+        problem=problem,
+        options=f"function=get_or_create_service\nbackend={shown(name)}\ngroup={ranks}",
+        has_service=False,
+        plan_ids=[],
+        nonce=0,
+    )
+    return create_service(name, ranks)
+
+
+def clear_service_cache() -> None:
+    """Close and forget all services of this process."""
+    with _lock:
+        services = list(service_cache.values())
+        service_cache.clear()
+    for service in services:
+        service.close()
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError where there is no backend of that name."""
+    if backend not in _SERVICES:
+        what = f"backend {NO_NIXL}" if backend == "nixl" else f"Unknown backend {backend!r}"
+        raise ValueError(f"{what}; there are {', '.join(sorted(_SERVICES))}")
+
+
+def check_serves(backend: str, group: RefitGroup) -> None:
+    """There is such a service, and it can serve this group."""
+    check_backend(backend)
+    if backend in ("gloo", "nccl") and not isinstance(group.handle, dist.ProcessGroup | None):
+        raise ValueError(
+            f"{backend} needs a torch.distributed process group, got {type(group.handle).__name__}"
+        )
+
+
+def create_service(backend: str, group: RefitGroup) -> CopyService:
+    """The service that all ranks have agreed to make; one that is there is closed.
+
+    A rank has one already where another rank has forgotten its part.
+    """
+    key = backend, identity_of(group.key)
+    old = service_cache.pop(key, None)
+    if old is not None:
+        old.close()
+    service = service_cache[key] = _SERVICES[backend](group.handle)
+    return service
+
+
+def find_service(
+    given: CopyService | str | None, group: RefitGroup
+) -> tuple[str, CopyService | None, str]:
+    """What a caller gave as a service: a name of this module, or a service of the caller's.
+
+    A service and the name of its kind are two things: a name means a service that this module makes
+    where there is none, together with the others who give the name.
+
+    Returns:
+        The name, empty where it is no service of this module; the service, if there is one yet; and
+        what ranks compare of it.
+    """
+    if given is None:
+        return "", None, ""
+    key = identity_of(group.key)
+    if isinstance(given, str):
+        return given, service_cache.get((given, key)), given
+    kind: type = type(given)
+    for name, made in _SERVICES.items():
+        if given is service_cache.get((name, key)):
+            return name, given, name
+        if isinstance(made, type) and isinstance(given, made):
+            kind = made
+            break
+    return "", given, f"a {kind.__name__}"

@@ -1,0 +1,477 @@
+"""Runs a reshard plan: reads the source, hands pieces to a copy service, writes the destination."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from moe_comm.errors import CommunicationError
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.process_group import failure_of
+from moe_comm.resharding.describe.module_tensors import (
+    ModuleState,
+    local_tensor,
+    module_state,
+    modules_with,
+)
+from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
+from moe_comm.resharding.move import stale
+from moe_comm.resharding.move.kept import KeptWhile
+from moe_comm.resharding.move.sources import Sources, in_view, reduce_partial_sources
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
+from moe_comm.resharding.plan.transfer_op import Slices, TransferOp
+from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
+
+__all__ = ["execute", "execute_reshard_plan"]
+
+logger = logging.getLogger(__name__)
+
+
+# Tensors of one piece, after the first, take ids that no piece has: see `_task_ids`.
+_TENSOR_SHIFT = 58
+_MAX_TENSORS = 1 << (63 - _TENSOR_SHIFT)
+
+
+def _copy(room: torch.Tensor, tensor: torch.Tensor, place: Slices) -> None:
+    """Write what was received into `room` where it belongs: `tensor[place]`."""
+    # What was made in inference mode is written in it alone.
+    with torch.inference_mode(tensor.is_inference()):
+        tensor[place].copy_(room)
+
+
+def _get_mxfp8_accumulator(
+    pending: dict[int, tuple[Any, ...]], dst_param: torch.Tensor
+) -> tuple[torch.Tensor, list[Any]]:
+    """The bfloat16 tensor that an MXFP8 parameter is assembled in before it is quantized, once.
+
+    Args:
+        pending: By `id(dst_param)`: the parameter, that tensor (not initialized: pieces cover it),
+            and a list for pieces. Gets an entry.
+        dst_param: The parameter.
+
+    Returns:
+        The tensor and the list.
+    """
+    if id(dst_param) not in pending:
+        full = torch.empty(dst_param.shape, dtype=torch.bfloat16, device=dst_param.device)
+        pending[id(dst_param)] = (dst_param, full, [])
+    _, full, pieces = pending[id(dst_param)]
+    return full, pieces
+
+
+def _refresh_module_caches(dst_module: torch.nn.Module | None) -> None:
+    """Call `refresh_cache()` of every module that has one: it derives things from its parameters."""
+    if dst_module is None:
+        return
+    for module in modules_with(dst_module, "refresh_cache", look_again=False):
+        refresh: Any = module.refresh_cache
+        refresh()
+
+
+def _synchronize() -> None:
+    """Wait for all CUDA work of this process."""
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    try:
+        torch.cuda.synchronize()
+    except (AssertionError, RuntimeError):
+        # There is no CUDA here: everything has happened already.
+        if torch.cuda.is_available():
+            raise
+
+
+def _barrier(group: dist.ProcessGroup | Bootstrap | None) -> None:
+    """Wait for all ranks.
+
+    Raises:
+        CommunicationError: A peer is gone or did not come.
+    """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        group.all_gather(None)
+    elif dist.is_available() and dist.is_initialized():
+        try:
+            dist.barrier(group=group)
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise failure_of(
+                group or dist.group.WORLD, "the barrier after the copies failed", error
+            ) from error
+
+
+def _task_ids(task_id: int | None, num_tensors: int) -> list[int | None]:
+    """Ids of the tensors that one piece travels as, equal on both ends.
+
+    The first has the id of the piece.
+
+    Raises:
+        ValueError: They do not fit into 63 bits.
+    """
+    if task_id is None or num_tensors < 2:
+        return [task_id] * num_tensors
+    if num_tensors > _MAX_TENSORS or task_id >> _TENSOR_SHIFT:
+        raise ValueError(
+            f"a piece of several tensors takes at most {_MAX_TENSORS} and a task id below "
+            f"2^{_TENSOR_SHIFT}, got {num_tensors} tensors and task id {task_id}"
+        )
+    return [task_id | i << _TENSOR_SHIFT for i in range(num_tensors)]
+
+
+def _problem_with(
+    ops: list[TransferOp],
+    specs: Mapping[str, TensorSpec],
+    tensors: Mapping[str, torch.Tensor],
+    side: str,
+    strict: bool,
+) -> str | None:
+    """What keeps this rank's tensors from being what the plan was made for, or None."""
+    for name in dict.fromkeys(op.param_name for op in ops):
+        tensor, spec = tensors.get(name), specs.get(name)
+        if tensor is None:
+            if strict:
+                return f"the plan moves {name}, which the {side} module does not have"
+        elif spec is not None:
+            shape = tuple(local_tensor(tensor).shape)
+            if shape != tuple(spec.shape):
+                return (
+                    f"{name} of the {side} module was planned with shape {tuple(spec.shape)}, "
+                    f"it has {shape}"
+                )
+            if strict and tensor.dtype != spec.dtype:
+                return (
+                    f"{name} of the {side} module was planned as {spec.dtype}, it is {tensor.dtype}"
+                )
+    return None
+
+
+States = tuple[ModuleState, ModuleState]
+"""Of the source and the destination."""
+
+
+class PlanExecution:
+    """A plan between two modules as it was submitted to a service, and what is left to do after that.
+
+    One that `is_repeatable` runs again for as long as it `is_of` the plan and the modules. It refers to
+    none of these, nor to the service, since it goes with the first of them.
+
+    Args:
+        plan: This rank's.
+        states: Of the source and the destination.
+        transform: Handles the parameters that it names; None for none.
+    """
+
+    def __init__(
+        self, plan: ReshardPlan, states: States, transform: ReshardTransform | None
+    ) -> None:
+        self._ops = plan.send_ops, plan.recv_ops
+        self._states = states
+        self._transform = transform
+        self.is_repeatable = transform is None and not plan.reductions
+        """Whether the service prepared it: nothing but views of the modules' own tensors."""
+        self._prepared: Any = None
+        self.skipped: dict[str, str] = {}
+        """Sides, by name, of parameters that a module does not have."""
+        self._is_direct = False  # a peer may write into the destination before the service is done
+        self._takes_strided = False
+        self._writebacks: list[Callable[[], None]] = []
+        self._pending_quantized: dict[int, tuple[Any, ...]] = {}
+
+    def is_of(self, plan: ReshardPlan, states: States) -> bool:
+        """Whether these would submit the same memory again. Lists of a plan may be replaced."""
+        return (
+            self._ops[0] is plan.send_ops
+            and self._ops[1] is plan.recv_ops
+            and self._states[0] is states[0]
+            and self._states[1] is states[1]
+        )
+
+    def submit(self, plan: ReshardPlan, service: Any, *, strict: bool) -> None:
+        """Give all pieces to the service, which prepares them where it can run them again.
+
+        Raises:
+            ValueError: A tensor is not what the plan was made for.
+        """
+        if self._transform is not None:
+            self._transform.begin()
+        sources, destinations = (state.tensors for state in self._states)
+        problem = _problem_with(plan.send_ops, plan.sources, sources, "source", strict)
+        problem = problem or _problem_with(
+            [op for op in plan.recv_ops if not self._is_transformed(op.param_name)],
+            plan.destinations,
+            destinations,
+            "destination",
+            strict,
+        )
+        reduced = reduce_partial_sources(plan, sources, problem)
+        # Mock services have neither attribute nor constructor of the base class.
+        self._takes_strided = getattr(type(service), "takes_strided_tensors", False) is True
+        self._submit_sends(plan, service, sources, reduced)
+        self._submit_recvs(plan, service, destinations)
+        can_repeat = all(hasattr(type(service), name) for name in ("prepare", "run_prepared"))
+        self.is_repeatable &= can_repeat and not self.skipped
+        if self.is_repeatable:
+            self._prepared = service.prepare()
+
+    def _is_transformed(self, name: str) -> bool:
+        return self._transform is not None and self._transform.should_transform(name)
+
+    def _submit_sends(
+        self,
+        plan: ReshardPlan,
+        service: CopyService,
+        tensors: Mapping[str, torch.Tensor],
+        reduced: Mapping[str, torch.Tensor],
+    ) -> None:
+        sources = Sources(plan, tensors, reduced, self._is_transformed)
+        for op in plan.send_ops:
+            source = tensors.get(op.param_name)
+            if source is None:
+                self.skipped[op.param_name] = "source"
+                continue
+            if self._is_transformed(op.param_name):
+                assert self._transform is not None
+                # Transforms may know the class of a parameter, but a DTensor is not theirs to cut.
+                whole = local_tensor(source) if isinstance(source, DTensor) else source
+                whole = reduced.get(op.param_name, whole)
+                pieces = self._transform.prepare_send_of(op, whole)
+            else:
+                piece = in_view(sources.get(op.param_name), op)[op.my_slice]
+                if op.wire_dtype is not None and piece.dtype != op.wire_dtype:
+                    piece = piece.to(op.wire_dtype)
+                    self.is_repeatable = False
+                self.is_repeatable &= not sources.is_fresh(op.param_name)
+                pieces = [piece]
+            for piece, task_id in zip(pieces, _task_ids(op.task_id, len(pieces)), strict=True):
+                service.submit_send(self._sendable(piece), op.peer_rank, task_id=task_id)
+
+    def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._takes_strided or tensor.is_contiguous():
+            return tensor
+        self.is_repeatable = False
+        return tensor.contiguous()
+
+    def _submit_recvs(
+        self, plan: ReshardPlan, service: CopyService, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        name_at: dict[tuple[Any, ...], str] = {}
+        for op in plan.recv_ops:
+            if self._is_transformed(op.param_name):
+                assert self._transform is not None
+                buffers = self._transform.prepare_recv_of(op)
+                rooms = [self._room_for_buffer(op, buffer) for buffer in buffers]
+                self._writebacks.append(
+                    functools.partial(self._transform.finalize_recv_of, op, buffers)
+                )
+            elif (destination := tensors.get(op.param_name)) is not None:
+                rooms = [self._room_for_piece(op, destination, name_at)]
+            else:
+                self.skipped[op.param_name] = "destination"
+                continue
+            for room, task_id in zip(rooms, _task_ids(op.task_id, len(rooms)), strict=True):
+                service.submit_recv(room, op.peer_rank, task_id=task_id)
+
+    def _room_for_buffer(self, op: TransferOp, buffer: torch.Tensor) -> torch.Tensor:
+        """Where a buffer of a transform is received."""
+        if self._takes_strided or buffer.is_contiguous():
+            return buffer
+        room = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        whole = tuple(slice(None) for _ in buffer.shape)
+        self._writebacks.append(functools.partial(_copy, room, buffer, whole))
+        return room
+
+    def _room_for_piece(
+        self, op: TransferOp, destination: torch.Tensor, name_at: dict[tuple[Any, ...], str]
+    ) -> torch.Tensor:
+        """Where a piece is received: in its destination where that takes it, else in fresh memory.
+
+        Args:
+            op: The transfer.
+            destination: The parameter.
+            name_at: By place, the first name that is received there. Gets an entry.
+        """
+        is_quantized = is_mxfp8_tensor(destination)
+        if is_quantized:
+            self.is_repeatable = False
+            whole, _ = _get_mxfp8_accumulator(self._pending_quantized, destination)
+        else:
+            whole = local_tensor(destination)
+        # Memory that is received under another name too is not received twice at once.
+        place = (whole.data_ptr(), whole.dtype, whole.shape, whole.stride())
+        name = op.param_name
+        is_tied = whole.numel() > 0 and name_at.setdefault(place, name) != name
+        whole = in_view(whole, op)
+        piece = whole[op.my_slice]
+        wire_dtype = op.wire_dtype or piece.dtype
+        takes_piece = self._takes_strided or piece.is_contiguous()
+        if piece.dtype == wire_dtype and takes_piece and not is_tied:
+            self._is_direct |= not is_quantized
+            return piece
+        self.is_repeatable = False
+        room = torch.empty(piece.shape, dtype=wire_dtype, device=piece.device)
+        self._writebacks.append(functools.partial(_copy, room, whole, op.my_slice))
+        return room
+
+    def run(
+        self,
+        service: Any,
+        group: dist.ProcessGroup | Bootstrap | None,
+        dst_module: torch.nn.Module | None,
+    ) -> None:
+        """Move the data, write what was staged, refresh caches."""
+        may_be_torn = self._is_direct
+        had_quantized = bool(self._pending_quantized)
+        try:
+            try:
+                if self.is_repeatable:
+                    service.run_prepared(self._prepared)
+                else:
+                    service.run()
+            except ValueError:
+                # The services' word for a batch that they refused: nothing has moved.
+                may_be_torn = False
+                raise
+            _synchronize()
+            if service.requires_process_group_barrier:
+                _barrier(group)
+            may_be_torn |= had_quantized or bool(self._writebacks)
+            with torch.no_grad():
+                self._write_back()
+            may_be_torn = dst_module is not None
+            _refresh_module_caches(dst_module)
+            # Copies and refreshes are queued: a caller may capture graphs over the weights at once.
+            _synchronize()
+        except BaseException as error:
+            if may_be_torn and dst_module is not None:
+                text = str(error).split("\n", 1)[0]
+                stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {text}")
+            raise
+        if had_quantized and torch.cuda.is_available():
+            # The allocator would keep the accumulators, as large as the model in bfloat16. Does
+            # nothing in a process that has not used CUDA.
+            torch.cuda.empty_cache()
+
+    def _write_back(self) -> None:
+        """Write what was staged. Each buffer is dropped as soon as it is written."""
+        self._writebacks.reverse()
+        while self._writebacks:
+            self._writebacks.pop()()
+        for dst_param, full, _ in self._pending_quantized.values():
+            # Once per parameter: a block's scale depends on all of its elements.
+            dst_param.quantize_(full)
+        if self._transform is not None:
+            self._transform.finish()
+
+
+_executions: KeptWhile[tuple[int, ...], PlanExecution] = KeptWhile()
+"""By the `id`s of service, plan, source and destination: what can run again."""
+
+
+def execute_reshard_plan(
+    plan: ReshardPlan,
+    src_module: torch.nn.Module | None,
+    dst_module: torch.nn.Module | None,
+    service: CopyService,
+    group: dist.ProcessGroup | Bootstrap | None = None,
+    transform: ReshardTransform | None = None,
+    *,
+    strict: bool = False,
+) -> None:
+    """Move weights as a plan says. Collective over the plan's group.
+
+    Blocks until this rank's destinations are written, the caches of their modules are refreshed, and
+    its sources may change. Work that was queued on the current CUDA stream happens before.
+
+    What does not fit where it belongs (another dtype, strides that the service does not take, MXFP8,
+    a transform, memory that is received under another name too) is received into fresh memory and
+    written when all has arrived; the rest is received in place. So when the refit fails on its way, a
+    destination that would have been written by such copies alone is untouched, and any other is
+    marked stale (`moe_comm.resharding.is_stale`). A refit that wrote everything takes the mark away.
+
+    A service with `prepare()` and `run_prepared()` is not given anything anew when the same plan runs
+    between the same modules, all in place, and no tensor has moved.
+
+    Args:
+        plan: This rank's.
+        src_module: Sources; None on a rank that only receives.
+        dst_module: Destinations; None on a rank that only sends.
+        service: The transport; `submit_send`, `submit_recv` and `run` are all it must have.
+        group: The plan's group, for the barrier of a service that needs one.
+        transform: Handles the parameters that it names; None for that of the plan.
+        strict: A tensor that is missing, or whose dtype is not the planned one, is an error; else
+            it is skipped with a warning, or converted.
+
+    Raises:
+        ValueError: A tensor is not what the plan was made for; on every rank if the service can tell
+            the others. Nothing has moved.
+        Exception: What the service raises.
+    """
+    with _telling_peers(service):
+        states = module_state(src_module), module_state(dst_module)
+        chosen = plan.transform if transform is None else transform
+    execute(plan, (src_module, dst_module), states, service, group, chosen, strict=strict)
+
+
+def execute(
+    plan: ReshardPlan,
+    modules: tuple[torch.nn.Module | None, torch.nn.Module | None],
+    states: States,
+    service: CopyService,
+    group: dist.ProcessGroup | Bootstrap | None,
+    transform: ReshardTransform | None,
+    *,
+    strict: bool,
+) -> None:
+    """`execute_reshard_plan` for a caller that has just looked at the modules.
+
+    Args:
+        plan: This rank's.
+        modules: Source and destination.
+        states: Of `modules`, as `module_state` gave them.
+        service: The transport.
+        group: The plan's group.
+        transform: Handles the parameters that it names; None for none.
+        strict: As there.
+    """
+    dst_module = modules[1]
+    owners = (service, plan, *modules)
+    key = tuple(map(id, owners))
+    with _telling_peers(service), torch.no_grad():
+        hooks = None if transform is None else as_reshard_transform(transform)
+        execution = None if hooks is not None else _executions.get(key)
+        if execution is None or not execution.is_of(plan, states):
+            _executions.drop(key)
+            execution = PlanExecution(plan, states, hooks)
+            execution.submit(plan, service, strict=strict)
+            if execution.is_repeatable:
+                _executions.put(key, execution, owners)
+
+    if execution.skipped:
+        logger.warning("Skipped parameters that a module does not have: %s", execution.skipped)
+    logger.info("Executing %d sends and %d receives", len(plan.send_ops), len(plan.recv_ops))
+    try:
+        execution.run(service, group, dst_module)
+    except BaseException:
+        _executions.drop(key)
+        raise
+    if dst_module is not None and plan.recv_ops and not execution.skipped:
+        stale.clear_stale(dst_module, look_again=False)
+    logger.info("Reshard complete")
+
+
+@contextlib.contextmanager
+def _telling_peers(service: CopyService) -> Iterator[None]:
+    """Peers wait in `run()`: a rank that does not get there says so."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(type(service), "abandon"):
+            service.abandon(str(error).split("\n", 1)[0])
+        raise

@@ -1,0 +1,350 @@
+"""Who sends which piece of one parameter to whom."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.intervals import Box, Intervals, Piece, Run
+from moe_comm.resharding.describe.layouts import resolve_layouts
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.tensor_layout import Holder, Layout
+
+__all__ = ["Assignment", "PieceOfLayout"]
+
+
+class PieceOfLayout(NamedTuple):
+    """A piece, and which of the source layouts it is of."""
+
+    layout_idx: int
+    piece: Piece
+
+
+class _Class(NamedTuple):
+    """Destination ranks that need the same pieces, in ascending order."""
+
+    layout: Layout
+    pieces: list[PieceOfLayout]
+    ranks: list[int]
+
+
+class _Readers(NamedTuple):
+    """What a class of destinations needs of one source layout.
+
+    Args:
+        pieces: With their numbers in the class.
+        waiting: Ranks of the class that do not hold the source layout themselves.
+    """
+
+    of: _Class
+    pieces: list[tuple[int, Piece]]
+    waiting: list[int]
+
+
+class Assignment:
+    """Every piece of one parameter, or of parameters that the same ranks hold alike.
+
+    Source ranks with equal layouts are replicas. A destination copies from itself what it holds;
+    the other destinations of the same pieces take their turns over the replicas. All ranks find
+    the same, each looking at the pieces that it takes part in.
+
+    Args:
+        name: In the whole model, for messages.
+        sources: Ranks to read from, each once, in ascending order.
+        destinations: Ranks to be written, each once, in ascending order.
+        strict: All members of a destination's groups must hold the parameter, with one dtype.
+
+    Raises:
+        PlanError: What ranks say is not enough, or contradicts itself; nobody holds some elements;
+            or a source's dtype cannot become a destination's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[Holder],
+        destinations: Sequence[Holder],
+        *,
+        strict: bool = False,
+    ) -> None:
+        _check_dtypes(name, sources, destinations)
+        if strict:
+            _check_groups(name, destinations)
+        src_layouts, dst_layouts = resolve_layouts(name, sources, destinations)
+        self._name = name
+        self.sources = dict(sources)
+        self.destinations = dict(destinations)
+        self._absent_source = next(_absent_members(sources), None)
+        self._layout_idx: dict[int, int] = {}
+        self.layouts: list[Layout] = []
+        self._replicas: list[list[int]] = []
+        known: dict[Layout, int] = {}
+        for holder, layout in zip(sources, src_layouts, strict=True):
+            if layout is None:
+                continue
+            if layout not in known:
+                known[layout] = len(self.layouts)
+                self.layouts.append(layout)
+                self._replicas.append([])
+            self._layout_idx[holder.rank] = known[layout]
+            self._replicas[known[layout]].append(holder.rank)
+        self._runs: dict[tuple[Intervals, Intervals], tuple[Run, ...]] = {}
+        self._class_of: dict[int, int] = {}
+        self._classes: list[_Class] = []
+        self._classify(destinations, dst_layouts)
+        self._readers = self._list_readers()
+        self._runs.clear()
+
+    def _classify(self, destinations: Sequence[Holder], layouts: Sequence[Layout | None]) -> None:
+        by_layout: dict[Layout, list[int]] = {}
+        for holder, layout in zip(destinations, layouts, strict=True):
+            if layout is not None:
+                by_layout.setdefault(layout, []).append(holder.rank)
+        for layout, ranks in by_layout.items():
+            pieces = self._intersections(layout)
+            defect = intervals.find_defect(layout.view, [item.piece.dst_box for item in pieces])
+            if defect is None:
+                self._add_class(layout, pieces, ranks)
+                continue
+            # Source layouts overlap, or do not cover: what a rank holds itself comes first.
+            by_local: dict[int | None, list[int]] = {}
+            for rank in ranks:
+                by_local.setdefault(self._layout_idx.get(rank), []).append(rank)
+            for local, some_ranks in by_local.items():
+                parts = _disjoint(pieces, local, intervals.num_elements(layout.view))
+                defect = intervals.find_defect(layout.view, [item.piece.dst_box for item in parts])
+                if defect is not None:
+                    raise PlanError(self._hole_message(layout, defect.box, some_ranks[0]))
+                self._add_class(layout, parts, some_ranks)
+
+    def _add_class(self, layout: Layout, pieces: list[PieceOfLayout], ranks: list[int]) -> None:
+        pieces.sort(key=lambda item: item.piece.dst_box)
+        self._class_of.update(dict.fromkeys(ranks, len(self._classes)))
+        self._classes.append(_Class(layout, pieces, ranks))
+
+    def _intersections(self, destination: Layout) -> list[PieceOfLayout]:
+        """What each source layout has of a destination's."""
+        pieces: list[PieceOfLayout] = []
+        for layout_idx, source in enumerate(self.layouts):
+            runs_by_dim: list[tuple[Run, ...]] = []
+            for src, dst in zip(source.dims, destination.dims, strict=True):
+                if (src, dst) not in self._runs:
+                    self._runs[src, dst] = intervals.intersect(src, dst)
+                runs_by_dim.append(self._runs[src, dst])
+                if not runs_by_dim[-1]:
+                    break
+            else:
+                for runs in itertools.product(*runs_by_dim):
+                    src_box = tuple((run.src_start, run.src_start + run.length) for run in runs)
+                    dst_box = tuple((run.dst_start, run.dst_start + run.length) for run in runs)
+                    pieces.append(PieceOfLayout(layout_idx, Piece(src_box, dst_box)))
+        return pieces
+
+    def _list_readers(self) -> list[dict[int, _Readers]]:
+        """Per source layout, by number of the class, who reads it."""
+        readers: list[dict[int, _Readers]] = [{} for _ in self.layouts]
+        for class_idx, some_class in enumerate(self._classes):
+            numbered: dict[int, list[tuple[int, Piece]]] = {}
+            for number, (layout_idx, piece) in enumerate(some_class.pieces):
+                numbered.setdefault(layout_idx, []).append((number, piece))
+            for layout_idx, pieces in numbered.items():
+                waiting = [
+                    rank for rank in some_class.ranks if self._layout_idx.get(rank) != layout_idx
+                ]
+                readers[layout_idx][class_idx] = _Readers(some_class, pieces, waiting)
+        return readers
+
+    def _hole_message(self, layout: Layout, box: Box, rank: int) -> str:
+        region = []
+        for (start, stop), held in zip(box, layout.dims, strict=True):
+            first = intervals.take(held, start, stop)[0]
+            region.append([first.global_start, first.global_start + first.length])
+        text = (
+            f"{self._name}: no source rank holds elements {region} of the whole tensor of shape "
+            f"{layout.global_shape}, which rank {rank} needs"
+        )
+        if self._absent_source is not None:
+            text += f"; {self._absent_source.describe()}"
+        return text
+
+    def source_view(self, src_rank: int) -> tuple[int, ...] | None:
+        """Shape that a source's tensor is viewed as; None for one that holds no element."""
+        layout_idx = self._layout_idx.get(src_rank)
+        return None if layout_idx is None else self.layouts[layout_idx].view
+
+    def destination_view(self, dst_rank: int) -> tuple[int, ...] | None:
+        """Shape that a destination's tensor is viewed as; None for one that holds no element."""
+        class_idx = self._class_of.get(dst_rank)
+        return None if class_idx is None else self._classes[class_idx].layout.view
+
+    def pieces_to(self, dst_rank: int, salt: int) -> Iterator[tuple[int, PieceOfLayout]]:
+        """The source rank of each piece that a destination needs, by destination offset.
+
+        Args:
+            dst_rank: One of the destinations.
+            salt: Shifts whose turn it is; equal on all ranks.
+        """
+        class_idx = self._class_of.get(dst_rank)
+        if class_idx is None:
+            return
+        local = self._layout_idx.get(dst_rank)
+        servers: dict[int, int] = {}
+        for item in self._classes[class_idx].pieces:
+            layout_idx = item.layout_idx
+            if layout_idx == local:
+                servers[layout_idx] = dst_rank
+            elif layout_idx not in servers:
+                waiting = self._readers[layout_idx][class_idx].waiting
+                turn = bisect.bisect_left(waiting, dst_rank) + salt
+                replicas = self._replicas[layout_idx]
+                servers[layout_idx] = replicas[turn % len(replicas)]
+            yield servers[layout_idx], item
+
+    def pieces_from(
+        self, src_rank: int, salt: int
+    ) -> Iterator[tuple[int, tuple[int, ...], int, Piece]]:
+        """What a source rank sends: `(destination rank, its view, piece number, piece)`.
+
+        Args:
+            src_rank: One of the sources.
+            salt: As in `pieces_to`.
+        """
+        layout_idx = self._layout_idx.get(src_rank)
+        if layout_idx is None:
+            return
+        replicas = self._replicas[layout_idx]
+        first = (bisect.bisect_left(replicas, src_rank) - salt) % len(replicas)
+        for class_idx, readers in self._readers[layout_idx].items():
+            served = readers.waiting[first :: len(replicas)]
+            if self._class_of.get(src_rank) == class_idx:
+                served.append(src_rank)
+            for dst_rank in served:
+                for number, piece in readers.pieces:
+                    yield dst_rank, readers.of.layout.view, number, piece
+
+
+def _check_dtypes(name: str, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
+    src_dtypes = {meta.dtype: rank for rank, meta in reversed(sources)}
+    dst_dtypes = {(meta.dtype, meta.is_buffer): rank for rank, meta in reversed(destinations)}
+    for src_dtype, src_rank in src_dtypes.items():
+        for (dst_dtype, is_buffer), dst_rank in dst_dtypes.items():
+            # A buffer takes over the dtype of its source.
+            if src_dtype == dst_dtype or is_buffer:
+                continue
+            if not (src_dtype.is_floating_point and dst_dtype.is_floating_point):
+                raise PlanError(
+                    f"{name}: rank {src_rank} holds {src_dtype}, which does not become the "
+                    f"{dst_dtype} of rank {dst_rank}"
+                )
+
+
+class _Absent(NamedTuple):
+    """A member of a group that does not hold what the others hold."""
+
+    group: str
+    ranks: Sequence[int]
+    rank: int
+    holder: int
+
+    def describe(self) -> str:
+        return (
+            f"rank {self.rank} of the {self.group} {list(self.ranks)} does not hold it, rank "
+            f"{self.holder} does"
+        )
+
+
+def _groups_of(
+    holders: Sequence[Holder], *, with_replicas: bool = False
+) -> Iterator[tuple[str, Sequence[int], int]]:
+    """The different groups that ranks share a parameter over, each with one of its holders.
+
+    Args:
+        holders: Of the parameter.
+        with_replicas: Also the groups of ranks that hold the same.
+    """
+    seen: set[tuple[int, ...]] = set()
+    last: ParameterMetadata | None = None
+    for rank, meta in holders:
+        if meta is last:
+            continue
+        last = meta
+        is_fused = meta.is_ep and meta.global_expert_index is None
+        for group, ranks in (
+            ("tensor parallel group", meta.tensor_parallel_group_ranks),
+            ("expert parallel group", meta.expert_parallel_group_ranks if is_fused else None),
+            ("data parallel group", meta.data_parallel_group_ranks if with_replicas else None),
+            ("device mesh", None if meta.mesh is None else meta.mesh.mesh_ranks),
+        ):
+            if ranks is not None and len(ranks) > 1 and tuple(ranks) not in seen:
+                seen.add(tuple(ranks))
+                yield group, ranks, rank
+
+
+def _absent_members(holders: Sequence[Holder]) -> Iterator[_Absent]:
+    present = {holder.rank for holder in holders}
+    for group, ranks, holder in _groups_of(holders):
+        for rank in ranks:
+            if rank not in present:
+                yield _Absent(group, ranks, rank, holder)
+
+
+def _check_groups(name: str, destinations: Sequence[Holder]) -> None:
+    """Ranks that share a parameter all hold it, with one dtype, as replicas have one."""
+    absent = next(_absent_members(destinations), None)
+    if absent is not None:
+        raise PlanError(
+            f"{name}: {absent.describe()}; strict=False takes a target that is not whole"
+        )
+    by_rank = dict(destinations)
+    for group, ranks, holder in _groups_of(destinations, with_replicas=True):
+        expected = by_rank[holder]
+        for rank in ranks:
+            meta = by_rank.get(rank, expected)
+            # A buffer takes over the dtype of its source.
+            if meta.dtype != expected.dtype and not meta.is_buffer:
+                raise PlanError(
+                    f"{name}: target rank {holder} holds {expected.dtype}, rank {rank} of the same "
+                    f"{group} {list(ranks)} holds {meta.dtype}"
+                )
+
+
+def _disjoint(
+    pieces: Sequence[PieceOfLayout], local: int | None, num_elements: int
+) -> list[PieceOfLayout]:
+    """Pieces that name no destination element twice; those of layout `local` are kept whole.
+
+    Args:
+        pieces: May overlap.
+        local: Number of a layout; None for none.
+        num_elements: Of the destination: nothing is looked for when all are named.
+    """
+    kept: list[Box] = []
+    by_layout: dict[int, list[Piece]] = {}
+    for layout_idx, piece in sorted(pieces, key=lambda item: item.layout_idx != local):
+        if not num_elements:
+            break
+        rest = [piece.dst_box]
+        for box in kept:
+            rest = [part for some in rest for part in intervals.subtract(some, box)]
+        kept += rest
+        num_elements -= sum(
+            intervals.num_elements(stop - start for start, stop in box) for box in rest
+        )
+        for dst_box in rest:
+            offsets = [
+                src - dst for (src, _), (dst, _) in zip(piece.src_box, piece.dst_box, strict=True)
+            ]
+            src_box = tuple(
+                (start + offset, stop + offset)
+                for (start, stop), offset in zip(dst_box, offsets, strict=True)
+            )
+            by_layout.setdefault(layout_idx, []).append(Piece(src_box, dst_box))
+    return [
+        PieceOfLayout(layout_idx, piece)
+        for layout_idx, some in by_layout.items()
+        for piece in intervals.join_pieces(some)
+    ]

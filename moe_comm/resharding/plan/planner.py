@@ -1,0 +1,519 @@
+"""Plans: which rank sends which piece of which parameter to whom.
+
+Every rank says what it holds, all ranks hear it, and each works out the pieces that it takes part
+in. Nothing is decided in one place, so that both ends of a piece must find the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.peers.agree import name_ranks
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.intervals import Box
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.metadata_extraction import extract_module_metadata
+from moe_comm.resharding.describe.module_tensors import get_refit_tensor_dict, local_tensor
+from moe_comm.resharding.describe.parallelism import OFFSET_HINT
+from moe_comm.resharding.plan.assignment import Assignment
+from moe_comm.resharding.plan.plan_check import verify_plan
+from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
+from moe_comm.resharding.plan.rosters import (
+    HoldersByName,
+    Roster,
+    decode_roster,
+    encode_roster,
+    holders_of_metadata,
+    holders_of_rosters,
+    resolved_name,
+)
+from moe_comm.resharding.plan.transfer_op import Slices, TransferOp, pack_task_id
+
+__all__ = [
+    "_iter_global_transfer_ops",
+    "build_centralized_reshard_plan",
+    "build_local_reshard_plan",
+    "build_plan_from_encoded_rosters",
+    "build_plan_from_rosters",
+    "index_metadata_rosters",
+]
+
+_COMMUTING = {"sum", "avg"}
+# Different problems that a message lists.
+_MAX_PROBLEMS = 8
+
+# (source rosters, destination rosters), as upstream's planner passes them around.
+DestinationRosters = dict[int, dict[str, ParameterMetadata]]
+SourceRosters = dict[str, list[ParameterMetadata]]
+
+Adjust = Callable[[list[ParameterMetadata]], list[ParameterMetadata]]
+
+
+def _salt(name: str) -> int:
+    """Shifts which replica's turn it is from parameter to parameter; equal on all ranks."""
+    return zlib.crc32(name.encode())
+
+
+def _slices(box: Box) -> Slices:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _wire_dtype(src: ParameterMetadata, dst_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of fewer bytes; the source's where they are equal."""
+    return dst_dtype if dst_dtype.itemsize < src.dtype.itemsize else src.dtype
+
+
+def _taken_dtype(assignment: Assignment, dst: ParameterMetadata) -> torch.dtype:
+    """Dtype of a destination when pieces arrive: a buffer takes over that of its source."""
+    if not dst.is_buffer:
+        return dst.dtype
+    return next(iter(assignment.sources.values())).dtype
+
+
+def _own_view(view: tuple[int, ...], meta: ParameterMetadata) -> tuple[int, ...] | None:
+    return None if view == meta.shape else view
+
+
+class _RankPlanner:
+    """Works out one rank's plan.
+
+    Args:
+        holders: Who holds what this rank takes part in moving.
+        rank: This rank.
+    """
+
+    def __init__(self, holders: HoldersByName, rank: int) -> None:
+        self.holders = holders
+        self.rank = rank
+        self.plan = ReshardPlan([], [], buffer_dtypes={}, num_ranks=holders.num_ranks, rank=rank)
+
+    def add_destination(self, parameter_idx: int, meta: ParameterMetadata) -> None:
+        """Plan what is received of one of this rank's parameters."""
+        name = resolved_name(meta)
+        assignment = self.holders.assignment(name)
+        dtype = _taken_dtype(assignment, meta)
+        if meta.is_buffer:
+            assert self.plan.buffer_dtypes is not None
+            self.plan.buffer_dtypes[meta.name] = dtype
+        self.plan.destinations[meta.name] = TensorSpec(meta.shape, dtype)
+        view = assignment.destination_view(self.rank)
+        if view is None:
+            return
+        my_view = _own_view(view, meta)
+        pieces = assignment.pieces_to(self.rank, _salt(name))
+        for number, (src_rank, item) in enumerate(pieces):
+            src = assignment.sources[src_rank]
+            self.plan.recv_ops.append(
+                TransferOp(
+                    param_name=meta.name,
+                    peer_rank=src_rank,
+                    is_send=False,
+                    my_slice=_slices(item.piece.dst_box),
+                    peer_slice=_slices(item.piece.src_box),
+                    task_id=pack_task_id(self.rank, parameter_idx, number),
+                    my_view=my_view,
+                    peer_view=_own_view(assignment.layouts[item.layout_idx].view, src),
+                    my_dtype=dtype,
+                    peer_dtype=src.dtype,
+                    wire_dtype=_wire_dtype(src, dtype),
+                )
+            )
+
+    def add_source(self, meta: ParameterMetadata) -> None:
+        """Plan what is sent of one of this rank's parameters."""
+        readers = self.holders.readers(resolved_name(meta))
+        if not readers:
+            return
+        self.plan.reductions += _reductions(meta)
+        num_sends = len(self.plan.send_ops)
+        for dst_name in readers:
+            self._add_sends(dst_name, meta)
+        if len(self.plan.send_ops) > num_sends or _reductions(meta):
+            self.plan.sources[meta.name] = TensorSpec(meta.shape, meta.dtype)
+
+    def _add_sends(self, dst_name: str, meta: ParameterMetadata) -> None:
+        assignment = self.holders.assignment(dst_name)
+        view = assignment.source_view(self.rank)
+        if view is None:
+            return
+        parameter_idx = {rank: idx for rank, _, idx in self.holders.destinations[dst_name]}
+        my_view = _own_view(view, meta)
+        for dst_rank, dst_view, number, piece in assignment.pieces_from(self.rank, _salt(dst_name)):
+            dst = assignment.destinations[dst_rank]
+            dtype = _taken_dtype(assignment, dst)
+            self.plan.send_ops.append(
+                TransferOp(
+                    param_name=meta.name,
+                    peer_rank=dst_rank,
+                    is_send=True,
+                    my_slice=_slices(piece.src_box),
+                    peer_slice=_slices(piece.dst_box),
+                    task_id=pack_task_id(dst_rank, parameter_idx[dst_rank], number),
+                    my_view=my_view,
+                    peer_view=_own_view(dst_view, dst),
+                    my_dtype=meta.dtype,
+                    peer_dtype=dtype,
+                    wire_dtype=_wire_dtype(meta, dtype),
+                )
+            )
+
+    def finish(self) -> ReshardPlan:
+        """The plan, in task id order."""
+        for ops in (self.plan.send_ops, self.plan.recv_ops):
+            ops.sort(key=lambda op: -1 if op.task_id is None else op.task_id)
+        self.plan.reductions.sort(key=lambda reduction: reduction.param_name)
+        return self.plan
+
+
+def _reductions(meta: ParameterMetadata) -> list[PartialReduction]:
+    """What must be summed over which mesh dimensions before a source is read."""
+    if meta.mesh is None:
+        return []
+    dims: dict[str, list[int]] = {}
+    for dim, placement in enumerate(meta.mesh.placements):
+        if placement.kind == "partial":
+            dims.setdefault(placement.op, []).append(dim)
+    if len(dims) > 1 and not dims.keys() <= _COMMUTING:
+        raise PlanError(
+            f"{resolved_name(meta)}: pending reductions {sorted(dims)} of one DTensor give another "
+            "result in another order"
+        )
+    return [PartialReduction(meta.name, tuple(some), op) for op, some in sorted(dims.items())]
+
+
+def _plan_rank(
+    holders: HoldersByName,
+    rank: int,
+    sources: Sequence[ParameterMetadata],
+    destinations: Sequence[ParameterMetadata],
+) -> ReshardPlan:
+    """One rank's plan, given its own metadata in roster order."""
+    planner = _RankPlanner(holders, rank)
+    for parameter_idx, meta in enumerate(destinations):
+        planner.add_destination(parameter_idx, meta)
+    for meta in sources:
+        planner.add_source(meta)
+    return planner.finish()
+
+
+# ------------------------------------------------------------------------------------------------
+# From metadata that is at hand.
+
+
+def index_metadata_rosters(
+    gathered_pairs: Sequence[tuple[Sequence[ParameterMetadata], Sequence[ParameterMetadata]]],
+) -> tuple[DestinationRosters, SourceRosters]:
+    """Sort what ranks say into what plans are made of.
+
+    Args:
+        gathered_pairs: `(source, destination)` metadata of each rank, in rank order.
+
+    Returns:
+        Destination parameters by rank and resolved name, source parameters by resolved name.
+
+    Raises:
+        PlanError: A rank has two parameters of one name on one side.
+    """
+    dst_by_rank: DestinationRosters = {}
+    src_by_name: SourceRosters = {}
+    for rank, (sources, destinations) in enumerate(gathered_pairs):
+        _check_names(rank, sources, "source")
+        _check_names(rank, destinations, "destination")
+        dst_by_rank[rank] = {resolved_name(meta): meta for meta in destinations}
+        for meta in sources:
+            src_by_name.setdefault(resolved_name(meta), []).append(meta)
+    return dst_by_rank, src_by_name
+
+
+def build_plan_from_rosters(
+    dst_param_metadata_by_rank: DestinationRosters,
+    src_param_metadata: SourceRosters,
+    my_global_rank: int,
+) -> ReshardPlan:
+    """One rank's plan, from the metadata of all. No communication.
+
+    Args:
+        dst_param_metadata_by_rank: Destination parameters by rank and resolved name.
+        src_param_metadata: Source parameters by resolved name.
+        my_global_rank: The rank in the group that the plan is for.
+
+    Returns:
+        With `num_ranks` the highest rank that is named plus one.
+
+    Raises:
+        PlanError: No plan can be made; names the parameter.
+    """
+    holders = holders_of_metadata(dst_param_metadata_by_rank, src_param_metadata, my_global_rank)
+    holders.num_ranks = max(holders.num_ranks, my_global_rank + 1)
+    sources = [
+        meta
+        for metas in src_param_metadata.values()
+        for meta in metas
+        if meta.owner_rank == my_global_rank
+    ]
+    destinations = [
+        dataclasses.replace(meta, resolved_name=name)
+        for name, meta in dst_param_metadata_by_rank.get(my_global_rank, {}).items()
+    ]
+    return _plan_rank(holders, my_global_rank, sources, destinations)
+
+
+def _iter_global_transfer_ops(
+    dst_param_metadata_by_rank: DestinationRosters, src_param_metadata: SourceRosters
+) -> Iterator[tuple[int, int, int, Slices, Slices, ParameterMetadata, ParameterMetadata]]:
+    """Every piece of all ranks, in task id order.
+
+    Yields:
+        `(task id, destination rank, source rank, source elements, destination elements, source
+        metadata, destination metadata)`.
+    """
+    holders = holders_of_metadata(dst_param_metadata_by_rank, src_param_metadata)
+    for dst_rank in sorted(dst_param_metadata_by_rank):
+        for idx, (name, dst) in enumerate(dst_param_metadata_by_rank[dst_rank].items()):
+            sources = {
+                meta.owner_rank: meta for meta in src_param_metadata[holders.source_names[name]]
+            }
+            pieces = holders.assignment(name).pieces_to(dst_rank, _salt(name))
+            for number, (src_rank, (_, piece)) in enumerate(pieces):
+                task_id = pack_task_id(dst_rank, idx, number)
+                boxes = _slices(piece.src_box), _slices(piece.dst_box)
+                yield task_id, dst_rank, src_rank, *boxes, sources[src_rank], dst
+
+
+# ------------------------------------------------------------------------------------------------
+# From modules.
+
+
+def _check_names(rank: int, metas: Sequence[ParameterMetadata], side: str) -> None:
+    seen: dict[str, str] = {}
+    for meta in metas:
+        name = resolved_name(meta)
+        if name in seen:
+            raise PlanError(
+                f"rank {rank} has two {side} parameters of the name {name}: {seen[name]} and "
+                f"{meta.name}"
+            )
+        seen[name] = meta.name
+
+
+def _check_ranks(metas: Sequence[ParameterMetadata], num_ranks: int) -> None:
+    """Whether groups and meshes lie within the group that the plan is made over."""
+    checked: set[tuple[int, ...]] = set()
+    for meta in metas:
+        for what, ranks in (
+            ("tensor parallel group", meta.tensor_parallel_group_ranks),
+            ("expert parallel group", meta.expert_parallel_group_ranks),
+            ("data parallel group", meta.data_parallel_group_ranks),
+            ("device mesh", None if meta.mesh is None else meta.mesh.mesh_ranks),
+        ):
+            if ranks is None or tuple(ranks) in checked:
+                continue
+            outside = [rank for rank in ranks if not 0 <= rank < num_ranks]
+            if outside or len(set(ranks)) < len(ranks):
+                text = (
+                    f"{meta.name}: {what} {list(ranks)} must be different ranks of a group of "
+                    f"{num_ranks}"
+                )
+                if outside:
+                    text += f"; {outside[0]} is not in [0, {num_ranks}): {OFFSET_HINT}"
+                raise PlanError(text)
+            checked.add(tuple(ranks))
+
+
+def _check_memory(module: torch.nn.Module, metas: Sequence[ParameterMetadata]) -> None:
+    """Whether destination tensors lie apart in memory; a tensor under two names is one tensor."""
+    tensors = get_refit_tensor_dict(module)
+    extents: list[tuple[torch.device, int, int, str]] = []
+    seen: set[tuple[Any, ...]] = set()
+    for meta in metas:
+        if meta.name not in tensors:
+            continue
+        tensor = local_tensor(tensors[meta.name])
+        # Other kinds of tensors need not have a memory of their own.
+        if type(tensor) is not torch.Tensor or tensor.device.type == "meta":
+            continue
+        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if not tensor.numel() or not tensor.is_contiguous() or identity in seen:
+            continue
+        seen.add(identity)
+        start = tensor.data_ptr()
+        stop = start + tensor.numel() * tensor.element_size()
+        extents.append((tensor.device, start, stop, meta.name))
+    extents.sort(key=lambda extent: (str(extent[0]), extent[1]))
+    for before, after in itertools.pairwise(extents):
+        if before[0] == after[0] and after[1] < before[2]:
+            raise PlanError(
+                f"destination parameters {before[3]} and {after[3]} overlap in memory: bytes "
+                f"[{before[1]}, {before[2]}) and [{after[1]}, {after[2]})"
+            )
+
+
+def build_plan_from_encoded_rosters(
+    rosters: Sequence[tuple[Roster, Roster]],
+    rank: int,
+    *,
+    strict: bool = False,
+    verify: bool = True,
+) -> ReshardPlan:
+    """One rank's plan, from the rosters of all. No communication.
+
+    Args:
+        rosters: `(source, destination)` of each rank, see `rosters.decode_roster`.
+        rank: The rank that the plan is for.
+        strict: Refuse a parameter that a member of its destination's groups lacks or has with another
+            dtype, and source parameters without a destination.
+        verify: Check it by `plan_check.verify_plan`.
+
+    Raises:
+        PlanError: No plan can be made; names the parameter.
+    """
+    holders = holders_of_rosters(rosters, rank, strict=strict)
+    source, destination = rosters[rank]
+    plan = _plan_rank(holders, rank, source.metadata(), destination.metadata())
+    if verify:
+        verify_plan(plan)
+    return plan
+
+
+def _encoded_module(
+    module: torch.nn.Module | None,
+    rank: int,
+    num_ranks: int,
+    num_experts: int | None,
+    rank_offset: int,
+    group: dist.ProcessGroup | Bootstrap | None,
+    side: str,
+    adjust: Adjust | None = None,
+) -> bytes:
+    """One side of what this rank holds; raises where that is bad in itself."""
+    if module is None:
+        return encode_roster([])
+    metas = extract_module_metadata(
+        module, rank, num_experts=num_experts, rank_offset=rank_offset, group=group
+    )
+    if adjust is not None:
+        metas = adjust(metas)
+    _check_names(rank, metas, side)
+    _check_ranks(metas, num_ranks)
+    if side == "destination":
+        _check_memory(module, metas)
+    return encode_roster(metas)
+
+
+def build_local_reshard_plan(
+    src_module: torch.nn.Module | None,
+    dst_module: torch.nn.Module | None,
+    num_experts: int | None = None,
+    group: dist.ProcessGroup | Bootstrap | None = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    *,
+    strict: bool = False,
+    verify: bool = True,
+    adjust_destination: Adjust | None = None,
+) -> ReshardPlan:
+    """This rank's plan.
+
+    Collective over `group`. Ranks gather what each holds, plan by themselves, and tell each other
+    whether they could: all have a plan, or all raise.
+
+    Args:
+        src_module: What this rank holds of the source model; None for nothing.
+        dst_module: What this rank holds of the destination model; None for nothing.
+        num_experts: Experts of the whole model.
+        group: Ranks that take part; None for the default group. Ranks of the plan are its ranks.
+        src_rank_offset: Added to the ranks of the source module's groups.
+        dst_rank_offset: Added to the ranks of the destination module's groups.
+        strict: Refuse source parameters that no destination has, and destination parameters that a
+            member of their group lacks or has with another dtype; one rank that does is enough.
+        verify: Check each rank's plan by `plan_check.verify_plan`.
+        adjust_destination: Called with what the destination module holds; returns what is to be
+            planned, where a transform writes parameters that the module does not list.
+
+    Raises:
+        PlanError: On every rank; the message says on which rank what is wrong.
+    """
+    bootstrap = bootstrap_for(group)
+    rank, num_ranks = bootstrap.rank_idx, bootstrap.num_ranks
+    encoded: tuple[bytes, bytes] | None = None
+    problem: Exception | None = None
+    try:
+        encoded = (
+            _encoded_module(
+                src_module, rank, num_ranks, num_experts, src_rank_offset, group, "source"
+            ),
+            _encoded_module(
+                dst_module,
+                rank,
+                num_ranks,
+                num_experts,
+                dst_rank_offset,
+                group,
+                "destination",
+                adjust_destination,
+            ),
+        )
+    except Exception as error:  # noqa: BLE001 # raised below, on every rank
+        problem = error
+    gathered = bootstrap.all_gather((encoded, _text(problem)))
+    _raise_problems([text for _, text in gathered], problem)
+    plan: ReshardPlan | None = None
+    try:
+        rosters = [(decode_roster(src), decode_roster(dst)) for (src, dst), _ in gathered]
+        plan = build_plan_from_encoded_rosters(rosters, rank, strict=strict, verify=verify)
+    except Exception as error:  # noqa: BLE001 # raised below, on every rank
+        problem = error
+    _raise_problems(bootstrap.all_gather(_text(problem)), problem)
+    assert plan is not None
+    return plan
+
+
+def _text(problem: Exception | None) -> str | None:
+    if problem is None:
+        return None
+    is_named = isinstance(problem, (ValueError, RuntimeError))
+    return str(problem) if is_named else f"{type(problem).__name__}: {problem}"
+
+
+def _raise_problems(texts: Sequence[str | None], own: Exception | None) -> None:
+    """Raise the same error on every rank where any rank has one."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            ranks_of.setdefault(text, []).append(rank)
+    if ranks_of:
+        lines = [f"{text} (seen by {name_ranks(ranks)})" for text, ranks in ranks_of.items()]
+        raise PlanError("\n".join(lines[:_MAX_PROBLEMS])) from own
+
+
+def build_centralized_reshard_plan(
+    src_module: torch.nn.Module | None,
+    dst_module: torch.nn.Module | None,
+    num_experts: int | None = None,
+    group: dist.ProcessGroup | Bootstrap | None = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+) -> ReshardPlan:
+    """Deprecated name of `build_local_reshard_plan`."""
+    warnings.warn(
+        "build_centralized_reshard_plan is deprecated, call build_local_reshard_plan",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return build_local_reshard_plan(
+        src_module,
+        dst_module,
+        num_experts=num_experts,
+        group=group,
+        src_rank_offset=src_rank_offset,
+        dst_rank_offset=dst_rank_offset,
+    )

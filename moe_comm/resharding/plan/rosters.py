@@ -1,0 +1,364 @@
+"""What every rank says about its parameters, small on the wire and quick to read.
+
+A rank has thousands of parameters but few kinds of them: layers repeat. A roster states each kind
+once and, per parameter, its name and the number of its kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.metadata import ParameterMetadata
+from moe_comm.resharding.describe.tensor_layout import Holder
+from moe_comm.resharding.plan.assignment import Assignment
+
+__all__ = [
+    "Destination",
+    "HoldersByName",
+    "Roster",
+    "decode_roster",
+    "encode_roster",
+    "holders_of_metadata",
+    "holders_of_rosters",
+    "source_name_of",
+]
+
+# Fields of each parameter's own; the others make up its kind.
+_OWN_FIELDS = ("name", "resolved_name", "global_expert_index", "owner_rank")
+_KIND_FIELDS = tuple(
+    field.name for field in dataclasses.fields(ParameterMetadata) if field.name not in _OWN_FIELDS
+)
+# Separates names, which are Python identifiers joined by dots.
+_SEPARATOR = "\n"
+# Names of the embedding that an output layer may share its weight with.
+_OUTPUT = "output_layer.weight"
+_EMBEDDINGS = ("embedding.word_embeddings.weight", "word_embeddings.weight")
+# Other names of weights that many models tie to their embedding.
+_OUTPUT_LIKE = re.compile(r"(^|[._])(output|output_layer|head)[.]weight$")
+
+
+def resolved_name(meta: ParameterMetadata) -> str:
+    """Name in the whole model."""
+    return meta.name if meta.resolved_name is None else meta.resolved_name
+
+
+def _kind_key(meta: ParameterMetadata) -> tuple[Any, ...]:
+    """What two parameters of one kind have in common; hashable."""
+    fields = (getattr(meta, field) for field in _KIND_FIELDS)
+    values = tuple(tuple(value) if isinstance(value, list) else value for value in fields)
+    return (*values, meta.global_expert_index is None)
+
+
+class Roster:
+    """One side, source or destination, of what one rank holds.
+
+    Args:
+        kinds: Metadata without names; `global_expert_index` is 0 where each parameter has its own.
+        kind_idx: Of each parameter.
+        resolved_names: Of each parameter, in the whole model.
+        own: Compressed: the names in the rank's module, owners, and indices of experts.
+    """
+
+    def __init__(
+        self,
+        kinds: list[ParameterMetadata],
+        kind_idx: Sequence[int],
+        resolved_names: list[str],
+        own: bytes,
+    ) -> None:
+        self.kinds = kinds
+        self.kind_idx = kind_idx
+        self.resolved_names = resolved_names
+        self._own = own
+
+    def __len__(self) -> int:
+        return len(self.kind_idx)
+
+    def metadata(self) -> list[ParameterMetadata]:
+        """Every parameter's metadata, as it was encoded."""
+        names, has_resolved, owners, experts = pickle.loads(zlib.decompress(self._own))
+        return [
+            dataclasses.replace(
+                self.kinds[kind],
+                name=name,
+                resolved_name=resolved if is_resolved else None,
+                owner_rank=owner,
+                global_expert_index=None if expert < 0 else expert,
+            )
+            for kind, name, resolved, is_resolved, owner, expert in zip(
+                self.kind_idx,
+                _split(names),
+                self.resolved_names,
+                has_resolved,
+                owners,
+                experts,
+                strict=True,
+            )
+        ]
+
+
+def _split(names: str) -> list[str]:
+    return names.split(_SEPARATOR) if names else []
+
+
+def encode_roster(metas: Sequence[ParameterMetadata]) -> bytes:
+    """One side of what a rank holds, as bytes."""
+    number_of: dict[tuple[Any, ...], int] = {}
+    kinds: list[tuple[Any, ...]] = []
+    kind_idx = array("I")
+    for meta in metas:
+        key = _kind_key(meta)
+        if key not in number_of:
+            number_of[key] = len(kinds)
+            kinds.append((*(getattr(meta, field) for field in _KIND_FIELDS), key[-1]))
+        kind_idx.append(number_of[key])
+    own = (
+        _SEPARATOR.join(meta.name for meta in metas),
+        [meta.resolved_name is not None for meta in metas],
+        array("q", (meta.owner_rank for meta in metas)),
+        array("q", (-1 if (x := meta.global_expert_index) is None else x for meta in metas)),
+    )
+    public = (kinds, kind_idx, _SEPARATOR.join(map(resolved_name, metas)))
+    blobs = [zlib.compress(pickle.dumps(part), 1) for part in (public, own)]
+    return pickle.dumps(blobs)
+
+
+def decode_roster(data: bytes) -> Roster:
+    """The roster that `encode_roster` made bytes of."""
+    public, own = pickle.loads(data)
+    rows, kind_idx, names = pickle.loads(zlib.decompress(public))
+    kinds = []
+    for *values, is_no_expert in rows:
+        fields = dict(zip(_KIND_FIELDS, values, strict=True))
+        kinds.append(
+            ParameterMetadata(name="", global_expert_index=None if is_no_expert else 0, **fields)
+        )
+    return Roster(kinds, kind_idx, _split(names), own)
+
+
+class Destination(NamedTuple):
+    """A rank to be written, its kind of parameter, and the parameter's place in its roster."""
+
+    rank: int
+    kind: int
+    parameter_idx: int
+
+
+class HoldersByName:
+    """Who holds each parameter that a rank takes part in moving.
+
+    Args:
+        num_ranks: Ranks of the group.
+        strict: All members of a destination's groups must hold the parameter, with one dtype.
+    """
+
+    def __init__(self, num_ranks: int, *, strict: bool = False) -> None:
+        self.num_ranks = num_ranks
+        self._strict = strict
+        self.kinds: list[ParameterMetadata] = []
+        self._kind_of: dict[tuple[Any, ...], int] = {}
+        self.sources: dict[str, list[tuple[int, int]]] = {}
+        self.destinations: dict[str, list[Destination]] = {}
+        self.source_names: dict[str, str] = {}
+        self._readers: dict[str, list[str]] = {}
+        self._assignments: dict[tuple[Any, ...], Assignment] = {}
+
+    def kind(self, meta: ParameterMetadata) -> int:
+        """Number of a parameter's kind, over all ranks."""
+        key = _kind_key(meta)
+        found = self._kind_of.get(key)
+        if found is None:
+            found = self._kind_of[key] = len(self.kinds)
+            self.kinds.append(meta)
+        return found
+
+    def link(self, dst_name: str, src_name: str) -> None:
+        """State which source parameter a destination parameter is read from."""
+        if dst_name not in self.source_names:
+            self.source_names[dst_name] = src_name
+            self._readers.setdefault(src_name, []).append(dst_name)
+
+    def readers(self, src_name: str) -> list[str]:
+        """Destination parameters that are read from a source parameter."""
+        return self._readers.get(src_name, [])
+
+    def assignment(self, dst_name: str) -> Assignment:
+        """Who sends which piece of a destination parameter to whom.
+
+        Raises:
+            PlanError: What ranks say of the parameter is not enough or contradicts itself, or a source's
+                dtype cannot become a destination's.
+        """
+        sources = self.sources[self.source_names[dst_name]]
+        destinations = [(rank, kind) for rank, kind, _ in self.destinations[dst_name]]
+        key = tuple(sources), tuple(destinations)
+        if key not in self._assignments:
+            self._assignments[key] = Assignment(
+                dst_name,
+                self._holders(sources),
+                self._holders(destinations),
+                strict=self._strict,
+            )
+        return self._assignments[key]
+
+    def _holders(self, side: Iterable[tuple[int, int]]) -> list[Holder]:
+        return [Holder(rank, self.kinds[kind]) for rank, kind in sorted(side)]
+
+
+def source_name_of(dst_name: str, source_names: Mapping[str, Any] | set[str]) -> str | None:
+    """The source parameter that a destination parameter is read from; None where there is none.
+
+    A model whose output layer shares the weight of its embedding has no output layer of its own.
+    """
+    if dst_name in source_names:
+        return dst_name
+    if dst_name.endswith(_OUTPUT):
+        prefix = dst_name.removesuffix(_OUTPUT)
+        for name in (*(prefix + name for name in _EMBEDDINGS), *_EMBEDDINGS):
+            if name in source_names:
+                return name
+    return None
+
+
+def _missing(dst_name: str, rank: int) -> PlanError:
+    text = f"Destination parameter '{dst_name}' on rank {rank} not found in source model."
+    if _OUTPUT_LIKE.search(dst_name):
+        text += (
+            f" Where the source ties it to its embedding: only a parameter named {_OUTPUT} is read "
+            f"from there, and only from {' or '.join(_EMBEDDINGS)}."
+        )
+    return PlanError(text)
+
+
+def _repeated_embeddings(
+    extra: set[str], all_destinations: set[str], rosters: Sequence[tuple[Roster, Roster]]
+) -> set[str]:
+    """Source output layers that hold their embedding's weight again, on another pipeline stage.
+
+    A rank that holds an embedding and an output layer has two weights.
+    """
+    repeated = set()
+    for name in extra:
+        embedding = source_name_of(name, all_destinations)
+        if embedding is not None and not any(
+            {name, embedding} <= set(source.resolved_names) for source, _ in rosters
+        ):
+            repeated.add(name)
+    return repeated
+
+
+def holders_of_rosters(
+    rosters: Sequence[tuple[Roster, Roster]], rank: int, *, strict: bool = False
+) -> HoldersByName:
+    """Read the gathered rosters, as far as a rank takes part.
+
+    Args:
+        rosters: `(source, destination)` of each rank.
+        rank: The rank that plans.
+        strict: Refuse source parameters that no destination has, and destinations that not all
+            members of their groups have, or have with different dtypes.
+
+    Raises:
+        PlanError: Some destination parameter has no source; on every rank alike. With `strict`,
+            also the opposite.
+    """
+    holders = HoldersByName(len(rosters), strict=strict)
+    all_sources: set[str] = set()
+    all_destinations: set[str] = set()
+    for source, destination in rosters:
+        all_sources.update(source.resolved_names)
+        all_destinations.update(destination.resolved_names)
+    tied: dict[str, str] = {}
+    for dst_name in sorted(all_destinations - all_sources):
+        src_name = source_name_of(dst_name, all_sources)
+        if src_name is None:
+            holder = next(
+                number for number, (_, dst) in enumerate(rosters) if dst_name in dst.resolved_names
+            )
+            raise _missing(dst_name, holder)
+        tied[dst_name] = src_name
+    extra = all_sources - all_destinations - set(tied.values())
+    if strict:
+        extra -= _repeated_embeddings(extra, all_destinations, rosters)
+    if strict and extra:
+        name = min(extra)
+        holder = next(
+            number for number, (src, _) in enumerate(rosters) if name in src.resolved_names
+        )
+        num_others = len(extra) - 1
+        more = "" if not num_others else f", nor have {num_others} others"
+        if num_others == 1:
+            more = f", nor has '{max(extra)}'"
+        raise PlanError(f"source parameter '{name}' on rank {holder} has no destination{more}")
+    mine = set(rosters[rank][0].resolved_names) & all_destinations
+    mine.update(name for name, source in tied.items() if source in rosters[rank][0].resolved_names)
+    mine.update(rosters[rank][1].resolved_names)
+    for name in mine:
+        holders.link(name, tied.get(name, name))
+    read = set(holders.source_names.values())
+    holders.sources = {name: [] for name in read}
+    holders.destinations = {name: [] for name in mine}
+    for number, (source, destination) in enumerate(rosters):
+        kinds = [holders.kind(kind) for kind in source.kinds]
+        for name, kind in zip(source.resolved_names, source.kind_idx, strict=True):
+            if name in read:
+                holders.sources[name].append((number, kinds[kind]))
+        kinds = [holders.kind(kind) for kind in destination.kinds]
+        for idx, name in enumerate(destination.resolved_names):
+            if name in mine:
+                kind = kinds[destination.kind_idx[idx]]
+                holders.destinations[name].append(Destination(number, kind, idx))
+    return holders
+
+
+def holders_of_metadata(
+    dst_by_rank: Mapping[int, Mapping[str, ParameterMetadata]],
+    src_by_name: Mapping[str, Sequence[ParameterMetadata]],
+    rank: int | None = None,
+) -> HoldersByName:
+    """The same of metadata that is not encoded.
+
+    Args:
+        dst_by_rank: Destination parameters by rank and name.
+        src_by_name: Source parameters by name.
+        rank: The rank that plans; None to read everything.
+
+    Raises:
+        PlanError: Some destination parameter has no source, or a rank holds a source twice.
+    """
+    all_sources = {name for name, metas in src_by_name.items() if metas}
+    ranks = {*dst_by_rank, *(meta.owner_rank for name in all_sources for meta in src_by_name[name])}
+    holders = HoldersByName(1 + max(ranks, default=-1))
+    own: set[str] | None = None
+    if rank is not None:
+        own = set(dst_by_rank.get(rank, ()))
+        own.update(
+            name
+            for name in all_sources
+            if any(meta.owner_rank == rank for meta in src_by_name[name])
+        )
+    for dst_rank in sorted(dst_by_rank):
+        for idx, (dst_name, meta) in enumerate(dst_by_rank[dst_rank].items()):
+            src_name = source_name_of(dst_name, all_sources)
+            if src_name is None:
+                raise _missing(dst_name, dst_rank)
+            if own is not None and dst_name not in own and src_name not in own:
+                continue
+            holders.link(dst_name, src_name)
+            destinations = holders.destinations.setdefault(dst_name, [])
+            destinations.append(Destination(dst_rank, holders.kind(meta), idx))
+    for src_name in set(holders.source_names.values()):
+        metas = src_by_name[src_name]
+        holders.sources[src_name] = [(meta.owner_rank, holders.kind(meta)) for meta in metas]
+        owners = [meta.owner_rank for meta in metas]
+        twice = [owner for owner in set(owners) if owners.count(owner) > 1]
+        if twice:
+            raise PlanError(f"{src_name}: rank {twice[0]} holds two sources of this name")
+    return holders
