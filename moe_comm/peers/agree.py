@@ -8,12 +8,14 @@ the operations of native backends csrc/ops/agreement.cpp words it, alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, TypeVar
 
 from moe_comm.arguments import text_of
 from moe_comm.errors import PeerFailedError, PeerTimeoutError
 
 __all__ = [
+    "FirstError",
     "Problem",
     "agree",
     "first_line",
@@ -37,6 +39,64 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 }
+
+
+class FirstError:
+    """The first error of this rank, kept until all ranks have heard of it.
+
+    A block under `with` that raises ends there, and its error is kept if it is the first. An error refers to
+    the frames that it has passed, and they to all that they hold, such as the models of a caller: so it is
+    kept in one place, which gives it away when it is raised.
+
+    Args:
+        error: What is wrong already, or None.
+
+    Example:
+        first = FirstError()
+        with first:
+            check(mine)
+        texts = all_gather(said_of(first.error))
+        first.raise_own()
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def __bool__(self) -> bool:
+        return self.error is not None
+
+    def __enter__(self) -> FirstError:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.keep(error)
+        return True
+
+    def keep(self, error: Exception | None) -> None:
+        """Keep an error, unless there is one already."""
+        if self.error is None:
+            self.error = error
+
+    def take(self) -> Exception | None:
+        """The error, which is not kept any more."""
+        error, self.error = self.error, None
+        return error
+
+    def raise_own(self) -> None:
+        """Raise the error, if there is one; it is not kept any more."""
+        error = self.take()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or this frame, which it has passed, would keep it
 
 
 def agree(

@@ -101,16 +101,26 @@ def tells_peers(
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                trace = error.__traceback__
-                if trace is None or trace.tb_next is not None:
-                    raise  # out of the function itself
+                if _is_out_of_the_function(error):
+                    raise
                 unbound = _with_what_to_write(error)
-                tell(unbound, args, kwargs)
-                raise unbound from None
+                try:
+                    tell(unbound, args, kwargs)
+                    raise unbound from None
+                finally:
+                    del (
+                        unbound
+                    )  # or this frame, which it has passed, would keep it and the arguments
 
         return called
 
     return decorate
+
+
+def _is_out_of_the_function(error: TypeError) -> bool:
+    """Whether an error has passed another frame than that of the call."""
+    trace = error.__traceback__
+    return trace is None or trace.tb_next is not None
 
 
 def _with_what_to_write(error: TypeError) -> TypeError:

@@ -365,7 +365,7 @@ def _ends_in_the_barrier(context: RankContext) -> list[object]:
         refit.swap_model_weights(src, dst, service)
     except CommunicationError as error:
         told: list[object] = [type(error).__name__, error.ranks, stale.is_stale(dst)]
-    service._failure = RuntimeError("lost")
+    service._failure = "lost", ()
     with pytest.raises(CommunicationError, match=r"must be made anew.*lost"):
         refit.swap_model_weights(src, dst, service)
     return told

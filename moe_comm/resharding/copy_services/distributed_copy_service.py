@@ -76,7 +76,9 @@ class DistributedCopyService(QueuedCopyService):
         self._stream = stream
         self._max_messages = max_messages
         self._max_message_bytes = max_message_bytes
-        self._failure: BaseException | None = None
+        # What failed, as text, and whom it concerned. An error itself has the frames of the callers, and with
+        # them their models.
+        self._failure: tuple[str, Sequence[int]] | None = None
         self._in_flight: object = None
 
     @abc.abstractmethod
@@ -99,10 +101,11 @@ class DistributedCopyService(QueuedCopyService):
     def check_usable(self) -> None:
         """Raise CommunicationError where an operation failed before. Local."""
         if self._failure is not None:
+            text, ranks = self._failure
             raise CommunicationError(
                 f"{type(self).__name__} failed before and must be made anew, with a new process "
-                f"group: {self._failure}",
-                ranks=getattr(self._failure, "ranks", ()),
+                f"group: {text}",
+                ranks=ranks,
                 operation="reshard",
             )
 
@@ -129,7 +132,7 @@ class DistributedCopyService(QueuedCopyService):
                     self._move(round_idx, sends, recvs)
         except BaseException as error:
             # Peers may be left in the middle of a message.
-            self._failure = error
+            self._end(error)
             raise
 
     def abandon(self, reason: str) -> None:
@@ -240,8 +243,11 @@ class DistributedCopyService(QueuedCopyService):
         """The exception that an error of torch.distributed becomes; the service ends with it."""
         what = f"{type(self).__name__}, rank {self.rank}: {what} failed"
         failure = failure_of(self._wire_group, what, error, peers)
-        self._failure = failure
+        self._end(failure)
         return failure
+
+    def _end(self, error: BaseException) -> None:
+        self._failure = str(error), getattr(error, "ranks", ())
 
     @contextlib.contextmanager
     def _on_stream(self, batch: Batch) -> Iterator[None]:

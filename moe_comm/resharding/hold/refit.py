@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from moe_comm.arguments import as_int
+from moe_comm.peers.agree import FirstError
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.hold.plan_cache import plan_cache
@@ -54,19 +55,23 @@ def _tells_group(position: int) -> Callable[[Callable[P, ResultT]], Callable[P, 
         group = kwargs.get("group", args[position] if len(args) > position else None)
         given = (*args, *kwargs.values())
         service = next((each for each in given if isinstance(each, CopyService)), None)
-        _agree_on_nothing(RefitGroup(group, service, is_in_doubt=True), error)
+        problem = FirstError(error)
+        del error  # kept in one place
+        _agree_on_nothing(RefitGroup(group, service, is_in_doubt=True), problem)
 
     return tells_peers(tell)
 
 
-def _agree_on_nothing(group: RefitGroup, problem: Exception) -> None:
+def _agree_on_nothing(group: RefitGroup, problem: FirstError) -> None:
     """Raise what is wrong on this rank, after the others have heard of it."""
     agree(group, problem=problem, options="", has_service=False, plan_ids=[], nonce=0)
 
 
 def _reject_run(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell peers, who are in a run of the refit."""
-    _agree_on_nothing(args[0]._passes[0].ranks(), error)
+    problem = FirstError(error)
+    del error  # kept in one place
+    _agree_on_nothing(args[0]._passes[0].ranks(), problem)
 
 
 class Refit:
@@ -194,7 +199,7 @@ def prepare_swap_model_weights(
         src_model,
         target_model,
         None,
-        None,
+        FirstError(),
         group,
         (src_rank_offset, dst_rank_offset),
         transform,
@@ -306,9 +311,9 @@ def reshard_model_weights(
         ValueError, RuntimeError, TypeError, CommunicationError: As `swap_model_weights`.
     """
     given: Any = service
-    problem: Exception | None = None
+    problem = FirstError()
     if not isinstance(given, CopyService):
-        problem = TypeError(f"service must be a CopyService, got {type(given).__name__}")
+        problem.keep(TypeError(f"service must be a CopyService, got {type(given).__name__}"))
         given = None
     RefitPass(
         "reshard_model_weights",
@@ -325,19 +330,18 @@ def reshard_model_weights(
     ).run()
 
 
-def _service_of(refit_method: Any) -> tuple[CopyService | str | None, Exception | None]:
+def _service_of(refit_method: Any) -> tuple[CopyService | str | None, FirstError]:
     """A service or the name of one, and what is wrong with it."""
-    if isinstance(refit_method, str):
-        try:
+    problem = FirstError()
+    with problem:
+        if isinstance(refit_method, str):
             check_backend(refit_method)
-        except ValueError as error:
-            return refit_method, error
-    elif not isinstance(refit_method, CopyService):
-        return None, TypeError(
-            "refit_method must be a backend name or a CopyService instance, got "
-            f"{type(refit_method).__name__}"
-        )
-    return refit_method, None
+        elif not isinstance(refit_method, CopyService):
+            raise TypeError(
+                "refit_method must be a backend name or a CopyService instance, got "
+                f"{type(refit_method).__name__}"
+            )
+    return refit_method if isinstance(refit_method, str | CopyService) else None, problem
 
 
 def _passes(
@@ -345,7 +349,7 @@ def _passes(
     src_model: Model,
     target_model: Model,
     service: CopyService | str | None,
-    problem: Exception | None,
+    problem: FirstError,
     group: Group,
     rank_offsets: tuple[int, int],
     transform: Any,
@@ -355,16 +359,14 @@ def _passes(
 ) -> Iterator[RefitPass]:
     """One for each pool of targets, of which the first raises what is wrong, on every rank."""
     num_dst_pools, dst_pool_index = pools
-    try:
+    with problem:
         as_int("num_dst_pools", num_dst_pools, 1)
         if not 0 <= as_int("dst_pool_index", dst_pool_index) < num_dst_pools:
             raise ValueError(
                 f"dst_pool_index must be in [0, {num_dst_pools}), got {dst_pool_index}"
             )
-    except (TypeError, ValueError) as error:
-        problem = problem or error
     # Made one by one: a number of pools that other ranks do not share may be any number.
-    for pool_index in range(1 if problem is not None else num_dst_pools):
+    for pool_index in range(1 if problem else num_dst_pools):
         yield RefitPass(
             function,
             src_model,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moe_comm.arguments import shown
 from moe_comm.errors import CommunicationError, PeerFailedError
-from moe_comm.peers.agree import name_ranks, problem_of, raise_together, said_of
+from moe_comm.peers.agree import FirstError, name_ranks, problem_of, raise_together, said_of
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for, process_group_of
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.process_group import all_gather_bytes, failure_of
@@ -89,7 +89,7 @@ class RefitGroup:
         is_in_doubt: bool = False,
     ) -> None:
         self._communicator = _communicator_of(service)
-        self.problem: Exception | None = None
+        self.problem = FirstError()
         """What is wrong with `group`, for `agree` to tell."""
         if group is None and service is not None:
             # Who the ranks of a service are, if they are no process group.
@@ -105,9 +105,11 @@ class RefitGroup:
                 f"member, got {group!r}"
             )
         if not (group is None or isinstance(group, dist.ProcessGroup) or _is_bootstrap(group)):
-            self.problem = TypeError(
-                "group must be a Bootstrap, or a process group that has this process as a "
-                f"member, got {shown(given)} of type {type(given).__name__}"
+            self.problem.keep(
+                TypeError(
+                    "group must be a Bootstrap, or a process group that has this process as a "
+                    f"member, got {shown(given)} of type {type(given).__name__}"
+                )
             )
             group, is_in_doubt = None, True
         if group is None and is_in_doubt:
@@ -264,7 +266,7 @@ class Agreement:
 def agree(
     group: RefitGroup,
     *,
-    problem: Exception | None,
+    problem: FirstError,
     options: str,
     has_service: bool,
     plan_ids: Sequence[int],
@@ -274,7 +276,7 @@ def agree(
 
     Args:
         group: The ranks.
-        problem: What is wrong with this rank's input, or None.
+        problem: What is wrong with this rank's input.
         options: What all ranks must have asked for alike: lines of `argument=value`.
         has_service: Whether this rank has the copy service.
         plan_ids: Of the plans that this rank has, at most `MAX_PLANS`, none of them 0.
@@ -287,7 +289,7 @@ def agree(
     """
     wish = _hash_of(options)
     offered = (*plan_ids, *([0] * MAX_PLANS))[:MAX_PLANS]
-    row = _ROW.pack(problem is not None, wish, has_service, nonce, *offered)
+    row = _ROW.pack(bool(problem), wish, has_service, nonce, *offered)
     gathered = group.all_gather(row)
     failed = [rank_idx for rank_idx, item in enumerate(gathered) if not item]
     if failed:
@@ -298,7 +300,7 @@ def agree(
         )
     rows = [_ROW.unpack(item) for item in gathered]
     if any(is_bad for is_bad, *_ in rows):
-        _raise_problems(group.all_gather_text(said_of(problem)), problem)
+        _raise_problems(group.all_gather_text(said_of(problem.error)), problem)
     if len({wish for _, wish, *_ in rows}) > 1:
         texts = group.all_gather_text(options)
         raise ValueError(f"ranks ask for different refits: {_differences(texts)}")
@@ -315,13 +317,13 @@ def agree(
     )
 
 
-def agree_that_it_ran(group: RefitGroup, service: object, problem: Exception | None) -> None:
+def agree_that_it_ran(group: RefitGroup, service: object, problem: FirstError) -> None:
     """Tell each other that a refit ran on this rank, or that it did not. Collective.
 
     Args:
         group: The ranks.
         service: That moved the weights; where it has a communicator, that hears of dead peers.
-        problem: What the refit raised on this rank, or None.
+        problem: What the refit raised on this rank.
 
     Raises:
         Exception: As `agree` raises a rank's problem.
@@ -330,10 +332,9 @@ def agree_that_it_ran(group: RefitGroup, service: object, problem: Exception | N
     communicator = getattr(service, "communicator", None)
     wire = communicator if isinstance(communicator, Communicator) else group
     try:
-        texts = _gather_text(said_of(problem), wire.all_gather)
+        texts = _gather_text(said_of(problem.error), wire.all_gather)
     except CommunicationError:
-        if problem is not None:
-            raise problem from None
+        problem.raise_own()
         raise
     if any(texts):
         _raise_problems(texts, problem)
@@ -352,10 +353,9 @@ def _differences(options: Sequence[str]) -> str:
     return "; ".join(texts)
 
 
-def _raise_problems(texts: Sequence[str], own: Exception | None) -> None:
+def _raise_problems(texts: Sequence[str], own: FirstError) -> None:
     """Raise this rank's problem, or say whose it is."""
-    if own is not None:
-        raise own
+    own.raise_own()
     raise_together(problem_of(text) for text in texts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from typing import Any, Literal, TypeAlias
@@ -9,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 
 from moe_comm.arguments import as_int, check_bool, shown
+from moe_comm.peers.agree import FirstError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
@@ -82,7 +84,7 @@ class RefitPass:
         strict: Whether source parameters may be without a destination.
         num_dst_pools: Of how many passes this is one.
         pool_index: Which one.
-        problem: What is wrong with an argument, for all ranks to hear of, or None.
+        problem: What is wrong with an argument, for all ranks to hear of.
         refit: Which `Refit` runs, empty for none.
     """
 
@@ -97,11 +99,11 @@ class RefitPass:
     strict: bool
     num_dst_pools: int = 1
     pool_index: int = 0
-    problem: Exception | None = None
+    problem: FirstError = dataclasses.field(default_factory=FirstError)
     refit: str = ""
 
     def __post_init__(self) -> None:
-        try:
+        with self.problem:
             if not (self.verify is None or self.verify in VERIFY):
                 raise ValueError(f"verify must be one of {VERIFY}, got {self.verify!r}")
             check_bool("strict", self.strict)
@@ -109,8 +111,6 @@ class RefitPass:
                 as_int(f"{side}_rank_offset", offset, 0)
             if self.transform is not None:
                 self.transform = as_reshard_transform(self.transform)
-        except Exception as error:  # noqa: BLE001 # raised on every rank, by `agree`
-            self.problem = self.problem or error
 
     def prepare(self) -> int:
         """Make the plan, and convert a target that asks for it.
@@ -170,17 +170,15 @@ class RefitPass:
         Raises:
             Exception: What is wrong on some rank, or that ranks ask for different things; on all.
         """
-        problem = self.problem or group.problem
+        problem = FirstError(self.problem.take() or group.problem.take())
         sides, plan_ids = None, []
-        try:
+        with problem:
             if backend:
                 check_serves(backend, group)
             else:
                 group.check(service)
             sides = self._look(group)
             plan_ids = sides.plans.fitting(sides.states, self.transform, is_strict=self.strict)
-        except Exception as error:  # noqa: BLE001 # raised on every rank
-            problem = problem or error
         asked = {
             "function": self.function,
             "verify": self.verify,
@@ -261,14 +259,10 @@ class RefitPass:
     ) -> None:
         transform = self.transform or plan.transform
         modules = models.source, models.target
-        problem: Exception | None = None
-        try:
+        problem = FirstError()
+        with problem if self.verify == "checksum" else contextlib.nullcontext():
             # What has been planned is there, so `strict`.
             execute(plan, modules, states, service, group.handle, transform, strict=True)
-        except Exception as error:
-            if self.verify != "checksum":
-                raise
-            problem = error
         if self.verify == "checksum":
             # Others may have come further than this rank, and would wait for its checksums.
             agree_that_it_ran(group, service, problem)

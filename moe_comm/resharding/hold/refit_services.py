@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from moe_comm.arguments import shown
+from moe_comm.peers.agree import FirstError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
@@ -60,16 +61,14 @@ def get_or_create_service(backend: RefitBackendName, group: Group = None) -> Cop
     key = identity_of(ranks.key)
     if isinstance(name, str) and (name, key) in service_cache:
         return service_cache[name, key]
-    problem = ranks.problem
-    try:
+    problem = FirstError(ranks.problem.take())
+    with problem:
         if not isinstance(name, str):
             raise TypeError(f"backend must be a name, got {shown(name)}")
         check_serves(name, ranks)
-    except (TypeError, ValueError) as error:
-        problem = problem or error
-    if problem is not None and any(known == key for _, known in service_cache):
+    if any(known == key for _, known in service_cache):
         # Where this rank has a service of the group, its peers have one too, and do not wait.
-        raise problem
+        problem.raise_own()
     agree(
         ranks,
         problem=problem,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.peers.agree import name_ranks
+from moe_comm.peers.agree import FirstError, name_ranks
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Box
@@ -445,8 +445,8 @@ def build_local_reshard_plan(
     bootstrap = bootstrap_for(group)
     rank, num_ranks = bootstrap.rank_idx, bootstrap.num_ranks
     encoded: tuple[bytes, bytes] | None = None
-    problem: Exception | None = None
-    try:
+    problem = FirstError()
+    with problem:
         encoded = (
             _encoded_module(
                 src_module, rank, num_ranks, num_experts, src_rank_offset, group, "source"
@@ -462,17 +462,13 @@ def build_local_reshard_plan(
                 adjust_destination,
             ),
         )
-    except Exception as error:  # noqa: BLE001 # raised below, on every rank
-        problem = error
-    gathered = bootstrap.all_gather((encoded, _text(problem)))
+    gathered = bootstrap.all_gather((encoded, _text(problem.error)))
     _raise_problems([text for _, text in gathered], problem)
     plan: ReshardPlan | None = None
-    try:
+    with problem:
         rosters = [(decode_roster(src), decode_roster(dst)) for (src, dst), _ in gathered]
         plan = build_plan_from_encoded_rosters(rosters, rank, strict=strict, verify=verify)
-    except Exception as error:  # noqa: BLE001 # raised below, on every rank
-        problem = error
-    _raise_problems(bootstrap.all_gather(_text(problem)), problem)
+    _raise_problems(bootstrap.all_gather(_text(problem.error)), problem)
     assert plan is not None
     return plan
 
@@ -484,7 +480,7 @@ def _text(problem: Exception | None) -> str | None:
     return str(problem) if is_named else f"{type(problem).__name__}: {problem}"
 
 
-def _raise_problems(texts: Sequence[str | None], own: Exception | None) -> None:
+def _raise_problems(texts: Sequence[str | None], own: FirstError) -> None:
     """Raise the same error on every rank where any rank has one."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -492,7 +488,7 @@ def _raise_problems(texts: Sequence[str | None], own: Exception | None) -> None:
             ranks_of.setdefault(text, []).append(rank)
     if ranks_of:
         lines = [f"{text} (seen by {name_ranks(ranks)})" for text, ranks in ranks_of.items()]
-        raise PlanError("\n".join(lines[:_MAX_PROBLEMS])) from own
+        raise PlanError("\n".join(lines[:_MAX_PROBLEMS])) from own.take()
 
 
 def build_centralized_reshard_plan(
