@@ -25,9 +25,13 @@ __all__ = [
     "raise_together",
     "raise_unequal",
     "said_of",
+    "unlike_ends",
 ]
 
+KeyT = TypeVar("KeyT")
 MineT = TypeVar("MineT")
+SentT = TypeVar("SentT")
+ReceivedT = TypeVar("ReceivedT")
 
 Problem = Exception | str | None
 """What is wrong on one rank: an error, or the text of a ValueError; None for nothing."""
@@ -178,6 +182,33 @@ def raise_unequal(what: str, said: Sequence[str | None], shown: Callable[[str], 
             raise ValueError(
                 f"{what}: {shown(first)} on rank {first_rank} met {shown(mine)} on rank {rank_idx}"
             )
+
+
+def unlike_ends(
+    sent: Mapping[KeyT, SentT],
+    received: Mapping[KeyT, ReceivedT],
+    stated: Callable[[SentT | ReceivedT], object] = lambda end: end,
+) -> list[tuple[KeyT, SentT | None, ReceivedT | None]]:
+    """The transfers from one rank to another whose two ends are not alike.
+
+    Args:
+        sent: By what names a transfer on both ranks, what its sender has.
+        received: What its receiver has.
+        stated: What of an end must equal that of the other: its bytes, its dtype.
+
+    Returns:
+        (name, end of the sender, end of the receiver), None for an end that is missing: in the order of
+        `sent`, then what is received alone.
+
+    Example:
+        `unlike_ends({1: 8, 2: 4}, {2: 5, 3: 6}) == [(1, 8, None), (2, 4, 5), (3, None, 6)]`.
+    """
+    unlike: list[tuple[KeyT, SentT | None, ReceivedT | None]] = []
+    for key, there in sent.items():
+        here = received.get(key)
+        if here is None or stated(there) != stated(here):
+            unlike.append((key, there, here))
+    return unlike + [(key, None, here) for key, here in received.items() if key not in sent]
 
 
 def said_of(problem: Problem) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from moe_comm.errors import CapacityError
 from moe_comm.peers.agree import (
+    FirstError,
     Problem,
     agree,
     name_ranks,
@@ -15,6 +16,7 @@ from moe_comm.peers.agree import (
     raise_together,
     raise_unequal,
     said_of,
+    unlike_ends,
 )
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 
@@ -120,3 +122,29 @@ def test_all_agree_or_all_raise() -> None:
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(take_part, range(2), [ranks[0], ranks[1]]))
     assert ended == [([10, 11], "rank 1: no")] * 2
+
+
+def test_the_first_error_is_kept_until_it_is_raised() -> None:
+    first = FirstError()
+    first.raise_own()
+    with first:
+        pass
+    assert not first
+    for text in ("one", "two"):
+        with first:
+            raise TypeError(text)
+    first.keep(ValueError("three"))
+    assert said_of(first.error) == "TypeError\none"
+    with pytest.raises(TypeError, match=r"^one$"):
+        first.raise_own()
+    assert not first
+    with pytest.raises(KeyboardInterrupt), first:
+        raise KeyboardInterrupt
+    assert FirstError(ValueError("four")).take() is not None
+
+
+def test_ends_that_are_not_alike() -> None:
+    assert unlike_ends({}, {}) == []
+    assert unlike_ends({1: 8, 5: 4}, {5: 4, 1: 8}) == []
+    assert unlike_ends({1: 8, 2: 4}, {3: 6, 2: 5}) == [(1, 8, None), (2, 4, 5), (3, None, 6)]
+    assert unlike_ends({1: "aa", 2: "b"}, {1: [2, 2], 2: [1, 1]}, len) == [(2, "b", [1, 1])]

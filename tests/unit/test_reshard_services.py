@@ -30,6 +30,8 @@ from moe_comm.resharding.copy_services.queued_copy_service import (
     QueuedCopyService,
     copy_pair,
 )
+from moe_comm.resharding.nvshmem_copy_service import agreement
+from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import HANG_S
 from tests.helpers.fresh_python import run_python
 
@@ -462,6 +464,25 @@ def test_nccl_needs_cuda() -> None:
 def test_nvshmem_needs_ranks() -> None:
     with pytest.raises(RuntimeError, match="must be initialized"):
         NVSHMEMCopyService()
+
+
+def test_the_pipeline_does_not_compare_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the service has compared, sizes and dtypes, its pipeline takes for compared."""
+    monkeypatch.delattr(agreement, "unmatched_tasks")
+
+    def rank(context: RankContext) -> bool:
+        service = NVSHMEMCopyService(context.group)
+        peer = 1 - context.rank_idx
+        arrived = torch.zeros(3)
+        service.submit_send(
+            torch.full((3,), float(context.rank_idx)), peer, task_id=context.rank_idx
+        )
+        service.submit_recv(arrived, peer, task_id=peer)
+        service.run()
+        service.close()
+        return bool((arrived == peer).all())
+
+    assert run_ranks(rank, 2, mode="threads") == [True, True]
 
 
 def test_the_base_class_asks_for_little() -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from moe_comm.peers.agree import raise_together
+from moe_comm.peers.agree import raise_together, unlike_ends
 
 __all__ = ["Transfer", "agree"]
 
@@ -111,26 +111,19 @@ def _differences(src: int, dst: int, sent: list[Transfer], received: list[Transf
     sent_by_id = {task_id: rest for task_id, *rest in sent}
     received_by_id = {task_id: rest for task_id, *rest in received}
     lines = []
-    for task_id in sorted(sent_by_id.keys() | received_by_id.keys(), key=lambda key: key or 0):
-        there, here = sent_by_id.get(task_id), received_by_id.get(task_id)
-        if there == here:
-            continue
+    unlike = unlike_ends(sent_by_id, received_by_id)
+    for task_id, there, here in sorted(unlike, key=lambda ends: ends[0] or 0):
+        sends, receives = _text(there), _text(here)
         if here is None:
-            assert there is not None
-            lines.append(
-                f"rank {src} sends task {task_id} ({_text(there)}) to rank {dst}, which does not "
-                "receive it"
-            )
+            line = f"rank {src} sends task {task_id} ({sends}) to rank {dst}, which does not receive it"
         elif there is None:
-            lines.append(
-                f"rank {dst} receives task {task_id} ({_text(here)}) from rank {src}, which does "
-                "not send it"
+            line = (
+                f"rank {dst} receives task {task_id} ({receives}) from rank {src}, which does not "
+                "send it"
             )
         else:
-            lines.append(
-                f"task {task_id}: rank {src} sends {_text(there)}, rank {dst} receives "
-                f"{_text(here)}"
-            )
+            line = f"task {task_id}: rank {src} sends {sends}, rank {dst} receives {receives}"
+        lines.append(line)
     return lines
 
 
@@ -159,6 +152,8 @@ def _differences_in_order(
     return lines
 
 
-def _text(size_and_dtype: Sequence[object]) -> str:
+def _text(size_and_dtype: Sequence[object] | None) -> str:
+    if size_and_dtype is None:
+        return "nothing"
     num_bytes, dtype = size_and_dtype
     return f"{num_bytes} bytes of {dtype}"

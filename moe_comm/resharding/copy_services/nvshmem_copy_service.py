@@ -129,7 +129,7 @@ class NVSHMEMCopyService(QueuedCopyService):
         if not self._all_have_the_same(schedule is not None):
             self._agree(batch)
             schedule = _register(remote, key, ops)
-            remote.schedule()
+            remote.schedule(are_ends_alike=True)
         assert schedule is not None
         with torch.no_grad():
             for position, staged in schedule.staged.items():

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from moe_comm.peers.agree import unlike_ends
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.agreement import Transfer, agree
@@ -257,11 +258,12 @@ def _no_memory(tensor: torch.Tensor) -> ValueError:
 
 def _transfers_of(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[list[Transfer]]:
     """What the two ends of every transfer compare."""
-    return [[_transfer(op) for op in ops] for ops in by_peer]
+    return [[(op.task_id, *_bytes_and_dtype(op.tensor)) for op in ops] for ops in by_peer]
 
 
-def _transfer(op: SendOp | RecvOp) -> Transfer:
-    return op.task_id, op.tensor.numel() * op.tensor.element_size(), str(op.tensor.dtype)
+def _bytes_and_dtype(tensor: torch.Tensor) -> tuple[int, str]:
+    """What both ends of a transfer must have alike."""
+    return tensor.numel() * tensor.element_size(), str(tensor.dtype)
 
 
 def _match_pairs(
@@ -273,13 +275,14 @@ def _match_pairs(
         RuntimeError: A copy of this rank to itself has no partner, or differs from it.
     """
     pairs = match_local_ops_by_task_id(sends, recvs, backend_name, rank)
-    for send, recv in pairs:
-        if _transfer(send) != _transfer(recv):
-            raise RuntimeError(
-                f"{backend_name} copy service, rank {rank}: task {send.task_id} sends "
-                f"{tuple(send.tensor.shape)} of {send.tensor.dtype} and receives "
-                f"{tuple(recv.tensor.shape)} of {recv.tensor.dtype}"
-            )
+    sent = {recv.task_id: send.tensor for send, recv in pairs}
+    received = {recv.task_id: recv.tensor for _, recv in pairs}
+    for task_id, *_ in unlike_ends(sent, received, _bytes_and_dtype):
+        raise RuntimeError(
+            f"{backend_name} copy service, rank {rank}: task {task_id} sends "
+            f"{tuple(sent[task_id].shape)} of {sent[task_id].dtype} and receives "
+            f"{tuple(received[task_id].shape)} of {received[task_id].dtype}"
+        )
     return pairs
 
 

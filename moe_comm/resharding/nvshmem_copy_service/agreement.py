@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 
-from moe_comm.peers.agree import raise_together, raise_unequal
+from moe_comm.peers.agree import raise_together, raise_unequal, unlike_ends
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     ReceiveRequest,
     SendRequest,
@@ -78,7 +78,7 @@ def unmatched_tasks(
         summaries: What this PE is sent, by (source, destination, batch).
         segmenter: As on the senders.
     """
-    # Bytes by task or segment, of each sender; what a receive takes is removed.
+    # Bytes by task or segment, of each sender; segments of a task that is received become the task.
     sent: dict[int, dict[int, int]] = collections.defaultdict(dict)
     for (src_pe, dest_pe, _), summary in summaries.items():
         if dest_pe == my_pe:
@@ -86,21 +86,26 @@ def unmatched_tasks(
     for send in send_requests:
         if send.dest_pe == my_pe:
             sent[my_pe][send.task_id] = send.size
-    missing: dict[int, list[int]] = collections.defaultdict(list)
+    received: dict[int, dict[int, int]] = collections.defaultdict(dict)
     for receive in receive_requests:
+        received[receive.src_pe][receive.task_id] = receive.size
         size = _take(sent[receive.src_pe], receive.task_id, segmenter)
-        if size is None:
-            missing[receive.src_pe].append(receive.task_id)
-        elif size != receive.size:
-            return (
-                f"task {receive.task_id}: PE {receive.src_pe} sends {size} bytes, PE {my_pe} "
-                f"receives {receive.size}"
-            )
-    for src_pe, task_ids in missing.items():
-        return f"PE {my_pe} receives tasks that PE {src_pe} does not send: {_named(task_ids)}"
-    for src_pe, sizes in sent.items():
-        if sizes:
-            return f"PE {src_pe} sends tasks that PE {my_pe} does not receive: {_named(sizes)}"
+        if size is not None:
+            sent[receive.src_pe][receive.task_id] = size
+    unlike = {src_pe: unlike_ends(sizes, received[src_pe]) for src_pe, sizes in sent.items()}
+    for src_pe, ends in unlike.items():
+        for task_id, there, here in ends:
+            if there is not None and here is not None:
+                return (
+                    f"task {task_id}: PE {src_pe} sends {there} bytes, PE {my_pe} receives {here}"
+                )
+    for src_pe, ends in unlike.items():
+        if missing := [task_id for task_id, there, _ in ends if there is None]:
+            return f"PE {my_pe} receives tasks that PE {src_pe} does not send: {_named(missing)}"
+    for src_pe, ends in unlike.items():
+        if ends:
+            extra = (task_id for task_id, *_ in ends)
+            return f"PE {src_pe} sends tasks that PE {my_pe} does not receive: {_named(extra)}"
     return None
 
 

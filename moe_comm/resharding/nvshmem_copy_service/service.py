@@ -208,8 +208,11 @@ class RemoteCopyService:
         self._check_request("source", task_id, dest_tensor, dest_pos, size, src_pe)
         self.receive_requests.append(ReceiveRequest(task_id, dest_tensor, dest_pos, size, src_pe))
 
-    def schedule(self) -> None:
+    def schedule(self, *, are_ends_alike: bool = False) -> None:
         """Agree on who sends what when, for what is registered now. Collective.
+
+        Args:
+            are_ends_alike: Whether PEs have compared the two ends of all transfers already.
 
         Raises:
             RuntimeError: Not initialized.
@@ -232,9 +235,14 @@ class RemoteCopyService:
         batches, summaries = self.comm_scheduler.build_schedule(
             workloads, self.my_pe, self.n_pes, group=exchange
         )
-        problem = agreement.unmatched_tasks(
-            self.my_pe, self.send_requests, self.receive_requests, summaries, self.task_segmenter
-        )
+        if not are_ends_alike:
+            problem = agreement.unmatched_tasks(
+                self.my_pe,
+                self.send_requests,
+                self.receive_requests,
+                summaries,
+                self.task_segmenter,
+            )
         iter_schedules = []
         if problem is None:
             iter_schedules = self._prepare_iter_schedules(batches, workloads, summaries)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from moe_comm.peers.agree import unlike_ends
 from moe_comm.resharding.nvshmem_copy_service.core.kernel_launcher import KernelLauncher
 from moe_comm.resharding.nvshmem_copy_service.logger import PELogger
 from moe_comm.resharding.nvshmem_copy_service.memory.double_buffer_manager import (
@@ -264,17 +266,17 @@ class PipelineExecutor:
         """
         sends = {r.task_id: r for r in send_requests if r.dest_pe == self.my_pe}
         receives = {r.task_id: r for r in receive_requests if r.src_pe == self.my_pe}
-        if odd := sorted(sends.keys() ^ receives.keys()):
+        unlike = unlike_ends(sends, receives, operator.attrgetter("size"))
+        if odd := sorted(task_id for task_id, *ends in unlike if None in ends):
             raise ValueError(
                 f"PE {self.my_pe} sends itself {len(sends)} tasks and receives {len(receives)} from "
                 f"itself; without a partner: {odd[:8]}"
             )
-        for task_id, receive in receives.items():
-            if receive.size != sends[task_id].size:
-                raise ValueError(
-                    f"task {task_id}: PE {self.my_pe} sends itself {sends[task_id].size} bytes and "
-                    f"receives {receive.size}"
-                )
+        for task_id, *_ in unlike:
+            raise ValueError(
+                f"task {task_id}: PE {self.my_pe} sends itself {sends[task_id].size} bytes and "
+                f"receives {receives[task_id].size}"
+            )
         if not receives:
             return
         self._wait_for_producer(self.torch_copy_stream_wrapper)
