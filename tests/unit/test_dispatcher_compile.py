@@ -55,8 +55,11 @@ OTHERS = [pytest.param(make, marks=pytest.mark.full) for make in (torchtitan, tr
 
 
 @pytest.mark.parametrize("num_tokens", [7, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("make", [plain, *OTHERS])
-def test_compiled_and_eager_have_the_same_bits(make: Any, num_tokens: int) -> None:
+def test_compiled_and_eager_have_the_same_bits(make: Any, compiler: str, num_tokens: int) -> None:
     draw = torch.Generator().manual_seed(1)
     weight = torch.randn(4, 32, 32, generator=draw).bfloat16().requires_grad_()
     layer = make(weight)
@@ -64,7 +67,7 @@ def test_compiled_and_eager_have_the_same_bits(make: Any, num_tokens: int) -> No
     scores = torch.rand(num_tokens, 2, generator=draw)
     ids = torch.rand(num_tokens, 4, generator=draw).argsort(1)[:, :2]
     results = []
-    for function in (layer, torch.compile(layer, fullgraph=True)):
+    for function in (layer, torch.compile(layer, fullgraph=True, backend=compiler)):
         leaves = [x.clone().requires_grad_(), scores.clone().requires_grad_(), weight]
         y = function(*leaves[:2], ids)
         results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
