@@ -63,6 +63,8 @@ class FirstError:
         first.raise_own()
     """
 
+    __slots__ = ("error",)
+
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import random
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -228,6 +229,33 @@ def test_a_batch_is_sorted_by_pair_and_id() -> None:
     assert [op.tensor.numel() for op in batch.recvs[1]] == [5, 2, 9]
     empty = queue.take()
     assert (empty.sends, empty.recvs) == ([[], [], []], [[], [], []])
+
+
+@pytest.mark.parametrize(
+    ("destination", "text"),
+    [
+        (
+            torch.zeros(3),
+            r"task 1 sends \(4,\) of torch.float32 and receives \(3,\) of torch.float32",
+        ),
+        (
+            torch.zeros(4, dtype=torch.int32),
+            r"sends \(4,\) of torch.float32 and receives \(4,\) of",
+        ),
+        (torch.zeros(2, 2), None),
+    ],
+)
+def test_both_ends_of_a_copy_within_a_rank(destination: torch.Tensor, text: str | None) -> None:
+    queue = Queue()
+    queue.submit_send(torch.zeros(4), 1, 1)
+    queue.submit_recv(destination, 1, 1)
+    batch = queue.take()
+    pairs = queue._pairs_within(batch)
+    if text is None:
+        assert batch.problem is None
+        assert len(pairs) == 1
+    else:
+        assert re.search(f"Queue copy service, rank 1: .*{text}", str(batch.problem))
 
 
 class _Index:

@@ -125,16 +125,14 @@ class KeptPlans:
     ) -> list[int]:
         """Ids of the plans that serve models in these states."""
         source, target = states
-
-        def serves(kept: KeptPlan) -> bool:
-            hooks = transform or kept.plan.transform
-            is_transformed = None if hooks is None else hooks.should_transform
-            return kept.states[0].is_alike(source) and kept.states[1].is_alike(
-                target, is_transformed
-            )
-
         return [
-            kept.plan_id for kept in self._plans if kept.is_strict >= is_strict and serves(kept)
+            kept.plan_id
+            for kept in self._plans
+            if kept.is_strict >= is_strict
+            and kept.states[0].is_alike(source)
+            and kept.states[1].is_alike(
+                target, getattr(transform or kept.plan.transform, "should_transform", None)
+            )
         ]
 
     def find(self, plan_id: int) -> KeptPlan | None:

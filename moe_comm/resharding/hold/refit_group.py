@@ -90,7 +90,7 @@ class RefitGroup:
     ) -> None:
         self._communicator = _communicator_of(service)
         self.problem = FirstError()
-        """What is wrong with `group`, for `agree` to tell."""
+        """What is wrong with `group`, or with what else this rank gives, for `agree` to tell."""
         if group is None and service is not None:
             # Who the ranks of a service are, if they are no process group.
             ranks = getattr(service, "communicator", None) or getattr(service, "ranks", None)
@@ -289,7 +289,7 @@ def agree(
     """
     wish = _hash_of(options)
     offered = (*plan_ids, *([0] * MAX_PLANS))[:MAX_PLANS]
-    row = _ROW.pack(bool(problem), wish, has_service, nonce, *offered)
+    row = _ROW.pack(problem.error is not None, wish, has_service, nonce, *offered)
     gathered = group.all_gather(row)
     failed = [rank_idx for rank_idx, item in enumerate(gathered) if not item]
     if failed:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import secrets
 from typing import Any, Literal, TypeAlias
 
@@ -51,6 +51,12 @@ Verify = Literal["plan", "checksum"] | None
 VERIFY = (None, "plan", "checksum")
 
 Group: TypeAlias = "dist.ProcessGroup | Bootstrap | None"
+
+
+def _lines(**asked: object) -> str:
+    """What ranks compare: a line for each argument."""
+    lines = (f"{name}={shown(value)}".replace("\n", " ") for name, value in asked.items())
+    return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +176,7 @@ class RefitPass:
         Raises:
             Exception: What is wrong on some rank, or that ranks ask for different things; on all.
         """
-        problem = FirstError(self.problem.take() or group.problem.take())
+        problem = self.problem or group.problem
         sides, plan_ids = None, []
         with problem:
             if backend:
@@ -179,27 +185,29 @@ class RefitPass:
                 group.check(service)
             sides = self._look(group)
             plan_ids = sides.plans.fitting(sides.states, self.transform, is_strict=self.strict)
-        asked = {
-            "function": self.function,
-            "verify": self.verify,
-            "strict": self.strict,
-            "num_dst_pools": self.num_dst_pools,
-            "pool_index": self.pool_index,
-            "refit_method": refit_method,
-            "group": str(group),
-            "refit": self.refit,
-        }
-        lines = (f"{name}={shown(value)}".replace("\n", " ") for name, value in asked.items())
+        own, of_refit = self._options
         agreement = agree(
             group,
             problem=problem,
-            options="\n".join(lines),
+            options=f"{own}\n{_lines(refit_method=refit_method, group=str(group))}\n{of_refit}",
             has_service=service is not None or not backend,
             plan_ids=plan_ids,
             nonce=secrets.randbits(64),
         )
         assert sides is not None
         return sides, agreement
+
+    @functools.cached_property
+    def _options(self) -> tuple[str, str]:
+        """What ranks compare of a pass in every run alike, before and after what may differ."""
+        own = _lines(
+            function=self.function,
+            verify=self.verify,
+            strict=self.strict,
+            num_dst_pools=self.num_dst_pools,
+            pool_index=self.pool_index,
+        )
+        return own, _lines(refit=self.refit)
 
     def _look(self, group: RefitGroup) -> _Sides:
         models = unwrap_models(self.src_model, self.target_model)
@@ -259,11 +267,14 @@ class RefitPass:
     ) -> None:
         transform = self.transform or plan.transform
         modules = models.source, models.target
+        asked = plan, modules, states, service, group.handle, transform
+        # What has been planned is there, so `strict`.
+        if self.verify != "checksum":
+            execute(*asked, strict=True)
+            return
         problem = FirstError()
-        with problem if self.verify == "checksum" else contextlib.nullcontext():
-            # What has been planned is there, so `strict`.
-            execute(plan, modules, states, service, group.handle, transform, strict=True)
-        if self.verify == "checksum":
-            # Others may have come further than this rank, and would wait for its checksums.
-            agree_that_it_ran(group, service, problem)
-            verify_refit(plan, *modules, group.handle, transform=transform)
+        with problem:
+            execute(*asked, strict=True)
+        # Others may have come further than this rank, and would wait for its checksums.
+        agree_that_it_ran(group, service, problem)
+        verify_refit(plan, *modules, group.handle, transform=transform)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from moe_comm.arguments import shown
-from moe_comm.peers.agree import FirstError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
@@ -61,7 +60,7 @@ def get_or_create_service(backend: RefitBackendName, group: Group = None) -> Cop
     key = identity_of(ranks.key)
     if isinstance(name, str) and (name, key) in service_cache:
         return service_cache[name, key]
-    problem = FirstError(ranks.problem.take())
+    problem = ranks.problem
     with problem:
         if not isinstance(name, str):
             raise TypeError(f"backend must be a name, got {shown(name)}")
