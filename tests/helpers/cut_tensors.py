@@ -14,9 +14,9 @@ import torch
 from hypothesis import strategies as st
 
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
-from moe_comm.resharding.plan.planner import build_plan_from_encoded_rosters
+from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
+from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata, encode_rank_metadata
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
-from moe_comm.resharding.plan.rosters import decode_roster, encode_roster
 
 
 @dataclasses.dataclass
@@ -178,15 +178,19 @@ def cut(
 
 
 def plans_of(num_ranks: int, sources: Side, destinations: Side) -> dict[int, ReshardPlan]:
-    """Every rank's plan, from encoded rosters."""
-    rosters = [
+    """Every rank's plan, from what ranks hold, encoded."""
+    by_rank = [
         (
-            decode_roster(encode_roster([p.meta for p in sources.get(rank, {}).values()])),
-            decode_roster(encode_roster([p.meta for p in destinations.get(rank, {}).values()])),
+            decode_rank_metadata(
+                encode_rank_metadata([p.meta for p in sources.get(rank, {}).values()])
+            ),
+            decode_rank_metadata(
+                encode_rank_metadata([p.meta for p in destinations.get(rank, {}).values()])
+            ),
         )
         for rank in range(num_ranks)
     ]
-    return {rank: build_plan_from_encoded_rosters(rosters, rank) for rank in range(num_ranks)}
+    return {rank: build_plan_from_rank_metadata(by_rank, rank) for rank in range(num_ranks)}
 
 
 # By rank, then by name in the rank's module.

@@ -208,3 +208,31 @@ def test_enable_for_an_environment(tmp_path: Path, run: Run) -> None:
     assert ran.stdout == "False\n", ran.stderr
     run("-m", "moe_comm.compat", "disable", *where)
     assert not path.exists()
+
+
+# What Megatron's programs and tests import of its modules.
+OF_MEGATRON = {
+    "copy_services.base": "CopyService RecvOp SendOp match_local_ops_by_task_id",
+    "copy_services.gloo_copy_service": "GlooCopyService",
+    "copy_services.nccl_copy_service": "NCCLCopyService",
+    "copy_services.nixl_copy_service": "NixlCopyService",
+    "copy_services.nvshmem_copy_service": "NVSHMEMCopyService",
+    "execution": "execute_reshard_plan _get_mxfp8_accumulator _refresh_module_caches dist",
+    "nvshmem_copy_service": "RemoteCopyService GPUExecutionPlanner PipelineExecutor",
+    "planner": "build_local_reshard_plan build_plan_from_rosters index_metadata_rosters "
+    "_build_descriptors_for_param _finalize_dp_transfers _iter_global_transfer_ops _plan_tp",
+    "refit": "swap_model_weights reshard_model_weights prepare_swap_model_weights "
+    "clear_all_caches clear_plan_cache clear_service_cache get_or_create_service _PlanCacheKey "
+    "_harmonize_buffer_dtypes _needs_mxfp8_conversion _setup_mxfp8_transform_on_plan",
+    "transforms": "MXFP8ReshardTransform ReshardTransform _ensure_sendable "
+    "_scale_slice_from_data_slice",
+    "utils": "ParameterMetadata ReshardPlan ShardingDescriptor TransferOp get_refit_tensor_dict "
+    "extract_param_metadata select_src_metadata_balanced _get_rank_in_group",
+}
+
+
+@pytest.mark.parametrize("module", OF_MEGATRON)
+def test_names_of_megatron_are_where_it_has_them(module: str) -> None:
+    found = importlib.import_module(f"moe_comm.resharding.{module}")
+    assert [name for name in OF_MEGATRON[module].split() if not hasattr(found, name)] == []
+    assert [name for name in found.__all__ if not hasattr(found, name)] == []

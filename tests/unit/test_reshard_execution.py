@@ -509,7 +509,7 @@ class Repeated:
 
     @property
     def num_kept(self) -> int:
-        return sum(id(self.service) in key for key in execution._executions._kept)
+        return sum(id(self.service) in key for key in execution._executions._entries)
 
 
 def test_a_refit_of_the_same_tensors_submits_nothing() -> None:

@@ -15,10 +15,10 @@ from torch import nn
 from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.describe.parallelism import Parallelism, RankGroup
-from moe_comm.resharding.hold.plan_cache import KeptPlans
+from moe_comm.resharding.hold.plan_cache import CachedPlans
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.execution import execute_reshard_plan
-from moe_comm.resharding.move.kept import KeptWhile
+from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan import planner
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.sharded_nets import ShardedNet
@@ -187,11 +187,11 @@ def test_groups_replaced_by_others_of_the_same_sizes() -> None:
 
 
 def test_a_group_does_not_remember_the_models_that_are_gone() -> None:
-    cache: KeptWhile[int, KeptPlans] = KeptWhile()
-    group = KeptWhile[int, int]()  # any object; a module might be known to dynamo too
+    cache: WeakCache[int, CachedPlans] = WeakCache()
+    group = WeakCache[int, int]()  # any object; a module might be known to dynamo too
     for number in range(3):
         model = nn.Identity()
-        cache.put(number, KeptPlans(), (model, None, group))
+        cache.put(number, CachedPlans(), (model, None, group))
         assert len(cache) == weakref.getweakrefcount(group) == 1
         del model
         gc.collect()

@@ -21,8 +21,8 @@ from moe_comm.resharding.plan.planner import (
     build_plan_from_rosters,
     index_metadata_rosters,
 )
+from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata, encode_rank_metadata
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan
-from moe_comm.resharding.plan.rosters import decode_roster, encode_roster
 from moe_comm.resharding.plan.transfer_op import pack_task_id
 from tests.helpers.cut_tensors import Part, Side, cut, execute, numbered, part, plans_of
 
@@ -360,10 +360,10 @@ def test_two_parameters_of_one_name() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Encoded rosters.
+# What ranks hold, encoded.
 
 
-def test_a_roster_is_what_it_was_made_of() -> None:
+def test_what_is_decoded_is_what_was_encoded() -> None:
     shape = MoEShape(
         num_layers=2,
         hidden=8,
@@ -375,7 +375,7 @@ def test_a_roster_is_what_it_was_made_of() -> None:
     )
     metas = roster(shape, Parallelism.parse("tp2.ep2", 4), 1)
     metas.append(dataclasses.replace(partial_meta(1, "sum"), resolved_name=None))
-    decoded = decode_roster(encode_roster(metas))
+    decoded = decode_rank_metadata(encode_rank_metadata(metas))
     assert decoded.metadata() == metas
     assert len(decoded.kinds) < len(decoded) == len(metas)
-    assert decode_roster(encode_roster([])).metadata() == []
+    assert decode_rank_metadata(encode_rank_metadata([])).metadata() == []

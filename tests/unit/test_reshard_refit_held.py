@@ -259,7 +259,7 @@ def test_one_rank_that_forgot_its_plans_makes_all_plan_anew(plans_made: list[int
         held = Refit(src, dst, "symmetric", context.group)
         for seed in range(3):
             if seed == 1 and context.rank_idx == 0:
-                for key in [key for key in refit_pass.plan_cache._kept if key.rank == 0]:
+                for key in [key for key in refit_pass.plan_cache._entries if key.rank == 0]:
                     refit_pass.plan_cache.drop(key)
             run_and_compare(held, src, dst, seed)
 

@@ -16,8 +16,12 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.plan import plan_check, planner
+from moe_comm.resharding.plan.rank_metadata import (
+    RankMetadata,
+    decode_rank_metadata,
+    encode_rank_metadata,
+)
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
-from moe_comm.resharding.plan.rosters import Roster, decode_roster, encode_roster
 
 TRILLION = MoEShape(
     num_layers=61,
@@ -37,15 +41,17 @@ NUM_BYTES = 4 << 30
 
 def encoded(shape: MoEShape, src: Parallelism, dst: Parallelism) -> list[tuple[bytes, bytes]]:
     """Rosters of source ranks, then of as many other ranks as the destination has."""
-    nothing = encode_roster([])
-    sides = [(encode_roster(roster(shape, src, rank)), nothing) for rank in range(src.num_ranks)]
+    nothing = encode_rank_metadata([])
+    sides = [
+        (encode_rank_metadata(roster(shape, src, rank)), nothing) for rank in range(src.num_ranks)
+    ]
     for rank in range(dst.num_ranks):
-        sides.append((nothing, encode_roster(roster(shape, dst, rank, src.num_ranks))))
+        sides.append((nothing, encode_rank_metadata(roster(shape, dst, rank, src.num_ranks))))
     return sides
 
 
-def decoded(sides: list[tuple[bytes, bytes]]) -> list[tuple[Roster, Roster]]:
-    return [(decode_roster(src), decode_roster(dst)) for src, dst in sides]
+def decoded(sides: list[tuple[bytes, bytes]]) -> list[tuple[RankMetadata, RankMetadata]]:
+    return [(decode_rank_metadata(src), decode_rank_metadata(dst)) for src, dst in sides]
 
 
 class Counts:
@@ -78,7 +84,7 @@ class Counts:
         self.calls.clear()
         num_pieces = 0
         for rank in (0, num_ranks):
-            plan = planner.build_plan_from_encoded_rosters(sides, rank)
+            plan = planner.build_plan_from_rank_metadata(sides, rank)
             num_pieces += len(plan.send_ops) + len(plan.recv_ops)
         return num_pieces, Counter(self.calls)
 
@@ -110,7 +116,7 @@ def test_plans_of_all_ranks_of_a_smaller_model_fit_together() -> None:
     src = Parallelism.parse("tp4.pp2.ep8.etp1", 16)
     dst = Parallelism.parse("tp2.ep4.etp2", 8)
     sides = decoded(encoded(small, src, dst))
-    plans = {rank: planner.build_plan_from_encoded_rosters(sides, rank) for rank in range(24)}
+    plans = {rank: planner.build_plan_from_rank_metadata(sides, rank) for rank in range(24)}
     plan_check.verify_plans(plans)
     sent = Counter[tuple[int, int]]()
     for rank, plan in plans.items():
@@ -147,7 +153,7 @@ def test_a_trillion_parameters(src: str, dst: str, is_fused: bool) -> None:
         before = num_resident_bytes()
         start = time.process_time()
         gathered = decoded(sides)
-        plan: ReshardPlan = planner.build_plan_from_encoded_rosters(gathered, rank)
+        plan: ReshardPlan = planner.build_plan_from_rank_metadata(gathered, rank)
         seconds = time.process_time() - start
         # Bounds that the project promises, of the processor and not of the clock; a tenth of them
         # is needed.

@@ -10,9 +10,9 @@ import torch
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList, roster
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.parallelism import Parallelism
-from moe_comm.resharding.plan.planner import build_plan_from_encoded_rosters
+from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
+from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata, encode_rank_metadata
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
-from moe_comm.resharding.plan.rosters import decode_roster, encode_roster
 
 __all__ = ["Planner", "PlanningCase"]
 
@@ -85,7 +85,10 @@ class Planner:
         self.case = case
         # As ranks send them to each other: a whole world of metadata objects would take gigabytes.
         self._rosters = [
-            (decode_roster(encode_roster(source)), decode_roster(encode_roster(destination)))
+            (
+                decode_rank_metadata(encode_rank_metadata(source)),
+                decode_rank_metadata(encode_rank_metadata(destination)),
+            )
             for source, destination in case.gathered()
         ]
 
@@ -97,4 +100,4 @@ class Planner:
         """
         if not 0 <= rank < self.case.num_ranks:
             raise ValueError(f"rank must be in [0, {self.case.num_ranks}), got {rank}")
-        return build_plan_from_encoded_rosters(self._rosters, rank)
+        return build_plan_from_rank_metadata(self._rosters, rank)

@@ -23,7 +23,7 @@ __all__ = [
     "CopyStats",
     "PreparedCopies",
     "checksum",
-    "problem_with_places",
+    "problem_with_overlaps",
 ]
 
 CopyItem = tuple[int, torch.Tensor, int]
@@ -69,7 +69,7 @@ class PreparedCopies:
         return self._problem
 
 
-def problem_with_places(
+def problem_with_overlaps(
     sends: Sequence[tuple[int | None, torch.Tensor, int]],
     recvs: Sequence[tuple[int | None, torch.Tensor, int]],
     rank_idx: int,
@@ -207,7 +207,7 @@ class BatchedCopy:
         try:
             sends, recvs = list(sends), list(recvs)
             native = self._native.prepare(sends, recvs)
-            problem = native.problem or problem_with_places(
+            problem = native.problem or problem_with_overlaps(
                 sends, recvs, self.communicator.rank_idx
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it

@@ -183,7 +183,7 @@ class DistributedCopyService(QueuedCopyService):
 
     def _move(self, round_idx: int, sends: Sequence[SendOp], recvs: Sequence[RecvOp]) -> None:
         outgoing = [(self._message(op.tensor), op.dest_rank) for op in sends]
-        incoming = [(self._room(op.tensor), op.src_rank) for op in recvs]
+        incoming = [(self._wire_buffer(op.tensor), op.src_rank) for op in recvs]
         if self._stream is not None and self._wire_device.type == "cpu":
             # Messages are sent by the host: copies into them must be there. A device orders its own.
             self._stream.synchronize()
@@ -213,12 +213,12 @@ class DistributedCopyService(QueuedCopyService):
 
     def _message(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of `tensor` in order, as uint8 where the wire takes them."""
-        room = self._room(tensor)
-        if room.data_ptr() != tensor.data_ptr():
-            copy_pair(tensor, room.view(tensor.dtype))
-        return room
+        buffer = self._wire_buffer(tensor)
+        if buffer.data_ptr() != tensor.data_ptr():
+            copy_pair(tensor, buffer.view(tensor.dtype))
+        return buffer
 
-    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _wire_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of `tensor` itself, as uint8, or as much where the wire reaches it."""
         if tensor.device == self._wire_device and tensor.is_contiguous():
             # A dimension of one element may have any stride, which `reshape` keeps and `view` refuses.

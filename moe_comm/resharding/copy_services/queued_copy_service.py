@@ -21,7 +21,7 @@ from moe_comm.resharding.copy_services.base import (
     SendOp,
     match_local_ops_by_task_id,
 )
-from moe_comm.resharding.copy_services.batched_copy import problem_with_places
+from moe_comm.resharding.copy_services.batched_copy import problem_with_overlaps
 from moe_comm.tensors.memory_overlap import has_element_twice
 
 __all__ = ["Batch", "QueuedCopyService", "copy_pair"]
@@ -188,7 +188,7 @@ class QueuedCopyService(CopyService):
             for op in ops
             if not _has_memory(op.tensor)
         )
-        shared = problem_with_places(
+        shared = problem_with_overlaps(
             [(op.task_id, op.tensor, op.dest_rank) for op in self._sends],
             [(op.task_id, op.tensor, op.src_rank) for op in self._recvs],
             self.rank,

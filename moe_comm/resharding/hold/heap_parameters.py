@@ -61,9 +61,9 @@ def place_in_heap(module: torch.nn.Module, communicator: Communicator) -> int:
         num_bytes += span.num_bytes
     if not spans:
         return 0
-    room = communicator.empty(num_bytes, dtype=torch.uint8)
+    heap_memory = communicator.empty(num_bytes, dtype=torch.uint8)
     for span in spans:
-        _move(span, room)
+        _move(span, heap_memory)
     return num_bytes
 
 
@@ -114,9 +114,9 @@ def _bytes_of(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> tor
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (num_bytes,), (1,))
 
 
-def _move(span: _Span, room: torch.Tensor) -> None:
-    target = room.untyped_storage()
-    first = int(room.storage_offset()) + span.heap_offset
+def _move(span: _Span, heap_memory: torch.Tensor) -> None:
+    target = heap_memory.untyped_storage()
+    first = int(heap_memory.storage_offset()) + span.heap_offset
     copied = set()
     for tensor in span.tensors:
         offset = first + tensor.data_ptr() - span.start

@@ -10,11 +10,11 @@ from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import ModuleState
 from moe_comm.resharding.hold.refit_group import MAX_PLANS, RefitGroup, identity_of
 from moe_comm.resharding.hold.refit_models import Models
-from moe_comm.resharding.move.kept import KeptWhile
+from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 
-__all__ = ["KeptPlan", "KeptPlans", "PlanCacheKey", "build_plan_cache_key", "plan_cache"]
+__all__ = ["CachedPlan", "CachedPlans", "PlanCacheKey", "build_plan_cache_key", "plan_cache"]
 
 Sizes = tuple[int, int, int, int, int]
 """Of the TP, PP, EP, DP and expert TP groups of a model."""
@@ -83,7 +83,7 @@ def build_plan_cache_key(
 
 
 @dataclasses.dataclass
-class KeptPlan:
+class CachedPlan:
     """A plan, and what it was made for.
 
     Args:
@@ -102,17 +102,17 @@ class KeptPlan:
     is_strict: bool
 
 
-class KeptPlans:
+class CachedPlans:
     """What one rank has planned between two models, the last used first.
 
     There may be several plans: a rank that only sends does not see whom it sends to.
     """
 
     def __init__(self) -> None:
-        self._plans: list[KeptPlan] = []
+        self._plans: list[CachedPlan] = []
 
     @property
-    def last(self) -> KeptPlan | None:
+    def last(self) -> CachedPlan | None:
         """The plan that was used last, whether or not it still fits."""
         return self._plans[0] if self._plans else None
 
@@ -126,28 +126,28 @@ class KeptPlans:
         """Ids of the plans that serve models in these states."""
         source, target = states
         return [
-            kept.plan_id
-            for kept in self._plans
-            if kept.is_strict >= is_strict
-            and kept.states[0].is_alike(source)
-            and kept.states[1].is_alike(
-                target, getattr(transform or kept.plan.transform, "should_transform", None)
+            cached.plan_id
+            for cached in self._plans
+            if cached.is_strict >= is_strict
+            and cached.states[0].is_alike(source)
+            and cached.states[1].is_alike(
+                target, getattr(transform or cached.plan.transform, "should_transform", None)
             )
         ]
 
-    def find(self, plan_id: int) -> KeptPlan | None:
+    def find(self, plan_id: int) -> CachedPlan | None:
         """The plan of this id, which becomes the last used."""
-        for kept in self._plans:
-            if kept.plan_id == plan_id:
-                self.put(kept)
-                return kept
+        for cached in self._plans:
+            if cached.plan_id == plan_id:
+                self.put(cached)
+                return cached
         return None
 
-    def put(self, kept: KeptPlan) -> None:
+    def put(self, cached: CachedPlan) -> None:
         """Keep a plan, as the last used."""
-        others = [each for each in self._plans if each is not kept]
-        self._plans = [kept, *others][:MAX_PLANS]
+        others = [each for each in self._plans if each is not cached]
+        self._plans = [cached, *others][:MAX_PLANS]
 
 
-plan_cache: KeptWhile[PlanCacheKey, KeptPlans] = KeptWhile()
+plan_cache: WeakCache[PlanCacheKey, CachedPlans] = WeakCache()
 """The plans of all refits of this process."""

@@ -37,7 +37,9 @@ _lock = threading.Lock()
 
 # By the group: a communicator of its ranks, which hears of a dead peer at once. All ranks remember it
 # at the same point of the same refit, so it is there for all whatever one of them asks for next.
-_wires: weakref.WeakKeyDictionary[Any, weakref.ref[Communicator]] = weakref.WeakKeyDictionary()
+_communicators: weakref.WeakKeyDictionary[Any, weakref.ref[Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _nothing() -> None:
@@ -166,22 +168,22 @@ class RefitGroup:
         """
         if self._channel is not None:
             _latest.group = weakref.ref(self.key)
-        wire = self._wire()
-        if wire is not None:
+        communicator = self._known_communicator()
+        if communicator is not None:
             try:
-                return wire.all_gather(payload)
+                return communicator.all_gather(payload)
             except ValueError:
                 # Destroyed here, of which the others hear.
-                _wires.pop(self._channel, None)
+                _communicators.pop(self._channel, None)
             except CommunicationError as error:
                 text = str(error)
                 # Not one that went to `recover()`, and waits there.
                 has_left = " left" in text and not (" died" in text or "to recover" in text)
-                is_replaced = self._communicator not in (None, wire)
+                is_replaced = self._communicator not in (None, communicator)
                 if not (has_left or is_replaced):
                     raise
                 # A rank closed its service and asks over the group, or all bring another service.
-                _wires.pop(self._channel, None)
+                _communicators.pop(self._channel, None)
         try:
             return self._exchange(payload)
         except CommunicationError:
@@ -201,10 +203,10 @@ class RefitGroup:
         communicator = _communicator_of(service)
         if communicator is None or self._channel is None:
             return
-        _wires[self._channel] = weakref.ref(communicator)
+        _communicators[self._channel] = weakref.ref(communicator)
 
-    def _wire(self) -> Communicator | None:
-        reference = None if self._channel is None else _wires.get(self._channel)
+    def _known_communicator(self) -> Communicator | None:
+        reference = None if self._channel is None else _communicators.get(self._channel)
         return None if reference is None else reference()
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -330,9 +332,9 @@ def agree_that_it_ran(group: RefitGroup, service: object, problem: FirstError) -
         CommunicationError: A peer is gone.
     """
     communicator = getattr(service, "communicator", None)
-    wire = communicator if isinstance(communicator, Communicator) else group
+    ranks = communicator if isinstance(communicator, Communicator) else group
     try:
-        texts = _gather_text(said_of(problem.error), wire.all_gather)
+        texts = _gather_text(said_of(problem.error), ranks.all_gather)
     except CommunicationError:
         problem.raise_own()
         raise

@@ -18,8 +18,8 @@ from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import ModuleState, module_state
 from moe_comm.resharding.formats.mxfp8_weights import mxfp8_backend_of
 from moe_comm.resharding.hold.plan_cache import (
-    KeptPlan,
-    KeptPlans,
+    CachedPlan,
+    CachedPlans,
     PlanCacheKey,
     build_plan_cache_key,
     plan_cache,
@@ -71,7 +71,7 @@ class _Sides:
     # A look at ten thousand tensors takes long enough to take one of each model.
     states: tuple[ModuleState, ModuleState]
     key: PlanCacheKey
-    plans: KeptPlans
+    plans: CachedPlans
 
 
 @dataclasses.dataclass
@@ -126,12 +126,12 @@ class RefitPass:
         """
         group = self.ranks()
         sides, agreement = self._agree(group, *find_service(self.service, group))
-        kept = sides.plans.find(agreement.plan_id) or self._plan(sides, agreement, group)
+        cached = sides.plans.find(agreement.plan_id) or self._plan(sides, agreement, group)
         if self.transform is None:
-            _setup_mxfp8_transform_on_plan(kept.plan, self.target_model)
+            _setup_mxfp8_transform_on_plan(cached.plan, self.target_model)
         # The target may have been converted just now.
-        kept.states = kept.states[0], module_state(sides.models.target)
-        return kept.plan_id
+        cached.states = cached.states[0], module_state(sides.models.target)
+        return cached.plan_id
 
     def run(self) -> None:
         """Move the weights."""
@@ -146,11 +146,11 @@ class RefitPass:
         assert service is not None
         try:
             states = sides.states
-            kept = sides.plans.find(agreement.plan_id)
-            if kept is None:
-                kept = self._plan(sides, agreement, group)
-                states = kept.states
-            self._move(kept.plan, sides.models, states, service, group)
+            cached = sides.plans.find(agreement.plan_id)
+            if cached is None:
+                cached = self._plan(sides, agreement, group)
+                states = cached.states
+            self._move(cached.plan, sides.models, states, service, group)
         finally:
             # Connected by now, also where the refit failed.
             group.remember(service)
@@ -220,9 +220,9 @@ class RefitPass:
         if source is not None and (reason := stale.stale_reason(source, look_again=False)):
             raise ValueError(f"the source model is stale and must not be read: {reason}")
         key = build_plan_cache_key(models, group, self.rank_offsets, self.pool_index)
-        return _Sides(models, states, key, plan_cache.get(key) or KeptPlans())
+        return _Sides(models, states, key, plan_cache.get(key) or CachedPlans())
 
-    def _plan(self, sides: _Sides, agreement: Agreement, group: RefitGroup) -> KeptPlan:
+    def _plan(self, sides: _Sides, agreement: Agreement, group: RefitGroup) -> CachedPlan:
         """A plan that all ranks make together, because one of them has none."""
         source, target = sides.models.source, sides.models.target
         # What a transform has taken out of the target is planned as it was the last time.
@@ -252,10 +252,10 @@ class RefitPass:
         _harmonize_buffer_dtypes(plan, source, target, group.handle)
         # Buffers may have another dtype by now.
         states = module_state(source), module_state(target)
-        kept = KeptPlan(plan, agreement.new_plan_id, states, planned, self.strict)
-        sides.plans.put(kept)
+        cached = CachedPlan(plan, agreement.new_plan_id, states, planned, self.strict)
+        sides.plans.put(cached)
         plan_cache.put(sides.key, sides.plans, (source, target, group.key))
-        return kept
+        return cached
 
     def _move(
         self,

@@ -24,8 +24,8 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
-from moe_comm.resharding.move.kept import KeptWhile
 from moe_comm.resharding.move.sources import Sources, in_view, reduce_partial_sources
+from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
@@ -40,11 +40,11 @@ _TENSOR_SHIFT = 58
 _MAX_TENSORS = 1 << (63 - _TENSOR_SHIFT)
 
 
-def _copy(room: torch.Tensor, tensor: torch.Tensor, place: Slices) -> None:
-    """Write what was received into `room` where it belongs: `tensor[place]`."""
+def _copy(received: torch.Tensor, tensor: torch.Tensor, place: Slices) -> None:
+    """Write `received` where it belongs: `tensor[place]`."""
     # What was made in inference mode is written in it alone.
     with torch.inference_mode(tensor.is_inference()):
-        tensor[place].copy_(room)
+        tensor[place].copy_(received)
 
 
 def _get_mxfp8_accumulator(
@@ -266,28 +266,28 @@ class PlanExecution:
             if self._is_transformed(op.param_name):
                 assert self._transform is not None
                 buffers = self._transform.prepare_recv_of(op)
-                rooms = [self._room_for_buffer(op, buffer) for buffer in buffers]
+                targets = [self._target_of_buffer(buffer) for buffer in buffers]
                 self._writebacks.append(
                     functools.partial(self._transform.finalize_recv_of, op, buffers)
                 )
             elif (destination := tensors.get(op.param_name)) is not None:
-                rooms = [self._room_for_piece(op, destination, name_at)]
+                targets = [self._target_of_piece(op, destination, name_at)]
             else:
                 self.skipped[op.param_name] = "destination"
                 continue
-            for room, task_id in zip(rooms, _task_ids(op.task_id, len(rooms)), strict=True):
-                service.submit_recv(room, op.peer_rank, task_id=task_id)
+            for target, task_id in zip(targets, _task_ids(op.task_id, len(targets)), strict=True):
+                service.submit_recv(target, op.peer_rank, task_id=task_id)
 
-    def _room_for_buffer(self, op: TransferOp, buffer: torch.Tensor) -> torch.Tensor:
+    def _target_of_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """Where a buffer of a transform is received."""
         if self._takes_strided or buffer.is_contiguous():
             return buffer
-        room = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        staging = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
         whole = tuple(slice(None) for _ in buffer.shape)
-        self._writebacks.append(functools.partial(_copy, room, buffer, whole))
-        return room
+        self._writebacks.append(functools.partial(_copy, staging, buffer, whole))
+        return staging
 
-    def _room_for_piece(
+    def _target_of_piece(
         self, op: TransferOp, destination: torch.Tensor, name_at: dict[tuple[Any, ...], str]
     ) -> torch.Tensor:
         """Where a piece is received: in its destination where that takes it, else in fresh memory.
@@ -315,9 +315,9 @@ class PlanExecution:
             self._is_direct |= not is_quantized
             return piece
         self.is_repeatable = False
-        room = torch.empty(piece.shape, dtype=wire_dtype, device=piece.device)
-        self._writebacks.append(functools.partial(_copy, room, whole, op.my_slice))
-        return room
+        staging = torch.empty(piece.shape, dtype=wire_dtype, device=piece.device)
+        self._writebacks.append(functools.partial(_copy, staging, whole, op.my_slice))
+        return staging
 
     def run(
         self,
@@ -370,7 +370,7 @@ class PlanExecution:
             self._transform.finish()
 
 
-_executions: KeptWhile[tuple[int, ...], PlanExecution] = KeptWhile()
+_executions: WeakCache[tuple[int, ...], PlanExecution] = WeakCache()
 """By the `id`s of service, plan, source and destination: what can run again."""
 
 

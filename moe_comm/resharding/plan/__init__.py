@@ -1,6 +1,6 @@
 """Which rank sends which piece of which parameter to whom.
 
-`planner` makes plans of what ranks say (`rosters`), by `assignment` for each parameter; `tp_planning` has
+`planner` makes plans of what ranks say (`rank_metadata`), by `assignment` for each parameter; `tp_planning` has
 what Megatron's planner does besides. `reshard_plan`, `transfer_op` and `transform_protocol` are what a
 plan consists of, `plan_check` says whether it is sound. Nothing moves here.
 

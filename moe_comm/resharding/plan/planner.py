@@ -26,23 +26,23 @@ from moe_comm.resharding.describe.module_tensors import get_refit_tensor_dict, l
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan.assignment import Assignment
 from moe_comm.resharding.plan.plan_check import verify_plan
-from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
-from moe_comm.resharding.plan.rosters import (
+from moe_comm.resharding.plan.rank_metadata import (
     HoldersByName,
-    Roster,
-    decode_roster,
-    encode_roster,
+    RankMetadata,
+    decode_rank_metadata,
+    encode_rank_metadata,
     holders_of_metadata,
-    holders_of_rosters,
+    holders_of_ranks,
     resolved_name,
 )
+from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp, pack_task_id
 
 __all__ = [
     "_iter_global_transfer_ops",
     "build_centralized_reshard_plan",
     "build_local_reshard_plan",
-    "build_plan_from_encoded_rosters",
+    "build_plan_from_rank_metadata",
     "build_plan_from_rosters",
     "index_metadata_rosters",
 ]
@@ -196,7 +196,7 @@ def _plan_rank(
     sources: Sequence[ParameterMetadata],
     destinations: Sequence[ParameterMetadata],
 ) -> ReshardPlan:
-    """One rank's plan, given its own metadata in roster order."""
+    """One rank's plan, given its own metadata in the order in which all ranks number it."""
     planner = _RankPlanner(holders, rank)
     for parameter_idx, meta in enumerate(destinations):
         planner.add_destination(parameter_idx, meta)
@@ -357,17 +357,17 @@ def _check_memory(module: torch.nn.Module, metas: Sequence[ParameterMetadata]) -
             )
 
 
-def build_plan_from_encoded_rosters(
-    rosters: Sequence[tuple[Roster, Roster]],
+def build_plan_from_rank_metadata(
+    by_rank: Sequence[tuple[RankMetadata, RankMetadata]],
     rank: int,
     *,
     strict: bool = False,
     verify: bool = True,
 ) -> ReshardPlan:
-    """One rank's plan, from the rosters of all. No communication.
+    """One rank's plan, from what all ranks hold. No communication.
 
     Args:
-        rosters: `(source, destination)` of each rank, see `rosters.decode_roster`.
+        by_rank: `(source, destination)` of each rank, see `rank_metadata.decode_rank_metadata`.
         rank: The rank that the plan is for.
         strict: Refuse a parameter that a member of its destination's groups lacks or has with another
             dtype, and source parameters without a destination.
@@ -376,8 +376,8 @@ def build_plan_from_encoded_rosters(
     Raises:
         PlanError: No plan can be made; names the parameter.
     """
-    holders = holders_of_rosters(rosters, rank, strict=strict)
-    source, destination = rosters[rank]
+    holders = holders_of_ranks(by_rank, rank, strict=strict)
+    source, destination = by_rank[rank]
     plan = _plan_rank(holders, rank, source.metadata(), destination.metadata())
     if verify:
         verify_plan(plan)
@@ -396,7 +396,7 @@ def _encoded_module(
 ) -> bytes:
     """One side of what this rank holds; raises where that is bad in itself."""
     if module is None:
-        return encode_roster([])
+        return encode_rank_metadata([])
     metas = extract_module_metadata(
         module, rank, num_experts=num_experts, rank_offset=rank_offset, group=group
     )
@@ -406,7 +406,7 @@ def _encoded_module(
     _check_ranks(metas, num_ranks)
     if side == "destination":
         _check_memory(module, metas)
-    return encode_roster(metas)
+    return encode_rank_metadata(metas)
 
 
 def build_local_reshard_plan(
@@ -466,8 +466,10 @@ def build_local_reshard_plan(
     _raise_problems([text for _, text in gathered], problem)
     plan: ReshardPlan | None = None
     with problem:
-        rosters = [(decode_roster(src), decode_roster(dst)) for (src, dst), _ in gathered]
-        plan = build_plan_from_encoded_rosters(rosters, rank, strict=strict, verify=verify)
+        by_rank = [
+            (decode_rank_metadata(src), decode_rank_metadata(dst)) for (src, dst), _ in gathered
+        ]
+        plan = build_plan_from_rank_metadata(by_rank, rank, strict=strict, verify=verify)
     _raise_problems(bootstrap.all_gather(_text(problem.error)), problem)
     assert plan is not None
     return plan

@@ -82,19 +82,19 @@ class WorkloadPacker:
         # A stable order: tasks of one size stay as they were registered.
         ordered = sorted(tasks, key=lambda task: -task.size)
         batches: list[WorkloadGroup] = []
-        room = _Room(len(ordered)) if self.packing == "first_fit" else None
+        free_bytes = _FreeBytes(len(ordered)) if self.packing == "first_fit" else None
         for task in ordered:
-            batch_idx = len(batches) - 1 if room is None else room.first_with(task.size)
+            batch_idx = len(batches) - 1 if free_bytes is None else free_bytes.first_with(task.size)
             if not (0 <= batch_idx < len(batches) and self._fits(task, batches[batch_idx])):
                 batch_idx = len(batches)
                 batches.append(WorkloadGroup(dest_pe=dest_pe))
             batch = batches[batch_idx]
             batch.total_size = aligned(batch.total_size, self.alignment) + task.size
             batch.tasks.append(task)
-            if room is not None:
+            if free_bytes is not None:
                 is_full = len(batch.tasks) >= self.max_tasks
                 begin = aligned(batch.total_size, self.alignment)
-                room.set(batch_idx, -1 if is_full else self.slot_bytes - begin)
+                free_bytes.set(batch_idx, -1 if is_full else self.slot_bytes - begin)
         return batches
 
     def _fits(self, task: SendRequest, batch: WorkloadGroup) -> bool:
@@ -102,7 +102,7 @@ class WorkloadPacker:
         return begin + task.size <= self.slot_bytes and len(batch.tasks) < self.max_tasks
 
 
-class _Room:
+class _FreeBytes:
     """Free bytes of batches 0, 1, ...: which is the first with enough, in logarithmic time."""
 
     def __init__(self, num_max_batches: int) -> None:

@@ -1,4 +1,4 @@
-"""What is kept for others, for as long as they live."""
+"""What is cached for objects, for as long as they live."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import weakref
 from collections.abc import Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["KeptWhile"]
+__all__ = ["WeakCache"]
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
 
 
-class KeptWhile(Generic[KeyT, ValueT]):
+class WeakCache(Generic[KeyT, ValueT]):
     """A dictionary whose values are dropped with the first of the objects that they are for.
 
     A key may hold `id`s of these objects: it is gone before another object can have the same.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[KeyT, tuple[ValueT, list[weakref.ref[Any]]]] = {}
+        self._entries: dict[KeyT, tuple[ValueT, list[weakref.ref[Any]]]] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def get(self, key: KeyT) -> ValueT | None:
         """The value under `key`, if there is one."""
-        found = self._kept.get(key)
+        found = self._entries.get(key)
         return None if found is None else found[0]
 
     def put(self, key: KeyT, value: ValueT, owners: Iterable[Any]) -> None:
@@ -40,17 +40,17 @@ class KeptWhile(Generic[KeyT, ValueT]):
         this = weakref.ref(self)
 
         def forget(_: weakref.ref[Any]) -> None:
-            kept = this()
-            if kept is not None:
-                kept.drop(key)
+            cache = this()
+            if cache is not None:
+                cache.drop(key)
 
         ends = [weakref.ref(owner, forget) for owner in owners if owner is not None]
-        self._kept[key] = value, ends
+        self._entries[key] = value, ends
 
     def drop(self, key: KeyT) -> None:
         """Forget the value under `key`, if there is one."""
-        self._kept.pop(key, None)
+        self._entries.pop(key, None)
 
     def clear(self) -> None:
         """Forget all values."""
-        self._kept.clear()
+        self._entries.clear()

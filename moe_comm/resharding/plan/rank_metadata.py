@@ -1,6 +1,6 @@
 """What every rank says about its parameters, small on the wire and quick to read.
 
-A rank has thousands of parameters but few kinds of them: layers repeat. A roster states each kind
+A rank has thousands of parameters but few kinds of them: layers repeat. So each kind is stated
 once and, per parameter, its name and the number of its kind.
 """
 
@@ -22,11 +22,11 @@ from moe_comm.resharding.plan.assignment import Assignment
 __all__ = [
     "Destination",
     "HoldersByName",
-    "Roster",
-    "decode_roster",
-    "encode_roster",
+    "RankMetadata",
+    "decode_rank_metadata",
+    "encode_rank_metadata",
     "holders_of_metadata",
-    "holders_of_rosters",
+    "holders_of_ranks",
     "source_name_of",
 ]
 
@@ -56,7 +56,7 @@ def _kind_key(meta: ParameterMetadata) -> tuple[Any, ...]:
     return (*values, meta.global_expert_index is None)
 
 
-class Roster:
+class RankMetadata:
     """One side, source or destination, of what one rank holds.
 
     Args:
@@ -108,7 +108,7 @@ def _split(names: str) -> list[str]:
     return names.split(_SEPARATOR) if names else []
 
 
-def encode_roster(metas: Sequence[ParameterMetadata]) -> bytes:
+def encode_rank_metadata(metas: Sequence[ParameterMetadata]) -> bytes:
     """One side of what a rank holds, as bytes."""
     number_of: dict[tuple[Any, ...], int] = {}
     kinds: list[tuple[Any, ...]] = []
@@ -130,8 +130,8 @@ def encode_roster(metas: Sequence[ParameterMetadata]) -> bytes:
     return pickle.dumps(blobs)
 
 
-def decode_roster(data: bytes) -> Roster:
-    """The roster that `encode_roster` made bytes of."""
+def decode_rank_metadata(data: bytes) -> RankMetadata:
+    """What `encode_rank_metadata` made bytes of."""
     public, own = pickle.loads(data)
     rows, kind_idx, names = pickle.loads(zlib.decompress(public))
     kinds = []
@@ -140,11 +140,11 @@ def decode_roster(data: bytes) -> Roster:
         kinds.append(
             ParameterMetadata(name="", global_expert_index=None if is_no_expert else 0, **fields)
         )
-    return Roster(kinds, kind_idx, _split(names), own)
+    return RankMetadata(kinds, kind_idx, _split(names), own)
 
 
 class Destination(NamedTuple):
-    """A rank to be written, its kind of parameter, and the parameter's place in its roster."""
+    """A rank to be written, its kind of parameter, and the parameter's place among those of its rank."""
 
     rank: int
     kind: int
@@ -238,7 +238,9 @@ def _missing(dst_name: str, rank: int) -> PlanError:
 
 
 def _repeated_embeddings(
-    extra: set[str], all_destinations: set[str], rosters: Sequence[tuple[Roster, Roster]]
+    extra: set[str],
+    all_destinations: set[str],
+    by_rank: Sequence[tuple[RankMetadata, RankMetadata]],
 ) -> set[str]:
     """Source output layers that hold their embedding's weight again, on another pipeline stage.
 
@@ -248,19 +250,19 @@ def _repeated_embeddings(
     for name in extra:
         embedding = source_name_of(name, all_destinations)
         if embedding is not None and not any(
-            {name, embedding} <= set(source.resolved_names) for source, _ in rosters
+            {name, embedding} <= set(source.resolved_names) for source, _ in by_rank
         ):
             repeated.add(name)
     return repeated
 
 
-def holders_of_rosters(
-    rosters: Sequence[tuple[Roster, Roster]], rank: int, *, strict: bool = False
+def holders_of_ranks(
+    by_rank: Sequence[tuple[RankMetadata, RankMetadata]], rank: int, *, strict: bool = False
 ) -> HoldersByName:
-    """Read the gathered rosters, as far as a rank takes part.
+    """Read what ranks hold, as far as a rank takes part.
 
     Args:
-        rosters: `(source, destination)` of each rank.
+        by_rank: `(source, destination)` of each rank.
         rank: The rank that plans.
         strict: Refuse source parameters that no destination has, and destinations that not all
             members of their groups have, or have with different dtypes.
@@ -269,10 +271,10 @@ def holders_of_rosters(
         PlanError: Some destination parameter has no source; on every rank alike. With `strict`,
             also the opposite.
     """
-    holders = HoldersByName(len(rosters), strict=strict)
+    holders = HoldersByName(len(by_rank), strict=strict)
     all_sources: set[str] = set()
     all_destinations: set[str] = set()
-    for source, destination in rosters:
+    for source, destination in by_rank:
         all_sources.update(source.resolved_names)
         all_destinations.update(destination.resolved_names)
     tied: dict[str, str] = {}
@@ -280,32 +282,32 @@ def holders_of_rosters(
         src_name = source_name_of(dst_name, all_sources)
         if src_name is None:
             holder = next(
-                number for number, (_, dst) in enumerate(rosters) if dst_name in dst.resolved_names
+                number for number, (_, dst) in enumerate(by_rank) if dst_name in dst.resolved_names
             )
             raise _missing(dst_name, holder)
         tied[dst_name] = src_name
     extra = all_sources - all_destinations - set(tied.values())
     if strict:
-        extra -= _repeated_embeddings(extra, all_destinations, rosters)
+        extra -= _repeated_embeddings(extra, all_destinations, by_rank)
     if strict and extra:
         name = min(extra)
         holder = next(
-            number for number, (src, _) in enumerate(rosters) if name in src.resolved_names
+            number for number, (src, _) in enumerate(by_rank) if name in src.resolved_names
         )
         num_others = len(extra) - 1
         more = "" if not num_others else f", nor have {num_others} others"
         if num_others == 1:
             more = f", nor has '{max(extra)}'"
         raise PlanError(f"source parameter '{name}' on rank {holder} has no destination{more}")
-    mine = set(rosters[rank][0].resolved_names) & all_destinations
-    mine.update(name for name, source in tied.items() if source in rosters[rank][0].resolved_names)
-    mine.update(rosters[rank][1].resolved_names)
+    mine = set(by_rank[rank][0].resolved_names) & all_destinations
+    mine.update(name for name, source in tied.items() if source in by_rank[rank][0].resolved_names)
+    mine.update(by_rank[rank][1].resolved_names)
     for name in mine:
         holders.link(name, tied.get(name, name))
     read = set(holders.source_names.values())
     holders.sources = {name: [] for name in read}
     holders.destinations = {name: [] for name in mine}
-    for number, (source, destination) in enumerate(rosters):
+    for number, (source, destination) in enumerate(by_rank):
         kinds = [holders.kind(kind) for kind in source.kinds]
         for name, kind in zip(source.resolved_names, source.kind_idx, strict=True):
             if name in read:
