@@ -108,9 +108,8 @@ def tells_peers(
                     tell(unbound, args, kwargs)
                     raise unbound from None
                 finally:
-                    del (
-                        unbound
-                    )  # or this frame, which it has passed, would keep it and the arguments
+                    # Or this frame, which it has passed, would keep it and the arguments.
+                    del unbound
 
         return called
 
