@@ -210,7 +210,8 @@ def dispatch_in_graph(
     word = output.gradients
     if not (word & NEEDS_ANY or quantization is not None):
         return
-    arrived, weights = output.x, output.topk_weights
+    arrived = output.x
+    weights = None if topk_weights is None else output.topk_weights
     rows = arrived if quantization is None else x.new_empty_strided(arrived.shape, (0, 0))
     handle = None
     if word & NEEDS_ANY:

@@ -110,7 +110,7 @@ class NativeDispatchOutput(_Issued):
         is_early: See `Operation.early`: False where shapes are not known before the end.
     """
 
-    __slots__ = ("_dtype", "_endpoint", "_made", "_plan", "_scales")
+    __slots__ = ("_dtype", "_endpoint", "_made", "_plan", "_scales", "_x")
 
     _native: SubmittedDispatch
 
@@ -127,6 +127,7 @@ class NativeDispatchOutput(_Issued):
         self._endpoint = endpoint
         self._dtype = dtype if scales is None else scales.data_dtype
         self._scales = scales
+        self._x: torch.Tensor | None = None
         self._made: dict[str, torch.Tensor | None] = {}
         self._plan: NativePlan | None = None
 
@@ -140,9 +141,9 @@ class NativeDispatchOutput(_Issued):
     @property
     def x(self) -> torch.Tensor:
         """See `DispatchOutput`."""
-        x = self._made.get("x")
+        x = self._x
         if x is None:
-            self._made["x"] = x = as_dtype(self._native.x(), self._dtype)
+            self._x = x = as_dtype(self._native.x(), self._dtype)
         return x
 
     @property
