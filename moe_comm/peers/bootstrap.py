@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from moe_comm import env
+from moe_comm.peers.gather_objects import gather_objects_of_group
 
 __all__ = [
     "Bootstrap",
@@ -95,9 +96,7 @@ class _ProcessGroup:
 
     def all_gather(self, item: Any) -> list[Any]:
         check_process_of(self.group, "a collective call")
-        gathered: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(gathered, item, group=self.group)
-        return gathered
+        return gather_objects_of_group(self.group, item)
 
 
 class RankThreads:

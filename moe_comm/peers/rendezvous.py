@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from moe_comm.errors import PeerFailedError, PeerTimeoutError
 from moe_comm.peers.agree import first_line
+from moe_comm.peers.gather_objects import gather_objects
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -321,7 +322,7 @@ class JoiningRanks:
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's `item`, in rank order. Collective over the living and those that come."""
-        mine = [pickle.loads(part) for part in self.shrunk_group.shrink_gather(pickle.dumps(item))]
+        mine = gather_objects(self.shrunk_group.shrink_gather, item)
         gather_idx = self._num_gathers
         self._num_gathers += 1
 
@@ -382,7 +383,7 @@ class JoiningRanks:
             said = ("wait", None)
             if self._host is not None:
                 said = self._poll(poll, what, deadline)
-            state, value = pickle.loads(self.shrunk_group.shrink_gather(pickle.dumps(said))[0])
+            state, value = gather_objects(self.shrunk_group.shrink_gather, said)[0]
             if state == "found":
                 found: ResultT = value
                 return found

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import operator
-import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from moe_comm.arguments import shown
 from moe_comm.errors import EvictedError, PeerFailedError, PeerTimeoutError
 from moe_comm.peers.agree import first_line
+from moe_comm.peers.gather_objects import gather_objects
 from moe_comm.peers.rendezvous import JoiningRanks
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ class Survivors:
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every survivor's `item`, in rank order. Collective."""
-        gathered = self.shrunk_group.shrink_gather(pickle.dumps(item))
-        return [pickle.loads(payload) for payload in gathered]
+        return gather_objects(self.shrunk_group.shrink_gather, item)
 
     def check(self) -> None:
         """Raise what `all_gather` would, for who waits elsewhere for survivors. Local."""
@@ -94,13 +93,7 @@ class OwnSockets:
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's `item`, in rank order. Collective."""
-        mine = pickle.dumps(item)
-        sizes = [int(size or b"0") for size in self._native.all_gather(str(len(mine)).encode())]
-        payloads = [b""] * self.num_ranks
-        for begin in range(0, max(sizes), MESSAGE_BYTES):
-            parts = self._native.all_gather(mine[begin : begin + MESSAGE_BYTES])
-            payloads = [payload + part for payload, part in zip(payloads, parts, strict=True)]
-        return [pickle.loads(payload) if payload else None for payload in payloads]
+        return gather_objects(self._native.all_gather, item, piece_bytes=MESSAGE_BYTES)
 
 
 def check_failed_ranks(

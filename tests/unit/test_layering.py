@@ -158,6 +158,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.env",
         "moe_comm.errors",
         "moe_comm.peers.exclusive_use",
+        "moe_comm.peers.gather_objects",
         "moe_comm.peers.heap_stats",
         "moe_comm.tensors.memory_overlap",
         "moe_comm.peers.missed_calls",

@@ -20,6 +20,7 @@ from moe_comm.errors import (
     has_timed_out,
 )
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.gather_objects import gather_objects_of_group
 
 __all__ = ["Carrier", "Pending", "ProgressThread"]
 
@@ -92,9 +93,7 @@ class Carrier:
         if self._group is None:
             return [item]
         with self._limits(operation, "rows"):
-            gathered: list[Any] = [None] * self._num_ranks
-            dist.all_gather_object(gathered, item, group=self._group)
-            return gathered
+            return gather_objects_of_group(self._group, item)
 
     def all_to_all(
         self,

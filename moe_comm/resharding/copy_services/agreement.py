@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
+from moe_comm.arguments import as_utf8
 from moe_comm.peers.agree import raise_together, unlike_ends
+from moe_comm.peers.gather_objects import gather_objects
 
 __all__ = ["Transfer", "agree"]
 
@@ -58,8 +59,8 @@ def agree(
         if problem == "":
             problem = "gave up, without a reason"
         # Names of files may hold what is no UTF-8.
-        texts = _gather_long((problem or "").encode("utf-8", "backslashreplace"), all_gather)
-        raise_together(text.decode() or None for text in texts)
+        texts = gather_objects(all_gather, as_utf8(problem or ""), piece_bytes=_PIECE_BYTES)
+        raise_together(text or None for text in texts)
     sent, received = rows[:, 1 : 1 + num_ranks], rows[:, 1 + num_ranks :].T
     odd_pairs = [(int(src), int(dst)) for src, dst in np.argwhere(sent != received)]
     if not odd_pairs:
@@ -69,9 +70,7 @@ def agree(
         for src, dst in odd_pairs
         if rank_idx in (src, dst)
     }
-    lists = [
-        pickle.loads(item) if item else {} for item in _gather_long(pickle.dumps(mine), all_gather)
-    ]
+    lists = [theirs or {} for theirs in gather_objects(all_gather, mine, piece_bytes=_PIECE_BYTES)]
     lines = [
         line
         for src, dst in odd_pairs
@@ -89,19 +88,6 @@ def _digest(transfers: Sequence[Transfer]) -> int:
         return 0
     digest = hashlib.blake2b(repr(list(transfers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
-
-
-def _gather_long(payload: bytes, all_gather: AllGather) -> list[bytes]:
-    """Payloads of any length, by an all-gather of equally long, small ones."""
-    lengths = [
-        int.from_bytes(item, "little") for item in all_gather(len(payload).to_bytes(8, "little"))
-    ]
-    gathered = [b""] * len(lengths)
-    for start in range(0, max(lengths), _PIECE_BYTES):
-        size = min(_PIECE_BYTES, max(lengths) - start)
-        pieces = all_gather(payload[start : start + size].ljust(size, b"\0"))
-        gathered = [whole + piece for whole, piece in zip(gathered, pieces, strict=True)]
-    return [whole[:length] for whole, length in zip(gathered, lengths, strict=True)]
 
 
 def _differences(src: int, dst: int, sent: list[Transfer], received: list[Transfer]) -> list[str]:

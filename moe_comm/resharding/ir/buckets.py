@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_comm.peers.agree import agree
+from moe_comm.peers.gather_objects import gather_objects_of_group
 from moe_comm.resharding.ir.transfer import TransferType
 from moe_comm.resharding.ir.units import ENTRY_ALIGNMENT, Bucket, BucketEntry, Chunk, logger
 
@@ -121,11 +122,7 @@ def check_buckets(
             mine.setdefault((bucket.src_rank, bucket.dst_ranks), []).append(bucket)
     summary = {way: _summary(of_way) for way, of_way in mine.items()}
 
-    def all_gather(item: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, item, group=group)
-        return gathered
-
+    all_gather = functools.partial(gather_objects_of_group, group)
     gathered = agree(all_gather, None if error is None else f"no buckets: {error}", summary)
     for way in sorted(set().union(*gathered)):
         src, dsts = way

@@ -6,8 +6,8 @@ The host backend queues transfers, and an engine here starts them and says when 
 
 from __future__ import annotations
 
-import pickle
-from typing import TYPE_CHECKING, Any, Protocol
+import functools
+from typing import TYPE_CHECKING, Protocol
 
 from moe_comm.ep.backends.rails.engine import Peers, RailEngine
 from moe_comm.ep.backends.rails.gloo import GlooEngine, gloo_problem
@@ -15,6 +15,7 @@ from moe_comm.ep.backends.rails.mpi import MpiEngine, MpiPlace, mpi_place
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.agree import agree, first_line, raise_different, raise_together
 from moe_comm.peers.bootstrap import Bootstrap, process_group_of
+from moe_comm.peers.gather_objects import gather_objects
 from moe_comm.peers.node_layout import NodeLayout
 
 if TYPE_CHECKING:
@@ -66,11 +67,7 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     elif name == "mpi":
         place, problem = mpi_place()
 
-    def all_gather(item: Any) -> list[Any]:
-        return [
-            pickle.loads(said) if said else None for said in native.all_gather(pickle.dumps(item))
-        ]
-
+    all_gather = functools.partial(gather_objects, native.all_gather)
     said = all_gather((name, problem, place))
     if None in said:
         return None

@@ -1,0 +1,62 @@
+"""Small objects of all ranks, over whatever exchange of bytes or process group the ranks have."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["gather_objects", "gather_objects_of_group"]
+
+_LENGTH_BYTES = 8
+
+
+def gather_objects(
+    all_gather: Callable[[bytes], list[bytes]], item: Any, *, piece_bytes: int | None = None
+) -> list[Any]:
+    """Every rank's `item`, over an exchange of bytes. Collective.
+
+    Args:
+        all_gather: Every rank's payload in rank order, b"" of ranks that are excluded.
+        item: Can be pickled.
+        piece_bytes: Most bytes of a payload, where payloads of one exchange are to be equally long or
+            an item may be longer; equal on every rank. None: an item is one payload.
+
+    Returns:
+        In rank order; None of ranks that are excluded.
+    """
+    mine = pickle.dumps(item)
+    if piece_bytes is None:
+        return [pickle.loads(said) if said else None for said in all_gather(mine)]
+    lengths = [
+        int.from_bytes(said, "little")
+        for said in all_gather(len(mine).to_bytes(_LENGTH_BYTES, "little"))
+    ]
+    longest = max(lengths)
+    said = [b""] * len(lengths)
+    for start in range(0, longest, piece_bytes):
+        size = min(piece_bytes, longest - start)
+        pieces = all_gather(mine[start : start + size].ljust(size, b"\0"))
+        said = [whole + piece for whole, piece in zip(said, pieces, strict=True)]
+    # A rank that is excluded on the way has said less than it announced.
+    return [
+        pickle.loads(whole[:length]) if length and len(whole) >= length else None
+        for whole, length in zip(said, lengths, strict=True)
+    ]
+
+
+def gather_objects_of_group(group: dist.ProcessGroup | None, item: Any) -> list[Any]:
+    """Every rank's `item`, over a process group of torch.distributed. Collective.
+
+    Args:
+        group: None for the default process group.
+        item: Can be pickled.
+
+    Returns:
+        In rank order of the group.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, item, group=group)
+    return gathered
