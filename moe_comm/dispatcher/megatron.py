@@ -248,7 +248,11 @@ class MegatronTokenDispatcher:
         return self._comm_manager.required_recv
 
     def grow_ep_recv_capacity(self, new_capacity: int) -> None:
-        """See `MegatronManager.grow_recv_capacity`."""
+        """Raise the budget to `new_capacity` rows; without effect where there is none.
+
+        Raises:
+            ValueError: It would not grow.
+        """
         self._comm_manager.grow_recv_capacity(new_capacity)
 
     def invalidate_ep_bootstrap(self) -> None:

@@ -291,7 +291,7 @@ class EpBuffer:
         expert_alignment: object,
         gradients: int,
     ) -> Operation[DispatchOutput] | None:
-        """See `Backend.dispatch_plain`."""
+        """The backend's `dispatch_plain`, of arguments of any type."""
         if (
             type(layout) is not Layout
             or type(expert_alignment) is not int

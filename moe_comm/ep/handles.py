@@ -81,10 +81,6 @@ class DispatchHandle:
         generation: Of that buffer when it made it.
         layout: Order of received rows.
         expert_alignment: Rows per local expert are padded to a multiple of this.
-        num_tokens: Tokens this rank sent, T.
-        num_topk: Choices per token, K.
-        num_recv_tokens: Rows of this rank's result, M, padding included.
-        num_recv_topk: Largest number of choices per token of all ranks.
         plan: Belongs to the backend.
         link: float32 `[0]`. Carries no data; ties the backward of a combine to that of the dispatch, so
             that every rank runs both even where a caller skipped its experts.
@@ -99,22 +95,22 @@ class DispatchHandle:
 
     @property
     def num_tokens(self) -> int:
-        """See the class."""
+        """Tokens this rank sent, T."""
         return self.plan.num_tokens
 
     @property
     def num_topk(self) -> int:
-        """See the class."""
+        """Choices per token of this rank, K."""
         return self.plan.num_topk
 
     @property
     def num_recv_tokens(self) -> int:
-        """See the class."""
+        """Rows of this rank's result, M, padding included."""
         return self.plan.num_recv_tokens
 
     @property
     def num_recv_topk(self) -> int:
-        """See the class."""
+        """Largest number of choices per token of all ranks."""
         return self.plan.num_recv_topk
 
     def dropped_choices(self) -> torch.Tensor:
@@ -134,39 +130,6 @@ class DispatchResult:
     x_sf and topk_weights are there at once), and `event` must be waited for before the data is read
     or the inputs are overwritten. `moe_comm.dispatch` returns when the rows are there; gradients then
     flow through `x` and `topk_weights`, and LOW_LATENCY rows that nothing was sent to are zero.
-
-    Attributes:
-        x: `[M, hidden]`. EXPERT_MAJOR: rows of local expert e are
-            `x[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`; padding is zero.
-            LOW_LATENCY: M is `num_local_experts * num_ranks * num_max_tokens_per_rank`. Rows that
-            `moe_comm.dispatch` has quantized are `QuantizedRows`.
-        x_sf: Scale factors `[M, num_scales]` of quantized rows (see `Quantization`), LOW_LATENCY:
-            `[num_local_experts, M / num_local_experts, num_scales]`; else None.
-        topk_idx: None (EXPERT_MAJOR), or int64 `[M, K]` local expert ids, -1 elsewhere (RANK_MAJOR).
-            K is the largest of all ranks where they chose different numbers.
-        topk_weights: None if none were given; float32 `[M]`, 0 in padding (EXPERT_MAJOR), or
-            `[M, K]`, 0 where the choice is not local (RANK_MAJOR). float64 where float64 was given.
-        num_tokens_per_expert: int64 `[num_local_experts]` on the host: choices of every local
-            expert, without padding and without what was dropped.
-        num_dropped_per_expert: int64 `[num_local_experts]` on the host: choices of every local
-            expert that a capacity or a masked rank dropped.
-        num_required_rows: int64 without dimensions, on the host: rows that this rank's result would
-            have without a capacity.
-        has_overflow: bool without dimensions, on the host: whether rows for this rank were dropped, or
-            its capacity had to grow.
-        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation; zeros
-            where the backend cannot tell, and in compiled code.
-        expert_offsets: int32 `[num_local_experts + 1]` on x's device: padded starts. RANK_MAJOR: where
-            the experts would start after a local permute with the same alignment.
-        status: None, or where the dispatch was captured into a graph int32 `[2]` on the device: how
-            the last replay ended (0 well; nothing moved where an input was bad, 1, where `capacity`
-            says to raise, 2, or where ranks make more choices than this one, 3; 4 where a peer
-            failed), and how many choices of this rank's experts were dropped. Then
-            `num_tokens_per_expert` is on the device too, and the host knows neither
-            `num_dropped_per_expert` nor `num_required_rows` nor `has_overflow`.
-        gradients: What the ranks say of gradients, united; see `EpBuffer.dispatch`.
-        handle: For `combine` and cached `dispatch`.
-        event: End of the operation.
     """
 
     __slots__ = (
@@ -225,50 +188,74 @@ class DispatchResult:
 
     @property
     def event(self) -> CommEvent:
-        """See the class."""
+        """End of the operation."""
         if self._event is None:
             self._event = CommEvent(self._operation)
         return self._event
 
     @property
     def x(self) -> torch.Tensor:
-        """See the class."""
+        """Rows `[M, hidden]`.
+
+        EXPERT_MAJOR: rows of local expert e are
+        `x[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`; padding is zero.
+        LOW_LATENCY: M is `num_local_experts * num_ranks * num_max_tokens_per_rank`. Rows that
+        `moe_comm.dispatch` has quantized are `QuantizedRows`.
+        """
         return self._early().x if self._x is None else self._x
 
     @property
     def x_sf(self) -> torch.Tensor | None:
-        """See the class."""
+        """Scale factors `[M, num_scales]` of quantized rows (see `Quantization`); else None.
+
+        LOW_LATENCY: `[num_local_experts, M / num_local_experts, num_scales]`.
+        """
         return self._early().x_sf
 
     @property
     def topk_idx(self) -> torch.Tensor | None:
-        """See the class."""
+        """None (EXPERT_MAJOR), or int64 `[M, K]` local expert ids, -1 elsewhere (RANK_MAJOR).
+
+        K is the largest of all ranks where they chose different numbers.
+        """
         return self.arrived().topk_idx
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        """See the class."""
+        """None if none were given; float64 where float64 was given, else float32.
+
+        EXPERT_MAJOR: `[M]`, 0 in padding. RANK_MAJOR: `[M, K]`, 0 where the choice is not local.
+        """
         return self._early().topk_weights if self._topk_weights is None else self._topk_weights
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
-        """See the class."""
+        """int64 `[num_local_experts]` on the host: choices of every local expert.
+
+        Without padding and without what was dropped.
+        """
         return self.arrived().num_tokens_per_expert
 
     @property
     def num_dropped_per_expert(self) -> torch.Tensor:
-        """See the class."""
+        """int64 `[num_local_experts]` on the host: choices that were dropped.
+
+        Of every local expert, by a capacity or a masked rank.
+        """
         return self.arrived().num_dropped_per_expert
 
     @property
     def num_required_rows(self) -> torch.Tensor:
-        """See the class."""
+        """int64 without dimensions, on the host: rows that this rank would get without a capacity."""
         number = self.arrived().num_required_rows
         return number if isinstance(number, torch.Tensor) else torch.tensor(number, device="cpu")
 
     @property
     def has_overflow(self) -> torch.Tensor:
-        """See the class."""
+        """Whether rows for this rank were dropped, or its capacity had to grow.
+
+        A bool without dimensions, on the host.
+        """
         output = self.arrived()
         has_dropped = output.num_dropped_per_expert.any()
         most_rows = None if self._capacity is None else self._capacity.num_rows
@@ -278,22 +265,35 @@ class DispatchResult:
 
     @property
     def status(self) -> torch.Tensor | None:
-        """See the class."""
+        """None, or int32 `[2]` on the device where the dispatch was captured into a graph.
+
+        How the last replay ended (0 well; nothing moved where an input was bad, 1, where `capacity`
+        says to raise, 2, or where ranks make more choices than this one, 3; 4 where a peer failed),
+        and how many choices of this rank's experts were dropped. Then `num_tokens_per_expert` is on
+        the device too, and the host knows neither `num_dropped_per_expert` nor `num_required_rows`
+        nor `has_overflow`.
+        """
         return self.arrived().status
 
     @property
     def wait_ns(self) -> torch.Tensor:
-        """See the class."""
+        """int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation.
+
+        Zeros where the backend cannot tell, and in compiled code.
+        """
         return self.arrived().wait_ns
 
     @property
     def gradients(self) -> int:
-        """See the class."""
+        """What the ranks say of gradients, united; see `EpBuffer.dispatch`."""
         return self.arrived().gradients
 
     @property
     def expert_offsets(self) -> torch.Tensor:
-        """See the class."""
+        """int32 `[num_local_experts + 1]` on x's device: padded starts of local experts.
+
+        RANK_MAJOR: where the experts would start after a local permute with the same alignment.
+        """
         return self.arrived().expert_offsets
 
     @property
@@ -303,7 +303,7 @@ class DispatchResult:
 
     @property
     def handle(self) -> DispatchHandle:
-        """See the class."""
+        """For `combine` and cached `dispatch`."""
         if self._handle is None:
             assert self.places is not None
             self._handle = DispatchHandle(self.arrived().plan, *self.places)
@@ -311,15 +311,7 @@ class DispatchResult:
 
 
 class CombineResult:
-    """What a combine brought back; `event` must be waited for before `x` is read.
-
-    Attributes:
-        x: `[num_tokens, hidden]` sums.
-        topk_weights: `[num_tokens, num_topk]`, the pulled `row_weights`, or None.
-        wait_ns: int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation.
-        gradients: As in `DispatchResult`.
-        event: End of the operation.
-    """
+    """What a combine brought back; `event` must be waited for before `x` is read."""
 
     __slots__ = ("_event", "_operation", "_output")
 
@@ -332,7 +324,7 @@ class CombineResult:
 
     @property
     def event(self) -> CommEvent:
-        """See the class."""
+        """End of the operation."""
         if self._event is None:
             self._event = CommEvent(self._operation)
         return self._event
@@ -343,7 +335,11 @@ class CombineResult:
 
     @property
     def x(self) -> torch.Tensor:
-        """See the class."""
+        """Sums `[num_tokens, hidden]`.
+
+        Raises:
+            ValueError: The combine pulled weights only.
+        """
         x = self.arrived().x
         if x is None:
             raise ValueError("this combine pulled weights only, it has no sums")
@@ -351,15 +347,15 @@ class CombineResult:
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        """See the class."""
+        """`[num_tokens, num_topk]`, the pulled `row_weights`, or None."""
         return self.arrived().topk_weights
 
     @property
     def wait_ns(self) -> torch.Tensor:
-        """See the class."""
+        """int64 `[num_ranks]`: nanoseconds this rank waited for each rank in the operation."""
         return self.arrived().wait_ns
 
     @property
     def gradients(self) -> int:
-        """See the class."""
+        """What the ranks say of gradients, united; see `EpBuffer.combine`."""
         return self.arrived().gradients

@@ -274,7 +274,7 @@ class _Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """See the function."""
+        """What the function of the class returns; the node of a subclass that overrides `forward`."""
         function = cls.__dict__.get("function", super().apply)
         return function(*args, **kwargs)
 
@@ -285,7 +285,7 @@ def _gradients_of(ctx: Any, gradients: dict[int, torch.Tensor | None]) -> tuple[
 
 
 class FusedDispatch(_Function):
-    """See `fused_dispatch`."""
+    """`fused_dispatch` by Megatron's name: `apply` takes its arguments."""
 
     function = staticmethod(fused_dispatch)
 
@@ -301,7 +301,7 @@ class FusedDispatch(_Function):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> FusedDispatched:
-        """See `fused_dispatch`."""
+        """What `fused_dispatch` returns, without a graph; `ctx` keeps the handle for `backward`."""
         arrived = fused_dispatch(
             x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
         )
@@ -339,7 +339,7 @@ class FusedDispatch(_Function):
 
 
 class FusedCombine(_Function):
-    """See `fused_combine`."""
+    """`fused_combine` by Megatron's name: `apply` takes its arguments."""
 
     function = staticmethod(fused_combine)
 
@@ -353,7 +353,7 @@ class FusedCombine(_Function):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None]:
-        """See `fused_combine`."""
+        """The sums `[num_tokens, hidden]` and None, without a graph; `ctx` keeps the handle."""
         ctx.handle = handle
         return fused_combine(x, group, handle, async_finish, allocate_on_comm_stream)
 
@@ -567,14 +567,14 @@ def hybrid_ep_combine(
 
 
 class HybridEPDispatch(_Function):
-    """See `hybrid_ep_dispatch`."""
+    """`hybrid_ep_dispatch` by Megatron's name: `apply` takes its arguments."""
 
     function = staticmethod(hybrid_ep_dispatch)
 
     @staticmethod
     @torch.no_grad()
     def forward(ctx: Any, *args: Any) -> HybridDispatched:
-        """See `hybrid_ep_dispatch`."""
+        """What `hybrid_ep_dispatch` returns, without a graph; `ctx` keeps the handle for `backward`."""
         arrived = hybrid_ep_dispatch(*args)
         ctx.handle = arrived[-1]
         return arrived
@@ -595,7 +595,7 @@ class HybridEPDispatch(_Function):
 
 
 class HybridEPCombine(_Function):
-    """See `hybrid_ep_combine`."""
+    """`hybrid_ep_combine` by Megatron's name: `apply` takes its arguments."""
 
     function = staticmethod(hybrid_ep_combine)
 
@@ -609,7 +609,7 @@ class HybridEPCombine(_Function):
         pad_multiple: int | None = None,
         fused: bool = False,
     ) -> torch.Tensor:
-        """See `hybrid_ep_combine`."""
+        """The sums `[num_tokens, hidden]`, without a graph; `ctx` keeps the handle for `backward`."""
         ctx.handle = handle
         return hybrid_ep_combine(x, handle, num_permuted_tokens, pad_multiple, fused)
 

@@ -84,7 +84,7 @@ class NativeExchange:
         self._quantization = case.quantization
 
     def dispatch(self) -> Arrived:
-        """See `Exchange`."""
+        """Send the tokens of this rank."""
         return self.buffer.dispatch(
             self._x,
             self._topk_idx,
@@ -95,11 +95,11 @@ class NativeExchange:
         )
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
-        """See `Exchange`."""
+        """Sums `[num_tokens, hidden]` of rows `[M, hidden]`."""
         return self.buffer.combine(rows, handle)
 
     def empty_expert_output(self, handle: Any) -> torch.Tensor:
-        """See `Exchange`."""
+        """`[M, hidden]` in the heap, which combine reads in place. Local."""
         return self.buffer.empty_expert_output(handle)
 
 
@@ -135,7 +135,7 @@ class HybridEpExchange:
         self._hidden, self._dtype = case.hidden, case.torch_dtype
 
     def dispatch(self) -> Arrived:
-        """See `Exchange`."""
+        """Send the tokens of this rank."""
         x, probs, scaling_factor, _, handle = hybrid_ep_dispatch(
             self._x,
             self._routing_map,
@@ -147,10 +147,10 @@ class HybridEpExchange:
         return PermutedRows(x, scaling_factor, probs, handle)
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
-        """See `Exchange`."""
+        """Sums `[num_tokens, hidden]` of rows `[M, hidden]`."""
         return hybrid_ep_combine(rows, handle, pad_multiple=self._pad_multiple)
 
     def empty_expert_output(self, handle: Any) -> torch.Tensor:
-        """See `Exchange`."""
+        """`[M, hidden]` in the heap, which combine reads in place. Local."""
         buffer: EpBuffer = handle.buffer
         return buffer.empty_expert_output(handle.places, hidden=self._hidden, dtype=self._dtype)

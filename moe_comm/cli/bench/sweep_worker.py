@@ -83,7 +83,7 @@ class SweepWorker(Worker):
         return problem
 
     def run_eager(self, num_iterations: int) -> list[Interval]:
-        """See `Side.run_back_to_back`."""
+        """When every dispatch + combine began and ended, one after the other, in nanoseconds."""
         return self.sides[0].run_back_to_back(self.barrier, num_iterations)
 
     def run_threads(self, number: int, num_iterations: int) -> list[Interval]:
@@ -174,7 +174,7 @@ class SweepWorker(Worker):
         return intervals
 
     def close(self) -> None:
-        """See `Worker.close`."""
+        """Leave in good order, with the communicators of every number of threads."""
         self._end()
         for communicator in self._of_threads.values():
             communicator.destroy()

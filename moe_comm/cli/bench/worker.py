@@ -191,7 +191,7 @@ class Worker:
         return Sample(op=op, roof_before=before, roof_after=after)
 
     def run_back_to_back(self, num_iterations: int, side_idx: int) -> list[Interval]:
-        """See `Side.run_back_to_back`."""
+        """When every dispatch + combine of a side began and ended, in nanoseconds."""
         for side in self.sides:
             side.result = None
         return self.sides[side_idx].run_back_to_back(self.barrier, num_iterations)

@@ -209,7 +209,7 @@ def _make_handle(
     result: DispatchResult,
     columns: torch.Tensor,
 ) -> EPHandle:
-    """See `EPHandle`; `columns` are the choices and the index of every received row."""
+    """The handle of a dispatch; `columns` are the choices and the index of every received row."""
     assert sending.topk_idx is not None
     plan = plan_here(result.handle.plan)
     from_rank = plan.sent_tokens[:, owner.rank_idx].to(torch.int64)

@@ -41,7 +41,7 @@ class Operation(Protocol[OutputT_co]):
 
     @property
     def early(self) -> OutputT_co | None:
-        """See the class."""
+        """See the attributes of the class."""
         ...
 
     def wait(self) -> OutputT_co:

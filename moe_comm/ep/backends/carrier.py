@@ -155,14 +155,12 @@ class Pending(Generic[OutputT]):
         self._ended.set()
 
     def wait(self) -> OutputT:
-        """See `Operation.wait`."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
         return self._output  # type: ignore[return-value]  # set, unless OutputT has None
 
     def is_complete(self) -> bool:
-        """See `Operation.is_complete`."""
         return self._ended.is_set()
 
 

@@ -98,7 +98,6 @@ class CollectiveBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch`."""
         del copy_out
         call = messages.describe_dispatch(
             x,
@@ -145,7 +144,6 @@ class CollectiveBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch_cached`."""
         del copy_out
         assert isinstance(plan, CollectivePlan)
         known = plan
@@ -169,7 +167,6 @@ class CollectiveBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[CombineOutput]:
-        """See `Backend.combine`."""
         del copy_out
         assert isinstance(plan, CollectivePlan)
         known = plan
@@ -189,17 +186,15 @@ class CollectiveBackend(Backend):
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `Backend.weighted_gradient`."""
         dots = arithmetic.dot_rows(gradient, expert_out, weights.dtype)
         gradient.copy_(arithmetic.scale_rows(gradient, weights))
         return dots
 
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Backend.empty_expert_output`; an ordinary tensor."""
+        # An ordinary tensor: there is no heap.
         return torch.empty(plan.num_recv_tokens, hidden, dtype=dtype, device=self._carrier.device)
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
-        """See `Backend.import_plan`."""
         return self._plan(
             tensors.counts.cpu().contiguous(),
             tensors.topk_idx.cpu().contiguous(),
@@ -208,12 +203,11 @@ class CollectiveBackend(Backend):
         )
 
     def reject(self, operation: str, error: Exception) -> NoReturn:
-        """See `Backend.reject`."""
         self._in_order(lambda: self._agree(operation, error))
         raise AssertionError("an agreement with an error raises it")
 
     def destroy(self) -> None:
-        """See `Backend.destroy`; what is in flight ends first."""
+        """Release what the buffer holds, after what is in flight."""
         if self._progress.is_idle():
             self._progress.stop()
             self._carrier.destroy()

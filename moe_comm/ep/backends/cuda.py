@@ -69,7 +69,6 @@ class CudaBackend(StreamCallersBackend):
         return self._num_sms
 
     def destroy(self) -> None:
-        """See `Backend.destroy`."""
         super().destroy()
         if self._cuda_endpoint is not None:
             self._cuda_endpoint = None

@@ -63,7 +63,7 @@ class DeepEpBackend(CollectiveBackend):
         self._rows = DeepEpRows(self._carrier, placement, num_local_experts, config.row_bytes)
 
     def destroy(self) -> None:
-        """See `Backend.destroy`; what is in flight ends first."""
+        """Release what the buffer holds, after what is in flight."""
         rows = self._rows
         if isinstance(rows, DeepEpRows):
             if self._progress.is_idle():
@@ -123,7 +123,7 @@ class DeepEpRows(RowMover):
         *,
         is_cached: bool,
     ) -> Moved:
-        """See `RowMover.dispatch`; one dispatch of DeepEP carries it all."""
+        # One dispatch of DeepEP carries rows, scale factors, choices and weights.
         rows = Rows(x, sf)
         self.transport.reserve(rows)
         # A cached dispatch of DeepEP carries no weights.
@@ -146,7 +146,7 @@ class DeepEpRows(RowMover):
         topk_weights: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `RowMover.sum_home`; DeepEP adds where its sums are the ones that are wanted."""
+        # DeepEP adds where its order of additions is that of the layout.
         if (
             plan.layout is Layout.RANK_MAJOR
             and x.dtype is torch.bfloat16

@@ -43,11 +43,9 @@ class HostBackend(NativeBackend):
         return self._endpoint.isa
 
     def internode_bytes(self) -> tuple[int, int]:
-        """See `Backend.internode_bytes`."""
         return self._endpoint.internode_bytes()
 
     def destroy(self) -> None:
-        """See `Backend.destroy`."""
         try:
             super().destroy()  # ends what is in flight, which needs the rail
         finally:

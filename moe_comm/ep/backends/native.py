@@ -124,7 +124,6 @@ class NativeBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch`."""
         scales = self._describe_scales(x, x_sf, quantization, layout)
         native = self._endpoint.dispatch(
             x,
@@ -154,7 +153,6 @@ class NativeBackend(Backend):
         expert_alignment: int,
         gradients: int,
     ) -> Operation[DispatchOutput] | None:
-        """See `Backend.dispatch_plain`."""
         if not self._has_plain_calls:
             return None
         native = self._endpoint.dispatch_plain(
@@ -177,7 +175,6 @@ class NativeBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch_cached`."""
         native_plan = _native_plan(plan)
         layout = Layout(native_plan.layout)
         scales = self._describe_scales(x, x_sf, quantization, layout)
@@ -227,7 +224,6 @@ class NativeBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[CombineOutput]:
-        """See `Backend.combine`."""
         native = self._endpoint.combine(
             x,
             _native_plan(plan),
@@ -244,7 +240,6 @@ class NativeBackend(Backend):
     def combine_plain(
         self, x: object, plan: Plan, topk_weights: object, gradients: int
     ) -> Operation[CombineOutput] | None:
-        """See `Backend.combine_plain`."""
         if not self._has_plain_calls:
             return None
         native = self._endpoint.combine_plain(x, _native_plan(plan), topk_weights, gradients)
@@ -253,7 +248,6 @@ class NativeBackend(Backend):
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `Backend.weighted_gradient`."""
         dots = torch.empty_like(weights)
         self._endpoint.weighted_gradient(
             gradient, expert_out, weights, dots, SUMMABLE_TYPES[gradient.dtype]
@@ -261,7 +255,7 @@ class NativeBackend(Backend):
         return dots
 
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Backend.empty_expert_output`; a window of the heap."""
+        # A window of the heap, which combine reads in place.
         rows = self._endpoint.empty_rows(
             _native_plan(plan),
             hidden * dtype.itemsize if dtype not in DLPACK_TYPES else hidden,
@@ -271,7 +265,6 @@ class NativeBackend(Backend):
         return as_dtype(rows, dtype)
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
-        """See `Backend.import_plan`."""
         native = self._endpoint.import_plan(
             tensors.counts.cpu().contiguous(),
             tensors.topk_idx.cpu().contiguous(),
@@ -281,12 +274,10 @@ class NativeBackend(Backend):
         return NativePlan(native, self._endpoint)
 
     def reject(self, operation: str, error: Exception) -> NoReturn:
-        """See `Backend.reject`."""
         self._endpoint.reject(operation, str(error), isinstance(error, TypeError))
         raise AssertionError("a rejected operation did not raise") from error
 
     def wait_statistics(self) -> tuple[list[int], list[int]]:
-        """See `Backend.wait_statistics`."""
         return self._endpoint.wait_statistics()
 
     def take_trace(self) -> list[PhaseRecord]:
@@ -295,7 +286,7 @@ class NativeBackend(Backend):
         return _take_records(self._endpoint, self._rank_idx)
 
     def destroy(self) -> None:
-        """See `Backend.destroy`; also writes the trace that `MOE_COMM_TRACE` asked for."""
+        """Release what the buffer holds, and write the trace that `MOE_COMM_TRACE` asked for."""
         self._endpoint.destroy()
         if self._write_trace is not None:
             self._write_trace()

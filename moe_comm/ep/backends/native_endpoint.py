@@ -31,7 +31,7 @@ class EndpointPlan(Protocol):
 
     @property
     def expert_alignment(self) -> int:
-        """See `EpBuffer.dispatch`."""
+        """Rows per local expert are padded to a multiple of this."""
         ...
 
     @property
@@ -68,31 +68,31 @@ class SubmittedDispatch(PendingNative, Protocol):
         ...
 
     def topk_idx(self) -> torch.Tensor | None:
-        """See `DispatchOutput`."""
+        """int64 `[M, num_topk]` of RANK_MAJOR rows, else None."""
         ...
 
     def topk_weights(self) -> torch.Tensor | None:
-        """See `DispatchOutput`."""
+        """`[M]`, RANK_MAJOR: `[M, num_topk]`; None where none were sent."""
         ...
 
     def num_tokens_per_expert(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
+        """int64 `[num_local_experts]`; blocks until all ranks were heard."""
         ...
 
     def num_dropped_per_expert(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
+        """int64 `[num_local_experts]`; blocks until all ranks were heard."""
         ...
 
     def num_required_rows(self) -> int:
-        """See `DispatchOutput`."""
+        """Rows of this rank without a capacity; blocks until all ranks were heard."""
         ...
 
     def wait_ns(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
+        """int64 `[num_ranks]`: nanoseconds this rank waited for each rank."""
         ...
 
     def expert_offsets(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
+        """int32 `[num_local_experts + 1]`, padded starts."""
         ...
 
     def status(self) -> torch.Tensor | None:
@@ -100,7 +100,7 @@ class SubmittedDispatch(PendingNative, Protocol):
         ...
 
     def gradients(self) -> int:
-        """See `DispatchOutput`."""
+        """What all ranks say of gradients."""
         ...
 
 
@@ -112,11 +112,11 @@ class SubmittedCombine(PendingNative, Protocol):
         ...
 
     def gradients(self) -> int:
-        """See `DispatchOutput`."""
+        """What all ranks say of gradients."""
         ...
 
     def wait_ns(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
+        """int64 `[num_ranks]`: nanoseconds this rank waited for each rank."""
         ...
 
 
@@ -157,7 +157,7 @@ class NativeEndpoint(Protocol):
         expert_alignment: int,
         gradients: int,
     ) -> SubmittedDispatch | None:
-        """See `Backend.dispatch_plain`."""
+        """An uncached dispatch; None where a glance at the arguments does not suffice."""
         ...
 
     def combine(
@@ -178,7 +178,7 @@ class NativeEndpoint(Protocol):
     def combine_plain(
         self, x: object, plan: EndpointPlan, topk_weights: object, gradients: int
     ) -> SubmittedCombine | None:
-        """See `Backend.combine_plain`."""
+        """A combine; None where a glance at the arguments does not suffice."""
         ...
 
     def reject(self, operation: str, message: str, is_type_error: bool) -> None:
@@ -199,7 +199,7 @@ class NativeEndpoint(Protocol):
         dots: torch.Tensor,
         dtype: int,
     ) -> None:
-        """See `Backend.weighted_gradient`."""
+        """Scale `gradient` by `weights` in place, write the dot products of its rows to `dots`."""
         ...
 
     def export_plan(self, plan: EndpointPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -213,7 +213,7 @@ class NativeEndpoint(Protocol):
         ...
 
     def wait_statistics(self) -> tuple[list[int], list[int]]:
-        """See `Backend.wait_statistics`."""
+        """By rank, nanoseconds waited for it, and how often."""
         ...
 
     def enable_trace(self) -> None:

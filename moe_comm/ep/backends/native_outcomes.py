@@ -42,22 +42,18 @@ class NativePlan:
 
     @property
     def num_tokens(self) -> int:
-        """See `Plan`."""
         return self._read()[0]
 
     @property
     def num_topk(self) -> int:
-        """See `Plan`."""
         return self._read()[1]
 
     @property
     def num_recv_tokens(self) -> int:
-        """See `Plan`."""
         return self._read()[2]
 
     @property
     def num_recv_topk(self) -> int:
-        """See `Plan`."""
         return self._read()[3]
 
     def to_tensors(self) -> PlanTensors:
@@ -133,14 +129,12 @@ class NativeDispatchOutput(_Issued):
 
     @property
     def plan(self) -> NativePlan:
-        """See `DispatchOutput`."""
         if self._plan is None:
             self._plan = NativePlan(self._native.plan(), self._endpoint)
         return self._plan
 
     @property
     def x(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
         x = self._x
         if x is None:
             self._x = x = as_dtype(self._native.x(), self._dtype)
@@ -148,7 +142,6 @@ class NativeDispatchOutput(_Issued):
 
     @property
     def x_sf(self) -> torch.Tensor | None:
-        """See `DispatchOutput`."""
         if self._scales is None:
             return None
         x_sf = self._made.get("x_sf")
@@ -160,47 +153,38 @@ class NativeDispatchOutput(_Issued):
 
     @property
     def topk_idx(self) -> torch.Tensor | None:
-        """See `DispatchOutput`."""
         return self._optional("topk_idx", self._native.topk_idx)
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        """See `DispatchOutput`."""
         return self._optional("topk_weights", self._native.topk_weights)
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
         return self._present("num_tokens_per_expert", self._native.num_tokens_per_expert)
 
     @property
     def num_dropped_per_expert(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
         return self._present("num_dropped_per_expert", self._native.num_dropped_per_expert)
 
     @property
     def num_required_rows(self) -> int:
-        """See `DispatchOutput`."""
         return self._native.num_required_rows()
 
     @property
     def wait_ns(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
         return self._present("wait_ns", self._native.wait_ns)
 
     @property
     def expert_offsets(self) -> torch.Tensor:
-        """See `DispatchOutput`."""
         return self._present("expert_offsets", self._native.expert_offsets)
 
     @property
     def status(self) -> torch.Tensor | None:
-        """See `DispatchOutput`."""
         return self._optional("status", self._native.status)
 
     @property
     def gradients(self) -> int:
-        """See `DispatchOutput`."""
         return self._native.gradients()
 
     def _present(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -237,7 +221,6 @@ class NativeCombineOutput(_Issued):
 
     @property
     def x(self) -> torch.Tensor | None:
-        """See `CombineOutput`."""
         if self._result is None:
             self._result = self._native.result()
         sums = self._result[0]
@@ -245,17 +228,14 @@ class NativeCombineOutput(_Issued):
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        """See `CombineOutput`."""
         if self._result is None:
             self._result = self._native.result()
         return self._result[1]
 
     @property
     def wait_ns(self) -> torch.Tensor:
-        """See `CombineOutput`."""
         return self._native.wait_ns()
 
     @property
     def gradients(self) -> int:
-        """See `CombineOutput`."""
         return self._native.gradients()

@@ -99,7 +99,6 @@ class ReferenceBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch`."""
         del copy_out, async_op
         call = messages.describe_dispatch(
             x,
@@ -152,7 +151,6 @@ class ReferenceBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch_cached`."""
         del copy_out, async_op
         assert isinstance(plan, ReferencePlan)
         call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan, quantization)
@@ -184,7 +182,6 @@ class ReferenceBackend(Backend):
         async_op: bool,
         gradients: int = 0,
     ) -> Operation[CombineOutput]:
-        """See `Backend.combine`."""
         del copy_out, async_op
         assert isinstance(plan, ReferencePlan)
         call = messages.describe_combine(x, row_weights, plan)
@@ -213,17 +210,15 @@ class ReferenceBackend(Backend):
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `Backend.weighted_gradient`."""
         dots = arithmetic.dot_rows(gradient, expert_out, weights.dtype)
         gradient.copy_(arithmetic.scale_rows(gradient, weights))
         return dots
 
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Backend.empty_expert_output`; an ordinary tensor."""
+        # An ordinary tensor: there is no heap.
         return torch.empty(plan.num_recv_tokens, hidden, dtype=dtype)
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
-        """See `Backend.import_plan`."""
         shape = [self._peers.num_ranks, self.config.num_experts + self._peers.num_ranks + 2]
         if [*tensors.counts.shape] != shape:
             raise ValueError(f"counts must be int32 {shape}, got {[*tensors.counts.shape]}")
@@ -239,12 +234,11 @@ class ReferenceBackend(Backend):
         )
 
     def reject(self, operation: str, error: Exception) -> NoReturn:
-        """See `Backend.reject`."""
         self._exchange(_Contribution(operation, error))
         raise AssertionError("an exchange with an error raises it")
 
     def destroy(self) -> None:
-        """See `Backend.destroy`; the garbage collector does it all."""
+        """Nothing to release."""
 
     def _dispatch_of(
         self,

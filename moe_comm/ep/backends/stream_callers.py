@@ -24,38 +24,30 @@ class StreamCallersBackend(NativeBackend):
         """Run `call` for the stream that is current now."""
 
     def dispatch(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch`."""
         return self._in_stream(lambda: NativeBackend.dispatch(self, *arguments, **options))
 
     def dispatch_plain(self, *arguments: Any) -> Operation[DispatchOutput] | None:
-        """See `Backend.dispatch_plain`."""
         return self._in_stream(lambda: NativeBackend.dispatch_plain(self, *arguments))
 
     def dispatch_cached(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
-        """See `Backend.dispatch_cached`."""
         return self._in_stream(lambda: NativeBackend.dispatch_cached(self, *arguments, **options))
 
     def combine(self, *arguments: Any, **options: Any) -> Operation[CombineOutput]:
-        """See `Backend.combine`."""
         return self._in_stream(lambda: NativeBackend.combine(self, *arguments, **options))
 
     def combine_plain(self, *arguments: Any) -> Operation[CombineOutput] | None:
-        """See `Backend.combine_plain`."""
         return self._in_stream(lambda: NativeBackend.combine_plain(self, *arguments))
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `Backend.weighted_gradient`."""
         return self._in_stream(
             lambda: NativeBackend.weighted_gradient(self, gradient, expert_out, weights)
         )
 
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Backend.empty_expert_output`; a window of the heap of the device."""
         return self._in_stream(lambda: NativeBackend.empty_expert_output(self, plan, hidden, dtype))
 
     def reject(self, operation: str, error: Exception) -> NoReturn:
-        """See `Backend.reject`."""
         self._in_stream(lambda: None)
         super().reject(operation, error)

@@ -20,5 +20,5 @@ class GlooTransport:
         recv_counts: Sequence[int],
         send_counts: Sequence[int],
     ) -> None:
-        """See `Transport`."""
+        """Rows `[n, bytes]` to every rank and from every rank, in rank order."""
         dist.all_to_all_single(recv, send, list(recv_counts), list(send_counts))

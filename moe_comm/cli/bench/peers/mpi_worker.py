@@ -36,7 +36,7 @@ class MpiTransport:
         recv_counts: Sequence[int],
         send_counts: Sequence[int],
     ) -> None:
-        """See `Transport`."""
+        """Rows `[n, bytes]` to every rank and from every rank, in rank order."""
         row_type = self._row_type(int(send.shape[1]))
         self.communicator.Alltoallv(
             [send.numpy(), (list(send_counts), _starts(send_counts)), row_type],
