@@ -18,7 +18,8 @@ class Rail {
  public:
   enum class State { kMoving, kMoved, kFailed };
 
-  /// One message under way. Kept by whoever started it until it has ended or the rail was given up.
+  /// One message under way. Kept by the caller that started it until it has ended or the rail was
+  /// given up.
   class Transfer {
    public:
     virtual ~Transfer() = default;

@@ -21,7 +21,7 @@ struct Offer {
 };
 static_assert(sizeof(Offer) == 24);
 
-/// Bytes of this rank's heap that belong to whoever holds the window.
+/// Bytes of this rank's heap that belong to the holder of the window.
 ///
 /// The destructor gives them back to the heap. It takes no lock that is held across a system call,
 /// talks to nobody and may run on any thread, also while the heap's owner is being destroyed.

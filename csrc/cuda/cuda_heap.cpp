@@ -417,7 +417,7 @@ void IpcHeap::open_announced() {
   }
 }
 
-/// A failure is kept for whoever needs the segment and can say so.
+/// A failure is kept for the call that needs the segment, which can say so.
 void IpcHeap::open(int rank_idx, const heap::AnnouncedMemory& memory) {
   PeerMemory& peer = *peers_[static_cast<size_t>(rank_idx)];
   try {

@@ -29,7 +29,7 @@ constexpr bool kHasThreads = true;
 struct Probe {
   EntryWait::Id origin;
   int32_t num_hops = 0;
-  bool is_verdict = false;  ///< the circle was found; whoever is in it is told
+  bool is_verdict = false;  ///< the circle was found; the ranks in it are told
   uint64_t buffer_number = 0;
   uint64_t epoch = 0;
   std::string text;  ///< of all waits so far

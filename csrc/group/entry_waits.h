@@ -14,7 +14,7 @@
 
 namespace moe::host {
 
-/// A wait of this rank for a peer to enter an operation, for whoever follows who waits for whom.
+/// A wait of this rank for a peer to enter an operation, for the search for circles of waits.
 /// Independent of the communicator that it belongs to, which may end before the last look at it.
 class EntryWait {
  public:

@@ -104,7 +104,7 @@ class Group : public Membership {
       throw_abort();
   }
   [[noreturn]] void throw_abort() const;
-  /// For whoever waits without calling anything here, such as a kernel: layout::AbortRecord::state
+  /// For waits that call nothing here, such as those of kernels: layout::AbortRecord::state
   /// of this rank, which counts once its generation is at least generation(). Lives as long as
   /// abort_memory().
   const uint32_t* abort_word() const { return aborts_.word(); }

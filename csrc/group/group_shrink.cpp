@@ -135,7 +135,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
           shown.reset();
         else if (!shown || shown->peer_rank() != missing)
           shown.emplace(group_, EntryTable::kLeavingCall, 0, missing, concat("to ", deed));
-        // Not under the lock: whoever hears the warning may call here. As in recover(), the limit
+        // Not under the lock: what hears the warning may call here. As in recover(), the limit
         // aborts nothing.
         if (arrival.has_run_out(group_, now_ns, missing, [&] { return deed; }))
           throw PeerTimeout(describe_absence(group_, missing, deed, limit_ns) + kCallAgain,

@@ -31,11 +31,11 @@ struct ShrinkDecision {
 /// and of every rank whether it has failed). A round is decided once every rank outside its failed
 /// set says the same. A rank that cannot make the group of its round, because a survivor is gone,
 /// opens the next one. If all survivors have the group, it counts, although another of its ranks
-/// may have died by then: the next operation finds that. No round has two groups: whoever makes one
-/// waits for a word of all its ranks, and a rank that is to decide otherwise in that round needs
-/// the word of one that does not give it. Failed sets only grow. What a rank outside the failed set
-/// reports counts; what a rank inside it says is not heeded, so no promise made without it can be
-/// overtaken by it.
+/// may have died by then: the next operation finds that. No round has two groups: a rank that makes
+/// one waits for a word of all its ranks, and a rank that is to decide otherwise in that round
+/// needs the word of one that does not give it. Failed sets only grow. What a rank outside the
+/// failed set reports counts; what a rank inside it says is not heeded, so no promise made without
+/// it can be overtaken by it.
 ///
 /// Where ranks that are not known to have ended stay behind, at most one side may go on: the
 /// majority of those not known to have ended, of two halves the one with the lowest rank. A rank
@@ -68,7 +68,7 @@ class ShrinkAgreement {
   std::vector<std::string> all_gather(const std::string& payload,
                                       const std::function<void()>& interrupt_check);
 
-  /// Throws PeerFailed where all_gather() would, for whoever waits elsewhere for survivors.
+  /// Throws PeerFailed where all_gather() would, for a caller that waits elsewhere for survivors.
   void check_round();
 
   /// Says that this rank has the new group, or could not make it because a survivor is gone.

@@ -65,7 +65,7 @@ class Membership {
   bool is_active(int rank_idx) const { return is_active_[static_cast<size_t>(rank_idx)] != 0; }
   /// The rank takes no part any more.
   void exclude(int rank_idx) { is_active_[static_cast<size_t>(rank_idx)] = 0; }
-  /// Of a peer; whoever sees it gone also sees every flag it stored before.
+  /// Of a peer; a thread that sees it gone also sees every flag it stored before.
   PeerState state(int rank_idx) const;
   /// Active peers that are gone.
   std::vector<int> missing_ranks() const;

@@ -10,7 +10,7 @@
 
 // What it means to wait for a peer: how a waiter polls, what it looks at meanwhile and in which
 // order, what it allows a rank that is gone or late, whom it blames, and in which words. Every wait
-// of a rank for others is made of this, whoever moves the bytes.
+// of a rank for others is made of this, on every engine.
 
 namespace moe::host {
 

@@ -14,8 +14,8 @@ namespace moe::host {
 /// A rail whose bytes are moved by threads of somebody else, who knows an engine that this package
 /// does not link: they take requests from queues, move the bytes and say how that ended.
 ///
-/// Per node and direction requests come out in the order in which they went in; whoever takes them
-/// starts them in that order and may end them in any. Thread-safe.
+/// Per node and direction requests come out in the order in which they went in; the engine that
+/// takes them starts them in that order and may end them in any. Thread-safe.
 class QueuedRail final : public Rail {
  private:
   class Queues;
@@ -40,8 +40,9 @@ class QueuedRail final : public Rail {
     State state() const override { return state_.load(std::memory_order_acquire); }
     std::string error() const override;
 
-    /// The bytes have moved. Called by whoever took it, after the last access to the memory. Means
-    /// nothing once the request has ended, which giving up the rail may do at any time.
+    /// The bytes have moved. Called by the engine that took it, after the last access to the
+    /// memory. Means nothing once the request has ended, which giving up the rail may do at any
+    /// time.
     void complete();
     /// The bytes will not move; otherwise like complete(). Other requests go on.
     void fail(const std::string& text);

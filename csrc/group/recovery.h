@@ -40,10 +40,10 @@ struct RecoveryResult {
 /// Every rank proposes which ranks have failed, and at which epochs its own buffers stand; it
 /// proposes again whenever it learns of another failure. A rank that sees the same set proposed by
 /// everybody outside that set commits to it, tells the others, and never goes back on it; a rank
-/// that hears of a commitment makes it its own, unless it has proposed that whoever commits has
-/// failed: others may have agreed on that. The call ends when every living rank has committed. A
-/// rank that dies after somebody committed is found by the next operation, and excluded by the next
-/// recovery.
+/// that hears of a commitment makes it its own, unless it has proposed that the committing rank
+/// has failed: others may have agreed on that. The call ends when every living rank has committed.
+/// A rank that dies after somebody committed is found by the next operation, and excluded by the
+/// next recovery.
 class Recovery {
  public:
   explicit Recovery(Group& group) : group_(group) {}

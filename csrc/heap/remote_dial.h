@@ -19,8 +19,8 @@ class RemoteDial {
   /// Starts a round; what is left of the last one ends.
   void start();
 
-  /// Sockets of this round that have reached somebody since the last call: the peer, or whoever has
-  /// one of its addresses here.
+  /// Sockets of this round that have reached somebody since the last call: the peer, or a process
+  /// that has one of its addresses here.
   std::vector<OwnedFd> take_connected();
 
   /// Whether something of this round may still reach somebody.

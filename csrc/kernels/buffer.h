@@ -110,7 +110,7 @@ struct Tables {
   int32_t* status = nullptr;  ///< [2]: OperationStatus, rows dropped here (saturating)
 };
 
-/// What a captured operation leaves for whoever looks later; Tables::status[0].
+/// What a captured operation leaves to be looked at later; Tables::status[0].
 enum class OperationStatus : int32_t {
   kOk = 0,
   kRejected = 1,  ///< a rank's input was bad: nobody sent anything

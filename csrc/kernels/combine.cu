@@ -52,7 +52,7 @@ class StagedRows {
       for (int stage = 0; stage < kNumStages; ++stage)
         device::init_mbarrier(mbarriers_ + stage, 1);
       device::fence_mbarrier_init();
-      // Rows were acquired by loads, in the kernel before or by whoever gave them here.
+      // Rows were acquired by loads, in the kernel before or by the caller.
       device::fence_proxy_async();
     }
     device::sync_warp();

@@ -181,7 +181,7 @@ class LaneSums {
 
   /// Lanes write adjacent units: ordinary stores fill whole sectors, need no shared memory and no
   /// wait for a bulk store.
-  /// @tparam kIsReadSoon  by whoever sends it on; else nobody reads the sum in this kernel
+  /// @tparam kIsReadSoon  by a block that sends it on; else nobody reads the sum in this kernel
   template <bool kIsReadSoon = false>
   MOE_DEVICE void store(std::byte* piece, int num_units) const {
     auto* const to = reinterpret_cast<Unit*>(piece);

@@ -388,7 +388,7 @@ class ExchangeBlock {
             show_phase(buffer_, layout::Phase::kGrowing);
         } else if (peers_.moves_rows(rank_idx, sends) ||
                    (rank_idx == own_rank && needed_bytes > 0)) {
-          // This rank's own window has padding, whoever sends rows.
+          // This rank's own window has padding, whichever ranks send rows.
           has_come = has_come &&
                      resolve(buffer_, site(layout::Phase::kOffers), rank_idx, offer, &peer.rows);
         }

@@ -24,9 +24,9 @@ MOE_HOST_DEVICE int64_t dispatch_scratch_bytes(int num_threads) {
 //   their readers do. An area of a peer is free: that peer's row of this epoch, which the exchange
 //   acquired, was published after its kernels of earlier epochs had ended. Chunks arrive in any
 //   order; each has a signal of its own. Done flags of remote ranks are raised at this node by
-//   whoever forwards their rows, once all blocks have counted themselves in finish_rows(). Rows are
-//   forwarded here and not in receive(): other ranks of the node wait for them, whenever this one's
-//   caller asks for its own.
+//   the rank that forwards their rows, once all blocks have counted themselves in finish_rows().
+//   Rows are forwarded here and not in receive(): other ranks of the node wait for them, whenever
+//   this one's caller asks for its own.
 // Example: 2 nodes of 1 rank, chunks of 2 tokens, 3 tokens on rank 0: its warps put two chunks;
 //   rank 1 waits for signals of chunks 0 and 1 of node 0, and writes each record to its slots.
 template <typename Source>

@@ -7,8 +7,8 @@ namespace moe::kernels {
 
 /// launch_dispatch() across nodes. A row goes to slots of this node by stores, and once to each
 /// other node that has slots of it: packed into chunks, put to the rank of this rail there, which
-/// writes it to its slots. Done flags of remote ranks are released by whoever forwards their rows.
-/// It ends when this rank has forwarded what came along its rail, and waits for that alone.
+/// writes it to its slots. Done flags of remote ranks are released by the rank that forwards their
+/// rows. It ends when this rank has forwarded what came along its rail, and waits for that alone.
 ///
 /// Blocks have at most kMaxInternodeThreads threads; all of them must be able to run at a time.
 /// `is_plain` is not looked at: there are no bulk copies. An area (Rails::map) must have

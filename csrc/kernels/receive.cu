@@ -12,8 +12,8 @@ namespace {
 
 // Grid: one block; a thread waits for a rank at a time.
 // Protocol: the exchange of this operation filled the tables, and nothing has written them since. A
-//   done flag is released by its rank when that has written its rows, or by whoever forwards them
-//   on this node; it is acquired here. No other kernel waits for this one.
+//   done flag is released by its rank when that has written its rows, or by the rank that
+//   forwards them on this node; it is acquired here. No other kernel waits for this one.
 // Example: 3 ranks, rank 1 sends no rows here: threads 0 and 2 wait for a flag each.
 MOE_KERNEL void receive(const ReceiveParams params) {
   if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)

@@ -31,8 +31,8 @@ inline int64_t num_pieces(int64_t bytes, int64_t piece_bytes) {
 /// Threads of a block, at most.
 constexpr int kMaxStridedCopyThreads = 256;
 
-/// Moves every copy, pieces shared out over all blocks. Local to the stream: whoever gave the
-/// addresses orders it after what wrote the sources.
+/// Moves every copy, pieces shared out over all blocks. Local to the stream: the caller that gave
+/// the addresses orders it after what wrote the sources.
 void launch_strided_copies(const device::Launch& launch, const StridedCopiesParams& params);
 size_t strided_copies_shared_bytes(const StridedCopiesParams& params, int num_threads);
 

@@ -25,7 +25,7 @@ struct LeftOperation {
   std::vector<std::shared_ptr<Window>> offered;  ///< what peers may still touch
 };
 
-/// What every operation of a buffer has, whoever moves its bytes: its epoch, its trace, and an end
+/// What every operation of a buffer has, on every engine: its epoch, its trace, and an end
 /// that every rank hears of.
 class BufferOperation {
  public:
@@ -107,7 +107,7 @@ class BufferOperation {
   void close();
   /// Every rank ends here alike, without data: consumes the epoch.
   void consume();
-  /// Ends by an exception: whoever waits for this rank, or reads its memory, hears of it first.
+  /// Ends by an exception: peers that wait for this rank, or read its memory, hear of it first.
   void give_up(const std::string& reason);
   /// Keeps aside what peers may still write to.
   void quarantine_offers();

@@ -10,7 +10,7 @@
 
 namespace moe::host {
 
-/// The steps of a combine, whoever adds the rows: a rank says where those lie that peers pull,
+/// The steps of a combine of every engine: a rank says where those rows lie that peers pull,
 /// hears the same of all, and has them added.
 ///
 /// @tparam Engine  Names the types Endpoint, Exchange and Plan.

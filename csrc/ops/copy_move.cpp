@@ -13,7 +13,7 @@ constexpr int64_t kDirectPartBytes = int64_t{1} << 20;
 
 }  // namespace
 
-/// A stream between this rank and a peer through the slots of whoever receives.
+/// A stream between this rank and a peer through the slots of the one that receives.
 struct CopyRun::Channel {
   int peer_rank = 0;
   bool is_outgoing = false;

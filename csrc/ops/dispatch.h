@@ -19,8 +19,8 @@ inline constexpr int64_t kRowUnit = 16;
 enum class CopyOut { kAuto, kAlways, kNever };
 
 /// The end of an operation that runs on in a stream, which the caller is still to wait for. A
-/// caller that looks at the results joins it; where the caller is a stream, so does whoever drops
-/// them, before their memory goes. Thread-safe.
+/// caller that looks at the results joins it; where the caller is a stream, so does the thread that
+/// drops them, before their memory goes. Thread-safe.
 class CallerJoin {
  public:
   virtual ~CallerJoin() = default;

@@ -8,8 +8,8 @@
 #include "layout/workspace.h"
 #include "ops/dispatch.h"
 
-// What every rank works out alike from one dispatch's arguments and count matrix, whoever moves the
-// rows; and the texts of what is wrong.
+// What every rank works out alike from one dispatch's arguments and count matrix, on every
+// engine; and the texts of what is wrong.
 
 namespace moe::host {
 
@@ -51,7 +51,7 @@ JudgedCounts judge_counts(layout::CountMatrix asked,
                           const layout::CapacityRule& capacity,
                           int64_t row_bytes);
 
-/// Who is masked is agreed on in the count matrix; who has failed is masked by everybody.
+/// Ranks agree in the count matrix on which are masked; every rank masks those that have failed.
 /// @param to_rank  [num_ranks] of this rank's row.
 void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_t* to_rank);
 

@@ -14,7 +14,7 @@
 
 namespace moe::host {
 
-/// The steps of a dispatch, whoever moves its rows: a rank says what it sends where and what memory
+/// The steps of a dispatch of every engine: a rank says what it sends where and what memory
 /// it offers, hears the same of all, judges it as every rank does, and has the rows moved.
 ///
 /// @tparam Engine  Names the types Endpoint, Exchange and Plan.

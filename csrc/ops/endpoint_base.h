@@ -40,7 +40,7 @@ struct WaitStatistics {
   std::vector<int64_t> num_waits;  ///< [num_ranks], those that were not over at the first look
 };
 
-/// What one buffer is on one rank, whoever moves its rows: a control area that the host reads,
+/// What one buffer is on one rank, on every engine: a control area that the host reads,
 /// those of its peers, its epochs and its progress thread.
 ///
 /// One thread issues operations; a progress thread may run them.
@@ -59,7 +59,7 @@ class EndpointBase : public BufferBase {
 
   /// Since the buffer was made. From any thread, also beside an operation.
   virtual WaitStatistics wait_statistics() const;
-  /// Of this rank; by whoever waited.
+  /// Of this rank; called by the thread that waited.
   void add_wait(int rank_idx, int64_t waited_ns) {
     WaitTotal& total = wait_totals_[static_cast<size_t>(rank_idx)];
     total.waited_ns.fetch_add(waited_ns, std::memory_order_relaxed);

@@ -108,7 +108,7 @@ class Exchange : public BufferOperation {
         body(peer_rank);
     }
   }
-  /// Whose progress shows that of @p rank_idx: its own, or that of whoever relays it here.
+  /// Whose progress shows that of @p rank_idx: its own, or that of the rank that relays it here.
   int watched_rank(int rank_idx) const {
     return relay_ == nullptr || group_.is_local(rank_idx)
                ? rank_idx

@@ -44,7 +44,7 @@ void await_signal(Group& group,
   const auto is_there = [&] { return sync::load_acquire(word) >= value; };
   const int64_t start_ns = sync::now_ns();
   await_peer(group, site, is_there, [&](int64_t now_ns) {
-    // Other peers owe this wait nothing: whoever waits for them finds that they are gone.
+    // Other peers owe this wait nothing: a wait for them finds that they are gone.
     check_gone(
         group,
         site,

@@ -58,7 +58,7 @@ class Device {
   /// Memory private to this rank, zeroed, aligned to 256 bytes; freed once the last owner is gone
   /// and work put into any stream by then has ended.
   virtual std::shared_ptr<std::byte> allocate(int64_t bytes) = 0;
-  /// The same holding anything, for whoever writes all of it: zeroing has the host wait.
+  /// The same holding anything, for a caller that writes all of it: zeroing has the host wait.
   virtual std::shared_ptr<std::byte> allocate_unset(int64_t bytes) = 0;
   /// Page-locked host memory, zeroed, that kernels reach at the same address.
   virtual std::shared_ptr<std::byte> allocate_host(int64_t bytes) = 0;

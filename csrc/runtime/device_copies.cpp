@@ -55,7 +55,7 @@ void strided_copies(Device& device,
     return carver.bytes();
   };
   const int64_t table_bytes = lay(Carver(nullptr));
-  // Both are kept until the stream is done with them, whoever drops them.
+  // Both are kept until the stream is done with them, whichever thread drops them.
   const auto staging = device.allocate_host(table_bytes);
   const auto tables = device.allocate_unset(table_bytes);
   lay(Carver(staging.get()));

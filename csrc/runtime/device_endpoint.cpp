@@ -115,8 +115,8 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   add_control_window(own_area);
   own_area_ = Workspace(own_area->data(), num_ranks(), config().num_experts, config().depth);
   stream_->fill(own_area->data(), 0, bytes);
-  // All memory that the first operations need, before any rank can have begun one: whoever asks the
-  // driver for more may wait for every kernel on the device, and a kernel for this rank.
+  // All memory that the first operations need, before any rank can have begun one: a call that asks
+  // the driver for more may wait for every kernel on the device, and a kernel for this rank.
   make_tables();
   bases_ = std::make_unique<SegmentBases>(shared_group(), memory_, *device_);
   const auto reserved = reserve_memory();
@@ -562,7 +562,8 @@ void DeviceEndpoint::drain() noexcept {
   try {
     synchronize();
   } catch (...) {
-    // A kernel failed in itself, and nothing behind it runs: whoever waited for it has heard.
+    // A kernel failed in itself, and nothing behind it runs: the calls that waited for it have
+    // raised.
   }
 }
 

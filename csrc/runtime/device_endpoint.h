@@ -63,8 +63,8 @@ class DeviceEndpoint : public host::EndpointBase {
   void restart(uint64_t next_epoch) override;
   Epochs epochs() const override;
   host::WaitStatistics wait_statistics() const override;
-  /// Nanoseconds that kernels have waited for every rank since the last call, [num_ranks]. By
-  /// whoever issues operations.
+  /// Nanoseconds that kernels have waited for every rank since the last call, [num_ranks].
+  /// Called by the thread that issues operations.
   std::vector<int64_t> take_waited_ns();
 
   Device& device() const { return *device_; }
@@ -139,7 +139,7 @@ class DeviceEndpoint : public host::EndpointBase {
   const layout::Row& read_row(int rank_idx) const;
   const layout::SecondOffer& read_second_offer(int rank_idx) const;
   uint64_t take_ticket() { return ++last_ticket_; }
-  /// For kernels that were not done at the first look, so far; by whoever issues operations.
+  /// For kernels that were not done at the first look, so far. Called as take_waited_ns() is.
   int64_t num_host_waits() const { return num_host_waits_; }
   void count_host_wait() { ++num_host_waits_; }
   /// Page-locked copy of the text of a row that is rejected; one operation at a time.

@@ -77,7 +77,7 @@ class DeviceExchange : public host::BufferOperation {
   /// operation, of which it needs nothing: then judge_later() takes the place of collect(). Not
   /// where a peer may say more of gradients, or may have to tell of the operation before.
   bool hears_later(const layout::OperationArguments& arguments);
-  /// Leaves what the rows say to whoever asks, to the next operation at the latest. Null unless
+  /// Leaves what the rows say to a later call, the next operation at the latest. Null unless
   /// hears_later().
   std::shared_ptr<host::CallerJoin> judge_later(HearCounts hear = nullptr);
 

@@ -10,7 +10,7 @@ namespace moe::runtime {
 ///
 /// An operation whose peers have come is over in a few milliseconds. So long the host stays awake:
 /// a sleeper is woken 50 to 100 us after what it waits for, in which the device has nothing to do.
-/// It pauses, and soon gives its core to whoever else is runnable, as ranks may outnumber cores.
+/// It pauses, and soon gives its core to other runnable threads, as ranks may outnumber cores.
 class Polling {
  public:
   enum class Step : uint8_t { kPause, kYield, kSleep };

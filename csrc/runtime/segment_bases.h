@@ -27,7 +27,7 @@ class SegmentBases {
   const uint64_t* table() const { return reinterpret_cast<const uint64_t*>(table_.get()); }
 
   /// Looks for segments that are new. Never blocks. Called by the link's thread whenever a peer
-  /// announces one, and by whoever has made the own heap grow.
+  /// announces one, and by the thread that has made the own heap grow.
   /// @throws CapacityError  a rank has more segments than the table has room for.
   void refresh();
 

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::align_val_t kAlignment{256};
 constexpr int32_t kDlpackCpu = 1;
-// No count, index or slot that makes sense: whoever reads what nobody wrote finds out.
+// No count, index or slot that makes sense: a kernel that reads what nobody wrote fails.
 constexpr int kUnset = 0x5A;
 
 /// @p owned, which goes when the streams of @p order have ended what they hold by the time that its

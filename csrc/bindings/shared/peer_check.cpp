@@ -11,7 +11,7 @@ host::InterruptCheck interrupt_check_with(const py::object& check) {
   if (check.is_none())
     return signal_check();
   return [&check, checked_ns = int64_t{0}]() mutable {
-    // Soon: whoever has given up waits for those who have not heard of it.
+    // Soon: a rank that has given up waits for those that have not heard of it.
     constexpr int64_t kEveryNs = 10'000'000;
     signal_check()();
     const int64_t now_ns = sync::now_ns();
