@@ -117,7 +117,7 @@ class PendingDispatch(NamedTuple):
         num_in_full, overflow = None, _no_overflow()
         if has_budget:
             num_in_full = int(result.num_required_rows)
-            overflow = _flag(bool(result.has_overflow))
+            overflow = _overflow_flag(bool(result.has_overflow))
         hidden = result.x
         return PermutedRows(
             hidden,
@@ -273,14 +273,14 @@ def check_no_transform() -> None:
         raise ValueError("a transform of torch.func is active, in which no rank can call its peers")
 
 
-def _flag(is_set: bool) -> torch.Tensor:
+def _overflow_flag(is_set: bool) -> torch.Tensor:
     return torch.full((1,), is_set, dtype=torch.int32, device="cpu")
 
 
 @functools.cache
 def _no_overflow() -> torch.Tensor:
     """Of every dispatch without a budget, which drops nothing: a tensor costs as much as its checks."""
-    return _flag(False)
+    return _overflow_flag(False)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -172,7 +172,7 @@ class TokenDispatcher:
             ValueError: Shapes do not fit, or both or neither of `topk_idx` and `routing_map` are given.
             TypeError: A dtype is wrong.
         """
-        fault = self._fault(hidden, probs, topk_idx, routing_map)
+        fault = self._problem_with(hidden, probs, topk_idx, routing_map)
         if fault is not None:
             self.buffer.reject("dispatch", fault)
         num_features = hidden.shape[-1]
@@ -222,7 +222,7 @@ class TokenDispatcher:
         Returns:
             `[..., hidden]`, dtype of `expert_out`; added in top-k order in float32.
         """
-        fault = _fault_of_routed(routed)
+        fault = _problem_with_routed(routed)
         if fault is not None:
             self.buffer.reject("combine", fault)
         y = combine(expert_out, routed.handle, buffer=self.buffer, topk_weights=routed.topk_weights)
@@ -230,7 +230,7 @@ class TokenDispatcher:
             return y  # not as a view: what FSDP wraps must not return one
         return y.reshape(*routed.shape, y.shape[-1])
 
-    def _fault(
+    def _problem_with(
         self,
         hidden: torch.Tensor,
         probs: torch.Tensor | None,
@@ -273,7 +273,7 @@ class TokenDispatcher:
         return None
 
 
-def _fault_of_routed(routed: object) -> TypeError | None:
+def _problem_with_routed(routed: object) -> TypeError | None:
     if isinstance(routed, DispatchedTokens):
         return None
     return TypeError(f"routed must be DispatchedTokens, got {type(routed).__name__}")

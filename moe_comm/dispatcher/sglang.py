@@ -242,7 +242,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             buffer = self._buffers[batch.is_low_latency]
             try:
                 ids, weights = topk_output.topk_ids, topk_output.topk_weights
-                fault = self._fault(hidden_states, ids, weights)
+                fault = self._problem_with(hidden_states, ids, weights)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 fault = error
             if fault is not None:
@@ -419,7 +419,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             raise RuntimeError(f"{method} is called {_Stage.INITIAL.value}")
         return batch
 
-    def _fault(
+    def _problem_with(
         self, hidden_states: Any, ids: torch.Tensor, weights: torch.Tensor
     ) -> Exception | None:
         """What is wrong with the input beyond what the buffer checks, or None."""

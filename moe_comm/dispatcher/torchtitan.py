@@ -143,7 +143,7 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         self._wire(RankThreads(1)[0] if mesh is None else mesh.get_group())
 
     def wire_group(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
-        """Like `wire_meshes`, for whoever has a group and no mesh."""
+        """Like `wire_meshes`, for callers that have a group and no mesh."""
         self._wire(group)
 
     def _wire(self, group: dist.ProcessGroup | Bootstrap | None) -> None:

@@ -235,7 +235,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         return None
 
     def destroy(self) -> None:
-        """End the communicator of the group and all its buffers, whoever uses them. Idempotent."""
+        """End the communicator of the group and all its buffers, also those of other layers. Idempotent."""
         self._group_buffers.destroy()
 
     def _gather_buffer(self) -> EpBuffer:

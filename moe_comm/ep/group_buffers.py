@@ -272,7 +272,7 @@ def _known(group: Any) -> dict[str, GroupBuffers]:
 def _forget_unused(group: Any, *further: GroupBuffers) -> None:
     """Destroy what a failed call leaves of a group, on every rank alike, whichever call it made.
 
-    Who keeps the error keeps a communicator, on one rank alone: the next call must not find it.
+    A caller that keeps the error keeps a communicator, on one rank alone: the next call must not find it.
     """
     for each in {id(each): each for each in (*_known(group).values(), *further)}.values():
         if not each.is_adopted and not len(each._manager):

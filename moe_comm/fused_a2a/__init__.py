@@ -35,13 +35,13 @@ from moe_comm.fused_a2a.arguments import (
     INIT_MAIN,
     INIT_R0_16,
     TUNING,
+    bind_arguments,
     check_count,
     check_flags,
     check_tuning,
     dispatch_order,
-    named,
 )
-from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, held_buffer
+from moe_comm.fused_a2a.group_buffer import Group, GroupBuffer, buffer_of_group
 from moe_comm.fused_a2a.nccl_ep import (
     HAVE_TE_EP,
     alloc_ep_symm_buffer,
@@ -111,7 +111,7 @@ def get_buffer(group: Group, hidden_bytes: int) -> GroupBuffer:
     """
     global _buffer
     check_count("hidden_bytes", hidden_bytes)
-    buffer = held_buffer(_buffers, group)
+    buffer = buffer_of_group(_buffers, group)
     buffer.num_nvl_bytes = max(buffer.num_nvl_bytes, hidden_bytes)
     _buffer = buffer
     return buffer
@@ -142,7 +142,7 @@ HybridDispatched: TypeAlias = tuple[
 ]
 
 
-def _both_or_none(
+def _requiring_alike(
     x: torch.Tensor, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The inputs, one of which becomes a leaf where only the other needs a gradient.
@@ -181,7 +181,7 @@ def _latest_of(
         if position < 0:
             return next(iter(buffers.values())).latest if len(buffers) == 1 else None
         group = kwargs.get("group", args[position] if len(args) > position else None)
-        return held_buffer(buffers, group).latest
+        return buffer_of_group(buffers, group).latest
 
     return buffer_of
 
@@ -225,7 +225,7 @@ def fused_dispatch(
             raise TypeError(f"token_indices must be integers, got {token_indices.dtype}")
         topk_idx = token_indices.to(torch.int64)
         check_no_transform()
-        x, token_probs = _both_or_none(x, token_probs)
+        x, token_probs = _requiring_alike(x, token_probs)
         weights = None if token_probs is None else token_probs.float()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
@@ -252,7 +252,7 @@ def fused_combine(
     try:
         check_kind("handle", handle, FusedHandle)
     except TypeError as error:
-        held_buffer(_buffers, group).reject("combine", error)
+        buffer_of_group(_buffers, group).reject("combine", error)
     buffer, places = handle
     try:
         check_flags(async_finish, allocate_on_comm_stream)
@@ -391,14 +391,14 @@ def init_hybrid_ep_buffer(*args: Any, **kwargs: Any) -> None:
     if "seq_len" in kwargs:
         kwargs["num_tokens"] = kwargs.pop("seq_len")
     names = INIT_R0_16 if len(args) == 7 and isinstance(args[6], bool) else INIT_MAIN
-    given = named("init_hybrid_ep_buffer", names, args, kwargs, INIT_MAIN, INIT_FIXED)
+    given = bind_arguments("init_hybrid_ep_buffer", names, args, kwargs, INIT_MAIN, INIT_FIXED)
     for name in INIT_MAIN[1:4]:
         check_count(name, given[name])
     check_tuning(given.get("fused", False), *map(given.get, TUNING))
     fp8_dispatch = given.get("fp8_dispatch", False)
     if not isinstance(fp8_dispatch, bool):
         raise TypeError(f"fp8_dispatch must be a bool, got {fp8_dispatch!r}")
-    buffer = held_buffer(_hybrid_ep_buffers, given["group"])
+    buffer = buffer_of_group(_hybrid_ep_buffers, given["group"])
     with _lock:
         buffer.hidden_dim = given["hidden_dim"]
         buffer.max_num_of_tokens_per_rank = given["num_tokens"]
@@ -453,7 +453,7 @@ def hybrid_ep_dispatch(*args: Any, **kwargs: Any) -> HybridDispatched:
         return _hybrid_dispatch(*args, **kwargs)
     try:
         name, order = "hybrid_ep_dispatch", dispatch_order(len(args))
-        given = named(name, order, args, kwargs, DISPATCH_MAIN, DISPATCH_FIXED)
+        given = bind_arguments(name, order, args, kwargs, DISPATCH_MAIN, DISPATCH_FIXED)
     except TypeError as error:
         buffer = _latest_of(_hybrid_ep_buffers, 3)(args, kwargs)
         if buffer is not None:
@@ -505,7 +505,7 @@ def _hybrid_dispatch(
                 f"{num_rows}"
             )
         check_no_transform()
-        x, probs = _both_or_none(x, probs)
+        x, probs = _requiring_alike(x, probs)
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
     arrived = permuted.start_dispatch(
@@ -622,7 +622,7 @@ class HybridEPCombine(_Function):
 
 def _hybrid_buffer(group: Group) -> GroupBuffer:
     global _hybrid_ep_buffer
-    buffer = held_buffer(_hybrid_ep_buffers, group)
+    buffer = buffer_of_group(_hybrid_ep_buffers, group)
     if _hybrid_ep_buffer is not buffer:
         with _lock:
             if _hybrid_ep_buffer is None:

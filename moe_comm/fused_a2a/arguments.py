@@ -15,11 +15,11 @@ __all__ = [
     "INIT_MAIN",
     "INIT_R0_16",
     "TUNING",
+    "bind_arguments",
     "check_count",
     "check_flags",
     "check_tuning",
     "dispatch_order",
-    "named",
 ]
 
 _SMS = ("num_sms_dispatch_api", "num_sms_combine_api")
@@ -54,7 +54,7 @@ def dispatch_order(num_args: int) -> tuple[str, ...]:
     )
 
 
-def named(
+def bind_arguments(
     function: str,
     order: tuple[str, ...],
     args: tuple[Any, ...],

@@ -11,7 +11,7 @@ from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.group_buffers import GroupBuffers, group_buffers, is_alive
 from moe_comm.peers.bootstrap import Bootstrap
 
-__all__ = ["Group", "GroupBuffer", "held_buffer"]
+__all__ = ["Group", "GroupBuffer", "buffer_of_group"]
 
 Group: TypeAlias = dist.ProcessGroup | Bootstrap | None
 
@@ -101,7 +101,7 @@ class GroupBuffer:
         self._latest.reject(operation, error)
 
 
-def held_buffer(buffers: dict[int, GroupBuffer], group: Group) -> GroupBuffer:
+def buffer_of_group(buffers: dict[int, GroupBuffer], group: Group) -> GroupBuffer:
     """The entry of a group. Where it is made, entries of destroyed process groups are dropped."""
     given = group
     if given is None and dist.is_available() and dist.is_initialized():

@@ -143,7 +143,9 @@ def raise_together(problems: Iterable[Problem], own: Problem = None) -> None:
     lines = [f"rank {rank_idx}: {_text(each)}" for rank_idx, each in found[:_MAX_RANKS]]
     if len(found) > _MAX_RANKS:
         lines.append(f"and {len(found) - _MAX_RANKS} more ranks")
-    raise _alike(found[0][1], "; ".join(lines)) from own if isinstance(own, Exception) else None
+    raise _error_like(found[0][1], "; ".join(lines)) from (
+        own if isinstance(own, Exception) else None
+    )
 
 
 def raise_different(what: str, said: Sequence[Mapping[str, object] | None]) -> None:
@@ -247,7 +249,7 @@ def _text(problem: Problem) -> str:
     return text_of(problem) if isinstance(problem, Exception) else str(problem)
 
 
-def _alike(problem: Problem, message: str) -> Exception:
+def _error_like(problem: Problem, message: str) -> Exception:
     """An error of the type of `problem` that says `message`."""
     for kind in type(problem).__mro__ if isinstance(problem, Exception) else ():
         if not issubclass(kind, Exception):

@@ -52,7 +52,7 @@ def check_process_of(group: dist.ProcessGroup | None, what: str) -> None:
 
 
 class Bootstrap(Protocol):
-    """What a communicator needs of whoever started its ranks."""
+    """What a communicator needs of the launcher of its ranks."""
 
     @property
     def rank_idx(self) -> int:
@@ -69,7 +69,7 @@ class Bootstrap(Protocol):
         ...
 
 
-class _Solo:
+class _SingleRank:
     """One rank with nobody to find."""
 
     rank_idx = 0
@@ -173,7 +173,7 @@ def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:
             f"the launcher started {world_size} processes (WORLD_SIZE) but torch.distributed is not "
             "initialized; call torch.distributed.init_process_group first"
         )
-    return _Solo()
+    return _SingleRank()
 
 
 def process_group_of(bootstrap: Bootstrap) -> dist.ProcessGroup | None:

@@ -25,7 +25,7 @@ from moe_comm.peers.rendezvous import Host, JoiningRank, JoiningRanks, open_stor
 from moe_comm.peers.survivors import (
     CommunicatorT,
     Decision,
-    OwnSockets,
+    SocketRanks,
     Survivors,
     check_failed_ranks,
     check_flag,
@@ -143,7 +143,7 @@ class ElasticRanks:
     ) -> Shrunk[Self]:
         """Go on with the survivors, in a new communicator. Collective over the survivors.
 
-        The survivors agree over the communicator's own sockets on who has failed: every rank that one
+        The survivors agree over the communicator's own sockets on which ranks have failed: every rank that one
         of them reports or knows to have died or left. Further deaths meanwhile make the set larger.
         Operations that still run are brought to an end, as by `recover`. Then they make a new
         communicator over new sockets and a new heap, with the arguments of this one but for `rail`
@@ -162,7 +162,7 @@ class ElasticRanks:
                 of another node that answers no more may live. False: the caller knows better.
 
         Returns:
-            The communicator, who has failed, and the last epochs that completed on all survivors.
+            The communicator, which ranks have failed, and the last epochs that completed on all survivors.
 
         Raises:
             EvictedError: Another rank declares this one failed.
@@ -199,7 +199,7 @@ class ElasticRanks:
 
         communicator: Self
         communicator, decision = rebuild(native, Decision(*(tuple(part) for part in found)), make)
-        communicator.bootstrap = OwnSockets(communicator.require_native())
+        communicator.bootstrap = SocketRanks(communicator.require_native())
         self._close("shrink()")
         return Shrunk(
             communicator=communicator,
@@ -270,7 +270,7 @@ class ElasticRanks:
 
         joining = JoiningRanks(native, host, timeout_s)
         communicator: Self = make_grown(native, joining, {**options, **timeouts}, make)
-        communicator.bootstrap = OwnSockets(communicator.require_native())
+        communicator.bootstrap = SocketRanks(communicator.require_native())
         self._close("grow()")
         return Grown(
             communicator=communicator,
@@ -332,7 +332,7 @@ class ElasticRanks:
             joining.give_up(error)
             raise
         meet(communicator, joining.give_up)
-        communicator.bootstrap = OwnSockets(communicator.require_native())
+        communicator.bootstrap = SocketRanks(communicator.require_native())
         new_ranks = [rank for rank, former in enumerate(invitation.former_ranks) if former < 0]
         return Grown(
             communicator=communicator,

@@ -49,7 +49,7 @@ class RankGpu:
         self._heap: _cuda.Heap | None = None
 
     def meet(self, bootstrap: Bootstrap, local_ranks: range) -> None:
-        """Learn who has which GPU. Collective.
+        """Learn which rank has which GPU. Collective.
 
         Args:
             bootstrap: Of the communicator.

@@ -172,7 +172,7 @@ class JoiningRank:
         return items
 
     def check(self) -> None:
-        """Raise where the living have given up, for who waits elsewhere for them. Local."""
+        """Raise where the living have given up, for a caller that waits elsewhere for them. Local."""
         if self._over and self._store.check([self._over]):
             text = self._store.get(self._over).decode()
             raise PeerFailedError(f"join: {text}", operation="join")
@@ -341,7 +341,7 @@ class JoiningRanks:
         return gathered
 
     def check(self) -> None:
-        """Raise what `all_gather` would, for who waits elsewhere for ranks. Local."""
+        """Raise what `all_gather` would, for a caller that waits elsewhere for ranks. Local."""
         self.shrunk_group.shrink_check()
         if self._host is not None and (why := self._host.failure()):
             raise PeerFailedError(why, operation="grow")

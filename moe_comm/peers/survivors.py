@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CommunicatorT",
     "Decision",
-    "OwnSockets",
+    "SocketRanks",
     "Survivors",
     "check_failed_ranks",
     "check_flag",
@@ -76,11 +76,11 @@ class Survivors:
         return gather_objects(self.shrunk_group.shrink_gather, item)
 
     def check(self) -> None:
-        """Raise what `all_gather` would, for who waits elsewhere for survivors. Local."""
+        """Raise what `all_gather` would, for a caller that waits elsewhere for survivors. Local."""
         self.shrunk_group.shrink_check()
 
 
-class OwnSockets:
+class SocketRanks:
     """The bootstrap of a communicator that has come from another: its own sockets.
 
     A rank that has failed since gives None.

@@ -14,16 +14,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS, NEEDS_WEIGHTS
+from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS, NEEDS_WEIGHTS
 from moe_comm.ep.validation import SUMMABLE
 
 __all__ = [
     "combine_word",
     "dispatch_word",
     "is_cut_from",
-    "is_differentiated",
-    "needs_rows",
-    "needs_weights",
 ]
 
 
@@ -65,21 +62,6 @@ def combine_word(*inputs: object, is_traced: bool = False) -> int:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             return ENABLED | NEEDS_ROWS
     return ENABLED
-
-
-def is_differentiated(word: int) -> bool:
-    """Whether a call is part of the graph, by what its ranks say together."""
-    return word & NEEDS_ANY != 0
-
-
-def needs_rows(word: int) -> bool:
-    """Whether the rows of a dispatch have a gradient."""
-    return word & NEEDS_ROWS != 0
-
-
-def needs_weights(word: int) -> bool:
-    """Whether the weights of a dispatch have a gradient."""
-    return word & NEEDS_WEIGHTS != 0
 
 
 def is_cut_from(

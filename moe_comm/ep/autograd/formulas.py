@@ -299,7 +299,7 @@ def clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
 _PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
-def _no_one_knows(_: bool) -> bool:
+def _may_have_hooks(_: bool) -> bool:
     return True
 
 
@@ -309,7 +309,7 @@ _tracing_state = torch._C._get_tracing_state
 _is_profiled = torch._C._autograd._profiler_enabled
 # Torch 2.7 cannot tell: there may always be hooks.
 _saved_tensors_hooks: Callable[[bool], object] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", _no_one_knows
+    torch._C._autograd, "_top_saved_tensors_default_hooks", _may_have_hooks
 )
 
 
@@ -319,7 +319,7 @@ def is_watched(
     scales: torch.Tensor | None = None,
     topk_idx: torch.Tensor | None = None,
 ) -> bool:
-    """Whether anybody may look at operators, who then have to be called as such.
+    """Whether anything may look at operators, which then have to be called as such.
 
     They are for compilers, for modes and subclasses of tensors (selective checkpointing is one), for
     profilers, and for hooks on what autograd saves, which a handle that is no tensor would go

@@ -29,7 +29,7 @@ from moe_comm.ep.backends.base import (
 from moe_comm.ep.backends.carrier import Carrier, ProgressThread
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
-from moe_comm.ep.backends.gradients import applying, clash, unite
+from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.routing import Placement, arrangement_of
 from moe_comm.ep.backends.rows import arrange_scales
 from moe_comm.ep.config import Capacity, EpConfig, Layout
@@ -173,7 +173,7 @@ class CollectiveBackend(Backend):
         call = messages.describe_combine(x, row_weights, plan)
 
         def work() -> CombineOutput:
-            _, united = self._agree(call, gradients=applying(gradients, topk_weights))
+            _, united = self._agree(call, gradients=with_applied_weights(gradients, topk_weights))
             return CombineOutput(
                 x=None if x is None else self._rows.sum_home(x, known, topk_weights, out),
                 topk_weights=None if row_weights is None else self._rows.pull(row_weights, known),

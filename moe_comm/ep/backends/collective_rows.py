@@ -17,11 +17,11 @@ from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.tensors import arithmetic
 
-__all__ = ["Moved", "NodeReduction", "RowMover"]
+__all__ = ["ArrivedRows", "NodeReduction", "RowMover"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moved:
+class ArrivedRows:
     """What a dispatch moved to this rank, in the slots of its window.
 
     Args:
@@ -89,7 +89,7 @@ class RowMover:
         plan: CollectivePlan,
         *,
         is_cached: bool,
-    ) -> Moved:
+    ) -> ArrivedRows:
         """Everything of a dispatch.
 
         Args:
@@ -100,7 +100,7 @@ class RowMover:
             is_cached: It is not the one that made the plan.
         """
         has_ids = plan.layout is Layout.RANK_MAJOR and not is_cached
-        return Moved(
+        return ArrivedRows(
             sf=None if sf is None else self.to_experts(sf.contiguous(), plan),
             x=self.to_experts(x, plan),
             topk_idx=self.ids_to_experts(plan).to(x.device) if has_ids else None,

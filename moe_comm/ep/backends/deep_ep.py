@@ -19,7 +19,7 @@ from moe_comm.ep.backends import local_ops
 from moe_comm.ep.backends.carrier import Carrier
 from moe_comm.ep.backends.collective import CollectiveBackend
 from moe_comm.ep.backends.collective_plan import CollectivePlan
-from moe_comm.ep.backends.collective_rows import Moved, RowMover
+from moe_comm.ep.backends.collective_rows import ArrivedRows, RowMover
 from moe_comm.ep.backends.deep_ep_transport import (
     Arrival,
     DeepEpTransport,
@@ -122,7 +122,7 @@ class DeepEpRows(RowMover):
         plan: CollectivePlan,
         *,
         is_cached: bool,
-    ) -> Moved:
+    ) -> ArrivedRows:
         # One dispatch of DeepEP carries rows, scale factors, choices and weights.
         rows = Rows(x, sf)
         self.transport.reserve(rows)
@@ -219,12 +219,12 @@ class DeepEpRows(RowMover):
         topk_weights: torch.Tensor | None,
         plan: CollectivePlan,
         route: _Route,
-    ) -> Moved:
+    ) -> ArrivedRows:
         """Arrived rows in the slots of the window, in memory that is nobody else's."""
         if route.origin is None:
             # A result of a fixed number of rows has a tail.
             tail = plan.num_recv_tokens - arrived.x.shape[0]
-            return Moved(
+            return ArrivedRows(
                 x=_with_tail(arrived.x, tail),
                 sf=None if arrived.sf is None else _with_tail(arrived.sf, tail),
                 topk_idx=None if topk_idx is None else F.pad(topk_idx, (0, 0, 0, tail), value=-1),
@@ -238,7 +238,7 @@ class DeepEpRows(RowMover):
         weights = None
         if topk_weights is not None:
             weights = _gathered(topk_weights.reshape(-1, 1), origin).view(-1)
-        return Moved(
+        return ArrivedRows(
             x=_gathered(arrived.x, row_idx),
             sf=None if arrived.sf is None else _gathered(arrived.sf, row_idx),
             topk_idx=None,

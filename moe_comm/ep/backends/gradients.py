@@ -17,10 +17,10 @@ __all__ = [
     "NEEDS_ANY",
     "NEEDS_ROWS",
     "NEEDS_WEIGHTS",
-    "applying",
     "check_word",
     "clash",
     "unite",
+    "with_applied_weights",
 ]
 
 ENABLED = 1
@@ -50,7 +50,7 @@ def check_word(word: object) -> None:
         )
 
 
-def applying(word: int, topk_weights: torch.Tensor | None) -> int:
+def with_applied_weights(word: int, topk_weights: torch.Tensor | None) -> int:
     """The word of a combine that applies weights: its backward takes them on every rank or on none."""
     if topk_weights is None:
         return word

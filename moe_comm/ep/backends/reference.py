@@ -23,7 +23,7 @@ from moe_comm.ep.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.ep.backends.gradients import applying, clash, unite
+from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
 from moe_comm.errors import CapacityError
@@ -191,7 +191,7 @@ class ReferenceBackend(Backend):
                 x=x,
                 topk_idx=plan.topk_idx,
                 row_weights=row_weights,
-                gradients=applying(gradients, topk_weights),
+                gradients=with_applied_weights(gradients, topk_weights),
             )
         )
         dispatch, rank_idx = self._earlier(plan, gathered), self._peers.rank_idx

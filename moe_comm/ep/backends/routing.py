@@ -1,4 +1,4 @@
-"""Who has which expert, for backends that move rows in Python; csrc/layout computes the rest.
+"""Which rank has which expert, for backends that move rows in Python; csrc/layout computes the rest.
 
 All tensors are on the CPU. E experts, K choices a token.
 """

@@ -51,8 +51,8 @@ def use_stream(stream: Stream) -> Iterator[Stream]:
     """Make `stream` the current one of this thread until the block ends; `torch.cuda.stream` of the emulator.
 
     Buffers made meanwhile have callers that are streams; their operations belong to the stream that is
-    current when they are issued. They return before their results are there: whoever reads tensors on
-    the host calls `stream.synchronize()` first, as with CUDA. A stream lives longer than the buffers
+    current when they are issued. They return before their results are there: callers that read tensors on
+    the host call `stream.synchronize()` first, as with CUDA. A stream lives longer than the buffers
     that were used with it.
     """
     before = _current.stream
