@@ -32,6 +32,7 @@
 //     value) int population(uint32_t), int first_bit(uint32_t)   number of bits; lowest bit or -1
 //   Shared memory
 //     std::byte* shared_memory()        dynamic, of Launch::shared_bytes, aligned to 128
+//     T load_shared(const T*)           load() of shared memory, which need not ask whether it is
 //     T add_shared(T*, T)               atomic in the block, relaxed, returns what was there
 //   Bulk copies: 16-byte aligned addresses, a multiple of 16 bytes, asynchronous. One thread
 //   issues.
@@ -79,8 +80,9 @@
 //     void launch(void (*kernel)(Params), const Launch&, const Params&)   in the order of its
 //     stream
 //
-// MOE_KERNEL marks a kernel's definition, MOE_DEVICE a function that is part of kernels, and
-// MOE_DEVICE_CALLED one that they call: what is large, many times in one kernel and no part of a
+// MOE_KERNEL marks a kernel's definition, MOE_KERNEL_OF(n) that of one whose registers let blocks
+// of n threads run, MOE_DEVICE a function that is part of kernels, and MOE_DEVICE_CALLED one that
+// they call: what is large, many times in one kernel and no part of a
 // hot loop, so that the kernel fits the cache of instructions. It is given values: what a reference
 // is to would have to lie in memory.
 

@@ -18,6 +18,7 @@
 #include "device/launch.h"
 
 #define MOE_KERNEL __global__
+#define MOE_KERNEL_OF(most_threads) __global__ __launch_bounds__(most_threads)
 #define MOE_DEVICE __device__ __forceinline__
 #define MOE_DEVICE_CALLED inline __device__ __noinline__
 
@@ -74,6 +75,9 @@ struct LoadWeak {
 };
 struct LoadReadOnly {
   static constexpr char text[] = "ld.global.nc";
+};
+struct LoadShared {
+  static constexpr char text[] = "ld.shared";
 };
 struct StoreWeak {
   static constexpr char text[] = "st";
@@ -369,6 +373,11 @@ extern __shared__ __align__(128) std::byte dynamic_shared_memory[];
 
 MOE_DEVICE std::byte* shared_memory() {
   return dynamic_shared_memory;
+}
+
+template <typename T>
+MOE_DEVICE T load_shared(const T* from) {
+  return ptx::plain_load<ptx::LoadShared, T>(__cvta_generic_to_shared(from));
 }
 
 template <typename T>

@@ -9,6 +9,13 @@
 
 namespace moe::kernels {
 
+/// How rows are cut for warps that add a piece at a time. Numbers of 0 where there are no rows.
+struct RowPieces {
+  int32_t num_pieces = 0;  ///< of a row
+  int32_t bytes = 0;       ///< of each but the last
+  int32_t last_bytes = 0;
+};
+
 struct CombineParams {
   Buffer buffer;
   Tables tables;
@@ -29,6 +36,7 @@ struct CombineParams {
   std::byte* pulled = nullptr;  ///< device or heap [num_tokens, num_topk] of pulled_bytes
   int32_t pulled_bytes = 0;     ///< of a weight that is pulled, 0 for none
   int32_t is_plain = 0;         ///< loads and stores instead of bulk copies
+  RowPieces pieces;             ///< of rows in units of 16 bytes; launch_combine() fills it in
   /// Across nodes: every other node adds a token's rows there, and one row of it travels.
   int32_t node_reduction = 0;
 };

@@ -18,49 +18,67 @@ constexpr int kUnitsPerLane = 4;
 template <typename Unit>
 constexpr int64_t kPieceBytes = int64_t{device::kWarpSize} * kUnitsPerLane * sizeof(Unit);
 
+/// Pairs (outer, inner) of which `inner` comes round after num_inner, in one sequence: a first one,
+/// and every so many behind it. Two divisions for all of them, in 32 bits: one for each would take
+/// as long as adding a piece of a row.
+class PairWalk {
+ public:
+  MOE_DEVICE PairWalk(uint32_t first, uint32_t step, uint32_t num_inner)
+      : num_inner_(num_inner),
+        outer_step_(step / num_inner),
+        inner_step_(step % num_inner),
+        outer_(first / num_inner),
+        inner_(first % num_inner) {}
+
+  MOE_DEVICE void advance() {
+    outer_ += outer_step_;
+    inner_ += inner_step_;
+    if (inner_ < num_inner_)
+      return;
+    inner_ -= num_inner_;
+    ++outer_;
+  }
+  MOE_DEVICE uint32_t outer() const { return outer_; }
+  MOE_DEVICE uint32_t inner() const { return inner_; }
+
+ private:
+  uint32_t num_inner_;
+  uint32_t outer_step_;
+  uint32_t inner_step_;
+  uint32_t outer_;
+  uint32_t inner_;
+};
+
 /// The work of a combine, shared out over warps: one piece of the sum of one token, after another.
 /// Warps next to each other take adjacent pieces, so that a row is read from end to end at once.
 class PieceWalk {
  public:
-  MOE_DEVICE PieceWalk(const CombineParams& params, int64_t row_bytes, int64_t piece_bytes)
-      : num_pieces_((row_bytes + piece_bytes - 1) / piece_bytes),
-        num_items_(params.num_tokens * num_pieces_),
-        item_(static_cast<int64_t>(device::block_idx()) * device::num_warps() + device::warp_idx()),
-        row_bytes_(row_bytes),
-        piece_bytes_(piece_bytes) {
-    locate();
-  }
+  MOE_DEVICE PieceWalk(const CombineParams& params, const RowPieces& pieces)
+      : pairs_(
+            static_cast<uint32_t>(device::block_idx() * device::num_warps() + device::warp_idx()),
+            static_cast<uint32_t>(device::num_blocks() * device::num_warps()),
+            static_cast<uint32_t>(pieces.num_pieces)),
+        num_tokens_(params.num_tokens),
+        pieces_(pieces) {}
 
-  MOE_DEVICE bool has_ended() const { return item_ >= num_items_; }
-  MOE_DEVICE void advance() {
-    item_ += static_cast<int64_t>(device::num_blocks()) * device::num_warps();
-    locate();
-  }
-  MOE_DEVICE int64_t token_idx() const { return token_idx_; }
-  MOE_DEVICE int64_t offset() const { return offset_; }
-  MOE_DEVICE int64_t bytes() const {
-    const int64_t left = row_bytes_ - offset_;
-    return left < piece_bytes_ ? left : piece_bytes_;
+  MOE_DEVICE bool has_ended() const { return pairs_.outer() >= num_tokens_; }
+  MOE_DEVICE void advance() { pairs_.advance(); }
+  MOE_DEVICE int64_t token_idx() const { return pairs_.outer(); }
+  MOE_DEVICE int64_t offset() const { return int64_t{pairs_.inner()} * pieces_.bytes; }
+  MOE_DEVICE int32_t bytes() const {
+    const bool is_last = pairs_.inner() + 1 == static_cast<uint32_t>(pieces_.num_pieces);
+    return is_last ? pieces_.last_bytes : pieces_.bytes;
   }
 
  private:
-  /// Once per item: a division takes as long as adding a piece of a row.
-  MOE_DEVICE void locate() {
-    token_idx_ = item_ / num_pieces_;
-    offset_ = (item_ - token_idx_ * num_pieces_) * piece_bytes_;
-  }
-
-  int64_t num_pieces_;
-  int64_t num_items_;
-  int64_t item_;
-  int64_t row_bytes_;
-  int64_t piece_bytes_;
-  int64_t token_idx_ = 0;
-  int64_t offset_ = 0;
+  PairWalk pairs_;
+  int64_t num_tokens_;
+  const RowPieces& pieces_;
 };
 
 /// The rows of one token in slot order. A lane knows one slot; all lanes of the warp call.
-template <typename Number, bool kWeighted>
+/// @tparam kFindsRows  where they lie is asked for; else how many there are, and their weights
+template <typename Number, bool kWeighted, bool kFindsRows>
 class TokenRows {
  public:
   using Scalar = typename Number::Scalar;
@@ -68,19 +86,19 @@ class TokenRows {
   MOE_DEVICE TokenRows(const CombineParams& params, int64_t row_bytes)
       : params_(params), row_bytes_(row_bytes) {}
 
-  MOE_DEVICE void begin(int64_t token_idx) {
-    token_idx_ = token_idx;
+  /// @param walk  has come to another token; it says which piece of rows row() is the address of
+  MOE_DEVICE void begin(const PieceWalk& walk) {
     group_ = 0;
-    fetch();
+    fetch(walk);
   }
 
-  /// Moves to the next row. @return false behind the last.
-  MOE_DEVICE bool next() {
+  /// Moves to the next row of the token that @p walk is at. @return false behind the last.
+  MOE_DEVICE bool next(const PieceWalk& walk) {
     while (left_ == 0) {
       group_ += device::kWarpSize;
       if (group_ >= params_.num_slots)
         return false;
-      fetch();
+      fetch(walk);
     }
     lane_ = device::first_bit(left_);
     left_ &= ~(uint32_t{1} << lane_);
@@ -88,32 +106,37 @@ class TokenRows {
   }
 
   MOE_DEVICE const std::byte* row() const {
+    static_assert(kFindsRows);
     return reinterpret_cast<const std::byte*>(device::shuffle(row_, lane_));
   }
   MOE_DEVICE Scalar weight() const { return device::shuffle(weight_, lane_); }
 
  private:
   /// Every lane looks up a slot.
-  MOE_DEVICE void fetch() {
+  MOE_DEVICE void fetch(const PieceWalk& walk) {
     using layout::Slot;
     const int slot_idx = group_ + device::lane_idx();
     bool has_row = false;
     if (slot_idx < params_.num_slots) {
       const int64_t slot =
-          device::load_constant(params_.slots + token_idx_ * params_.num_slots + slot_idx);
+          device::load_constant(params_.slots + walk.token_idx() * params_.num_slots + slot_idx);
       has_row = slot != Slot::kNone;
-      if (has_row) {
-        const std::byte* const rows =
-            device::load_constant(&params_.tables.peers[Slot::rank_idx(slot)].rows);
-        row_ = reinterpret_cast<uint64_t>(offset_ptr(rows, Slot::row_idx(slot), row_bytes_));
-        if constexpr (kWeighted)
-          weight_ = load_weight(token_idx_ * params_.num_topk + slot_idx);
-      }
+      if constexpr (kFindsRows)
+        if (has_row) {
+          const std::byte* const rows =
+              device::load_constant(&params_.tables.peers[Slot::rank_idx(slot)].rows);
+          row_ = reinterpret_cast<uint64_t>(offset_ptr(rows, Slot::row_idx(slot), row_bytes_)) +
+                 static_cast<uint64_t>(walk.offset());
+        }
+      if constexpr (kWeighted)
+        if (has_row)
+          weight_ = load_weight(walk, slot_idx);
     }
     left_ = device::ballot(has_row);
   }
 
-  MOE_DEVICE Scalar load_weight(int64_t choice) const {
+  MOE_DEVICE Scalar load_weight(const PieceWalk& walk, int slot_idx) const {
+    const int64_t choice = walk.token_idx() * params_.num_topk + slot_idx;
     if constexpr (sizeof(Scalar) == 8)
       if (params_.weight_bytes == 8)
         return device::load_constant(reinterpret_cast<const double*>(params_.weights) + choice);
@@ -122,7 +145,6 @@ class TokenRows {
 
   const CombineParams& params_;
   int64_t row_bytes_;
-  int64_t token_idx_ = 0;
   int group_ = 0;
   int lane_ = 0;
   uint32_t left_ = 0;
@@ -136,14 +158,24 @@ template <typename Unit>
 struct LaneUnits {
   Unit units[kUnitsPerLane];
 
-  /// @param piece  Of a row in global or shared memory.
+  /// @param piece  of a row in global memory
   MOE_DEVICE void load(const std::byte* piece, int num_units) {
-    const auto* const from = reinterpret_cast<const Unit*>(piece);
+    load_by(piece, num_units, [](const Unit* from) { return device::load(from); });
+  }
+  /// @param piece  in shared memory
+  MOE_DEVICE void load_shared(const std::byte* piece, int num_units) {
+    load_by(piece, num_units, [](const Unit* from) { return device::load_shared(from); });
+  }
+
+ private:
+  template <typename Load>
+  MOE_DEVICE void load_by(const std::byte* piece, int num_units, const Load& load_unit) {
+    const auto* const from = reinterpret_cast<const Unit*>(piece) + device::lane_idx();
+    const int num_left = num_units - device::lane_idx();
 #pragma unroll
-    for (int i = 0; i < kUnitsPerLane; ++i) {
-      const int unit_idx = i * device::kWarpSize + device::lane_idx();
-      units[i] = unit_idx < num_units ? device::load(from + unit_idx) : Unit{};
-    }
+    for (int i = 0; i < kUnitsPerLane; ++i)
+      units[i] =
+          i * device::kWarpSize < num_left ? load_unit(from + i * device::kWarpSize) : Unit{};
   }
 };
 
@@ -184,17 +216,17 @@ class LaneSums {
   /// @tparam kIsReadSoon  by a block that sends it on; else nobody reads the sum in this kernel
   template <bool kIsReadSoon = false>
   MOE_DEVICE void store(std::byte* piece, int num_units) const {
-    auto* const to = reinterpret_cast<Unit*>(piece);
+    auto* const to = reinterpret_cast<Unit*>(piece) + device::lane_idx();
+    const int num_left = num_units - device::lane_idx();
 #pragma unroll
     for (int i = 0; i < kUnitsPerLane; ++i) {
-      const int unit_idx = i * device::kWarpSize + device::lane_idx();
-      if (unit_idx >= num_units)
+      if (i * device::kWarpSize >= num_left)
         continue;
       const Unit sum = device::narrow_unit<Number, Unit>(sums_[i]);
       if constexpr (kIsReadSoon)
-        device::store(to + unit_idx, sum);
+        device::store(to + i * device::kWarpSize, sum);
       else
-        device::store_streaming(to + unit_idx, sum);
+        device::store_streaming(to + i * device::kWarpSize, sum);
     }
   }
 

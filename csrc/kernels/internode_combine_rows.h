@@ -76,7 +76,7 @@ class NodeSums {
     uint64_t bits = static_cast<uint64_t>(row_bytes_) | reinterpret_cast<uint64_t>(to);
 #pragma unroll 1
     for (int i = device::lane_idx(); i < num_rows_; i += device::kWarpSize)
-      bits |= device::load(rows_ + i);
+      bits |= device::load_shared(rows_ + i);
     if (is_aligned(bits))
       add<device::Bytes16>(to);
     else
@@ -123,8 +123,9 @@ class NodeSums {
       LaneSums<Number, Unit> sums;
       for (int i = 0; i < num_rows_; ++i) {
         LaneUnits<Unit> row;
-        row.load(reinterpret_cast<const std::byte*>(device::load(rows_ + i)) + offset, num_units);
-        sums.template add<true>(row, device::load(weights_ + i));
+        row.load(reinterpret_cast<const std::byte*>(device::load_shared(rows_ + i)) + offset,
+                 num_units);
+        sums.template add<true>(row, device::load_shared(weights_ + i));
       }
       sums.template store<true>(to + offset, num_units);
     });

@@ -92,11 +92,11 @@ class TokenSources {
   }
   /// Slots of a node so far in this chunk.
   MOE_DEVICE int32_t num_slots(int node_idx) const {
-    return device::load(count_place(kSlots, node_idx));
+    return device::load_shared(count_place(kSlots, node_idx));
   }
   /// Rows that a node sends for them.
   MOE_DEVICE int32_t num_rows(int node_idx) const {
-    return device::load(count_place(kReduces ? kRows : kSlots, node_idx));
+    return device::load_shared(count_place(kReduces ? kRows : kSlots, node_idx));
   }
 
   /// A slot of the token that walk() is at, on the lane that has it.
@@ -129,7 +129,7 @@ class TokenSources {
       const int32_t before = has_row ? num_slots(node_idx) : 0;
       const int32_t rows_before = kReduces && has_row ? num_rows(node_idx) : 0;
       const bool is_new =
-          kReduces && has_row && device::load(count_place(kLastToken, node_idx)) != token;
+          kReduces && has_row && device::load_shared(count_place(kLastToken, node_idx)) != token;
       device::sync_warp();
       if (has_row && below == 0) {
         device::store(count_place(kSlots, node_idx), before + device::population(alike));
@@ -166,10 +166,10 @@ class TokenSources {
     begin_chunk();
   }
   MOE_DEVICE int32_t total_slots(int node_idx) const {
-    return device::load(count_place(kAllSlots, node_idx));
+    return device::load_shared(count_place(kAllSlots, node_idx));
   }
   MOE_DEVICE int32_t total_rows(int node_idx) const {
-    return device::load(count_place(kAllRows, node_idx));
+    return device::load_shared(count_place(kAllRows, node_idx));
   }
 
   /// Finds addresses of a token's rows and weights; its chunk was counted.
@@ -229,7 +229,7 @@ class TokenSources {
     return counts_ + count * rails_.map.num_nodes + node_idx;
   }
   static MOE_DEVICE const std::byte* address(const uint64_t* place) {
-    return reinterpret_cast<const std::byte*>(device::load(place));
+    return reinterpret_cast<const std::byte*>(device::load_shared(place));
   }
 
   const CombineParams& params_;

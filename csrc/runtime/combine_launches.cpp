@@ -63,10 +63,9 @@ void launch_sums(DeviceEndpoint& endpoint,
   kernel.tables = tables;
   kernel.sums = sums;
   kernel.pulled = pulled;
-  device::Launch launch = endpoint.launch(endpoint.num_sms());
-  launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
   if (const Internode* const internode = endpoint.internode()) {
     const InternodeKernels& kernels = internode->kernels();
+    device::Launch launch = endpoint.launch(endpoint.num_sms());
     while (launch.num_threads > 32 &&
            kernels.combine_shared_bytes(kernel, internode->rails(), launch.num_threads) >
                endpoint.device().max_shared_bytes())
@@ -76,6 +75,8 @@ void launch_sums(DeviceEndpoint& endpoint,
     kernels.combine(launch, kernel, internode->rails());
     return;
   }
+  device::Launch launch = endpoint.launch(endpoint.num_sms(), kernels::kMaxCombineThreads);
+  launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
   while (launch.num_threads > 32 && kernels::combine_shared_bytes(kernel, launch.num_threads) >
                                         endpoint.device().max_shared_bytes())
     launch.num_threads = launch.num_threads / 64 * 32;

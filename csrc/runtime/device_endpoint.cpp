@@ -24,7 +24,6 @@ using kernels::WaitReport;
 using layout::Row;
 using layout::Workspace;
 
-constexpr int kDefaultThreads = 256;
 constexpr int kDefaultTokensPerChunk = 64;
 // What is made room for where the configuration leaves it open.
 constexpr int64_t kUsualTokens = 4096;
@@ -95,7 +94,7 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<host::Group> group,
       memory_(std::move(memory)),
       device_(std::move(device)),
       num_sms_(config.shape.num_sms > 0 ? config.shape.num_sms : device_->num_sms()),
-      num_threads_(config.shape.num_threads > 0 ? config.shape.num_threads : kDefaultThreads),
+      num_threads_(config.shape.num_threads),
       tokens_per_chunk_(config.shape.tokens_per_chunk > 0 ? config.shape.tokens_per_chunk
                                                           : kDefaultTokensPerChunk),
       internode_config_(std::move(config.internode)),
@@ -311,10 +310,10 @@ kernels::Buffer DeviceEndpoint::buffer() const {
   return buffer;
 }
 
-device::Launch DeviceEndpoint::launch(int num_blocks) const {
+device::Launch DeviceEndpoint::launch(int num_blocks, int usual_threads) const {
   device::Launch launch;
   launch.num_blocks = num_blocks;
-  launch.num_threads = num_threads_;
+  launch.num_threads = num_threads(usual_threads);
   launch.stream = stream_->handle();
   return launch;
 }

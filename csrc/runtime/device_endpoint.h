@@ -28,7 +28,7 @@ class ReceivePhase;
 /// How kernels of one buffer are launched.
 struct LaunchShape {
   int num_sms = 0;           ///< blocks that move rows; 0 for the device's own choice
-  int num_threads = 0;       ///< of every block; 0 for 256
+  int num_threads = 0;       ///< of every block; 0 for what each kernel is made for
   int tokens_per_chunk = 0;  ///< that one block counts at a time, at least; 0 for 64
 };
 
@@ -113,11 +113,18 @@ class DeviceEndpoint : public host::EndpointBase {
   /// counts, offsets and choices per expert belong to the plan.
   const kernels::Tables& tables() const { return tables_; }
 
+  /// Threads of a block of most kernels, where nothing else was asked for.
+  static constexpr int kUsualThreads = 256;
+
   /// A launch of @p num_blocks in the stream of this buffer.
-  device::Launch launch(int num_blocks) const;
+  /// @param usual_threads  of a block, where nothing else was asked for
+  device::Launch launch(int num_blocks, int usual_threads = kUsualThreads) const;
   int num_sms() const { return num_sms_; }
   int num_local_experts() const { return buffer_.num_local_experts; }
-  int num_threads() const { return num_threads_; }
+  /// Of a block of a kernel that has @p usual_threads where nothing else was asked for.
+  int num_threads(int usual_threads = kUsualThreads) const {
+    return num_threads_ > 0 ? num_threads_ : usual_threads;
+  }
   int tokens_per_chunk() const { return tokens_per_chunk_; }
   /// What reaches ranks of other nodes; null with one node.
   const Internode* internode() const { return internode_.get(); }
@@ -214,7 +221,7 @@ class DeviceEndpoint : public host::EndpointBase {
   mutable std::shared_ptr<Stream> side_stream_;    ///< made when it is first needed
   mutable std::shared_ptr<Stream> caller_stream_;  ///< null until it is first needed
   int num_sms_;
-  int num_threads_;
+  int num_threads_;  ///< 0 where nothing was asked for
   int tokens_per_chunk_;
   InternodeConfig internode_config_;
   std::unique_ptr<Internode> internode_;

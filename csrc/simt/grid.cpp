@@ -328,6 +328,23 @@ void arrive_named(int barrier_idx, int num_threads) {
     complete(block.grid->scheduler(), barrier);
 }
 
+void check_shared(const void* address, size_t bytes) {
+  const Thread& self = current_thread();
+  const auto first = reinterpret_cast<uintptr_t>(self.block->shared);
+  const auto offset = reinterpret_cast<uintptr_t>(address) - first;
+  const size_t num_bytes = self.block->grid->kernel().shape.shared_bytes;
+  if (offset >= num_bytes || num_bytes - offset < bytes) [[unlikely]]
+    throw EmulationError(concat(thread_name(self),
+                                " loads ",
+                                bytes,
+                                " bytes at ",
+                                address,
+                                " as shared memory, which its block has ",
+                                num_bytes,
+                                " bytes of at ",
+                                static_cast<const void*>(self.block->shared)));
+}
+
 void sync_warp() {
   meet(WarpOperation::kSync, {}, 0, [](const Warp& warp) { memory::met(warp.fibers, kWarpSize); });
 }

@@ -85,6 +85,9 @@ inline Thread& current_thread() {
   return *static_cast<Thread*>(Scheduler::current_local());
 }
 
+/// @throws EmulationError  @p address is not in the shared memory of the running thread's block.
+void check_shared(const void* address, size_t bytes);
+
 /// A kernel that runs: blocks, and threads as fibers of one scheduler.
 class Grid {
  public:

@@ -22,6 +22,7 @@
 #include "simt/scheduler.h"
 
 #define MOE_KERNEL
+#define MOE_KERNEL_OF(most_threads)
 #define MOE_DEVICE inline
 #define MOE_DEVICE_CALLED inline
 
@@ -251,6 +252,12 @@ inline int first_bit(uint32_t bits) {
 
 inline std::byte* shared_memory() {
   return simt::current_thread().block->shared;
+}
+
+template <typename T>
+T load_shared(const T* from) {
+  simt::check_shared(from, sizeof(T));
+  return load(from);
 }
 
 template <typename T>

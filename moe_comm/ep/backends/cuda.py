@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaBackend"]
 
-NUM_THREADS = 256
+NUM_THREADS = 0  # what each kernel is made for
 TOKENS_PER_CHUNK = 64
 
 ResultT = TypeVar("ResultT")
