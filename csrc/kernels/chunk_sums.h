@@ -21,6 +21,7 @@ class ChunkSums {
 
   /// First step: the sums of whole columns. Ends with a barrier.
   MOE_DEVICE void add_up(int32_t* totals) const {
+#pragma unroll 1
     for (int i = device::thread_idx(); i < num_groups_ * num_columns_; i += device::num_threads()) {
       int32_t sum = 0;
       walk(i, [&](int32_t*, int32_t count) { sum += count; });
@@ -29,6 +30,7 @@ class ChunkSums {
     device::sync_block();
     if (num_groups_ == 1)
       return;
+#pragma unroll 1
     for (int i = device::thread_idx(); i < num_columns_; i += device::num_threads())
       device::store(totals + i, sum_of_groups(i, num_groups_));
     device::sync_block();
@@ -36,6 +38,7 @@ class ChunkSums {
 
   /// Second step: every count becomes the sum of those of earlier chunks.
   MOE_DEVICE void spread() const {
+#pragma unroll 1
     for (int i = device::thread_idx(); i < num_groups_ * num_columns_; i += device::num_threads()) {
       int32_t before = num_groups_ == 1 ? 0 : sum_of_groups(i % num_columns_, i / num_columns_);
       walk(i, [&](int32_t* place, int32_t count) {
@@ -49,6 +52,7 @@ class ChunkSums {
   /// Sum of a column in groups below @p end_group.
   MOE_DEVICE int32_t sum_of_groups(int column, int end_group) const {
     int32_t sum = 0;
+#pragma unroll 1
     for (int group = 0; group < end_group; ++group)
       sum += device::load(shared_ + group * num_columns_ + column);
     return sum;
@@ -63,6 +67,7 @@ class ChunkSums {
     const int first = i / num_columns_ * chunks_per_group_;
     int end = first + chunks_per_group_;
     end = end < choices_.num_chunks ? end : choices_.num_chunks;
+#pragma unroll 1
     for (int chunk = first; chunk < end; chunk += kBatch) {
       int32_t* const place = choices_.chunk_counts + int64_t{chunk} * num_columns_ + column;
       int32_t counts[kBatch] = {};

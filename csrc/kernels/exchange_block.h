@@ -174,11 +174,13 @@ class ExchangeBlock {
     int32_t* const to_rank = row()->counts() + buffer_.num_experts;
     const bool is_low_latency = params_.arrangement.layout == layout::RowLayout::kLowLatency;
     int64_t first_wrong = INT64_MAX;
+#pragma unroll 1
     for (int i = device::thread_idx(); i < params_.choices.num_chunks; i += device::num_threads()) {
       const int64_t bad_idx = device::load(params_.choices.bad_choice + i);
       if (bad_idx >= 0 && bad_idx < first_wrong)
         first_wrong = bad_idx;
     }
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const bool is_failed = !is_active(rank_idx);
@@ -217,12 +219,14 @@ class ExchangeBlock {
 
   MOE_DEVICE void copy_message() const {
     int64_t length = 0;
+#pragma unroll 1
     for (; params_.message != nullptr && length < Row::kMessageBytes - 1; ++length) {
       const char letter = device::load(params_.message + length);
       if (letter == '\0')
         break;
       device::store(row()->message() + length, letter);
     }
+#pragma unroll 1
     for (; length < Row::kMessageBytes; ++length)
       device::store(row()->message() + length, '\0');
   }
@@ -257,17 +261,17 @@ class ExchangeBlock {
                             uint64_t expected,
                             uint64_t limit_ns,
                             const FlagOf& flag_of) const {
-    const auto await = [&](bool is_near) {
-      return block_await_flags(
-          buffer_,
-          site(phase),
-          expected,
-          limit_ns,
-          narrow_scratch(),
-          [&](int rank_idx) { return is_active(rank_idx) && peers_.is_near(rank_idx) == is_near; },
-          flag_of);
-    };
-    return await(true) && (!peers_.has_far_ranks() || await(false));
+    const int num_rounds = peers_.has_far_ranks() ? 2 : 1;
+#pragma unroll 1
+    for (int round = 0; round < num_rounds; ++round) {
+      const auto wants = [&](int rank_idx) {
+        return is_active(rank_idx) && peers_.is_near(rank_idx) == (round == 0);
+      };
+      if (!block_await_flags(
+              buffer_, site(phase), expected, limit_ns, narrow_scratch(), wants, flag_of))
+        return false;
+    }
+    return true;
   }
 
   // --- Rows of all ranks ------------------------------------------------------------------------
@@ -276,6 +280,7 @@ class ExchangeBlock {
   /// all equal each other.
   MOE_DEVICE bool agrees() const {
     bool agrees = true;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       if (!is_active(rank_idx))
@@ -303,6 +308,7 @@ class ExchangeBlock {
       return true;
     bool is_needed = false;
     bool is_apart = false;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       if (!is_active(rank_idx))
@@ -319,12 +325,10 @@ class ExchangeBlock {
     const int num_counts = Row::num_counts(buffer_.num_ranks, buffer_.num_experts);
     if (is_agreed && params_.with_counts != 0) {
       block_copy<int32_t>(
-          int64_t{buffer_.num_ranks} * num_counts,
-          [&](int64_t i) {
-            return own_.row(epoch_, static_cast<int>(i / num_counts)).counts() + i % num_counts;
-          },
-          [&](int64_t i) { return params_.tables.counts + i; },
-          [&](int64_t i) { return is_active(static_cast<int>(i / num_counts)); });
+          buffer_.num_ranks * num_counts,
+          [&](int i) { return own_.row(epoch_, i / num_counts).counts() + i % num_counts; },
+          [&](int i) { return params_.tables.counts + i; },
+          [&](int i) { return is_active(i / num_counts); });
       device::sync_block();
     }
     if (params_.host_read == nullptr)
@@ -333,28 +337,28 @@ class ExchangeBlock {
     const int64_t stride = Row::stride(buffer_.num_ranks, buffer_.num_experts);
     const int64_t used_bytes =
         is_agreed && params_.with_counts == 0 ? static_cast<int64_t>(sizeof(Row)) : stride;
-    const int64_t num_words = used_bytes / static_cast<int64_t>(sizeof(device::Bytes16));
+    const auto num_words = static_cast<int>(used_bytes / sizeof(device::Bytes16));
     auto* const host_rows = reinterpret_cast<std::byte*>(params_.host_read + 1);
     block_copy<device::Bytes16>(
         buffer_.num_ranks * num_words,
-        [&](int64_t i) {
-          const Row& peer_row = own_.row(epoch_, static_cast<int>(i / num_words));
+        [&](int i) {
+          const Row& peer_row = own_.row(epoch_, i / num_words);
           return reinterpret_cast<const device::Bytes16*>(&peer_row) + i % num_words;
         },
-        [&](int64_t i) {
+        [&](int i) {
           std::byte* const host_row = offset_ptr(host_rows, i / num_words, stride);
           return reinterpret_cast<device::Bytes16*>(host_row) + i % num_words;
         },
-        [&](int64_t i) { return is_active(static_cast<int>(i / num_words)); });
+        [&](int i) { return is_active(i / num_words); });
   }
 
   /// A cached dispatch has a matrix already.
   MOE_DEVICE void take_kept() const {
     block_copy<int32_t>(
-        int64_t{buffer_.num_ranks} * Row::num_counts(buffer_.num_ranks, buffer_.num_experts),
-        [&](int64_t i) { return params_.kept_counts + i; },
-        [&](int64_t i) { return params_.tables.counts + i; },
-        [](int64_t) { return true; });
+        buffer_.num_ranks * Row::num_counts(buffer_.num_ranks, buffer_.num_experts),
+        [&](int i) { return params_.kept_counts + i; },
+        [&](int i) { return params_.tables.counts + i; },
+        [](int) { return true; });
     device::sync_block();
     counts_.take_kept();
   }
@@ -373,6 +377,7 @@ class ExchangeBlock {
     };
     bool has_come = true;
     bool is_short = false;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       Peer peer{};
@@ -428,6 +433,7 @@ class ExchangeBlock {
     };
     const WaitSite where = site(layout::Phase::kOffers);
     bool has_come = true;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       Peer peer{};

@@ -9,6 +9,7 @@ namespace moe::kernels {
 /// Raises done flags of @p epoch at every active peer: this rank has written (dispatch) or pulled
 /// (combine) all its rows, or there are none. The threads of one block share the peers.
 MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
+#pragma unroll 1
   for (int i = device::thread_idx(); i < buffer.num_ranks; i += device::num_threads()) {
     // Each rank starts behind itself, so that no peer gets all flags at the end.
     const int peer_rank = (buffer.rank_idx + 1 + i) % buffer.num_ranks;

@@ -33,18 +33,17 @@ MOE_DEVICE T load_struct(const T* from) {
   return value;
 }
 
-/// Copies words by all threads of a block, several at a time under way.
+/// Copies words by all threads of a block, several at a time under way. They are counted in 32
+/// bits: callers divide by what a rank has of them.
 /// @param from      from(i), address of word i
 /// @param to        to(i)
 /// @param is_there  is_there(i): where not, the word is 0
 template <typename Word, typename From, typename To, typename IsThere>
-MOE_DEVICE void block_copy(int64_t num_words,
-                           const From& from,
-                           const To& to,
-                           const IsThere& is_there) {
+MOE_DEVICE void block_copy(int num_words, const From& from, const To& to, const IsThere& is_there) {
   constexpr int kBatch = 4;
-  const int64_t stride = device::num_threads();
-  for (int64_t first = device::thread_idx(); first < num_words; first += kBatch * stride) {
+  const int stride = device::num_threads();
+#pragma unroll 1
+  for (int first = device::thread_idx(); first < num_words; first += kBatch * stride) {
     Word words[kBatch] = {};
     for (int i = 0; i < kBatch; ++i)
       if (first + i * stride < num_words && is_there(first + i * stride))
@@ -67,8 +66,8 @@ struct RankRange {
 
   /// The i-th of them behind @p own_rank, which is one: each rank starts behind itself, so that no
   /// reader gets everything at the end.
-  MOE_DEVICE int behind(int own_rank, int64_t i) const {
-    return first + static_cast<int>((own_rank - first + 1 + i) % count);
+  MOE_DEVICE int behind(int own_rank, int i) const {
+    return first + (own_rank - first + 1 + i) % count;
   }
 };
 
@@ -82,14 +81,14 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
                             int64_t used_bytes) {
   using device::Bytes16;
   constexpr auto kWordBytes = static_cast<int64_t>(sizeof(Bytes16));
-  const auto peer_row = [&](int64_t i) {
+  const auto peer_row = [&](int i) {
     const int peer_rank = readers.behind(buffer.rank_idx, i);
     const bool is_active = device::load_constant(buffer.is_active + peer_rank) != 0;
     return is_active ? &workspace(buffer, peer_rank).row(epoch, buffer.rank_idx) : nullptr;
   };
-  const auto num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
-  for (int64_t i = device::thread_idx(); i < num_words * readers.count;
-       i += device::num_threads()) {
+  const auto num_words = static_cast<int>((used_bytes + kWordBytes - 1) / kWordBytes);
+#pragma unroll 1
+  for (int i = device::thread_idx(); i < num_words * readers.count; i += device::num_threads()) {
     auto* const to = reinterpret_cast<std::byte*>(peer_row(i / num_words));
     const int64_t offset = i % num_words * kWordBytes;
     if (to == nullptr)
@@ -102,6 +101,7 @@ MOE_DEVICE void publish_row(const Buffer& buffer,
                     device::load(reinterpret_cast<const uint64_t*>(row + 8)));
   }
   device::sync_block();
+#pragma unroll 1
   for (int i = device::thread_idx(); i < readers.count; i += device::num_threads())
     if (layout::Row* const to = peer_row(i))
       raise_flag(&to->epoch, epoch);
@@ -114,6 +114,7 @@ MOE_DEVICE void publish_offer(const Buffer& buffer,
                               uint64_t epoch,
                               int src_rank,
                               const layout::SecondOffer& second) {
+#pragma unroll 1
   for (int i = device::thread_idx(); i < readers.count; i += device::num_threads()) {
     const int peer_rank = readers.behind(buffer.rank_idx, i);
     if (device::load_constant(buffer.is_active + peer_rank) == 0)

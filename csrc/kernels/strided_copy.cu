@@ -127,6 +127,7 @@ MOE_DEVICE Piece find_piece(const StridedCopiesParams& params, int64_t piece_idx
   // The last copy that begins at or before the piece; those without bytes come before it.
   int64_t low = 0;
   int64_t high = params.num_copies;
+#pragma unroll 1
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
     if (device::load_constant(params.first_piece + middle) <= piece_idx)
@@ -149,6 +150,7 @@ MOE_DEVICE uint64_t alignment_bits(const std::byte* base, const StridedBytes* sh
   uint64_t bits = reinterpret_cast<uint64_t>(base) |
                   static_cast<uint64_t>(device::load_constant(&shape->run_bytes));
   const int num_dims = device::load_constant(&shape->num_dims);
+#pragma unroll 1
   for (int dim = 0; dim < num_dims; ++dim)
     bits |= static_cast<uint64_t>(device::load_constant(&shape->strides[dim]));
   return bits;
@@ -175,6 +177,7 @@ MOE_DEVICE_CALLED void copy_adjacent(const std::byte* source, std::byte* target,
   copy_bytes(0, head);
   const auto* const from = reinterpret_cast<const Unit*>(source + head);
   auto* const to = reinterpret_cast<Unit*>(target + head);
+#pragma unroll 1
   for (int64_t first = device::lane_idx(); first < num_units;
        first += kUnitsAtOnce * device::kWarpSize) {
     Unit units[kUnitsAtOnce] = {};
@@ -263,6 +266,7 @@ MOE_DEVICE void copy_units(const Piece& piece) {
   int64_t at = piece.begin + device::lane_idx() * kUnitBytes;
   Walk from(&piece.copy->source_shape, at, kStepBytes);
   Walk to(&piece.copy->target_shape, at, kStepBytes);
+#pragma unroll 1
   for (; at < piece.end; at += kUnitsAtOnce * kStepBytes) {
     Unit units[kUnitsAtOnce] = {};
 #pragma unroll
@@ -319,6 +323,7 @@ MOE_DEVICE void copy_piece(const Piece& piece, StagedCopies* staged) {
 MOE_DEVICE void copy_pieces(const StridedCopiesParams& params, StagedCopies* staged) {
   const int64_t num_pieces = device::load_constant(params.first_piece + params.num_copies);
   const int64_t num_warps = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
+#pragma unroll 1
   for (int64_t piece_idx =
            static_cast<int64_t>(device::block_idx()) * device::num_warps() + device::warp_idx();
        piece_idx < num_pieces;

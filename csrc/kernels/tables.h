@@ -79,6 +79,7 @@ class CountBlock {
 
   MOE_DEVICE int64_t num_recv_topk() const {
     int64_t most = 0;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const int64_t num_topk = count(rank_idx, num_columns() - 1);
@@ -103,6 +104,7 @@ class CountBlock {
   MOE_DEVICE void fill(const Tables& tables, int64_t num_recv_topk) const {
     fill_stream_starts(tables.stream_starts);
     const int first = first_of_rank(buffer_.rank_idx);
+#pragma unroll 1
     for (int i = device::thread_idx(); i <= buffer_.num_local_experts; i += device::num_threads()) {
       const int64_t start = padded_start(first + i, first);
       device::store(tables.expert_offsets + i, static_cast<int32_t>(start));
@@ -158,6 +160,7 @@ class CountBlock {
   MOE_DEVICE int64_t num_own_choices() const {
     int64_t sum = 0;
     const int end = first_of_rank(buffer_.rank_idx + 1);
+#pragma unroll 1
     for (int j = first_of_rank(buffer_.rank_idx) + device::thread_idx(); j < end;
          j += device::num_threads())
       sum += device::load(scratch_.totals + j);
@@ -166,6 +169,7 @@ class CountBlock {
 
   /// totals: choices of every expert, by all ranks.
   MOE_DEVICE void add_up_experts() const {
+#pragma unroll 1
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads())
       device::store(scratch_.totals + j, sum_of_column(expert_at(j), buffer_.num_ranks));
     device::sync_block();
@@ -190,6 +194,7 @@ class CountBlock {
   template <typename RowsAt>
   MOE_DEVICE void add_up_rows(const RowsAt& rows) const {
     int64_t before_tile = 0;
+#pragma unroll 1
     for (int tile = 0; tile < buffer_.num_experts; tile += device::num_threads()) {
       const int j = tile + device::thread_idx();
       const int64_t num_rows = j < buffer_.num_experts ? rows(j) : 0;
@@ -212,6 +217,7 @@ class CountBlock {
 
   MOE_DEVICE bool exceeds_capacity(int64_t limit) const {
     bool is_over = false;
+#pragma unroll 1
     for (int j = device::thread_idx(); limit >= 0 && j < buffer_.num_experts;
          j += device::num_threads())
       is_over = is_over || device::load(scratch_.totals + j) > limit;
@@ -220,6 +226,7 @@ class CountBlock {
 
   MOE_DEVICE bool exceeds_fixed_rows() const {
     bool is_over = false;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const int64_t fixed_rows = count(rank_idx, fixed_column());
@@ -230,6 +237,7 @@ class CountBlock {
 
   MOE_DEVICE bool has_limits(const layout::CapacityRule& rule) const {
     bool has_fixed_rows = false;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads())
       has_fixed_rows = has_fixed_rows || count(rank_idx, fixed_column()) >= 0;
@@ -238,6 +246,7 @@ class CountBlock {
   }
 
   MOE_DEVICE void grow_fixed_rows() const {
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
       const int64_t fixed_rows = count(rank_idx, fixed_column());
@@ -275,6 +284,7 @@ class CountBlock {
       const int64_t kept = within_capacity(j);
       return arrangement_.expert_rows(kept);
     });
+#pragma unroll 1
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads()) {
       const int owner = owner_at(j);
       const int64_t fixed_rows = count(owner, fixed_column());
@@ -296,6 +306,7 @@ class CountBlock {
   MOE_DEVICE bool apply_masks() const {
     const int num_ranks = buffer_.num_ranks;
     bool any = false;
+#pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < num_ranks;
          rank_idx += device::num_threads()) {
       bool is_masked = false;
@@ -315,6 +326,7 @@ class CountBlock {
       return false;
     // A rank that is masked asks for nothing; nobody asks for its experts.
     const int num_asked = buffer_.num_experts + num_ranks;
+#pragma unroll 1
     for (int i = device::thread_idx(); i < num_ranks * num_asked; i += device::num_threads()) {
       const int src_rank = i / num_asked;
       const int column = i % num_asked;
@@ -331,11 +343,13 @@ class CountBlock {
   /// No rank sends to a rank whose experts keep nothing of it.
   MOE_DEVICE void forget_empty_streams() const {
     const int num_ranks = buffer_.num_ranks;
+#pragma unroll 1
     for (int i = device::thread_idx(); i < num_ranks * num_ranks; i += device::num_threads()) {
       const int src_rank = i / num_ranks;
       const int dst_rank = i % num_ranks;
       bool sends = false;
       const int end = first_of_rank(dst_rank + 1);
+#pragma unroll 1
       for (int j = first_of_rank(dst_rank); j < end && !sends; ++j)
         sends = count(src_rank, expert_at(j)) > 0;
       if (!sends)
@@ -347,12 +361,14 @@ class CountBlock {
   /// First row that this rank writes: for every rank (by rank), else for every expert.
   MOE_DEVICE void fill_stream_starts(int64_t* stream_starts) const {
     if (arrangement_.is_by_rank()) {
+#pragma unroll 1
       for (int dst_rank = device::thread_idx(); dst_rank < buffer_.num_ranks;
            dst_rank += device::num_threads())
         device::store(stream_starts + dst_rank,
                       sum_of_column(buffer_.num_experts + dst_rank, buffer_.rank_idx));
       return;
     }
+#pragma unroll 1
     for (int j = device::thread_idx(); j < buffer_.num_experts; j += device::num_threads()) {
       const int expert_idx = expert_at(j);
       const int64_t start = padded_start(j, first_of_rank(owner_at(j)));

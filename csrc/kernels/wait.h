@@ -143,6 +143,7 @@ MOE_DEVICE bool await_until(const Buffer& buffer,
   const WaitMeter meter(buffer, site, peer_rank, moved_ns);
   uint64_t seen_progress = device::load_relaxed<device::Scope::kSystem>(&activity.progress);
   uint32_t pause_ns = 16;
+#pragma unroll 1
   for (int num_polls = 1;; ++num_polls) {
     device::pause(pause_ns);
     if (has_come()) {
@@ -203,6 +204,7 @@ MOE_DEVICE bool block_await_flags(const Buffer& buffer,
                                   const Wants& wants,
                                   const FlagOf& flag_of) {
   bool has_come = true;
+#pragma unroll 1
   for (int rank_idx = device::thread_idx(); rank_idx < buffer.num_ranks && has_come;
        rank_idx += device::num_threads())
     if (wants(rank_idx))

@@ -88,8 +88,10 @@ class Workspace {
     return 64 + int64_t{64} * num_ranks + entry_idx * entry_bytes(num_ranks, row_stride);
   }
   MOE_HOST_DEVICE int64_t entry(uint64_t epoch) const {
-    return entry_offset(
-        num_ranks_, static_cast<int64_t>(epoch % static_cast<uint64_t>(depth_)), row_stride_);
+    return entry_offset(num_ranks_, entry_idx(epoch, depth_), row_stride_);
+  }
+  MOE_HOST_DEVICE_CALLED static int64_t entry_idx(uint64_t epoch, int depth) {
+    return static_cast<int64_t>(epoch % static_cast<uint64_t>(depth));
   }
 
   std::byte* base_ = nullptr;
