@@ -26,7 +26,6 @@
 //     void fence_proxy_async_shared()   the same for shared memory only
 //   Block and warp
 //     void sync_block(), void sync_warp()           all threads of it take part
-//     void sync_named(int barrier_idx, int num_threads), void arrive_named(int, int)   1..15
 //     T shuffle(T value, int src_lane), T shuffle_xor(T value, int mask), T shuffle_up(T value,
 //     int) uint32_t ballot(bool), bool any(bool), bool all(bool), uint32_t match_any(uint32_t
 //     value) int population(uint32_t), int first_bit(uint32_t)   number of bits; lowest bit or -1

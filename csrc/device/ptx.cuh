@@ -324,14 +324,6 @@ MOE_DEVICE void sync_warp() {
   __syncwarp();
 }
 
-MOE_DEVICE void sync_named(int barrier_idx, int num_threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
-}
-
-MOE_DEVICE void arrive_named(int barrier_idx, int num_threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
-}
-
 template <typename T>
 MOE_DEVICE T shuffle(T value, int src_lane) {
   return ptx::from_raw<T>(__shfl_sync(kAllLanes, ptx::to_raw<T>(value), src_lane));

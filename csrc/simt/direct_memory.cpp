@@ -219,12 +219,6 @@ void await_bulk_reads(int /*num_pending*/) {}
 
 void met(const int* /*threads*/, int /*num_threads*/) {}
 
-uint64_t note_arrival() {
-  return 0;
-}
-
-void met_arrival(uint64_t /*arrival*/, const int* /*threads*/, int /*num_threads*/) {}
-
 std::byte* allocate_shared(size_t bytes, int /*rank_idx*/, int /*block_idx*/) {
   if (bytes == 0)
     return nullptr;

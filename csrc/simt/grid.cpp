@@ -25,10 +25,6 @@ const char* operation_name(WarpOperation operation) {
   return "";
 }
 
-std::string barrier_name(int barrier_idx) {
-  return barrier_idx == 0 ? "the barrier of the block" : concat("named barrier ", barrier_idx);
-}
-
 /// "3, 5 to 7" of the indices below @p count for which @p is_in holds.
 template <typename IsIn>
 std::string list_indices(int count, const IsIn& is_in) {
@@ -52,77 +48,15 @@ std::string thread_name(const Thread& thread) {
       thread.block->grid->block_name(thread.block->block_idx), " thread ", thread.thread_idx);
 }
 
-/// Threads of @p block that wait at @p barrier, for a report.
-std::string list_waiting(const Block& block, const Barrier& barrier) {
+/// Threads of @p block that wait at its barrier, for a report.
+std::string list_waiting(const Block& block) {
   const Thread* const threads = block.grid->threads().data() +
                                 static_cast<ptrdiff_t>(block.block_idx) * block.grid->num_threads();
   std::vector<bool> is_waiting(static_cast<size_t>(block.grid->num_threads()));
-  for (const int fiber : barrier.waiting)
+  for (const int fiber : block.waiting)
     is_waiting[static_cast<size_t>(fiber - threads[0].fiber)] = true;
   return list_indices(block.grid->num_threads(),
                       [&](int idx) { return is_waiting[static_cast<size_t>(idx)]; });
-}
-
-/// The calling thread comes to a barrier, and is the last of its phase or not.
-bool arrive(Barrier& barrier, int barrier_idx, int num_threads) {
-  if (barrier.num_expected == 0)
-    barrier.num_expected = num_threads;
-  if (barrier.num_expected != num_threads)
-    throw EmulationError(concat(thread_name(current_thread()),
-                                " comes to ",
-                                barrier_name(barrier_idx),
-                                " for ",
-                                num_threads,
-                                " threads; those that came before it expect ",
-                                barrier.num_expected));
-  return static_cast<int>(barrier.waiting.size() + barrier.arrived.size()) + 1 == num_threads;
-}
-
-/// Ends a phase: @p self, which is the last to come, goes on and all others with it.
-void complete(Scheduler& scheduler, Barrier& barrier) {
-  for (const uint64_t arrival : barrier.arrived)
-    memory::met_arrival(arrival, barrier.waiting.data(), static_cast<int>(barrier.waiting.size()));
-  memory::met(barrier.waiting.data(), static_cast<int>(barrier.waiting.size()));
-  const int self = scheduler.current_fiber();
-  for (const int fiber : barrier.waiting)
-    if (fiber != self)
-      scheduler.wake(fiber);
-  barrier.waiting.clear();
-  barrier.arrived.clear();
-  barrier.num_expected = 0;
-}
-
-void sync(int barrier_idx, int num_threads) {
-  const Thread& self = current_thread();
-  Block& block = *self.block;
-  Scheduler& scheduler = block.grid->scheduler();
-  Barrier& barrier = block.barriers[barrier_idx];
-  const bool is_last = arrive(barrier, barrier_idx, num_threads);
-  barrier.waiting.push_back(self.fiber);
-  if (is_last)
-    complete(scheduler, barrier);
-  else if (barrier_idx == 0)
-    scheduler.block({"the barrier of the block"});
-  else
-    scheduler.block({"named barrier", barrier_idx});
-}
-
-void check_named(int barrier_idx, int num_threads) {
-  const Grid& grid = *current_thread().block->grid;
-  if (barrier_idx < 1 || barrier_idx >= kNumBarriers)
-    throw EmulationError(concat(thread_name(current_thread()),
-                                ": named barrier ",
-                                barrier_idx,
-                                " is not one of 1 to ",
-                                kNumBarriers - 1));
-  if (num_threads < kWarpSize || num_threads > grid.num_threads() || num_threads % kWarpSize != 0)
-    throw EmulationError(concat(thread_name(current_thread()),
-                                ": named barrier ",
-                                barrier_idx,
-                                " for ",
-                                num_threads,
-                                " threads is not for whole warps of a block of ",
-                                grid.num_threads()));
 }
 
 /// Waits for all lanes; the last answers for all by @p answer(warp).
@@ -211,7 +145,7 @@ Grid::Grid(Scheduler& scheduler, Kernel kernel, std::function<void()> at_end)
     block.grid = this;
     block.block_idx = static_cast<int>(block_idx);
     block.warps.resize(num_threads / kWarpSize);
-    block.barriers[0].waiting.reserve(num_threads);
+    block.waiting.reserve(num_threads);
     for (size_t idx = 0; idx < num_threads; ++idx) {
       Thread& thread = threads_[block_idx * num_threads + idx];
       thread.thread_idx = static_cast<int>(idx);
@@ -269,21 +203,11 @@ void Grid::end_thread(Thread& thread) {
                ": ",
                list_indices(kWarpSize, [&](int lane) { return warp.present >> lane & 1u; })));
   // sync_block is for every thread of the block; who returns will never come.
-  if (!block.barriers[0].waiting.empty())
+  if (!block.waiting.empty())
     throw EmulationError(concat(thread_name(thread),
                                 " has returned, while these threads wait for it at the barrier "
                                 "of the block: ",
-                                list_waiting(block, block.barriers[0])));
-  if (block.num_returned == num_threads())
-    for (int idx = 1; idx < kNumBarriers; ++idx)
-      if (!block.barriers[idx].arrived.empty())
-        throw EmulationError(concat(block_name(block.block_idx),
-                                    " has ended with ",
-                                    block.barriers[idx].arrived.size(),
-                                    " threads arrived at named barrier ",
-                                    idx,
-                                    ", which expects ",
-                                    block.barriers[idx].num_expected));
+                                list_waiting(block)));
   if (--num_running_ > 0)
     return;
   free_shared();
@@ -300,7 +224,7 @@ void launch_grid(Scheduler& scheduler, Kernel kernel, std::function<void()> at_e
 
 void sync_block() {
   const Thread& self = current_thread();
-  const Block& block = *self.block;
+  Block& block = *self.block;
   if (block.num_returned != 0) {
     const Grid& grid = *block.grid;
     throw EmulationError(concat(thread_name(self),
@@ -310,22 +234,17 @@ void sync_block() {
                                 grid.num_threads(),
                                 " threads have returned"));
   }
-  sync(0, block.grid->num_threads());
-}
-
-void sync_named(int barrier_idx, int num_threads) {
-  check_named(barrier_idx, num_threads);
-  sync(barrier_idx, num_threads);
-}
-
-void arrive_named(int barrier_idx, int num_threads) {
-  check_named(barrier_idx, num_threads);
-  Block& block = *current_thread().block;
-  Barrier& barrier = block.barriers[barrier_idx];
-  const bool is_last = arrive(barrier, barrier_idx, num_threads);
-  barrier.arrived.push_back(memory::note_arrival());
-  if (is_last)
-    complete(block.grid->scheduler(), barrier);
+  Scheduler& scheduler = block.grid->scheduler();
+  block.waiting.push_back(self.fiber);
+  if (static_cast<int>(block.waiting.size()) < block.grid->num_threads()) {
+    scheduler.block({"the barrier of the block"});
+    return;
+  }
+  memory::met(block.waiting.data(), static_cast<int>(block.waiting.size()));
+  for (const int fiber : block.waiting)
+    if (fiber != self.fiber)
+      scheduler.wake(fiber);
+  block.waiting.clear();
 }
 
 void check_shared(const void* address, size_t bytes) {

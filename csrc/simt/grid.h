@@ -37,15 +37,7 @@ class Stream {
 
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreads = 1024;            ///< of a block
-constexpr int kNumBarriers = 16;             ///< of a block; 0 is sync_block's
 constexpr int kMaxSharedBytes = 227 * 1024;  ///< of a block
-
-/// Threads of a block that meet; num_expected of them complete a phase.
-struct Barrier {
-  int num_expected = 0;           ///< in the phase that runs; 0 before its first arrival
-  std::vector<int> waiting;       ///< fibers
-  std::vector<uint64_t> arrived;  ///< memory::note_arrival() of those that do not wait
-};
 
 enum class WarpOperation : uint8_t { kNone, kSync, kShuffle, kBallot, kMatch };
 
@@ -70,7 +62,7 @@ struct Block {
   std::byte* shared = nullptr;
   int num_returned = 0;  ///< threads
   std::vector<Warp> warps;
-  Barrier barriers[kNumBarriers];
+  std::vector<int> waiting;  ///< fibers, at the barrier of the block
 };
 
 /// One emulated thread.
@@ -129,8 +121,6 @@ void launch_grid(Scheduler& scheduler, Kernel kernel, std::function<void()> at_e
 
 // What device::sync_block() and the others stand on; called by emulated threads.
 void sync_block();
-void sync_named(int barrier_idx, int num_threads);
-void arrive_named(int barrier_idx, int num_threads);
 void sync_warp();
 /// @param src_lane  taken modulo 32
 Warp::Value shuffle(const Warp::Value& value, int src_lane);

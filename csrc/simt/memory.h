@@ -54,14 +54,8 @@ void quiet();
 
 // Told by the emulator. A thread is the number of its fiber in the scheduler that runs it.
 
-/// Threads have met at a barrier that orders their accesses (block, named or warp).
+/// Threads have met at a barrier that orders their accesses (block or warp).
 void met(const int* threads, int num_threads);
-/// The calling thread has come to a named barrier and does not wait there. The result stands for
-/// what it did by then, and is given to met_arrival once.
-uint64_t note_arrival();
-/// That barrier has let @p threads go: they come after what @p arrival stands for. Precedes met.
-void met_arrival(uint64_t arrival, const int* threads, int num_threads);
-
 /// Shared memory of a block that starts, aligned to 128; what it holds is nobody's. Null for none.
 std::byte* allocate_shared(size_t bytes, int rank_idx, int block_idx);
 void free_shared(std::byte* shared, size_t bytes);

@@ -200,13 +200,6 @@ inline void sync_block() {
 inline void sync_warp() {
   simt::sync_warp();
 }
-inline void sync_named(int barrier_idx, int num_threads) {
-  simt::sync_named(barrier_idx, num_threads);
-}
-inline void arrive_named(int barrier_idx, int num_threads) {
-  simt::arrive_named(barrier_idx, num_threads);
-}
-
 template <typename T>
 T shuffle(T value, int src_lane) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(simt::Warp::Value));

@@ -173,25 +173,19 @@ void test_idle() {
 
 void test_deadlock() {
   const std::string message = error_of_kernel(96, [] {
-    if (thread_idx() < 64)
-      sync_named(2, 96);
-    else if (thread_idx() == 70)
+    if (thread_idx() == 70)
       sync_warp();
-    else
-      arrive_named(3, 96);
   });
   expect_error(message, {"thread 70 comes to sync_warp", "returned: 0 to 5"});
   expect_error(error_of_kernel(96,
                                [] {
-                                 if (thread_idx() < 64)
-                                   sync_named(2, 96);
-                                 else if (thread_idx() < 95)
+                                 if (thread_idx() >= 64 && thread_idx() < 95)
                                    sync_warp();
                                  else
                                    sync_block();
                                }),
                {"deadlock",
-                "Body block 0 threads 0 to 63 wait for named barrier 2\n",
+                "Body block 0 threads 0 to 63 wait for the barrier of the block\n",
                 "Body block 0 threads 64 to 94 wait for the other lanes of warp 2\n",
                 "Body block 0 thread 95 waits for the barrier of the block\n"});
 }
@@ -248,32 +242,6 @@ void test_block_barrier() {
   });
 }
 
-/// Two warps produce, two consume, through one slot each and a pair of barriers.
-void test_named_barriers() {
-  constexpr int kNumRounds = 20;
-  int num_consumed = 0;
-  emulate(1, 128, 64 * sizeof(int), [&] {
-    int* const values = shared_array<int>();
-    const bool is_producer = warp_idx() < 2;
-    const int idx = thread_idx() % 64;
-    for (int round = 0; round < kNumRounds; ++round) {
-      if (is_producer) {
-        if (round > 0)
-          sync_named(2, 128);  // the slot is free
-        store(values + idx, round * 100 + idx);
-        arrive_named(1, 128);  // and full
-      } else {
-        sync_named(1, 128);
-        expect_equal(load(values + (idx + 5) % 64), round * 100 + (idx + 5) % 64, "consumed");
-        ++num_consumed;
-        if (round + 1 < kNumRounds)
-          arrive_named(2, 128);
-      }
-    }
-  });
-  expect_equal(num_consumed, 64 * kNumRounds, "values consumed");
-}
-
 void test_barrier_errors() {
   expect_error(error_of_kernel(64,
                                [] {
@@ -288,16 +256,6 @@ void test_barrier_errors() {
                           sync_block();
                       }),
       {"thread 32 comes to the barrier of the block, where 32 of 64 threads have returned"});
-  expect_error(error_of_kernel(64, [] { sync_named(1, thread_idx() == 0 ? 32 : 64); }),
-               {"thread 1 comes to named barrier 1 for 64 threads", "expect 32"});
-  expect_error(error_of_kernel(64, [] { sync_named(16, 64); }), {"named barrier 16", "1 to 15"});
-  expect_error(error_of_kernel(64, [] { sync_named(1, 48); }), {"for 48 threads", "block of 64"});
-  expect_error(error_of_kernel(64,
-                               [] {
-                                 if (warp_idx() == 0)
-                                   arrive_named(4, 64);
-                               }),
-               {"ended with 32 threads arrived at named barrier 4, which expects 64"});
 }
 
 void test_shuffles() {
@@ -442,7 +400,6 @@ const Cases kCases = {
     {"idle", test_idle},
     {"many_launches", test_many_launches},
     {"measure", measure_switches},
-    {"named_barriers", test_named_barriers},
     {"shapes", test_shapes},
     {"shuffles", test_shuffles},
     {"stack_overflow", test_stack_overflow},

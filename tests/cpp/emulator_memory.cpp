@@ -29,6 +29,7 @@ void test_words() {
     add_shared(shared, 2);
     sync_block();
     expect_equal(load(shared), 256, "sum in shared memory");
+    expect_equal(load_shared(shared), 256, "the same, known to be there");
     expect_equal(reinterpret_cast<uintptr_t>(shared) % 128, 0u, "alignment of shared memory");
   });
   expect_equal(std::count(order.begin(), order.end(), 1), 256, "distinct values handed out");
@@ -41,6 +42,13 @@ void test_words() {
                                      reinterpret_cast<uint64_t*>(shared_memory() + 4), 1);
                                }),
                {"an access of 8 bytes", "not aligned"});
+  // What is no shared memory of the block has no address that such a load could use.
+  expect_error(error_of_kernel(32, [&] { load_shared(&count); }),
+               {"loads 4 bytes at", "as shared memory, which its block has 256 bytes of"});
+  expect_error(
+      error_of_kernel(
+          32, [] { load_shared(reinterpret_cast<const uint64_t*>(shared_memory() + 252)); }),
+      {"loads 8 bytes at", "has 256 bytes of"});
   // Nobody has written shared memory when a block begins.
   emulate(
       1, 32, 64, [] { expect_equal(load(shared_array<uint32_t>() + lane_idx() % 16), ~0u, ""); });

@@ -20,7 +20,6 @@ CASES = {
         "idle",
         "many_launches",
         "measure",
-        "named_barriers",
         "shapes",
         "shuffles",
         "stack_overflow",

@@ -170,15 +170,6 @@ void met(const int* threads, int num_threads) {
   machine_of_accesses->meet(met_threads.data(), num_threads);
 }
 
-uint64_t note_arrival() {
-  return enter(false).note_arrival();
-}
-
-void met_arrival(uint64_t arrival, const int* threads, int num_threads) {
-  const auto met_threads = threads_of(threads, num_threads);
-  machine_of_accesses->meet_arrival(arrival, met_threads.data(), num_threads);
-}
-
 std::byte* allocate_shared(size_t bytes, int rank_idx, int block_idx) {
   new_blocks.push_back(++num_blocks_ever);
   if (bytes == 0)

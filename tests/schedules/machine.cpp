@@ -41,7 +41,6 @@ void Machine::reset(uint64_t seed) {
   copies_.clear();
   puts_.clear();
   puts_of_.clear();
-  arrivals_.clear();
   due_.clear();
   findings_ = Findings();
   races_.reset();
@@ -350,18 +349,6 @@ void Machine::meet(Thread* const* threads, int num_threads) {
     actors[static_cast<size_t>(i)] = &threads[i]->actor;
   }
   races_.meet(actors.data(), num_threads);
-}
-
-uint64_t Machine::note_arrival() {
-  drain(running_);
-  arrivals_.push_back(races_.close(running_->actor));
-  return arrivals_.size() - 1;
-}
-
-void Machine::meet_arrival(uint64_t arrival, Thread* const* threads, int num_threads) {
-  for (int i = 0; i < num_threads; ++i)
-    threads[i]->actor.knowledge.join(arrivals_[arrival]);
-  arrivals_[arrival] = Knowledge();
 }
 
 }  // namespace moe::simt::checker

@@ -89,9 +89,6 @@ class Machine {
   void take_put(const uint64_t* signal);
   void quiet();
   void meet(Thread* const* threads, int num_threads);
-  /// The running thread passes a barrier without waiting there. @return for meet_arrival, once
-  uint64_t note_arrival();
-  void meet_arrival(uint64_t arrival, Thread* const* threads, int num_threads);
 
   // --- Arrival of what is on its way -----------------------------------------------------------
   /// One more access: what is due arrives.
@@ -160,8 +157,7 @@ class Machine {
   std::vector<Copy> copies_;
   std::vector<Put> puts_;
   std::vector<Puts> puts_of_;  ///< by rank
-  std::vector<Knowledge> arrivals_;
-  std::vector<Due> due_;  ///< a heap, the earliest first
+  std::vector<Due> due_;       ///< a heap, the earliest first
   uint64_t num_steps_ = 0;
   uint64_t num_changes_ = 0;
   uint64_t next_ticket_ = 1;

@@ -54,8 +54,6 @@ GOLDEN: dict[str, tuple[str, ...]] = {
     # Block and warp: all lanes take part.
     "sync_block()": ("bar.sync 0",),
     "sync_warp()": ("bar.warp.sync -1",),
-    "sync_named(3, 64)": ("barrier.sync _, _",),
-    "arrive_named(3, 64)": ("barrier.arrive _, _",),
     "out(shuffle(n, 5))": ("shfl.sync.idx.b32 _|_, _, _, _, _",),
     "out(shuffle_xor(n, 1))": ("shfl.sync.bfly.b32 _|_, _, _, _, _",),
     "out(shuffle_up(n, 1))": ("shfl.sync.up.b32 _|_, _, _, _, _",),
