@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from moe_comm import (
     PeerFailedError,
     PeerTimeoutError,
 )
+from moe_comm.ep.backends import simt
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     PROGRAM_S,
@@ -103,11 +105,24 @@ def _errors(context: RankContext, backend: str) -> list[tuple[str, str]]:
 
 def test_errors_read_as_on_the_cpu() -> None:
     host = run_ranks(_errors, 3, "host")
-    simt = run_ranks(_errors, 3, "simt")
-    for said in (*host, *simt):
+    emulated = run_ranks(_errors, 3, "simt")
+    for said in (*host, *emulated):
         assert said == host[0]
     assert host[0][0][1].startswith("rank 1: topk_idx[17, 1] = 6 is not an expert id")
     assert [kind for kind, _ in host[0][3:5]] == ["TypeError", "TypeError"]
+
+
+def _steps_with_usual_threads(context: RankContext) -> None:
+    """One token, a few, and enough that warps take several pieces in turn."""
+    with mock.patch.object(simt, "NUM_THREADS", 0):
+        buffer = make_buffer(context, num_tokens=100)
+    for seed, num_tokens in enumerate((1, 5, 100)):
+        step(buffer, seed, num_tokens=num_tokens)
+    buffer.communicator.destroy()
+
+
+def test_kernels_have_their_usual_threads_where_none_are_asked_for() -> None:
+    run_ranks(_steps_with_usual_threads, 2)
 
 
 def _overflow(context: RankContext, backend: str) -> list[Any]:
@@ -133,11 +148,11 @@ def _overflow(context: RankContext, backend: str) -> list[Any]:
 def test_windows_grow_by_second_offers_until_memory_ends() -> None:
     """Rank 0 receives everything: its window is too small again and again."""
     host = run_ranks(_overflow, 2, "host")
-    simt = run_ranks(_overflow, 2, "simt")
-    assert host == simt
-    assert simt[0][:3] == [64, 1024, 16]
-    assert simt[0][3][0] == (0,)
-    assert simt[1][:3] == [0, 0, 0]
+    emulated = run_ranks(_overflow, 2, "simt")
+    assert host == emulated
+    assert emulated[0][:3] == [64, 1024, 16]
+    assert emulated[0][3][0] == (0,)
+    assert emulated[1][:3] == [0, 0, 0]
 
 
 _FIRST_ERROR = """
