@@ -13,6 +13,7 @@ import pytest
 
 import moe_comm.compat.deep_ep
 from moe_comm import compat
+from moe_comm.resharding import planner
 from tests.helpers import fresh_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,3 +237,16 @@ def test_names_of_megatron_are_where_it_has_them(module: str) -> None:
     found = importlib.import_module(f"moe_comm.resharding.{module}")
     assert [name for name in OF_MEGATRON[module].split() if not hasattr(found, name)] == []
     assert [name for name in found.__all__ if not hasattr(found, name)] == []
+
+
+def test_the_deprecated_planner_calls_what_programs_put_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "build_local_reshard_plan", lambda *args, **options: options)
+    with pytest.warns(DeprecationWarning, match="call build_local_reshard_plan"):
+        assert planner.build_centralized_reshard_plan(None, None, num_experts=4) == {
+            "num_experts": 4,
+            "group": None,
+            "src_rank_offset": 0,
+            "dst_rank_offset": 0,
+        }

@@ -24,13 +24,13 @@ from moe_comm.peers.bootstrap import Bootstrap, RankThreads, _ProcessGroup
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.plan import plan_check
-from moe_comm.resharding.plan.planner import (
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.planner import (
     build_centralized_reshard_plan,
     build_local_reshard_plan,
     build_plan_from_rosters,
     index_metadata_rosters,
 )
-from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.utils import get_refit_tensor_dict
 from tests.helpers.cut_tensors import numbered, run_plans
 

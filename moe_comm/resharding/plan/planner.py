@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -40,7 +39,6 @@ from moe_comm.resharding.plan.transfer_op import Slices, TransferOp, pack_task_i
 
 __all__ = [
     "_iter_global_transfer_ops",
-    "build_centralized_reshard_plan",
     "build_local_reshard_plan",
     "build_plan_from_rank_metadata",
     "build_plan_from_rosters",
@@ -491,27 +489,3 @@ def _raise_problems(texts: Sequence[str | None], own: FirstError) -> None:
     if ranks_of:
         lines = [f"{text} (seen by {name_ranks(ranks)})" for text, ranks in ranks_of.items()]
         raise PlanError("\n".join(lines[:_MAX_PROBLEMS])) from own.take()
-
-
-def build_centralized_reshard_plan(
-    src_module: torch.nn.Module | None,
-    dst_module: torch.nn.Module | None,
-    num_experts: int | None = None,
-    group: dist.ProcessGroup | Bootstrap | None = None,
-    src_rank_offset: int = 0,
-    dst_rank_offset: int = 0,
-) -> ReshardPlan:
-    """Deprecated name of `build_local_reshard_plan`."""
-    warnings.warn(
-        "build_centralized_reshard_plan is deprecated, call build_local_reshard_plan",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return build_local_reshard_plan(
-        src_module,
-        dst_module,
-        num_experts=num_experts,
-        group=group,
-        src_rank_offset=src_rank_offset,
-        dst_rank_offset=dst_rank_offset,
-    )
