@@ -6,7 +6,7 @@ from moe_comm.resharding.formats.transforms import (
     _ensure_sendable,
     _scale_slice_from_data_slice,
 )
-from moe_comm.resharding.plan.transform_protocol import ReshardTransform
+from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
 
 __all__ = [
     "FP8BlockReshardTransform",
@@ -14,4 +14,5 @@ __all__ = [
     "ReshardTransform",
     "_ensure_sendable",
     "_scale_slice_from_data_slice",
+    "as_reshard_transform",
 ]
