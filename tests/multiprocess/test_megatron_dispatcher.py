@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -290,6 +290,27 @@ def wrong_map(context: RankContext) -> str:
 
 def test_a_wrong_map_of_one_rank_is_raised_on_all() -> None:
     assert all("rank 1" in text for text in run_ranks(wrong_map, 2, mode="threads"))
+
+
+def transform_on_rank_0(context: RankContext) -> None:
+    manager = MegatronManager(context.group, 3)
+    batch = make_batches([4, 4], NUM_EXPERTS, 2)[context.rank_idx]
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        manager.setup_metadata(batch.routing_map, batch.probs)
+        return manager.dispatch(x)
+
+    def refused(call: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> None:
+        with pytest.raises(ValueError, match="rank 0: a transform of torch"):
+            torch.func.vmap(call)(given[None]) if context.rank_idx == 0 else call(given)
+
+    refused(rows, batch.x)
+    refused(manager.combine, rows(batch.x))
+    assert torch.equal(manager.combine(rows(batch.x)), batch.x * 2)
+
+
+def test_a_transform_of_functions_is_refused_on_every_rank() -> None:
+    run_ranks(transform_on_rank_0, 2, mode="threads")
 
 
 def default_group(context: RankContext) -> None:
