@@ -79,11 +79,11 @@
 //     void launch(void (*kernel)(Params), const Launch&, const Params&)   in the order of its
 //     stream
 //
-// MOE_KERNEL marks a kernel's definition, MOE_KERNEL_OF(n) that of one whose registers let blocks
+// MOE_KERNEL marks a kernel's definition, MOE_KERNEL_OF(n) that of one whose registers let a block
 // of n threads run, MOE_DEVICE a function that is part of kernels, and MOE_DEVICE_CALLED one that
-// they call: what is large, many times in one kernel and no part of a
-// hot loop, so that the kernel fits the cache of instructions. It is given values: what a reference
-// is to would have to lie in memory.
+// they call: what is large, many times in one kernel and no part of a hot loop, so that the kernel
+// fits the cache of instructions. It is given values: what a reference is to would have to lie in
+// memory.
 
 #include "device/launch.h"
 #include MOE_DEVICE_PRIMITIVES

@@ -18,7 +18,7 @@
 #include "device/launch.h"
 
 #define MOE_KERNEL __global__
-#define MOE_KERNEL_OF(most_threads) __global__ __launch_bounds__(most_threads)
+#define MOE_KERNEL_OF(most_threads) __global__ __launch_bounds__(most_threads, 1)
 #define MOE_DEVICE __device__ __forceinline__
 #define MOE_DEVICE_CALLED inline __device__ __noinline__
 

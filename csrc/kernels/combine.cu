@@ -53,8 +53,9 @@ struct SharedMap {
 template <typename Number>
 class StagedRows {
  public:
-  MOE_DEVICE StagedRows(const CombineParams& params, int64_t row_bytes)
-      : walk_(params, params.pieces),
+  /// @param walk  at its beginning
+  MOE_DEVICE StagedRows(const CombineParams& params, int64_t row_bytes, const PieceWalk& walk)
+      : walk_(walk),
         rows_(params, row_bytes),
         stage_bytes_(params.pieces.bytes),
         num_stages_(SharedMap::num_stages(params.pieces.bytes)) {
@@ -76,27 +77,27 @@ class StagedRows {
       rows_.begin(walk_);
 #pragma unroll 1
     for (int stage = 0; stage < num_stages_; ++stage)
-      fill();
+      fill(stage);
   }
 
   /// Waits for the next piece. @return where it lies until release().
   MOE_DEVICE const std::byte* await() const {
-    while (!device::try_wait(mbarriers_ + taken_stage_, parity_)) {
+    while (!device::try_wait(mbarriers_ + stage_, parity_)) {
     }
-    return stages_ + taken_stage_ * stage_bytes_;
+    return stages_ + stage_ * stage_bytes_;
   }
 
   /// This lane has read the piece; once all have, its stage is filled again.
   MOE_DEVICE void release() {
     device::sync_warp();
-    fill();
-    taken_stage_ = next(taken_stage_);
-    parity_ ^= taken_stage_ == 0 ? 1 : 0;
+    fill(stage_);
+    stage_ = stage_ + 1 < num_stages_ ? stage_ + 1 : 0;
+    parity_ ^= stage_ == 0 ? 1 : 0;
   }
 
  private:
-  /// Begins to load the piece behind the last that was begun, if there is one.
-  MOE_DEVICE void fill() {
+  /// Begins to load the piece behind the last that was begun, if there is one, into a free stage.
+  MOE_DEVICE void fill(int stage) {
     while (!walk_.has_ended() && !rows_.next(walk_)) {
       walk_.advance();
       if (!walk_.has_ended())
@@ -107,13 +108,11 @@ class StagedRows {
     const std::byte* const from = rows_.row();
     if (device::lane_idx() == 0) {
       const auto bytes = static_cast<uint32_t>(walk_.bytes());
-      device::MBarrier* const mbarrier = mbarriers_ + filled_stage_;
+      device::MBarrier* const mbarrier = mbarriers_ + stage;
       device::arrive_expect(mbarrier, bytes);
-      device::bulk_load(stages_ + filled_stage_ * stage_bytes_, from, bytes, mbarrier);
+      device::bulk_load(stages_ + stage * stage_bytes_, from, bytes, mbarrier);
     }
-    filled_stage_ = next(filled_stage_);
   }
-  MOE_DEVICE int next(int stage) const { return stage + 1 < num_stages_ ? stage + 1 : 0; }
 
   PieceWalk walk_;
   TokenRows<Number, false, true> rows_;
@@ -121,8 +120,7 @@ class StagedRows {
   device::MBarrier* mbarriers_;
   int stage_bytes_;
   int num_stages_;
-  int filled_stage_ = 0;
-  int taken_stage_ = 0;
+  int stage_ = 0;  ///< of the piece that is taken next
   uint32_t parity_ = 0;
 };
 
@@ -132,8 +130,8 @@ template <typename Number, bool kWeighted>
 MOE_DEVICE void sum_staged(const CombineParams& params, int64_t row_bytes) {
   constexpr int kUnitsPerPart = kPartBytes / static_cast<int64_t>(sizeof(Bytes16));
   static_assert(kPartsPerPiece == 2);
-  StagedRows<Number> staged(params, row_bytes);
   PieceWalk walk(params, params.pieces);
+  StagedRows<Number> staged(params, row_bytes, walk);
   TokenRows<Number, kWeighted, false> rows(params, row_bytes);
   ProgressShower progress(params.buffer);
 #pragma unroll 1

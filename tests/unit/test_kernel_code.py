@@ -17,16 +17,18 @@ import pytest
 
 from benchmarks.ptxas_report import short_names
 
-# Taking a module apart takes some ten seconds.
-pytestmark = pytest.mark.full
-
 FOLDER = "triton/backends/nvidia/bin"
-# Of which the numbers below are; a module may have code for others as well.
-ARCHITECTURE = "sm_90a"
+# A module may have code for one of them, and for others as well.
+ARCHITECTURES = ("sm_90a", "sm_100")
 MOST_INSTRUCTIONS = 8_000
-# The exchange across nodes carries rows along rails and on to the ranks of the node as well.
-MOST_ACROSS_NODES = {"internode_exchange": 10_000}
-HAVE_BULK_COPIES = ("dispatch<Bytes, true>", "dispatch<BFloat16, true>", "strided_copies<true>")
+COMBINES = ("combine<BFloat16, false>", "combine<BFloat16, true>")
+HAVE_BULK_COPIES = (
+    *("dispatch<Bytes, true>", "dispatch<BFloat16, true>", "strided_copies<true>"),
+    *COMBINES,
+)
+
+# Taking a module apart takes some ten seconds.
+pytestmark = [pytest.mark.full, pytest.mark.parametrize("architecture", ARCHITECTURES)]
 
 
 @dataclasses.dataclass
@@ -36,10 +38,11 @@ class Kernel:
     num_instructions: int = 0
     num_local: int = 0  # loads and stores of local memory
     num_bulk_copies: int = 0
+    num_wide_shared_loads: int = 0  # of 16 bytes, known to be of shared memory
 
 
 @functools.cache
-def kernels_of(module: str) -> dict[str, Kernel]:
+def kernels_of(module: str, architecture: str) -> dict[str, Kernel]:
     """By name, the kernels in a built module."""
     built = importlib.util.find_spec(f"moe_comm.{module}")
     triton = importlib.util.find_spec("triton")
@@ -50,7 +53,7 @@ def kernels_of(module: str) -> dict[str, Kernel]:
     cuobjdump = Path(triton.origin).parents[1] / FOLDER / "cuobjdump"
     found: dict[str, Kernel] = {}
     with subprocess.Popen(
-        [cuobjdump, "-sass", "-arch", ARCHITECTURE, built.origin], stdout=subprocess.PIPE, text=True
+        [cuobjdump, "-sass", "-arch", architecture, built.origin], stdout=subprocess.PIPE, text=True
     ) as dump:
         assert dump.stdout is not None
         for line in dump.stdout:
@@ -60,15 +63,16 @@ def kernels_of(module: str) -> dict[str, Kernel]:
                 kernel.num_instructions += 1
                 kernel.num_local += bool(re.search(r"\b(LDL|STL)\b", line))
                 kernel.num_bulk_copies += "UBLKCP" in line
+                kernel.num_wide_shared_loads += "LDS.128" in line
     if not found:
-        pytest.skip(f"moe_comm.{module} was built for other GPUs than {ARCHITECTURE}")
+        pytest.skip(f"moe_comm.{module} was built for other GPUs than {architecture}")
     # Functions that kernels call take no parameters of an operation.
     kernels = {symbol: kernel for symbol, kernel in found.items() if symbol.endswith("ParamsE")}
     return dict(zip(short_names(list(kernels)), kernels.values(), strict=True))
 
 
-def test_every_kernel_fits() -> None:
-    kernels = kernels_of("_cuda")
+def test_every_kernel_fits(architecture: str) -> None:
+    kernels = kernels_of("_cuda", architecture)
     assert {"exchange_rows", "receive", "count_choices", *HAVE_BULK_COPIES} <= set(kernels)
     too_long = {
         name: kernel.num_instructions
@@ -78,21 +82,29 @@ def test_every_kernel_fits() -> None:
     assert not too_long
 
 
-def test_nothing_lies_in_local_memory() -> None:
-    assert not {name for name, kernel in kernels_of("_cuda").items() if kernel.num_local}
+def test_nothing_lies_in_local_memory(architecture: str) -> None:
+    assert not {
+        name for name, kernel in kernels_of("_cuda", architecture).items() if kernel.num_local
+    }
 
 
-def test_rows_are_moved_by_bulk_copies() -> None:
-    kernels = kernels_of("_cuda")
+def test_staged_rows_are_loaded_as_shared_memory(architecture: str) -> None:
+    kernels = kernels_of("_cuda", architecture)
+    # A piece is 256 units of 16 bytes: eight of every lane.
+    assert all(kernels[name].num_wide_shared_loads >= 8 for name in COMBINES)
+
+
+def test_rows_are_moved_by_bulk_copies(architecture: str) -> None:
+    kernels = kernels_of("_cuda", architecture)
     assert all(kernels[name].num_bulk_copies >= 2 for name in HAVE_BULK_COPIES)
 
 
-def test_every_kernel_across_nodes_fits() -> None:
-    kernels = kernels_of("_nvshmem")
+def test_every_kernel_across_nodes_fits(architecture: str) -> None:
+    kernels = kernels_of("_nvshmem", architecture)
     assert any(name.startswith("internode_combine<") for name in kernels)
     too_long = {
         name: kernel.num_instructions
         for name, kernel in kernels.items()
-        if kernel.num_instructions > MOST_ACROSS_NODES.get(name, MOST_INSTRUCTIONS)
+        if kernel.num_instructions > MOST_INSTRUCTIONS
     }
     assert not too_long
