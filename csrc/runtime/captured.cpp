@@ -69,6 +69,11 @@ class Capture {
   std::shared_ptr<int32_t> status_;
 };
 
+void check_was_made(const host::PlanHeader& plan) {
+  const std::string failure = find_failure(plan);
+  MOE_CHECK(failure.empty(), failure);
+}
+
 void check_fixed(const host::DispatchParams& params) {
   if (params.plan || params.layout == RowLayout::kLowLatency)
     return;
@@ -111,6 +116,7 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   DispatchLaunches launches(endpoint, params, arrangement, Contents::kZero);
   host::DispatchOutcome outcome;
   if (params.plan) {
+    check_was_made(*params.plan);
     launches.take_plan(static_cast<const DevicePlan&>(*params.plan));
     capture.keep(params.plan);
     outcome.plan = params.plan;
@@ -178,6 +184,7 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
   if (const std::string problem = find_shortage(endpoint, params); !problem.empty())
     throw InvalidArgument(problem);
   Capture capture(endpoint, layout::Operation::kCombine);
+  check_was_made(*params.plan);
   capture.keep(params.plan);
   host::CombineOutcome outcome;
   kernels::ExchangeParams row = combine_row(endpoint, params);

@@ -27,6 +27,7 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
   void begin() {
     endpoint_.follow_caller(params_.caller_mark.get());
     exchange_.tell_late_error(host::combine_arguments(params_));
+    exchange_.reject_if(find_failure(plan_), host::combine_arguments(params_));
   }
   std::string find_problem() const { return find_shortage(endpoint_, params_); }
 

@@ -34,6 +34,8 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
   void begin() {
     endpoint_.follow_caller(params_.caller_mark.get());
     exchange_.tell_late_error(arguments());
+    if (params_.plan)
+      reject_if(find_failure(*params_.plan));
   }
 
   void count_choices() {

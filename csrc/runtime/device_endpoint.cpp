@@ -572,7 +572,12 @@ bool DeviceEndpoint::is_idle() const {
   // Who asks wants it to become so.
   if (const auto phase = receive_phase())
     phase->start();
-  return EndpointBase::is_idle() && stream_->is_idle();
+  if (!EndpointBase::is_idle() || !stream_->is_idle())
+    return false;
+  // What a rank said counts though recover() excludes it.
+  if (const auto verdict = late_verdict())
+    verdict->hear_if_there();
+  return true;
 }
 
 void DeviceEndpoint::restart(uint64_t next_epoch) {
@@ -605,7 +610,11 @@ host::Recoverable::Epochs DeviceEndpoint::epochs() const {
 void DeviceEndpoint::end_device_operations() {
   drain();
   watch_->stop();
-  keep_untold_error(settle_verdict({}));
+  try {
+    keep_untold_error(settle_verdict({}));
+  } catch (const ConcurrentUse&) {
+    // A handler of a signal destroys the buffer: whom it has interrupted hears the end.
+  }
   kept_.clear();
   bases_ = nullptr;
   internode_ = nullptr;

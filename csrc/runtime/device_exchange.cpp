@@ -115,7 +115,8 @@ std::shared_ptr<host::CallerJoin> DeviceExchange::judge_later(HearCounts hear) {
 
 void DeviceExchange::hear_late() {
   // A row that stands for that of such a peer says nothing.
-  check_closed();
+  if (knows_epoch())
+    check_closed();
   host::Rows rows = collect(hear_ != nullptr);
   if (hear_ == nullptr)
     return;

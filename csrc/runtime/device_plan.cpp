@@ -2,6 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+
+#include "core/error.h"
+#include "core/text.h"
+#include "ops/dispatch.h"
 
 namespace moe::runtime {
 
@@ -61,6 +66,18 @@ DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
   made.memory = allocate_memory(endpoint.device(), memory_bytes(endpoint, counts), contents);
   made.lay(Carver(made.memory.get()), endpoint, counts);
   return made;
+}
+
+std::string find_failure(const host::PlanHeader& plan) {
+  if (plan.verdict == nullptr)
+    return "";
+  try {
+    plan.verdict->join({});
+  } catch (...) {
+    return concat("this handle has no rows, as its dispatch was found wrong: ",
+                  error_text(std::current_exception()));
+  }
+  return "";
 }
 
 std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const host::Plan& plan) {

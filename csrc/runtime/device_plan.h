@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "kernels/buffer.h"
 #include "ops/plan.h"
@@ -45,6 +46,11 @@ struct DevicePlan : host::PlanHeader {
               int64_t num_tokens,
               int64_t num_topk);
 };
+
+/// What the dispatch of a handle was found to be where its caller got it nevertheless, "" for
+/// nothing: such a plan has neither counts nor slots. By an operation, once it has heard the ones
+/// before.
+std::string find_failure(const host::PlanHeader& plan);
 
 /// What a dispatch finds besides its plan, in device memory.
 struct DispatchTables {

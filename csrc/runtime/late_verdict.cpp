@@ -1,8 +1,12 @@
 #include "runtime/late_verdict.h"
 
+#include <unistd.h>
+
+#include <chrono>
 #include <map>
 #include <utility>
 
+#include "core/error.h"
 #include "core/sync.h"
 
 namespace moe::runtime {
@@ -42,7 +46,10 @@ bool has_closed_peer(const DeviceEndpoint& endpoint, uint64_t epoch) {
 }  // namespace
 
 LateVerdict::LateVerdict(DeviceEndpoint& endpoint, LeftRows left)
-    : endpoint_(endpoint), start_ns_(sync::now_ns()), left_(std::move(left)) {}
+    : endpoint_(endpoint),
+      start_ns_(sync::now_ns()),
+      process_id_(::getpid()),
+      left_(std::move(left)) {}
 
 std::shared_ptr<LateVerdict> LateVerdict::make(DeviceEndpoint& endpoint, LeftRows left) {
   const std::shared_ptr<LateVerdict> made(new LateVerdict(endpoint, std::move(left)));
@@ -65,76 +72,165 @@ void LateVerdict::hear_before(const DeviceEndpoint& endpoint,
     if (entry != verdicts.latest.end())
       verdict = entry->second.lock();
   }
-  if (verdict == nullptr)
-    return;
-  const std::lock_guard<std::mutex> lock(verdict->mutex_);
-  verdict->judge(interrupt_check);
+  if (verdict != nullptr)
+    verdict->hear(interrupt_check);
 }
 
 void LateVerdict::join(const host::InterruptCheck& interrupt_check) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_judged_) {
+  if (!is_judged_.load(std::memory_order_acquire)) {
     const auto active = endpoint_.device().activate_for_now();
-    judge(interrupt_check);
+    hear(interrupt_check);
   }
-  is_told_ = true;
+  is_told_.store(true, std::memory_order_relaxed);
   if (error_)
     std::rethrow_exception(error_);
 }
 
 bool LateVerdict::is_complete() {
-  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-  if (!lock)
+  if (is_judged_.load(std::memory_order_acquire))
+    return true;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_judged_)
+    return true;
+  if (busy_ != std::thread::id() && busy_ != std::this_thread::get_id())
     return false;  // somebody waits for it
-  return is_judged_ || endpoint_.group().is_aborted() || has_ticket();
+  return endpoint_.group().is_aborted() || has_ticket();
 }
 
 bool LateVerdict::has_ticket() const {
   return sync::load_acquire(endpoint_.host_read()->ticket) >= left_.ticket;
 }
 
+uint64_t LateVerdict::epoch() const {
+  if (left_.operation.is_epoch_known)
+    return left_.operation.epoch;
+  const uint64_t epoch = sync::load_relaxed(endpoint_.host_read()->epoch);
+  return epoch > left_.former_epoch ? epoch : 0;
+}
+
 std::exception_ptr LateVerdict::settle(const host::InterruptCheck& interrupt_check) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  judge(interrupt_check);
-  return std::exchange(is_told_, true) ? nullptr : error_;
+  hear(interrupt_check);
+  return is_told_.exchange(true) ? nullptr : error_;
 }
 
 void LateVerdict::look(int64_t now_ns) {
-  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-  if (!lock || is_judged_)
-    return;
-  const host::LeftOperation& left = left_.operation;
-  if (has_ticket() || now_ns - start_ns_ < kPatienceNs || !left.is_epoch_known) {
-    arrivals_.reset();
-    return;
-  }
-  const auto active = endpoint_.device().activate_for_now();
-  if (has_closed_peer(endpoint_, left.epoch)) {
-    judge({});
-    return;
-  }
-  host::WaitSite site;
-  site.operation = left.operation;
-  site.phase = layout::Phase::kRows;
-  site.epoch = static_cast<int64_t>(left.epoch);
-  site.buffer_number = endpoint_.buffer_number();
-  arrivals_.check(endpoint_, site, now_ns);
+  try_alone([&] {
+    const auto active = endpoint_.device().activate_for_now();
+    const uint64_t epoch = this->epoch();
+    if (has_ticket() || now_ns - start_ns_ < kPatienceNs || epoch == 0) {
+      arrivals_.reset();
+      return;
+    }
+    if (has_closed_peer(endpoint_, epoch)) {
+      judge({});
+      return;
+    }
+    host::WaitSite site;
+    site.operation = left_.operation.operation;
+    site.phase = layout::Phase::kRows;
+    site.epoch = static_cast<int64_t>(epoch);
+    site.buffer_number = endpoint_.buffer_number();
+    arrivals_.check(endpoint_, site, now_ns);
+  });
 }
 
-void LateVerdict::judge(const host::InterruptCheck& interrupt_check) {
-  if (std::exchange(is_judged_, true))
+void LateVerdict::hear_if_there() {
+  try_alone([this] {
+    const auto active = endpoint_.device().activate_for_now();
+    if (has_ticket())
+      judge({});
+  });
+}
+
+void LateVerdict::try_alone(const std::function<void()>& body) {
+  struct Turn {
+    LateVerdict& verdict;
+    ~Turn() {
+      const std::lock_guard<std::mutex> lock(verdict.mutex_);
+      verdict.busy_ = std::thread::id();
+      verdict.changed_.notify_all();
+    }
+  };
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_judged_ || busy_ != std::thread::id())
+      return;
+    busy_ = std::this_thread::get_id();
+  }
+  const Turn turn{*this};
+  body();
+}
+
+void LateVerdict::hear(const host::InterruptCheck& interrupt_check) {
+  constexpr auto kAnswerEvery = std::chrono::milliseconds(50);
+  if (is_judged_.load(std::memory_order_acquire))
     return;
+  // What kernels tell a forked child nobody writes, and its lock may belong to no thread of it.
+  MOE_CHECK(::getpid() == process_id_,
+            "what the ranks say of an operation is heard in process ",
+            process_id_,
+            ", and this is its forked child ",
+            ::getpid());
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!is_judged_) {
+    if (busy_ == std::this_thread::get_id())
+      throw ConcurrentUse("this thread waits for what the ranks say of that operation already");
+    const bool is_mine = busy_ == std::thread::id();
+    if (!is_mine)
+      changed_.wait_for(lock, kAnswerEvery);
+    lock.unlock();
+    if (is_mine)
+      try_alone([&] { judge(interrupt_check); });
+    else if (interrupt_check)
+      interrupt_check();
+    lock.lock();
+  }
+}
+
+/// @throws what a handler of a signal raised: the caller hears that, whoever asks later hears of
+/// the abort it has led to.
+void LateVerdict::judge(const host::InterruptCheck& interrupt_check) {
+  bool is_interrupted = false;
+  const host::InterruptCheck check = [&] {
+    if (!interrupt_check)
+      return;
+    try {
+      interrupt_check();
+    } catch (...) {
+      is_interrupted = true;
+      throw;
+    }
+  };
   arrivals_.reset();
   try {
     const host::Group::OperationScope scope(endpoint_.group());
-    DeviceExchange exchange(endpoint_, std::move(left_), interrupt_check);
+    DeviceExchange exchange(endpoint_, std::move(left_), check);
     host::run_to_end(exchange, [&exchange] {
       exchange.hear_late();
       return true;
     });
+    finish(nullptr, false);
   } catch (...) {
-    error_ = std::current_exception();
+    if (!is_interrupted) {
+      finish(std::current_exception(), false);
+      return;
+    }
+    std::exception_ptr error = std::current_exception();
+    try {
+      endpoint_.group().check_abort();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    finish(error, true);
+    throw;
   }
+}
+
+void LateVerdict::finish(std::exception_ptr error, bool is_told) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  error_ = std::move(error);
+  is_told_.store(is_told, std::memory_order_relaxed);
+  is_judged_.store(true, std::memory_order_release);
 }
 
 }  // namespace moe::runtime

@@ -1,8 +1,14 @@
 #pragma once
 
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "ops/dispatch.h"
 #include "runtime/device_exchange.h"
@@ -37,20 +43,34 @@ class LateVerdict final : public host::CallerJoin {
   /// In place of a host that waits: ends it where a peer takes no part, as it has destroyed its
   /// buffer; warns of one that does not come. Does not wait for anybody.
   void look(int64_t now_ns);
+  /// Hears what has come. Does not wait for anybody.
+  void hear_if_there();
 
  private:
   LateVerdict(DeviceEndpoint& endpoint, LeftRows left);
+  /// Until it is judged, by this thread or another.
+  /// @throws ConcurrentUse  in a handler of a signal that came while this very thread judges.
+  void hear(const host::InterruptCheck& interrupt_check);
+  /// Runs @p body, which has left_ and arrivals_ for itself; not where another thread does.
+  void try_alone(const std::function<void()>& body);
   void judge(const host::InterruptCheck& interrupt_check);
+  void finish(std::exception_ptr error, bool is_told);
   bool has_ticket() const;
+  /// Of the operation, as far as the host can know; 0 before it has begun behind graphs.
+  uint64_t epoch() const;
 
   DeviceEndpoint& endpoint_;  ///< it has settled this before its end
   const int64_t start_ns_;
-  std::mutex mutex_;
-  LeftRows left_;
-  RowArrivals arrivals_;
-  bool is_judged_ = false;
-  bool is_told_ = false;
-  std::exception_ptr error_;
+  const pid_t process_id_;
+  LeftRows left_;         ///< of the thread that is busy
+  RowArrivals arrivals_;  ///< the same
+
+  mutable std::mutex mutex_;  ///< not held while somebody waits: handlers of signals may come here
+  std::condition_variable changed_;
+  std::thread::id busy_;  ///< nobody, or who looks at it or judges it
+  std::atomic<bool> is_judged_{false};
+  std::atomic<bool> is_told_{false};
+  std::exception_ptr error_;  ///< once it is judged
 };
 
 }  // namespace moe::runtime

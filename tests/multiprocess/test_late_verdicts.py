@@ -6,20 +6,33 @@ is told when somebody asks for it, or by the next call.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from moe_comm import CombineResult, Communicator, DispatchResult, EpBuffer, EpConfig, Layout
+from moe_comm import (
+    CombineResult,
+    Communicator,
+    DispatchResult,
+    EpBuffer,
+    EpConfig,
+    Layout,
+    PeerFailedError,
+)
 from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS
 from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.captured_graphs import Graph
 
 NUM_RANKS = 2
-NUM_EXPERTS = 4
+NUM_LOCAL_EXPERTS = 2
+NUM_EXPERTS = NUM_RANKS * NUM_LOCAL_EXPERTS
 NUM_TOKENS = 5
 NUM_TOPK = 2
 HIDDEN = 64
@@ -28,18 +41,20 @@ LIMIT_S = 30.0
 Call = Callable[[EpBuffer, DispatchResult], object]
 
 
+def _config(num_experts: int = NUM_EXPERTS) -> EpConfig:
+    return EpConfig(
+        num_experts=num_experts,
+        num_topk=NUM_TOPK,
+        hidden=HIDDEN,
+        num_max_tokens_per_rank=NUM_TOKENS,
+    )
+
+
 def _buffer(context: RankContext, **options: Any) -> EpBuffer:
     communicator = Communicator(
         context.group, backend="simt", stall_timeout_s=LIMIT_S, arrival_timeout_s=LIMIT_S
     )
-    config = EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=NUM_TOPK,
-        hidden=HIDDEN,
-        num_max_tokens_per_rank=NUM_TOKENS,
-        **options,
-    )
-    return EpBuffer(communicator, config)
+    return EpBuffer(communicator, _config(**options))
 
 
 def _inputs(rank_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,3 +273,154 @@ def _two_buffers(context: RankContext) -> None:
 
 def test_a_communicator_ends_though_a_buffer_has_an_error_to_tell() -> None:
     run_ranks(_two_buffers, NUM_RANKS, mode="threads")
+
+
+def _used_though_wrong(context: RankContext) -> None:
+    """Ranks disagree in a dispatch whose handle they have: it has no rows that a combine could read."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        x, topk_idx = _inputs(context.rank_idx)
+        weights = torch.rand(NUM_TOKENS, NUM_TOPK) if context.rank_idx == 0 else None
+        result = buffer.dispatch(x, topk_idx, weights, layout=Layout.LOW_LATENCY)
+        handle = result.handle
+        with pytest.raises(ValueError, match="ranks disagree"):
+            result.event.wait()
+        rows = torch.zeros(NUM_EXPERTS * NUM_TOKENS, HIDDEN, dtype=torch.bfloat16)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"rank 0: this handle has no rows.*disagree"):
+                buffer.combine(rows, handle)
+        _works(buffer, stream)
+        buffer.destroy()
+
+
+def test_the_handle_of_a_dispatch_that_was_wrong_is_refused() -> None:
+    run_ranks(_used_though_wrong, NUM_RANKS, mode="threads")
+
+
+def _interrupted(context: RankContext, is_other: bool) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        other = _buffer(context) if is_other else buffer
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        next_result = _dispatched(other, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 0:
+            _combine(buffer, result)
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                _combine(other, next_result)
+            with pytest.raises(PeerFailedError, match="interrupted"):
+                _combine(buffer, result)
+        else:
+            time.sleep(1)
+            with pytest.raises(PeerFailedError, match=r"rank 0 gave up combine.*interrupted"):
+                _combine(buffer, result)
+                stream.synchronize()
+                _combine(buffer, result)
+        buffer.communicator.destroy()
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_an_interrupt_is_raised_where_the_operation_before_is_waited_for(is_other: bool) -> None:
+    run_ranks(_interrupted, NUM_RANKS, is_other, mode="processes", fresh=True)
+
+
+def _destroyed_by_a_handler(context: RankContext) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        x, _ = _inputs(context.rank_idx)
+        if context.rank_idx == 0:
+            again = buffer.dispatch(x, None, handle=result.handle)
+            signal.signal(signal.SIGALRM, lambda *_: buffer.destroy())
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            again.event.wait()
+            assert buffer.is_destroyed
+        else:
+            time.sleep(1)
+            buffer.dispatch(x, None, handle=result.handle).event.wait()
+        stream.synchronize()
+        buffer.communicator.destroy()
+
+
+def test_a_handler_of_a_signal_may_destroy_the_buffer_that_is_waited_for() -> None:
+    run_ranks(_destroyed_by_a_handler, NUM_RANKS, mode="processes", fresh=True, timeout_s=LIMIT_S)
+
+
+def _read_by_a_child(context: RankContext) -> None:
+    with use_stream(Stream()):
+        buffer = _buffer(context)
+        inputs = _inputs(context.rank_idx)
+        if context.rank_idx == 0:
+            handle = buffer.dispatch(*inputs, layout=Layout.LOW_LATENCY).handle
+            child = os.fork()
+            if child == 0:
+                try:
+                    handle.num_recv_tokens  # noqa: B018
+                except ValueError as error:
+                    os._exit(0 if "forked child" in str(error) else 2)
+                os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert handle.num_recv_tokens > 0
+        else:
+            time.sleep(1)
+            buffer.dispatch(*inputs, layout=Layout.LOW_LATENCY)
+        buffer.destroy()
+
+
+def test_a_forked_child_hears_nothing() -> None:
+    run_ranks(_read_by_a_child, NUM_RANKS, mode="processes", fresh=True)
+
+
+def _destroyed_behind_graphs(context: RankContext, has_called: Any, was_told: Any) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        with Graph(buffer) as graph:
+            _combine(buffer, result)
+        graph.replay()
+        if context.rank_idx == 1:
+            assert has_called.wait(LIMIT_S)
+            buffer.destroy()
+            assert was_told.wait(LIMIT_S / 2), "rank 0 waits for its arrival limit"
+        else:
+            _combine(buffer, result)
+            has_called.set()
+            stream.synchronize()
+            was_told.set()
+            with pytest.raises(ValueError, match=r"rank 1 .*destroyed"):
+                buffer.destroy()
+        buffer.communicator.destroy()
+
+
+def test_behind_graphs_a_peer_that_destroys_its_buffer_is_not_waited_for() -> None:
+    events = (threading.Event(), threading.Event())
+    run_ranks(_destroyed_behind_graphs, NUM_RANKS, *events, mode="threads")
+
+
+def _heard_before_it_left(context: RankContext, has_left: Any, counts: Any) -> None:
+    """What a rank said before it left counts, whether somebody asked before recover() or not."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context, num_experts=3 * NUM_LOCAL_EXPERTS)
+        _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        result = buffer.dispatch(*_inputs(context.rank_idx), layout=Layout.LOW_LATENCY)
+        stream.synchronize()
+        if context.rank_idx == 2:
+            result.event.wait()
+            buffer.communicator.destroy()
+            has_left.set()
+            return
+        if context.rank_idx == 0:
+            result.event.wait()
+        assert has_left.wait(LIMIT_S)
+        recovery = buffer.communicator.recover()
+        assert recovery.failed_ranks == (2,)
+        assert recovery.completed_epochs == (2,)
+        counts[context.rank_idx] = int(result.num_tokens_per_expert.sum())
+        buffer.communicator.destroy()
+
+
+def test_what_a_rank_said_before_it_left_counts() -> None:
+    counts: dict[int, int] = {}
+    run_ranks(_heard_before_it_left, 3, threading.Event(), counts, mode="threads")
+    chosen_ranks = torch.cat([_inputs(rank_idx)[1] for rank_idx in range(3)]) // NUM_LOCAL_EXPERTS
+    assert counts == {rank_idx: int((chosen_ranks == rank_idx).sum()) for rank_idx in range(2)}
