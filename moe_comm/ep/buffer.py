@@ -20,7 +20,7 @@ from moe_comm.ep.backends.base import DispatchOutput, Operation, PlanTensors
 from moe_comm.ep.backends.gradients import check_word
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
-from moe_comm.errors import interrupted_once
+from moe_comm.errors import interrupted_once, masks_nothing
 from moe_comm.peers import missed_calls
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.exclusive_use import ExclusiveUse
@@ -684,7 +684,8 @@ class EpBuffer:
         exc: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        self.destroy()
+        with masks_nothing(exc):
+            self.destroy()
 
     def _check_alive(self) -> None:
         if self._is_destroyed:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.utils.dlpack
 
 from moe_comm.arguments import as_int, shortened, shown, text_of
+from moe_comm.errors import masks_nothing
 from moe_comm.peers import missed_calls, node_layout, nvshmem
 from moe_comm.peers.agree import (
     agree,
@@ -569,7 +570,8 @@ class Communicator(ElasticRanks):
         exc: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        self.destroy()
+        with masks_nothing(exc):
+            self.destroy()
 
     def __repr__(self) -> str:
         return f"Communicator(rank_idx={self.rank_idx}, num_ranks={self.num_ranks}, backend={self.backend!r})"

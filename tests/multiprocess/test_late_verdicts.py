@@ -371,6 +371,32 @@ def test_a_forked_child_hears_nothing() -> None:
     run_ranks(_read_by_a_child, NUM_RANKS, mode="processes", fresh=True)
 
 
+def _leaves_by_another_error(context: RankContext) -> None:
+    with use_stream(Stream()) as stream:
+
+        def leave(owner: EpBuffer | Communicator, buffer: EpBuffer) -> None:
+            with owner:
+                result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+                if context.rank_idx == 1:
+                    _is_wrong(buffer, result)
+                else:
+                    _combine(buffer, result)
+                raise RuntimeError("of the caller")
+
+        communicator = _buffer(context).communicator
+        buffer = EpBuffer(communicator, _config())
+        for owner in (buffer, communicator):
+            if owner is communicator:
+                buffer = EpBuffer(communicator, _config())
+            with pytest.raises(RuntimeError, match="of the caller"):
+                leave(owner, buffer)
+            assert owner.is_destroyed
+
+
+def test_what_nobody_was_told_takes_no_error_of_the_caller_away() -> None:
+    run_ranks(_leaves_by_another_error, NUM_RANKS, mode="threads")
+
+
 def _destroyed_behind_graphs(context: RankContext, has_called: Any, was_told: Any) -> None:
     with use_stream(Stream()) as stream:
         buffer = _buffer(context)
