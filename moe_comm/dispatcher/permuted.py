@@ -12,7 +12,7 @@ import torch
 
 from moe_comm.arguments import as_dense
 from moe_comm.dispatcher.routing_map import dense_of_topk, topk_of_routing_map
-from moe_comm.ep.autograd import formulas
+from moe_comm.ep.autograd import formulas, operators
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
@@ -249,22 +249,26 @@ def gradient_of_dispatch(
     grad_rows: torch.Tensor, grad_probs: torch.Tensor | None, handle: PermutedHandle
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of x and of the dense probs; the latter None where none travelled."""
-    if handle.probs_dtype is None:
-        return handle.buffer.combine(_plain(grad_rows), handle.places), None
-    assert grad_probs is not None
-    result = handle.buffer.combine(
-        _plain(grad_rows), handle.places, row_weights=grad_probs.contiguous()
+    buffer, places, topk_idx, probs_dtype, *_ = handle
+    rows = _plain(grad_rows)
+    num_rows, hidden = rows.shape
+    weights_dtype = None
+    if probs_dtype is not None:
+        assert grad_probs is not None
+        weights_dtype = grad_probs.dtype
+    grad_x, pulled = operators.dispatch_backward(
+        buffer, places, rows, grad_probs, num_rows, hidden, rows.dtype, weights_dtype
     )
-    assert isinstance(result, CombineResult)
-    pulled = result.topk_weights
-    assert pulled is not None
-    num_experts = handle.buffer.config.num_experts
-    return result.x, dense_of_topk(pulled.to(handle.probs_dtype), handle.topk_idx, num_experts)
+    if probs_dtype is None:
+        return grad_x, None
+    return grad_x, dense_of_topk(pulled.to(probs_dtype), topk_idx, buffer.config.num_experts)
 
 
 def gradient_of_combine(grad_sums: torch.Tensor, handle: PermutedHandle) -> torch.Tensor:
     """Gradient of the rows: `[M, hidden]`, 0 in padding."""
-    return handle.buffer.dispatch(grad_sums.contiguous(), None, handle=handle.places).x
+    buffer, places, *_ = handle
+    hidden, dtype = grad_sums.shape[1], grad_sums.dtype
+    return operators.combine_backward(buffer, places, grad_sums, None, None, hidden, dtype)[0]
 
 
 def check_no_transform() -> None:
