@@ -154,10 +154,9 @@ void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
     if (!progress_.wait_idle(interrupt_check, group().stall_timeout_ns()))
       give_up();
     start_last_phase();
-    const int64_t limit_ns = group().stall_timeout_ns();
-    if (!progress_.wait_idle(interrupt_check, limit_ns) ||
-        !await_verdict(limit_ns, interrupt_check))
+    if (!progress_.wait_idle(interrupt_check, group().stall_timeout_ns()))
       give_up();
+    await_verdict(interrupt_check);
   } catch (...) {
     give_up();
     throw;

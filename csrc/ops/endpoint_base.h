@@ -123,11 +123,9 @@ class EndpointBase : public BufferBase {
   /// Starts what is left of an operation whose caller has not asked for its end. Does not wait;
   /// called by destroy() once the progress thread is idle.
   virtual void start_last_phase() {}
-  /// Whether nothing is left of operations that nobody waits for, after @p limit_ns at most; called
-  /// by destroy() once that has ended, too.
-  virtual bool await_verdict(int64_t /*limit_ns*/, const InterruptCheck& /*interrupt_check*/) {
-    return true;
-  }
+  /// Waits until the ranks have said what they think of an operation whose call has returned, as
+  /// long as the call would have waited; called by destroy() once all else has ended.
+  virtual void await_verdict(const InterruptCheck& /*interrupt_check*/) {}
   /// What of operations is still in flight then; called by destroy().
   virtual void end_device_operations() {}
   void keep_untold_error(std::exception_ptr error) { untold_error_ = std::move(error); }

@@ -212,7 +212,7 @@ class DeviceEndpoint : public host::EndpointBase {
   void write_word(Word& word, Word value);
   std::shared_ptr<ReceivePhase> receive_phase() const;
   void start_last_phase() override;
-  bool await_verdict(int64_t limit_ns, const host::InterruptCheck& interrupt_check) override;
+  void await_verdict(const host::InterruptCheck& interrupt_check) override;
   void end_device_operations() override;
 
   std::shared_ptr<SymmetricMemory> memory_;

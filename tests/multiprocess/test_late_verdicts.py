@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -450,3 +451,23 @@ def test_what_a_rank_said_before_it_left_counts() -> None:
     run_ranks(_heard_before_it_left, 3, threading.Event(), counts, mode="threads")
     chosen_ranks = torch.cat([_inputs(rank_idx)[1] for rank_idx in range(3)]) // NUM_LOCAL_EXPERTS
     assert counts == {rank_idx: int((chosen_ranks == rank_idx).sum()) for rank_idx in range(2)}
+
+
+def _late_peer(context: RankContext) -> None:
+    """A peer that is later than a stall may last, in an operation that a rank leaves by destroy()."""
+    with use_stream(Stream()) as stream:
+        communicator = Communicator(
+            context.group, backend="simt", stall_timeout_s=2.0, arrival_timeout_s=LIMIT_S
+        )
+        buffer = EpBuffer(communicator, _buffer(context).config)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 1:
+            time.sleep(3.0)
+        _combine(buffer, result)
+        buffer.destroy()
+        communicator.destroy()
+
+
+@pytest.mark.clock
+def test_destroy_waits_as_long_as_the_call_would_have() -> None:
+    run_ranks(_late_peer, NUM_RANKS, mode="threads")
