@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import time
 from collections.abc import Callable
 from typing import Any
 
