@@ -18,7 +18,7 @@ std::optional<std::string> EntryWait::verdict() const {
   return verdict_;
 }
 
-std::shared_ptr<CallerThread> CallerThread::current() {
+std::shared_ptr<CallerThread> CallerThread::of_this_module() {
   static std::atomic<uint64_t> num_threads{0};
   thread_local std::shared_ptr<CallerThread> own;
   thread_local pid_t process_id = 0;
@@ -54,8 +54,12 @@ void CallerThread::set_awaited(std::shared_ptr<EntryTable> table, uint64_t buffe
   awaited_buffer_ = buffer_number;
 }
 
+std::shared_ptr<CallerThread> EntryTable::this_thread() const {
+  return CallerThread::of_this_module();
+}
+
 void EntryTable::add_caller() {
-  const auto thread = CallerThread::current();
+  const auto thread = this_thread();
   if (last_caller_.load(std::memory_order_relaxed) == thread->number()) [[likely]]
     return;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -106,12 +110,12 @@ void EntryTable::begin(const std::shared_ptr<EntryWait>& wait) {
     const std::lock_guard<std::mutex> lock(mutex_);
     waits_.push_back(wait);
   }
-  CallerThread::current()->set_wait(wait);
+  this_thread()->set_wait(wait);
 }
 
 void EntryTable::end(const std::shared_ptr<EntryWait>& wait) {
   wait->end();
-  CallerThread::current()->set_wait(nullptr);
+  this_thread()->set_wait(nullptr);
   const std::lock_guard<std::mutex> lock(mutex_);
   std::erase(waits_, wait);
 }

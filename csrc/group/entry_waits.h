@@ -51,8 +51,8 @@ class EntryTable;
 /// A thread as others see it: what it waits for, in whatever communicator.
 class CallerThread {
  public:
-  /// Of the calling thread; goes with it.
-  static std::shared_ptr<CallerThread> current();
+  /// Of the calling thread, as the native module knows it whose code this is; goes with the thread.
+  static std::shared_ptr<CallerThread> of_this_module();
 
   uint64_t number() const { return number_; }
   /// Null where it runs, or waits for something else.
@@ -75,11 +75,17 @@ class CallerThread {
 /// Thread-safe.
 class EntryTable {
  public:
+  virtual ~EntryTable() = default;
+
   /// Stands for a buffer where the call is a collective one of the communicator itself.
   static constexpr uint64_t kCollectiveCall = ~uint64_t{0};
   /// And where it is the one that ends them all: `shrink`, `recover` or `grow`.
   static constexpr uint64_t kLeavingCall = kCollectiveCall - 1;
 
+  /// The calling thread. Virtual, as each native module (of the host, of the emulator, of CUDA) has
+  /// the variables of threads once: a thread is the same one in all of them only as the module knows
+  /// it that made the table.
+  virtual std::shared_ptr<CallerThread> this_thread() const;
   /// The calling thread makes calls of its own here; progress threads do not.
   void add_caller();
   /// An operation has begun: peers do not wait for this rank to enter it any more.
@@ -133,7 +139,7 @@ class QueuedOperation {
 class AwaitedScope {
  public:
   AwaitedScope(std::shared_ptr<EntryTable> table, uint64_t buffer_number)
-      : thread_(CallerThread::current()) {
+      : thread_(table->this_thread()) {
     thread_->set_awaited(std::move(table), buffer_number);
   }
   ~AwaitedScope() { thread_->set_awaited(nullptr, 0); }

@@ -47,6 +47,7 @@ bool has_closed_peer(const DeviceEndpoint& endpoint, uint64_t epoch) {
 
 LateVerdict::LateVerdict(DeviceEndpoint& endpoint, LeftRows left)
     : endpoint_(endpoint),
+      group_(&endpoint.group()),
       start_ns_(sync::now_ns()),
       process_id_(::getpid()),
       left_(std::move(left)) {}
@@ -72,8 +73,12 @@ void LateVerdict::hear_before(const DeviceEndpoint& endpoint,
     if (entry != verdicts.latest.end())
       verdict = entry->second.lock();
   }
-  if (verdict != nullptr)
-    verdict->hear(interrupt_check);
+  if (verdict == nullptr)
+    return;
+  verdict->hear(interrupt_check);
+  // Of an abort the caller hears in the operation that it is in.
+  if (verdict->group_ == &endpoint.group() && endpoint.group().is_aborted())
+    verdict->is_told_.store(true, std::memory_order_relaxed);
 }
 
 void LateVerdict::join(const host::InterruptCheck& interrupt_check) {

@@ -60,6 +60,7 @@ class LateVerdict final : public host::CallerJoin {
   uint64_t epoch() const;
 
   DeviceEndpoint& endpoint_;  ///< it has settled this before its end
+  const host::Group* const group_;
   const int64_t start_ns_;
   const pid_t process_id_;
   LeftRows left_;         ///< of the thread that is busy

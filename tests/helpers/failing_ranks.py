@@ -223,8 +223,8 @@ def resident_bytes() -> int:
 def make_buffer(
     context: RankContext, num_tokens: int = 64, hidden: int = 64, **options: Any
 ) -> EpBuffer:
-    options = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0, **options}
-    comm = Communicator(context.group, backend="host", **options)
+    options = {"backend": "host", "stall_timeout_s": 20.0, "arrival_timeout_s": 40.0, **options}
+    comm = Communicator(context.group, **options)
     return EpBuffer(comm, config_for(context.num_ranks, num_tokens, hidden))
 
 

@@ -367,9 +367,9 @@ def test_late_rank_is_reported_until_it_comes(tmp_path: Path) -> None:
         assert len(waits) >= 2, results[rank_idx]
 
 
-def _cross(context: RankContext) -> Told:
+def _cross(context: RankContext, backend: str) -> Told:
     """Two ranks block on two buffers in opposite order; no limit of theirs ends within the test."""
-    first = make_buffer(context, stall_timeout_s=1000.0, arrival_timeout_s=1000.0)
+    first = make_buffer(context, backend=backend, stall_timeout_s=1000.0, arrival_timeout_s=1000.0)
     second = EpBuffer(first.communicator, first.config)
     buffers = [first, second]
     error = error_of(lambda: step(buffers[context.rank_idx], 1))
@@ -380,9 +380,11 @@ def _cross(context: RankContext) -> Told:
     return told(error)
 
 
-@pytest.mark.parametrize("mode", ["processes", "threads"])
-def test_blocking_calls_in_opposite_order_name_both_buffers(mode: str) -> None:
-    results = run_ranks(_cross, 2, mode=mode, timeout_s=150.0)
+@pytest.mark.parametrize(
+    ("backend", "mode"), [("host", "processes"), ("host", "threads"), ("simt", "threads")]
+)
+def test_blocking_calls_in_opposite_order_name_both_buffers(backend: str, mode: str) -> None:
+    results = run_ranks(_cross, 2, backend, mode=mode, timeout_s=150.0)
     for name, ranks, _, _, text in results:
         # Of two halves, the one without the lowest rank is blamed.
         assert (name, ranks) == ("PeerTimeoutError", (1,)), text

@@ -24,6 +24,7 @@ from moe_comm import (
     EpConfig,
     Layout,
     PeerFailedError,
+    PeerTimeoutError,
 )
 from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS
 from moe_comm.ep.backends.simt import Stream, use_stream
@@ -37,6 +38,7 @@ NUM_TOKENS = 5
 NUM_TOPK = 2
 HIDDEN = 64
 LIMIT_S = 30.0
+LATER_S = 3.0
 
 Call = Callable[[EpBuffer, DispatchResult], object]
 
@@ -452,21 +454,44 @@ def test_what_a_rank_said_before_it_left_counts() -> None:
     assert counts == {rank_idx: int((chosen_ranks == rank_idx).sum()) for rank_idx in range(2)}
 
 
+def _crosses(context: RankContext) -> str:
+    """Rank 0 is in a combine that has returned when it calls what rank 1 waits in already."""
+    with use_stream(Stream()) as stream:
+        communicator = Communicator(
+            context.group, backend="simt", stall_timeout_s=1000.0, arrival_timeout_s=1000.0
+        )
+        config = _config()
+        buffer, other = EpBuffer(communicator, config), EpBuffer(communicator, config)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 0:
+            _combine(buffer, result)
+        with pytest.raises(PeerTimeoutError) as raised:
+            _dispatch(other, result)
+        communicator.destroy()
+        return str(raised.value)
+
+
+def test_operations_of_two_buffers_in_opposite_order_are_told_soon() -> None:
+    for text in run_ranks(_crosses, NUM_RANKS, mode="threads"):
+        assert "rank 0 waits for rank 1 to enter combine of buffer" in text
+        assert "rank 1 waits for rank 0 to enter dispatch of buffer" in text
+
+
 def _late_peer(context: RankContext) -> None:
     """A peer that is later than a stall may last, in an operation that a rank leaves by destroy()."""
     with use_stream(Stream()) as stream:
         communicator = Communicator(
-            context.group, backend="simt", stall_timeout_s=2.0, arrival_timeout_s=LIMIT_S
+            context.group, backend="simt", stall_timeout_s=LATER_S / 1.5, arrival_timeout_s=LIMIT_S
         )
-        buffer = EpBuffer(communicator, _buffer(context).config)
+        buffer = EpBuffer(communicator, _config())
         result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
         if context.rank_idx == 1:
-            time.sleep(3.0)
+            time.sleep(LATER_S)
         _combine(buffer, result)
         buffer.destroy()
         communicator.destroy()
 
 
-@pytest.mark.clock
+@pytest.mark.clock(usual_s=LATER_S, limit_s=LIMIT_S)
 def test_destroy_waits_as_long_as_the_call_would_have() -> None:
     run_ranks(_late_peer, NUM_RANKS, mode="threads")
