@@ -83,8 +83,8 @@ class EntryTable {
   static constexpr uint64_t kLeavingCall = kCollectiveCall - 1;
 
   /// The calling thread. Virtual, as each native module (of the host, of the emulator, of CUDA) has
-  /// the variables of threads once: a thread is the same one in all of them only as the module knows
-  /// it that made the table.
+  /// the variables of threads once: a thread is the same one in all of them only as the module
+  /// knows it that made the table.
   virtual std::shared_ptr<CallerThread> this_thread() const;
   /// The calling thread makes calls of its own here; progress threads do not.
   void add_caller();
