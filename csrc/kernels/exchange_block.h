@@ -438,7 +438,9 @@ class ExchangeBlock {
          rank_idx += device::num_threads()) {
       Peer peer{};
       peer.is_sent_to = static_cast<int32_t>(sends(buffer_.rank_idx, rank_idx));
-      peer.is_received_from = static_cast<int32_t>(sends(rank_idx, buffer_.rank_idx));
+      // One that has failed since the dispatch pulls nothing.
+      peer.is_received_from =
+          static_cast<int32_t>(is_active(rank_idx) && sends(rank_idx, buffer_.rank_idx));
       const bool has_offers = is_active(rank_idx) && peers_.moves_rows(rank_idx, sends);
       if (has_offers && params_.arguments.row_bytes > 0)
         has_come = has_come && resolve(buffer_, where, rank_idx, offer_of(rank_idx), &peer.rows);

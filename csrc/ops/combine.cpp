@@ -60,9 +60,11 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
       add_across_nodes();
     exchange_.release_done();
     exchange_.enter("done");
-    // Until every peer has pulled its rows they belong to the operation.
+    // Until every peer has pulled its rows they belong to the operation. One that has failed since
+    // the dispatch pulls none.
     for (int peer_rank = 0; peer_rank < endpoint_.num_ranks(); ++peer_rank)
-      if (layout::sends_rows(plan_.counts, peer_rank, endpoint_.rank_idx()))
+      if (endpoint_.group().is_active(peer_rank) &&
+          layout::sends_rows(plan_.counts, peer_rank, endpoint_.rank_idx()))
         exchange_.await_done(peer_rank);
   }
 

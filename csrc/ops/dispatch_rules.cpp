@@ -170,9 +170,14 @@ std::string find_failed_ranks(const int32_t* to_rank, const Group& group) {
 }
 
 std::string find_failed_ranks(const PlanHeader& plan, const Group& group) {
-  for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx)
-    if (!group.is_active(rank_idx) && layout::sends_rows(plan.counts, group.rank_idx(), rank_idx))
+  for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx) {
+    if (group.is_active(rank_idx))
+      continue;
+    if (layout::sends_rows(plan.counts, group.rank_idx(), rank_idx))
       return concat("the handle sends rows to rank ", rank_idx, ", which has failed");
+    if (layout::sends_rows(plan.counts, rank_idx, group.rank_idx()))
+      return concat("the handle has places for rows of rank ", rank_idx, ", which has failed");
+  }
   return "";
 }
 

@@ -75,7 +75,7 @@ std::string describe_failed_rank(int64_t num_tokens, int rank_idx);
 /// What is wrong where rows go to ranks that have failed, "" for nothing.
 /// @param to_rank  [num_ranks] tokens bound for every rank.
 std::string find_failed_ranks(const int32_t* to_rank, const Group& group);
-/// The same for the rows of a plan.
+/// The same for the rows of a plan, which also has places for those of other ranks.
 std::string find_failed_ranks(const PlanHeader& plan, const Group& group);
 
 }  // namespace moe::host

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -33,11 +34,14 @@ struct PlanHeader {
                          int64_t num_tokens,
                          int64_t num_topk);
 
-  /// Fills in what follows from counts.
+  /// Fills in what follows from counts. What does not, how many rows and experts there are, other
+  /// threads may read meanwhile.
   void take_counts(PlanHeader counted) {
     num_recv_topk = counted.num_recv_topk;
     counts = std::move(counted.counts);
-    received = std::move(counted.received);
+    std::ranges::copy(counted.received.num_tokens_per_expert,
+                      received.num_tokens_per_expert.begin());
+    std::ranges::copy(counted.received.expert_offsets, received.expert_offsets.begin());
     hash = counted.hash;
   }
 

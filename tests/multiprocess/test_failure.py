@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_comm import (
     CommunicationError,
@@ -24,6 +25,7 @@ from moe_comm import (
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,
+    NUM_TOPK,
     PROGRAM_S,
     SHORT_S,
     config_for,
@@ -439,6 +441,33 @@ def test_operations_in_flight_may_cross() -> None:
 
 # ---------------------------------------------------------------------------------------------
 # Interrupted and leaving ranks.
+
+
+def _handle_with_rows_of(context: RankContext, backend: str) -> None:
+    """A handle from before rank 2 left, which has its rows here and none of this rank there."""
+    buffer = make_buffer(context, backend=backend)
+    living = (0, 1)
+    x, topk_idx = inputs(buffer, 1, None if context.rank_idx == 2 else living)
+    result = buffer.dispatch(x, topk_idx)
+    rows, handle = result.x, result.handle
+    meet(context)
+    if context.rank_idx == 2:
+        buffer.communicator.destroy()
+    meet(context)
+    if context.rank_idx == 2:
+        return
+    assert buffer.communicator.recover().failed_ranks == (2,)
+    with pytest.raises(ValueError, match=r"places for rows of rank 2, which has failed"):
+        buffer.dispatch(x, None, handle=handle)
+    # Nobody pulls the rows of rank 2 any more.
+    assert torch.equal(buffer.combine(rows, handle), NUM_TOPK * x)
+    step(buffer, 2, living)
+    buffer.communicator.destroy()
+
+
+@pytest.mark.parametrize("backend", ["host", "simt"])
+def test_a_handle_with_rows_of_a_rank_that_left(backend: str) -> None:
+    run_ranks(_handle_with_rows_of, 3, backend, mode="threads")
 
 
 def _interrupt(context: RankContext, folder: str) -> Told:
