@@ -49,7 +49,8 @@ struct GradientWord {
   /// This rank can run a backward: its gradients are enabled and the call is differentiable.
   static constexpr int32_t kEnabled = 1;
   static constexpr int32_t kNeedsRows = 2;     ///< it needs the gradient of what rows are made of
-  static constexpr int32_t kNeedsWeights = 4;  ///< dispatch: that of the weights
+  static constexpr int32_t kNeedsWeights = 4;  ///< dispatch with weights: that of the weights
+  static constexpr int32_t kOfBackward = kEnabled | kNeedsRows | kNeedsWeights;
   static constexpr int kWeightBytesShift = 8;
 
   MOE_HOST_DEVICE static constexpr bool is_enabled(int32_t word) { return (word & kEnabled) != 0; }

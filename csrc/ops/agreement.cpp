@@ -212,11 +212,17 @@ std::string describe(const layout::OperationArguments& arguments) {
 }
 
 int32_t unite_gradients(const Rows& rows, const Group& group) {
+  using layout::GradientWord;
   int32_t united = 0;
-  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank)
-    if (group.is_active(peer_rank))
-      united |= rows.headers[static_cast<size_t>(peer_rank)].arguments.gradients;
-  return united;
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
+    if (!group.is_active(peer_rank))
+      continue;
+    const int32_t word = rows.headers[static_cast<size_t>(peer_rank)].arguments.gradients;
+    if (!GradientWord::is_enabled(word))
+      return 0;
+    united |= word;
+  }
+  return united & GradientWord::kOfBackward;
 }
 
 std::exception_ptr join_problems(const std::vector<RankProblem>& problems) {

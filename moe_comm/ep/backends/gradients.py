@@ -28,7 +28,7 @@ ENABLED = 1
 NEEDS_ROWS = 2
 """It needs the gradient of what rows are made of; in a combine, any gradient."""
 NEEDS_WEIGHTS = 4
-"""It needs that of the weights of a dispatch."""
+"""It needs that of the weights of a dispatch; says nothing in a combine or where no weights travel."""
 NEEDS_ANY = NEEDS_ROWS | NEEDS_WEIGHTS
 
 _WEIGHT_BYTES_SHIFT = 8
@@ -58,11 +58,13 @@ def with_applied_weights(word: int, topk_weights: torch.Tensor | None) -> int:
 
 
 def unite(words: Sequence[int]) -> int:
-    """What all ranks say together."""
+    """What all ranks say together: 0 where some rank runs no backward, and then none does."""
     united = 0
     for word in words:
+        if not word & ENABLED:
+            return 0
         united |= word
-    return united
+    return united & (ENABLED | NEEDS_ANY)
 
 
 def clash(words: Sequence[int], operation: str) -> ValueError | None:
@@ -72,9 +74,10 @@ def clash(words: Sequence[int], operation: str) -> ValueError | None:
         words: Of every rank.
         operation: "dispatch", "cached dispatch" or "combine".
     """
-    if not unite(words) & NEEDS_ANY:
+    needs = [rank for rank, word in enumerate(words) if word & NEEDS_ANY]
+    if not needs:
         return None
-    needing = _ranks([rank for rank, word in enumerate(words) if word & NEEDS_ANY])
+    needing = _ranks(needs)
     disabled = [rank for rank, word in enumerate(words) if not word & ENABLED]
     if disabled:
         return ValueError(
