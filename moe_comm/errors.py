@@ -7,7 +7,6 @@ operation is one of the classes below.
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,7 +21,6 @@ __all__ = [
     "RefitError",
     "has_timed_out",
     "interrupted_once",
-    "masks_nothing",
 ]
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -47,19 +45,6 @@ def interrupted_once() -> Iterator[None]:
             first = first.__context__
         if first is None:
             raise
-
-
-@contextlib.contextmanager
-def masks_nothing(error: BaseException | None) -> Iterator[None]:
-    """Around what ends a `with` block: while `error` leaves it, what else is found wrong is a warning."""
-    try:
-        yield
-    except Exception as late:
-        if error is None:
-            raise
-        logging.getLogger("moe_comm").warning(
-            "besides the %s: %s: %s", type(error).__name__, type(late).__name__, late
-        )
 
 
 class CommunicationError(RuntimeError):

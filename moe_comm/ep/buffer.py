@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,9 +19,10 @@ from moe_comm.ep.backends.base import DispatchOutput, Operation, PlanTensors
 from moe_comm.ep.backends.gradients import check_word
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
-from moe_comm.errors import interrupted_once, masks_nothing
+from moe_comm.errors import interrupted_once
 from moe_comm.peers import missed_calls
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
+from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.exclusive_use import ExclusiveUse
 from moe_comm.tensors.quantization import Quantization
 
@@ -72,7 +72,7 @@ def resolve_buffer(buffer_id: int) -> EpBuffer:
     return buffer
 
 
-class EpBuffer:
+class EpBuffer(Destroyable):
     """Moves tokens to the ranks of their experts and back.
 
     Collective: every rank of the communicator makes it, with an equal configuration and in the same
@@ -674,18 +674,6 @@ class EpBuffer:
             self._is_destroyed = True
             self.generation += 1
             self._backend.destroy()
-
-    def __enter__(self) -> EpBuffer:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
-        with masks_nothing(exc):
-            self.destroy()
 
     def _check_alive(self) -> None:
         if self._is_destroyed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import types
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,7 @@ from moe_comm.ep.config import ROW_BYTES_MULTIPLE, EpConfig
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.agree import raise_different
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
+from moe_comm.peers.destroyable import Destroyable
 from moe_comm.tensors.memory_overlap import first_meeting, has_element_twice
 
 __all__ = ["GradientSum"]
@@ -24,7 +24,7 @@ MOST_ROW_BYTES = 8192
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class GradientSum:
+class GradientSum(Destroyable):
     """Adds vectors of all ranks, over the communicator's own transport.
 
     Every rank owns a slice of the vector. A combine brings the slices of all ranks to their owner, who
@@ -221,17 +221,6 @@ class GradientSum:
     def destroy(self) -> None:
         """Release what it holds. Local, idempotent."""
         self._buffer.destroy()
-
-    def __enter__(self) -> GradientSum:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
-        self.destroy()
 
 
 def _checked_ranks(part_ranks: Sequence[int] | None, num_ranks: int) -> list[int]:

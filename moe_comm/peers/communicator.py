@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import types
 import weakref
 from collections.abc import Callable
 from multiprocessing import util
@@ -17,7 +16,6 @@ import torch.distributed as dist
 import torch.utils.dlpack
 
 from moe_comm.arguments import as_int, shortened, shown, text_of
-from moe_comm.errors import masks_nothing
 from moe_comm.peers import missed_calls, node_layout, nvshmem
 from moe_comm.peers.agree import (
     agree,
@@ -31,6 +29,7 @@ from moe_comm.peers.agree import (
 from moe_comm.peers.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.peers.communicator_options import CommunicatorOptions
+from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.elastic import ElasticRanks
 from moe_comm.peers.heap_stats import HeapStats
 from moe_comm.peers.missed_calls import tells_peers
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
     from moe_comm import _host
 
 __all__ = ["Communicator", "HeapStats", "Recovery"]
-
-
-class _Destroyable(Protocol):
-    def destroy(self) -> None: ...
 
 
 @runtime_checkable
@@ -111,7 +106,7 @@ class Recovery:
     completed_epochs: tuple[int, ...]
 
 
-class Communicator(ElasticRanks):
+class Communicator(ElasticRanks, Destroyable):
     """The ranks of a group, on one machine or several.
 
     Collective: every rank of the group makes it, in the same order. Bootstraps over the group and,
@@ -184,7 +179,7 @@ class Communicator(ElasticRanks):
         self.rail_name = rail
         self._destroyed = False
         self._closed_by = ""
-        self._dependants: weakref.WeakSet[_Destroyable] = weakref.WeakSet()
+        self._dependants: weakref.WeakSet[Destroyable] = weakref.WeakSet()
         self.latest_buffer: Callable[[], _Rejecting | None] = _nothing
         """Gives the buffer that this rank has used last."""
         self._retained: list[object] = []
@@ -327,7 +322,7 @@ class Communicator(ElasticRanks):
                 f"forked child {os.getpid()}"
             )
 
-    def adopt(self, dependant: _Destroyable) -> None:
+    def adopt(self, dependant: Destroyable) -> None:
         """Destroy `dependant`, a buffer or a child, before this communicator, if it still lives."""
         self._dependants.add(dependant)
 
@@ -560,18 +555,6 @@ class Communicator(ElasticRanks):
         self._destroyed = True
         if self.native is not None:
             self.native.destroy()
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
-        with masks_nothing(exc):
-            self.destroy()
 
     def __repr__(self) -> str:
         return f"Communicator(rank_idx={self.rank_idx}, num_ranks={self.num_ranks}, backend={self.backend!r})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,6 +11,7 @@ import torch.utils.dlpack
 
 from moe_comm.arguments import as_int, as_utf8, shortened, shown, text_of
 from moe_comm.peers.communicator import Communicator, gathers
+from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.tensors.memory_overlap import first_meeting, is_same_place
 
@@ -119,7 +119,7 @@ def _reject_run(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any])
     args[0].reject(text_of(error))
 
 
-class BatchedCopy:
+class BatchedCopy(Destroyable):
     """Copies between tensors of all ranks of a communicator, many in one call.
 
     A copy has two ends, on two ranks or one: a send and a receive with the same task id. Both have
@@ -247,17 +247,6 @@ class BatchedCopy:
         if not self._is_destroyed:
             self._is_destroyed = True
             self._native.destroy()
-
-    def __enter__(self) -> BatchedCopy:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
-        self.destroy()
 
 
 def checksum(tensor: torch.Tensor) -> int:
