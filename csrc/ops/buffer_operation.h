@@ -16,6 +16,23 @@ namespace moe::host {
 /// @throws InvalidArgument  a rank has failed through which rows came to living ones of its node.
 void check_rails(const Group& group, layout::Operation operation);
 
+/// The first peer that takes no part in operation @p epoch, as it has destroyed its buffer; -1 for
+/// none.
+/// @param epoch  0 before the operation has one.
+/// @param closed_epoch  See BufferOperation::check_closed().
+template <typename ClosedEpoch>
+int find_closed_peer(const Group& group, uint64_t epoch, ClosedEpoch&& closed_epoch) {
+  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
+    if (peer_rank == group.rank_idx() || !group.is_active(peer_rank))
+      continue;
+    const uint64_t first_missed = closed_epoch(peer_rank);
+    // News may be here before the rows of an operation that the peer still made.
+    if (first_missed != 0 && (epoch == 0 || first_missed <= epoch))
+      return peer_rank;
+  }
+  return -1;
+}
+
 /// An operation of which a part has ended well: what it goes on with.
 struct LeftOperation {
   layout::Operation operation = layout::Operation::kNone;
@@ -79,17 +96,12 @@ class BufferOperation {
   /// @throws InvalidArgument  names the peer.
   template <typename ClosedEpoch, typename LetGo>
   void check_closed(ClosedEpoch&& closed_epoch, LetGo&& let_go) {
-    for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-      if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
-        continue;
-      const uint64_t epoch = closed_epoch(peer_rank);
-      // News may be here before the rows of an operation that the peer still made.
-      if (epoch == 0 || (epoch_ != 0 && epoch_ < epoch))
-        continue;
-      group_.check_abort();  // it may have destroyed the buffer because of that
-      let_go(peer_rank);
-      refuse_closed(peer_rank);
-    }
+    const int peer_rank = find_closed_peer(group_, epoch_, closed_epoch);
+    if (peer_rank < 0)
+      return;
+    group_.check_abort();  // it may have destroyed the buffer because of that
+    let_go(peer_rank);
+    refuse_closed(peer_rank);
   }
   template <typename ClosedEpoch>
   void check_closed(ClosedEpoch&& closed_epoch) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/rail.h"
+#include "core/sync.h"
 #include "layout/routing.h"
 #include "layout/workspace.h"
 #include "ops/buffer_base.h"
@@ -54,6 +55,11 @@ class EndpointBase : public BufferBase {
     return workspaces_[static_cast<size_t>(rank_idx)];
   }
   const layout::Workspace& own_workspace() const { return workspace(rank_idx()); }
+  /// The first operation that @p peer_rank takes no part in, as it has destroyed its buffer; 0 for
+  /// none.
+  uint64_t closed_epoch(int peer_rank) const {
+    return sync::load_acquire(own_workspace().closed(peer_rank).epoch);
+  }
   ProgressThread& progress() { return progress_; }
   bool is_on_progress_thread() const override { return progress_.is_current_thread(); }
 

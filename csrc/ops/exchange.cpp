@@ -30,9 +30,8 @@ Exchange::Exchange(Endpoint& endpoint,
 }
 
 void Exchange::check_closed() {
-  const auto& workspace = endpoint_.own_workspace();
   BufferOperation::check_closed(
-      [&](int peer_rank) { return sync::load_acquire(workspace.closed(peer_rank).epoch); });
+      [this](int peer_rank) { return endpoint_.closed_epoch(peer_rank); });
 }
 
 void Exchange::await_reuse() {

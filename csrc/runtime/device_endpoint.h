@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/sync.h"
 #include "kernels/exchange.h"
 #include "kernels/receive.h"
 #include "ops/dispatch.h"
@@ -142,6 +143,15 @@ class DeviceEndpoint : public host::EndpointBase {
   /// Header and rows that a kernel copies for the host; one operation at a time.
   kernels::HostRead* host_read() const {
     return reinterpret_cast<kernels::HostRead*>(host_read_.get());
+  }
+  /// Whether the exchange with @p ticket has copied its rows there.
+  bool has_ticket(uint64_t ticket) const {
+    return sync::load_acquire(host_read()->ticket) >= ticket;
+  }
+  /// The epoch of the exchange that has begun behind @p former_epoch; 0 before it has.
+  uint64_t epoch_after(uint64_t former_epoch) const {
+    const uint64_t epoch = sync::load_relaxed(host_read()->epoch);
+    return epoch > former_epoch ? epoch : 0;
   }
   const layout::Row& read_row(int rank_idx) const;
   const layout::SecondOffer& read_second_offer(int rank_idx) const;

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "core/rank_list.h"
-#include "core/sync.h"
 #include "core/text.h"
 #include "ops/dispatch_rules.h"
 #include "runtime/late_verdict.h"
@@ -44,8 +43,7 @@ bool DeviceExchange::knows_epoch() {
   if (is_epoch_known())
     return true;
   // Behind graphs whose runs nobody counts. Until the exchange begins no peer can keep it waiting.
-  const uint64_t epoch = sync::load_relaxed(endpoint_.host_read()->epoch);
-  if (epoch > former_epoch_)
+  if (const uint64_t epoch = endpoint_.epoch_after(former_epoch_); epoch != 0)
     learn_epoch(epoch);
   return is_epoch_known();
 }

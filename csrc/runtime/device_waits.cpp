@@ -64,14 +64,12 @@ void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
 }
 
 void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
-  const kernels::HostRead* const read = endpoint_.host_read();
   // A kernel that fails in itself never gives its ticket. Asking the device costs more than a look
   // at the ticket, which comes soon as a rule.
   std::shared_ptr<Event> event;
   int num_looks = 0;
-  const auto has_ticket = [&] { return sync::load_acquire(read->ticket) >= ticket; };
   await(phase, [&] {
-    if (has_ticket())
+    if (endpoint_.has_ticket(ticket))
       return true;
     if (++num_looks % kLooksPerQuery != 0)
       return false;
@@ -81,9 +79,9 @@ void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
       event = endpoint_.stream().record();
     return event->is_complete();
   });
-  if (!has_ticket())
+  if (!endpoint_.has_ticket(ticket))
     throw std::logic_error(concat("the kernels of epoch ", epoch_, " ended without an answer"));
-  if (read->status != static_cast<int32_t>(OperationStatus::kLeft))
+  if (endpoint_.host_read()->status != static_cast<int32_t>(OperationStatus::kLeft))
     return;
   check_left();
   group_.check_abort();
@@ -102,15 +100,13 @@ void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
 }
 
 void DeviceExchange::check_closed() {
-  const auto& workspace = endpoint_.own_workspace();
-  BufferOperation::check_closed(
-      [&](int peer_rank) { return sync::load_acquire(workspace.closed(peer_rank).epoch); },
-      [this](int peer_rank) {
-        if (!has_launched_)
-          return;
-        stand_in_for(peer_rank);
-        endpoint_.drain();
-      });
+  BufferOperation::check_closed([this](int peer_rank) { return endpoint_.closed_epoch(peer_rank); },
+                                [this](int peer_rank) {
+                                  if (!has_launched_)
+                                    return;
+                                  stand_in_for(peer_rank);
+                                  endpoint_.drain();
+                                });
 }
 
 /// The kernel that waits for the row of a peer that closed its buffer is given one that rejects.

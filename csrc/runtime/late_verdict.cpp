@@ -31,18 +31,6 @@ std::pair<int32_t, void*> stream_of(const DeviceEndpoint& endpoint) {
   return {endpoint.device_idx(), endpoint.caller_stream().handle()};
 }
 
-/// Whether some peer never comes to @p epoch. One that has closed its buffer behind it has.
-bool has_closed_peer(const DeviceEndpoint& endpoint, uint64_t epoch) {
-  const layout::Workspace& workspace = endpoint.own_workspace();
-  for (int peer_rank = 0; peer_rank < endpoint.num_ranks(); ++peer_rank) {
-    const uint64_t closed_epoch = sync::load_acquire(workspace.closed(peer_rank).epoch);
-    if (peer_rank != endpoint.rank_idx() && endpoint.group().is_active(peer_rank) &&
-        closed_epoch != 0 && closed_epoch <= epoch)
-      return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 LateVerdict::LateVerdict(DeviceEndpoint& endpoint, LeftRows left)
@@ -103,14 +91,12 @@ bool LateVerdict::is_complete() {
 }
 
 bool LateVerdict::has_ticket() const {
-  return sync::load_acquire(endpoint_.host_read()->ticket) >= left_.ticket;
+  return endpoint_.has_ticket(left_.ticket);
 }
 
 uint64_t LateVerdict::epoch() const {
-  if (left_.operation.is_epoch_known)
-    return left_.operation.epoch;
-  const uint64_t epoch = sync::load_relaxed(endpoint_.host_read()->epoch);
-  return epoch > left_.former_epoch ? epoch : 0;
+  const host::LeftOperation& left = left_.operation;
+  return left.is_epoch_known ? left.epoch : endpoint_.epoch_after(left_.former_epoch);
 }
 
 std::exception_ptr LateVerdict::settle(const host::InterruptCheck& interrupt_check) {
@@ -126,7 +112,10 @@ void LateVerdict::look(int64_t now_ns) {
       arrivals_.reset();
       return;
     }
-    if (has_closed_peer(endpoint_, epoch)) {
+    const int closed_rank = host::find_closed_peer(endpoint_.group(), epoch, [this](int rank_idx) {
+      return endpoint_.closed_epoch(rank_idx);
+    });
+    if (closed_rank >= 0) {
       judge({});
       return;
     }
