@@ -1,5 +1,7 @@
 #include "kernels/exchange.h"
 
+#include <algorithm>
+
 #include "core/error.h"
 #include "device/primitives.h"
 #include "kernels/exchange_block.h"
@@ -10,10 +12,18 @@ namespace {
 
 MOE_KERNEL void exchange_rows(ExchangeParams params) {
   const NodePeers peers(params.buffer);
-  ExchangeBlock<NodePeers>(params, peers).run();
+  ExchangeBlock<NodePeers> block(params, peers);
+  if (block.count())
+    block.run();
 }
 
 }  // namespace
+
+int num_exchange_blocks(int most_blocks, const ExchangeParams& params) {
+  if (!counts_choices(params))
+    return 1;
+  return std::max(1, std::min(most_blocks, int{params.choices.num_chunks}));
+}
 
 size_t exchange_shared_bytes(int num_ranks, int num_experts) {
   return static_cast<size_t>(ExchangeSharedMap::make(num_ranks, num_experts).bytes);
@@ -26,7 +36,7 @@ void launch_exchange(const device::Launch& launch, const ExchangeParams& params)
             " threads, got ",
             launch.num_threads);
   device::Launch shape = launch;
-  shape.num_blocks = 1;
+  shape.num_blocks = num_exchange_blocks(launch.num_blocks, params);
   shape.shared_bytes = exchange_shared_bytes(params.buffer.num_ranks, params.buffer.num_experts);
   device::launch(exchange_rows, shape, params);
 }

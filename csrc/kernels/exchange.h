@@ -11,7 +11,10 @@ namespace moe::kernels {
 
 /// Choices of this rank, counted in chunks of successive tokens so that many blocks can count.
 struct Choices {
-  const int64_t* topk_idx = nullptr;  ///< device [num_tokens, num_topk], ids in [-1, num_experts)
+  /// device [num_tokens, num_topk]: what the caller gave, ids in [-1, num_experts). Counting copies
+  /// it to topk_idx.
+  const int64_t* asked_idx = nullptr;
+  int64_t* topk_idx = nullptr;
   int64_t num_tokens = 0;
   int32_t num_topk = 0;
   int32_t num_slots = 0;  ///< layout::num_slots_per_token
@@ -29,10 +32,6 @@ struct Choices {
   int64_t* bad_choice =
       nullptr;  ///< device [num_chunks]: first flat index outside the range, or -1
 };
-
-/// Counts @p choices; grid: num_chunks blocks.
-void launch_count(const device::Launch& launch, const Buffer& buffer, const Choices& choices);
-size_t count_shared_bytes(int num_ranks, int num_experts);
 
 /// Host memory that an exchange fills for a host that waits for sizes.
 ///
@@ -87,13 +86,23 @@ struct ExchangeParams {
 
 constexpr int kMaxExchangeThreads = 512;
 
+/// Whether the kernel counts choices: the row of a dispatch that the host has found nothing wrong
+/// with.
+MOE_HOST_DEVICE inline bool counts_choices(const ExchangeParams& params) {
+  return params.with_counts != 0 && params.status == static_cast<int32_t>(layout::RowStatus::kOk);
+}
+
 /// Exchanges rows: waits until the ring entry is free, publishes this rank's row, takes
-/// everybody's, and fills the tables. One block of at most kMaxExchangeThreads.
+/// everybody's, and fills the tables. Blocks of at most kMaxExchangeThreads: as many as
+/// Launch::num_blocks, and no more than there are chunks, count the choices; the last to be done
+/// goes on, and no other block waits for anything.
 ///
 /// Where the operation ends here (rejected, too many rows; too little room without a host that
 /// could make more), it has ended on all ranks alike, and its ring entry is given back.
 void launch_exchange(const device::Launch& launch, const ExchangeParams& params);
 size_t exchange_shared_bytes(int num_ranks, int num_experts);
+/// Of the kernel that exchanges rows, across nodes too.
+int num_exchange_blocks(int most_blocks, const ExchangeParams& params);
 
 /// What layout::SecondOffer says.
 struct OwnOffer {

@@ -5,6 +5,7 @@
 
 #include "device/primitives.h"
 #include "kernels/chunk_sums.h"
+#include "kernels/count_chunks.h"
 #include "kernels/exchange.h"
 #include "kernels/node_peers.h"
 #include "kernels/publish.h"
@@ -20,7 +21,7 @@ namespace moe::kernels {
 /// Byte map, R ranks and E experts:
 ///   [0, 128)  a word of 8 bytes per warp
 ///   then      int32 [kMaxExchangeThreads]: sums of chunks, see ChunkSums
-///   then      the row of this rank, Row::stride
+///   then      the row of this rank, Row::stride; while choices are counted, counts of one chunk
 ///   then      int64 [E]: totals; [E + 1]: starts; int32 [R]: is_masked
 struct ExchangeSharedMap {
   static constexpr int64_t kMaxWarps = kMaxExchangeThreads / 32;
@@ -44,7 +45,7 @@ struct ExchangeSharedMap {
   }
 };
 
-/// One operation's exchange, by the threads of one block.
+/// One operation's exchange, by the threads of one block, the last of those that count.
 ///
 /// @tparam Peers  how rows reach all ranks: NodePeers, or RailPeers across nodes.
 template <typename Peers>
@@ -69,6 +70,17 @@ class ExchangeBlock {
                              reinterpret_cast<int64_t*>(shared(map_.totals)),
                              reinterpret_cast<int64_t*>(shared(map_.starts)),
                              reinterpret_cast<int32_t*>(shared(map_.is_masked))}) {}
+
+  /// First, by all blocks of the kernel. @return whether this block is to run(): the last to be
+  /// done, as the others have nothing left to do.
+  MOE_DEVICE bool count() const {
+    if (!counts_choices(params_))
+      return true;
+    count_chunks({params_.choices, buffer_.expert_rank, buffer_.num_experts, buffer_.num_ranks},
+                 scratch(),
+                 row()->counts());
+    return is_last_block(buffer_, narrow_scratch());
+  }
 
   MOE_DEVICE void run() {
     const uint64_t former_epoch = device::load(&buffer_.state->epoch);
@@ -99,9 +111,6 @@ class ExchangeBlock {
   MOE_DEVICE bool all(bool condition) const {
     return device::block_all(condition, narrow_scratch());
   }
-  MOE_DEVICE bool counts_here() const {
-    return params_.with_counts != 0 && params_.status == static_cast<int32_t>(RowStatus::kOk);
-  }
   MOE_DEVICE bool is_cached_dispatch() const {
     return params_.is_dispatch != 0 && params_.with_counts == 0;
   }
@@ -112,7 +121,7 @@ class ExchangeBlock {
       return OperationStatus::kLeft;
     peers_.publish_row(epoch_, shared(map_.row), row_bytes_);
     // What needs no peer is done while their rows are on the way.
-    if (counts_here())
+    if (counts_choices(params_))
       chunk_sums_.spread();
     if (is_cached_dispatch())
       take_kept();
@@ -142,7 +151,7 @@ class ExchangeBlock {
     int32_t status = params_.status;
     uint64_t needed_bytes = params_.needed_bytes;
     uint64_t available_bytes = params_.available_bytes;
-    if (counts_here()) {
+    if (counts_choices(params_)) {
       chunk_sums_.add_up(row()->counts());
       finish_counts(&status, &needed_bytes, &available_bytes);
     }
@@ -206,7 +215,7 @@ class ExchangeBlock {
       *status = static_cast<int32_t>(RowStatus::kBadExpert);
       *needed_bytes = static_cast<uint64_t>(first_wrong);
       *available_bytes =
-          static_cast<uint64_t>(device::load_constant(params_.choices.topk_idx + first_wrong));
+          static_cast<uint64_t>(device::load_constant(params_.choices.asked_idx + first_wrong));
     } else {
       const auto rank_idx = static_cast<int>(first_wrong - kFirstRank);
       *status = static_cast<int32_t>(RowStatus::kFailedRank);

@@ -21,20 +21,12 @@ MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
   }
 }
 
-/// The end of moving rows; all threads of all blocks of the kernel call it.
-///
-/// Every thread waits for its bulk stores, the blocks count themselves, and the last of them raises
-/// the done flags: this rank needs nothing more of its peers' windows in this operation.
-/// @param scratch  shared, a word per warp and at least two
-/// @param release  release(epoch), by all threads of the last block: raises the done flags; false
-///   where the operation ends without
-/// @return the same on all threads of a block: true in the one that has raised them.
-template <typename Release>
-MOE_DEVICE bool finish_rows(const Buffer& buffer,
-                            const Tables& tables,
-                            int32_t* scratch,
-                            const Release& release) {
-  device::await_bulk_stores<0>();
+/// Counts the blocks of a kernel as they come here; all threads of all blocks call it once. Kernels
+/// of a buffer whose blocks are counted run one after another.
+/// @param scratch  shared, a word
+/// @return the same on all threads of a block: true in the last one, which may read what the others
+///   have written.
+MOE_DEVICE bool is_last_block(const Buffer& buffer, int32_t* scratch) {
   device::sync_block();
   // Where one thread counts, the others learn of it through shared memory.
   if (device::thread_idx() == 0) {
@@ -50,7 +42,24 @@ MOE_DEVICE bool finish_rows(const Buffer& buffer,
   device::sync_block();
   const bool is_last = device::load(scratch) != 0;
   device::sync_block();
-  if (!is_last)
+  return is_last;
+}
+
+/// The end of moving rows; all threads of all blocks of the kernel call it.
+///
+/// Every thread waits for its bulk stores, the blocks count themselves, and the last of them raises
+/// the done flags: this rank needs nothing more of its peers' windows in this operation.
+/// @param scratch  shared, a word per warp and at least two
+/// @param release  release(epoch), by all threads of the last block: raises the done flags; false
+///   where the operation ends without
+/// @return the same on all threads of a block: true in the one that has raised them.
+template <typename Release>
+MOE_DEVICE bool finish_rows(const Buffer& buffer,
+                            const Tables& tables,
+                            int32_t* scratch,
+                            const Release& release) {
+  device::await_bulk_stores<0>();
+  if (!is_last_block(buffer, scratch))
     return false;
   if (release(device::load(tables.epoch)))
     return true;

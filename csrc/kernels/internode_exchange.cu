@@ -19,7 +19,7 @@ struct InternodeOffersParams {
   Rails rails;
 };
 
-// Grid: one block; its warps share the remote nodes.
+// Grid: blocks that count; the warps of the last one share the remote nodes.
 // Protocol: this rank's row is put along the rail, body and flag in one put, and stored to the
 // ranks
 //   of the node. Nothing before that waits for a rank of another node, so every row is on its way
@@ -31,7 +31,9 @@ struct InternodeOffersParams {
 //   by its own hand from the rail region, and that of rank 2 from rank 0.
 MOE_KERNEL void internode_exchange(InternodeExchangeParams params) {
   const RailPeers peers(params.operation.buffer, params.rails);
-  ExchangeBlock<RailPeers>(params.operation, peers).run();
+  ExchangeBlock<RailPeers> block(params.operation, peers);
+  if (block.count())
+    block.run();
 }
 
 MOE_KERNEL void internode_offers(InternodeOffersParams params) {
@@ -46,7 +48,7 @@ void launch_internode_exchange(const device::Launch& launch,
                                const Rails& rails) {
   device::Launch shape = launch;
   shape.num_threads = num_threads_of(launch.num_threads);
-  shape.num_blocks = 1;
+  shape.num_blocks = num_exchange_blocks(launch.num_blocks, params);
   shape.shared_bytes = exchange_shared_bytes(params.buffer.num_ranks, params.buffer.num_experts);
   device::launch(internode_exchange, shape, InternodeExchangeParams{params, rails});
 }

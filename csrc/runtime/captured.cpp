@@ -121,7 +121,7 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
     capture.keep(params.plan);
     outcome.plan = params.plan;
   } else {
-    launches.count_choices(
+    launches.make_plan(
         [&](int64_t bytes) { return capture.keep(endpoint.device().allocate(bytes)).get(); });
     launches.foresee_plan();
     launches.made_plan()->hash = endpoint.num_kept();  // ranks capture alike

@@ -39,7 +39,7 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
   }
 
   void count_choices() {
-    launches_.count_choices([this](int64_t bytes) { return endpoint_.scratch(bytes); });
+    launches_.make_plan([this](int64_t bytes) { return endpoint_.scratch(bytes); });
     reject_if(launches_.find_shortage());
   }
 

@@ -25,6 +25,7 @@ using layout::Row;
 using layout::Workspace;
 
 constexpr int kDefaultTokensPerChunk = 64;
+constexpr int kBlocksPerSm = 4;  ///< that count
 // What is made room for where the configuration leaves it open.
 constexpr int64_t kUsualTokens = 4096;
 constexpr int64_t kUsualTopk = 8;
@@ -319,10 +320,12 @@ device::Launch DeviceEndpoint::launch(int num_blocks, int usual_threads) const {
 }
 
 void DeviceEndpoint::launch_exchange(const kernels::ExchangeParams& params) const {
+  // Blocks take chunks in turn: more of them than run at a time only cost.
+  const device::Launch shape = launch(kBlocksPerSm * device_->num_sms());
   if (internode_ == nullptr)
-    kernels::launch_exchange(launch(1), params);
+    kernels::launch_exchange(shape, params);
   else
-    internode_->kernels().exchange(launch(1), params, internode_->rails());
+    internode_->kernels().exchange(shape, params, internode_->rails());
 }
 
 void DeviceEndpoint::launch_offers(const kernels::OffersParams& params) const {

@@ -19,14 +19,13 @@ kernels::Choices DispatchLaunches::shape_choices() const {
   return choices;
 }
 
-void DispatchLaunches::begin_counting() {
+void DispatchLaunches::allocate_plan() {
   made_plan_ = DevicePlan::allocate(
       endpoint_, arrangement_.layout, params_.num_tokens, params_.num_topk, contents_);
   tables_ = DispatchTables::allocate(endpoint_, made_plan_->device_counts, contents_);
   slots_ = made_plan_->slots;
-  endpoint_.stream().copy(
-      made_plan_->topk_idx, params_.topk_idx, params_.num_tokens * params_.num_topk * int64_t{8});
   choices_ = shape_choices();
+  choices_.asked_idx = params_.topk_idx;
   choices_.topk_idx = made_plan_->topk_idx;
   cut_chunks(endpoint_, &choices_);
 }
@@ -71,14 +70,6 @@ int64_t DispatchLaunches::lay_chunks(std::byte* memory, int num_totals, kernels:
   choices->place_in_chunk = carver.take<int32_t>(choices->num_tokens * int64_t{choices->num_slots});
   choices->bad_choice = carver.take<int64_t>(choices->num_chunks);
   return carver.bytes();
-}
-
-void DispatchLaunches::end_counting() {
-  if (choices_.num_chunks == 0)
-    return;
-  // Blocks take chunks in turn: more of them than run at a time only cost.
-  const int num_blocks = std::min(choices_.num_chunks, kBlocksPerSm * endpoint_.device().num_sms());
-  kernels::launch_count(endpoint_.launch(num_blocks), endpoint_.buffer(), choices_);
 }
 
 void DispatchLaunches::take_plan(const DevicePlan& plan) {

@@ -20,14 +20,13 @@ class DispatchLaunches {
                    Contents contents)
       : endpoint_(endpoint), params_(params), arrangement_(arrangement), contents_(contents) {}
 
-  /// Uncached: launches the counting of this rank's choices, from a copy that the plan keeps.
+  /// Uncached: memory for what the exchange counts.
   /// @param allocate  Of so many bytes, device memory for counting that outlives the kernels.
   template <typename Allocate>
-  void count_choices(const Allocate& allocate) {
-    begin_counting();
+  void make_plan(const Allocate& allocate) {
+    allocate_plan();
     const int num_totals = endpoint_.config().num_experts + endpoint_.num_ranks();
     lay_chunks(allocate(lay_chunks(nullptr, num_totals, &choices_)), num_totals, &choices_);
-    end_counting();
   }
   /// Cached: rows go where @p plan says.
   void take_plan(const DevicePlan& plan);
@@ -55,15 +54,13 @@ class DispatchLaunches {
 
  private:
   static constexpr int64_t kMostChunks = 512;
-  static constexpr int kBlocksPerSm = 4;  ///< that count
 
   static void cut_chunks(const DeviceEndpoint& endpoint, kernels::Choices* choices);
   kernels::Choices shape_choices() const;
   kernels::DispatchParams kernel_params() const;
-  void begin_counting();
+  void allocate_plan();
   /// @param num_totals  Counts of a chunk.
   static int64_t lay_chunks(std::byte* memory, int num_totals, kernels::Choices* choices);
-  void end_counting();
 
   DeviceEndpoint& endpoint_;
   const host::DispatchParams& params_;

@@ -396,7 +396,7 @@ class Rig {
     expected_slots_.push_back(std::move(slots));
   }
 
-  /// What launch_count and the exchange leave.
+  /// What the exchange leaves.
   void count_chunks(int rank_idx,
                     kernels::Choices* choices,
                     std::vector<int32_t>* chunk_counts,

@@ -40,17 +40,17 @@ DEADLOCKS = {
     "deadlock_by_a_foreign_kernel": "the first launch of foreign waits for ExchangeParams",
     "deadlock_by_an_allocation": "cudaMalloc waits for ExchangeParams",
     "deadlock_by_kernels_that_are_not_loaded": (
-        "the first launch of CountParams waits for ExchangeParams"
+        "the first launch of ExchangeParams waits for ExchangeParams"
     ),
     "deadlock_by_pageable_memory": ("cudaMemcpyAsync of pageable memory waits for ExchangeParams"),
 }
 # Most calls of an operation that put work into a stream or ask about it: launches, copies, records of
 # events and waits for them. What the driver is asked about the host's own state comes on top.
 BUDGET = {
-    "dispatch": 9,
+    "dispatch": 7,
     "combine": 6,
     "cached_dispatch": 7,
-    "dispatch_low_latency": 9,
+    "dispatch_low_latency": 7,
     "combine_low_latency": 6,
     "cached_dispatch_low_latency": 7,
     "replay": 1,  # the caller's own

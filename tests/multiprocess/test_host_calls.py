@@ -26,9 +26,9 @@ NOTHING = {
     "launches": 0,
     "copies": 0,
 }
-# Counting, the exchange of rows, sending, receiving; the copy of the choices; plan and tables.
-DISPATCH = {**NOTHING, "unset_allocations": 2, "launches": 4, "copies": 1}
-# No counting: the choices are in the plan.
+# The exchange of rows, which counts, sending, receiving; plan and tables.
+DISPATCH = {**NOTHING, "unset_allocations": 2, "launches": 3}
+# The choices are in the plan, which is there.
 CACHED_DISPATCH = {**NOTHING, "unset_allocations": 1, "launches": 3}
 # The exchange of rows and the sums, which lie in a window.
 COMBINE = {**NOTHING, "launches": 2}

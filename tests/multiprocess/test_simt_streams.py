@@ -87,12 +87,12 @@ def _dispatch(buffer: EpBuffer, inputs: Inputs, layout: Layout) -> DispatchResul
 
 
 @contextlib.contextmanager
-def _launched(buffer: EpBuffer) -> Iterator[None]:
-    """Until an asynchronous operation has launched its exchange, and could have run as far as it gets."""
+def _launched(buffer: EpBuffer, num_kernels: int = 1) -> Iterator[None]:
+    """Until an asynchronous operation has launched so many kernels, and could have run as far as it gets."""
     backend: Any = buffer._backend
     before = backend._endpoint.device_calls()["launches"]
     yield
-    while backend._endpoint.device_calls()["launches"] < before + 2:
+    while backend._endpoint.device_calls()["launches"] < before + num_kernels:
         time.sleep(0.001)
     time.sleep(0.01)
 
@@ -138,13 +138,13 @@ def _sends_ahead(context: RankContext) -> None:
         backend: Any = buffer._backend
         endpoint = backend._endpoint
 
-        def launches(seed: int, num_tokens: int) -> tuple[int, int]:
-            """Before rows have come, and in all; `num_tokens` of this rank."""
+        def launches(seed: int, num_tokens: int, num_ahead: int) -> tuple[int, int]:
+            """Before rows have come, `num_ahead` at least, and in all; `num_tokens` of this rank."""
             inputs = Inputs(context.rank_idx, seed)
             before = endpoint.device_calls()["launches"]
             gate = Gate(stream)
             inputs.write(stream)
-            with _launched(buffer):
+            with _launched(buffer, num_ahead):
                 result = buffer.dispatch(
                     inputs.x[:num_tokens], inputs.topk_idx[:num_tokens], async_op=True
                 )
@@ -158,12 +158,12 @@ def _sends_ahead(context: RankContext) -> None:
             assert torch.equal(sums, wanted)
             return ahead, total
 
-        # Count, exchange; then second offers, as no rank has a window, rows, receive.
-        assert launches(0, 1) == (2, 5)
+        # The exchange; then second offers, as no rank has a window, rows, receive.
+        assert launches(0, 1, 1) == (1, 4)
         # Rows go to the window of the size that was needed before: too small, and they are sent again.
-        assert launches(1, NUM_TOKENS) == (3, 6)
-        # Count, exchange, rows; receive.
-        assert launches(1, NUM_TOKENS) == (3, 4)
+        assert launches(1, NUM_TOKENS, 2) == (2, 5)
+        # The exchange, rows; receive.
+        assert launches(1, NUM_TOKENS, 2) == (2, 3)
         buffer.destroy()
 
 

@@ -229,7 +229,8 @@ ExchangeMemory ExchangeWorld::prepare(const ExchangeCase& expected, int rank_idx
                 "kept_counts");
 
   kernels::Choices& choices = params.choices;
-  choices.topk_idx = copy_of(input.topk_idx, rank_idx, "topk_idx");
+  choices.asked_idx = copy_of(input.topk_idx, rank_idx, "topk_idx");
+  device_memory(choices.topk_idx, static_cast<int64_t>(input.topk_idx.size()), "copy of topk_idx");
   choices.num_tokens = input.num_tokens;
   choices.num_topk = input.num_topk;
   choices.num_slots = static_cast<int32_t>(
@@ -294,10 +295,7 @@ void ExchangeWorld::launch(const ExchangeCase& expected,
   move_shape.shared_bytes = kScratchBytes + 8 * kWordsPerMail * 32;
   if (!expected.is_dispatch())
     device::launch(write_letter, move_shape, move);
-  if (expected.is_counted() && params.status == static_cast<int32_t>(RowStatus::kOk)) {
-    shape.num_blocks = params.choices.num_chunks > 2 ? params.choices.num_chunks - 1 : 1;
-    kernels::launch_count(shape, params.buffer, params.choices);
-  }
+  shape.num_blocks = params.choices.num_chunks > 2 ? params.choices.num_chunks - 1 : 1;
   kernels::launch_exchange(shape, params);
   if (expected.has_host_read) {
     await_host_read(rank_idx, memory.host_read, params.ticket, memory.epoch, expected.first_status);

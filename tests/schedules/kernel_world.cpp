@@ -216,11 +216,20 @@ layout::OperationArguments KernelWorld::arguments(layout::Operation operation,
   return arguments;
 }
 
+int64_t* KernelWorld::unwritten_choices(int rank_idx, const RankInputs& inputs) {
+  return unwritten<int64_t>(rank_idx,
+                            Ownership::kDevice,
+                            "kept choices",
+                            std::max<int64_t>(1, inputs.num_tokens * shape_.num_topk));
+}
+
 kernels::Choices KernelWorld::choices_of(int rank_idx,
                                          const RankInputs& inputs,
-                                         const int64_t* topk_idx) {
+                                         const int64_t* asked_idx,
+                                         int64_t* topk_idx) {
   const Rank& own = rank(rank_idx);
   kernels::Choices choices;
+  choices.asked_idx = asked_idx;
   choices.topk_idx = topk_idx;
   choices.num_tokens = inputs.num_tokens;
   choices.num_topk = shape_.num_topk;
@@ -320,19 +329,16 @@ KernelWorld::Sent KernelWorld::send(int rank_idx, const Step& step) {
   Rank& own = rank(rank_idx);
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const Inputs place = put_inputs(rank_idx, inputs);
-  const kernels::Choices choices = choices_of(rank_idx, inputs, place.topk_idx);
   Sent sent;
   sent.segment_idx = own.num_dispatched++ % kNumWindows;
   Handle& handle = sent.handle;
-  handle.topk_idx = place.topk_idx;
+  handle.topk_idx = unwritten_choices(rank_idx, inputs);
+  const kernels::Choices choices = choices_of(rank_idx, inputs, place.topk_idx, handle.topk_idx);
   handle.slots = unwritten<int64_t>(rank_idx,
                                     Ownership::kDevice,
                                     "slots",
                                     std::max<int64_t>(1, inputs.num_tokens * choices.num_slots));
   handle.kept = put(rank_idx, Ownership::kDevice, "kept counts", step.kept.counts);
-  kernels::launch_count(shape_of(rank_idx, std::min(shape_.num_blocks, int{choices.num_chunks})),
-                        own.buffer,
-                        choices);
   const auto params =
       dispatch_exchange(rank_idx, inputs, choices, place, offer_of(rank_idx, sent.segment_idx));
   launch_exchange(rank_idx, params);
@@ -345,7 +351,7 @@ void KernelWorld::dispatch_cached(int rank_idx, const Step& cached, const Handle
   Rank& own = rank(rank_idx);
   const RankInputs& inputs = cached.inputs[static_cast<size_t>(rank_idx)];
   const Inputs place = put_inputs(rank_idx, inputs);
-  kernels::Choices choices = choices_of(rank_idx, inputs, handle.topk_idx);
+  kernels::Choices choices = choices_of(rank_idx, inputs, nullptr, handle.topk_idx);
   choices.chunk_counts = nullptr;
   choices.place_in_chunk = nullptr;
   choices.bad_choice = nullptr;
@@ -500,7 +506,8 @@ void KernelWorld::dispatch_by_host(
   Rank& own = rank(rank_idx);
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const Inputs place = put_inputs(rank_idx, inputs);
-  const kernels::Choices choices = choices_of(rank_idx, inputs, place.topk_idx);
+  const kernels::Choices choices =
+      choices_of(rank_idx, inputs, place.topk_idx, unwritten_choices(rank_idx, inputs));
   const int64_t stride = layout::Row::stride(shape_.num_ranks, shape_.num_experts);
   if (own.host_read == nullptr)
     own.host_read = zeros<std::byte>(rank_idx,
@@ -520,9 +527,6 @@ void KernelWorld::dispatch_by_host(
                          Ownership::kDevice,
                          "slots",
                          std::max<int64_t>(1, inputs.num_tokens * choices.num_slots));
-  kernels::launch_count(shape_of(rank_idx, std::min(shape_.num_blocks, int{choices.num_chunks})),
-                        own.buffer,
-                        choices);
   auto exchange = dispatch_exchange(
       rank_idx, inputs, choices, place, offer_of(rank_idx, segment_idx, first_bytes));
   exchange.host_read = host_read;

@@ -47,9 +47,9 @@ class KernelWorld {
 
   /// Where one dispatch went, on one rank.
   struct Handle {
-    int64_t* slots = nullptr;           ///< device
-    const int64_t* topk_idx = nullptr;  ///< device
-    const int32_t* kept = nullptr;      ///< device
+    int64_t* slots = nullptr;       ///< device
+    int64_t* topk_idx = nullptr;    ///< device
+    const int32_t* kept = nullptr;  ///< device
   };
 
   /// Puts the four kernels of a dispatch into the stream of a rank, and the checks behind them.
@@ -180,7 +180,12 @@ class KernelWorld {
   device::Launch shape_of(int rank_idx, int num_blocks);
   Inputs put_inputs(int rank_idx, const RankInputs& inputs);
   layout::OperationArguments arguments(layout::Operation operation, bool with_weights) const;
-  kernels::Choices choices_of(int rank_idx, const RankInputs& inputs, const int64_t* topk_idx);
+  /// Where counting copies the choices to.
+  int64_t* unwritten_choices(int rank_idx, const RankInputs& inputs);
+  kernels::Choices choices_of(int rank_idx,
+                              const RankInputs& inputs,
+                              const int64_t* asked_idx,
+                              int64_t* topk_idx);
   kernels::ExchangeParams dispatch_exchange(int rank_idx,
                                             const RankInputs& inputs,
                                             const kernels::Choices& choices,

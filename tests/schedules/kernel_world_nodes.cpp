@@ -62,9 +62,10 @@ void KernelWorld::make_rails() {
 
 void KernelWorld::launch_exchange(int rank_idx, const kernels::ExchangeParams& params) {
   if (has_nodes())
-    kernels::launch_internode_exchange(shape_of(rank_idx, 1), params, rank(rank_idx).rails);
+    kernels::launch_internode_exchange(
+        shape_of(rank_idx, shape_.num_blocks), params, rank(rank_idx).rails);
   else
-    kernels::launch_exchange(shape_of(rank_idx, 1), params);
+    kernels::launch_exchange(shape_of(rank_idx, shape_.num_blocks), params);
 }
 
 /// docs/emulator.md has the formulas.
