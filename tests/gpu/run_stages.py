@@ -3,8 +3,9 @@
 Called again with the same sources, it goes on behind the stages that have passed, as the results say: on another
 machine too, which only builds again. Needs nothing but the environment of `make build`, or any Python that
 has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and ninja, and, for a stage that uses
-it, MPS or compute-sanitizer. Stages come in the order of what they tell: a machine that is there for ten
-minutes is used well.
+it, MPS, compute-sanitizer, DeepEP or further GPUs. Stages come in the order of what they tell: a machine that
+is there for ten minutes is used well. A stage sees as many GPUs as it is for, and one that needs more than
+there are is recorded as not run.
 
     python tests/gpu/run_stages.py [--fresh] [--stages build,captured] [--time-limit 560]
                                    [--results gpu.json] [--state earlier.json] [--list]
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -40,12 +42,17 @@ LEAST_S = 20.0  # a stage that has less is not begun
 # What decides what stages find.
 SOURCES = ("CMakeLists.txt", "setup.py", "cmake", "csrc", "moe_comm", "tests/gpu", "tests/helpers")
 SOURCE_SUFFIXES = {".py", ".txt", ".cmake", ".map", ".h", ".cuh", ".cu", ".cpp"}
+FP8 = ("--quantization", "fp8_block128")
 LOW_LATENCY = ("--layout", "low-latency", "--operations", "dispatch+combine")
 OUTPUT_TAIL = 8000
 QUERY = (
     "name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
 )
 CUDA_PROGRAMS = Path("/usr/local/cuda/bin")  # where a PATH does without them
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_DEEP_EP = 4  # exit status of deep_ep_times.py
+PROGRAMS = ("nvcc", "compute-sanitizer", "nvidia-cuda-mps-control", "cmake", "ninja")
+MODULES = ("torch", "numpy", "typer", "rich", "pytest", "setuptools", "pybind11", "deep_ep")
 MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 # Ranks that are threads share a context: a kernel of torch's that is loaded by its first launch may wait
@@ -76,11 +83,13 @@ class Stage:
         name: For the results.
         run: Returns what to record; raises NotRunError, or CalledProcessError when it failed.
         makes: The module that it builds: where that is missing, it is run again.
+        num_gpus: That it sees.
     """
 
     name: str
     run: Callable[[], dict[str, Any]]
     makes: str | None = None
+    num_gpus: int = 1
 
     def is_here(self) -> bool:
         """Whether what it makes lies in this checkout."""
@@ -103,6 +112,40 @@ def gpu_facts() -> dict[str, str] | None:
     return dict(zip(QUERY.split(","), values, strict=True))
 
 
+def gpu_names() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name: every GPU that this program was given."""
+    given = os.environ.get(VISIBLE)  # noqa: TID251
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    done = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
+    )
+    # A line for each, and below it one for each of its MIG instances.
+    num_gpus = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return [str(gpu_idx) for gpu_idx in range(num_gpus)]
+
+
+def what_is_missing() -> str | None:
+    """Why nothing can run, and what else stages would miss; None with a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        problem = "nvidia-smi, of NVIDIA's driver, is not in PATH"
+    elif gpu_facts() is None:
+        problem = "nvidia-smi shows no GPU"
+    elif not gpu_names():
+        problem = f"{VISIBLE} names no GPU"
+    else:
+        return None
+    path = os.pathsep.join(
+        (str(Path(sys.executable).parent), os.environ.get("PATH", ""), str(CUDA_PROGRAMS))  # noqa: TID251
+    )
+    absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    absent += [name for name in MODULES if importlib.util.find_spec(name) is None]
+    also = f"; also missing: {', '.join(absent)}" if absent else ""
+    return f"there is no GPU on this machine ({problem}); nothing was run{also}"
+
+
 def with_environment(words: Sequence[str], environment: dict[str, str]) -> list[str]:
     """The command with some variables set for it."""
     return ["env", *(f"{name}={value}" for name, value in environment.items()), *words]
@@ -119,10 +162,17 @@ class Clock:
         return min(LIMIT_S, cls.deadline - time.monotonic())
 
 
+class Shown:
+    """The GPUs that the stage which runs may use, as CUDA_VISIBLE_DEVICES names them."""
+
+    names: tuple[str, ...] = ()
+
+
 def command(*words: str, stage_limit_s: float = LIMIT_S, **environment: str) -> dict[str, Any]:
     """Run one within the limit of a stage; its output goes to this terminal as it comes."""
     start = time.monotonic()
     limit_s = min(stage_limit_s, Clock.left_s())
+    environment = {VISIBLE: ",".join(Shown.names), **environment}
     process = subprocess.Popen(
         [*IN_PATH, str(Path(sys.executable).parent), *with_environment(words, environment)],
         cwd=ROOT,
@@ -184,8 +234,14 @@ def mps() -> Iterator[dict[str, str]]:
         environment = {MPS_PIPE: f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for path in environment.values():
             Path(path).mkdir()
+        # It serves all GPUs: those that it was given alone, its clients would number anew.
         started = subprocess.run(
-            with_environment(["nvidia-cuda-mps-control", "-d"], environment),
+            [
+                "env",
+                "-u",
+                VISIBLE,
+                *with_environment(["nvidia-cuda-mps-control", "-d"], environment),
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -258,7 +314,53 @@ def kernel_times(num_ranks: int, num_tokens: int, *options: str) -> Callable[[],
     def run() -> dict[str, Any]:
         program = (sys.executable, "tests/gpu/kernel_times.py", *sizes, *options)
         found = command(*program, stage_limit_s=180.0, **CONNECTIONS, **EAGER)
-        return {**found, "times": json.loads(found["output"].strip().splitlines()[-1])}
+        times = last_document(found)
+        check_spread(times["devices"])
+        return {**found, "times": times}
+
+    return run
+
+
+def last_document(found: dict[str, Any]) -> dict[str, Any]:
+    """The JSON document that a program has printed last."""
+    document: dict[str, Any] = json.loads(found["output"].strip().splitlines()[-1])
+    return document
+
+
+def check_spread(devices: Sequence[object]) -> None:
+    """Whether ranks were on as many GPUs as the stage is for.
+
+    Args:
+        devices: Of every rank, as it names its GPU.
+
+    Raises:
+        CalledProcessError: They were not: what was measured is something else.
+    """
+    expected = min(len(devices), len(Shown.names))
+    if len(set(devices)) != expected:
+        text = f"{len(devices)} ranks on {expected} GPUs were on {list(devices)}"
+        raise subprocess.CalledProcessError(1, ["check_spread"], text)
+
+
+def deep_ep(num_ranks: int, num_tokens: int, *options: str) -> Callable[[], dict[str, Any]]:
+    """DeepEP and this package in turns in the same processes, where it is installed."""
+
+    def run() -> dict[str, Any]:
+        sizes = ("--ranks", str(num_ranks), "--tokens", str(num_tokens))
+        with contextlib.ExitStack() as stack:
+            daemon = stack.enter_context(mps()) if num_ranks > len(Shown.names) else {}
+            try:
+                found = command(
+                    *(sys.executable, "tests/gpu/deep_ep_times.py", *sizes, *options),
+                    stage_limit_s=240.0,
+                    **daemon,
+                    **CONNECTIONS,
+                )
+            except subprocess.CalledProcessError as error:
+                if error.returncode != NO_DEEP_EP:
+                    raise
+                raise NotRunError(str(error.output).strip().splitlines()[-1]) from error
+        return {**found, "times": last_document(found)}
 
     return run
 
@@ -277,7 +379,7 @@ def in_mode(words: Sequence[str], mode: str, environment: dict[str, str]) -> dic
 
 
 def conformance(num_ranks: tuple[int, ...], mode: str) -> Callable[[], dict[str, Any]]:
-    """Cases of these numbers of ranks on the one GPU."""
+    """Cases of these numbers of ranks, on the GPUs of the stage in turn."""
     selected = " or ".join(f"ranks{number}-" for number in num_ranks)
     kind = "processes" if mode == "mps" else mode
     words = ("tests/gpu/test_conformance.py::test_case", "-k", f"({selected}) and {kind}")
@@ -331,22 +433,29 @@ def nodes(layout: str, *, with_mps: bool = False) -> Callable[[], dict[str, Any]
     return run
 
 
-def captured() -> dict[str, Any]:
-    return pytest(["tests/gpu/test_captured.py"], CONNECTIONS)
+def captured(*words: str) -> Callable[[], dict[str, Any]]:
+    return lambda: pytest(["tests/gpu/test_captured.py", *words], CONNECTIONS)
+
+
+def topology() -> dict[str, Any]:
+    """What joins the GPUs."""
+    return command("nvidia-smi", "topo", "--matrix")
 
 
 def bench(
     num_ranks: int, num_tokens: int, *options: str, mode: str = "threads"
 ) -> Callable[[], dict[str, Any]]:
-    """Dispatch and combine of rows of 7168 elements between ranks on the GPU.
+    """Dispatch and combine of rows of 7168 elements between ranks, on the GPUs of the stage in turn.
 
-    Several processes run side by side under MPS alone; without it they take turns, which says nothing
-    about speed. Threads of one process run side by side everywhere.
+    Several processes on one GPU run side by side under MPS alone; without it they take turns, which
+    says nothing about speed. Threads of one process run side by side everywhere.
     """
 
     def run() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            environment = stack.enter_context(mps()) if mode == "processes" else EAGER
+            environment = EAGER if mode == "threads" else {}
+            if mode == "processes" and num_ranks > len(Shown.names):
+                environment = stack.enter_context(mps())
             path = Path(folder) / "bench.json"
             found = command(
                 *(sys.executable, "-c", "from moe_comm.cli import main; main()"),
@@ -357,7 +466,9 @@ def bench(
                 **environment,
                 **CONNECTIONS,
             )
-            return {**found, "bench": json.loads(path.read_text(encoding="utf-8"))}
+            document = json.loads(path.read_text(encoding="utf-8"))
+            check_spread(document["environment"]["devices"])
+            return {**found, "bench": document}
 
     return run
 
@@ -380,6 +491,26 @@ def sanitizer(tool: str, num_ranks: int, mode: str = "threads") -> Callable[[], 
     return run
 
 
+def across_gpus(num_gpus: int) -> list[Stage]:
+    """What tells of ranks on so many GPUs, one rank on each."""
+    names_and_runs = {
+        "bench": bench(num_gpus, 4096, mode="processes"),
+        "bench-low-latency": bench(num_gpus, 128, *LOW_LATENCY, mode="processes"),
+        "kernels": kernel_times(num_gpus, 4096),
+        "kernels-low-latency": kernel_times(num_gpus, 128, "--layout", "low-latency"),
+        "bench-fp8": bench(num_gpus, 4096, *FP8, mode="processes"),
+        "deep-ep": deep_ep(num_gpus, 4096),
+        "deep-ep-low-latency": deep_ep(num_gpus, 128, "--layout", "low-latency"),
+        "conformance-processes": conformance((num_gpus,), "processes"),
+        "conformance-threads": conformance((num_gpus,), "threads"),
+        "bench-threads": bench(num_gpus, 4096),
+    }
+    return [
+        Stage(f"{name}-{num_gpus}-gpus", run, num_gpus=num_gpus)
+        for name, run in names_and_runs.items()
+    ]
+
+
 STAGES = [
     Stage("build", build, makes="_cuda"),
     Stage("probe", probe),
@@ -388,6 +519,11 @@ STAGES = [
     Stage("smoke-2-threads", smoke(*one_round(2, "threads", "--cases", "2"), **EAGER)),
     Stage("smoke-2-processes", smoke(*one_round(2, "processes", "--cases", "2"))),
     Stage("smoke-captured", smoke("-m", "pytest", "-q", "tests/gpu/test_captured.py", "-k", "[1]")),
+    Stage("topology", topology, num_gpus=2),
+    Stage("smoke-2-gpus-processes", smoke(*one_round(2, "processes", "--cases", "2")), num_gpus=2),
+    Stage(
+        "smoke-2-gpus-threads", smoke(*one_round(2, "threads", "--cases", "2"), **EAGER), num_gpus=2
+    ),
     Stage("bench-1-rank", bench(1, 4096)),
     Stage("kernels-1-rank", kernel_times(1, 4096)),
     # Decoding: dispatch + combine of 128 tokens is to take 60 us at most, captured 45 us.
@@ -395,13 +531,20 @@ STAGES = [
     Stage("kernels-1-rank-low-latency", kernel_times(1, 128, "--layout", "low-latency")),
     Stage("conformance-2-threads", conformance((1, 2), "threads")),
     Stage("bench-bf16", bench(4, 4096)),
-    Stage("bench-fp8", bench(4, 4096, "--quantization", "fp8_block128")),
+    Stage("bench-fp8", bench(4, 4096, *FP8)),
     Stage("bench-low-latency", bench(4, 128, *LOW_LATENCY)),
     Stage("kernels", kernel_times(4, 4096)),
     Stage("kernels-fp8", kernel_times(4, 4096, "--fp8")),
     Stage("kernels-low-latency", kernel_times(4, 128, "--layout", "low-latency")),
+    Stage("deep-ep", deep_ep(4, 4096)),
+    Stage("deep-ep-low-latency", deep_ep(4, 128, "--layout", "low-latency")),
+    *across_gpus(8),
+    *across_gpus(4),
+    *across_gpus(2),
+    Stage("captured-2-gpus", captured("-k", "[2]"), num_gpus=2),
+    Stage("checks-processes-2-gpus", checks("processes"), num_gpus=2),
     Stage("conformance-3-threads", conformance((3,), "threads")),
-    Stage("captured", captured),
+    Stage("captured", captured()),
     Stage("conformance-2-processes", conformance((1, 2), "processes")),
     Stage("memcheck-1", sanitizer("memcheck", 1)),
     Stage("memcheck-3", sanitizer("memcheck", 3)),
@@ -419,7 +562,7 @@ STAGES = [
     Stage("nodes-2x2-mps", nodes("2x2", with_mps=True)),
     Stage("bench-bf16-mps", bench(4, 4096, mode="processes")),
     Stage("bench-low-latency-mps", bench(4, 128, *LOW_LATENCY, mode="processes")),
-    Stage("bench-low-latency-fp8", bench(4, 128, *LOW_LATENCY, "--quantization", "fp8_block128")),
+    Stage("bench-low-latency-fp8", bench(4, 128, *LOW_LATENCY, *FP8)),
     Stage("conformance-2-mps", conformance((1, 2), "mps")),
     Stage("conformance-8-threads", conformance((6, 8), "threads")),
     Stage("conformance-8-processes", conformance((6, 8), "processes")),
@@ -471,11 +614,13 @@ def commit() -> str:
 
 def run_stage(stage: Stage) -> dict[str, Any]:
     """The record of a stage: its outcome, the card as it was, and what it found."""
-    record: dict[str, Any] = {
-        "gpu_before": gpu_facts(),
-        "commit": commit(),
-        "sources": sources_digest(),
-    }
+    names = gpu_names()
+    record: dict[str, Any] = {"commit": commit(), "sources": sources_digest()}
+    if len(names) < stage.num_gpus:
+        few = "1 GPU" if len(names) == 1 else f"{len(names)} GPUs"
+        return {**record, "outcome": "not run", "reason": f"{few}, it is for {stage.num_gpus}"}
+    Shown.names = tuple(names[: stage.num_gpus])
+    record |= {"gpu_before": gpu_facts(), "gpus": list(Shown.names)}
     try:
         record.update(stage.run(), outcome="passed")
     except NotRunError as reason:
@@ -516,14 +661,14 @@ def main() -> int:
     unknown = sorted(set(wanted) - set(names))
     if unknown:
         parser.error(f"no such stage: {', '.join(unknown)}; --list names them")
-    if gpu_facts() is None:
-        print(  # noqa: T201
-            "make gpu: there is no GPU on this machine (nvidia-smi shows none); nothing was run"
-        )
+    missing = what_is_missing()
+    if missing is not None:
+        print(f"make gpu: {missing}")  # noqa: T201
         return 2
     if options.time_limit > 0:
         Clock.deadline = time.monotonic() + options.time_limit
     sources = sources_digest()
+    gpus = gpu_names()
     results = read_json(options.results)
     if options.state is not None:
         results = {**read_json(options.state), **results}
@@ -535,6 +680,9 @@ def main() -> int:
         has_passed = former.get("outcome") == "passed" and former.get("sources") == sources
         if has_passed and stage.is_here() and not options.fresh:
             outcome_of[stage.name] = "passed"
+            continue
+        if len(gpus) < stage.num_gpus and former.get("sources") == sources:
+            outcome_of[stage.name] = former["outcome"]  # nothing can be found here
             continue
         if Clock.left_s() < LEAST_S:
             print(f"=== {stage.name} and those behind it: the time is over", flush=True)  # noqa: T201

@@ -30,7 +30,9 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, "run_stages", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(module, "what_is_missing", lambda: None)
     monkeypatch.setattr(module, "gpu_facts", lambda: {"name": "a GPU"})
+    monkeypatch.setattr(module, "gpu_names", lambda: ["0"])
     monkeypatch.setattr(module, "sources_digest", lambda: "one")
     return module
 
@@ -139,16 +141,40 @@ def test_a_stage_that_could_not_run_is_no_success(
     assert results_of(stages)["mps"]["reason"] == "no daemon"
 
 
+@pytest.mark.parametrize(
+    ("lacks", "reason"),
+    [
+        ("nvidia-smi", "nvidia-smi, of NVIDIA's driver, is not in PATH"),
+        ("gpu", "nvidia-smi shows no GPU"),
+        ("visible", "CUDA_VISIBLE_DEVICES names no GPU"),
+    ],
+)
 def test_without_a_gpu_nothing_is_run(
     stages: types.ModuleType,
     main: Main,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    lacks: str,
+    reason: str,
 ) -> None:
-    monkeypatch.setattr(stages, "gpu_facts", lambda: None)
-    assert main() == 2
-    assert "no GPU" in capsys.readouterr().out
-    assert not stages.RESULTS.exists()
+    monkeypatch.undo()
+    results = tmp_path / "results.json"
+    smi = tmp_path / "nvidia-smi"
+    if lacks != "nvidia-smi":
+        smi.write_text("#!/bin/sh\n" + ("exit 6\n" if lacks == "gpu" else "echo , , , , , , ,\n"))
+        smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if lacks == "visible":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(stages, "PROGRAMS", ("no-such-program",))
+    monkeypatch.setattr(stages, "MODULES", ("json", "no_such_module"))
+    monkeypatch.setattr(sys, "argv", ["run_stages.py", "--results", str(results)])
+    assert stages.main() == 2
+    told = capsys.readouterr().out
+    assert f"there is no GPU on this machine ({reason}); nothing was run" in told
+    assert "also missing: no-such-program, no_such_module\n" in told
+    assert not results.exists()
 
 
 def test_an_unknown_stage_is_named(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,3 +263,106 @@ def test_a_stage_that_fails_says_what_it_printed(
     assert (failed.value.returncode, failed.value.output) == (5, "why\n")
     with pytest.raises(subprocess.CalledProcessError, match="exit status 124"):
         stages.command(sys.executable, "-c", "import time; time.sleep(600)", stage_limit_s=1.0)
+
+
+def test_a_stage_sees_as_many_gpus_as_it_is_for(
+    stages: types.ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def shown() -> dict[str, Any]:
+        program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+        return dict(stages.command(sys.executable, "-c", program))
+
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    monkeypatch.setattr(
+        stages,
+        "STAGES",
+        [stages.Stage("one", shown), stages.Stage("two", shown, num_gpus=2)],
+    )
+    assert main() == 3
+    found = results_of(stages)
+    assert (found["one"]["outcome"], found["one"]["output"]) == ("passed", "0\n")
+    assert (found["two"]["outcome"], found["two"]["reason"]) == ("not run", "1 GPU, it is for 2")
+    monkeypatch.setattr(stages, "gpu_names", lambda: ["5", "GPU-ab", "7"])
+    assert main("--fresh") == 0
+    found = results_of(stages)
+    assert [found[name]["output"] for name in ("one", "two")] == ["5\n", "5,GPU-ab\n"]
+    # Back on the first machine: what the other one found stays.
+    monkeypatch.setattr(stages, "gpu_names", lambda: ["0"])
+    assert main("--fresh") == 0
+    assert results_of(stages)["two"]["output"] == "5,GPU-ab\n"
+
+
+def test_what_two_gpus_did_wrong_is_not_forgotten_on_one(
+    stages: types.ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> dict[str, Any]:
+        raise subprocess.CalledProcessError(9, ["tool"], output="why")
+
+    monkeypatch.setattr(stages, "STAGES", [stages.Stage("two", fails, num_gpus=2)])
+    monkeypatch.setattr(stages, "gpu_names", lambda: ["0", "1"])
+    assert main() == 1
+    monkeypatch.setattr(stages, "gpu_names", lambda: ["0"])
+    assert main() == 1
+    assert results_of(stages)["two"]["output"] == "why"
+    monkeypatch.setattr(stages, "sources_digest", lambda: "two")
+    assert main() == 3
+    assert results_of(stages)["two"]["outcome"] == "not run"
+
+
+def test_gpus_are_those_that_this_program_was_given(
+    stages: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.undo()
+    smi = tmp_path / "nvidia-smi"
+    lines = (
+        "GPU 0: NVIDIA H100 (UUID: GPU-1)",
+        "  MIG 1g.10gb Device 0: (UUID: MIG-1)",
+        "GPU 1: A",
+    )
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert stages.gpu_names() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5")
+    assert stages.gpu_names() == ["3", "GPU-5"]
+
+
+def test_ranks_on_too_few_gpus_fail(stages: types.ModuleType) -> None:
+    stages.Shown.names = ("0", "1")
+    stages.check_spread(["cuda:0", "cuda:1", "cuda:0"])
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        stages.check_spread(["cuda:0", "cuda:0", "cuda:0"])
+    assert "3 ranks on 2 GPUs were on ['cuda:0', 'cuda:0', 'cuda:0']" in failed.value.output
+
+
+def test_every_number_of_gpus_has_its_stages(stages: types.ModuleType) -> None:
+    by_number: dict[int, set[str]] = {}
+    for stage in stages.STAGES:
+        by_number.setdefault(stage.num_gpus, set()).add(stage.name)
+    names = [stage.name for stage in stages.STAGES]
+    assert len(set(names)) == len(names)
+    for num_gpus in (2, 4, 8):
+        assert {
+            f"{kind}-{num_gpus}-gpus"
+            for kind in (
+                "bench",
+                "bench-low-latency",
+                "kernels-low-latency",
+                "deep-ep",
+                "conformance-threads",
+                "conformance-processes",
+            )
+        } <= by_number[num_gpus]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="DeepEP is installed")
+def test_where_no_deep_ep_is_installed_its_stage_says_so(
+    stages: types.ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "gpu_names", lambda: ["0", "1"])
+    monkeypatch.setattr(
+        stages, "STAGES", [stages.Stage("deep-ep", stages.deep_ep(2, 16), num_gpus=2)]
+    )
+    assert main() == 3
+    assert "deep_ep is not installed" in results_of(stages)["deep-ep"]["reason"]

@@ -9,7 +9,14 @@ import torch
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
 from moe_comm.ep.config import Layout, default_expert_rank
 
-__all__ = ["RankTraffic", "combine_bytes", "copy_in_bytes", "dispatch_bytes", "rank_traffic"]
+__all__ = [
+    "RankTraffic",
+    "combine_bytes",
+    "copy_in_bytes",
+    "dispatch_bytes",
+    "num_rows_per_rank",
+    "rank_traffic",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
