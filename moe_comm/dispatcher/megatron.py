@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_comm.dispatcher.megatron_manager import MegatronManager, alignment_of
 from moe_comm.dispatcher.permuted import PendingCombine
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.peers.missed_calls import keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["MegatronManager", "MegatronTokenDispatcher", "SharedExperts", "alignment_of"]
@@ -54,7 +55,6 @@ class MegatronTokenDispatcher:
         pg_collection: Anything with the groups `ep`, `expt_tp` and `tp_ep`; the ranks of `tp_ep` are
             ordered by EP rank, then TP rank. None: the default group is `tp_ep`, without TP.
         quantization: Rows are quantized while they are written; gradients are not.
-        backend: As in `Communicator`.
 
     Raises:
         ValueError: Experts, ids and groups do not fit.
@@ -67,6 +67,7 @@ class MegatronTokenDispatcher:
         ```
     """
 
+    @keeps_unbound
     def __init__(
         self,
         num_local_experts: int,
@@ -75,7 +76,6 @@ class MegatronTokenDispatcher:
         pg_collection: Any = None,
         *,
         quantization: Quantization | None = None,
-        backend: str = "auto",
     ) -> None:
         self.config = config
         self.num_local_experts = num_local_experts
@@ -92,7 +92,6 @@ class MegatronTokenDispatcher:
             self.tp_size * config.moe_router_topk,
             config,
             quantization=quantization,
-            backend=backend,
         )
         num_folded = self.tp_size * config.num_moe_experts
         if self._comm_manager.num_experts != num_folded:

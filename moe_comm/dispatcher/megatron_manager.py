@@ -72,7 +72,6 @@ class MegatronManager:
             fit is dropped and reported in `over_budget`. The result has a fixed shape then. None: as
             many rows as arrive.
         quantization: Rows are quantized while they are written; gradients are not.
-        backend: As in `Communicator`.
 
     Attributes:
         num_experts: Over the ranks of the group.
@@ -105,7 +104,6 @@ class MegatronManager:
         expert_alignment: int = 1,
         rank_capacity_factor: float | None = None,
         quantization: Quantization | None = None,
-        backend: str = "auto",
     ) -> None:
 
         def check() -> None:
@@ -122,9 +120,9 @@ class MegatronManager:
                     raise ValueError("rank_capacity_factor needs router_topk, got None")
 
         # Held here: those of a bootstrap live as long as somebody holds them.
-        self._group_buffers = group_buffers(group, backend=backend)
+        self._group_buffers = group_buffers(group)
         self._buffer = self._group_buffers.get_together(
-            "MegatronManager", num_local_experts=num_local_experts, backend=backend, check=check
+            "MegatronManager", num_local_experts=num_local_experts, check=check
         )
         self.group = group
         self.num_local_experts = self._buffer.num_local_experts
@@ -150,6 +148,7 @@ class MegatronManager:
         self._zc_bwd_token_buf: torch.Tensor | None = None
 
     @classmethod
+    @missed_calls.keeps_unbound
     def from_config(
         cls,
         group: dist.ProcessGroup | Bootstrap | None,
@@ -158,7 +157,6 @@ class MegatronManager:
         config: Any,
         *,
         quantization: Quantization | None = None,
-        backend: str = "auto",
     ) -> MegatronManager:
         """A manager with the alignment and the budget of Megatron's configuration.
 
@@ -169,7 +167,6 @@ class MegatronManager:
             config: A `TransformerConfig`, or anything with some of its attributes. A capacity per
                 expert is applied by Megatron's router, whose map then has it in it.
             quantization: As in `MegatronManager`.
-            backend: As in `Communicator`.
         """
         return cls(
             group,
@@ -178,7 +175,6 @@ class MegatronManager:
             expert_alignment=alignment_of(config),
             rank_capacity_factor=getattr(config, "moe_expert_rank_capacity_factor", None),
             quantization=quantization,
-            backend=backend,
         )
 
     @property

@@ -64,14 +64,13 @@ class TokenDispatcher:
         num_experts: Over all ranks.
         group: Process group, bootstrap, or None for the default group; dispatchers of one group share a
             buffer.
-        buffer: To use instead, in place of `group`, `expert_rank` and `backend`; for `num_experts`.
+        buffer: To use instead, in place of `group` and `expert_rank`; for `num_experts`.
         expert_rank: The rank of every expert; see `EpConfig`.
         expert_alignment: Rows of every local expert are padded with zero rows to a multiple of this.
         quantization: Rows are quantized while they are written; gradients are not.
         capacity: Limits on the rows of this rank; see `Capacity`.
         weighted_by: Who multiplies an expert's output by its weight. "experts": dispatch brings `probs`
             along and the caller applies them. "combine": combine does, in float32.
-        backend: As in `Communicator`.
 
     Raises:
         ValueError: An argument of some rank is wrong, `num_experts` is not that of `buffer`, or ranks
@@ -98,7 +97,6 @@ class TokenDispatcher:
         quantization: Quantization | None = None,
         capacity: Capacity | None = None,
         weighted_by: Literal["experts", "combine"] = "experts",
-        backend: str = "auto",
     ) -> None:
 
         def check() -> None:
@@ -113,12 +111,11 @@ class TokenDispatcher:
         self._group_buffers = None
         if buffer is None:
             # Held here: those of a bootstrap live as long as somebody holds them.
-            self._group_buffers = group_buffers(group, backend=backend)
+            self._group_buffers = group_buffers(group)
             buffer = self._group_buffers.get_together(
                 "TokenDispatcher",
                 num_experts,
                 expert_rank=expert_rank,
-                backend=backend,
                 check=check,
             )
         else:

@@ -113,7 +113,6 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         quantization: Of dispatched rows; see also `set_quant_config`.
         is_extend_in_batch: Whether the batch holds prefill, which is not low-latency; for "auto". None
             for SGLang's own `get_is_extend_in_batch`.
-        backend: As in `Communicator`.
 
     Raises:
         ValueError: An argument breaks a rule above.
@@ -138,7 +137,6 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         expert_alignment: int = 1,
         quantization: Quantization | None = None,
         is_extend_in_batch: Callable[[], bool] | None = None,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
         mode = deepep_mode if isinstance(deepep_mode, str) else _value_of(deepep_mode)
@@ -178,7 +176,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         self.runner_backend = runner_backend
         self.expert_mask_gpu: torch.Tensor | None = None  # of kernels of AMD GPUs
         # Held here: those of a bootstrap live as long as somebody holds them.
-        self._group_buffers = group_buffers(group, backend=backend)
+        self._group_buffers = group_buffers(group)
         self._buffers: dict[bool, EpBuffer] = {}
         most_tokens: list[int | None] = [None]
         if mode != "normal":
@@ -191,7 +189,6 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
                 num_experts,
                 num_max_tokens_per_rank=most,
                 num_local_experts=num_local_experts,
-                backend=backend,
                 check=check,
             )
             self._buffers[most is not None] = buffer

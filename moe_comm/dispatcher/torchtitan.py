@@ -22,7 +22,7 @@ from moe_comm.ep.config import Capacity
 from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
-from moe_comm.peers.missed_calls import GATHER, keep_for_peers
+from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
 
 __all__ = ["DispatchMetadata", "TorchtitanTokenDispatcher"]
 
@@ -99,14 +99,14 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
                 and the counts are of padded rows. None: 1.
             hidden_dim: Checked against x where given.
             num_max_tokens_per_rank: Checked against x where given. Nothing is sized by it.
-            backend: As in `Communicator`.
         """
 
         non_blocking_capacity_factor: float | None = None
         pad_multiple: int | None = None
         hidden_dim: int | None = None
         num_max_tokens_per_rank: int | None = None
-        backend: str = "auto"
+
+    Config.__init__ = keeps_unbound(Config.__init__)  # type: ignore[method-assign]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -124,7 +124,6 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         self.pad_multiple: int = config.pad_multiple or 1
         self.hidden_dim: int | None = config.hidden_dim
         self.num_max_tokens_per_rank: int | None = config.num_max_tokens_per_rank
-        self.backend: str = config.backend
         self._group_buffers: GroupBuffers | None = None
         self._buffer: EpBuffer | None = None
 
@@ -147,10 +146,8 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         self._wire(group)
 
     def _wire(self, group: dist.ProcessGroup | Bootstrap | None) -> None:
-        self._group_buffers = group_buffers(group, backend=self.backend)
-        self._buffer = self._group_buffers.get_together(
-            type(self).__name__, self.num_experts, backend=self.backend
-        )
+        self._group_buffers = group_buffers(group)
+        self._buffer = self._group_buffers.get_together(type(self).__name__, self.num_experts)
 
     @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
     def dispatch(

@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moe_comm.arguments import check_kind, shown
+from moe_comm.arguments import check_kind
 from moe_comm.dispatcher.plain import TokenDispatcher
 from moe_comm.ep.autograd import QuantizedRows
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["TransformersExperts", "register"]
@@ -29,9 +30,8 @@ _NEEDED = "transformers 5.23 or later"
 _REGISTRY = "transformers.distributed.expert_parallel"
 
 
-def register(
-    name: str = "moe_comm", *, quantization: Quantization | None = None, backend: str = "auto"
-) -> None:
+@keeps_unbound
+def register(name: str = "moe_comm", *, quantization: Quantization | None = None) -> None:
     """Make `DistributedConfig(ep_implementation=name)` of transformers bring tokens to experts by moe_comm.
 
     Every rank calls it alike, before it loads the model. It may be called again, for other options or
@@ -41,15 +41,12 @@ def register(
         name: To choose it by.
         quantization: Tokens are quantized on their way to the experts; the experts' outputs and all
             gradients travel as they are. None: tokens do, too.
-        backend: As in `Communicator`.
 
     Raises:
         ImportError: There is no transformers, or one whose ways cannot be added to.
         TypeError: An argument is of a wrong type.
     """
-    for argument, value in (("name", name), ("backend", backend)):
-        if not isinstance(value, str):
-            raise TypeError(f"{argument} must be a string, got {shown(value)}")
+    check_kind("name", name, str)
     check_kind("quantization", quantization, Quantization, is_optional=True)
     expert_parallel = _expert_parallel()
 
@@ -58,13 +55,12 @@ def register(
 
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            self._experts = TransformersExperts(
+            self._experts: TransformersExperts = TransformersExperts(
                 self.experts_forward,
                 self.num_local_experts * ep_mesh.size(),
                 group=ep_mesh.get_group(),
                 tp_mesh=tp_mesh if tp_mesh.size() > 1 else None,
                 quantization=quantization,
-                backend=backend,
             )
 
         def __call__(self, *routed: torch.Tensor) -> torch.Tensor:
@@ -108,13 +104,13 @@ class TransformersExperts:
         tp_mesh: One-dimensional, the ranks that share the batch: it may be the group, contain it or be
             contained in it. None: no other rank has this one's batch.
         quantization: As in `register`.
-        backend: As in `Communicator`.
 
     Raises:
         ValueError: An argument of some rank is wrong, or those of two ranks differ; on every rank.
         TypeError: An argument of some rank is of a wrong type; on every rank.
     """
 
+    @keeps_unbound
     def __init__(
         self,
         experts_forward: Callable[..., torch.Tensor],
@@ -123,7 +119,6 @@ class TransformersExperts:
         group: dist.ProcessGroup | Bootstrap | None = None,
         tp_mesh: DeviceMesh | None = None,
         quantization: Quantization | None = None,
-        backend: str = "auto",
     ) -> None:
         self._experts_forward = experts_forward
         self._tp_mesh = tp_mesh
@@ -132,7 +127,6 @@ class TransformersExperts:
             group=group,
             quantization=quantization,
             weighted_by="combine",
-            backend=backend,
         )
 
     def __call__(

@@ -45,7 +45,6 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         dp_world_size: Data-parallel ranks; None likewise.
         tp_group: Kept for callers that look at it; None for vLLM's.
         ubatch_id: Names the current micro-batch; None for vLLM's own, or one micro-batch without vLLM.
-        backend: As in `Communicator`.
     """
 
     @keeps_unbound
@@ -58,16 +57,13 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         dp_world_size: int | None = None,
         tp_group: Any = None,
         ubatch_id: Callable[[], int] | None = None,
-        backend: str = "auto",
     ) -> None:
         is_store_group = _is_store_group(tcp_store_group)
         store_ranks = _StoreRanks(tcp_store_group) if is_store_group else None
         groups = parallel_groups() if isinstance(cpu_group, dist.ProcessGroup) else None
         # Which is a group of CPUs wherever vLLM runs; its groups of parallel ranks know the device.
-        device = None if groups is None or backend != "auto" else groups[0].device
-        self._group_buffers = group_buffers(
-            store_ranks or cpu_group, backend=backend, device=device
-        )
+        device = None if groups is None else groups[0].device
+        self._group_buffers = group_buffers(store_ranks or cpu_group, device=device)
         communicator = self._group_buffers.communicator
 
         def check() -> str:
@@ -81,7 +77,6 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
                 expected = f"rank {communicator.rank_idx} of {communicator.num_ranks}"
                 if found != expected:
                     raise ValueError(f"cpu_group says {found}, tcp_store_group {expected}")
-            self._group_buffers.check_backend(backend)
             if dp_world_size is not None:
                 as_int("dp_world_size", dp_world_size, 1, communicator.num_ranks)
             if dp_rank is not None:

@@ -15,9 +15,10 @@ from moe_comm.arguments import as_int, shown
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.buffer_manager import BufferManager
 from moe_comm.ep.config import EpConfig
-from moe_comm.peers.backend_choice import GPU_BACKENDS
-from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.agree import agree, first_line, raise_unequal
+from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for, group_behind
 from moe_comm.peers.communicator import Communicator
+from moe_comm.peers.missed_calls import keeps_unbound
 
 __all__ = ["Device", "GroupBuffers", "group_buffers", "is_alive", "let_go"]
 
@@ -45,28 +46,28 @@ atexit.register(let_go)
 class GroupBuffers:
     """The communicator of a group for a device, and its buffers, which take whatever each call brings.
 
-    Use `group_buffers` to share it with everybody else who works on the same group.
+    `group_buffers` makes it, and shares it with everybody else who works on the same group.
 
     Args:
-        group: Process group, bootstrap, or None; see `Communicator`.
-        backend: As in `Communicator`.
-        device: As in `group_buffers`.
+        group: Process group, bootstrap, or None.
+        communicator: Of that group.
+        is_given: Whether a caller made the communicator, and will destroy it.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | Bootstrap | None,
+        communicator: Communicator,
         *,
-        backend: str = "auto",
-        device: Device = None,
+        is_given: bool,
     ) -> None:
         self.group = group  # its id is in the key under which this object is found
-        self.communicator = Communicator(
-            group, _device_for(group, backend, device), backend=backend
-        )
-        self._key = (id(group), self.communicator.device.type)
-        self._manager = BufferManager(self.communicator)
-        self.is_adopted = False  # by an object of every rank, that has no buffer yet
+        self.communicator = communicator
+        self.is_given = is_given
+        self._key = (id(group), communicator.device.type)
+        self._manager = BufferManager(communicator)
+        # By an object of every rank, that has no buffer yet.
+        self.is_adopted = is_given
 
     def is_current(self) -> bool:
         """Whether `group_buffers` would find it again: it is neither destroyed nor let go."""
@@ -147,7 +148,6 @@ class GroupBuffers:
         *,
         num_max_tokens_per_rank: int | None = None,
         expert_rank: torch.Tensor | Sequence[int] | None = None,
-        backend: str = "auto",
         num_local_experts: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> EpBuffer:
@@ -158,7 +158,6 @@ class GroupBuffers:
             num_experts: As in `get`; None for `num_local_experts` on every rank.
             num_max_tokens_per_rank: As in `get`.
             expert_rank: As in `get`.
-            backend: As it was asked for.
             num_local_experts: Checked against the placement where both are given.
             check: Raises where another argument is wrong.
 
@@ -171,7 +170,6 @@ class GroupBuffers:
         def state() -> str:
             nonlocal config
             check()
-            self.check_backend(backend)
             if num_experts is not None:
                 num_all = num_experts
             elif num_local_experts is not None:
@@ -200,20 +198,15 @@ class GroupBuffers:
             _forget_unused(self.group, self)
             raise
 
-    def check_backend(self, backend: str) -> None:
-        """Raise a ValueError where another backend is asked for than these buffers have."""
-        had = self.communicator.backend
-        if not isinstance(backend, str) or backend not in ("auto", had):
-            raise ValueError(f"backend is {shown(backend)}, buffers of this group have {had!r}")
-
     def destroy(self) -> None:
-        """Destroy the buffers and the communicator; idempotent."""
+        """Destroy the buffers, and the communicator unless it was given; idempotent."""
         with _lock:
             for known in (_held, _living):
                 if known.get(self._key) is self:
                     del known[self._key]
         self._manager.destroy()
-        self.communicator.destroy()
+        if not self.is_given:
+            self.communicator.destroy()
 
 
 def _config(
@@ -240,12 +233,8 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _device_for(group: Any, backend: str, device: Device) -> str | torch.device:
+def _device_for(group: Any) -> str:
     """Where the tensors of a group are, as docs/gpu.md says it for callers."""
-    if device is not None:
-        return device
-    if backend != "auto":
-        return "cuda" if backend in GPU_BACKENDS else "cpu"
     # A group that reaches GPUs by Gloo alone is one of CPU ranks on a machine with GPUs.
     is_of_gpus = (
         isinstance(group, dist.ProcessGroup)
@@ -279,10 +268,10 @@ def _forget_unused(group: Any, *further: GroupBuffers) -> None:
             each.destroy()
 
 
+@keeps_unbound
 def group_buffers(
-    group: dist.ProcessGroup | Bootstrap | None = None,
+    group: dist.ProcessGroup | Bootstrap | Communicator | None = None,
     *,
-    backend: str = "auto",
     device: Device = None,
 ) -> GroupBuffers:
     """The shared buffers of a group on a device, made on first use; collective where they are made.
@@ -291,42 +280,93 @@ def group_buffers(
     bootstrap are kept as long as somebody holds them: hold them alike on every rank.
 
     Args:
-        group: Process group, bootstrap, or None for the default process group.
-        backend: For the first use; see `Communicator`.
-        device: Of the tensors, a GPU by number or "cuda" for the current one. None: that of `backend` where
-            it is named; the current GPU where the group has NCCL; else the CPU.
+        group: Process group, bootstrap, or None for the default process group; or a communicator of
+            one, over which everything that knows that group alone then works.
+        device: Of the tensors, a GPU by number or "cuda" for the current one. None: that of the first
+            communicator that was given for the group; else the current GPU where it has NCCL; else the CPU.
 
     Raises:
-        ValueError: The group has buffers on another GPU of this rank, or some ranks ask for another kind
-            of device than others; on every rank.
+        ValueError: The group has buffers on another GPU of this rank, or over another communicator, or some
+            ranks ask for something else than others; on every rank.
+
+    Example:
+        ```python
+        held = group_buffers(Communicator(group, backend="simt"))
+        layer = MoELayer(512, 1024, 64, 4, group=group)  # on the emulator
+        ```
     """
-    key: Any = group
+    given = group if isinstance(group, Communicator) else None
+    key: Any = group if given is None else group_behind(given.bootstrap)
     if key is None and dist.is_available() and dist.is_initialized():
         key = dist.group.WORLD
     known = _known(key)
     first = next(iter(known.values()), None)
+    problem: Exception | None = None
+    stated = ""
     try:
-        wanted = torch.device(_device_for(key, backend, device))
+        wanted = _wanted_device(key, given, device, known)
         found = known.get(wanted.type)
         if found is not None:
-            found.check_device(wanted)
+            _check_found(found, given, wanted)
             return found
+        stated = f"buffers of a group on {wanted.type}"
+        if given is not None:
+            stated += f" over a communicator of backend {given.backend!r}"
     except (RuntimeError, TypeError, ValueError) as error:
-        if first is None:  # and so no communicator to tell peers through but the one that they make
-            return GroupBuffers(key, backend=backend, device=device)
-        try:
-            first.communicator.reject(error)
-        finally:
-            _forget_unused(key)
-    if first is not None:
-        try:
-            # Peers that have what they ask for are in another exchange of this communicator.
-            first.communicator.check_together(lambda: f"buffers of a group on {wanted.type}")
-        except Exception:
-            _forget_unused(key)
-            raise
-    made = GroupBuffers(key, backend=backend, device=wanted)
+        problem = error
+    try:
+        _agree_on(first, key, problem, stated)
+        made = GroupBuffers(key, given or Communicator(key, wanted), is_given=given is not None)
+    except Exception:
+        _forget_unused(key)
+        raise
+    finally:
+        # Or this frame, which it has passed, would keep it.
+        del problem
     with _lock:
         kept = _held if isinstance(key, dist.ProcessGroup) else _living
         kept[made._key] = made
     return made
+
+
+def _wanted_device(
+    group: Any, given: Communicator | None, device: Device, known: dict[str, GroupBuffers]
+) -> torch.device:
+    """Where the tensors are of a call of `group_buffers`."""
+    if given is None:
+        if device is None:
+            over_given = (each.device for each in known.values() if each.is_given)
+            device = next(over_given, None) or _device_for(group)
+        return torch.device(device)
+    if given.is_destroyed:
+        raise ValueError(given.end_text)
+    if device is not None and torch.device(device) != given.device:
+        raise ValueError(f"device is {shown(device)}, the communicator's is {given.device}")
+    return given.device
+
+
+def _check_found(found: GroupBuffers, given: Communicator | None, wanted: torch.device) -> None:
+    found.check_device(wanted)
+    if given is not None and found.communicator is not given:
+        raise ValueError(
+            f"a group has buffers over one communicator for a kind of device: these are over another one, "
+            f"of backend {found.communicator.backend!r}, the one given is of {given.backend!r}"
+        )
+
+
+def _agree_on(
+    first: GroupBuffers | None, group: Any, problem: Exception | None, stated: str
+) -> None:
+    """Raise on every rank what is wrong on any, and that ranks ask for different buffers. Collective."""
+    if first is None:  # and so no communicator to tell peers through
+        said = agree(
+            bootstrap_for(group).all_gather,
+            None if problem is None else first_line(problem),
+            stated,
+        )
+        raise_unequal("ranks make different things", said)
+    elif problem is not None:
+        first.communicator.reject(problem)
+    else:
+        # Peers that have what they ask for are in another exchange of this communicator.
+        first.communicator.check_together(lambda: stated)

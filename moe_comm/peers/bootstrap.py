@@ -17,6 +17,7 @@ __all__ = [
     "RankThreads",
     "bootstrap_for",
     "check_process_of",
+    "group_behind",
     "process_group_of",
 ]
 
@@ -181,3 +182,8 @@ def process_group_of(bootstrap: Bootstrap) -> dist.ProcessGroup | None:
     if not isinstance(bootstrap, _ProcessGroup) or not dist.is_initialized():
         return None
     return dist.group.WORLD if bootstrap.group is None else bootstrap.group
+
+
+def group_behind(bootstrap: Bootstrap) -> dist.ProcessGroup | Bootstrap | None:
+    """The group that `bootstrap_for` made it of, the default one by its object."""
+    return None if isinstance(bootstrap, _SingleRank) else process_group_of(bootstrap) or bootstrap

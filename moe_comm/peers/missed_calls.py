@@ -32,7 +32,8 @@ GATHER = "gather"
 
 # Keywords that calls have had.
 _MOVED_ARGUMENTS = {
-    "backend": "the backend is its communicator's, give it to Communicator(..., backend=...)"
+    "backend": "it is an argument of Communicator(group, backend=...), which is given to EpBuffer, or to "
+    "group_buffers for all that takes the group alone"
 }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
+from moe_comm.peers.communicator import Communicator
 from moe_comm.testing.conformance import ConformanceError
 from moe_comm.testing.dispatcher_cases import (
     DispatcherCase,
@@ -87,10 +88,10 @@ def _run_rank(
 ) -> list[str]:
     want = expected(case, context.rank_idx)
     tokens = all_tokens(case)[context.rank_idx]
-    buffers = group_buffers(context.group, backend=backend)
     faults: list[str] = []
     first: list[torch.Tensor] = []
-    try:
+    with Communicator(context.group, backend=backend) as communicator:
+        buffers = group_buffers(communicator)
         for round_idx in range(num_rounds):
             x, weights = tokens.x.clone(), tokens.topk_weights.clone()
             if case.with_backward:
@@ -111,8 +112,6 @@ def _run_rank(
                 faults += _compare(context.rank_idx, target, case, got, want)
             elif not all(torch.equal(a, b) for a, b in zip(got, first, strict=True)):
                 faults.append(f"rank {context.rank_idx}: round {round_idx} differs from the first")
-    finally:
-        buffers.destroy()
     return faults
 
 

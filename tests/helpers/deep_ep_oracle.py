@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from moe_comm import Communicator
 from moe_comm.compat.deep_ep import Buffer
 from moe_comm.ep.config import Layout, default_expert_rank
 from moe_comm.ep.group_buffers import group_buffers
@@ -128,11 +129,10 @@ def summed(terms: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def backend_of_group(context: RankContext, backend: str) -> Iterator[None]:
     """Buffers of the context's group use this backend inside."""
-    shared = group_buffers(context.group, backend=backend)
-    try:
+    with Communicator(context.group, backend=backend) as communicator:
+        held = group_buffers(communicator)
         yield
-    finally:
-        shared.destroy()
+        del held
 
 
 def routing(buffer: Buffer, topk_idx: torch.Tensor, num_experts: int) -> dict[str, torch.Tensor]:

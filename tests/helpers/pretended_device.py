@@ -223,12 +223,9 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("moe_comm.compat.deep_ep.streams.GPU", DEVICE.type)
     device_for = group_buffers._device_for
 
-    def device_of_group(group: Any, backend: str, device: Any) -> Any:
+    def device_of_group(group: Any) -> Any:
         # As if the group were one of this device, where that is torch's default.
-        is_left_open = device is None and backend == "auto"
-        if is_left_open and torch.get_default_device() == DEVICE:
-            return DEVICE
-        return device_for(group, backend, device)
+        return DEVICE if torch.get_default_device() == DEVICE else device_for(group)
 
     patch.setattr("moe_comm.ep.group_buffers._device_for", device_of_group)
     load = "moe_comm.ep.backends.agreement.load_backend"

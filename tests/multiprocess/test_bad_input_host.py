@@ -217,7 +217,12 @@ def _make_buffers(context: RankContext) -> list[str]:
 
 def test_configuration_of_one_rank() -> None:
     by_rank = run_ranks(_make_buffers, 2)
-    pieces = [("64", "65"), ("backend", "give it to Communicator"), ("EpConfig", "str"), ("5",)]
+    pieces = [
+        ("64", "65"),
+        ("backend", "an argument of Communicator(group, backend=...)"),
+        ("EpConfig", "str"),
+        ("5",),
+    ]
     for texts in by_rank:
         for text, expected in zip(texts, pieces, strict=True):
             assert all(piece in text for piece in expected), text

@@ -282,11 +282,11 @@ def share_by_group(context: RankContext) -> bool:
     x, topk_idx, weights = tokens_of(context.rank_idx)
     compat.install("deep_ep")
     try:
-        shared = group_buffers.group_buffers(context.group, backend="deep_ep")
-        buffer = shared.get(CONFIG.num_experts)
-        result = buffer.dispatch(x, topk_idx, weights)
-        backends = {buffer.backend, shared.communicator.backend}
-        shared.destroy()
+        with Communicator(context.group, backend="deep_ep") as communicator:
+            shared = group_buffers.group_buffers(communicator)
+            buffer = shared.get(CONFIG.num_experts)
+            result = buffer.dispatch(x, topk_idx, weights)
+            backends = {buffer.backend, shared.communicator.backend}
     finally:
         compat.uninstall("deep_ep")
     return backends == {"deep_ep"} and result.x.shape[1] == x.shape[1]

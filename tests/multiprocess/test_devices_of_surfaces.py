@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -384,32 +384,46 @@ def test_a_communicator_is_for_one_kind_of_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "backend", "device", "expected"),
+    ("config", "device", "expected"),
     [
-        ("cpu:gloo,cuda:gloo", "auto", None, "cpu"),
-        ("cuda:nccl", "auto", None, "cuda"),
-        ("cpu:gloo,cuda:nccl", "auto", None, "cuda"),
-        ("cuda:nccl", "host", None, "cpu"),
-        ("cpu:gloo,cuda:gloo", "nvshmem", None, "cuda"),
-        ("cuda:nccl", "auto", "cpu", "cpu"),
-        ("cpu:gloo,cuda:gloo", "auto", torch.device("cuda:3"), "cuda:3"),
+        ("cpu:gloo,cuda:gloo", None, "cpu"),
+        ("cuda:nccl", None, "cuda"),
+        ("cpu:gloo,cuda:nccl", None, "cuda"),
+        ("cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:gloo", torch.device("cuda:3"), "cuda:3"),
     ],
 )
 def test_constructors_take_the_device_of_their_group(
-    config: str, backend: str, device: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+    config: str, device: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Group(dist.ProcessGroup):
         pass
 
     asked = []
 
-    def make(group: object, device: Any, *, backend: str) -> NoReturn:
-        asked.append(torch.device(device))
-        raise LookupError
+    class Asked(Communicator):
+        def __init__(self, group: object, device: Any) -> None:
+            asked.append(torch.device(device))
+            raise LookupError
 
-    monkeypatch.setattr("moe_comm.ep.group_buffers.Communicator", make)
+    monkeypatch.setattr("moe_comm.ep.group_buffers.Communicator", Asked)
     monkeypatch.setattr("moe_comm.ep.group_buffers.is_alive", lambda group: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     with pytest.raises(LookupError):
-        group_buffers.group_buffers(Group(0, 1), backend=backend, device=device)
+        group_buffers.group_buffers(Group(0, 1), device=device)
     assert asked == [torch.device(expected)]
+
+
+def give_a_communicator(context: RankContext) -> None:
+    """A group whose own device would be the CPU."""
+    with on_pretended_device():
+        held = group_buffers.group_buffers(
+            group_buffers.Communicator(context.group, device=DEVICE)  # type: ignore[attr-defined]
+        )
+        made = TokenDispatcher(CASE.num_experts, group=context.group)
+        assert made.buffer is held.get(CASE.num_experts)
+        assert group_buffers.group_buffers(context.group, device=CPU) is not held
+
+
+def test_constructors_take_the_device_of_a_communicator_that_was_given() -> None:
+    run_ranks(give_a_communicator, 2, mode="threads", timeout_s=60.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm import fused_a2a
+from moe_comm import Communicator, fused_a2a
 from moe_comm.ep.group_buffers import group_buffers, let_go
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.routed import Batch, expected_counts, expected_rows, make_batches
@@ -60,7 +60,7 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hybrid_layer(context: RankContext, backend: str, num_topk: int | None, pad: int | None) -> None:
-    shared = group_buffers(context.group, backend=backend)
+    shared = group_buffers(Communicator(context.group, backend=backend))
     experts = local_experts(context)
     for seed in range(2):  # the second call finds the windows of the first
         batches = make_batches(
@@ -119,7 +119,7 @@ def test_hybrid_layer_in_processes() -> None:
 
 
 def fused_layer(context: RankContext, backend: str, probs_dtype: torch.dtype) -> None:
-    shared = group_buffers(context.group, backend=backend)
+    shared = group_buffers(Communicator(context.group, backend=backend))
     experts = local_experts(context)
     batches = make_batches([5, 0, 9][: context.num_ranks], NUM_EXPERTS, 3, dtype=torch.float32)
     choices, weights = [], []
@@ -231,7 +231,7 @@ def test_top_64() -> None:
 
 
 def budgeted(context: RankContext, backend: str) -> None:
-    shared = group_buffers(context.group, backend=backend)
+    shared = group_buffers(Communicator(context.group, backend=backend))
     experts = local_experts(context)
     batches = make_batches([8, 8], NUM_EXPERTS, 3, dtype=torch.float32)
     mine = batches[context.rank_idx]

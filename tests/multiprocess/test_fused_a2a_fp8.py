@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_comm import FP8_BLOCK128, fused_a2a
+from moe_comm import FP8_BLOCK128, Communicator, fused_a2a
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.tensors import quantized
@@ -27,7 +27,7 @@ def forget_groups() -> Iterator[None]:
 
 
 def fp8_layer(context: RankContext, backend: str) -> None:
-    shared = group_buffers(context.group, backend=backend)
+    shared = group_buffers(Communicator(context.group, backend=backend))
     experts = range(2 * context.rank_idx, 2 * context.rank_idx + 2)
     fused_a2a.init_hybrid_ep_buffer(context.group, HIDDEN, 16, 2, 24, 24, True)
     batches = make_batches([6, 9], NUM_EXPERTS, 2, hidden=HIDDEN)

@@ -56,7 +56,7 @@ def layer_of(face: str, context: RankContext, batch: Batch, *, skips_experts: bo
         return rows, fused_a2a.hybrid_ep_combine(out, handle)
 
     def manager(x: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        held = MegatronManager(context.group, num_local, backend="host")
+        held = MegatronManager(context.group, num_local)
         held.setup_metadata(batch.routing_map, probs)
         rows = held.dispatch(x, async_finish=True)
         rows, row_probs = held.get_permuted_hidden_states_by_experts(rows)
@@ -78,7 +78,7 @@ def layer_of(face: str, context: RankContext, batch: Batch, *, skips_experts: bo
 def check_face(
     context: RankContext, face: str, needs: tuple[str, ...], skipping: tuple[int, ...]
 ) -> None:
-    shared = group_buffers(context.group, backend="host")
+    shared = group_buffers(context.group)
     mine = context.rank_idx
     batches = make_batches([5, 0, 4][: context.num_ranks], NUM_EXPERTS, 2, dtype=torch.float32)
     batch = batches[mine]
@@ -123,7 +123,7 @@ def test_gradients_are_whole(face: str, needs: tuple[str, ...], skipping: tuple[
 
 
 def check_disabled(context: RankContext, face: str) -> str:
-    shared = group_buffers(context.group, backend="host")
+    shared = group_buffers(context.group)
     batch = make_batches([3, 3], NUM_EXPERTS, 2, dtype=torch.float32)[context.rank_idx]
     layer = layer_of(face, context, batch, skips_experts=False)
     is_off = context.rank_idx == 1

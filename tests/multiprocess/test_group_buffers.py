@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm import PeerFailedError, RankThreads
+from moe_comm import Communicator, PeerFailedError, RankThreads
 from moe_comm.dispatcher import TokenDispatcher
+from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
+from moe_comm.dispatcher.sglang import SglangDispatcher
+from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
+from moe_comm.dispatcher.transformers import TransformersExperts, register
+from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.ep.group_buffers import group_buffers, let_go
 from moe_comm.fused_a2a import hybrid_ep_dispatch
+from moe_comm.peers import missed_calls
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.routed import make_batches
 
 
 def test_those_of_a_bootstrap_live_as_long_as_somebody_holds_them() -> None:
     group = RankThreads(1)[0]
-    held = group_buffers(group, backend="host")
+    held = group_buffers(group)
     assert group_buffers(group) is held
     former = weakref.ref(held)
     del held
     assert former() is None
-    group_buffers(group, backend="host").destroy()
+    group_buffers(group).destroy()
 
 
 def use(group: dist.ProcessGroup) -> TokenDispatcher:
-    dispatcher = TokenDispatcher(4, group=group, backend="host")
+    dispatcher = TokenDispatcher(4, group=group)
     x = torch.ones(3, 16)
     routed = dispatcher.dispatch(x, topk_idx=torch.arange(6).view(3, 2) % 4)
     assert torch.equal(dispatcher.combine(routed.tokens, routed), 2 * x)
@@ -131,3 +138,106 @@ def keep_from_call_to_call(context: RankContext) -> None:
 
 def test_what_fused_a2a_keeps_from_call_to_call_is_of_the_call() -> None:
     run_ranks(keep_from_call_to_call, 2)
+
+
+def work_over_a_given_one(context: RankContext, in_processes: bool) -> None:
+    """What knows its group alone works over the communicator that was given for it."""
+    with Communicator(context.group, backend="reference") as communicator:
+        held = group_buffers(communicator)
+        assert group_buffers(context.group) is group_buffers(communicator) is held
+        with pytest.raises(ValueError, match="num_experts must be >= 1"):
+            TokenDispatcher(0, group=context.group)
+        assert group_buffers(context.group) is held
+        dispatcher = TokenDispatcher(6, group=context.group)
+        assert dispatcher.buffer.communicator is communicator
+        mine = make_batches([4, 4], 6, 2)[context.rank_idx]
+        *_, handle = hybrid_ep_dispatch(mine.x, mine.routing_map, None, context.group, 3)
+        assert handle.buffer.communicator is communicator
+        held.destroy()
+        assert dispatcher.buffer.is_destroyed
+        assert not communicator.is_destroyed
+        assert group_buffers(communicator) is not held
+    if in_processes:  # there None is the default group
+        with Communicator(backend="collective") as communicator:
+            group_buffers(communicator)
+            assert TokenDispatcher(6).buffer.communicator is communicator
+    assert TokenDispatcher(6, group=context.group).buffer.backend == "host"
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_a_communicator_that_is_given_is_that_of_its_group(mode: str) -> None:
+    run_ranks(work_over_a_given_one, 2, mode == "processes", mode=mode, timeout_s=60.0)
+
+
+def text_of(context: RankContext, call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the texts are compared
+        call()
+    with Communicator(context.group) as other:  # ranks find each other afterwards
+        assert other.all_gather(b"x") == [b"x"] * context.num_ranks
+    return str(caught.value)
+
+
+def give_differently(context: RankContext) -> list[str]:
+    is_first = context.rank_idx == 0
+    one = Communicator(context.group, backend="reference")
+    gone = Communicator(context.group)
+    if not is_first:
+        gone.destroy()
+    found = [
+        text_of(context, lambda: group_buffers(one if is_first else context.group)),
+        text_of(context, lambda: group_buffers(one if is_first else gone)),
+    ]
+    held = group_buffers(context.group)
+    held.get(6)
+    found += [
+        text_of(
+            context, lambda: group_buffers(one if is_first else context.group).get_together("x", 6)
+        ),
+        text_of(context, lambda: group_buffers(one)),
+        text_of(context, lambda: group_buffers(held.communicator, device="cuda")),
+    ]
+    held.destroy()
+    one.destroy()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_ranks_that_give_different_communicators_are_told(mode: str) -> None:
+    other = (
+        "a group has buffers over one communicator for a kind of device: these are over another one, of "
+        "backend 'host', the one given is of 'reference'"
+    )
+    device = "device is 'cuda', the communicator's is cpu"
+    for found in run_ranks(give_differently, 2, mode=mode, timeout_s=60.0):
+        assert found == [
+            "ranks make different things: buffers of a group on cpu over a communicator of backend "
+            "'reference' on rank 0 met buffers of a group on cpu on rank 1",
+            "rank 1: the communicator has been destroyed",
+            f"rank 0: {other}",
+            f"rank 0: {other}; rank 1: {other}",
+            f"rank 0: {device}; rank 1: {device}",
+        ]
+
+
+SURFACES: dict[str, Callable[..., object]] = {
+    "group_buffers": group_buffers,
+    "TokenDispatcher": lambda **given: TokenDispatcher(4, **given),
+    "MegatronManager": lambda **given: MegatronManager(None, 4, **given),
+    "from_config": lambda **given: MegatronManager.from_config(None, 4, 2, None, **given),
+    "MegatronTokenDispatcher": lambda **given: MegatronTokenDispatcher(4, [0], None, **given),
+    "SglangDispatcher": lambda **given: SglangDispatcher(None, 2, **given),
+    "VllmAll2AllManager": lambda **given: VllmAll2AllManager(None, **given),
+    "Config": lambda **given: TorchtitanTokenDispatcher.Config(num_experts=4, top_k=2, **given),
+    "TransformersExperts": lambda **given: TransformersExperts(lambda x: x, 4, **given),
+    "register": register,
+}
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+def test_where_a_backend_is_chosen_is_said(surface: str) -> None:
+    with pytest.raises(
+        TypeError, match=r"Communicator\(group, backend=\.\.\.\), which is given to"
+    ):
+        SURFACES[surface](backend="simt")
+    (missed,) = missed_calls.take()
+    assert "'backend'" in missed.text

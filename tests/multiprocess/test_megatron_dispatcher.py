@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import FP8_BLOCK128
+from moe_comm import FP8_BLOCK128, Communicator
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher, alignment_of
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.group_buffers import group_buffers
@@ -34,18 +34,20 @@ def groups_of(context: RankContext) -> Any:
 
 
 def make_dispatcher(context: RankContext, **options: Any) -> MegatronTokenDispatcher:
-    backend = options.pop("backend", "auto")
+    backend = options.pop("backend", None)
+    held = backend and group_buffers(Communicator(context.group, backend=backend))
     quantization = options.pop("quantization", None)
     num_local = NUM_EXPERTS // context.num_ranks
     indices = range(context.rank_idx * num_local, (context.rank_idx + 1) * num_local)
-    return MegatronTokenDispatcher(
+    made = MegatronTokenDispatcher(
         num_local,
         indices,
         config_of(**options),
         groups_of(context),
         quantization=quantization,
-        backend=backend,
     )
+    del held  # by the dispatcher now
+    return made
 
 
 def dispatch(

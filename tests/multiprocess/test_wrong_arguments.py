@@ -125,25 +125,20 @@ def try_family(
 
 def try_face(context: RankContext, family: str, step: int = 1, only: str = "") -> list[str]:
     """Faces that know their group alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "moe_comm.ep.group_buffers.Communicator",
-            functools.partial(Communicator, arrival_timeout_s=ARRIVAL_S),
-        )
-        shared = group_buffers(context.group)
-    try:
-        return try_all(
+    with Communicator(context.group, arrival_timeout_s=ARRIVAL_S) as communicator:
+        held = group_buffers(communicator)
+        found = try_all(
             lambda: faces.FAMILIES[family](context),
             context.rank_idx,
             context.num_ranks,
-            lambda: [shared.communicator],
+            lambda: [communicator],
             only,
             step,
         )
-    finally:
-        shared.destroy()
-        fused_a2a._buffers.clear()
-        fused_a2a._hybrid_ep_buffers.clear()
+        del held
+    fused_a2a._buffers.clear()
+    fused_a2a._hybrid_ep_buffers.clear()
+    return found
 
 
 # A prime number, so that each parameter meets other values than the one before.

@@ -171,7 +171,7 @@ def test_transformers_without_a_registry_is_named(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("argument", "value", "found"),
-    [("name", None, "None"), ("quantization", "fp8", "str"), ("backend", 3, "3")],
+    [("name", None, "None"), ("quantization", "fp8", "str")],
 )
 def test_transformers_options_of_a_wrong_type_are_refused(
     argument: str, value: object, found: str

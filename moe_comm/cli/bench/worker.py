@@ -94,21 +94,17 @@ class Worker:
             take = cuda_devices.take_device if group is None else cuda_devices.take_stream
             take(rank_idx)
         self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
-        groups = None
-        if case.api == "hybrid_ep":
-            # What these functions find for the group, so that both sides use one heap.
-            groups = group_buffers(dist.group.WORLD, backend=launch.backend)
-            self.communicator = groups.communicator
-        else:
-            self.communicator = Communicator(
-                group,
-                backend=launch.backend,
-                device="cuda" if launch.backend == "cuda" else "cpu",
-                num_threads=launch.num_threads,
-                with_huge_pages=launch.with_huge_pages,
-                num_local_ranks=launch.num_local_ranks,
-                rail=launch.rail,
-            )
+        self.communicator = Communicator(
+            group,
+            backend=launch.backend,
+            device="cuda" if launch.backend == "cuda" else "cpu",
+            num_threads=launch.num_threads,
+            with_huge_pages=launch.with_huge_pages,
+            num_local_ranks=launch.num_local_ranks,
+            rail=launch.rail,
+        )
+        # What these functions find for the group, so that both sides use one heap.
+        groups = group_buffers(self.communicator) if case.api == "hybrid_ep" else None
         self.device = self.communicator.device
         x = make_x(case, rank_idx, _huge_page_rows(case) if case.with_huge_page_x else None)
         self.x = x.to(self.device)
