@@ -42,16 +42,17 @@ class MissedCall(NamedTuple):
 
     Args:
         operation: "dispatch" or "combine" of a buffer, `GATHER` for an exchange of the communicator.
-        error: What this rank raised.
+        kind: Of the error that peers get.
+        text: Of the error that this rank raised, which itself would keep its frames and all they hold.
     """
 
     operation: str
-    error: Exception
+    kind: type[TypeError | ValueError]
+    text: str
 
     def told_by(self, call: str) -> Exception:
         """The error as peers get it; `call` is what this rank did next."""
-        kind = TypeError if isinstance(self.error, TypeError) else ValueError
-        return kind(f"{self.error}; this is told by its next call, {call}")
+        return self.kind(f"{self.text}; this is told by its next call, {call}")
 
 
 class _Kept(threading.local):
@@ -64,7 +65,8 @@ kept = _Kept()
 
 def keep(operation: str, error: Exception) -> None:
     """Remember a call that raises `error` on this rank alone."""
-    kept.calls = (*kept.calls, MissedCall(operation, error))
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    kept.calls = (*kept.calls, MissedCall(operation, kind, str(error)))
 
 
 def take() -> tuple[MissedCall, ...]:
