@@ -110,7 +110,7 @@ function(moe_comm_add_faulty_objects name)
 endfunction()
 
 # Kernels, for programs that compare the bytes they make.
-moe_comm_glob(sources core/*.cpp layout/*.cpp cpu/row_kernels.cpp cpu/strided_copy.cpp kernels/combine.cu
+moe_comm_glob(sources core/*.cpp layout/*.cpp cpu/row_kernels.cpp cpu/strided_copy.cpp cpu/this_machine.cpp kernels/combine.cu
   kernels/dispatch.cu kernels/strided_copy.cu kernels/weighted_gradient.cu simt/direct_memory.cpp
   simt/fiber.cpp simt/grid.cpp simt/scheduler.cpp)
 moe_comm_add_faulty_objects(moe_comm_faulty ${sources})
@@ -128,16 +128,21 @@ foreach(name dispatch_kernel kernel_rows stream_callers)
   moe_comm_put_faults(${name})
 endforeach()
 
-# The whole, with every access checked. Host and kernels have words of their own for the order of an
-# access.
+# The whole, with every access checked: headers of tests/schedules/checked come before those of csrc,
+# and files of tests/schedules are in the place of those that are left out. Host and kernels have words
+# of their own for the order of an access.
 file(GLOB kernel_checker CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/schedules/*.cpp")
 set(host_checker ${kernel_checker})
 list(FILTER host_checker INCLUDE REGEX "/host_[^/]*$")
 moe_comm_unite(kernel_checker ${kernel_checker})
 moe_comm_unite(host_checker ${host_checker})
-moe_comm_add_faulty_objects(moe_comm_checked ${MOE_COMM_COMMON_SOURCES} ${MOE_COMM_KERNEL_SOURCES}
-  ${MOE_COMM_SIMT_SOURCES} ${kernel_checker})
-target_compile_definitions(moe_comm_checked PRIVATE MOE_SIMT_CHECKED)
+set(sources ${MOE_COMM_COMMON_SOURCES} ${MOE_COMM_KERNEL_SOURCES} ${MOE_COMM_SIMT_SOURCES})
+moe_comm_glob(replaced core/sync.cpp cpu/this_machine.cpp simt/direct_memory.cpp simt/nic.cpp
+  simt/shared_regions.cpp)
+list(REMOVE_ITEM sources ${replaced})
+moe_comm_add_faulty_objects(moe_comm_checked ${sources} ${kernel_checker})
+target_include_directories(moe_comm_checked BEFORE PRIVATE
+  "${PROJECT_SOURCE_DIR}/tests/schedules/checked")
 add_executable(schedules EXCLUDE_FROM_ALL
   $<TARGET_OBJECTS:moe_comm_checked> $<TARGET_OBJECTS:moe_comm_rows>)
 set_target_properties(schedules PROPERTIES LINKER_LANGUAGE CXX)

@@ -1,8 +1,5 @@
 #include "core/sync.h"
 
-// A checked build has its own (tests/schedules): fibers do not sleep, and time is what it says.
-#if !defined(MOE_SIMT_CHECKED)
-
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -47,5 +44,3 @@ void futex_wake_all(uint32_t& word) {
 }
 
 }  // namespace moe::sync
-
-#endif

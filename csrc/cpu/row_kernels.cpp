@@ -51,16 +51,6 @@ const Tables* find_tables(std::string_view name) {
   return nullptr;
 }
 
-const Tables& best_tables() {
-  static const Tables& best = []() -> const Tables& {
-    for (const char* name : {"avx512", "avx2"})
-      if (const Tables* tables = find_tables(name))
-        return *tables;
-    return kPortable;
-  }();
-  return best;
-}
-
 #if defined(__aarch64__)
 uint64_t read_fpcr() {
   uint64_t value = 0;
@@ -80,21 +70,9 @@ const RowKernels* find_row_kernels(std::string_view name) {
   return tables ? tables->row_kernels : nullptr;
 }
 
-const RowKernels& best_row_kernels() {
-#if defined(MOE_SIMT_CHECKED)
-  return kCheckedRowKernels;
-#else
-  return *best_tables().row_kernels;
-#endif
-}
-
 const RoofKernels* find_roof_kernels(std::string_view name) {
   const Tables* tables = find_tables(name);
   return tables ? tables->roof_kernels : nullptr;
-}
-
-const RoofKernels& best_roof_kernels() {
-  return *best_tables().roof_kernels;
 }
 
 #if defined(__x86_64__)

@@ -15,8 +15,5 @@ extern const RoofKernels kAvx2RoofKernels;
 extern const RowKernels kAvx512RowKernels;
 extern const RoofKernels kAvx512RoofKernels;
 #endif
-#if defined(MOE_SIMT_CHECKED)
-extern const RowKernels kCheckedRowKernels;  // the portable ones, watched by the checker
-#endif
 
 }  // namespace moe::host

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "group/message.h"
+#include "group/pace.h"
 #include "group/peer_wait.h"
 
 namespace moe::host {
@@ -17,13 +18,6 @@ constexpr int64_t kAskEveryNs = 250'000'000;
 // Longer circles than that have more ranks than text has room for; their limit is another.
 constexpr int32_t kMostHops = 256;
 constexpr size_t kMostTextBytes = 4096;
-
-/// Where every rank is a fiber of one thread, threads do not tell ranks apart.
-#if defined(MOE_SIMT_CHECKED)
-constexpr bool kHasThreads = false;
-#else
-constexpr bool kHasThreads = true;
-#endif
 
 /// "May I wait for you to enter this?": what travels from rank to rank.
 struct Probe {
@@ -81,12 +75,12 @@ ShownWait::ShownWait(
   wait_->buffer_number = buffer_number;
   wait_->epoch = epoch;
   wait_->text = concat("rank ", group.rank_idx(), " waits for rank ", peer_rank, " ", what);
-  if (kHasThreads)
+  if (kRanksHaveThreads)
     group.mail().entries()->begin(wait_);
 }
 
 ShownWait::~ShownWait() {
-  if (kHasThreads)
+  if (kRanksHaveThreads)
     group_.mail().entries()->end(wait_);
 }
 
@@ -94,7 +88,7 @@ CircleWatch::CircleWatch(Group& group, const WaitSite& site, int peer_rank, int6
     : group_(group), site_(site), peer_rank_(peer_rank), start_ns_(start_ns), asked_ns_(start_ns) {}
 
 void CircleWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missing) {
-  if (!kHasThreads || now_ns - start_ns_ < kShowNs)
+  if (!kRanksHaveThreads || now_ns - start_ns_ < kShowNs)
     return;
   if (!shown_)
     shown_.emplace(group_,

@@ -7,6 +7,7 @@
 #include "core/sync.h"
 #include "group/circle_watch.h"
 #include "group/group.h"
+#include "group/pace.h"
 
 // What it means to wait for a peer: how a waiter polls, what it looks at meanwhile and in which
 // order, what it allows a rank that is gone or late, whom it blames, and in which words. Every wait
@@ -15,38 +16,6 @@
 namespace moe::host {
 
 // ---- How a waiter polls.
-
-/// How long a waiter spins and yields before it sleeps.
-struct WaitLadder {
-  int num_spins;
-  int num_yields;
-};
-
-#if defined(MOE_SIMT_CHECKED)
-
-// Where every step is chosen, a waiter is soon asleep.
-inline WaitLadder wait_ladder(bool) {
-  return {1, 2};
-}
-inline WaitLadder wait_ladder_on_core_of_peer(bool) {
-  return {0, 1};
-}
-
-#else
-
-/// Short spins when ranks outnumber cores: a spinning waiter then holds the core its peer needs.
-inline WaitLadder wait_ladder(bool has_spare_cores) {
-  return has_spare_cores ? WaitLadder{600, 500} : WaitLadder{20, 500};
-}
-
-/// For a waiter on the very core of the peer it waits for: spinning only delays that peer. Where
-/// there are cores to spare it sleeps soon, because the kernel wakes a sleeper on an idle core and
-/// leaves yielding threads together for long.
-inline WaitLadder wait_ladder_on_core_of_peer(bool has_spare_cores) {
-  return has_spare_cores ? WaitLadder{0, 4} : WaitLadder{0, 500};
-}
-
-#endif
 
 constexpr int64_t kSleepSliceNs = 40'000'000;  // bounds how late a sleeper looks at its limits
 

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "group/pace.h"
+
 // What a rank takes the others for while survivors of failures agree: one byte per rank.
 
 namespace moe::host {
@@ -53,11 +55,6 @@ inline bool have_majority(const std::string& members) {
 /// attempt, counted from 0. The number of the exchange may wrap within its round: nobody is more
 /// than one exchange ahead of another, and what is older has been taken.
 inline uint64_t gather_sequence(uint32_t attempt, uint32_t round, uint32_t gather_idx) {
-#if defined(MOE_SIMT_CHECKED)
-  constexpr uint32_t kGatherBits = 2;  // wraps in a schedule of a bearable length
-#else
-  constexpr uint32_t kGatherBits = 20;
-#endif
   const uint32_t wrapped = gather_idx % (1u << kGatherBits);
   return (uint64_t{attempt} + 1) << 40 | ((uint64_t{round} << kGatherBits) + wrapped);
 }

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/math.h"
-#include "cpu/machine_cache.h"
+#include "cpu/this_machine.h"
 #include "ops/copy_run.h"
 
 namespace moe::host {

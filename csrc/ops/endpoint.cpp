@@ -2,7 +2,7 @@
 
 #include <mutex>
 
-#include "cpu/machine_cache.h"
+#include "cpu/this_machine.h"
 #include "group/socket_rail.h"
 
 namespace moe::host {

@@ -1,5 +1,3 @@
-#if !defined(MOE_SIMT_CHECKED)
-
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -133,18 +131,6 @@ void throw_misaligned(const void* address, size_t bytes) {
       concat(who(), ": an access of ", bytes, " bytes at ", address, " is not aligned to them"));
 }
 
-void load(const void* from, void* value, size_t bytes) {
-  std::memcpy(value, from, bytes);
-}
-
-void load_constant(const void* from, void* value, size_t bytes) {
-  std::memcpy(value, from, bytes);
-}
-
-void store(void* to, const void* value, size_t bytes) {
-  std::memcpy(to, value, bytes);
-}
-
 uint64_t atomic_load(const void* from, size_t bytes, Order, Reach) {
   if (bytes == 8)
     return std::atomic_ref(word_at<uint64_t>(from)).load(std::memory_order_acquire);
@@ -233,5 +219,3 @@ void free_shared(std::byte* shared, size_t /*bytes*/) {
 }
 
 }  // namespace moe::simt::memory
-
-#endif

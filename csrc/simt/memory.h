@@ -3,13 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 
-// Every access of emulated threads to shared, device and heap memory, in two builds:
-//   direct    (the module _simt) the access itself, atomics across processes; direct_memory.cpp
-//   checked   (MOE_SIMT_CHECKED) performed by the checker, which delays and reorders stores and
-//             bulk copies, keeps clocks and bounds, and may run other threads first;
-//             tests/schedules/checked_memory.cpp
-// Addresses are those that kernels hold. In the checked build nothing is mapped there, so that an
-// access past these functions faults.
+// Every access of emulated threads to shared, device and heap memory but the plain ones, which
+// simt/plain_access.h has. There are two implementations:
+//   direct_memory.cpp (the module _simt)   the access itself, atomics across processes
+//   tests/schedules/checked_memory.cpp     delays and reorders stores and bulk copies, keeps clocks
+//                                          and bounds, and may run other threads first
+// Addresses are those that kernels hold. In the checker nothing is mapped there, so that an access
+// past these functions faults.
 
 namespace moe::simt {
 
@@ -18,11 +18,6 @@ enum class Reach : uint8_t { kBlock, kDevice, kSystem };  ///< device::Scope
 enum class Space : uint8_t { kShared, kAll };
 
 namespace memory {
-
-// Plain, 1, 2, 4, 8 or 16 bytes, naturally aligned.
-void load(const void* from, void* value, size_t bytes);
-void load_constant(const void* from, void* value, size_t bytes);
-void store(void* to, const void* value, size_t bytes);
 
 /// @throws EmulationError  names the thread, the address and what it is to be a multiple of.
 [[noreturn]] void throw_misaligned(const void* address, size_t bytes);
@@ -45,7 +40,7 @@ void commit_bulk_stores();
 void await_bulk_stores(int num_pending);
 void await_bulk_reads(int num_pending);
 
-// Puts of the calling thread, by whatever joins nodes: nic.h in the direct build.
+// Puts of the calling thread, by whatever joins nodes: nic.h in the module _simt.
 void put_signal(
     int pe, std::byte* to, const std::byte* from, int64_t bytes, uint64_t* signal, uint64_t value);
 /// By the thread that has acquired what the signal of a put holds.

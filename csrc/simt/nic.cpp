@@ -66,8 +66,6 @@ uint64_t Nic::sent_bytes(const std::byte* own) {
   return memory ? memory->sent_bytes.load(std::memory_order_relaxed) : 0;
 }
 
-#if !defined(MOE_SIMT_CHECKED)
-
 namespace {
 
 struct Put {
@@ -189,7 +187,5 @@ void quiet() {
 }
 
 }  // namespace memory
-
-#endif
 
 }  // namespace moe::simt

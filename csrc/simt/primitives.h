@@ -19,6 +19,7 @@
 #include "device/launch.h"
 #include "simt/grid.h"
 #include "simt/memory.h"
+#include "simt/plain_access.h"
 #include "simt/scheduler.h"
 
 #define MOE_KERNEL
@@ -66,12 +67,6 @@ template <typename T>
 constexpr bool kIsPlain = std::is_trivially_copyable_v<T> &&
                           (sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 16 || kIsWord<T>);
 
-template <size_t kBytes>
-void check_aligned(const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % kBytes != 0) [[unlikely]]
-    simt::memory::throw_misaligned(address, kBytes);
-}
-
 template <typename T>
 uint64_t to_word(T value) {
   if constexpr (sizeof(T) == 8)
@@ -94,12 +89,7 @@ template <typename T>
 T load(const T* from) {
   static_assert(emulated::kIsPlain<T>);
   std::remove_const_t<T> value;
-#if defined(MOE_SIMT_CHECKED)
-  simt::memory::load(from, &value, sizeof(T));
-#else
-  emulated::check_aligned<sizeof(T)>(from);
-  std::memcpy(&value, from, sizeof(T));
-#endif
+  simt::memory::load_plain<sizeof(T)>(from, &value);
   return value;
 }
 
@@ -107,24 +97,14 @@ template <typename T>
 T load_constant(const T* from) {
   static_assert(emulated::kIsPlain<T>);
   std::remove_const_t<T> value;
-#if defined(MOE_SIMT_CHECKED)
-  simt::memory::load_constant(from, &value, sizeof(T));
-#else
-  emulated::check_aligned<sizeof(T)>(from);
-  std::memcpy(&value, from, sizeof(T));
-#endif
+  simt::memory::load_constant_plain<sizeof(T)>(from, &value);
   return value;
 }
 
 template <typename T>
 void store(T* to, std::type_identity_t<T> value) {
   static_assert(emulated::kIsPlain<T>);
-#if defined(MOE_SIMT_CHECKED)
-  simt::memory::store(to, &value, sizeof(T));
-#else
-  emulated::check_aligned<sizeof(T)>(to);
-  std::memcpy(to, &value, sizeof(T));
-#endif
+  simt::memory::store_plain<sizeof(T)>(to, &value);
 }
 
 template <typename T>

@@ -1,9 +1,11 @@
 #include "core/sync.h"
 #include "cpu/row_kernels_tables.h"
+#include "cpu/this_machine.h"
 #include "schedules/host_threads.h"
 
-// The portable row kernels, with every row they read and write told to the checker. Whatever is
-// stored past the caches counts as such whole, also lines that the kernels store through them.
+// What cpu/this_machine.cpp is elsewhere: the machine is what a schedule says, and its row kernels
+// are the portable ones, with every row they read and write told to the checker. Whatever is stored
+// past the caches counts as such whole, also lines that the kernels store through them.
 
 namespace moe::host {
 
@@ -118,16 +120,25 @@ void quantize_row(const RowQuantization& quantization,
       kPortableRowKernels.quantize_row(quantization, src, dst + d, 1, scales, mode);
 }
 
+constexpr RowKernels kCheckedRowKernels = {"checked",
+                                           fan_out,
+                                           sum_rows,
+                                           sum_grouped_rows,
+                                           scale_and_dot,
+                                           copy,
+                                           zero,
+                                           store_fence,
+                                           quantize_row};
+
 }  // namespace
 
-constinit const RowKernels kCheckedRowKernels = {"checked",
-                                                 fan_out,
-                                                 sum_rows,
-                                                 sum_grouped_rows,
-                                                 scale_and_dot,
-                                                 copy,
-                                                 zero,
-                                                 store_fence,
-                                                 quantize_row};
+const RowKernels& best_row_kernels() {
+  return kCheckedRowKernels;
+}
+
+int64_t last_level_cache_bytes() {
+  const HostThreads* const threads = HostThreads::current();
+  return (threads == nullptr ? HostThreads::Options{} : threads->options()).cache_bytes;
+}
 
 }  // namespace moe::host

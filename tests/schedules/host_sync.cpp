@@ -6,7 +6,8 @@
 #include "core/sync.h"
 #include "schedules/host_threads.h"
 
-// core/sync.h of a checked build. Outside of checked threads every function is the plain operation.
+// core/sync_words.h and core/sync.h of the checker. Outside of checked threads every function is
+// the plain operation.
 
 namespace moe::sync {
 
@@ -126,11 +127,6 @@ void fill_shared(void* to, int value, size_t bytes) {
     threads->memory().write(threads->thread(), to, bytes, HostMemory::Manner::kPlain);
   }
   std::memset(to, value, bytes);
-}
-
-int64_t cache_bytes(int64_t of_machine) {
-  HostThreads* const threads = HostThreads::current();
-  return threads == nullptr ? of_machine : threads->options().cache_bytes;
 }
 
 void note_exclusive(const void* object) {

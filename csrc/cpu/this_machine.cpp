@@ -1,10 +1,12 @@
-#include "cpu/machine_cache.h"
+#include "cpu/this_machine.h"
 
 #include <algorithm>
 #include <fstream>
+#include <string_view>
 
 #include "core/error.h"
-#include "core/sync.h"
+#include "cpu/roof.h"
+#include "cpu/row_kernels.h"
 
 namespace moe::host {
 
@@ -28,15 +30,33 @@ int64_t read_last_level_cache_bytes() {
   return largest > 0 ? largest : kDefaultCacheBytes;
 }
 
+std::string_view find_best_name() {
+  for (const std::string_view name : {"avx512", "avx2"})
+    if (find_row_kernels(name))
+      return name;
+  return "portable";
+}
+
+std::string_view best_name() {
+  static const std::string_view name = find_best_name();
+  return name;
+}
+
 }  // namespace
 
 int64_t last_level_cache_bytes() {
   static const int64_t bytes = read_last_level_cache_bytes();
-#if defined(MOE_SIMT_CHECKED)
-  return sync::checked::cache_bytes(bytes);
-#else
   return bytes;
-#endif
+}
+
+const RowKernels& best_row_kernels() {
+  static const RowKernels& best = *find_row_kernels(best_name());
+  return best;
+}
+
+const RoofKernels& best_roof_kernels() {
+  static const RoofKernels& best = *find_roof_kernels(best_name());
+  return best;
 }
 
 }  // namespace moe::host

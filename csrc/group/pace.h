@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+
+// What suits ranks that are threads on cores, and runs of any length. The checker of schedules,
+// whose ranks are fibers of one thread and whose runs are short, has a file of this name in front
+// of this one.
+
+namespace moe::host {
+
+/// How long a waiter spins and yields before it sleeps.
+struct WaitLadder {
+  int num_spins;
+  int num_yields;
+};
+
+/// Short spins when ranks outnumber cores: a spinning waiter then holds the core its peer needs.
+inline WaitLadder wait_ladder(bool has_spare_cores) {
+  return has_spare_cores ? WaitLadder{600, 500} : WaitLadder{20, 500};
+}
+
+/// For a waiter on the very core of the peer it waits for: spinning only delays that peer. Where
+/// there are cores to spare it sleeps soon, because the kernel wakes a sleeper on an idle core and
+/// leaves yielding threads together for long.
+inline WaitLadder wait_ladder_on_core_of_peer(bool has_spare_cores) {
+  return has_spare_cores ? WaitLadder{0, 4} : WaitLadder{0, 500};
+}
+
+/// Whether threads tell ranks apart.
+inline constexpr bool kRanksHaveThreads = true;
+
+/// Of the number of an exchange between survivors, which wraps.
+inline constexpr uint32_t kGatherBits = 20;
+
+}  // namespace moe::host
