@@ -71,6 +71,7 @@ def run_ranks(
         args: Given to every rank; picklable (processes).
         mode: "threads": ranks are threads of this process. "processes": every rank is a process with
             one intra-op thread and a default gloo group of these ranks; `fn` must not destroy the group.
+            Both take the GPUs of the machine in turn, where it has some.
         timeout_s: Limit for all ranks together.
         fresh: Start new processes for this call and end them after it: for ranks that die or change
             their process.
@@ -96,6 +97,8 @@ def run_ranks(
 
 def _call(rank_idx: int, num_ranks: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
+        if torch.cuda.is_available():
+            cuda_devices.take_device(rank_idx)
         return fn(RankContext(rank_idx, num_ranks, None), *args)
     finally:
         # The process goes on to another call, with the same group.

@@ -21,6 +21,7 @@ from moe_comm.cli.bench import worker
 from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.peers.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
+from moe_comm.testing import launch as ranks_launch
 from moe_comm.testing import run_ranks
 from tests.helpers.fresh_python import run_python
 from tests.helpers.on_device import NUM_SMS
@@ -270,6 +271,16 @@ def test_ranks_of_a_benchmark_take_the_gpus_in_turn(
     for rank_idx in range(4):
         with ThreadPoolExecutor(1) as process, pytest.raises(FoundError):
             process.submit(worker.Worker, launch, tmp_path, rank_idx).result()
+    assert found == [0, 1, 0, 1]
+
+
+def test_ranks_that_are_processes_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch)
+    found = []
+    for rank_idx in range(4):
+        with ThreadPoolExecutor(1) as process:
+            current = process.submit(ranks_launch._call, rank_idx, 4, lambda _: gpus.current(), ())
+            found.append(current.result())
     assert found == [0, 1, 0, 1]
 
 
