@@ -333,6 +333,8 @@ def compare(
         if name == "v2" and is_on_gpu and not has_nccl:
             continue
         group = dist.new_group(backend="nccl" if has_nccl else "gloo")
+        # NCCL's communicator, which DeepEP asks for, is made by the first collective call.
+        dist.all_reduce(torch.zeros(1, device=device if has_nccl else "cpu"), group=group)
         sides[name] = _DEEP_EP[name](inputs, group)
     for name, side in sides.items():
         _check(name, inputs, side)
