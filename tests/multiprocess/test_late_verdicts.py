@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS
 from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
+from tests.helpers.failing_ranks import interrupt_when_waiting, wait_for, when_waiting
 
 NUM_RANKS = 2
 NUM_LOCAL_EXPERTS = 2
@@ -299,7 +301,7 @@ def test_the_handle_of_a_dispatch_that_was_wrong_is_refused() -> None:
     run_ranks(_used_though_wrong, NUM_RANKS, mode="threads")
 
 
-def _interrupted(context: RankContext, is_other: bool) -> None:
+def _interrupted(context: RankContext, is_other: bool, was_interrupted: Path) -> None:
     with use_stream(Stream()) as stream:
         buffer = _buffer(context)
         other = _buffer(context) if is_other else buffer
@@ -307,13 +309,14 @@ def _interrupted(context: RankContext, is_other: bool) -> None:
         next_result = _dispatched(other, context.rank_idx, Layout.EXPERT_MAJOR, stream)
         if context.rank_idx == 0:
             _combine(buffer, result)
-            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            interrupt_when_waiting()
             with pytest.raises(KeyboardInterrupt):
                 _combine(other, next_result)
+            was_interrupted.touch()
             with pytest.raises(PeerFailedError, match="interrupted"):
                 _combine(buffer, result)
         else:
-            time.sleep(1)
+            wait_for(was_interrupted.exists)
             with pytest.raises(PeerFailedError, match=r"rank 0 gave up combine.*interrupted"):
                 _combine(buffer, result)
                 stream.synchronize()
@@ -322,33 +325,43 @@ def _interrupted(context: RankContext, is_other: bool) -> None:
 
 
 @pytest.mark.parametrize("is_other", [False, True])
-def test_an_interrupt_is_raised_where_the_operation_before_is_waited_for(is_other: bool) -> None:
-    run_ranks(_interrupted, NUM_RANKS, is_other, mode="processes", fresh=True)
+def test_an_interrupt_is_raised_where_the_operation_before_is_waited_for(
+    is_other: bool, tmp_path: Path
+) -> None:
+    was_interrupted = tmp_path / "interrupted"
+    run_ranks(_interrupted, NUM_RANKS, is_other, was_interrupted, mode="processes", fresh=True)
 
 
-def _destroyed_by_a_handler(context: RankContext) -> None:
+def _destroyed_by_a_handler(context: RankContext, is_handled: Path) -> None:
     with use_stream(Stream()) as stream:
         buffer = _buffer(context)
         result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
         x, _ = _inputs(context.rank_idx)
         if context.rank_idx == 0:
             again = buffer.dispatch(x, None, handle=result.handle)
-            signal.signal(signal.SIGALRM, lambda *_: buffer.destroy())
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+            def handle(*_: object) -> None:
+                is_handled.touch()
+                buffer.destroy()
+
+            signal.signal(signal.SIGALRM, handle)
+            when_waiting(lambda: os.kill(os.getpid(), signal.SIGALRM))
             again.event.wait()
             assert buffer.is_destroyed
         else:
-            time.sleep(1)
+            wait_for(is_handled.exists)
             buffer.dispatch(x, None, handle=result.handle).event.wait()
         stream.synchronize()
         buffer.communicator.destroy()
 
 
-def test_a_handler_of_a_signal_may_destroy_the_buffer_that_is_waited_for() -> None:
-    run_ranks(_destroyed_by_a_handler, NUM_RANKS, mode="processes", fresh=True, timeout_s=LIMIT_S)
+def test_a_handler_of_a_signal_may_destroy_the_buffer_that_is_waited_for(tmp_path: Path) -> None:
+    run_ranks(
+        _destroyed_by_a_handler, NUM_RANKS, tmp_path / "handled", mode="processes", fresh=True
+    )
 
 
-def _read_by_a_child(context: RankContext) -> None:
+def _read_by_a_child(context: RankContext, has_ended: Path) -> None:
     with use_stream(Stream()):
         buffer = _buffer(context)
         inputs = _inputs(context.rank_idx)
@@ -362,15 +375,16 @@ def _read_by_a_child(context: RankContext) -> None:
                     os._exit(0 if "forked child" in str(error) else 2)
                 os._exit(1)
             assert os.waitpid(child, 0)[1] == 0
+            has_ended.touch()
             assert handle.num_recv_tokens > 0
         else:
-            time.sleep(1)
+            wait_for(has_ended.exists)
             buffer.dispatch(*inputs, layout=Layout.LOW_LATENCY)
         buffer.destroy()
 
 
-def test_a_forked_child_hears_nothing() -> None:
-    run_ranks(_read_by_a_child, NUM_RANKS, mode="processes", fresh=True)
+def test_a_forked_child_hears_nothing(tmp_path: Path) -> None:
+    run_ranks(_read_by_a_child, NUM_RANKS, tmp_path / "ended", mode="processes", fresh=True)
 
 
 def _leaves_by_another_error(context: RankContext) -> None:
