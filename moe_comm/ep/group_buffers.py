@@ -15,7 +15,7 @@ from moe_comm.arguments import as_int, shown
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.buffer_manager import BufferManager
 from moe_comm.ep.config import EpConfig
-from moe_comm.peers.agree import agree, first_line, raise_unequal
+from moe_comm.peers.agree import first_line, make_together
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for, group_behind
 from moe_comm.peers.communicator import Communicator
 from moe_comm.peers.missed_calls import keeps_unbound
@@ -359,12 +359,8 @@ def _agree_on(
 ) -> None:
     """Raise on every rank what is wrong on any, and that ranks ask for different buffers. Collective."""
     if first is None:  # and so no communicator to tell peers through
-        said = agree(
-            bootstrap_for(group).all_gather,
-            None if problem is None else first_line(problem),
-            stated,
-        )
-        raise_unequal("ranks make different things", said)
+        told = None if problem is None else first_line(problem)
+        make_together(bootstrap_for(group).all_gather, told, stated)
     elif problem is not None:
         first.communicator.reject(problem)
     else:

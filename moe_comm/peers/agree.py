@@ -19,6 +19,7 @@ __all__ = [
     "Problem",
     "agree",
     "first_line",
+    "make_together",
     "name_ranks",
     "problem_of",
     "raise_different",
@@ -123,6 +124,29 @@ def agree(
     """
     gathered = all_gather((problem, None if problem is not None else mine))
     raise_together([told for told, _ in gathered], problem)
+    return [its for _, its in gathered]
+
+
+def make_together(
+    all_gather: Callable[[Any], list[Any]], problem: Problem, what: str, mine: MineT | None = None
+) -> list[MineT]:
+    """`agree` of ranks that are about to make something of their group, which must be the same thing.
+
+    Args:
+        all_gather: Every rank's object, in rank order.
+        problem: What is wrong on this rank.
+        what: Is made.
+        mine: What the others are told besides.
+
+    Returns:
+        Every rank's `mine`, in rank order.
+
+    Raises:
+        ValueError: Ranks make different things; both are named.
+        Exception: See `raise_together`.
+    """
+    gathered: list[tuple[str, Any]] = agree(all_gather, problem, (what, mine))
+    raise_unequal("ranks make different things", [made for made, _ in gathered])
     return [its for _, its in gathered]
 
 

@@ -20,6 +20,7 @@ from moe_comm.peers import missed_calls, node_layout, nvshmem
 from moe_comm.peers.agree import (
     agree,
     first_line,
+    make_together,
     problem_of,
     raise_different,
     raise_together,
@@ -224,7 +225,7 @@ class Communicator(ElasticRanks, Destroyable):
             stated = (wishes, here)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = first_line(error)
-        gathered = agree(self.bootstrap.all_gather, problem, stated)
+        gathered = make_together(self.bootstrap.all_gather, problem, "a communicator", stated)
         raise_different("ranks ask for different communicators", [wish for wish, _ in gathered])
         places = [place for _, place in gathered]
         self.backend, self.num_local_ranks = choose_backend(backend, rail, self.device, places)

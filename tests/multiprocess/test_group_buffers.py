@@ -219,6 +219,20 @@ def test_ranks_that_give_different_communicators_are_told(mode: str) -> None:
         ]
 
 
+def make_apart(context: RankContext) -> str:
+    def make() -> object:
+        if context.rank_idx:
+            return TokenDispatcher(6, group=context.group)
+        return Communicator(context.group)
+
+    return text_of(context, make)
+
+
+def test_ranks_of_which_one_makes_a_communicator_itself_are_told() -> None:
+    want = "ranks make different things: a communicator on rank 0 met buffers of a group on cpu on rank 1"
+    assert run_ranks(make_apart, 2, timeout_s=60.0) == [want, want]
+
+
 SURFACES: dict[str, Callable[..., object]] = {
     "group_buffers": group_buffers,
     "TokenDispatcher": lambda **given: TokenDispatcher(4, **given),
