@@ -11,7 +11,7 @@ from rich.table import Table
 
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.run import BenchOptions, check_options
-from moe_comm.cli.command_rules import folded, in_a_sentence, wide_console
+from moe_comm.cli.command_rules import FoldedTable, in_a_sentence, wide_console
 from moe_comm.cli.options import (
     DtypeName,
     LayoutName,
@@ -127,7 +127,7 @@ def budget(
         typer.echo(f"before the first step: communicator.reserve({result.rank_bytes})")
 
 
-def _table(result: formulas.Budget) -> Table:
+def _table(result: formulas.Budget) -> FoldedTable:
     sizes = result.sizes
     is_across_nodes = result.num_local_ranks < result.num_ranks
     table = Table(title="windows alive at the peak, one rank", title_justify="left")
@@ -159,4 +159,4 @@ def _table(result: formulas.Budget) -> Table:
     if is_across_nodes:
         region = f"{result.rail_region_bytes / 1e6:,.1f}"
         table.add_row("memory between nodes of one rank, on GPUs", "", "", region)
-    return folded(table)
+    return FoldedTable(table)

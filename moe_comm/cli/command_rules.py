@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Iterator
 
 import typer
-from rich.console import Console
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 
 from moe_comm import env
 
-__all__ = ["example", "folded", "in_a_sentence", "wide_console"]
+__all__ = ["FoldedTable", "example", "in_a_sentence", "wide_console"]
 
 PIPE_WIDTH = 168
 
@@ -45,8 +47,33 @@ def wide_console() -> Console:
     return Console(width=env.columns() or PIPE_WIDTH)
 
 
-def folded(table: Table) -> Table:
-    """`table`, with no word cut where it is too wide for its column."""
-    for column in table.columns:
-        column.overflow = "fold"
-    return table
+class FoldedTable:
+    """A table whose cells break between words, and that has no grid, where the terminal is too narrow.
+
+    Rich alone would narrow all columns alike, and cut numbers in two.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What rich calls to show it."""
+        table = self._table
+        least, most = [], []  # of each column: its longest word and its longest line
+        for column in table.columns:
+            column.overflow = "fold"
+            cells = [
+                Measurement.get(console, options, cell) for cell in (column.header, *column.cells)
+            ]
+            least.append(max(cell.minimum for cell in cells))
+            most.append(max(cell.maximum for cell in cells))
+        frame = 3 * len(least) + 1
+        if sum(least) + frame > options.max_width:
+            table.box, table.show_edge, table.padding = box.SIMPLE_HEAD, False, (0, 0, 0, 0)
+            frame = len(least) - 1
+        spare = max(0, options.max_width - frame - sum(least))
+        for column, word, line in zip(table.columns, least, most, strict=True):
+            more = min(spare, line - word)
+            column.width = word + more
+            spare -= more
+        yield table

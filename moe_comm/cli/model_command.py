@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from moe_comm.cli.command_rules import folded, in_a_sentence, wide_console
+from moe_comm.cli.command_rules import FoldedTable, in_a_sentence, wide_console
 from moe_comm.cli.model.cluster import CLUSTERS, Cluster
 from moe_comm.cli.model.prediction import OperationPrediction, predict
 from moe_comm.cli.model.published import PUBLISHED, Comparison, compare, spread
@@ -154,7 +154,7 @@ def _heap_bytes(workload: Workload, cluster: Cluster, wire: WireName) -> int:
     )
 
 
-def _table(predictions: list[OperationPrediction], cluster: Cluster) -> Table:
+def _table(predictions: list[OperationPrediction], cluster: Cluster) -> FoldedTable:
     table = Table(
         title=f"{cluster.num_nodes} nodes of {cluster.num_local_ranks} ranks, mean bytes of one rank",
         title_justify="left",
@@ -187,10 +187,10 @@ def _table(predictions: list[OperationPrediction], cluster: Cluster) -> Table:
             f"{simulated.rows_us:,.0f}",
             f"{simulated.nic_busy:.2f} / {simulated.nvlink_busy:.2f} / {simulated.memory_busy:.2f}",
         )
-    return folded(table)
+    return FoldedTable(table)
 
 
-def _published_table(comparisons: list[Comparison]) -> Table:
+def _published_table(comparisons: list[Comparison]) -> FoldedTable:
     table = Table(title="published figures against this model", title_justify="left")
     for name in ("who", "operation", "ranks", "source"):
         table.add_column(name)
@@ -210,4 +210,4 @@ def _published_table(comparisons: list[Comparison]) -> Table:
             *numbers,
             f"{one.ratio:.2f}",
         )
-    return folded(table)
+    return FoldedTable(table)

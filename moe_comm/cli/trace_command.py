@@ -13,8 +13,8 @@ from rich.table import Table
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.processes import RankProcesses
 from moe_comm.cli.command_rules import (
+    FoldedTable,
     example,
-    folded,
     in_a_sentence,
     wide_console,
 )
@@ -92,7 +92,7 @@ def _report(records: Sequence[PhaseRecord], out: Path) -> None:
     typer.echo(f"{len(records)} records in {out}; open it at ui.perfetto.dev")
 
 
-def _table(summaries: Sequence[PhaseSummary]) -> Table:
+def _table(summaries: Sequence[PhaseSummary]) -> FoldedTable:
     table = Table(title="who waited for whom, per phase", title_justify="left")
     for name in ("operation", "phase", "rank", "spent on"):
         table.add_column(name)
@@ -109,4 +109,4 @@ def _table(summaries: Sequence[PhaseSummary]) -> Table:
             f"{summary.p50_us:,.1f}",
             f"{summary.max_us:,.1f}",
         )
-    return folded(table)
+    return FoldedTable(table)

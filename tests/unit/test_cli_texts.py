@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
 import moe_comm_command
 from moe_comm.cli.app import app
 from moe_comm.cli.bench import serve
 from moe_comm.cli.bench.run import CaseRun
+from moe_comm.cli.command_rules import FoldedTable
 from moe_comm.ep.config import NUM_MAX_EXPERTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,9 +214,23 @@ def test_budget_refuses_what_bench_refuses(
 def test_piped_tables_have_the_width_that_is_asked_for(width: int) -> None:
     done = run("model", "--nodes", "1", "--tokens", "8", env={"COLUMNS": str(width)})
     assert done.exit_code == 0
-    widths = [len(line) for line in done.output.splitlines() if line[:1] in "┏┡└┃│"]
+    widths = [len(line) for line in done.output.splitlines() if line[:1] in "┏┡└┃│─"]
     assert 0 < max(widths) <= width
     assert "…" not in done.output
+
+
+@pytest.mark.parametrize(("width", "has_grid"), [(40, False), (60, True), (80, True)])
+def test_a_narrow_terminal_cuts_no_number(width: int, has_grid: bool) -> None:
+    table = Table()
+    for name in ("operation", "p50 us", "p95 us", "of roof", "check"):
+        table.add_column(name)
+    table.add_row("combine, ordinary tensor", "41,190.1", "127,123.1", "0.632", "ok")
+    terminal = io.StringIO()
+    Console(file=terminal, width=width).print(FoldedTable(table))
+    shown = terminal.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    assert {"operation", "combine,", "ordinary", "41,190.1", "127,123.1"} <= set(shown.split())
+    assert ("┃" in shown) == has_grid
 
 
 def test_an_expected_error_of_a_rank_has_no_stack() -> None:

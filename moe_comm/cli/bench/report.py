@@ -13,7 +13,7 @@ from rich.text import Text
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.result import BenchRow
-from moe_comm.cli.command_rules import folded
+from moe_comm.cli.command_rules import FoldedTable
 
 __all__ = [
     "case_title",
@@ -102,7 +102,7 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
             row.check,
         )
     notes += [Text(f"{peer}: not compared, {why}") for peer, why in sorted(missing_peers.items())]
-    return Group(folded(table), *notes)
+    return Group(FoldedTable(table), *notes)
 
 
 def sweep_tables(rows: Sequence[BenchRow]) -> Group:
@@ -148,13 +148,13 @@ def sweep_tables(rows: Sequence[BenchRow]) -> Group:
             _ratio(row.extra["ratio"]),
         )
     return Group(
-        folded(table),
+        FoldedTable(table),
         Text(
             f"microseconds of dispatch + combine; {', '.join(PARTS)}: what the middle half of the calls "
             "spent, which adds up; differentiable: its time over the eager time; threads: time with their "
             "number chosen by itself over that with the best fixed number"
         ),
-        folded(fixed),
+        FoldedTable(fixed),
     )
 
 

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from moe_comm.cli.command_rules import folded
+from moe_comm.cli.command_rules import FoldedTable
 from moe_comm.cli.reshard.shapes import describe
 from moe_comm.cli.reshard.traffic import GB, Links, Traffic, predict, schedule_steps
 from moe_comm.cli.reshard.world import PlanningCase
@@ -95,7 +95,7 @@ class WorldReport:
     def _steps(self) -> dict[str, int]:
         return schedule_steps(self.traffic.bytes_per_pair, self.slot_bytes)
 
-    def _summary(self) -> Table:
+    def _summary(self) -> FoldedTable:
         case, traffic = self.case, self.traffic
         table = Table(show_header=False)
         table.add_column("what")
@@ -135,9 +135,9 @@ class WorldReport:
             ("predicted, through slots, half-duplex", times.half_duplex_ms),
         ):
             table.add_row(what, f"{value:,.2f} ms")
-        return folded(table)
+        return FoldedTable(table)
 
-    def _pairs(self) -> Table:
+    def _pairs(self) -> FoldedTable:
         largest = sorted(self.traffic.bytes_per_pair.items(), key=lambda item: (-item[1], item[0]))[
             :NUM_LARGEST_PAIRS
         ]
@@ -147,7 +147,7 @@ class WorldReport:
         table.add_column("")
         for (src, dst), num_bytes in largest:
             table.add_row(str(src), str(dst), _size(num_bytes), "same rank" if src == dst else "")
-        return folded(table)
+        return FoldedTable(table)
 
     def _notes(self) -> list[Text]:
         num_all = self.case.destination.num_ranks

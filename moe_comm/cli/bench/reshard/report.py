@@ -13,7 +13,7 @@ from rich.text import Text
 from moe_comm.cli.bench.report import header_line
 from moe_comm.cli.bench.reshard.case import ReshardCase, dtype_name
 from moe_comm.cli.bench.reshard.run import ReshardRow
-from moe_comm.cli.command_rules import folded
+from moe_comm.cli.command_rules import FoldedTable
 from moe_comm.cli.reshard.shapes import describe
 
 __all__ = ["reshard_document", "reshard_table", "reshard_title", "write_reshard_plot"]
@@ -72,7 +72,7 @@ def reshard_table(rows: Sequence[ReshardRow]) -> Group:
                 f"{memory['second_private']:,.1f} MB"
             )
         )
-    return Group(Text(reshard_title(rows[0].case), style="italic"), folded(table), *notes)
+    return Group(Text(reshard_title(rows[0].case), style="italic"), FoldedTable(table), *notes)
 
 
 def reshard_document(environment: dict[str, Any], rows: Sequence[ReshardRow]) -> dict[str, Any]:
