@@ -175,8 +175,10 @@ class Progress:
 
     @staticmethod
     def _name(description: str) -> str:
-        """The file, of what CMake says ninja does."""
-        built = re.fullmatch(r"Building \S+ object .*\.dir/(?:Unity/)?(.*)\.o", description)
+        """The file, or the part of the code that is compiled as one, of what CMake says ninja does."""
+        built = re.fullmatch(
+            r"Building \S+ object .*\.dir/(?:Unity/unity_)?(.*?)(?:_cxx\.cxx)?\.o", description
+        )
         linked = re.fullmatch(r"Linking \S+ .* (\S+)", description)
         return (built or linked or [None, description])[1]
 
@@ -186,9 +188,9 @@ class Progress:
             return
         waited = now - min(self._running.values())
         which = ", ".join(self._running) if waited > 1 else next(reversed(self._running))
-        text = f"compiling {self._num_started} of {self._num_total}: {which}"
-        if waited > 1:
-            text += f" ({waited:.0f} s)"
+        # Before the names: a narrow terminal shows no more than the start, which has to move.
+        seconds = f", {waited:.0f} s" if waited > 1 else ""
+        text = f"compiling {self._num_started} of {self._num_total}{seconds}: {which}"
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
             sys.stdout.write(f"\r{text[:width]}\x1b[K")

@@ -98,8 +98,11 @@ def main(arguments: list[str], silence_s: float = SILENCE_S) -> int:
     start = ("-m", "pip", "install", "--no-input", "--disable-pip-version-check")
     command = [sys.executable, *start, "--progress-bar", "off", *arguments]
 
+    # On a terminal the line of a compiler may be there already, and is written again.
+    start_of_line, end_of_line = ("\r", "\x1b[K\n") if sys.stdout.isatty() else ("", "\n")
+
     def say(text: str) -> None:
-        print(f"pip: {text}", flush=True)
+        print(f"{start_of_line}pip: {text}", end=end_of_line, flush=True)
 
     site = Path(sysconfig.get_paths()["purelib"])
     if "--target" in arguments:

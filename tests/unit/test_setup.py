@@ -76,7 +76,7 @@ def status(started, finished, what):
     text = os.environ["NINJA_STATUS"].replace("%s", str(started)).replace("%f", str(finished))
     sys.stdout.write("\\r" + text.replace("%t", "2") + what + "\\x1b[K")
     sys.stdout.flush()
-objects = ["Building CXX object CMakeFiles/x.dir/Unity/a.cpp.o", "Building CXX object CMakeFiles/x.dir/b.cpp.o"]
+objects = ["Building CXX object CMakeFiles/x.dir/Unity/unity_a_cxx.cxx.o", "Building CXX object CMakeFiles/x.dir/b.cpp.o"]
 status(1, 0, objects[0])
 status(1, 1, objects[0])
 print("\\na.cpp:1: warning: what a compiler says")
@@ -115,6 +115,24 @@ def test_a_build_shows_what_it_compiles(
     assert names["Progress"]().run(command) == status
     assert output.num_repeats() >= 3
     lines = output.getvalue().splitlines()
-    assert lines[0] == "compiling 1 of 2: a.cpp"
+    assert lines[0] == "compiling 1 of 2: a"
     assert "a.cpp:1: warning: what a compiler says" in lines
     assert all(line.startswith(("compiling ", "a.cpp:1:")) for line in lines if line), lines
+
+
+def test_a_narrow_terminal_shows_how_long_it_takes(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    progress = names["Progress"]()
+    progress._hear(f"@1 0 9@ Building CXX object x.dir/{'a_long_name_' * 4}.cpp.o")
+    progress._running = {name: since - 75 for name, since in progress._running.items()}
+    progress._show()
+    shown = terminal.getvalue().rsplit("\r", 1)[1]
+    assert shown == f"{'compiling 1 of 9, 75 s: a_long_name_a_long_name_'[:39]}\x1b[K"

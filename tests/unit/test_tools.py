@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -59,6 +61,21 @@ def test_progress_counts_packages_that_are_complete(tmp_path: Path) -> None:
 def test_pip_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     assert tool("pip_install").main(["--no-index", "no-such-package"]) != 0
     assert "no-such-package" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_on_a_terminal_pip_writes_over_the_line_of_a_compiler(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Output(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    output = Output()
+    monkeypatch.setattr(sys, "stdout", output)
+    assert tool("pip_install").main(["--no-index", "--dry-run", "pip"]) == 0
+    start, end = (r"\r", r"\x1b\[K\n") if is_terminal else ("", r"\n")
+    assert re.fullmatch(rf"({start}pip: [^\r\x1b\n]*{end})+", output.getvalue())
 
 
 @pytest.mark.parametrize(
