@@ -43,7 +43,7 @@ run_tests = $(PYTEST) -n 2 --dist load --maxschedchunk 8 -m "$(1)" $(RUNGS) $(MA
 .DEFAULT_GOAL := help
 .PHONY: help
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(TOOLS): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -94,7 +94,7 @@ lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
 
 # The programs that tests run, and before them only what needs no package beside the compiler.
 .PHONY: test-programs emulated
-test-programs: $(READY)
+test-programs: $(READY)  ## Compile what tests run beside the package
 	$(compile) --test-programs
 emulated: $(TOOLS)
 	MOE_COMM_MODULES=host,simt $(compile) --test-programs
