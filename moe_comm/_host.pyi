@@ -254,6 +254,7 @@ class layout:
         is_column_major: bool,
         weight_bytes: int,
         num_topk: int,
+        spans_devices: bool,
     ) -> int: ...
 
 class internode:

@@ -264,7 +264,8 @@ void bind_sizes(py::module_& sizes) {
          int64_t scale_bytes,
          bool is_column_major,
          int64_t weight_bytes,
-         int64_t num_topk) {
+         int64_t num_topk,
+         bool spans_devices) {
         const auto order = static_cast<layout::RowLayout>(row_layout);
         const layout::ScaleMap scales = scale_map(
             row_layout, num_rows, num_rows_per_expert, num_scales, scale_bytes, is_column_major);
@@ -274,7 +275,8 @@ void bind_sizes(py::module_& sizes) {
                                            scales,
                                            weight_bytes,
                                            num_topk,
-                                           order == layout::RowLayout::kRankMajor)
+                                           order == layout::RowLayout::kRankMajor,
+                                           spans_devices && order != layout::RowLayout::kRankMajor)
             .bytes;
       },
       py::arg("layout"),
@@ -285,7 +287,8 @@ void bind_sizes(py::module_& sizes) {
       py::arg("scale_bytes"),
       py::arg("is_column_major"),
       py::arg("weight_bytes"),
-      py::arg("num_topk"));
+      py::arg("num_topk"),
+      py::arg("spans_devices"));
 }
 
 }  // namespace

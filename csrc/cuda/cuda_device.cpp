@@ -1,5 +1,6 @@
 #include "cuda/cuda_device.h"
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -149,6 +150,13 @@ CudaDevice::CudaDevice(int device_idx, int max_connections)
 }
 
 CudaDevice::~CudaDevice() = default;
+
+runtime::Device::Identity CudaDevice::identity() const {
+  Identity identity{};
+  std::copy_n(
+      info_.uuid.begin(), std::min(info_.uuid.size(), identity.size()), identity.begin());
+  return identity;
+}
 
 std::shared_ptr<std::byte> CudaDevice::allocate(int64_t bytes) {
   return pool_->allocate(MemoryKind::kDevice, bytes, true);

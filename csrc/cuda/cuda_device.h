@@ -45,6 +45,7 @@ class CudaDevice final : public runtime::Device {
   const std::string& name() const override { return info_.name; }
   int32_t dlpack_type() const override { return 2; }  // kDLCUDA
   int32_t device_idx() const override { return device_idx_; }
+  Identity identity() const override;
   bool has_host_caller() const override { return false; }
   bool is_shared() const override { return max_connections_ != 0; }
   int num_sms() const override { return info_.num_sms; }

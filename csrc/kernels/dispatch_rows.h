@@ -29,8 +29,53 @@ struct WarpMemory {
   MOE_DEVICE int64_t* slots(int set_idx, int num_slots) const {
     return reinterpret_cast<int64_t*>(base + shape.slots_offset) + set_idx * num_slots;
   }
+  /// Of these slots; null where rows have no origins.
+  MOE_DEVICE int32_t* origins(int set_idx, int num_slots) const {
+    return shape.has_origins
+               ? reinterpret_cast<int32_t*>(base + shape.origins_offset) + set_idx * num_slots
+               : nullptr;
+  }
   MOE_DEVICE std::byte* scales() const { return base + shape.scales_offset; }
 };
+
+/// The slots of one token, and which of them its rank writes.
+struct TokenSlots {
+  const int64_t* slots = nullptr;    ///< [num_slots]
+  const int32_t* origins = nullptr;  ///< [num_slots], or null where it writes the row to every slot
+
+  /// Slot @p i where the row is to be written, kNone where there is none or its rank copies it.
+  MOE_DEVICE int64_t written(int i) const {
+    const int64_t slot = device::load(slots + i);
+    const bool is_copy = origins != nullptr && slot != layout::Slot::kNone &&
+                         device::load(origins + i) != layout::Slot::row_idx(slot);
+    return is_copy ? layout::Slot::kNone : slot;
+  }
+};
+
+/// Finds the origin of the row in every slot of a token: the row of its first slot on the same rank
+/// where that is on another device, so that one row crosses to it; else the slot's own. All lanes
+/// of the warp call, and may read @p origins afterwards.
+MOE_DEVICE void find_origins(const DispatchParams& params, const int64_t* slots, int32_t* origins) {
+#pragma unroll 1
+  for (int i = device::lane_idx(); i < params.choices.num_slots; i += device::kWarpSize) {
+    const int64_t slot = device::load(slots + i);
+    int64_t origin = slot;
+    if (slot != layout::Slot::kNone) {
+      const int dst_rank = layout::Slot::rank_idx(slot);
+      const bool is_elsewhere = device::load_constant(params.buffer.is_elsewhere + dst_rank) != 0;
+#pragma unroll 1
+      for (int j = 0; is_elsewhere && j < i; ++j) {
+        const int64_t earlier = device::load(slots + j);
+        if (earlier == layout::Slot::kNone || layout::Slot::rank_idx(earlier) != dst_rank)
+          continue;
+        origin = earlier;
+        break;
+      }
+    }
+    device::store(origins + i, static_cast<int32_t>(layout::Slot::row_idx(origin)));
+  }
+  device::sync_warp();
+}
 
 /// Where rows lie on the ranks they are sent to.
 class Places {
@@ -68,7 +113,7 @@ MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
 
 /// What travels beside the row of one token.
 struct RowMetadata {
-  const int64_t* slots;  ///< [num_slots]
+  TokenSlots places;
   int num_slots;
   const std::byte* scales;   ///< of the row, one behind the other
   const std::byte* weights;  ///< [num_topk]
@@ -102,9 +147,9 @@ class RowMetadataWriter {
   }
 
   /// What travels beside the row of @p token_idx, to all its slots.
-  MOE_DEVICE void write(int64_t token_idx, const int64_t* slots) const {
+  MOE_DEVICE void write(int64_t token_idx, const TokenSlots& places) const {
     const int num_topk = params_.choices.num_topk;
-    write({slots,
+    write({places,
            params_.choices.num_slots,
            scales_,
            params_.weight_bytes == 0
@@ -117,6 +162,8 @@ class RowMetadataWriter {
   MOE_DEVICE void write(const RowMetadata& from) const {
     if (params_.num_scales > 0)
       write_scales(from);
+    if (from.places.origins != nullptr)
+      write_origins(from);
     if (params_.arrangement.is_by_rank())
       write_choices(from);
     else if (params_.weight_bytes > 0)
@@ -128,10 +175,11 @@ class RowMetadataWriter {
     return int64_t{params_.num_scales} * params_.scale_bytes;
   }
 
+  /// Where the row goes: whoever copies it copies its factors, which are more than its origin.
   MOE_DEVICE void write_scales(const RowMetadata& from) const {
 #pragma unroll 1
     for (int i = 0; i < from.num_slots; ++i) {
-      const int64_t slot = device::load(from.slots + i);
+      const int64_t slot = from.places.written(i);
       if (slot == layout::Slot::kNone)
         continue;
       const layout::ReceiveWindow& window = places_.peer(slot).window;
@@ -154,13 +202,26 @@ class RowMetadataWriter {
     }
   }
 
+  MOE_DEVICE void write_origins(const RowMetadata& from) const {
+#pragma unroll 1
+    for (int i = device::lane_idx(); i < from.num_slots; i += device::kWarpSize) {
+      const int64_t slot = device::load(from.places.slots + i);
+      if (slot == layout::Slot::kNone)
+        continue;
+      std::byte* const origins =
+          places_.window(slot) + device::load_constant(&places_.peer(slot).window.origins_offset);
+      device::store(reinterpret_cast<int32_t*>(origins) + layout::Slot::row_idx(slot),
+                    device::load(from.places.origins + i));
+    }
+  }
+
   /// The weight of choice k goes to slot k.
   MOE_DEVICE void write_weights(const RowMetadata& from) const {
     device::with_unit(params_.weight_bytes, [&](auto kind) {
       using Weight = decltype(kind);
 #pragma unroll 1
       for (int k = device::lane_idx(); k < from.num_slots; k += device::kWarpSize) {
-        const int64_t slot = device::load(from.slots + k);
+        const int64_t slot = device::load(from.places.slots + k);
         if (slot == layout::Slot::kNone)
           continue;
         const auto weight = device::load(reinterpret_cast<const Weight*>(from.weights) + k);
@@ -190,7 +251,7 @@ class RowMetadataWriter {
           weight = device::load(reinterpret_cast<const Weight*>(from.weights) + k);
 #pragma unroll 1
         for (int i = 0; i < from.num_slots; ++i) {
-          const int64_t slot = device::load(from.slots + i);
+          const int64_t slot = device::load(from.places.slots + i);
           if (slot == layout::Slot::kNone)
             continue;
           const bool is_there = owner == layout::Slot::rank_idx(slot);
@@ -239,7 +300,7 @@ class RowWalk {
   struct Piece {
     int64_t token_idx = 0;
     int64_t piece_idx = 0;
-    int64_t* slots = nullptr;  ///< shared
+    TokenSlots places;  ///< shared
   };
 
   MOE_DEVICE RowWalk(const DispatchParams& params, const WarpMemory& memory)
@@ -248,12 +309,12 @@ class RowWalk {
         memory_(memory),
         next_token_(static_cast<int64_t>(device::warp_idx()) * device::num_blocks() +
                     device::block_idx()) {
-    piece_.piece_idx = memory.shape.num_pieces;
+    piece_.piece_idx = memory.shape.pieces.num_pieces;
   }
 
   /// Moves to the next piece. @return false behind the last.
   MOE_DEVICE bool advance() {
-    if (piece_.piece_idx + 1 < memory_.shape.num_pieces) {
+    if (piece_.piece_idx + 1 < memory_.shape.pieces.num_pieces) {
       ++piece_.piece_idx;
       return true;
     }
@@ -261,10 +322,13 @@ class RowWalk {
       const int64_t token_idx = next_token_;
       next_token_ += static_cast<int64_t>(device::num_blocks()) * device::num_warps();
       int64_t* const slots = memory_.slots(set_idx_, params_.choices.num_slots);
+      int32_t* const origins = memory_.origins(set_idx_, params_.choices.num_slots);
       if (!finder_.find(token_idx, slots))
         continue;
+      if (origins != nullptr)
+        find_origins(params_, slots, origins);
       set_idx_ = (set_idx_ + 1) % memory_.shape.num_stages;
-      piece_ = {token_idx, 0, slots};
+      piece_ = {token_idx, 0, {slots, origins}};
       return true;
     }
     return false;
@@ -387,7 +451,7 @@ MOE_DEVICE void quantize_piece(const Quantize& quantize,
 }
 
 /// Moves the rows of this warp's tokens by bulk copies: each is read once into the stages and
-/// stored from there to all its slots.
+/// stored from there to all slots that this rank writes.
 template <typename Source>
 MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemory& memory) {
   constexpr bool kQuantizes = !std::is_same_v<Source, Bytes>;
@@ -401,14 +465,13 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
   const int num_slots = params.choices.num_slots;
   const bool is_leader = device::lane_idx() == 0;
   const auto bytes_of = [&](const RowWalk::Piece& piece) {
-    const int64_t left = params.source_row_bytes - piece.piece_idx * shape.piece_bytes;
-    return left < shape.piece_bytes ? left : shape.piece_bytes;
+    return shape.pieces.bytes_of(piece.piece_idx, params.source_row_bytes);
   };
   const auto load = [&](int64_t idx, const RowWalk::Piece& piece) {
     if (is_leader)
       ring.load(idx,
                 offset_ptr(params.x, piece.token_idx, params.source_row_bytes) +
-                    piece.piece_idx * shape.piece_bytes,
+                    piece.piece_idx * shape.pieces.piece_bytes,
                 static_cast<uint32_t>(bytes_of(piece)));
   };
   // What this rank's stream and its peers wrote so far is what bulk copies read and overwrite.
@@ -422,10 +485,10 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
     has_piece = walk.advance();
     if (has_piece)
       load(idx + 1, walk.piece());
-    const bool is_last = piece.piece_idx + 1 == shape.num_pieces;
+    const bool is_last = piece.piece_idx + 1 == shape.pieces.num_pieces;
     const std::byte* stored = ring.stage(idx);
     int64_t stored_bytes = bytes_of(piece);
-    int64_t offset = piece.piece_idx * shape.piece_bytes;
+    int64_t offset = piece.piece_idx * shape.pieces.piece_bytes;
     if constexpr (kQuantizes) {
       constexpr auto kElementBytes = static_cast<int64_t>(sizeof(typename Source::Bits));
       std::byte* const codes = memory.codes(ring.stage_of(idx));
@@ -451,12 +514,12 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
       if (!kQuantizes)
         ring.await(idx);
       for (int i = 0; i < num_slots; ++i)
-        if (std::byte* const row = places.row(device::load(piece.slots + i)))
+        if (std::byte* const row = places.row(piece.places.written(i)))
           device::bulk_store(row + offset, stored, static_cast<uint32_t>(stored_bytes));
       device::commit_bulk_stores();
     }
     if (is_last) {
-      metadata.write(piece.token_idx, piece.slots);
+      metadata.write(piece.token_idx, piece.places);
       progress.tick();
     }
     // Slots, codes and scale factors may be written over.
@@ -473,6 +536,8 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
   const SlotFinder finder(params);
   ProgressShower progress(params.buffer);
   int64_t* const slots = memory.slots(0, num_slots);
+  int32_t* const origins = memory.origins(0, num_slots);
+  const TokenSlots token{slots, origins};
   const int source_unit = device::widest_unit(reinterpret_cast<uint64_t>(params.x) |
                                               static_cast<uint64_t>(params.source_row_bytes));
   const int wire_unit = device::widest_unit(static_cast<uint64_t>(params.row_bytes));
@@ -484,8 +549,10 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
        token_idx += stride) {
     if (!finder.find(token_idx, slots))
       continue;
+    if (origins != nullptr)
+      find_origins(params, slots, origins);
     const std::byte* const row = offset_ptr(params.x, token_idx, params.source_row_bytes);
-    const auto place_of = [&](int i) { return places.row(device::load(slots + i)); };
+    const auto place_of = [&](int i) { return places.row(token.written(i)); };
     if constexpr (std::is_same_v<Source, Bytes>) {
       const int unit = source_unit < wire_unit ? source_unit : wire_unit;
       device::copy_row(row, params.row_bytes, unit, num_slots, place_of);
@@ -505,7 +572,7 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
                              });
       device::sync_warp();
     }
-    metadata.write(token_idx, slots);
+    metadata.write(token_idx, token);
     progress.tick();
     device::sync_warp();
   }

@@ -7,6 +7,27 @@
 
 namespace moe::kernels {
 
+/// How rows are cut to move by bulk copies.
+struct BulkPieces {
+  int64_t num_pieces = 0;   ///< of a row
+  int64_t piece_bytes = 0;  ///< of all but the last, which may be shorter
+
+  /// @param unit  bytes that a piece is a multiple of
+  MOE_HOST_DEVICE static BulkPieces make(int64_t row_bytes, int64_t most_bytes, int64_t unit) {
+    BulkPieces pieces;
+    pieces.num_pieces = (row_bytes + most_bytes - 1) / most_bytes;
+    pieces.num_pieces = pieces.num_pieces > 0 ? pieces.num_pieces : 1;
+    pieces.piece_bytes =
+        round_up((row_bytes + pieces.num_pieces - 1) / pieces.num_pieces, unit);
+    return pieces;
+  }
+
+  MOE_HOST_DEVICE int64_t bytes_of(int64_t piece_idx, int64_t row_bytes) const {
+    const int64_t left = row_bytes - piece_idx * piece_bytes;
+    return left < piece_bytes ? left : piece_bytes;
+  }
+};
+
 /// How a dispatch cuts rows into pieces, and a block's shared memory into what its warps need.
 ///
 /// Byte map of a block: [0, scratch_bytes) words of the functions that blocks call; then per warp,
@@ -15,6 +36,7 @@ namespace moe::kernels {
 ///   [codes_offset, ...)    S * code_bytes: what they are quantized to
 ///   [barriers_offset, ...) S mbarriers
 ///   [slots_offset, ...)    S * K slots, int64
+///   [origins_offset, ...)  S * K int32: see TokenSlots; where rows have origins
 ///   [scales_offset, ...)   scale factors of one row
 /// Without bulk copies there are no stages and no mbarriers, and the slots of one token.
 ///
@@ -29,14 +51,15 @@ struct DispatchShape {
   static constexpr int64_t kPieceElements = 128;
 
   bool is_bulk = false;
+  bool has_origins = false;
   int num_stages = 0;
-  int64_t num_pieces = 0;   ///< of a row
-  int64_t piece_bytes = 0;  ///< of the row as it is read; the last piece may be shorter
+  BulkPieces pieces;  ///< of the row as it is read
   int64_t stage_bytes = 0;
   int64_t code_bytes = 0;
   int64_t codes_offset = 0;
   int64_t barriers_offset = 0;
   int64_t slots_offset = 0;
+  int64_t origins_offset = 0;
   int64_t scales_offset = 0;
   int64_t warp_bytes = 0;
   int64_t scratch_bytes = 0;
@@ -51,22 +74,22 @@ struct DispatchShape {
     shape.is_bulk = is_aligned && params.is_plain == 0;
     shape.num_stages = shape.is_bulk ? kNumStages : 1;
     if (shape.is_bulk) {
-      const int64_t row_bytes = params.source_row_bytes;
-      const int64_t most_bytes =
-          params.quantize.is_on ? kMostStageBytes * element / (element + 1) : kMostStageBytes;
-      shape.num_pieces = (row_bytes + most_bytes - 1) / most_bytes;
-      shape.num_pieces = shape.num_pieces > 0 ? shape.num_pieces : 1;
-      shape.piece_bytes = round_up((row_bytes + shape.num_pieces - 1) / shape.num_pieces,
-                                   params.quantize.is_on ? kPieceElements * element : kCopyUnit);
-      shape.stage_bytes = shape.piece_bytes;
-      shape.code_bytes = params.quantize.is_on ? shape.piece_bytes / element : 0;
+      shape.pieces = BulkPieces::make(
+          params.source_row_bytes,
+          params.quantize.is_on ? kMostStageBytes * element / (element + 1) : kMostStageBytes,
+          params.quantize.is_on ? kPieceElements * element : kCopyUnit);
+      shape.stage_bytes = shape.pieces.piece_bytes;
+      shape.code_bytes = params.quantize.is_on ? shape.stage_bytes / element : 0;
     }
     const int64_t stages = shape.is_bulk ? kNumStages : 0;
     shape.codes_offset = stages * shape.stage_bytes;
     shape.barriers_offset = shape.codes_offset + stages * shape.code_bytes;
     shape.slots_offset = shape.barriers_offset + stages * int64_t{8};
+    const int64_t num_slots = int64_t{shape.num_stages} * params.choices.num_slots;
+    shape.has_origins = params.arrangement.has_origins;
+    shape.origins_offset = shape.slots_offset + 8 * num_slots;
     shape.scales_offset =
-        round_up(shape.slots_offset + int64_t{8} * shape.num_stages * params.choices.num_slots, 16);
+        round_up(shape.origins_offset + (shape.has_origins ? 4 * num_slots : 0), 16);
     shape.warp_bytes =
         round_up(shape.scales_offset + int64_t{params.num_scales} * params.scale_bytes, 128);
     shape.scratch_bytes = round_up(num_threads / 32 * int64_t{4} + 4, 128);

@@ -430,7 +430,8 @@ class ExchangeBlock {
                                        scales,
                                        arguments.weight_bytes,
                                        num_recv_topk,
-                                       params_.with_topk_idx != 0);
+                                       params_.with_topk_idx != 0,
+                                       params_.arrangement.has_origins);
   }
 
   /// A combine: rows and weights are pulled from where their owners offer them.

@@ -77,15 +77,20 @@ MOE_DEVICE bool finish_rows(const Buffer& buffer, const Tables& tables, int32_t*
 }
 
 /// A block waits for the done flags of every rank that has rows here. Rows are whole (dispatch), or
-/// pulled by everybody (combine), for what follows in the stream.
+/// pulled by everybody (combine), for what follows in the stream, and for this block. Other blocks
+/// of the kernel may wait for the same.
 /// @param scratch  shared, a word per warp
-MOE_DEVICE void await_done(const Buffer& buffer,
+/// @param is_booked  in WaitTotals, by one block
+/// @return the same on every thread: false when the kernel is to leave.
+MOE_DEVICE bool await_done(const Buffer& buffer,
                            const Tables& tables,
                            layout::Operation operation,
-                           int32_t* scratch) {
+                           int32_t* scratch,
+                           bool is_booked = true) {
   const uint64_t epoch = device::load(tables.epoch);
   const layout::Workspace own = workspace(buffer, buffer.rank_idx);
-  const WaitSite site{layout::Phase::kData, static_cast<int32_t>(operation), epoch};
+  WaitSite site{layout::Phase::kData, static_cast<int32_t>(operation), epoch};
+  site.is_booked = is_booked;
   const bool all_done = block_await_flags(
       buffer,
       site,
@@ -95,7 +100,9 @@ MOE_DEVICE void await_done(const Buffer& buffer,
       [&](int rank_idx) { return device::load(&tables.peers[rank_idx].is_received_from) != 0; },
       [&](int rank_idx) { return &own.done(epoch, rank_idx).epoch; });
   if (!all_done && device::thread_idx() == 0)
-    device::store(tables.status, static_cast<int32_t>(OperationStatus::kLeft));
+    device::store_relaxed<device::Scope::kDevice>(tables.status,
+                                                  static_cast<int32_t>(OperationStatus::kLeft));
+  return all_done;
 }
 
 /// Both, of a kernel that ends when its peers have ended.

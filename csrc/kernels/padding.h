@@ -7,7 +7,8 @@
 
 namespace moe::kernels {
 
-/// Zeroes rows of this rank's window that no rank sends: data, scale factors, weights 0, ids -1.
+/// Zeroes rows of this rank's window that no rank sends: data, scale factors, weights 0, ids -1;
+/// they are copies of no other row.
 /// Padding belongs to the receiver, so nobody waits for it but this rank's stream. All warps of the
 /// grid call and share the rows.
 class Padding {
@@ -75,6 +76,11 @@ class Padding {
     device::fill_bytes(offset_ptr(base, row_idx, params_.row_bytes), params_.row_bytes, 0);
     if (params_.num_scales > 0)
       zero_scales(base, row_idx);
+    if (params_.arrangement.has_origins && device::lane_idx() == 0)
+      device::store(reinterpret_cast<int32_t*>(
+                        base + device::load_constant(&peer_.window.origins_offset)) +
+                        row_idx,
+                    static_cast<int32_t>(row_idx));
     const int64_t per_row =
         params_.arrangement.is_by_rank() ? device::load_constant(params_.tables.num_rows + 1) : 1;
     const int64_t weights = per_row * params_.weight_bytes;

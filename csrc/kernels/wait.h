@@ -31,6 +31,19 @@ MOE_DEVICE bool has_left(const Buffer& buffer) {
   return left;
 }
 
+/// Whether a kernel of the buffer left early, as all threads of the block see it alike while other
+/// blocks of this kernel may leave. @param scratch  shared, a word
+MOE_DEVICE bool block_has_left(const Buffer& buffer, int32_t* scratch) {
+  if (device::thread_idx() == 0)
+    device::store(scratch,
+                  static_cast<int32_t>(
+                      device::load_relaxed<device::Scope::kDevice>(&buffer.state->has_left)));
+  device::sync_block();
+  const bool has_left = device::load(scratch) != 0;
+  device::sync_block();
+  return has_left;
+}
+
 MOE_DEVICE bool is_aborted(const Buffer& buffer) {
   const uint32_t word = device::load_relaxed<device::Scope::kSystem>(buffer.abort_word);
   return layout::AbortRecord::is_set(word) &&

@@ -43,6 +43,9 @@ struct Arrangement {
   RowLayout layout = RowLayout::kExpertMajor;
   int64_t expert_alignment = 1;
   int64_t rows_per_expert = 0;  ///< low-latency: rows that every expert owns, filled or not
+  /// By expert, where ranks lie on several devices: a row goes once to a rank of another device,
+  /// which copies it to the token's other slots there. A window says which rows are copies.
+  bool has_origins = false;
 
   MOE_HOST_DEVICE bool is_by_rank() const { return layout == RowLayout::kRankMajor; }
   /// Rows of a window that @p count rows of one expert take.

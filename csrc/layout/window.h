@@ -73,11 +73,14 @@ struct ScaleMap {
 ///   [scales_offset, ...)      scale factors of quantized rows, see ScaleMap
 ///   [weights_offset, ...)     M (rank-major: M * K) weights of `weight_bytes`
 ///   [topk_idx_offset, ...)    rank-major, uncached: M * K int64 local expert ids
+///   [origins_offset, ...)     by expert, see Arrangement::has_origins: M int32, of every row the
+///                             row that its bytes come to: its own, or that which it is a copy of
 /// Sender and receiver compute it from the same count matrix.
 struct ReceiveWindow {
   int64_t scales_offset = 0;
   int64_t weights_offset = 0;
   int64_t topk_idx_offset = 0;
+  int64_t origins_offset = 0;
   int64_t bytes = 0;
   ScaleMap scales;
 
@@ -87,7 +90,8 @@ struct ReceiveWindow {
                                             const ScaleMap& scales,
                                             int64_t weight_bytes,
                                             int64_t num_topk,
-                                            bool with_topk_idx) {
+                                            bool with_topk_idx,
+                                            bool with_origins) {
     const int64_t per_row = layout == RowLayout::kRankMajor ? num_topk : 1;
     ReceiveWindow window;
     window.scales = scales;
@@ -96,6 +100,9 @@ struct ReceiveWindow {
     window.topk_idx_offset =
         round_up(window.weights_offset + num_rows * per_row * weight_bytes, 64);
     window.bytes = window.topk_idx_offset + (with_topk_idx ? num_rows * per_row * 8 : 0);
+    window.origins_offset = round_up(window.bytes, 64);
+    if (with_origins)
+      window.bytes = window.origins_offset + num_rows * 4;
     return window;
   }
 };

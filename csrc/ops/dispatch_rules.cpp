@@ -23,7 +23,8 @@ ReceiveWindow receive_window(const layout::Arrangement& arrangement,
                              scales,
                              params.weight_bytes,
                              num_recv_topk,
-                             params.with_topk_idx(arrangement));
+                             params.with_topk_idx(arrangement),
+                             arrangement.has_origins);
 }
 
 layout::OperationArguments dispatch_arguments(const DispatchParams& params,
@@ -189,6 +190,7 @@ layout::Arrangement arrangement_of(const EndpointBase& endpoint,
   arrangement.expert_alignment = expert_alignment;
   if (layout == RowLayout::kLowLatency)
     arrangement.rows_per_expert = endpoint.num_ranks() * endpoint.config().num_max_tokens;
+  arrangement.has_origins = endpoint.spans_devices() && !arrangement.is_by_rank();
   return arrangement;
 }
 

@@ -77,6 +77,9 @@ class EndpointBase : public BufferBase {
   /// DLPack's type and number of the device whose memory that is.
   virtual int32_t dlpack_device_type() const = 0;
   virtual int32_t device_idx() const = 0;
+  /// Whether rows cross between devices of one node, as every rank knows alike: each then goes once
+  /// to a rank of another device (Arrangement::has_origins).
+  virtual bool spans_devices() const { return false; }
   /// Whether the caller is the host itself, whose tensors are ready and which waits for results;
   /// else it is a stream.
   virtual bool is_host_caller() const { return true; }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -45,6 +46,9 @@ class Device {
   /// DLPack's device type and number of tensors in its memory.
   virtual int32_t dlpack_type() const = 0;
   virtual int32_t device_idx() const = 0;
+  /// The same for the ranks, of any process, that use this device, and for no others.
+  using Identity = std::array<uint8_t, 16>;
+  virtual Identity identity() const = 0;
   /// Whether callers are the host itself, whose tensors are ready and which waits for results.
   virtual bool has_host_caller() const = 0;
   /// Whether other ranks of this process use it, too: what one calls may wait for kernels that wait

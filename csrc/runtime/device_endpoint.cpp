@@ -99,7 +99,8 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<host::Group> group,
       tokens_per_chunk_(config.shape.tokens_per_chunk > 0 ? config.shape.tokens_per_chunk
                                                           : kDefaultTokensPerChunk),
       internode_config_(std::move(config.internode)),
-      areas_(static_cast<size_t>(this->group().num_ranks())) {
+      areas_(static_cast<size_t>(this->group().num_ranks())),
+      is_elsewhere_(areas_.size()) {
   device_->activate();
   stream_ = device_->create_stream();
   watch_ = std::make_unique<DeviceWatch>(*this);
@@ -122,15 +123,17 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   const auto reserved = reserve_memory();
   // Peers write to the area as soon as they know of it.
   synchronize();
-  const Offer own_offers[] = {own_area->offer(), reserved->offer()};
-  const auto offers =
-      connect(0,
-              std::string(reinterpret_cast<const char*>(own_offers), sizeof(own_offers)),
-              interrupt_check);
+  const Announcement own{{own_area->offer(), reserved->offer()}, device_->identity()};
+  const auto said = connect(
+      0, std::string(reinterpret_cast<const char*>(&own), sizeof(own)), interrupt_check);
+  std::vector<Announcement> announced(said.size());
+  for (size_t i = 0; i < said.size(); ++i)
+    std::memcpy(&announced[i], said[i].data(), std::min(said[i].size(), sizeof(Announcement)));
+  compare_devices(announced);
   std::string problem;
   std::exception_ptr error;
   try {
-    find_peers(offers, bytes, interrupt_check);
+    find_peers(announced, bytes, interrupt_check);
   } catch (const std::exception& caught) {
     problem = concat("rank ", rank_idx(), " cannot make its buffer: ", caught.what());
     error = std::current_exception();
@@ -144,8 +147,19 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
       throw std::runtime_error(said);
 }
 
-/// @param offers  Of every rank: its control area, and memory that operations may use.
-void DeviceEndpoint::find_peers(const std::vector<std::string>& offers,
+/// Across nodes a row crosses once to each, and is fanned out there.
+void DeviceEndpoint::compare_devices(const std::vector<Announcement>& announced) {
+  const bool has_nodes = group().nodes().num_nodes() > 1;
+  for (int peer_rank = 0; peer_rank < num_ranks() && !has_nodes; ++peer_rank) {
+    if (!group().is_active(peer_rank))
+      continue;
+    const Device::Identity& device = announced[static_cast<size_t>(peer_rank)].device;
+    is_elsewhere_[static_cast<size_t>(peer_rank)] = device != device_->identity() ? 1 : 0;
+    spans_devices_ = spans_devices_ || is_elsewhere_[static_cast<size_t>(peer_rank)] != 0;
+  }
+}
+
+void DeviceEndpoint::find_peers(const std::vector<Announcement>& announced,
                                 int64_t area_bytes,
                                 const host::InterruptCheck& interrupt_check) {
   if (group().nodes().num_nodes() > 1)
@@ -159,10 +173,9 @@ void DeviceEndpoint::find_peers(const std::vector<std::string>& offers,
       areas_[static_cast<size_t>(peer_rank)] = remote_area_.get();
       continue;
     }
-    Offer places[2];
-    std::memcpy(places, offers[static_cast<size_t>(peer_rank)].data(), sizeof(places));
-    areas_[static_cast<size_t>(peer_rank)] = group().resolve(*memory_, peer_rank, places[0], site);
-    group().resolve(*memory_, peer_rank, places[1], site);
+    const auto& [area, reserved] = announced[static_cast<size_t>(peer_rank)].offers;
+    areas_[static_cast<size_t>(peer_rank)] = group().resolve(*memory_, peer_rank, area, site);
+    group().resolve(*memory_, peer_rank, reserved, site);
   }
   bases_->refresh();
   upload_constants();
@@ -215,12 +228,14 @@ void DeviceEndpoint::make_tables() {
   const int num_experts = config().num_experts;
   std::byte** workspaces = nullptr;
   uint8_t* is_active = nullptr;
+  uint8_t* is_elsewhere = nullptr;
   int32_t* expert_rank = nullptr;
   int32_t* experts_by_rank = nullptr;
   int32_t* first_of_rank = nullptr;
   const auto lay = [&](Carver carver) {
     workspaces = carver.take<std::byte*>(count);
     is_active = carver.take<uint8_t>(count);
+    is_elsewhere = carver.take<uint8_t>(count);
     expert_rank = carver.take<int32_t>(num_experts);
     experts_by_rank = carver.take<int32_t>(num_experts);
     first_of_rank = carver.take<int32_t>(count + 1);
@@ -239,7 +254,7 @@ void DeviceEndpoint::make_tables() {
   rank_values_ = device_->allocate(count);
   side_word_ = device_->allocate_host(8);
   // Page-locked memory that outlives its copies: who uploads drains the stream.
-  staging_ = device_->allocate_host(16 * (count + 1) + 8 * num_experts + 64 * 5);
+  staging_ = device_->allocate_host(16 * (count + 1) + 8 * num_experts + 64 * 6);
   state_staging_ = device_->allocate_host(sizeof(BufferState));
 
   buffer_.rank_idx = rank_idx();
@@ -250,6 +265,7 @@ void DeviceEndpoint::make_tables() {
   buffer_.depth = config().depth;
   buffer_.workspaces = workspaces;
   buffer_.is_active = is_active;
+  buffer_.is_elsewhere = is_elsewhere;
   buffer_.expert_rank = expert_rank;
   buffer_.experts_by_rank = experts_by_rank;
   buffer_.first_of_rank = first_of_rank;
@@ -280,6 +296,7 @@ void DeviceEndpoint::upload_constants() {
   Carver carver(staging_.get());
   auto* const bases = carver.take<std::byte*>(count);
   auto* const is_active = carver.take<uint8_t>(count);
+  auto* const is_elsewhere = carver.take<uint8_t>(count);
   auto* const expert_rank = carver.take<int32_t>(num_experts);
   auto* const experts_by_rank = carver.take<int32_t>(num_experts);
   auto* const first_of_rank = carver.take<int32_t>(count + 1);
@@ -293,11 +310,13 @@ void DeviceEndpoint::upload_constants() {
   }
   first_of_rank[count] = num_listed;
   std::copy(placement().expert_rank.begin(), placement().expert_rank.end(), expert_rank);
+  std::copy(is_elsewhere_.begin(), is_elsewhere_.end(), is_elsewhere);
   const auto upload = [this](const void* target, const void* source, int64_t bytes) {
     stream_->copy(const_cast<void*>(target), source, bytes);
   };
   upload(buffer_.workspaces, bases, 8 * count);
   upload(buffer_.is_active, is_active, count);
+  upload(buffer_.is_elsewhere, is_elsewhere, count);
   upload(buffer_.expert_rank, expert_rank, 4 * num_experts);
   upload(buffer_.experts_by_rank, experts_by_rank, 4 * num_experts);
   upload(buffer_.first_of_rank, first_of_rank, 4 * (count + 1));
@@ -337,7 +356,11 @@ void DeviceEndpoint::launch_offers(const kernels::OffersParams& params) const {
 
 void DeviceEndpoint::launch_receive(kernels::ReceiveParams params) const {
   params.buffer = buffer();
-  kernels::launch_receive(launch(1), params);
+  device::Launch shape = launch(num_sms_);
+  while (shape.num_threads > 32 && kernels::receive_shared_bytes(params, shape.num_threads) >
+                                       device_->max_shared_bytes())
+    shape.num_threads /= 2;
+  kernels::launch_receive(shape, params);
 }
 
 void DeviceEndpoint::set_caller_stream(uintptr_t handle,

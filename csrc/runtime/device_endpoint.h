@@ -60,6 +60,7 @@ class DeviceEndpoint : public host::EndpointBase {
   SymmetricMemory& memory() const override { return *memory_; }
   int32_t dlpack_device_type() const override { return device_->dlpack_type(); }
   int32_t device_idx() const override { return device_->device_idx(); }
+  bool spans_devices() const override { return spans_devices_; }
   bool is_idle() const override;
   void restart(uint64_t next_epoch) override;
   Epochs epochs() const override;
@@ -203,14 +204,21 @@ class DeviceEndpoint : public host::EndpointBase {
   void drain() noexcept;
 
  private:
+  /// What a rank tells the others when the buffer is made.
+  struct Announcement {
+    Offer offers[2];  ///< its control area, and memory that operations may use
+    Device::Identity device;
+  };
+
   DeviceEndpoint(std::shared_ptr<host::Group> group,
                  std::shared_ptr<SymmetricMemory> memory,
                  std::shared_ptr<Device> device,
                  DeviceEndpointConfig config);
   void connect_areas(const host::InterruptCheck& interrupt_check);
-  void find_peers(const std::vector<std::string>& offers,
+  void find_peers(const std::vector<Announcement>& announced,
                   int64_t area_bytes,
                   const host::InterruptCheck& interrupt_check);
+  void compare_devices(const std::vector<Announcement>& announced);
   void connect_nodes(int64_t area_bytes, const host::InterruptCheck& interrupt_check);
   void make_tables();
   std::shared_ptr<Window> reserve_memory();
@@ -238,6 +246,8 @@ class DeviceEndpoint : public host::EndpointBase {
 
   layout::Workspace own_area_;     ///< in the memory of the device
   std::vector<std::byte*> areas_;  ///< [num_ranks] control areas in the memory of the device
+  std::vector<uint8_t> is_elsewhere_;  ///< [num_ranks]: on another device than this rank
+  bool spans_devices_ = false;
   std::shared_ptr<std::byte> remote_area_;  ///< stands for that of every rank of another node
   std::unique_ptr<SegmentBases> bases_;
 

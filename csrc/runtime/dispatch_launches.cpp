@@ -144,6 +144,9 @@ kernels::ReceiveParams DispatchLaunches::receive_params() const {
   params.tables = tables_.tables;
   params.operation =
       params_.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch;
+  params.arrangement = arrangement_;
+  params.row_bytes = params_.row_bytes;
+  params.is_plain = endpoint_.device().has_bulk_copies() ? 0 : 1;
   return params;
 }
 

@@ -43,10 +43,11 @@ std::shared_ptr<std::byte> allocate(const std::shared_ptr<StreamOrder>& order,
 
 }  // namespace
 
-SimtDevice::SimtDevice(int rank_idx, Caller caller, int num_sms)
+SimtDevice::SimtDevice(int rank_idx, Caller caller, int num_sms, int number)
     : rank_idx_(rank_idx),
       caller_(caller),
       num_sms_(num_sms),
+      number_(number),
       name_("emulator"),
       order_(std::make_shared<StreamOrder>()),
       host_stream_(std::make_shared<HostStream>(rank_idx)) {
@@ -54,6 +55,12 @@ SimtDevice::SimtDevice(int rank_idx, Caller caller, int num_sms)
 }
 
 SimtDevice::~SimtDevice() = default;
+
+runtime::Device::Identity SimtDevice::identity() const {
+  Identity identity{};
+  std::memcpy(identity.data(), &number_, sizeof(number_));
+  return identity;
+}
 
 int32_t SimtDevice::dlpack_type() const {
   return kDlpackCpu;

@@ -24,12 +24,17 @@ class SimtDevice final : public runtime::Device {
   static constexpr int kNumSms = 4;
 
   /// @param rank_idx  for reports of what kernels do wrong; -1 where there is one rank only.
-  explicit SimtDevice(int rank_idx = -1, Caller caller = Caller::kHost, int num_sms = kNumSms);
+  /// @param number  of the device among those that ranks are placed on
+  explicit SimtDevice(int rank_idx = -1,
+                      Caller caller = Caller::kHost,
+                      int num_sms = kNumSms,
+                      int number = 0);
   ~SimtDevice() override;
 
   const std::string& name() const override { return name_; }
   int32_t dlpack_type() const override;
-  int32_t device_idx() const override { return 0; }
+  int32_t device_idx() const override { return 0; }  // as of tensors of the CPU
+  Identity identity() const override;
   bool is_shared() const override { return false; }
   bool has_host_caller() const override { return caller_ == Caller::kHost; }
 
@@ -70,6 +75,7 @@ class SimtDevice final : public runtime::Device {
   const int rank_idx_;
   const Caller caller_;
   const int num_sms_;
+  const int number_;
   const std::string name_;
   std::shared_ptr<StreamOrder> order_;
   std::shared_ptr<HostStream> host_stream_;

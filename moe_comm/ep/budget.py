@@ -199,6 +199,7 @@ def receive_window_bytes(
     layout: LayoutName = "expert_major",
     num_topk: int = 1,
     num_rows_per_expert: int | None = None,
+    spans_devices: bool = False,
 ) -> int:
     """The window of a dispatch: rows, scale factors, weights, ids, each from a new cache line.
 
@@ -210,6 +211,8 @@ def receive_window_bytes(
         layout: RANK_MAJOR has K weights and K int64 ids a row, the others one weight and no ids.
         num_topk: K; for RANK_MAJOR.
         num_rows_per_expert: See `scale_region_bytes`.
+        spans_devices: Ranks of one node lie on several GPUs: but for RANK_MAJOR, 4 bytes a row say whose
+            copy it is.
     """
     num_bytes = _sizes().receive_window_bytes(
         *_places(num_rows, layout, num_rows_per_expert),
@@ -217,6 +220,7 @@ def receive_window_bytes(
         *_scale_arguments(scales),
         weight_bytes,
         num_topk,
+        spans_devices,
     )
     return _round_up(num_bytes, CACHE_LINE_BYTES)
 
@@ -344,6 +348,7 @@ def window_sizes(
     capacity_rows: int | None = None,
     capacity_rows_per_expert: int | None = None,
     can_grow: bool = False,
+    spans_devices: bool = False,
 ) -> WindowSizes:
     """Bytes of every kind of window.
 
@@ -366,6 +371,7 @@ def window_sizes(
         capacity_rows: See `limited_recv_rows`, like the two below.
         capacity_rows_per_expert: Not LOW_LATENCY.
         can_grow: Not LOW_LATENCY.
+        spans_devices: See `receive_window_bytes`.
     """
     has_capacity = capacity_rows is not None or capacity_rows_per_expert is not None
     if layout == "low_latency" and has_capacity:
@@ -411,6 +417,7 @@ def window_sizes(
             layout=layout,
             num_topk=num_topk,
             num_rows_per_expert=num_rows_per_expert,
+            spans_devices=spans_devices,
         )
         for of_row, of_scales in (
             (row_bytes if dispatched_row_bytes is None else dispatched_row_bytes, scales),

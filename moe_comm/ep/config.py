@@ -245,6 +245,7 @@ class EpConfig:
         layout: Layout = Layout.EXPERT_MAJOR,
         quantization: Quantization | None = None,
         capacity: Capacity | None = None,
+        spans_devices: bool = False,
     ) -> budget.WindowSizes:
         """Bytes of every kind of window of the rank with most experts; see `heap_bytes`."""
         if self.num_topk is None or self.num_max_tokens_per_rank is None or self.row_bytes == 0:
@@ -273,6 +274,7 @@ class EpConfig:
             capacity_rows=None if capacity is None else capacity.num_rows,
             capacity_rows_per_expert=None if capacity is None else capacity.num_rows_per_expert,
             can_grow=capacity is not None and capacity.on_overflow == "grow",
+            spans_devices=spans_devices,
         )
 
     def heap_bytes(
@@ -288,6 +290,7 @@ class EpConfig:
         layout: Layout = Layout.EXPERT_MAJOR,
         quantization: Quantization | None = None,
         capacity: Capacity | None = None,
+        spans_devices: bool = False,
     ) -> int:
         """Heap of one rank with so many windows alive at once; for `Communicator.reserve`.
 
@@ -304,6 +307,7 @@ class EpConfig:
             layout: As it will be passed to dispatch. LOW_LATENCY has one size, whatever the routing.
             quantization: As it will be passed to dispatch; outputs and sums are not quantized.
             capacity: As it will be passed to dispatch.
+            spans_devices: Ranks of one node lie on several GPUs.
 
         Raises:
             ValueError: A field that decides the size is None, or a capacity comes with LOW_LATENCY.
@@ -316,6 +320,7 @@ class EpConfig:
             layout=layout,
             quantization=quantization,
             capacity=capacity,
+            spans_devices=spans_devices,
         )
         return budget.live_heap_bytes(
             sizes,

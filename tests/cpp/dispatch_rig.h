@@ -207,7 +207,8 @@ class Rig {
                                                     scales,
                                                     test_.weight_bytes,
                                                     num_recv_topk(),
-                                                    with_topk_idx());
+                                                    with_topk_idx(),
+                                                    false);
     num_rows_.push_back(num_rows);
     windows_.push_back(window);
     received_.emplace_back(window.bytes);

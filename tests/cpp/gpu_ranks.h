@@ -33,7 +33,8 @@ namespace moe::cases {
 
 using layout::RowLayout;
 
-constexpr int kNumExperts = 2;
+constexpr int kNumExperts = 4;  ///< two on each of the first two ranks
+constexpr int64_t kNumTopk = kNumExperts;
 constexpr int64_t kNumTokens = 4;
 constexpr int64_t kHidden = 32;  // float32
 constexpr int kConnections = 32;
@@ -75,7 +76,7 @@ inline std::shared_ptr<host::Group> borrow(host::Group& group) {
 }
 
 /// One buffer of a rank, and inputs that every rank knows: row t of rank r is full of 10 r + t, and
-/// every token goes to both experts.
+/// every token goes to every expert.
 struct Caller {
   Caller(int rank_idx,
          const std::shared_ptr<host::Group>& group,
@@ -84,9 +85,9 @@ struct Caller {
       : rank_idx(rank_idx), num_ranks(group->num_ranks()) {
     runtime::DeviceEndpointConfig config;
     config.common.num_experts = kNumExperts;
-    config.common.expert_rank = {0, 1};
+    config.common.expert_rank = {0, 0, 1, 1};
     config.common.num_max_tokens = num_max_tokens;
-    config.common.num_max_topk = 2;
+    config.common.num_max_topk = kNumTopk;
     config.common.max_row_bytes = kHidden * 4;
     config.common.depth = 2;
     config.shape.num_sms = 2;
@@ -94,10 +95,10 @@ struct Caller {
     endpoint = runtime::DeviceEndpoint::create(group, gpu.heap, gpu.device, std::move(config), {});
     endpoint->set_caller_stream(reinterpret_cast<uintptr_t>(stream.get()), {});
     x = gpu.device->allocate_unset(kNumTokens * kHidden * 4);
-    topk_idx = gpu.device->allocate_unset(kNumTokens * 2 * 8);
+    topk_idx = gpu.device->allocate_unset(kNumTokens * kNumTopk * 8);
     fill(0);
-    for (int64_t i = 0; i < kNumTokens * 2; ++i)
-      reinterpret_cast<int64_t*>(topk_idx.get())[i] = i % 2;
+    for (int64_t i = 0; i < kNumTokens * kNumTopk; ++i)
+      reinterpret_cast<int64_t*>(topk_idx.get())[i] = i % kNumExperts;
   }
 
   /// Of another round: rows are full of 10 r + t + 100 round.
@@ -116,7 +117,7 @@ struct Caller {
     params.x = x.get();
     params.topk_idx = reinterpret_cast<const int64_t*>(topk_idx.get());
     params.num_tokens = kNumTokens;
-    params.num_topk = 2;
+    params.num_topk = kNumTopk;
     params.source_row_bytes = params.row_bytes = kHidden * 4;
     params.dtype = 2 << 8 | 32;
     params.layout = layout;
@@ -145,24 +146,27 @@ struct Caller {
   /// Every expert has the rows of all ranks, in their order.
   void check_rows(const host::DispatchOutcome& outcome) const {
     stream.synchronize();
-    const int64_t num_rows = rank_idx < kNumExperts ? num_ranks * kNumTokens : 0;
-    for (int64_t row_idx = 0; row_idx < num_rows; ++row_idx) {
+    const int64_t num_rows = num_ranks * kNumTokens;  // of an expert
+    const layout::Arrangement& arrangement = outcome.plan->arrangement;
+    for (int64_t i = 0; rank_idx < 2 && i < 2 * num_rows; ++i) {
+      const int64_t row_idx = i % num_rows;
+      const int64_t place = i / num_rows * arrangement.expert_rows(num_rows) + row_idx;
       float value = 0.0f;
-      std::memcpy(&value, outcome.rows + row_idx * kHidden * 4, sizeof value);
+      std::memcpy(&value, outcome.rows + place * kHidden * 4, sizeof value);
       expect_equal(value,
                    value_of(row_idx / kNumTokens, row_idx % kNumTokens),
-                   concat("row ", row_idx, " of rank ", rank_idx));
+                   concat("row ", place, " of rank ", rank_idx));
     }
   }
 
-  /// Both experts return what they got.
+  /// Experts return what they got.
   void check_sums(const host::CombineOutcome& outcome) const {
     stream.synchronize();
     for (int64_t token_idx = 0; token_idx < kNumTokens; ++token_idx) {
       float value = 0.0f;
       std::memcpy(&value, outcome.sums + token_idx * kHidden * 4, sizeof value);
       expect_equal(value,
-                   2 * value_of(rank_idx, token_idx),
+                   kNumTopk * value_of(rank_idx, token_idx),
                    concat("sum ", token_idx, " of rank ", rank_idx));
     }
   }
@@ -306,7 +310,7 @@ struct Recorded {
     device::check_cuda(cudaStreamBeginCapture(caller.stream.get(), mode), "beginning a capture");
     host::DispatchParams params = caller.dispatch_params(layout);
     if (layout != RowLayout::kLowLatency) {
-      params.fixed_rows = caller.num_ranks * kNumTokens;
+      params.fixed_rows = 2 * caller.num_ranks * kNumTokens;
       params.capacity.on_overflow = layout::OnOverflow::kDrop;
     }
     dispatched = runtime::dispatch(*caller.endpoint, params, {});

@@ -44,6 +44,7 @@ DEADLOCKS = {
     ),
     "deadlock_by_pageable_memory": ("cudaMemcpyAsync of pageable memory waits for ExchangeParams"),
 }
+HOST_CALLS = ("host_calls", "host_calls_on_two_devices")
 # Most calls of an operation that put work into a stream or ask about it: launches, copies, records of
 # events and waits for them. What the driver is asked about the host's own state comes on top.
 BUDGET = {
@@ -70,7 +71,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_case_is_listed(program: Path) -> None:
     listed = run(program).stdout.split()
-    assert listed == sorted((*CASES, *DEADLOCKS, "host_calls"))
+    assert listed == sorted((*CASES, *DEADLOCKS, *HOST_CALLS))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,8 +86,9 @@ def test_the_stand_in_finds(program: Path, case: str) -> None:
     assert (ended.stdout, ended.returncode) == (f"deadlock: {DEADLOCKS[case]}\n", 3)
 
 
-def test_operations_keep_to_their_budget_of_calls(program: Path) -> None:
-    ended = run(program, "host_calls")
+@pytest.mark.parametrize("case", HOST_CALLS)
+def test_operations_keep_to_their_budget_of_calls(program: Path, case: str) -> None:
+    ended = run(program, case)
     *lines, last = ended.stdout.splitlines()
     assert (last, ended.returncode) == ("ok", 0)
     found = {

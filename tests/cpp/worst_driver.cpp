@@ -42,6 +42,7 @@ void operations_of_processes(const std::string& sharing) {
     const auto uuids = rank.group->all_gather(uuid, {});
     expect(uuids[0] != uuids[1], "both processes use one device");
     Caller caller(rank_idx, borrow(*rank.group), gpu);
+    expect(caller.endpoint->spans_devices(), "ranks do not see that they lie on two devices");
     expect_equal(gpu.heap->sharing(), sharing, "the way to share memory");
     caller.run_all(RowLayout::kExpertMajor);
     caller.run_all(RowLayout::kLowLatency);
@@ -133,15 +134,15 @@ void nothing_waits_for_large_operations() {
     stand_in::take_waits();
     rank.group->all_gather("", {});
     runtime::DeviceEndpoint& endpoint = *caller.endpoint;
-    endpoint.scratch(runtime::DispatchLaunches::scratch_bytes(endpoint, kManyTokens, 2));
+    endpoint.scratch(runtime::DispatchLaunches::scratch_bytes(endpoint, kManyTokens, kNumTopk));
     std::vector<std::shared_ptr<void>> held;
     for (int i = 0; i < kNumOperations; ++i) {
       held.push_back(runtime::DevicePlan::allocate(
-          endpoint, RowLayout::kExpertMajor, kManyTokens, 2, runtime::Contents::kUnset));
+          endpoint, RowLayout::kExpertMajor, kManyTokens, kNumTopk, runtime::Contents::kUnset));
       held.push_back(
           runtime::DispatchTables::allocate(endpoint, nullptr, runtime::Contents::kUnset).memory);
     }
-    const auto rows = gpu.heap->allocate(kManyTokens * 2 * kHidden * 4);
+    const auto rows = gpu.heap->allocate(kManyTokens * kNumTopk * kHidden * 4);
     const auto sums = gpu.heap->allocate(kManyTokens * kHidden * 4);
     for (const auto& [call, count] : stand_in::take_waits())
       throw std::runtime_error(concat(count, " calls of ", call));
@@ -271,10 +272,10 @@ int num_of_work(const std::map<std::string, int>& calls) {
 
 /// What the calling thread calls for an operation as a rule: a line for each, with all calls, those
 /// with work, and which they are. Now and then streams are asked what memory they are done with.
-void host_calls() {
+void host_calls_on(int num_devices) {
   constexpr size_t kNumRounds = 9;
   std::vector<std::string> lines;
-  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, num_devices, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     caller.run_all(RowLayout::kExpertMajor);
     caller.run_all(RowLayout::kLowLatency);
@@ -317,6 +318,14 @@ void host_calls() {
   });
   for (const std::string& line : lines)
     std::puts(line.c_str());
+}
+
+void host_calls() {
+  host_calls_on(1);
+}
+
+void host_calls_on_two_devices() {
+  host_calls_on(2);
 }
 
 // --- The stand-in itself: what it must find -----------------------------------------------------
@@ -464,6 +473,7 @@ int main(int argc, char** argv) {
            first_operation_beside_create_on_two_devices},
           {"foreign_kernel_that_is_loaded", foreign_kernel_that_is_loaded},
           {"host_calls", host_calls},
+          {"host_calls_on_two_devices", host_calls_on_two_devices},
           {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
           {"nothing_waits_in_operations", nothing_waits_in_operations},
           {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},

@@ -11,16 +11,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_comm import Communicator, EpConfig
 from moe_comm.ep.backends.base import Backend
-from moe_comm.ep.backends.simt import SimtBackend, Stream, current_stream, use_stream
+from moe_comm.ep.backends.simt import (
+    SimtBackend,
+    Stream,
+    current_stream,
+    use_device,
+    use_stream,
+)
 from moe_comm.testing import RankContext
 from tests.helpers.on_device import OnDevice
 
-__all__ = ["OnStream", "WaitsForStream", "connect_streams", "in_stream", "make_on_stream"]
+__all__ = [
+    "NUM_DEVICES",
+    "OnStream",
+    "WaitsForStream",
+    "connect_streams",
+    "in_stream",
+    "make_on_devices",
+    "make_on_devices_and_streams",
+    "make_on_stream",
+]
 
 ResultT = TypeVar("ResultT")
 
 LAG_S = 0.001
 """How long a stream lets the host run ahead, so that who does not wait for it comes too early."""
+
+
+NUM_DEVICES = 2
+"""That ranks take in turn: of 3 ranks, two share one."""
 
 
 class WaitsForStream(TorchDispatchMode):
@@ -93,3 +112,15 @@ def connect_streams(group: Any) -> Communicator:
 def make_on_stream(communicator: Communicator, config: EpConfig) -> Backend:
     """The emulator's backend with a stream as its caller, behind tensors of the host."""
     return OnStream(communicator, config)
+
+
+def make_on_devices(communicator: Communicator, config: EpConfig) -> Backend:
+    """The emulator's backend with ranks on several devices."""
+    with use_device(communicator.rank_idx % NUM_DEVICES):
+        return SimtBackend(communicator, config)
+
+
+def make_on_devices_and_streams(communicator: Communicator, config: EpConfig) -> Backend:
+    """Both: what a rank with a GPU of its own is."""
+    with use_device(communicator.rank_idx % NUM_DEVICES):
+        return OnStream(communicator, config)

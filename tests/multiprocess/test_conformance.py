@@ -9,7 +9,12 @@ from moe_comm.testing.case_list import CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import CHECKS, check_case
 from moe_comm.testing.target import Target
-from tests.helpers.on_stream import connect_streams, make_on_stream
+from tests.helpers.on_stream import (
+    connect_streams,
+    make_on_devices,
+    make_on_devices_and_streams,
+    make_on_stream,
+)
 
 TARGETS = {
     "reference": Target(name="reference", can_overlap=False),
@@ -17,6 +22,10 @@ TARGETS = {
     "host": Target(name="host"),
     "simt": Target(name="simt"),
     "simt-streams": Target(name="simt", make=make_on_stream, connect=connect_streams),
+    "simt-devices": Target(name="simt", make=make_on_devices, connect=connect_streams),
+    "simt-devices-streams": Target(
+        name="simt", make=make_on_devices_and_streams, connect=connect_streams
+    ),
 }
 # The collective backend needs a process group, of which a process has one. A sample takes the first of
 # what it might take: cases of special interest run on the CPU backend.
@@ -27,6 +36,8 @@ MODES = [
     ("simt", "threads"),
     ("simt-streams", "threads"),
     ("simt-streams", "processes"),
+    ("simt-devices", "processes"),
+    ("simt-devices-streams", "threads"),
     ("collective", "processes"),
     ("reference", "threads"),
     ("reference", "processes"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout
-from moe_comm.ep.backends.simt import current_stream
+from moe_comm.ep.backends.simt import current_stream, use_device
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.on_stream import in_stream
 
@@ -52,7 +52,7 @@ def _calls_per_step(buffer: EpBuffer, step: Any) -> Calls:
     return {name: (after[name] - before[name]) / NUM_STEPS for name in before}
 
 
-def _count_calls(context: RankContext, layout: Layout) -> dict[str, Calls]:
+def _count_calls(context: RankContext, layout: Layout, num_devices: int) -> dict[str, Calls]:
     comm = Communicator(context.group, backend="simt", arrival_timeout_s=60.0)
     config = EpConfig(
         num_experts=NUM_EXPERTS,
@@ -63,7 +63,9 @@ def _count_calls(context: RankContext, layout: Layout) -> dict[str, Calls]:
     generator = torch.Generator().manual_seed(context.rank_idx)
     x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
     topk_idx = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator).topk(NUM_TOPK, dim=1)[1]
-    with EpBuffer(comm, config) as buffer:
+    with use_device(context.rank_idx % num_devices):
+        buffer = EpBuffer(comm, config)
+    with buffer:
         result = buffer.dispatch(x, topk_idx, layout=layout)
         calls = {
             "dispatch": _calls_per_step(
@@ -81,14 +83,17 @@ def _count_calls(context: RankContext, layout: Layout) -> dict[str, Calls]:
     return calls
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("caller", ["host", "stream"])
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.LOW_LATENCY])
-def test_operations_make_few_calls_of_the_device(layout: Layout, caller: str) -> None:
+def test_operations_make_few_calls_of_the_device(
+    layout: Layout, caller: str, num_devices: int
+) -> None:
     """Nothing is zeroed, which has the host wait, and nothing made anew but what results keep."""
     if caller == "host":
-        found = run_ranks(_count_calls, 2, layout)
+        found = run_ranks(_count_calls, 2, layout, num_devices)
     else:
-        found = run_ranks(in_stream, 2, _count_calls, layout)
+        found = run_ranks(in_stream, 2, _count_calls, layout, num_devices)
     for calls in found:
         for operation, wanted in (
             ("dispatch", DISPATCH),

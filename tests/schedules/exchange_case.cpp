@@ -241,7 +241,8 @@ class Draw {
                                                           scales,
                                                           4,
                                                           case_.kept.num_recv_topk(),
-                                                          case_.with_topk_idx));
+                                                          case_.with_topk_idx,
+                                                          false));
       const auto needed = static_cast<uint64_t>(case_.windows.back().bytes);
       RankInput& own = input(rank_idx);
       own.offered_bytes = needed + random_.below(3) * 64;

@@ -51,6 +51,7 @@ void GuestMemory::reset() {
   regions_.assign(1, Region{});
   free_shared_.clear();
   num_local_ranks_ = 0;
+  num_devices_ = 1;
   symmetric_.clear();
   top_ = kAlignment;
 }
@@ -179,6 +180,14 @@ int64_t GuestMemory::bytes_stored(const std::string& name) const {
   for (const Region& region : regions_)
     if (region.name.starts_with(name))
       total += region.bytes_stored;
+  return total;
+}
+
+int64_t GuestMemory::bytes_stored_across(const std::string& name) const {
+  int64_t total = 0;
+  for (const Region& region : regions_)
+    if (region.name.starts_with(name))
+      total += region.bytes_stored_across;
   return total;
 }
 

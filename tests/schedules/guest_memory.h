@@ -28,6 +28,7 @@ struct Region {
 
   int64_t bytes_loaded = 0;
   int64_t bytes_stored = 0;
+  int64_t bytes_stored_across = 0;  ///< of these, by kernels on another device
 };
 
 /// Memory of all emulated ranks. The addresses that kernels hold have nothing mapped at them: an
@@ -84,6 +85,11 @@ class GuestMemory {
   bool is_of_other_node(int rank_idx, int other_rank) const {
     return num_local_ranks_ > 0 && rank_idx / num_local_ranks_ != other_rank / num_local_ranks_;
   }
+  /// From now on ranks take so many devices in turn.
+  void set_devices(int num_devices) { num_devices_ = num_devices; }
+  bool is_of_other_device(int rank_idx, int other_rank) const {
+    return rank_idx % num_devices_ != other_rank % num_devices_;
+  }
   /// Regions of the same size, one a rank, are symmetric: puts name a place in one by its place in
   /// another.
   void make_symmetric(std::vector<std::byte*> bases) { symmetric_.push_back(std::move(bases)); }
@@ -94,6 +100,7 @@ class GuestMemory {
   /// Bytes of regions whose name begins with @p name.
   int64_t bytes_loaded(const std::string& name) const;
   int64_t bytes_stored(const std::string& name) const;
+  int64_t bytes_stored_across(const std::string& name) const;
 
  private:
   std::byte* take(int64_t bytes);
@@ -106,6 +113,7 @@ class GuestMemory {
   std::vector<Region> regions_;      ///< [0] stands for none
   std::vector<uint16_t> region_of_;  ///< by granule
   int num_local_ranks_ = 0;          ///< 0: all ranks share a node
+  int num_devices_ = 1;
   std::vector<std::vector<std::byte*>> symmetric_;
   std::multimap<int64_t, std::byte*> free_shared_;
 };

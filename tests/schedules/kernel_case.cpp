@@ -15,7 +15,16 @@ layout::Arrangement KernelCase::arrangement() const {
   arrangement.expert_alignment = expert_alignment;
   if (layout == layout::RowLayout::kLowLatency)
     arrangement.rows_per_expert = num_ranks * num_max_tokens;
+  arrangement.has_origins = has_origins();
   return arrangement;
+}
+
+int64_t KernelCase::origin_of(int rank_idx, const int64_t* slots, int64_t i) const {
+  const int dst_rank = Slot::rank_idx(slots[i]);
+  for (int64_t j = 0; is_elsewhere(rank_idx, dst_rank) && j < i; ++j)
+    if (slots[j] != Slot::kNone && Slot::rank_idx(slots[j]) == dst_rank)
+      return Slot::row_idx(slots[j]);
+  return Slot::row_idx(slots[i]);
 }
 
 void ExpectedBytes::set(int64_t offset, const void* from, int64_t num_bytes) {
@@ -125,7 +134,8 @@ layout::ReceiveWindow window_of(const KernelCase& shape, const Step& step, int64
                                      scales,
                                      shape.with_weights ? 4 : 0,
                                      step.num_recv_topk,
-                                     shape.is_by_rank());
+                                     shape.is_by_rank(),
+                                     shape.has_origins());
 }
 
 /// Zeroes of rows [first, end) that nobody sends.
@@ -143,6 +153,10 @@ void fill_padding(
       to->bytes.fill(window.weights_offset + row_idx * per_row * 4, 0, per_row * 4);
     if (shape.is_by_rank())
       to->bytes.fill(window.topk_idx_offset + row_idx * per_row * 8, 0xFF, per_row * 8);
+    if (shape.has_origins()) {
+      const auto origin = static_cast<int32_t>(row_idx);
+      to->bytes.set(window.origins_offset + row_idx * 4, &origin, 4);
+    }
   }
 }
 
@@ -197,6 +211,7 @@ void deliver_choices(const KernelCase& shape,
 void deliver_token(const KernelCase& shape,
                    const layout::Placement& placement,
                    const RankInputs& from,
+                   int rank_idx,
                    int64_t token_idx,
                    const int64_t* slots,
                    int64_t num_slots,
@@ -222,6 +237,10 @@ void deliver_token(const KernelCase& shape,
       to.bytes.set(window.scales_offset + window.scales.place(row_idx) + s * window.scales.step(),
                    scales.data() + s * shape.scale_bytes(),
                    shape.scale_bytes());
+    if (shape.has_origins()) {
+      const auto origin = static_cast<int32_t>(shape.origin_of(rank_idx, slots, i));
+      to.bytes.set(window.origins_offset + row_idx * 4, &origin, 4);
+    }
     if (shape.is_by_rank())
       deliver_choices(shape, placement, *step, from, token_idx, slot, &to);
     else if (shape.with_weights)
@@ -261,6 +280,7 @@ void deliver(const KernelCase& shape, const layout::Placement& placement, Step* 
       deliver_token(shape,
                     placement,
                     from,
+                    rank_idx,
                     token_idx,
                     own.slots.data() + token_idx * own.num_slots,
                     own.num_slots,
@@ -353,6 +373,7 @@ Step draw_cached_step(const KernelCase& shape,
                                                own.window.scales,
                                                shape.with_weights ? 4 : 0,
                                                cached.num_recv_topk,
+                                               false,
                                                false);
       own.bytes.bytes.resize(static_cast<size_t>(own.window.bytes));
       own.bytes.is_defined.resize(static_cast<size_t>(own.window.bytes));

@@ -17,6 +17,7 @@ namespace moe::simt::checker {
 /// A small case of the kernels: shapes that all its operations have in common.
 struct KernelCase {
   int num_ranks = 2;
+  int num_devices = 1;           ///< that ranks take in turn
   int num_local_ranks = 0;       ///< of a node; 0 where all ranks share one
   int64_t tokens_per_chunk = 1;  ///< of rows between nodes
   int64_t num_reply_places = 1;  ///< of a combine between nodes: the least a rail region has
@@ -49,6 +50,12 @@ struct KernelCase {
     return !is_quantized ? 0 : quantization.scale_format == host::ScaleFormat::kUe8m0 ? 1 : 4;
   }
   bool is_by_rank() const { return layout == layout::RowLayout::kRankMajor; }
+  bool is_elsewhere(int rank_idx, int other_rank) const {
+    return rank_idx % num_devices != other_rank % num_devices;
+  }
+  bool has_origins() const { return !is_by_rank() && num_devices > 1 && num_ranks > 1; }
+  /// The row that brings slot @p i of a token of @p rank_idx its bytes.
+  int64_t origin_of(int rank_idx, const int64_t* slots, int64_t i) const;
   layout::Arrangement arrangement() const;
 };
 

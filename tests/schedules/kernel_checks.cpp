@@ -177,6 +177,31 @@ void KernelWorld::run_until_left(kernels::Cause cause, int missing_rank) {
   }
 }
 
+/// A row and its scale factors cross once for each rank of another device that its token goes to;
+/// its weight, and the word that says whose copy a row is, once for each slot.
+void KernelWorld::count_crossing(int rank_idx, const ExpectedDispatch& expected) {
+  const int64_t row_bytes = shape_.row_bytes() + shape_.num_scales() * shape_.scale_bytes();
+  const int64_t slot_bytes = (shape_.has_origins() ? 4 : 0) + (shape_.with_weights ? 4 : 0);
+  for (size_t first = 0; first < expected.slots.size();
+       first += static_cast<size_t>(expected.num_slots)) {
+    const int64_t* const slots = expected.slots.data() + first;
+    for (int64_t i = 0; i < expected.num_slots; ++i) {
+      if (slots[i] == layout::Slot::kNone ||
+          !shape_.is_elsewhere(rank_idx, layout::Slot::rank_idx(slots[i])))
+        continue;
+      const bool is_copy = shape_.origin_of(rank_idx, slots, i) != layout::Slot::row_idx(slots[i]);
+      traffic_.window_stored_across += slot_bytes + (is_copy ? 0 : row_bytes);
+      traffic_.window_loaded += is_copy ? row_bytes : 0;
+    }
+  }
+  // Of every row that is there the receiver looks at the word.
+  const bool is_low_latency = shape_.layout == layout::RowLayout::kLowLatency;
+  int64_t num_rows = is_low_latency ? 0 : expected.received.num_rows;
+  for (const int64_t num_tokens : expected.received.num_tokens_per_expert)
+    num_rows += is_low_latency ? num_tokens : 0;
+  traffic_.window_loaded += shape_.has_origins() ? 4 * num_rows : 0;
+}
+
 void KernelWorld::count_traffic(int rank_idx, const Step& step, bool is_combine, bool is_dispatch) {
   if (step.status != kernels::OperationStatus::kOk)
     return;
@@ -194,8 +219,11 @@ void KernelWorld::count_traffic(int rank_idx, const Step& step, bool is_combine,
   if (is_dispatch) {
     traffic_.x_loaded += num_sent_tokens * shape_.source_row_bytes();
     const auto& is_defined = expected.bytes.is_defined;
-    traffic_.window_stored += std::count(is_defined.begin(), is_defined.end(), uint8_t{1}) +
-                              expected.window.bytes / 16 * 16;
+    const auto num_defined = std::count(is_defined.begin(), is_defined.end(), uint8_t{1});
+    traffic_.window_stored += num_defined + expected.window.bytes / 16 * 16;
+    traffic_.window_loaded += num_defined;
+    if (!shape_.is_by_rank() && !has_nodes())
+      count_crossing(rank_idx, expected);
   }
   if (is_combine) {
     traffic_.outputs_loaded += num_rows * shape_.source_row_bytes();

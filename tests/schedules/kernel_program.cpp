@@ -69,6 +69,10 @@ void run_operations(Run& run, const KernelCase& shape, int num_rounds, bool has_
   };
   expect_bytes("sums stored", run.guest().bytes_stored("sums"), traffic.sums_stored);
   expect_bytes("windows stored", run.guest().bytes_stored("window "), traffic.window_stored);
+  expect_bytes("windows loaded", run.guest().bytes_loaded("window "), traffic.window_loaded);
+  expect_bytes("windows stored from other devices",
+               run.guest().bytes_stored_across("window "),
+               traffic.window_stored_across);
   expect_bytes("x loaded", run.guest().bytes_loaded("x"), traffic.x_loaded);
   int64_t put_bytes = 0;
   for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx)

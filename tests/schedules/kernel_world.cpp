@@ -68,7 +68,7 @@ int64_t KernelWorld::most_window_bytes() const {
                                              shape_.scale_bytes(),
                                              shape_.is_column_major);
   return layout::ReceiveWindow::make(
-             shape_.layout, num_rows, shape_.row_bytes(), scales, 4, shape_.num_topk, true)
+             shape_.layout, num_rows, shape_.row_bytes(), scales, 4, shape_.num_topk, true, true)
              .bytes +
          256;
 }
@@ -92,6 +92,7 @@ KernelWorld::KernelWorld(Run& run, const KernelCase& shape)
   }
   for (int rank_idx = 0; rank_idx < shape_.num_ranks; ++rank_idx)
     make_rank(rank_idx);
+  run_.guest().set_devices(shape_.num_devices);
   if (has_nodes())
     make_rails();
 }
@@ -131,6 +132,10 @@ void KernelWorld::make_rank(int rank_idx) {
                          Ownership::kDevice,
                          "is_active",
                          std::vector<uint8_t>(static_cast<size_t>(shape_.num_ranks), 1));
+  std::vector<uint8_t> is_elsewhere;
+  for (int peer_rank = 0; peer_rank < shape_.num_ranks; ++peer_rank)
+    is_elsewhere.push_back(shape_.is_elsewhere(rank_idx, peer_rank) ? 1 : 0);
+  buffer.is_elsewhere = put(rank_idx, Ownership::kDevice, "is_elsewhere", is_elsewhere);
   buffer.expert_rank = put(rank_idx, Ownership::kDevice, "expert_rank", placement_.expert_rank);
   buffer.experts_by_rank = put(rank_idx, Ownership::kDevice, "experts_by_rank", experts_by_rank);
   buffer.first_of_rank = put(rank_idx, Ownership::kDevice, "first_of_rank", first_of_rank);
@@ -309,7 +314,14 @@ void KernelWorld::launch_rows(int rank_idx, const kernels::DispatchParams& param
 
 void KernelWorld::receive(int rank_idx, layout::Operation operation) {
   const Rank& own = rank(rank_idx);
-  kernels::launch_receive(shape_of(rank_idx, 1), {own.buffer, own.tables, operation});
+  kernels::ReceiveParams params;
+  params.buffer = own.buffer;
+  params.tables = own.tables;
+  params.operation = operation;
+  params.arrangement = shape_.arrangement();
+  params.row_bytes = shape_.row_bytes();
+  params.is_plain = shape_.is_plain;
+  kernels::launch_receive(shape_of(rank_idx, shape_.num_blocks), params);
 }
 
 KernelWorld::Handle KernelWorld::dispatch(int rank_idx, const Step& step) {

@@ -106,6 +106,8 @@ class KernelWorld {
   struct Traffic {
     int64_t x_loaded = 0;
     int64_t window_stored = 0;  ///< every byte that has a value once, then what the host wrote over
+    int64_t window_stored_across = 0;  ///< from other devices: see docs/emulator.md
+    int64_t window_loaded = 0;         ///< by who copies rows, then by the host
     int64_t outputs_loaded = 0;
     int64_t sums_stored = 0;
     int64_t put = 0;  ///< to ranks of other nodes, signals not counted
@@ -203,6 +205,7 @@ class KernelWorld {
   void overwrite(std::byte* to, int64_t bytes);
   template <typename T>
   void expect_equal(const T& got, const T& expected, const std::string& what);
+  void count_crossing(int rank_idx, const ExpectedDispatch& expected);
   void count_traffic(int rank_idx, const Step& step, bool is_combine, bool is_dispatch);
 
   Run& run_;

@@ -146,6 +146,61 @@ MOE_SCENARIO(bad_choice, "one rank has an id that is none: nobody sends, the nex
   run_operations(run, shape, 4);
 }
 
+/// @p shape with ranks on 2 devices, in turn: some pairs of 3 ranks share one.
+KernelCase on_devices(Run& run, KernelCase shape) {
+  shape.num_devices = 2;
+  shape.num_ranks = run.random().chance(1, 4) ? 2 : 3;
+  shape.num_experts = 2 * shape.num_ranks;
+  shape.num_topk = 3;
+  shape.num_max_tokens = 3;
+  return shape;
+}
+
+MOE_SCENARIO(devices_expert_major, "a row crosses once to a rank of another device, which copies it") {
+  KernelCase shape = on_devices(run, expert_major(run));
+  shape.is_plain = run.random().chance(1, 4);
+  shape.with_weights = run.random().chance(1, 2);
+  run_operations(run, shape, 1);
+}
+
+MOE_SCENARIO(devices_epochs, "the same in windows that are used again") {
+  KernelCase shape = on_devices(run, expert_major(run));
+  shape.num_ranks = 2;
+  shape.num_threads = 32;
+  run_operations(run, shape, 3, true);
+}
+
+MOE_SCENARIO(devices_low_latency, "the same where most rows of a window are nobody's") {
+  KernelCase shape;
+  shape.layout = RowLayout::kLowLatency;
+  shape.with_masks = true;
+  run_operations(run, on_devices(run, draw_case(run, shape)), 1);
+}
+
+MOE_SCENARIO(devices_quantized, "the same with scale factors, which are copied with their row") {
+  const bool is_mx = run.random().chance(1, 2);
+  run_operations(run,
+                 on_devices(run,
+                            quantized(run,
+                                      is_mx ? 32 : 128,
+                                      is_mx ? host::ScaleFormat::kUe8m0
+                                            : host::ScaleFormat::kFloat32)),
+                 1);
+}
+
+MOE_SCENARIO(devices_drops, "the same where the first slots of tokens are dropped") {
+  KernelCase shape = on_devices(run, expert_major(run));
+  shape.rule.on_overflow = OnOverflow::kDrop;
+  if (run.random().chance(1, 2))
+    shape.rule.expert_capacity = run.random().between(0, 3);
+  shape.has_fixed_rows = run.random().chance(1, 2);
+  run_operations(run, shape, 1);
+}
+
+MOE_SCENARIO(devices_host_read, "the same where hosts wait for sizes and offer again") {
+  run_host_reads(run, on_devices(run, expert_major(run)));
+}
+
 MOE_SCENARIO(host_read, "hosts wait for sizes; ranks that are short make second offers") {
   run_host_reads(run, expert_major(run));
 }
@@ -159,6 +214,11 @@ KernelCase two_or_three_ranks(Run& run) {
 
 MOE_SCENARIO(never_comes, "a rank stops taking part: the others name it and leave") {
   run_to_an_early_end(run, two_or_three_ranks(run), false);
+}
+
+MOE_SCENARIO(devices_early_end, "the same where rows are copied by blocks that wait, each, for all") {
+  KernelCase shape = on_devices(run, expert_major(run));
+  run_to_an_early_end(run, shape, run.random().chance(1, 2));
 }
 
 MOE_SCENARIO(aborted, "the communicator is aborted at some moment: everybody leaves") {

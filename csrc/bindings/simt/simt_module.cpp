@@ -20,13 +20,17 @@ std::shared_ptr<runtime::DeviceEndpoint> create_endpoint(py::handle settings,
                                                          int num_sms,
                                                          int num_threads,
                                                          int tokens_per_chunk,
-                                                         bool has_stream_callers) {
+                                                         bool has_stream_callers,
+                                                         int device_number) {
   const auto group = native_group_of(settings)->group;
   runtime::DeviceEndpointConfig config =
       device_config_of(settings, {num_sms, num_threads, tokens_per_chunk});
   config.internode = internode_config_of(settings, simt::make_shared_regions());
   const auto device = std::make_shared<simt::SimtDevice>(
-      group->rank_idx(), has_stream_callers ? simt::Caller::kStreams : simt::Caller::kHost);
+      group->rank_idx(),
+      has_stream_callers ? simt::Caller::kStreams : simt::Caller::kHost,
+      simt::SimtDevice::kNumSms,
+      device_number);
   // Emulated kernels reach whatever this process has mapped: the heap of the CPU backend.
   std::shared_ptr<SymmetricMemory> memory = group->shared_memory();
   if (has_stream_callers)
@@ -50,7 +54,8 @@ PYBIND11_MODULE(_simt, module) {
                       pybind11::arg("num_sms"),
                       pybind11::arg("num_threads"),
                       pybind11::arg("tokens_per_chunk"),
-                      pybind11::arg("has_stream_callers"));
+                      pybind11::arg("has_stream_callers"),
+                      pybind11::arg("device_number"));
   bind_stream(module);
   bind_graph(module, endpoint);
   module.def(

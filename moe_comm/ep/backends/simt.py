@@ -4,7 +4,8 @@ For tests: every thread of a kernel is a fiber, so an operation takes millisecon
 backend takes microseconds. Ranks are processes or threads over the shared-memory heap, as with the
 host backend; ranks of other nodes are reached by an emulated network card.
 
-The caller is the host, or, of buffers that are made under `use_stream()`, a stream that runs beside
+Ranks lie on one device, or, of buffers that are made under `use_device()`, on several as ranks with a
+GPU each do. The caller is the host, or, of buffers that are made under `use_stream()`, a stream that runs beside
 the host as those of CUDA do (docs/emulator.md).
 """
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from moe_comm.ep.config import EpConfig
     from moe_comm.peers.communicator import Communicator
 
-__all__ = ["SimtBackend", "Stream", "current_stream", "use_stream"]
+__all__ = ["SimtBackend", "Stream", "current_stream", "use_device", "use_stream"]
 
 # Enough blocks, warps and chunks to differ from one of each; more only make fibers take turns.
 NUM_SMS = 2
@@ -36,6 +37,7 @@ ResultT = TypeVar("ResultT")
 
 class _Current(threading.local):
     stream: Stream | None = None
+    device_number: int = 0
 
 
 _current = _Current()
@@ -63,6 +65,21 @@ def use_stream(stream: Stream) -> Iterator[Stream]:
         _current.stream = before
 
 
+@contextlib.contextmanager
+def use_device(number: int) -> Iterator[None]:
+    """Make `number` the current device of this thread until the block ends; `torch.cuda.device` of the emulator.
+
+    Buffers made meanwhile have this rank on it. Rows between ranks of different devices go as between GPUs:
+    once to each rank, which copies them to their other places (docs/gpu.md).
+    """
+    before = _current.device_number
+    _current.device_number = number
+    try:
+        yield
+    finally:
+        _current.device_number = before
+
+
 class SimtBackend(StreamCallersBackend):
     """Operations by emulated kernels; see `Backend`."""
 
@@ -81,6 +98,7 @@ class SimtBackend(StreamCallersBackend):
             NUM_THREADS,
             TOKENS_PER_CHUNK,
             has_stream_callers=self._default_stream is not None,
+            device_number=_current.device_number,
         )
         return self._simt_endpoint
 

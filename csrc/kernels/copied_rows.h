@@ -1,0 +1,210 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/math.h"
+#include "device/row_copy.h"
+#include "kernels/dispatch_rows.h"
+#include "kernels/receive.h"
+
+// How a receiver copies the rows that came once to the other slots of their tokens.
+
+namespace moe::kernels {
+
+/// What the warps of a receive kernel that copies rows need of a block's shared memory.
+///
+/// Byte map of a block: [0, scratch_bytes) words of the functions that blocks call; then per warp,
+/// `warp_bytes` each (a multiple of 128): kNumStages pieces, and as many mbarriers from
+/// barriers_offset on. Without bulk copies there are the words alone.
+struct CopyShape {
+  static constexpr int kNumStages = 3;
+
+  bool is_bulk = false;
+  BulkPieces pieces;
+  int64_t barriers_offset = 0;
+  int64_t warp_bytes = 0;
+  int64_t scratch_bytes = 0;
+
+  MOE_HOST_DEVICE static CopyShape make(const ReceiveParams& params, int num_threads) {
+    CopyShape shape;
+    shape.scratch_bytes = round_up(num_threads / 32 * int64_t{4}, 128);
+    // Windows begin at multiples of 64 bytes.
+    shape.is_bulk = params.arrangement.has_origins && params.is_plain == 0 &&
+                    params.row_bytes % DispatchShape::kCopyUnit == 0;
+    if (!shape.is_bulk)
+      return shape;
+    shape.pieces = BulkPieces::make(
+        params.row_bytes, DispatchShape::kMostStageBytes, DispatchShape::kCopyUnit);
+    shape.barriers_offset = kNumStages * shape.pieces.piece_bytes;
+    shape.warp_bytes = round_up(shape.barriers_offset + kNumStages * int64_t{8}, 128);
+    return shape;
+  }
+
+  MOE_HOST_DEVICE int64_t shared_bytes(int num_threads) const {
+    return scratch_bytes + num_threads / 32 * warp_bytes;
+  }
+};
+
+/// The pieces of the rows of this rank's window that are copies of others, in order. Warps take rows
+/// in turn, whether they are copies or not. All lanes of a warp call.
+class CopyWalk {
+ public:
+  struct Piece {
+    int64_t row_idx = 0;
+    int64_t origin_idx = 0;  ///< the row that it is a copy of
+    int64_t piece_idx = 0;
+  };
+
+  /// @param num_pieces  of a row
+  MOE_DEVICE CopyWalk(const ReceiveParams& params, int64_t num_pieces)
+      : params_(params),
+        peer_(params.tables.peers[params.buffer.rank_idx]),
+        base_(device::load_constant(&peer_.rows)),
+        origins_(reinterpret_cast<const int32_t*>(
+            base_ + device::load_constant(&peer_.window.origins_offset))),
+        num_rows_(device::load_constant(params.tables.num_rows)),
+        num_pieces_(num_pieces),
+        next_row_(static_cast<int64_t>(device::warp_idx()) * device::num_blocks() +
+                  device::block_idx()) {
+    piece_.piece_idx = num_pieces;
+  }
+
+  /// Moves to the next piece. @return false behind the last.
+  MOE_DEVICE bool advance() {
+    if (piece_.piece_idx + 1 < num_pieces_) {
+      ++piece_.piece_idx;
+      return true;
+    }
+    while (copies_ == 0) {
+      if (next_row_ >= num_rows_)
+        return false;
+      look_at_rows();
+    }
+    const int lane = device::first_bit(copies_);
+    copies_ &= copies_ - 1;
+    piece_ = {device::shuffle(lane_row_, lane), device::shuffle(lane_origin_, lane), 0};
+    return true;
+  }
+  MOE_DEVICE const Piece& piece() const { return piece_; }
+
+  MOE_DEVICE std::byte* row(const Piece& piece) const {
+    return offset_ptr(base_, piece.row_idx, params_.row_bytes);
+  }
+  MOE_DEVICE const std::byte* origin(const Piece& piece) const {
+    return offset_ptr(base_, piece.origin_idx, params_.row_bytes);
+  }
+
+  /// What travels beside the row and is the same for all slots of a token.
+  MOE_DEVICE void copy_scales(const Piece& piece) const {
+    const layout::ScaleMap map = load_scale_map(&peer_.window.scales);
+    if (map.num_scales == 0)
+      return;
+    std::byte* const scales = base_ + device::load_constant(&peer_.window.scales_offset);
+    const std::byte* const from = scales + map.place(piece.origin_idx);
+    std::byte* const to = scales + map.place(piece.row_idx);
+    const int64_t bytes = map.num_scales * map.scale_bytes;
+    const int unit = map.is_column_major ? static_cast<int>(map.scale_bytes)
+                                         : device::widest_unit(static_cast<uint64_t>(bytes));
+    const int64_t step = map.is_column_major ? map.step() : unit;
+    device::with_unit(unit, [&](auto kind) {
+      using Word = decltype(kind);
+      const int64_t num_words = bytes / static_cast<int64_t>(sizeof(Word));
+#pragma unroll 1
+      for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize)
+        device::store(reinterpret_cast<Word*>(to + word * step),
+                      device::load(reinterpret_cast<const Word*>(from + word * step)));
+    });
+  }
+
+ private:
+  /// A lane looks at one row.
+  MOE_DEVICE void look_at_rows() {
+    const auto num_warps = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
+    lane_row_ = next_row_ + device::lane_idx() * num_warps;
+    next_row_ += device::kWarpSize * num_warps;
+    bool is_copy = false;
+    if (lane_row_ < num_rows_ && is_filled(lane_row_)) {
+      lane_origin_ = device::load(origins_ + lane_row_);
+      is_copy = lane_origin_ != lane_row_;
+    }
+    copies_ = device::ballot(is_copy);
+  }
+
+  /// What is not filled has an origin, too, but in a low-latency window, where nobody writes it.
+  MOE_DEVICE bool is_filled(int64_t row_idx) const {
+    const layout::Arrangement& arrangement = params_.arrangement;
+    if (arrangement.layout != layout::RowLayout::kLowLatency)
+      return true;
+    const int64_t expert_idx = row_idx / arrangement.rows_per_expert;
+    return row_idx - expert_idx * arrangement.rows_per_expert <
+           device::load_constant(params_.tables.num_tokens_per_expert + expert_idx);
+  }
+
+  const ReceiveParams& params_;
+  const Peer& peer_;
+  std::byte* base_;
+  const int32_t* origins_;
+  int64_t num_rows_;
+  int64_t num_pieces_;
+  int64_t next_row_;         ///< of lane 0, in the batch that is looked at next
+  int64_t lane_row_ = 0;     ///< of this lane, in the last
+  int64_t lane_origin_ = 0;  ///< its origin
+  uint32_t copies_ = 0;      ///< lanes of the last whose rows are still to be copied
+  Piece piece_;
+};
+
+/// Copies the rows of this warp by bulk copies through its stages.
+MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
+                                    const CopyShape& shape,
+                                    std::byte* memory) {
+  const BulkPieces& pieces = shape.pieces;
+  CopyWalk walk(params, pieces.num_pieces);
+  device::StageRing<CopyShape::kNumStages> ring(
+      memory,
+      pieces.piece_bytes,
+      reinterpret_cast<device::MBarrier*>(memory + shape.barriers_offset));
+  const bool is_leader = device::lane_idx() == 0;
+  const auto bytes_of = [&](const CopyWalk::Piece& piece) {
+    return static_cast<uint32_t>(pieces.bytes_of(piece.piece_idx, params.row_bytes));
+  };
+  const auto load = [&](int64_t idx, const CopyWalk::Piece& piece) {
+    if (is_leader)
+      ring.load(
+          idx, walk.origin(piece) + piece.piece_idx * pieces.piece_bytes, bytes_of(piece));
+  };
+  // What this block acquired of its peers is what bulk copies read.
+  device::fence_proxy_async();
+  bool has_piece = walk.advance();
+  if (has_piece)
+    load(0, walk.piece());
+  for (int64_t idx = 0; has_piece; ++idx) {
+    const CopyWalk::Piece piece = walk.piece();
+    has_piece = walk.advance();
+    if (has_piece)
+      load(idx + 1, walk.piece());
+    if (is_leader) {
+      ring.await(idx);
+      device::bulk_store(walk.row(piece) + piece.piece_idx * pieces.piece_bytes,
+                         ring.stage(idx),
+                         bytes_of(piece));
+      device::commit_bulk_stores();
+    }
+    if (piece.piece_idx + 1 == pieces.num_pieces)
+      walk.copy_scales(piece);
+  }
+  device::await_bulk_stores<0>();
+}
+
+/// Copies the rows of this warp by loads and stores.
+MOE_DEVICE void copy_by_loads(const ReceiveParams& params) {
+  CopyWalk walk(params, 1);
+  const int unit = device::widest_unit(static_cast<uint64_t>(params.row_bytes));
+  while (walk.advance()) {
+    const CopyWalk::Piece& piece = walk.piece();
+    device::copy_row(
+        walk.origin(piece), params.row_bytes, unit, 1, [&](int) { return walk.row(piece); });
+    walk.copy_scales(piece);
+  }
+}
+
+}  // namespace moe::kernels
