@@ -153,8 +153,7 @@ CudaDevice::~CudaDevice() = default;
 
 runtime::Device::Identity CudaDevice::identity() const {
   Identity identity{};
-  std::copy_n(
-      info_.uuid.begin(), std::min(info_.uuid.size(), identity.size()), identity.begin());
+  std::copy_n(info_.uuid.begin(), std::min(info_.uuid.size(), identity.size()), identity.begin());
   return identity;
 }
 

@@ -60,10 +60,10 @@ struct Buffer {
   int32_t depth = 0;  ///< entries of a workspace's ring
 
   std::byte* const* workspaces =
-      nullptr;                           ///< device [num_ranks]: base of every control area (heap)
-  const uint8_t* is_active = nullptr;    ///< device [num_ranks]: 0 for ranks a recovery excluded
+      nullptr;                            ///< device [num_ranks]: base of every control area (heap)
+  const uint8_t* is_active = nullptr;     ///< device [num_ranks]: 0 for ranks a recovery excluded
   const uint8_t* is_elsewhere = nullptr;  ///< device [num_ranks]: 1 for ranks on another device
-  const int32_t* expert_rank = nullptr;  ///< device [num_experts]
+  const int32_t* expert_rank = nullptr;   ///< device [num_experts]
   /// device [num_experts]: ids ordered by (owner, id); [num_ranks + 1]: where an owner's begin.
   const int32_t* experts_by_rank = nullptr;
   const int32_t* first_of_rank = nullptr;

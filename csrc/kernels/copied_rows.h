@@ -45,8 +45,8 @@ struct CopyShape {
   }
 };
 
-/// The pieces of the rows of this rank's window that are copies of others, in order. Warps take rows
-/// in turn, whether they are copies or not. All lanes of a warp call.
+/// The pieces of the rows of this rank's window that are copies of others, in order. Warps take
+/// rows in turn, whether they are copies or not. All lanes of a warp call.
 class CopyWalk {
  public:
   struct Piece {
@@ -169,8 +169,7 @@ MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
   };
   const auto load = [&](int64_t idx, const CopyWalk::Piece& piece) {
     if (is_leader)
-      ring.load(
-          idx, walk.origin(piece) + piece.piece_idx * pieces.piece_bytes, bytes_of(piece));
+      ring.load(idx, walk.origin(piece) + piece.piece_idx * pieces.piece_bytes, bytes_of(piece));
   };
   // What this block acquired of its peers is what bulk copies read.
   device::fence_proxy_async();
@@ -184,9 +183,8 @@ MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
       load(idx + 1, walk.piece());
     if (is_leader) {
       ring.await(idx);
-      device::bulk_store(walk.row(piece) + piece.piece_idx * pieces.piece_bytes,
-                         ring.stage(idx),
-                         bytes_of(piece));
+      device::bulk_store(
+          walk.row(piece) + piece.piece_idx * pieces.piece_bytes, ring.stage(idx), bytes_of(piece));
       device::commit_bulk_stores();
     }
     if (piece.piece_idx + 1 == pieces.num_pieces)

@@ -17,8 +17,7 @@ struct BulkPieces {
     BulkPieces pieces;
     pieces.num_pieces = (row_bytes + most_bytes - 1) / most_bytes;
     pieces.num_pieces = pieces.num_pieces > 0 ? pieces.num_pieces : 1;
-    pieces.piece_bytes =
-        round_up((row_bytes + pieces.num_pieces - 1) / pieces.num_pieces, unit);
+    pieces.piece_bytes = round_up((row_bytes + pieces.num_pieces - 1) / pieces.num_pieces, unit);
     return pieces;
   }
 

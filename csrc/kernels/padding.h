@@ -77,10 +77,10 @@ class Padding {
     if (params_.num_scales > 0)
       zero_scales(base, row_idx);
     if (params_.arrangement.has_origins && device::lane_idx() == 0)
-      device::store(reinterpret_cast<int32_t*>(
-                        base + device::load_constant(&peer_.window.origins_offset)) +
-                        row_idx,
-                    static_cast<int32_t>(row_idx));
+      device::store(
+          reinterpret_cast<int32_t*>(base + device::load_constant(&peer_.window.origins_offset)) +
+              row_idx,
+          static_cast<int32_t>(row_idx));
     const int64_t per_row =
         params_.arrangement.is_by_rank() ? device::load_constant(params_.tables.num_rows + 1) : 1;
     const int64_t weights = per_row * params_.weight_bytes;

@@ -15,9 +15,9 @@ namespace {
 //   each waits by itself for all ranks, and its warps take rows in turn.
 // Protocol: the exchange of this operation filled the tables, and nothing has written them since. A
 //   done flag is released by its rank when that has written its rows, or by the rank that
-//   forwards them on this node; it is acquired here. Rows that are copied are this rank's own, which
-//   no peer writes; so are their sources from then on. No other kernel waits for this one, and
-//   no block for another: the kernel has ended when all copies are written.
+//   forwards them on this node; it is acquired here. Rows that are copied are this rank's own,
+//   which no peer writes; so are their sources from then on. No other kernel waits for this one,
+//   and no block for another: the kernel has ended when all copies are written.
 // Example: 3 ranks, rank 1 sends no rows here: threads 0 and 2 wait for a flag each. Rank 2 is on
 //   another device and has sent a token to row 4, of which row 9 is to be a copy; origins 4 and 4
 //   stand beside them, and the warp that comes to row 9 copies row 4 there.

@@ -124,8 +124,8 @@ void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) 
   // Peers write to the area as soon as they know of it.
   synchronize();
   const Announcement own{{own_area->offer(), reserved->offer()}, device_->identity()};
-  const auto said = connect(
-      0, std::string(reinterpret_cast<const char*>(&own), sizeof(own)), interrupt_check);
+  const auto said =
+      connect(0, std::string(reinterpret_cast<const char*>(&own), sizeof(own)), interrupt_check);
   std::vector<Announcement> announced(said.size());
   for (size_t i = 0; i < said.size(); ++i)
     std::memcpy(&announced[i], said[i].data(), std::min(said[i].size(), sizeof(Announcement)));
@@ -357,8 +357,8 @@ void DeviceEndpoint::launch_offers(const kernels::OffersParams& params) const {
 void DeviceEndpoint::launch_receive(kernels::ReceiveParams params) const {
   params.buffer = buffer();
   device::Launch shape = launch(num_sms_);
-  while (shape.num_threads > 32 && kernels::receive_shared_bytes(params, shape.num_threads) >
-                                       device_->max_shared_bytes())
+  while (shape.num_threads > 32 &&
+         kernels::receive_shared_bytes(params, shape.num_threads) > device_->max_shared_bytes())
     shape.num_threads /= 2;
   kernels::launch_receive(shape, params);
 }

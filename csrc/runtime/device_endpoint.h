@@ -244,8 +244,8 @@ class DeviceEndpoint : public host::EndpointBase {
   InternodeConfig internode_config_;
   std::unique_ptr<Internode> internode_;
 
-  layout::Workspace own_area_;     ///< in the memory of the device
-  std::vector<std::byte*> areas_;  ///< [num_ranks] control areas in the memory of the device
+  layout::Workspace own_area_;         ///< in the memory of the device
+  std::vector<std::byte*> areas_;      ///< [num_ranks] control areas in the memory of the device
   std::vector<uint8_t> is_elsewhere_;  ///< [num_ranks]: on another device than this rank
   bool spans_devices_ = false;
   std::shared_ptr<std::byte> remote_area_;  ///< stands for that of every rank of another node

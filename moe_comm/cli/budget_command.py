@@ -74,6 +74,9 @@ def budget(
     node_reduction: Annotated[
         bool, typer.Option("--node-reduction", help="Rows are added on their node first.")
     ] = False,
+    across_gpus: Annotated[
+        bool, typer.Option("--across-gpus", help="Ranks lie on several GPUs of one node.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how many bytes a configuration needs before anything is allocated."""
@@ -108,6 +111,7 @@ def budget(
             layout=case.layout,
             quantization=case.quantization,
             capacity=capacity,
+            spans_devices=across_gpus,
         )
         result = formulas.budget_bytes(
             sizes,

@@ -94,7 +94,10 @@ def model(
             num_topk=topk,
             num_experts=experts,
             dispatch=Movement(
-                element_bytes=WIRE_BYTES[wire], is_once_per_node=True, is_once_per_rank=False
+                element_bytes=WIRE_BYTES[wire],
+                is_once_per_node=True,
+                # What comes from another node is fanned out into every slot.
+                is_once_per_rank=stated.num_nodes == 1,
             ),
             combine=Movement(
                 element_bytes=2.0,
@@ -142,7 +145,13 @@ def _heap_bytes(workload: Workload, cluster: Cluster, wire: WireName) -> int:
         scales = formulas.ScaleSizes(num_scales=-(-workload.hidden // 32), scale_bytes=1)
     num_rows = formulas.expected_recv_rows(workload.num_tokens, workload.num_topk)
     row_bytes = workload.hidden * (2 if wire is WireName.BF16 else 1)
-    window = formulas.receive_window_bytes(num_rows, row_bytes, weight_bytes=4, scales=scales)
+    window = formulas.receive_window_bytes(
+        num_rows,
+        row_bytes,
+        weight_bytes=4,
+        scales=scales,
+        spans_devices=cluster.num_nodes == 1 < cluster.num_local_ranks,
+    )
     return sum(
         formulas.round_window_bytes(num_bytes)
         for num_bytes in (

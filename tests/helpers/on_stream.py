@@ -30,6 +30,7 @@ __all__ = [
     "make_on_devices",
     "make_on_devices_and_streams",
     "make_on_stream",
+    "on_devices",
 ]
 
 ResultT = TypeVar("ResultT")
@@ -66,6 +67,14 @@ def in_stream(
 ) -> ResultT:
     """Call `fn(context, ...)` on a rank whose caller is a stream, waited for before torch reads."""
     with use_stream(Stream()), WaitsForStream():
+        return fn(context, *args, **options)
+
+
+def on_devices(
+    context: RankContext, fn: Callable[..., ResultT], *args: Any, **options: Any
+) -> ResultT:
+    """Call `fn(context, ...)` with ranks on several devices, in turn."""
+    with use_device(context.rank_idx % NUM_DEVICES):
         return fn(context, *args, **options)
 
 

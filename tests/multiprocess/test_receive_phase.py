@@ -21,6 +21,7 @@ from moe_comm import (
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
 from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of, wait_for
+from tests.helpers.on_stream import on_devices
 
 NUM_EXPERTS = 12
 NUM_TOKENS = 5
@@ -147,6 +148,13 @@ def _any_order(context: RankContext) -> None:
 
 def test_hooks_in_any_order() -> None:
     run_ranks(_any_order, 3)
+
+
+@pytest.mark.parametrize("layout", [Layout.LOW_LATENCY, Layout.EXPERT_MAJOR])
+def test_rows_are_copied_when_somebody_asks(layout: Layout) -> None:
+    """On several devices a row comes once, and its copies are a matter of this phase."""
+    run_ranks(on_devices, 2, _by_whom, layout, mode="threads")
+    run_ranks(on_devices, 3, _any_order, mode="threads")
 
 
 def _copied_out(context: RankContext) -> None:

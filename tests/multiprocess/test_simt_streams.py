@@ -20,7 +20,7 @@ from moe_comm import CombineResult, Communicator, DispatchResult, EpBuffer, EpCo
 from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
-from tests.helpers.on_stream import in_stream
+from tests.helpers.on_stream import in_stream, on_devices
 from tests.multiprocess import test_cuda_graphs as graphs
 
 NUM_RANKS = 2
@@ -329,6 +329,18 @@ def test_graphs_of_callers_that_are_the_host(
 ) -> None:
     """The tests of graphs, with a stream as their caller."""
     run_ranks(in_stream, num_ranks, body, *arguments, mode="threads")
+
+
+@pytest.mark.parametrize("body", [in_stream, None])
+def test_graphs_of_ranks_on_several_devices(body: Callable[..., object] | None) -> None:
+    """The same where rows are copied by who receives them."""
+    bodies = (graphs._replay_often,) if body is None else (body, graphs._replay_often)
+    run_ranks(on_devices, 3, *bodies, 5, mode="threads")
+    bodies = (graphs._low_latency,) if body is None else (body, graphs._low_latency)
+    run_ranks(on_devices, 3, *bodies, None, mode="threads")
+    # Between nodes a row is fanned out into every slot, whatever the devices.
+    bodies = (graphs._replay_often,) if body is None else (body, graphs._replay_often)
+    run_ranks(on_devices, 4, *bodies, 3, 2, False, mode="threads")
 
 
 def _what_a_stream_throws(_: RankContext) -> None:

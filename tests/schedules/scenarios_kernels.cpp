@@ -156,7 +156,8 @@ KernelCase on_devices(Run& run, KernelCase shape) {
   return shape;
 }
 
-MOE_SCENARIO(devices_expert_major, "a row crosses once to a rank of another device, which copies it") {
+MOE_SCENARIO(devices_expert_major,
+             "a row crosses once to a rank of another device, which copies it") {
   KernelCase shape = on_devices(run, expert_major(run));
   shape.is_plain = run.random().chance(1, 4);
   shape.with_weights = run.random().chance(1, 2);
@@ -179,13 +180,13 @@ MOE_SCENARIO(devices_low_latency, "the same where most rows of a window are nobo
 
 MOE_SCENARIO(devices_quantized, "the same with scale factors, which are copied with their row") {
   const bool is_mx = run.random().chance(1, 2);
-  run_operations(run,
-                 on_devices(run,
-                            quantized(run,
-                                      is_mx ? 32 : 128,
-                                      is_mx ? host::ScaleFormat::kUe8m0
-                                            : host::ScaleFormat::kFloat32)),
-                 1);
+  run_operations(
+      run,
+      on_devices(run,
+                 quantized(run,
+                           is_mx ? 32 : 128,
+                           is_mx ? host::ScaleFormat::kUe8m0 : host::ScaleFormat::kFloat32)),
+      1);
 }
 
 MOE_SCENARIO(devices_drops, "the same where the first slots of tokens are dropped") {
@@ -216,7 +217,8 @@ MOE_SCENARIO(never_comes, "a rank stops taking part: the others name it and leav
   run_to_an_early_end(run, two_or_three_ranks(run), false);
 }
 
-MOE_SCENARIO(devices_early_end, "the same where rows are copied by blocks that wait, each, for all") {
+MOE_SCENARIO(devices_early_end,
+             "the same where rows are copied by blocks that wait, each, for all") {
   KernelCase shape = on_devices(run, expert_major(run));
   run_to_an_early_end(run, shape, run.random().chance(1, 2));
 }

@@ -61,7 +61,8 @@ MOE_SCENARIO(received_late, "a rank receives when it likes, behind other work; p
   run_phases(run, small_case(run, draw_layout(run), 0), 3, Between::kOtherWork);
 }
 
-MOE_SCENARIO(devices_received_late, "the same on two devices: rows are copied when they are received") {
+MOE_SCENARIO(devices_received_late,
+             "the same on two devices: rows are copied when they are received") {
   KernelCase shape = small_case(run, draw_layout(run), 0);
   shape.num_devices = 2;
   shape.num_topk = 3;

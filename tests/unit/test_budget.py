@@ -50,6 +50,32 @@ def test_receive_window_has_rows_then_weights() -> None:
     assert budget.receive_window_bytes(3, 16, 4) == 128
 
 
+def test_window_says_whose_copies_rows_are_where_devices_differ() -> None:
+    for layout, more_bytes in (("expert_major", 64), ("low_latency", 64), ("rank_major", 0)):
+        sizes = [
+            budget.receive_window_bytes(
+                6,
+                384,
+                4,
+                layout=layout,
+                num_rows_per_expert=3 if layout == "low_latency" else None,
+                spans_devices=spans_devices,
+            )
+            for spans_devices in (False, True)
+        ]
+        assert sizes[1] - sizes[0] == more_bytes
+    config = EpConfig(num_experts=8, num_topk=2, hidden=64, num_max_tokens_per_rank=4096)
+    sizes = [config.window_sizes(2, spans_devices=spans).dispatched for spans in (False, True)]
+    assert sizes[1] - sizes[0] == 4 * 4096 * 2
+    assert config.heap_bytes(2, spans_devices=True) >= config.heap_bytes(2)
+    documents = [
+        json.loads(CliRunner().invoke(app, ["budget", "--json", *arguments]).output)
+        for arguments in ([], ["--across-gpus"])
+    ]
+    dispatched = [document["sizes"]["dispatched"] for document in documents]
+    assert dispatched[1] - dispatched[0] == 4 * 4096 * 8
+
+
 def test_rows_of_the_other_layouts() -> None:
     assert budget.rank_major_recv_rows(8, 4096, 2) == 8192
     assert budget.rank_major_recv_rows(8, 4096, 16) == 8 * 4096

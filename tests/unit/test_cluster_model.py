@@ -48,8 +48,16 @@ def test_expected_distinct(num_groups: int, hits: float) -> None:
 
 def test_memory_bytes_of_one_pass() -> None:
     one = cluster(1, 8)
-    assert Bytes.of_dispatch(reference(ONCE), one).memory == 4096 * 7168 * (2 + 8 * 2)
-    assert Bytes.of_dispatch(reference(ONCE_FP8), one).memory == 4096 * 7168 * (2 + 8 * 1.03125)
+    # Of 7 slots on other ranks 4.633 get a row, the others a copy that is read there.
+    copies = 7 - expected_distinct(8, 256, 8) * 7 / 8
+    for movement, element_bytes in ((ONCE, 2), (ONCE_FP8, 1.03125)):
+        assert Bytes.of_dispatch(reference(movement), one).memory == pytest.approx(
+            4096 * 7168 * (2 + (8 + copies) * element_bytes)
+        )
+        per_slot = dataclasses.replace(movement, is_once_per_rank=False)
+        assert Bytes.of_dispatch(reference(per_slot), one).memory == pytest.approx(
+            4096 * 7168 * (2 + 8 * element_bytes)
+        )
     assert Bytes.of_combine(reference(ONCE), one).memory == 4096 * 2 * 7168 * (8 + 1)
 
 
@@ -108,6 +116,8 @@ def test_simulation_moves_every_byte(
 ) -> None:
     stated = cluster(num_nodes, num_local_ranks)
     workload = Workload(num_tokens=512, hidden=1024, num_topk=4, num_experts=24, combine=ONCE)
+    if num_nodes == 1:
+        workload = dataclasses.replace(workload, dispatch=ONCE)
     movement = workload.combine if is_combine else workload.dispatch
     traffic = draw_traffic(workload, stated, movement, skew=0.0, seed=5)
     done = simulate(traffic, workload, stated, is_combine=is_combine)
@@ -172,6 +182,19 @@ def test_bad_arguments_are_named(arguments: list[str], words: tuple[str, ...]) -
     assert "Traceback" not in result.output
     for word in words:
         assert word in result.output
+
+
+def test_rows_cross_nvlink_once_for_each_rank_of_one_node() -> None:
+    def rows_a_token(*arguments: str) -> float:
+        sizes = "--tokens 1000 --hidden 100 --topk 8 --experts 64"
+        result = CliRunner().invoke(app, ["model", *arguments, *sizes.split(), "--json"])
+        assert result.exit_code == 0
+        dispatch = json.loads(result.output)["operations"][0]
+        return float(dispatch["mean_bytes"]["nvlink"]) / (1000 * 100 * 2)
+
+    assert rows_a_token("--nodes", "1", "--local-ranks", "8") == pytest.approx(4.75, abs=5e-3)
+    # Between nodes rows are fanned out into every slot.
+    assert rows_a_token("--nodes", "2", "--local-ranks", "4") == pytest.approx(8 * 3 / 4)
 
 
 def test_json_holds_what_the_table_shows() -> None:

@@ -129,6 +129,10 @@ class _Simulation:
             self.to_node = traffic.to_node
             read = np.full(num_ranks, workload.num_tokens * workload.hidden * workload.source_bytes)
             written = traffic.to_slots * self.row_bytes
+            # Slots without a row of their own are copies; a rank writes each of its own slots itself.
+            local = cluster.num_local_ranks
+            num_copies = (traffic.to_slots - traffic.to_rank.sum(axis=0)) * (local - 1) / local
+            read = read + num_copies * self.row_bytes
         self.memory_bytes = read + written
         machine = cluster.machine
         self.nic_out = _Servers(num_ranks, machine.nic_gbs)

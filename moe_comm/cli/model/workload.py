@@ -49,7 +49,8 @@ class Workload:
         num_topk: K, distinct experts.
         num_experts: E, spread evenly.
         source_bytes: Of an element as the caller has it.
-        dispatch: By default bf16, once per node, and over NVLink straight into every final slot.
+        dispatch: By default bf16, once per node, and over NVLink straight into every final slot, as between
+            nodes. Within one node rows go once per rank.
         combine: By default bf16, every row of every choice, so that one order of addition holds on
             every layout.
         max_nodes: Most nodes that the experts of one token lie on; None for any number.
@@ -133,10 +134,18 @@ class Bytes:
 
     @staticmethod
     def of_dispatch(workload: Workload, cluster: Cluster) -> Bytes:
-        """Source rows are read once, every final slot is written once (`H (2 + K b)` a token)."""
+        """Source rows are read once, every final slot is written once (`H (2 + K b)` a token).
+
+        Slots of other ranks that get no row over NVLink are copies, which read it once more there.
+        """
         row = workload.hidden * workload.dispatch.element_bytes
-        memory = workload.num_tokens * (
-            workload.hidden * workload.source_bytes + workload.num_topk * row
+        local = cluster.num_local_ranks
+        num_slots = workload.num_tokens * workload.num_topk * (local - 1) / local
+        num_copies = num_slots - _nvlink_rows(workload, cluster, workload.dispatch)
+        memory = (
+            workload.num_tokens
+            * (workload.hidden * workload.source_bytes + workload.num_topk * row)
+            + num_copies * row
         )
         return Bytes(
             memory=memory,
