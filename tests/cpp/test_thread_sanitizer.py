@@ -101,7 +101,7 @@ def test_no_race(tree: Path) -> None:
     ],
 )
 def test_a_missing_order_is_seen(tree: Path, right: str, wrong: str) -> None:
-    header = tree / "csrc" / "core" / "sync.h"
+    header = tree / "csrc" / "core" / "sync_words.h"
     text = header.read_text()
     assert right in text
     header.write_text(text.replace(right, wrong))
