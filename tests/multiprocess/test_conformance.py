@@ -27,42 +27,60 @@ TARGETS = {
         name="simt", make=make_on_devices_and_streams, connect=connect_streams
     ),
 }
-# The collective backend needs a process group, of which a process has one. A sample takes the first of
-# what it might take: cases of special interest run on the CPU backend.
+# Every backend's whole product runs with its ranks in one way, of emulated devices with one and with two,
+# with callers that are hosts and that are streams. The collective backend needs a process group, of
+# which a process has one. A sample takes the first of what it might take: cases of special interest run
+# on the CPU backend.
 MODES = [
     ("host", "processes"),
-    ("host", "threads"),
     ("simt", "processes"),
-    ("simt", "threads"),
-    ("simt-streams", "threads"),
-    ("simt-streams", "processes"),
-    ("simt-devices", "processes"),
     ("simt-devices-streams", "threads"),
     ("collective", "processes"),
     ("reference", "threads"),
+]
+# The same parts put together in other ways.
+OTHER_MODES = [
+    ("host", "threads"),
+    ("simt", "threads"),
+    ("simt-streams", "processes"),
+    ("simt-streams", "threads"),
+    ("simt-devices", "processes"),
     ("reference", "processes"),
 ]
-# `make test` has large windows, and has 8 ranks, but not both at once: that takes longest of all.
-LONG = {True: (pytest.mark.full,), False: ()}
-CASES_BY_MODE = [
-    pytest.param(
-        name, mode, case, id=f"{name}-{mode}-{case.name}", marks=LONG["larger-8" in case.name]
+
+
+def in_modes(modes: list[tuple[str, str]], long: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Every case in every mode; `long` marks what has large windows and 8 ranks, which takes longest."""
+    return pytest.mark.parametrize(
+        ("name", "mode", "case"),
+        [
+            pytest.param(
+                *(name, mode, case),
+                id=f"{name}-{mode}-{case.name}",
+                marks=(long,) if "larger-8" in case.name else (),
+            )
+            for name, mode in modes
+            # Processes make a group anew for another number of ranks.
+            for case in sorted(CASES, key=lambda case: case.num_ranks)
+        ],
     )
-    for name, mode in MODES
-    # Processes make a group anew for another number of ranks.
-    for case in sorted(CASES, key=lambda case: case.num_ranks)
-]
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "mode", "case"), CASES_BY_MODE)
+@in_modes(MODES, long=pytest.mark.full)
 def test_case(name: str, mode: str, case: Case) -> None:
+    check_case(TARGETS[name], case, mode=mode)
+
+
+@pytest.mark.sampled(1, 2)
+@in_modes(OTHER_MODES, long=pytest.mark.slow)
+def test_case_in_the_other_mode(name: str, mode: str, case: Case) -> None:
     check_case(TARGETS[name], case, mode=mode)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize(("name", "mode"), MODES)
+@pytest.mark.parametrize(("name", "mode"), MODES + OTHER_MODES)
 def test_check(name: str, mode: str, check: str) -> None:
     CHECKS[check](TARGETS[name], mode=mode)
 
@@ -72,7 +90,7 @@ def connect_with_three_threads(group: Bootstrap) -> Communicator:
 
 
 SPECIAL_CASES = [
-    pytest.param(case, id=case.name, marks=LONG["larger" in case.name])
+    pytest.param(case, id=case.name, marks=(pytest.mark.full,) if "larger" in case.name else ())
     for case in CASES
     if "special" in case.name
     or "larger" in case.name
@@ -80,7 +98,7 @@ SPECIAL_CASES = [
 ]
 
 
-@pytest.mark.sampled(1, of=("instruction_set", "layout", "rows"))
+@pytest.mark.sampled(1, 2, of=("instruction_set", "layout", "rows"))
 @pytest.mark.parametrize("case", SPECIAL_CASES)
 @pytest.mark.parametrize("instruction_set", _host.kernels.instruction_sets())
 def test_instruction_set(instruction_set: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ class CommunicatorWithDeepEp(Communicator):
 TARGET = Target(name="deep_ep", connect=CommunicatorWithDeepEp)
 
 
-@pytest.mark.sampled(1, of=("layout", "rows", "capacity"))
+@pytest.mark.sampled(1, 2, of=("layout", "rows", "capacity"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     check_case(TARGET, case)
