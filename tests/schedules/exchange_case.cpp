@@ -1,6 +1,7 @@
 #include "schedules/exchange_case.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/error.h"
 
@@ -208,18 +209,41 @@ class Draw {
     is_rejected = is_rejected || (is_needed && is_apart);
     if (is_rejected)
       return end(OperationStatus::kRejected);
-    const bool is_low_latency = case_.arrangement.layout == RowLayout::kLowLatency;
-    const auto overflows = [&](const layout::CountMatrix& counts) {
-      return !layout::find_overflows(counts, placement_, case_.arrangement, case_.rule).empty();
-    };
-    if (case_.is_counted() && !is_low_latency && case_.rule.on_overflow == OnOverflow::kRaise &&
-        overflows(case_.asked))
+    ask_spec();
+    if (case_.is_counted() && case_.spec->has_overflow())
       return end(OperationStatus::kOverflow);
-    case_.kept = layout::keep_rows(case_.asked, placement_, case_.arrangement, case_.rule);
-    if (case_.is_counted() && is_low_latency && overflows(case_.kept))
-      return end(OperationStatus::kOverflow);
+    case_.kept = case_.spec->counts();
     if (case_.is_dispatch())
       offer_windows();
+  }
+
+  void ask_spec() {
+    std::vector<AskedOfRank> asked;
+    for (int rank_idx = 0; rank_idx < num_ranks(); ++rank_idx) {
+      const RankInput& own = input(rank_idx);
+      AskedOfRank& said = asked.emplace_back();
+      said.fixed_rows = 0;
+      if (!is_active(rank_idx))
+        continue;
+      said.topk_idx = own.topk_idx;
+      said.num_topk = own.num_topk;
+      said.fixed_rows = own.fixed_rows;
+      for (int64_t& expert_idx : said.topk_idx)
+        if (expert_idx >= 0 && !case_.is_counted() &&
+            !is_active(placement_.expert_rank[static_cast<size_t>(expert_idx)]))
+          expert_idx = -1;
+      if (case_.is_counted() && case_.arrangement.layout == RowLayout::kLowLatency)
+        for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
+          said.is_masked.push_back(!is_active(peer_rank) ||
+                                   own.is_masked[static_cast<size_t>(peer_rank)] != 0);
+    }
+    // What a handle holds was within its limits once.
+    layout::CapacityRule rule = case_.rule;
+    if (!case_.is_counted() && rule.on_overflow == OnOverflow::kRaise)
+      rule.on_overflow = OnOverflow::kGrow;
+    case_.spec = std::make_shared<DispatchSpec>(
+        case_.arrangement, rule, placement_.expert_rank, std::move(asked));
+    case_.difference_of_layout = case_.spec->difference_of_layout(case_.asked);
   }
 
   void end(OperationStatus status) { case_.first_status = case_.last_status = status; }
@@ -227,8 +251,7 @@ class Draw {
   void offer_windows() {
     case_.is_short.resize(static_cast<size_t>(num_ranks()));
     for (int rank_idx = 0; rank_idx < num_ranks(); ++rank_idx) {
-      const int64_t num_rows =
-          layout::num_window_rows(case_.kept, placement_, case_.arrangement, rank_idx);
+      const int64_t num_rows = case_.spec->received(rank_idx).num_rows;
       const auto scales = layout::ScaleMap::make(case_.arrangement.layout,
                                                  num_rows,
                                                  case_.arrangement.rows_per_expert,

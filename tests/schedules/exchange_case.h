@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -8,6 +9,7 @@
 #include "layout/capacity.h"
 #include "layout/routing.h"
 #include "schedules/random.h"
+#include "schedules/spec.h"
 
 namespace moe::simt::checker {
 
@@ -26,7 +28,7 @@ struct RankInput {
   int tokens_per_chunk = 1;
 };
 
-/// One operation of all ranks, and what the functions of layout/ say comes of it.
+/// One operation of all ranks, and what the spec says comes of it.
 struct ExchangeCase {
   layout::Operation operation = layout::Operation::kDispatch;
   layout::Arrangement arrangement;
@@ -39,6 +41,8 @@ struct ExchangeCase {
   kernels::OperationStatus first_status = kernels::OperationStatus::kOk;  ///< of the exchange
   kernels::OperationStatus last_status = kernels::OperationStatus::kOk;   ///< after second offers
   layout::CountMatrix asked;
+  std::shared_ptr<const DispatchSpec> spec;    ///< where neither rejected nor too much
+  std::string difference_of_layout;            ///< see DispatchSpec
   layout::CountMatrix kept;                    ///< when neither rejected nor too much
   std::vector<layout::ReceiveWindow> windows;  ///< [num_ranks]
   std::vector<uint8_t> is_short;               ///< [num_ranks]

@@ -4,7 +4,7 @@
 #include "core/error.h"
 #include "schedules/exchange_world.h"
 
-// What an exchange left on a rank, held to the functions of layout/.
+// What an exchange left on a rank, held to the spec.
 
 namespace moe::simt::checker {
 
@@ -36,6 +36,8 @@ void ExchangeWorld::check(const ExchangeCase& expected,
                           const ExchangeMemory& memory) {
   const kernels::Tables& tables = memory.params.tables;
   const uint64_t epoch = memory.epoch;
+  if (!expected.difference_of_layout.empty())
+    run_.report(Kind::kResult, expected.difference_of_layout);
   expect("epoch", rank_idx, epoch, epoch, real(tables.epoch));
   expect(
       "status", rank_idx, epoch, static_cast<int32_t>(expected.last_status), real(tables.status));
@@ -63,16 +65,12 @@ void ExchangeWorld::check_tables(const ExchangeCase& expected,
                                  const ExchangeMemory& memory) {
   const kernels::Tables& tables = memory.params.tables;
   const uint64_t epoch = memory.epoch;
-  const auto& arrangement = expected.arrangement;
   for (size_t i = 0; i < expected.kept.counts.size(); ++i)
     expect(concat("count ", i), rank_idx, epoch, expected.kept.counts[i], real(tables.counts + i));
-  const auto starts =
-      arrangement.is_by_rank()
-          ? layout::rank_stream_starts(expected.kept, rank_idx)
-          : layout::expert_stream_starts(expected.kept, placement_, arrangement, rank_idx);
+  const auto starts = expected.spec->stream_starts(rank_idx);
   for (size_t i = 0; i < starts.size(); ++i)
     expect(concat("stream_start ", i), rank_idx, epoch, starts[i], real(tables.stream_starts + i));
-  const auto received = layout::received_rows(expected.kept, placement_, arrangement, rank_idx);
+  const auto received = expected.spec->received(rank_idx);
   expect("num_rows", rank_idx, epoch, received.num_rows, real(tables.num_rows));
   expect(
       "num_recv_topk", rank_idx, epoch, expected.kept.num_recv_topk(), real(tables.num_rows + 1));
@@ -107,12 +105,12 @@ void ExchangeWorld::check_peers(const ExchangeCase& expected,
   for (int peer_rank = 0; peer_rank < shape_.num_ranks; ++peer_rank) {
     const kernels::Peer& peer = real(memory.params.tables.peers + peer_rank);
     const std::string name = concat("peer ", peer_rank);
-    const bool is_sent_to = layout::sends_rows(expected.kept, rank_idx, peer_rank);
+    const bool is_sent_to = expected.kept.to_rank(rank_idx, peer_rank) > 0;
     expect(name + " is_sent_to", rank_idx, epoch, int32_t{is_sent_to}, peer.is_sent_to);
     expect(name + " is_received_from",
            rank_idx,
            epoch,
-           int32_t{layout::sends_rows(expected.kept, peer_rank, rank_idx)},
+           int32_t{expected.kept.to_rank(peer_rank, rank_idx) > 0},
            peer.is_received_from);
     const Offer weights{.segment_idx = 0, .offset = 4096};
     std::byte* rows = nullptr;
@@ -154,15 +152,7 @@ void ExchangeWorld::check_slots(const ExchangeCase& expected,
   const RankInput& input = expected.ranks[static_cast<size_t>(rank_idx)];
   const bool is_by_rank = expected.arrangement.is_by_rank();
   const auto num_slots = static_cast<size_t>(choices.num_slots);
-  std::vector<int64_t> slots(static_cast<size_t>(input.num_tokens) * num_slots);
-  layout::assign_slots(input.topk_idx.data(),
-                       input.num_tokens,
-                       input.num_topk,
-                       expected.kept,
-                       placement_,
-                       expected.arrangement,
-                       rank_idx,
-                       slots.data());
+  const std::vector<int64_t> slots = expected.spec->slots(rank_idx);
   const int num_columns = placement_.num_experts + shape_.num_ranks;
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto token_idx = static_cast<int64_t>(i / num_slots);

@@ -61,7 +61,7 @@ void run_operations(Run& run, int num_operations) {
       world.check(cases[i], rank_idx, memories[static_cast<size_t>(rank_idx)][i]);
 }
 
-MOE_SCENARIO(exchange, "random exchanges, counted or cached, held to layout/") {
+MOE_SCENARIO(exchange, "random exchanges, counted or cached, held to the spec, as layout/ is") {
   run_operations(run, 2);
 }
 

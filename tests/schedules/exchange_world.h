@@ -77,7 +77,7 @@ class ExchangeWorld {
   /// @param num_threads  of the exchange
   void launch(const ExchangeCase& expected, int rank_idx, ExchangeMemory& memory, int num_threads);
 
-  /// Compares what an operation left with what layout/ says; after everything has ended.
+  /// Compares what an operation left with what the spec says; after everything has ended.
   void check(const ExchangeCase& expected, int rank_idx, const ExchangeMemory& memory);
 
   template <typename T>

@@ -1,6 +1,7 @@
 #include "schedules/host_layer.h"
 
 #include <cstring>
+#include <utility>
 
 #include "core/error.h"
 #include "core/math.h"
@@ -41,6 +42,16 @@ HostLayer::Tokens HostLayer::tokens_of(int rank_idx, int64_t step, int64_t value
     }
   }
   return tokens;
+}
+
+DispatchSpec HostLayer::spec_of(int64_t step) const {
+  layout::Arrangement arrangement;
+  arrangement.layout = shape_.layout;
+  arrangement.expert_alignment = shape_.alignment;
+  std::vector<AskedOfRank> asked;
+  for (int rank_idx = 0; rank_idx < rank_.num_ranks(); ++rank_idx)
+    asked.push_back({tokens_of(rank_idx, step, 0).topk_idx, shape_.num_topk, {}, -1});
+  return DispatchSpec(arrangement, {}, endpoint_->placement().expert_rank, std::move(asked));
 }
 
 host::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
@@ -110,51 +121,35 @@ void HostLayer::check_scales(const host::DispatchOutcome& outcome,
 void HostLayer::check_rows(const host::DispatchOutcome& outcome,
                            int64_t step,
                            int64_t values) const {
-  int64_t row_idx = 0;
-  const auto& placement = endpoint_->placement();
-  const auto& owned = placement.local_experts[static_cast<size_t>(rank_.rank_idx())];
   std::vector<Tokens> all;
   for (int rank_idx = 0; rank_idx < rank_.num_ranks(); ++rank_idx)
     all.push_back(tokens_of(rank_idx, step, values));
-  if (shape_.layout == layout::RowLayout::kRankMajor) {
-    for (const Tokens& tokens : all)
-      for (int64_t token_idx = 0; token_idx < tokens.num_tokens; ++token_idx)
-        for (int64_t k = 0; k < shape_.num_topk; ++k) {
-          const int64_t expert_idx =
-              tokens.topk_idx[static_cast<size_t>(token_idx * shape_.num_topk + k)];
-          if (expert_idx < 0 || rank_of(expert_idx) != rank_.rank_idx())
-            continue;
-          check_scales(outcome, row_idx, tokens.scales.data() + token_idx * scale_row_bytes());
-          check_row(outcome, row_idx++, tokens.x.data() + token_idx * shape_.hidden, "dispatch");
-          break;
-        }
-  } else {
-    for (const int32_t local : owned) {
-      for (const Tokens& tokens : all)
-        for (size_t i = 0; i < tokens.topk_idx.size(); ++i) {
-          if (tokens.topk_idx[i] != local)
-            continue;
-          const auto token_idx = static_cast<int64_t>(i) / shape_.num_topk;
-          if (shape_.with_weights) {
-            float weight = 0.0f;
-            sync::read_shared(&weight, outcome.weights + row_idx * 4, sizeof(weight));
-            if (weight != tokens.weights[i])
-              rank_.fail(concat("weight of row ", row_idx, " is ", weight));
-          }
-          check_scales(outcome, row_idx, tokens.scales.data() + token_idx * scale_row_bytes());
-          check_row(outcome, row_idx++, tokens.x.data() + token_idx * shape_.hidden, "dispatch");
-        }
-      for (; row_idx % shape_.alignment != 0; ++row_idx) {
-        check_scales(outcome, row_idx, nullptr);
-        check_row(outcome, row_idx, nullptr, "padding");
-      }
+  const DispatchSpec spec = spec_of(step);
+  const std::vector<Origin>& rows = spec.rows(rank_.rank_idx());
+  for (int64_t row_idx = 0; row_idx < std::ssize(rows); ++row_idx) {
+    const Origin& origin = rows[static_cast<size_t>(row_idx)];
+    if (origin.is_nothing()) {
+      check_scales(outcome, row_idx, nullptr);
+      check_row(outcome, row_idx, nullptr, "padding");
+      continue;
     }
+    const Tokens& tokens = all[static_cast<size_t>(origin.rank_idx)];
+    if (shape_.with_weights && shape_.layout != layout::RowLayout::kRankMajor) {
+      float weight = 0.0f;
+      sync::read_shared(&weight, outcome.weights + row_idx * 4, sizeof(weight));
+      if (weight !=
+          tokens.weights[static_cast<size_t>(origin.token_idx * shape_.num_topk + origin.topk_pos)])
+        rank_.fail(concat("weight of row ", row_idx, " is ", weight));
+    }
+    check_scales(outcome, row_idx, tokens.scales.data() + origin.token_idx * scale_row_bytes());
+    check_row(outcome, row_idx, tokens.x.data() + origin.token_idx * shape_.hidden, "dispatch");
   }
-  if (row_idx != outcome.plan->num_rows())
-    rank_.fail(concat("dispatch gives ", outcome.plan->num_rows(), " rows instead of ", row_idx));
+  if (std::ssize(rows) != outcome.plan->num_rows())
+    rank_.fail(
+        concat("dispatch gives ", outcome.plan->num_rows(), " rows instead of ", rows.size()));
 }
 
-void HostLayer::combine(const host::DispatchOutcome& outcome, const Tokens& tokens) {
+void HostLayer::combine(const host::DispatchOutcome& outcome, int64_t step, const Tokens& tokens) {
   const int64_t bytes = outcome.plan->num_rows() * row_bytes();
   std::shared_ptr<Window> window;
   std::vector<std::byte> private_rows(static_cast<size_t>(bytes));
@@ -187,48 +182,39 @@ void HostLayer::combine(const host::DispatchOutcome& outcome, const Tokens& toke
   read_elsewhere(sums.sums, tokens.num_tokens * row_bytes());
   if (window)
     sync::fill_shared(window->data(), 0x7F, private_rows.size());
+  const DispatchSpec spec = spec_of(step);
   std::vector<float> row(static_cast<size_t>(shape_.hidden));
   for (int64_t token_idx = 0; token_idx < tokens.num_tokens; ++token_idx) {
-    uint64_t ranks = 0;
-    int num_choices = 0;
-    for (int64_t k = 0; k < shape_.num_topk; ++k) {
+    for (int64_t k = 0; shape_.with_weights && k < shape_.num_topk; ++k) {
       const auto choice = static_cast<size_t>(token_idx * shape_.num_topk + k);
-      const int64_t expert_idx = tokens.topk_idx[choice];
-      if (expert_idx < 0)
-        continue;
-      ranks |= uint64_t{1} << rank_of(expert_idx);
-      ++num_choices;
-      if (!shape_.with_weights)
+      if (tokens.topk_idx[choice] < 0)
         continue;
       float weight = 0.0f;
       sync::read_shared(&weight, sums.weights + choice * 4, sizeof(weight));
       if (weight != tokens.weights[choice])
         rank_.fail(concat("combine: weight ", choice, " is ", weight));
     }
-    if (shape_.layout == layout::RowLayout::kRankMajor)
-      num_choices = __builtin_popcountll(ranks);
     sync::read_shared(row.data(), sums.sums + token_idx * row_bytes(), row.size() * 4);
-    const float expected = shape_.with_factors
-                               ? sum_of(tokens, token_idx)
-                               : tokens.x[static_cast<size_t>(token_idx * shape_.hidden)] *
-                                     static_cast<float>(num_choices);
+    const float expected = sum_of(tokens, token_idx, spec.terms(rank_.rank_idx(), token_idx));
     if (row[0] != expected)
       rank_.fail(concat("combine: token ", token_idx, " is ", row[0], " instead of ", expected));
   }
 }
 
-float HostLayer::sum_of(const Tokens& tokens, int64_t token_idx) const {
+float HostLayer::sum_of(const Tokens& tokens,
+                        int64_t token_idx,
+                        const std::vector<Term>& terms) const {
   const NodeLayout& nodes = endpoint_->group().nodes();
   const bool by_node = endpoint_->config().node_reduction;
   const float value = tokens.x[static_cast<size_t>(token_idx * shape_.hidden)];
   float sum = 0.0f;
   for (int node_idx = 0; node_idx < (by_node ? nodes.num_nodes() : 1); ++node_idx) {
     float partial = 0.0f;
-    for (int64_t i = token_idx * shape_.num_topk; i < (token_idx + 1) * shape_.num_topk; ++i) {
-      const int64_t expert_idx = tokens.topk_idx[static_cast<size_t>(i)];
-      if (expert_idx >= 0 && (!by_node || nodes.node_idx(rank_of(expert_idx)) == node_idx))
-        partial += value * factor_of(i);
-    }
+    for (const Term& term : terms)
+      if (!by_node || nodes.node_idx(term.rank_idx) == node_idx)
+        partial += shape_.with_factors
+                       ? value * factor_of(token_idx * shape_.num_topk + term.topk_pos)
+                       : value;
     sum += partial;
   }
   return sum;
@@ -250,7 +236,7 @@ void HostLayer::run(int64_t step) {
   const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
   read_elsewhere(outcome.rows, outcome.plan->num_rows() * row_bytes());
   check_rows(outcome, step, 0);
-  combine(outcome, tokens);
+  combine(outcome, step, tokens);
 }
 
 void HostLayer::run_twice(int64_t step) {
@@ -261,7 +247,7 @@ void HostLayer::run_twice(int64_t step) {
   const host::DispatchOutcome second = dispatch(others, first.plan);
   check_rows(first, step, 0);
   check_rows(second, step, kOtherValues);
-  combine(second, others);
+  combine(second, step, others);
 }
 
 void HostLayer::run_dispatch(int64_t step) {
@@ -272,7 +258,7 @@ void HostLayer::run_combines(int64_t step) {
   const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
   const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
   while (true)
-    combine(outcome, tokens);
+    combine(outcome, step, tokens);
 }
 
 void HostLayer::run_rejected(int64_t step, int bad_rank) {

@@ -7,6 +7,7 @@
 #include "ops/combine.h"
 #include "ops/dispatch.h"
 #include "schedules/host_world.h"
+#include "schedules/spec.h"
 
 namespace moe::simt::checker {
 
@@ -66,6 +67,7 @@ class HostLayer {
 
   /// @param values  Of the rows; another number gives other rows for the same routing.
   Tokens tokens_of(int rank_idx, int64_t step, int64_t values) const;
+  DispatchSpec spec_of(int64_t step) const;
   host::DispatchOutcome dispatch(const Tokens& tokens,
                                  const std::shared_ptr<const host::PlanHeader>& plan);
   void check_rows(const host::DispatchOutcome& outcome, int64_t step, int64_t values) const;
@@ -76,9 +78,9 @@ class HostLayer {
   void check_scales(const host::DispatchOutcome& outcome,
                     int64_t row_idx,
                     const std::byte* expected) const;
-  void combine(const host::DispatchOutcome& outcome, const Tokens& tokens);
-  /// The sum for a token, by the rules of EndpointConfig::node_reduction where that is on.
-  float sum_of(const Tokens& tokens, int64_t token_idx) const;
+  void combine(const host::DispatchOutcome& outcome, int64_t step, const Tokens& tokens);
+  /// The sum of @p terms, by the rules of EndpointConfig::node_reduction where that is on.
+  float sum_of(const Tokens& tokens, int64_t token_idx, const std::vector<Term>& terms) const;
   int rank_of(int64_t expert_idx) const {
     return endpoint_->placement().expert_rank[static_cast<size_t>(expert_idx)];
   }

@@ -138,47 +138,38 @@ layout::ReceiveWindow window_of(const KernelCase& shape, const Step& step, int64
                                      shape.has_origins());
 }
 
-/// Zeroes of rows [first, end) that nobody sends.
-void fill_padding(
-    const KernelCase& shape, const Step& step, ExpectedDispatch* to, int64_t first, int64_t end) {
+/// Zeroes of a row that nobody sends.
+void fill_padding(const KernelCase& shape,
+                  const Step& step,
+                  ExpectedDispatch* to,
+                  int64_t row_idx) {
   const layout::ReceiveWindow& window = to->window;
   const int64_t per_row = shape.is_by_rank() ? step.num_recv_topk : 1;
-  for (int64_t row_idx = first; row_idx < end; ++row_idx) {
-    to->bytes.fill(row_idx * shape.row_bytes(), 0, shape.row_bytes());
-    for (int64_t i = 0; i < window.scales.num_scales; ++i)
-      to->bytes.fill(window.scales_offset + window.scales.place(row_idx) + i * window.scales.step(),
-                     0,
-                     window.scales.scale_bytes);
-    if (shape.with_weights)
-      to->bytes.fill(window.weights_offset + row_idx * per_row * 4, 0, per_row * 4);
-    if (shape.is_by_rank())
-      to->bytes.fill(window.topk_idx_offset + row_idx * per_row * 8, 0xFF, per_row * 8);
-    if (shape.has_origins()) {
-      const auto origin = static_cast<int32_t>(row_idx);
-      to->bytes.set(window.origins_offset + row_idx * 4, &origin, 4);
-    }
+  to->bytes.fill(row_idx * shape.row_bytes(), 0, shape.row_bytes());
+  for (int64_t i = 0; i < window.scales.num_scales; ++i)
+    to->bytes.fill(window.scales_offset + window.scales.place(row_idx) + i * window.scales.step(),
+                   0,
+                   window.scales.scale_bytes);
+  if (shape.with_weights)
+    to->bytes.fill(window.weights_offset + row_idx * per_row * 4, 0, per_row * 4);
+  if (shape.is_by_rank())
+    to->bytes.fill(window.topk_idx_offset + row_idx * per_row * 8, 0xFF, per_row * 8);
+  if (shape.has_origins()) {
+    const auto origin = static_cast<int32_t>(row_idx);
+    to->bytes.set(window.origins_offset + row_idx * 4, &origin, 4);
   }
 }
 
 void fill_all_padding(const KernelCase& shape, const Step& step, ExpectedDispatch* to, int rank) {
-  const layout::ReceivedRows& received = to->received;
   if (shape.layout == layout::RowLayout::kLowLatency)
     return;
-  if (shape.is_by_rank()) {
-    for (int src_rank = 0; src_rank < shape.num_ranks; ++src_rank)
-      to->num_filled_rows += step.kept.to_rank(src_rank, rank);
-    fill_padding(shape, step, to, to->num_filled_rows, received.num_rows);
-    return;
+  const std::vector<Origin>& rows = step.spec->rows(rank);
+  for (int64_t row_idx = 0; row_idx < std::ssize(rows); ++row_idx) {
+    if (rows[static_cast<size_t>(row_idx)].is_nothing())
+      fill_padding(shape, step, to, row_idx);
+    else
+      ++to->num_filled_rows;
   }
-  for (size_t e = 0; e < received.num_tokens_per_expert.size(); ++e) {
-    to->num_filled_rows += received.num_tokens_per_expert[e];
-    fill_padding(shape,
-                 step,
-                 to,
-                 received.expert_offsets[e] + received.num_tokens_per_expert[e],
-                 received.expert_offsets[e + 1]);
-  }
-  fill_padding(shape, step, to, received.expert_offsets.back(), received.num_rows);
 }
 
 void deliver_choices(const KernelCase& shape,
@@ -250,15 +241,14 @@ void deliver_token(const KernelCase& shape,
   }
 }
 
-/// Everything that follows from the inputs and the matrix that is kept.
+/// Everything that follows from the inputs and what the spec makes of them.
 void deliver(const KernelCase& shape, const layout::Placement& placement, Step* step) {
-  const auto arrangement = shape.arrangement();
   const host::FloatingPointScope floating_point;
   step->num_recv_topk = step->kept.num_recv_topk();
   step->dispatched.resize(static_cast<size_t>(shape.num_ranks));
   for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx) {
     ExpectedDispatch& own = step->dispatched[static_cast<size_t>(rank_idx)];
-    own.received = layout::received_rows(step->kept, placement, arrangement, rank_idx);
+    own.received = step->spec->received(rank_idx);
     own.window = window_of(shape, *step, own.received.num_rows);
     own.bytes = ExpectedBytes(own.window.bytes);
     fill_all_padding(shape, *step, &own, rank_idx);
@@ -267,15 +257,7 @@ void deliver(const KernelCase& shape, const layout::Placement& placement, Step* 
     const RankInputs& from = step->inputs[static_cast<size_t>(rank_idx)];
     ExpectedDispatch& own = step->dispatched[static_cast<size_t>(rank_idx)];
     own.num_slots = layout::num_slots_per_token(shape.layout, shape.num_topk, shape.num_ranks);
-    own.slots.resize(static_cast<size_t>(from.num_tokens * own.num_slots));
-    layout::assign_slots(from.topk_idx.data(),
-                         from.num_tokens,
-                         shape.num_topk,
-                         step->kept,
-                         placement,
-                         arrangement,
-                         rank_idx,
-                         own.slots.data());
+    own.slots = step->spec->slots(rank_idx);
     for (int64_t token_idx = 0; token_idx < from.num_tokens; ++token_idx)
       deliver_token(shape,
                     placement,
@@ -327,15 +309,15 @@ Step draw_step(const KernelCase& shape, const layout::Placement& placement, Rand
     step.inputs.push_back(draw_inputs(shape, random));
   if (shape.is_at_limits)
     move_to_limits(shape, placement, &step.inputs, random);
-  const layout::CountMatrix asked = asked_counts(shape, placement, step.inputs);
-  const auto arrangement = shape.arrangement();
-  step.kept = layout::keep_rows(asked, placement, arrangement, shape.rule);
-  // Low-latency: what a masked rank asks for takes no place of an expert.
-  const bool is_low_latency = shape.layout == layout::RowLayout::kLowLatency;
-  if ((is_low_latency || shape.rule.on_overflow == layout::OnOverflow::kRaise) &&
-      !layout::find_overflows(
-           is_low_latency ? step.kept : asked, placement, arrangement, shape.rule)
-           .empty()) {
+  std::vector<AskedOfRank> asked;
+  for (const RankInputs& own : step.inputs)
+    asked.push_back({own.topk_idx, shape.num_topk, own.is_masked, own.fixed_rows});
+  step.spec = std::make_shared<DispatchSpec>(
+      shape.arrangement(), shape.rule, placement.expert_rank, std::move(asked));
+  step.difference_of_layout =
+      step.spec->difference_of_layout(asked_counts(shape, placement, step.inputs));
+  step.kept = step.spec->counts();
+  if (step.spec->has_overflow()) {
     step.status = kernels::OperationStatus::kOverflow;
     return step;
   }
@@ -477,21 +459,18 @@ ExpectedBytes expected_sums(const KernelCase& shape,
                             bool is_weighted) {
   const host::FloatingPointScope floating_point;
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
-  const ExpectedDispatch& own = step.dispatched[static_cast<size_t>(rank_idx)];
   const int64_t row_bytes = shape.source_row_bytes();
   // Without node_reduction all ranks are as one node.
   const int num_local_ranks = shape.node_reduction ? shape.num_local_ranks : shape.num_ranks;
   ExpectedBytes sums(inputs.num_tokens * row_bytes);
   for (int64_t token_idx = 0; token_idx < inputs.num_tokens; ++token_idx) {
     std::vector<NodeRows> nodes(static_cast<size_t>(shape.num_ranks / num_local_ranks));
-    for (int64_t i = 0; i < own.num_slots; ++i) {
-      const int64_t slot = own.slots[static_cast<size_t>(token_idx * own.num_slots + i)];
-      if (slot == Slot::kNone)
-        continue;
-      NodeRows& node = nodes[static_cast<size_t>(Slot::rank_idx(slot) / num_local_ranks)];
-      node.rows.push_back(outputs[static_cast<size_t>(Slot::rank_idx(slot))].data() +
-                          Slot::row_idx(slot) * row_bytes);
-      node.weights.push_back(inputs.weights[static_cast<size_t>(token_idx * shape.num_topk + i)]);
+    for (const Term& term : step.spec->terms(rank_idx, token_idx)) {
+      NodeRows& node = nodes[static_cast<size_t>(term.rank_idx / num_local_ranks)];
+      node.rows.push_back(outputs[static_cast<size_t>(term.rank_idx)].data() +
+                          term.row_idx * row_bytes);
+      node.weights.push_back(
+          inputs.weights[static_cast<size_t>(token_idx * shape.num_topk + term.topk_pos)]);
     }
     const Sum sum = shape.node_reduction
                         ? add_nodes(shape, nodes, rank_idx / num_local_ranks, is_weighted)
@@ -510,24 +489,22 @@ ExpectedBytes expected_pulled(const KernelCase& shape,
                               const std::vector<std::vector<float>>& row_weights,
                               int rank_idx) {
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
-  const ExpectedDispatch& own = step.dispatched[static_cast<size_t>(rank_idx)];
   const int64_t num_choices = inputs.num_tokens * shape.num_topk;
   ExpectedBytes pulled(num_choices * 4);
   for (int64_t choice = 0; choice < num_choices; ++choice) {
     float weight = 0.0f;
     const int64_t expert_idx = inputs.topk_idx[static_cast<size_t>(choice)];
     const int64_t token_idx = choice / shape.num_topk;
-    for (int64_t i = 0; i < own.num_slots; ++i) {
-      const int64_t slot = own.slots[static_cast<size_t>(token_idx * own.num_slots + i)];
-      if (slot == Slot::kNone || expert_idx < 0)
+    const int64_t k = choice % shape.num_topk;
+    for (const Term& term : step.spec->terms(rank_idx, token_idx)) {
+      if (expert_idx < 0)
         continue;
-      const auto& there = row_weights[static_cast<size_t>(Slot::rank_idx(slot))];
+      const auto& there = row_weights[static_cast<size_t>(term.rank_idx)];
       if (shape.is_by_rank() &&
-          placement.expert_rank[static_cast<size_t>(expert_idx)] == Slot::rank_idx(slot))
-        weight = there[static_cast<size_t>(Slot::row_idx(slot) * step.num_recv_topk +
-                                           choice % shape.num_topk)];
-      else if (!shape.is_by_rank() && i == choice % shape.num_topk)
-        weight = there[static_cast<size_t>(Slot::row_idx(slot))];
+          placement.expert_rank[static_cast<size_t>(expert_idx)] == term.rank_idx)
+        weight = there[static_cast<size_t>(term.row_idx * step.num_recv_topk + k)];
+      else if (!shape.is_by_rank() && term.topk_pos == k)
+        weight = there[static_cast<size_t>(term.row_idx)];
     }
     pulled.set(choice * 4, &weight, 4);
   }

@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "core/dtype.h"
@@ -11,6 +13,7 @@
 #include "layout/routing.h"
 #include "layout/window.h"
 #include "schedules/random.h"
+#include "schedules/spec.h"
 
 namespace moe::simt::checker {
 
@@ -94,6 +97,8 @@ struct ExpectedDispatch {
 struct Step {
   std::vector<RankInputs> inputs;
   kernels::OperationStatus status = kernels::OperationStatus::kOk;
+  std::shared_ptr<const DispatchSpec> spec;
+  std::string difference_of_layout;  ///< see DispatchSpec
   layout::CountMatrix kept;
   int64_t num_recv_topk = 0;
   std::vector<ExpectedDispatch> dispatched;  ///< by rank

@@ -68,6 +68,8 @@ void KernelWorld::overwrite(std::byte* to, int64_t bytes) {
 
 void KernelWorld::check_tables(int rank_idx, const Step& step, uint64_t epoch, bool is_cached) {
   const kernels::Tables& tables = rank(rank_idx).tables;
+  if (!step.difference_of_layout.empty())
+    run_.report(Kind::kResult, step.difference_of_layout);
   expect_equal(read(tables.status), static_cast<int32_t>(step.status), "status of a dispatch");
   expect_equal(read(tables.epoch), epoch, "epoch of a dispatch");
   expect_equal(static_cast<int>(read(&rank(rank_idx).buffer.state->num_blocks_done)),

@@ -111,13 +111,17 @@ MOE_SCENARIO(mxfp8, "rows quantized in shared memory, scale factors of one byte"
   run_operations(run, quantized(run, 32, host::ScaleFormat::kUe8m0), 1);
 }
 
-MOE_SCENARIO(drops, "rows beyond an expert's capacity or a rank's fixed rows are dropped") {
-  KernelCase shape = expert_major(run);
+/// @p shape with limits of experts, of ranks, or of both.
+KernelCase with_drops(Run& run, KernelCase shape) {
   shape.rule.on_overflow = OnOverflow::kDrop;
   if (run.random().chance(1, 2))
     shape.rule.expert_capacity = run.random().between(0, 3);
   shape.has_fixed_rows = run.random().chance(1, 2);
-  run_operations(run, shape, 2);
+  return shape;
+}
+
+MOE_SCENARIO(drops, "rows beyond an expert's capacity or a rank's fixed rows are dropped") {
+  run_operations(run, with_drops(run, expert_major(run)), 2);
 }
 
 MOE_SCENARIO(raises, "more rows than a capacity that raises: nobody sends, the next goes on") {
@@ -190,12 +194,7 @@ MOE_SCENARIO(devices_quantized, "the same with scale factors, which are copied w
 }
 
 MOE_SCENARIO(devices_drops, "the same where the first slots of tokens are dropped") {
-  KernelCase shape = on_devices(run, expert_major(run));
-  shape.rule.on_overflow = OnOverflow::kDrop;
-  if (run.random().chance(1, 2))
-    shape.rule.expert_capacity = run.random().between(0, 3);
-  shape.has_fixed_rows = run.random().chance(1, 2);
-  run_operations(run, shape, 1);
+  run_operations(run, with_drops(run, on_devices(run, expert_major(run))), 1);
 }
 
 MOE_SCENARIO(devices_host_read, "the same where hosts wait for sizes and offer again") {
