@@ -17,7 +17,7 @@ from moe_comm.ep import validation
 from moe_comm.ep.backends.agreement import agree_on_backend
 from moe_comm.ep.backends.base import DispatchOutput, Operation, PlanTensors
 from moe_comm.ep.backends.gradients import check_word
-from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.config import Capacity, DispatchOptions, EpConfig, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
 from moe_comm.errors import interrupted_once
 from moe_comm.peers import missed_calls
@@ -230,19 +230,20 @@ class EpBuffer(Destroyable):
                     x, topk_idx, topk_weights, layout, expert_alignment, gradients
                 )
             if operation is None:
-                operation = self._dispatch_by_rules(
-                    x,
-                    topk_idx,
-                    topk_weights,
+                # The plan of a handle has its masks.
+                is_masking = handle is None and layout is Layout.LOW_LATENCY
+                masked = self._masked_ranks if is_masking else ()
+                options = DispatchOptions(
                     layout,
                     expert_alignment,
                     quantization,
                     capacity,
-                    handle,
+                    masked,
                     copy,
                     async_op,
                     gradients,
                 )
+                operation = self._dispatch_by_rules(x, topk_idx, topk_weights, handle, options)
             output = None if async_op else operation.early
             places = (layout, expert_alignment, self.buffer_id, self.generation)
         return DispatchResult(operation, output, capacity, places=places, handle=handle)
@@ -308,20 +309,14 @@ class EpBuffer(Destroyable):
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        layout: Layout,
-        expert_alignment: int,
-        quantization: Quantization | None,
-        capacity: Capacity | None,
         handle: DispatchHandle | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
         """A dispatch that is checked rule by rule; an error on every rank where one is broken."""
         try:
             if handle is not None:
                 self._check_handle(handle)
-            rows, scales = validation.check_rows(x, quantization)
+            rows, scales = validation.check_rows(x, options.quantization)
             validation.check_devices(
                 self.communicator.device,
                 x=rows,
@@ -331,43 +326,20 @@ class EpBuffer(Destroyable):
             )
             if handle is None:
                 validation.check_dispatch(
-                    *(self.config, rows, topk_idx, topk_weights, layout, expert_alignment),
+                    *(self.config, rows, topk_idx, topk_weights, options),
                     is_quantized=scales is not None,
                 )
-                validation.check_capacity(capacity, layout, expert_alignment)
             else:
                 validation.check_cached_dispatch(
-                    *(handle, rows, topk_idx, topk_weights, layout, expert_alignment, capacity),
-                    is_quantized=scales is not None or quantization is not None,
+                    *(handle, rows, topk_idx, topk_weights, options),
+                    is_quantized=scales is not None or options.quantization is not None,
                 )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             self._backend.reject("dispatch", error)
         if handle is not None:
-            return self._backend.dispatch_cached(
-                rows,
-                scales,
-                handle.plan,
-                topk_weights,
-                quantization=quantization,
-                copy_out=copy_out,
-                async_op=async_op,
-                gradients=gradients,
-            )
+            return self._backend.dispatch_cached(rows, scales, handle.plan, topk_weights, options)
         assert topk_idx is not None
-        return self._backend.dispatch(
-            rows,
-            scales,
-            topk_idx,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantization=quantization,
-            capacity=capacity,
-            masked_ranks=self._masked_ranks if layout is Layout.LOW_LATENCY else (),
-            copy_out=copy_out,
-            async_op=async_op,
-            gradients=gradients,
-        )
+        return self._backend.dispatch(rows, scales, topk_idx, topk_weights, options)
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Ranks that later LOW_LATENCY dispatches of this buffer leave out, from this rank on. Local.

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from moe_comm.arguments import as_dense, as_int, shown
-from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, EpConfig, Layout
+from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, DispatchOptions, EpConfig, Layout
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.tensors.memory_overlap import shares_bytes
 from moe_comm.tensors.quantization import Quantization
@@ -113,12 +113,12 @@ def check_dispatch(
     x: torch.Tensor,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
-    layout: Layout,
-    expert_alignment: int,
+    options: DispatchOptions,
     *,
     is_quantized: bool,
 ) -> None:
     """Input of a dispatch that exchanges counts; `is_quantized`: x is the data of a pair."""
+    layout, expert_alignment = options.layout, options.expert_alignment
     if topk_idx is None:
         raise ValueError("topk_idx is None, which needs a handle")
     _check_tensor("x", x, 2)
@@ -162,6 +162,7 @@ def check_dispatch(
                 f"Layout.LOW_LATENCY has experts at fixed places, expert_alignment must be 1, got "
                 f"{expert_alignment}"
             )
+    check_capacity(options.capacity, layout, expert_alignment)
 
 
 def check_capacity(capacity: Capacity | None, layout: Layout, expert_alignment: int) -> None:
@@ -204,13 +205,12 @@ def check_cached_dispatch(
     x: torch.Tensor,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
-    layout: Layout,
-    expert_alignment: int,
-    capacity: Capacity | None,
+    options: DispatchOptions,
     *,
     is_quantized: bool,
 ) -> None:
     """Input of a dispatch to the places of `handle`; `is_quantized`: rows travel as bytes."""
+    layout, expert_alignment = options.layout, options.expert_alignment
     if topk_idx is not None:
         raise ValueError("topk_idx must be None with a handle, which already holds the choices")
     if layout is not Layout.EXPERT_MAJOR and layout != handle.layout:
@@ -219,8 +219,8 @@ def check_cached_dispatch(
         raise ValueError(
             f"expert_alignment is {expert_alignment}, the handle's is {handle.expert_alignment}"
         )
-    if capacity is not None:
-        raise ValueError(f"the capacity of the handle holds, got {capacity}")
+    if options.capacity is not None:
+        raise ValueError(f"the capacity of the handle holds, got {options.capacity}")
     _check_tensor("x", x, 2)
     _check_bytes("x", x)
     num_tokens, hidden = x.shape

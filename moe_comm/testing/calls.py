@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moe_comm.ep.backends.base import Backend, CombineOutput, DispatchOutput, Operation, Plan
+from moe_comm.ep.config import DispatchOptions
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput
 
@@ -24,22 +25,24 @@ def dispatch(
     async_op: bool = False,
     **changes: Any,
 ) -> Operation[DispatchOutput]:
-    """Dispatch a rank's input; `changes` replace arguments of `Backend.dispatch`."""
-    arguments: dict[str, Any] = {
+    """Dispatch a rank's input; `changes` replace tensors of `Backend.dispatch`, or options."""
+    tensors: dict[str, Any] = {
         "x": mine.x,
         "x_sf": mine.x_sf,
         "topk_idx": mine.topk_idx,
         "topk_weights": mine.topk_weights if has_weights else None,
-        "layout": case.layout,
-        "expert_alignment": case.expert_alignment,
-        "quantization": case.quantization,
-        "capacity": case.capacity_of(rank_idx),
-        "masked_ranks": case.masked_by(rank_idx),
-        "copy_out": copy_out,
-        "async_op": async_op,
-        **changes,
     }
-    return backend.dispatch(**arguments)
+    tensors |= {name: changes.pop(name) for name in tensors.keys() & changes}
+    options = DispatchOptions(
+        layout=case.layout,
+        expert_alignment=case.expert_alignment,
+        quantization=case.quantization,
+        capacity=case.capacity_of(rank_idx),
+        masked_ranks=case.masked_by(rank_idx),
+        copy_out=copy_out,
+        async_op=async_op,
+    )
+    return backend.dispatch(**tensors, options=options._replace(**changes))
 
 
 def dispatch_cached(
@@ -59,10 +62,7 @@ def dispatch_cached(
         x_sf,
         plan,
         topk_weights,
-        quantization=quantization,
-        copy_out=copy_out,
-        async_op=False,
-        gradients=gradients,
+        DispatchOptions(quantization=quantization, copy_out=copy_out, gradients=gradients),
     ).wait()
 
 

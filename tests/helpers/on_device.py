@@ -19,6 +19,7 @@ from moe_comm.ep.backends.base import (
 )
 from moe_comm.ep.backends.cuda import CudaBackend
 from moe_comm.ep.backends.nvshmem import NvshmemBackend
+from moe_comm.ep.config import DispatchOptions
 from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import bootstrap_for
 
@@ -112,10 +113,10 @@ class OnDevice(Backend):
         x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        **options: Any,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
         tensors = [self._to_device(tensor) for tensor in (x, x_sf, topk_idx, topk_weights)]
-        return _Fetched(self._inner.dispatch(*tensors, **options), self._fetch_dispatch)
+        return _Fetched(self._inner.dispatch(*tensors, options), self._fetch_dispatch)
 
     def dispatch_cached(
         self,
@@ -123,14 +124,14 @@ class OnDevice(Backend):
         x_sf: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
-        **options: Any,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
         operation = self._inner.dispatch_cached(
             self._to_device(x),
             self._to_device(x_sf),
             plan,
             self._to_device(topk_weights),
-            **options,
+            options,
         )
         return _Fetched(operation, self._fetch_dispatch)
 

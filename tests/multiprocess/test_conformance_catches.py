@@ -13,7 +13,7 @@ from moe_comm.ep import spec
 from moe_comm.ep.backends import reference
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan
 from moe_comm.ep.backends.gradients import ENABLED
-from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.config import Capacity, DispatchOptions, EpConfig, Layout
 from moe_comm.tensors.quantization import FP8_BLOCK128
 from moe_comm.testing import CHECKS, Case, ConformanceError, RankError, Target, check_case
 
@@ -116,12 +116,13 @@ class LeavesTheTailUnwritten(_Mutant):
 
 class KeepsOneTooMany(_Mutant):
     def dispatch(
-        self, *args: Any, capacity: Capacity | None, **options: Any
+        self, *tensors: Any, options: DispatchOptions, **named: Any
     ) -> Operation[DispatchOutput]:
+        capacity = options.capacity
         assert capacity is not None
         assert capacity.num_rows_per_expert is not None
         more = dataclasses.replace(capacity, num_rows_per_expert=capacity.num_rows_per_expert + 1)
-        return super().dispatch(*args, capacity=more, **options)
+        return super().dispatch(*tensors, options=options._replace(capacity=more), **named)
 
 
 class KeepsTheLastRows(_Mutant):
@@ -135,9 +136,9 @@ class KeepsTheLastRows(_Mutant):
 
 class MasksNothing(_Mutant):
     def dispatch(
-        self, *args: Any, masked_ranks: tuple[int, ...], **options: Any
+        self, *tensors: Any, options: DispatchOptions, **named: Any
     ) -> Operation[DispatchOutput]:
-        return super().dispatch(*args, masked_ranks=(), **options)
+        return super().dispatch(*tensors, options=options._replace(masked_ranks=()), **named)
 
 
 class ChangesAScale(_Mutant):
@@ -181,11 +182,11 @@ class CutsWideChoices(_Mutant):
 
 class GrowsInsteadOfRaising(_Mutant):
     def dispatch(
-        self, *args: Any, capacity: Capacity | None, **options: Any
+        self, *tensors: Any, options: DispatchOptions, **named: Any
     ) -> Operation[DispatchOutput]:
-        if capacity is not None and capacity.on_overflow == "raise":
-            capacity = None
-        return super().dispatch(*args, capacity=capacity, **options)
+        if options.capacity is not None and options.capacity.on_overflow == "raise":
+            options = options._replace(capacity=None)
+        return super().dispatch(*tensors, options=options, **named)
 
 
 class KeepsItsNeedsToItself(_Mutant):
@@ -194,20 +195,23 @@ class KeepsItsNeedsToItself(_Mutant):
 
 
 class HearsItselfAlone(_Mutant):
-    def dispatch(self, *args: Any, gradients: int, **options: Any) -> Operation[DispatchOutput]:
-        output = super().dispatch(*args, gradients=gradients, **options).wait()
-        return dataclasses.replace(output, gradients=gradients)
+    def dispatch(
+        self, *tensors: Any, options: DispatchOptions, **named: Any
+    ) -> Operation[DispatchOutput]:
+        output = super().dispatch(*tensors, options=options, **named).wait()
+        return dataclasses.replace(output, gradients=options.gradients)
 
 
 class _LowersLimits(_Mutant):
     """As many rows as a limit allows are too many."""
 
     def dispatch(
-        self, *args: Any, capacity: Capacity | None, **options: Any
+        self, *tensors: Any, options: DispatchOptions, **named: Any
     ) -> Operation[DispatchOutput]:
-        if capacity is not None:
-            capacity = self.lower(capacity, options["expert_alignment"])
-        return super().dispatch(*args, capacity=capacity, **options)
+        if options.capacity is not None:
+            lower = self.lower(options.capacity, options.expert_alignment)
+            options = options._replace(capacity=lower)
+        return super().dispatch(*tensors, options=options, **named)
 
     def lower(self, capacity: Capacity, alignment: int) -> Capacity:
         raise NotImplementedError

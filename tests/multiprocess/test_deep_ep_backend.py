@@ -19,6 +19,7 @@ from moe_comm import CommunicationError, Communicator, EpBuffer, EpConfig, Layou
 from moe_comm.compat import deep_ep
 from moe_comm.ep import group_buffers
 from moe_comm.ep.backends.deep_ep_transport import problem_with_deep_ep
+from moe_comm.ep.config import DispatchOptions
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.case_list import CASES
@@ -340,23 +341,15 @@ def use_an_imported_plan(context: RankContext) -> bool:
     with CommunicatorWithDeepEp(context.group) as communicator:
         target = Target(name="deep_ep")
         first, second = (target.backend(communicator, CONFIG) for _ in range(2))
-        options: dict[str, Any] = {
-            "layout": Layout.RANK_MAJOR,
-            "expert_alignment": 1,
-            "quantization": None,
-            "capacity": None,
-            "masked_ranks": (),
-            "copy_out": None,
-            "async_op": False,
-        }
-        known = first.dispatch(x, None, topk_idx, weights, **options).wait()
+        options = DispatchOptions(Layout.RANK_MAJOR)
+        known = first.dispatch(x, None, topk_idx, weights, options).wait()
         plan = known.plan
         if context.rank_idx == 0:
             # As if this rank had a route of its own that its peer has not.
             second._rows._routes.update(first._rows._routes)  # type: ignore[attr-defined]
         plan = second.import_plan(plan.to_tensors())
         kind: dict[str, Any] = {"copy_out": None, "async_op": False}
-        again = second.dispatch_cached(x, None, plan, None, quantization=None, **kind).wait()
+        again = second.dispatch_cached(x, None, plan, None, DispatchOptions()).wait()
         sums = [
             backend.combine(known.x, some, None, None, out=None, **kind).wait().x
             for backend, some in ((first, known.plan), (second, plan))

@@ -24,6 +24,7 @@ from moe_comm import (
     ScaleFormat,
 )
 from moe_comm.ep.autograd import operators
+from moe_comm.ep.autograd.options import encode_dispatch, encode_quantization
 from tests.helpers.moe_layer import assert_same_bits, filled, recorded_operations
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 4, 2, 160  # the last block of 128 is shorter
@@ -425,20 +426,15 @@ def test_a_pair_has_no_gradient_and_its_weights_have(
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_opcheck(buffer: EpBuffer, quantization: Quantization, layout: Layout) -> None:
     x, topk_idx, topk_weights = (tensor.detach() for tensor in inputs())
-    encoded = [quantization.format, quantization.scale_format, quantization.is_column_major]
-    encoded = [int(value) for value in encoded]
+    encoded = encode_dispatch(layout, alignment(layout), quantization, None)
     sizes = [1, NUM_EXPERTS, NUM_EXPERTS, NUM_TOPK, 16]
     utilities = ("test_faketensor",)  # that of the schema cannot compare FP8
-    arguments = (topk_idx, topk_weights, buffer.id_tensor, sizes, int(layout), alignment(layout))
-    torch.library.opcheck(
-        operators.DISPATCH, (x, None, *arguments, encoded, [], 0, None), test_utils=utilities
-    )
+    arguments = (topk_idx, topk_weights, buffer.id_tensor, sizes, *encoded, 0, None)
+    torch.library.opcheck(operators.DISPATCH, (x, None, *arguments), test_utils=utilities)
     data, scales = moe_comm.quantize(x, quantization)
-    torch.library.opcheck(
-        operators.DISPATCH, (data, scales, *arguments, encoded, [], 0, None), test_utils=utilities
-    )
+    torch.library.opcheck(operators.DISPATCH, (data, scales, *arguments), test_utils=utilities)
     torch.library.opcheck(
         torch.ops.moe_comm.dequantize_rows.default,
-        (data, scales, encoded, torch.bfloat16),
+        (data, scales, encode_quantization(quantization), torch.bfloat16),
         test_utils=utilities,
     )

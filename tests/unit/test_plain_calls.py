@@ -9,6 +9,7 @@ import torch
 from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.ep import validation
 from moe_comm.ep.backends.base import Operation
+from moe_comm.ep.config import DispatchOptions
 from moe_comm.peers.bootstrap import RankThreads
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
@@ -110,10 +111,8 @@ def test_a_plain_dispatch_passes_every_check(buffer: EpBuffer, plain: list[bool]
         num_plain += 1
         validation.check_rows(x, None)
         validation.check_devices(torch.device("cpu"), x=x, topk_idx=topk_idx, topk_weights=weights)
-        validation.check_dispatch(
-            CONFIG, x, topk_idx, weights, layout, alignment, is_quantized=False
-        )
-        validation.check_capacity(None, layout, alignment)
+        options = DispatchOptions(layout, alignment)
+        validation.check_dispatch(CONFIG, x, topk_idx, weights, options, is_quantized=False)
     # Rows of every layout, with and without weights, and none; two of the layouts aligned, too.
     assert num_plain == (3 + 2) * 2 + (3 + 2) * 1
 

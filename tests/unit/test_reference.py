@@ -13,7 +13,7 @@ import torch
 from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.reference import ReferenceBackend
-from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.config import Capacity, DispatchOptions, EpConfig, Layout
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from moe_comm.testing.launch import RankContext, run_ranks
@@ -224,10 +224,9 @@ def run_by_hand(context: RankContext) -> dict[str, torch.Tensor | None]:
     results: dict[str, torch.Tensor | None] = {}
     for layout in Layout:
         output = backend.dispatch(
-            x, None, topk_idx, weights, layout=layout,
-            expert_alignment=1 if layout is Layout.LOW_LATENCY else 4, quantization=None,
-            capacity=None, masked_ranks=(), copy_out=None, async_op=True,
-        ).wait()  # fmt: skip
+            *(x, None, topk_idx, weights),
+            DispatchOptions(layout, 1 if layout is Layout.LOW_LATENCY else 4, async_op=True),
+        ).wait()
         results[f"{layout.name} x"] = output.x[:, 0]
         results[f"{layout.name} topk_idx"] = output.topk_idx
         results[f"{layout.name} topk_weights"] = output.topk_weights
@@ -285,9 +284,7 @@ def test_calls_are_told_apart() -> None:
         0,
     )
     weights = torch.zeros(1, 1)
-    plain = {
-        "layout": Layout.EXPERT_MAJOR, "expert_alignment": 1, "quantization": None, "capacity": None,
-    }  # fmt: skip
+    plain = DispatchOptions()
     drop_2 = Capacity(num_rows=4, num_rows_per_expert=2, on_overflow="drop")
     changed: list[dict[str, Any]] = [
         {},
@@ -304,12 +301,12 @@ def test_calls_are_told_apart() -> None:
     ]
     data = torch.zeros(1, 8, dtype=torch.float8_e4m3fn)
     calls = [
-        *(messages.describe_dispatch(x, None, None, **{**plain, **more}) for more in changed),
-        messages.describe_dispatch(x, None, weights, **plain),
-        messages.describe_dispatch(x, None, weights.double(), **plain),
-        messages.describe_dispatch(data, torch.zeros(1, 2), None, **plain),
-        messages.describe_dispatch(data, torch.zeros(1, 3), None, **plain),
-        messages.describe_dispatch(data, torch.zeros(1, 3).bfloat16(), None, **plain),
+        *(messages.describe_dispatch(x, None, None, plain._replace(**more)) for more in changed),
+        messages.describe_dispatch(x, None, weights, plain),
+        messages.describe_dispatch(x, None, weights.double(), plain),
+        messages.describe_dispatch(data, torch.zeros(1, 2), None, plain),
+        messages.describe_dispatch(data, torch.zeros(1, 3), None, plain),
+        messages.describe_dispatch(data, torch.zeros(1, 3).bfloat16(), None, plain),
         messages.describe_dispatch_cached(x, None, None, plan, None),
         messages.describe_dispatch_cached(x, None, None, plan, MXFP8),
         messages.describe_dispatch_cached(x.half(), None, None, plan, None),
@@ -323,10 +320,10 @@ def test_calls_are_told_apart() -> None:
     assert len({messages.call_hash(call) for call in calls}) == len(calls)
     # How many rows a capacity allows is each rank's own.
     same = messages.describe_dispatch(
-        x, None, None, **{**plain, "capacity": dataclasses.replace(drop_2, num_rows=8)}
+        x, None, None, plain._replace(capacity=dataclasses.replace(drop_2, num_rows=8))
     )
     assert same in calls
     growing = messages.describe_dispatch(
-        x, None, None, **{**plain, "capacity": Capacity(num_rows=8)}
+        x, None, None, plain._replace(capacity=Capacity(num_rows=8))
     )
     assert growing == calls[0]

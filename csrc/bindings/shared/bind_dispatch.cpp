@@ -48,6 +48,16 @@ void describe_scales(const ScaleArguments& scales,
   params->scale_step = scales.step;
 }
 
+/// All but quantization and capacity, whose native forms come apart.
+void read_options(const py::object& options, host::DispatchParams* params) {
+  params->layout = static_cast<layout::RowLayout>(options.attr("layout").cast<int>());
+  params->expert_alignment = options.attr("expert_alignment").cast<int64_t>();
+  params->masked_ranks = options.attr("masked_ranks").cast<std::vector<int>>();
+  params->copy_out = copy_out_of(options.attr("copy_out").cast<std::optional<bool>>());
+  params->is_async = options.attr("async_op").cast<bool>();
+  params->gradients = options.attr("gradients").cast<int32_t>();
+}
+
 host::DispatchParams params_of(const TensorView& rows,
                                const TensorView& choices,
                                const TensorView& weights) {
@@ -86,8 +96,7 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
   host::DispatchParams params =
       params_of(rows, view_tensor(arguments.topk_idx), view_tensor(arguments.topk_weights));
   params.dtype = arguments.dtype;
-  params.layout = static_cast<layout::RowLayout>(arguments.layout);
-  params.expert_alignment = arguments.expert_alignment;
+  read_options(arguments.options, &params);
   if (arguments.scales)
     describe_scales(
         scale_arguments_of(*arguments.scales), rows, view_tensor(arguments.x_sf), &params);
@@ -97,10 +106,7 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
     params.capacity.expert_capacity = capacity[1].cast<int64_t>();
     params.capacity.on_overflow = static_cast<layout::OnOverflow>(capacity[2].cast<int>());
   }
-  params.masked_ranks = std::move(arguments.masked_ranks);
   params.plan = std::move(arguments.plan);
-  params.copy_out = copy_out_of(arguments.copy_out);
-  params.gradients = arguments.gradients;
   take_window(endpoint, &params);
   return params;
 }

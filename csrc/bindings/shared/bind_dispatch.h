@@ -200,7 +200,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   int64_t num_window_rows_ = 0;
 };
 
-/// Arguments of the method dispatch() of an endpoint; see moe_comm/_host.pyi.
+/// Arguments of the method dispatch() of an endpoint; see moe_comm/ep/backends/native_endpoint.py.
 struct DispatchArguments {
   py::object x;
   py::object x_sf;
@@ -208,14 +208,9 @@ struct DispatchArguments {
   py::object topk_weights;
   std::shared_ptr<const host::PlanHeader> plan;
   int32_t dtype;
-  int layout;
-  int64_t expert_alignment;
   std::optional<py::tuple> scales;
   std::optional<py::tuple> capacity;
-  std::vector<int> masked_ranks;
-  std::optional<bool> copy_out;
-  bool is_async;
-  int32_t gradients;
+  py::object options;  ///< a DispatchOptions of moe_comm/ep/config.py
 };
 
 /// @param hidden  elements of a row of x
@@ -266,14 +261,9 @@ void bind_dispatch(py::module_& module,
          py::object topk_weights,
          std::shared_ptr<PlanT> plan,
          int32_t dtype,
-         int layout,
-         int64_t expert_alignment,
          std::optional<py::tuple> scales,
          std::optional<py::tuple> capacity,
-         std::vector<int> masked_ranks,
-         std::optional<bool> copy_out,
-         bool is_async,
-         int32_t gradients) {
+         py::object options) {
         endpoint->group().check_process("dispatch");
         DispatchArguments arguments{std::move(x),
                                     std::move(x_sf),
@@ -281,18 +271,12 @@ void bind_dispatch(py::module_& module,
                                     std::move(topk_weights),
                                     std::move(plan),
                                     dtype,
-                                    layout,
-                                    expert_alignment,
                                     std::move(scales),
                                     std::move(capacity),
-                                    std::move(masked_ranks),
-                                    copy_out,
-                                    is_async,
-                                    gradients};
+                                    std::move(options)};
         int64_t hidden = 0;
         host::DispatchParams params = dispatch_params_of(*endpoint, arguments, &hidden);
-        params.is_async = is_async;
-        if (is_async)
+        if (params.is_async)
           params.caller_mark = endpoint->mark_caller();
         return submit_dispatch(std::move(endpoint), params, hidden, [&] {
           return py::make_tuple(

@@ -20,9 +20,7 @@ def dispatch(
     topk_weights: torch.Tensor | None,
     buffer_id: torch.Tensor,
     sizes: list[int],
-    layout: int,
-    expert_alignment: int,
-    quantization: list[int],
+    options: list[int],
     capacity: list[int],
     gradients: int,
     anchor: torch.Tensor | None,
@@ -30,6 +28,7 @@ def dispatch(
     """The rows are an unbacked size, except where layout or capacity fix it."""
     num_ranks, num_experts, num_local_experts, fixed_topk, num_max_tokens = sizes
     num_tokens, num_topk = topk_idx.shape
+    layout, _, *quantization = options
     by_rank = layout == Layout.RANK_MAJOR
     num_rows: int | torch.SymInt
     if layout == Layout.LOW_LATENCY:

@@ -12,7 +12,7 @@ from moe_comm.ep.autograd import dynamo, formulas, operators
 from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
 from moe_comm.ep.autograd.formulas import clone_of_inference
 from moe_comm.ep.autograd.graph_forms import OperatorOutput, TensorHandle
-from moe_comm.ep.autograd.options import encode_capacity, encode_quantization
+from moe_comm.ep.autograd.options import encode_dispatch
 from moe_comm.ep.backends.base import DispatchOutput
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Capacity, Layout
@@ -90,6 +90,12 @@ def dispatch(
         )
         if plain is not None:
             return _in_graph(plain, buffer, data, topk_weights, None, word)
+    options: dict[str, Any] = {
+        "layout": layout,
+        "expert_alignment": expert_alignment,
+        "quantization": quantization,
+        "capacity": capacity,
+    }
     if not (
         _is_operand(data)
         and _is_operand(topk_idx)
@@ -99,20 +105,11 @@ def dispatch(
         and (capacity is None or isinstance(capacity, Capacity))
     ):
         # An operator would refuse these on this rank alone; the buffer tells the peers.
-        buffer.dispatch(
-            x,
-            topk_idx,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantization=quantization,
-            capacity=capacity,
-        )
+        buffer.dispatch(x, topk_idx, topk_weights, **options)
         raise AssertionError("EpBuffer.dispatch took what the operator does not")
     if not is_watched:
         result = operators.dispatch_rows(
-            *(buffer, data, scales, topk_idx, topk_weights, layout, expert_alignment),
-            *(quantization, capacity, word),
+            *(buffer, data, scales, topk_idx, topk_weights), **options, gradients=word
         )
         quantized_here = quantization if scales is None else None
         return _in_graph(result, buffer, data, topk_weights, quantized_here, word)
@@ -120,8 +117,8 @@ def dispatch(
     run = operators.DISPATCH if is_traced else _eager_dispatch
     brought = run(
         *(data, scales, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
-        *(int(layout), expert_alignment),
-        *(encode_quantization(quantization), encode_capacity(capacity), word, anchor),
+        *encode_dispatch(**options),
+        *(word, anchor),
     )
     rows, row_weights, link, local_topk_idx, num_tokens_per_expert, expert_offsets = brought[:6]
     further = brought[10:]

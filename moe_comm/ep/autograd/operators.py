@@ -20,13 +20,12 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from moe_comm.ep.autograd import fakes
 from moe_comm.ep.autograd.dynamo import mark, untraced
 from moe_comm.ep.autograd.inductor import keep_program_order
-from moe_comm.ep.autograd.options import decode_capacity, decode_quantization
+from moe_comm.ep.autograd.options import decode_dispatch
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
-from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
 from moe_comm.ep.validation import SUMMABLE
-from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "COMBINE",
@@ -59,7 +58,7 @@ _HANDLE = "Tensor counts, Tensor slots, Tensor topk_idx, Tensor meta"
 library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyped-call]
 
 # x_sf: scale factors of rows that are quantized already. sizes: num_ranks, num_experts,
-# num_local_experts, num_topk and num_max_tokens_per_rank (0 where not configured). quantization and
+# num_local_experts, num_topk and num_max_tokens_per_rank (0 where not configured). options and
 # capacity: as encoded in options.py. gradients: what this rank says, as in backends/gradients.py.
 # anchor: not read; requires a gradient where no other input may.
 # -> x, topk_weights, link, topk_idx as received, num_tokens_per_expert, expert_offsets, then the
@@ -69,8 +68,7 @@ library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyp
 #    dtype of x, no memory and no values: it is there for its gradient.
 library.define(
     "dispatch(Tensor x, Tensor? x_sf, Tensor topk_idx, Tensor? topk_weights, Tensor buffer_id, "
-    "int[] sizes, int layout, int expert_alignment, int[] quantization, SymInt[] capacity, "
-    "int gradients, Tensor? anchor) -> Tensor[]"
+    "int[] sizes, int[] options, SymInt[] capacity, int gradients, Tensor? anchor) -> Tensor[]"
 )
 # -> gradient of x, gradient of topk_weights (0 elements without row_weights).
 library.define(
@@ -117,24 +115,16 @@ def _dispatch(
     topk_weights: torch.Tensor | None,
     buffer_id: torch.Tensor,
     sizes: list[int],
-    layout: int,
-    expert_alignment: int,
-    quantization: list[int],
+    options: list[int],
     capacity: list[int],
     gradients: int,
     anchor: torch.Tensor | None,
 ) -> list[torch.Tensor]:
+    named = decode_dispatch(options, capacity)
     result = dispatch_rows(
-        resolve_buffer(int(buffer_id)),
-        x,
-        x_sf,
-        topk_idx,
-        topk_weights,
-        Layout(layout),
-        expert_alignment,
-        decode_quantization(quantization),
-        decode_capacity(capacity),
-        gradients,
+        *(resolve_buffer(int(buffer_id)), x, x_sf, topk_idx, topk_weights),
+        **named,
+        gradients=gradients,
     )
     rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
     is_quantized_here = scales is not None and x_sf is None
@@ -147,7 +137,7 @@ def _dispatch(
         result.expert_offsets,
         *tensors_of(result.handle, result.gradients),
     ]
-    if capacity or layout == Layout.LOW_LATENCY:
+    if capacity or named["layout"] is Layout.LOW_LATENCY:
         outputs += [result.num_dropped_per_expert, result.num_required_rows]
     if scales is not None:
         outputs.append(scales)
@@ -162,22 +152,27 @@ def dispatch_rows(
     x_sf: torch.Tensor | None,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
+    *,
     layout: Layout,
-    expert_alignment: int,
-    quantization: Quantization | None,
-    capacity: Capacity | None,
-    gradients: int,
+    **options: Any,
 ) -> DispatchResult:
-    """What `EpBuffer.dispatch` returns for tensors of any strides, and no row of it undefined."""
+    """What `EpBuffer.dispatch` returns for tensors of any strides, and no row of it undefined.
+
+    Args:
+        buffer: That dispatches.
+        x: As in `EpBuffer.dispatch`.
+        x_sf: Of rows that are quantized already, or None.
+        topk_idx: As in `EpBuffer.dispatch`.
+        topk_weights: As in `EpBuffer.dispatch`.
+        layout: As in `EpBuffer.dispatch`.
+        options: Further keywords of `EpBuffer.dispatch`.
+    """
     result = buffer.dispatch(
         as_bytes(x) if x_sf is None else (as_bytes(x), x_sf),
         topk_idx.contiguous(),
         None if topk_weights is None else as_bytes(topk_weights),
         layout=layout,
-        expert_alignment=expert_alignment,
-        quantization=quantization,
-        capacity=capacity,
-        gradients=gradients,
+        **options,
     )
     if layout is Layout.LOW_LATENCY:
         _zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)

@@ -1,15 +1,45 @@
-"""Quantization and capacity as the integers that operators take."""
+"""The options of a dispatch as the integers that operators take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from moe_comm.ep.config import ON_OVERFLOW, Capacity, numbers_of
+from moe_comm.ep.config import ON_OVERFLOW, Capacity, Layout, numbers_of
 from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
-__all__ = ["decode_capacity", "decode_quantization", "encode_capacity", "encode_quantization"]
+__all__ = [
+    "decode_dispatch",
+    "decode_quantization",
+    "encode_dispatch",
+    "encode_quantization",
+]
 
 _NO_OPTION: list[int] = []
+
+
+def encode_dispatch(
+    layout: Layout,
+    expert_alignment: int,
+    quantization: Quantization | None,
+    capacity: Capacity | None,
+) -> tuple[list[int], list[int]]:
+    """Options of `moe_comm.dispatch`, those of a capacity apart: its rows may be a size of a graph."""
+    return (
+        [int(layout), expert_alignment, *encode_quantization(quantization)],
+        [] if capacity is None else [*numbers_of(capacity)],
+    )
+
+
+def decode_dispatch(options: Sequence[int], capacity: Sequence[int]) -> dict[str, Any]:
+    """What `encode_dispatch` was given, by name."""
+    layout, expert_alignment, *quantization = options
+    return {
+        "layout": Layout(layout),
+        "expert_alignment": expert_alignment,
+        "quantization": decode_quantization(quantization),
+        "capacity": _decode_capacity(capacity),
+    }
 
 
 def encode_quantization(quantization: Quantization | None) -> list[int]:
@@ -36,13 +66,7 @@ def decode_quantization(encoded: Sequence[int]) -> Quantization | None:
     )
 
 
-def encode_capacity(capacity: Capacity | None) -> list[int]:
-    """`[num_rows, num_rows_per_expert, on_overflow]`, -1 for no limit, or `[]` for None."""
-    return _NO_OPTION if capacity is None else [*numbers_of(capacity)]
-
-
-def decode_capacity(encoded: Sequence[int]) -> Capacity | None:
-    """What `encode_capacity` was given."""
+def _decode_capacity(encoded: Sequence[int]) -> Capacity | None:
     if not encoded:
         return None
     num_rows, per_expert, on_overflow = encoded

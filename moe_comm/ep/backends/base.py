@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
-from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.tensors.quantization import Quantization
+from moe_comm.ep.config import DispatchOptions, EpConfig, Layout
 
 __all__ = [
     "Backend",
@@ -254,6 +254,14 @@ class Backend(abc.ABC):
     # Whether `EpConfig.node_reduction` does what it says; else a buffer with it is refused.
     has_node_reduction = False
 
+    def __init_subclass__(cls) -> None:
+        for method in (cls.dispatch, cls.dispatch_cached):
+            if "quantization" in inspect.signature(method).parameters:
+                raise TypeError(
+                    f"{method.__qualname__} takes one DispatchOptions as its last argument, got a "
+                    f"keyword for each option: read options.quantization"
+                )
+
     def __init__(self, communicator: object, config: EpConfig) -> None:
         self.communicator = communicator
         self.config = config
@@ -265,35 +273,17 @@ class Backend(abc.ABC):
         x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        *,
-        layout: Layout,
-        expert_alignment: int,
-        quantization: Quantization | None,
-        capacity: Capacity | None,
-        masked_ranks: tuple[int, ...],
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
         """Send rows.
 
         Args:
             x: `[num_tokens, hidden]`; any dtype where not quantized here.
             x_sf: `[num_tokens, num_scales]`, any strides, where x is quantized already: both travel
-                as they are. `quantization` then only says whether they arrive column-major.
+                as they are.
             topk_idx: `[num_tokens, num_topk]`.
             topk_weights: `[num_tokens, num_topk]` or None.
-            layout: Order of received rows.
-            expert_alignment: As in `EpBuffer.dispatch`.
-            quantization: How to quantize x, or None.
-            capacity: Limits; None for none.
-            masked_ranks: LOW_LATENCY: ranks that take no part in this operation, united over all
-                ranks: nothing goes to them or comes from them.
-            copy_out: None means the backend decides.
-            async_op: Return before the end.
-            gradients: What this rank says of gradients, see `moe_comm.ep.backends.gradients`. Ranks read
-                it in what they exchange before rows move: the output has what all say, and where they
-                clash every rank raises ValueError.
+            options: How they go.
         """
 
     def dispatch_plain(
@@ -322,11 +312,7 @@ class Backend(abc.ABC):
         x_sf: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
-        *,
-        quantization: Quantization | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
         """Send rows to the places of an earlier dispatch; another dtype or hidden size is allowed."""
 
@@ -352,9 +338,9 @@ class Backend(abc.ABC):
             row_weights: `[M]` (EXPERT_MAJOR, LOW_LATENCY) or `[M, num_topk]` (RANK_MAJOR), pulled to
                 `[num_tokens, num_topk]`, or None.
             out: `[num_tokens, hidden]` to write the sums to, or None.
-            copy_out: As in `dispatch`, for the sums.
+            copy_out: As in `DispatchOptions`, for the sums.
             async_op: Return before the end.
-            gradients: As in `dispatch`; weights that are applied belong to what ranks compare.
+            gradients: As in `DispatchOptions`; weights that are applied belong to what ranks compare.
         """
 
     def combine_plain(

@@ -32,7 +32,7 @@ from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
 from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.routing import Placement, arrangement_of
 from moe_comm.ep.backends.rows import arrange_scales
-from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.config import DispatchOptions, EpConfig, Layout
 from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization
@@ -88,33 +88,18 @@ class CollectiveBackend(Backend):
         x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        *,
-        layout: Layout,
-        expert_alignment: int,
-        quantization: Quantization | None,
-        capacity: Capacity | None,
-        masked_ranks: tuple[int, ...],
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
-        del copy_out
-        call = messages.describe_dispatch(
-            x,
-            x_sf,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantization=quantization,
-            capacity=capacity,
-        )
+        call = messages.describe_dispatch(x, x_sf, topk_weights, options)
         choices = topk_idx.to("cpu", copy=True)
+        layout, expert_alignment = options.layout, options.expert_alignment
+        quantization = options.quantization
         arrangement = arrangement_of(
             layout, expert_alignment, self.config, self._placement.num_ranks
         )
 
         def work() -> DispatchOutput:
-            asked, united = self._exchange_counts(call, choices, capacity, masked_ranks, gradients)
+            asked, united = self._exchange_counts(call, choices, options)
             itemsize = x.element_size() if quantization is None else 1
             decision = admission.decide(
                 asked,
@@ -122,7 +107,7 @@ class CollectiveBackend(Backend):
                 self._placement,
                 layout,
                 arrangement,
-                capacity,
+                options.capacity,
                 row_bytes=x.shape[1] * itemsize,
             )
             plan = self._plan(decision.counts, choices, layout, expert_alignment)
@@ -130,7 +115,7 @@ class CollectiveBackend(Backend):
                 x, x_sf, topk_weights, plan, quantization, decision, united
             )
 
-        return self._run(work, async_op=async_op)
+        return self._run(work, async_op=options.async_op)
 
     def dispatch_cached(
         self,
@@ -138,22 +123,18 @@ class CollectiveBackend(Backend):
         x_sf: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
-        *,
-        quantization: Quantization | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
-        del copy_out
         assert isinstance(plan, CollectivePlan)
         known = plan
+        quantization = options.quantization
         call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan, quantization)
 
         def work() -> DispatchOutput:
-            _, united = self._agree(call, gradients=gradients)
+            _, united = self._agree(call, gradients=options.gradients)
             return self._move_to_experts(x, x_sf, topk_weights, known, quantization, None, united)
 
-        return self._run(work, async_op=async_op)
+        return self._run(work, async_op=options.async_op)
 
     def combine(
         self,
@@ -241,20 +222,15 @@ class CollectiveBackend(Backend):
         )
 
     def _exchange_counts(
-        self,
-        call: str,
-        topk_idx: torch.Tensor,
-        capacity: Capacity | None,
-        masked_ranks: tuple[int, ...],
-        gradients: int,
+        self, call: str, topk_idx: torch.Tensor, options: DispatchOptions
     ) -> tuple[torch.Tensor, int]:
         """What every rank asks for, and says of gradients; or the error that every rank raises."""
         mine, problem = None, None
         try:
-            mine = admission.ask(topk_idx, self._placement, capacity, masked_ranks)
+            mine = admission.ask(topk_idx, self._placement, options.capacity, options.masked_ranks)
         except ValueError as error:
             problem = error
-        return self._agree(call, problem, mine, gradients)
+        return self._agree(call, problem, mine, options.gradients)
 
     def _agree(
         self,

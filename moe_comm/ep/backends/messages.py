@@ -11,7 +11,7 @@ import hashlib
 import torch
 
 from moe_comm.ep.backends.base import PlanTensors
-from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.config import Capacity, DispatchOptions, EpConfig, Layout
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -32,11 +32,7 @@ def describe_dispatch(
     x: torch.Tensor,
     x_sf: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
-    *,
-    layout: Layout,
-    expert_alignment: int,
-    quantization: Quantization | None,
-    capacity: Capacity | None,
+    options: DispatchOptions,
 ) -> str:
     """What ranks must agree on in a dispatch. How many rows a capacity allows is each rank's own.
 
@@ -44,8 +40,8 @@ def describe_dispatch(
         `dispatch(EXPERT_MAJOR, expert_alignment=8, bfloat16 rows of 4096 bytes, float32 weights)`
     """
     return (
-        f"dispatch({_places(layout, expert_alignment)}{_rows(x)}{_scales(x_sf, quantization)}"
-        f"{_weights(topk_weights)}{_limits(capacity)})"
+        f"dispatch({_places(options.layout, options.expert_alignment)}{_rows(x)}"
+        f"{_scales(x_sf, options.quantization)}{_weights(topk_weights)}{_limits(options.capacity)})"
     )
 
 

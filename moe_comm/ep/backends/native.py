@@ -38,7 +38,7 @@ from moe_comm.ep.backends.native_outcomes import (
 )
 from moe_comm.ep.backends.native_scales import Scales, describe_scales
 from moe_comm.ep.config import (
-    Capacity,
+    DispatchOptions,
     EpConfig,
     Layout,
     default_expert_rank,
@@ -114,34 +114,45 @@ class NativeBackend(Backend):
         x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        *,
-        layout: Layout,
-        expert_alignment: int,
-        quantization: Quantization | None,
-        capacity: Capacity | None,
-        masked_ranks: tuple[int, ...],
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
-        scales = self._describe_scales(x, x_sf, quantization, layout)
+        return self._dispatch(x, x_sf, topk_idx, topk_weights, None, options.layout, options)
+
+    def dispatch_cached(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        plan: Plan,
+        topk_weights: torch.Tensor | None,
+        options: DispatchOptions,
+    ) -> Operation[DispatchOutput]:
+        native_plan = _native_plan(plan)
+        layout = Layout(native_plan.layout)
+        return self._dispatch(x, x_sf, None, topk_weights, native_plan, layout, options)
+
+    def _dispatch(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        plan: EndpointPlan | None,
+        layout: Layout,
+        options: DispatchOptions,
+    ) -> Operation[DispatchOutput]:
+        scales = self._describe_scales(x, x_sf, options.quantization, layout)
         native = self._endpoint.dispatch(
             x,
             x_sf,
             topk_idx,
             topk_weights,
-            None,
+            plan,
             dlpack_type(x.dtype),
-            int(layout),
-            expert_alignment,
             None if scales is None else scales.arguments,
-            None if capacity is None else numbers_of(capacity),
-            masked_ranks,
-            copy_out,
-            async_op,
-            gradients,
+            None if options.capacity is None else numbers_of(options.capacity),
+            options,
         )
-        is_early = not async_op or layout is Layout.LOW_LATENCY
+        is_early = not options.async_op or layout is Layout.LOW_LATENCY
         return NativeDispatchOutput(native, self._endpoint, x.dtype, scales, is_early)  # type: ignore[return-value]
 
     def dispatch_plain(
@@ -162,40 +173,6 @@ class NativeBackend(Backend):
             return None
         assert isinstance(x, torch.Tensor)
         return NativeDispatchOutput(native, self._endpoint, x.dtype, None)  # type: ignore[return-value]
-
-    def dispatch_cached(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor | None,
-        plan: Plan,
-        topk_weights: torch.Tensor | None,
-        *,
-        quantization: Quantization | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
-    ) -> Operation[DispatchOutput]:
-        native_plan = _native_plan(plan)
-        layout = Layout(native_plan.layout)
-        scales = self._describe_scales(x, x_sf, quantization, layout)
-        native = self._endpoint.dispatch(
-            x,
-            x_sf,
-            None,
-            topk_weights,
-            native_plan,
-            dlpack_type(x.dtype),
-            0,
-            1,
-            None if scales is None else scales.arguments,
-            None,
-            (),
-            copy_out,
-            async_op,
-            gradients,
-        )
-        is_early = not async_op or layout is Layout.LOW_LATENCY
-        return NativeDispatchOutput(native, self._endpoint, x.dtype, scales, is_early)  # type: ignore[return-value]
 
     def _describe_scales(
         self,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from moe_comm.ep.config import DispatchOptions
+
 if TYPE_CHECKING:
     from moe_comm import _host
 
@@ -136,16 +138,15 @@ class NativeEndpoint(Protocol):
         topk_weights: torch.Tensor | None,
         plan: EndpointPlan | None,
         dtype: int,
-        layout: int,
-        expert_alignment: int,
         scales: tuple[int, ...] | None,
         capacity: tuple[int, int, int] | None,
-        masked_ranks: tuple[int, ...],
-        copy_out: bool | None,
-        is_async: bool,
-        gradients: int,
+        options: DispatchOptions,
     ) -> SubmittedDispatch:
-        """Uncached with `topk_idx`, else to the places of `plan`."""
+        """Uncached with `topk_idx`, else to the places of `plan`.
+
+        What the options say of quantization and capacity is read from `scales` and `capacity`, their
+        native forms; all else from the options, by name.
+        """
         ...
 
     def dispatch_plain(

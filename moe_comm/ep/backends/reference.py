@@ -25,7 +25,13 @@ from moe_comm.ep.backends.base import (
 )
 from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.rows import as_bytes
-from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
+from moe_comm.ep.config import (
+    Capacity,
+    DispatchOptions,
+    EpConfig,
+    Layout,
+    num_places_per_expert,
+)
 from moe_comm.errors import CapacityError
 from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic
@@ -89,30 +95,13 @@ class ReferenceBackend(Backend):
         x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        *,
-        layout: Layout,
-        expert_alignment: int,
-        quantization: Quantization | None,
-        capacity: Capacity | None,
-        masked_ranks: tuple[int, ...],
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
-        del copy_out, async_op
-        call = messages.describe_dispatch(
-            x,
-            x_sf,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantization=quantization,
-            capacity=capacity,
-        )
+        call = messages.describe_dispatch(x, x_sf, topk_weights, options)
         bad = _bad_expert_id(topk_idx, self.config.num_experts)
         if bad is not None:
             self._exchange(_Contribution(call, bad))
-        rows = _Rows.of(x, x_sf, quantization)
+        rows = _Rows.of(x, x_sf, options.quantization)
         gathered = self._exchange(
             _Contribution(
                 call,
@@ -120,20 +109,20 @@ class ReferenceBackend(Backend):
                 x_sf=rows.scale_bytes,
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
-                capacity=capacity,
-                masked_ranks=masked_ranks,
-                gradients=gradients,
+                capacity=options.capacity,
+                masked_ranks=options.masked_ranks,
+                gradients=options.gradients,
             )
         )
-        dispatch = self._dispatch_of(gathered, layout, expert_alignment)
+        dispatch = self._dispatch_of(gathered, options.layout, options.expert_alignment)
         if dispatch.overflows:
             raise _beyond_limits(dispatch, rows.x.shape[1] * rows.x.element_size())
         plan = ReferencePlan(
             counts=dispatch.counts,
             slots=dispatch.slots(self._peers.rank_idx),
             topk_idx=_present(gathered[self._peers.rank_idx].topk_idx),
-            layout=layout,
-            expert_alignment=expert_alignment,
+            layout=options.layout,
+            expert_alignment=options.expert_alignment,
             num_recv_tokens=len(dispatch.windows[self._peers.rank_idx].rows),
             dispatch=dispatch,
         )
@@ -145,16 +134,11 @@ class ReferenceBackend(Backend):
         x_sf: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
-        *,
-        quantization: Quantization | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
-        del copy_out, async_op
         assert isinstance(plan, ReferencePlan)
-        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan, quantization)
-        rows = _Rows.of(x, x_sf, quantization)
+        call = messages.describe_dispatch_cached(x, x_sf, topk_weights, plan, options.quantization)
+        rows = _Rows.of(x, x_sf, options.quantization)
         gathered = self._exchange(
             _Contribution(
                 call,
@@ -162,7 +146,7 @@ class ReferenceBackend(Backend):
                 x_sf=rows.scale_bytes,
                 topk_idx=plan.topk_idx,
                 topk_weights=topk_weights,
-                gradients=gradients,
+                gradients=options.gradients,
             )
         )
         dispatch = self._earlier(plan, gathered).again
