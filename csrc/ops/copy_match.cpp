@@ -106,19 +106,24 @@ StridedBytes shape_of(const ReceiveEntry& entry, const ReceiveTable& table) {
 
 /// Works out what this rank sends. @return what is wrong, "" if nothing is.
 std::string CopyRun::match(PreparedCopies& prepared) {
-  const int num_ranks = group_.num_ranks();
   PreparedCopies::Route& route = prepared.route();
   std::vector<uint64_t> numbers;
   for (const CopyRow& row : rows_)
     numbers.push_back(row.prepared_number);
-  if (route.numbers == numbers) {
-    store_order(route);
-    return "";
+  if (route.numbers != numbers) {
+    route = PreparedCopies::Route{};
+    std::vector<uint32_t> entry_of;
+    if (std::string problem = compare_ends(prepared, &entry_of); !problem.empty())
+      return problem;
+    route_outgoing(prepared, entry_of);
   }
-  route = PreparedCopies::Route{};
-  route.order.resize(static_cast<size_t>(num_ranks));
-  route.outgoing.resize(static_cast<size_t>(num_ranks));
+  store_order(route);
+  return "";
+}
 
+/// @param entry_of  Becomes the index of the entry that each send goes to, in its receiver's share.
+/// @return what is wrong between the sends of this rank and the receives of its peers.
+std::string CopyRun::compare_ends(const PreparedCopies& prepared, std::vector<uint32_t>* entry_of) {
   std::string problem;
   int64_t num_problems = 0;
   const auto add_problem = [&](const std::string& what, int64_t count) {
@@ -126,10 +131,8 @@ std::string CopyRun::match(PreparedCopies& prepared) {
       problem = what;
     num_problems += count;
   };
-  // Index of the entry that each send goes to, in its receiver's share.
-  std::vector<uint32_t> entry_of(prepared.sends().size());
-  std::vector<ReceiveTable> tables(static_cast<size_t>(num_ranks));
-  for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
+  entry_of->resize(prepared.sends().size());
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     const size_t end = prepared.first_send(peer_rank + 1);
     size_t send_idx = prepared.first_send(peer_rank);
     if (!group_.is_active(peer_rank)) {
@@ -144,9 +147,7 @@ std::string CopyRun::match(PreparedCopies& prepared) {
       continue;
     }
     const CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
-    const ReceiveTable table(group_.resolve(peer_rank, row.table, site(layout::Phase::kVerdicts)));
-    tables[static_cast<size_t>(peer_rank)] = table;
-    const ReceiveEntry* entries = table.entries() + row.first_entry;
+    const ReceiveEntry* entries = table_of(peer_rank).entries() + row.first_entry;
     sync::note_read(entries, sizeof(ReceiveEntry) * static_cast<size_t>(row.num_entries));
     Comparison comparison(group_.rank_idx(), peer_rank);
     int64_t entry_idx = 0;
@@ -161,7 +162,7 @@ std::string CopyRun::match(PreparedCopies& prepared) {
         ++entry_idx;
       } else {
         comparison.compare(*send, *entry);
-        entry_of[send_idx] = static_cast<uint32_t>(entry_idx);
+        (*entry_of)[send_idx] = static_cast<uint32_t>(entry_idx);
         ++send_idx;
         ++entry_idx;
       }
@@ -171,9 +172,18 @@ std::string CopyRun::match(PreparedCopies& prepared) {
   }
   if (num_problems > 1)
     problem += concat(" (and ", num_problems - 1, " more)");
-  if (!problem.empty())
-    return problem;
+  return problem;
+}
 
+/// Fills in what this rank writes, to places in heaps or through slots.
+void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_t>& entry_of) {
+  const auto num_ranks = static_cast<size_t>(group_.num_ranks());
+  PreparedCopies::Route& route = prepared.route();
+  route.order.resize(num_ranks);
+  route.outgoing.resize(num_ranks);
+  std::vector<ReceiveTable> tables(num_ranks);
+  for_active_peers(
+      [&](int peer_rank) { tables[static_cast<size_t>(peer_rank)] = table_of(peer_rank); });
   for (const uint32_t send_idx : prepared.by_address()) {
     const CopyItem& send = prepared.sends()[send_idx];
     const auto peer = static_cast<size_t>(send.peer_rank);
@@ -185,9 +195,7 @@ std::string CopyRun::match(PreparedCopies& prepared) {
       route.local_bytes += send.shape.bytes;
       continue;
     }
-    const ReceiveTable& table = tables[peer];
-    const int64_t first_entry = rows_[peer].first_entry;
-    const ReceiveEntry& entry = table.entries()[first_entry + entry_idx];
+    const ReceiveEntry& entry = tables[peer].entries()[rows_[peer].first_entry + entry_idx];
     if (entry.is_in_heap == 0) {
       route.order[peer].push_back(entry_idx);
       route.outgoing[peer].add(send.place(), Place{}, send.shape.bytes);
@@ -197,12 +205,16 @@ std::string CopyRun::match(PreparedCopies& prepared) {
     Place target{group_.resolve(send.peer_rank, entry.place, site(layout::Phase::kVerdicts)),
                  nullptr};
     if (entry.num_dims > 0)
-      target.shape = &route.peer_shapes.emplace_back(shape_of(entry, table));
+      target.shape = &route.peer_shapes.emplace_back(shape_of(entry, tables[peer]));
     route.direct.add(send.place(), target, send.shape.bytes);
     route.direct_bytes += send.shape.bytes;
   }
-  store_order(route);
-  return "";
+}
+
+/// What @p peer_rank receives, as it lies in its heap.
+ReceiveTable CopyRun::table_of(int peer_rank) {
+  const CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
+  return ReceiveTable(group_.resolve(peer_rank, row.table, site(layout::Phase::kVerdicts)));
 }
 
 /// Every run does: other sends may have stored another order meanwhile.
@@ -211,10 +223,9 @@ void CopyRun::store_order(const PreparedCopies::Route& route) {
     const auto& order = route.order[static_cast<size_t>(peer_rank)];
     if (order.empty())
       return;
-    const CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
-    const ReceiveTable table(group_.resolve(peer_rank, row.table, site(layout::Phase::kVerdicts)));
+    const int64_t first_entry = rows_[static_cast<size_t>(peer_rank)].first_entry;
     sync::write_shared(
-        table.order() + row.first_entry, order.data(), sizeof(order[0]) * order.size());
+        table_of(peer_rank).order() + first_entry, order.data(), sizeof(order[0]) * order.size());
   });
 }
 

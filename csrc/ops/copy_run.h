@@ -40,6 +40,9 @@ class CopyRun : public BufferOperation {
 
   // Who moves what (copy_match.cpp).
   std::string match(PreparedCopies& prepared);
+  std::string compare_ends(const PreparedCopies& prepared, std::vector<uint32_t>* entry_of);
+  void route_outgoing(PreparedCopies& prepared, const std::vector<uint32_t>& entry_of);
+  layout::ReceiveTable table_of(int peer_rank);
   void store_order(const PreparedCopies::Route& route);
   void route_incoming(PreparedCopies& prepared);
 
