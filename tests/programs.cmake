@@ -118,6 +118,7 @@ foreach(name dispatch_kernel kernel_rows)
   moe_comm_add_program(${name} moe_comm_faulty moe_comm_rows)
 endforeach()
 target_sources(kernel_rows PRIVATE "${PROJECT_SOURCE_DIR}/tests/cpp/kernel_copies.cpp")
+target_sources(dispatch_kernel PRIVATE "${PROJECT_SOURCE_DIR}/tests/schedules/spec.cpp")
 
 # Operations on a device whose callers have streams, with faults in the phase that receives late.
 moe_comm_add_faulty_objects(moe_comm_faulty_runtime ${MOE_COMM_RUNTIME_SOURCES})

@@ -1,7 +1,7 @@
 #pragma once
 
 // All ranks of one small dispatch in one process: what the exchange would have found, the kernels
-// of every rank on the emulator, and the windows that plain loops make of the same rows.
+// of every rank on the emulator, and the windows that the definition makes of the same rows.
 
 #include <algorithm>
 #include <cstring>
@@ -17,6 +17,7 @@
 #include "layout/capacity.h"
 #include "layout/routing.h"
 #include "layout/window.h"
+#include "schedules/spec.h"
 #include "simt/grid.h"
 
 namespace moe::dispatch_rig {
@@ -24,6 +25,8 @@ namespace moe::dispatch_rig {
 using kernels::DispatchParams;
 using layout::RowLayout;
 using layout::Slot;
+using simt::checker::AskedOfRank;
+using simt::checker::DispatchSpec;
 
 constexpr uint8_t kUntouched = 0xEE;
 
@@ -80,6 +83,22 @@ Memory copy_of(const std::vector<T>& values, int64_t offset = 0) {
   return memory;
 }
 
+/// Memory of one rank's kernel.
+class Owned {
+ public:
+  std::byte* add(Memory memory) {
+    memory_.push_back(std::move(memory));
+    return memory_.back().data();
+  }
+  template <typename Value>
+  Value* table(const std::vector<Value>& values, int64_t offset = 0) {
+    return reinterpret_cast<Value*>(add(copy_of(values, offset)));
+  }
+
+ private:
+  std::vector<Memory> memory_;
+};
+
 /// Runs grids of all ranks beside each other.
 class RankStream : public simt::Stream {
  public:
@@ -127,11 +146,7 @@ inline std::vector<std::byte> random_rows(std::mt19937& random, int64_t bytes, D
 class Rig {
  public:
   Rig(const Case& test, uint32_t seed)
-      : test_(test),
-        random_(seed),
-        placement_(expert_rank(), test.num_ranks),
-        asked_(test.num_ranks, test.num_experts),
-        kept_(test.num_ranks, test.num_experts) {
+      : test_(test), random_(seed), placement_(expert_rank(), test.num_ranks) {
     arrangement_.layout = test.layout;
     arrangement_.expert_alignment = test.expert_alignment;
     if (test.layout == RowLayout::kLowLatency)
@@ -184,17 +199,21 @@ class Rig {
             (random_() % 4 == 0 ? 2 : 0);
       for (auto& expert_idx : choices)
         expert_idx = expert_idx < 0 || expert_idx >= test_.num_experts ? -1 : expert_idx;
-      int32_t* const row = asked_.row(rank_idx);
-      layout::count_choices(choices.data(), num_tokens, test_.num_topk, placement_, row);
-      row[test_.num_experts + test_.num_ranks] = static_cast<int32_t>(test_.fixed_rows);
-      row[test_.num_experts + test_.num_ranks + 1] = static_cast<int32_t>(num_recv_topk());
       topk_idx_.push_back(std::move(choices));
     }
-    kept_ = layout::keep_rows(asked_, placement_, arrangement_, test_.rule);
+    std::vector<AskedOfRank> asked;
+    for (const auto& choices : topk_idx_)
+      asked.push_back({choices, test_.num_topk, {}, test_.fixed_rows});
+    spec_ = std::make_unique<DispatchSpec>(
+        arrangement_, test_.rule, placement_.expert_rank, std::move(asked));
+    kept_ = spec_->counts();
+    for (int rank_idx = 0; rank_idx < test_.num_ranks; ++rank_idx)
+      kept_.row(rank_idx)[test_.num_experts + test_.num_ranks + 1] =
+          static_cast<int32_t>(num_recv_topk());
   }
 
   void lay_out_window(int rank_idx) {
-    const int64_t num_rows = layout::num_window_rows(kept_, placement_, arrangement_, rank_idx);
+    const int64_t num_rows = spec_->received(rank_idx).num_rows;
     const auto scales = layout::ScaleMap::make(test_.layout,
                                                num_rows,
                                                arrangement_.rows_per_expert,
@@ -219,20 +238,9 @@ class Rig {
   void zero_padding(int rank_idx) {
     if (test_.layout == RowLayout::kLowLatency)
       return;
-    const auto received = layout::received_rows(kept_, placement_, arrangement_, rank_idx);
-    std::vector<bool> is_filled(static_cast<size_t>(received.num_rows));
-    if (is_by_rank()) {
-      const int64_t num_filled =
-          layout::num_required_rows(kept_, placement_, arrangement_, rank_idx);
-      std::fill_n(is_filled.begin(), num_filled, true);
-    } else {
-      for (size_t e = 0; e < received.num_tokens_per_expert.size(); ++e)
-        std::fill_n(is_filled.begin() + received.expert_offsets[e],
-                    received.num_tokens_per_expert[e],
-                    true);
-    }
-    for (int64_t row_idx = 0; row_idx < received.num_rows; ++row_idx)
-      if (!is_filled[static_cast<size_t>(row_idx)])
+    const auto& rows = spec_->rows(rank_idx);
+    for (int64_t row_idx = 0; row_idx < std::ssize(rows); ++row_idx)
+      if (rows[static_cast<size_t>(row_idx)].is_nothing())
         put_row(rank_idx, row_idx, nullptr, nullptr, nullptr, nullptr);
   }
 
@@ -269,108 +277,27 @@ class Rig {
   }
 
   void launch(simt::Scheduler& scheduler, int rank_idx) {
-    const int num_ranks = test_.num_ranks;
-    const int num_experts = test_.num_experts;
     const auto rank = static_cast<size_t>(rank_idx);
     const int64_t num_tokens = test_.num_tokens[rank];
-    auto owned = std::make_shared<std::vector<Memory>>();
-    const auto own = [&](Memory memory) {
-      owned->push_back(std::move(memory));
-      return owned->back().data();
-    };
-    owned->reserve(64);
-    const auto table = [&](const auto& values, int64_t offset = 0) {
-      using Value = typename std::decay_t<decltype(values)>::value_type;
-      return reinterpret_cast<Value*>(own(copy_of(values, offset)));
-    };
-    std::vector<int32_t> by_rank;
-    std::vector<int32_t> first_of_rank = {0};
-    for (const auto& experts : placement_.local_experts) {
-      by_rank.insert(by_rank.end(), experts.begin(), experts.end());
-      first_of_rank.push_back(static_cast<int32_t>(by_rank.size()));
-    }
-    DispatchParams params;
-    auto& buffer = params.buffer;
-    buffer.rank_idx = rank_idx;
-    buffer.num_ranks = num_ranks;
-    buffer.num_experts = num_experts;
-    buffer.num_local_experts = static_cast<int>(placement_.local_experts[rank].size());
-    buffer.depth = kDepth;
-    buffer.workspaces = table(workspace_bases_);
-    buffer.is_active = table(std::vector<uint8_t>(static_cast<size_t>(num_ranks), 1));
-    buffer.expert_rank = table(placement_.expert_rank);
-    buffer.experts_by_rank = table(by_rank);
-    buffer.first_of_rank = table(first_of_rank);
-    states_.push_back(own(Memory(sizeof(kernels::BufferState), 0)));
+    auto owned = std::make_shared<Owned>();
     owned_.push_back(owned);
-    buffer.state = reinterpret_cast<kernels::BufferState*>(states_.back());
-    buffer.report =
-        reinterpret_cast<kernels::WaitReport*>(own(Memory(sizeof(kernels::WaitReport), 0)));
-    buffer.abort_word = reinterpret_cast<uint32_t*>(own(Memory(4, 0)));
-    buffer.stall_limit_ns = buffer.arrival_limit_ns = 60'000'000'000;
-
-    auto& tables = params.tables;
-    std::vector<kernels::Peer> peers(static_cast<size_t>(num_ranks));
-    for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
-      auto& peer = peers[static_cast<size_t>(peer_rank)];
-      peer.is_sent_to = layout::sends_rows(kept_, rank_idx, peer_rank);
-      peer.is_received_from = layout::sends_rows(kept_, peer_rank, rank_idx);
-      if (peer.is_sent_to || peer_rank == rank_idx)
-        peer.rows = received_[static_cast<size_t>(peer_rank)].data();
-      peer.window = windows_[static_cast<size_t>(peer_rank)];
-    }
-    const auto received = layout::received_rows(kept_, placement_, arrangement_, rank_idx);
-    const std::vector<int64_t> starts =
-        arrangement_.is_by_rank()
-            ? layout::rank_stream_starts(kept_, rank_idx)
-            : layout::expert_stream_starts(kept_, placement_, arrangement_, rank_idx);
-    tables.epoch = table(std::vector<uint64_t>{kEpoch});
-    tables.may_move = table(std::vector<int32_t>{1});
-    tables.peers = table(peers);
-    tables.counts = table(kept_.counts);
-    tables.stream_starts = table(starts);
-    tables.num_rows = table(std::vector<int64_t>{num_rows_[rank], num_recv_topk()});
-    tables.num_tokens_per_expert = table(received.num_tokens_per_expert);
-    tables.expert_offsets =
-        table(std::vector<int32_t>(received.expert_offsets.begin(), received.expert_offsets.end()));
-    tables.status = table(std::vector<int32_t>{0, 0});
-
-    auto& choices = params.choices;
-    choices.num_tokens = num_tokens;
-    choices.num_topk = test_.num_topk;
-    choices.num_slots = static_cast<int32_t>(num_slots());
-    choices.is_by_rank = is_by_rank();
-    choices.topk_idx = table(topk_idx_[rank]);
-    std::vector<int64_t> slots(static_cast<size_t>(num_tokens * num_slots()));
-    layout::assign_slots(topk_idx_[rank].data(),
-                         num_tokens,
-                         test_.num_topk,
-                         kept_,
-                         placement_,
-                         arrangement_,
-                         rank_idx,
-                         slots.data());
+    DispatchParams params;
+    fill_buffer(rank_idx, *owned, &params.buffer);
+    fill_tables(rank_idx, *owned, &params.tables);
+    std::vector<int64_t> slots = spec_->slots(rank_idx);
     params.is_cached = test_.is_cached;
-    if (test_.is_cached)
-      params.slots = table(slots);
-    else
-      params.slots = table(std::vector<int64_t>(slots.size(), 12345));
-    std::vector<int32_t> chunk_counts;
-    std::vector<int32_t> places;
-    if (!test_.is_cached) {
-      count_chunks(rank_idx, &choices, &chunk_counts, &places);
-      choices.chunk_counts = table(chunk_counts);
-      choices.place_in_chunk = table(places);
-    }
+    params.slots =
+        owned->table(test_.is_cached ? slots : std::vector<int64_t>(slots.size(), 12345));
+    fill_choices(rank_idx, *owned, &params.choices);
     const DType dtype = test_.quantize.is_on ? test_.quantize.dtype : DType::kBytes;
     const auto rows = random_rows(random_, num_tokens * test_.source_row_bytes, dtype);
     params.x = reinterpret_cast<std::byte*>(
-        table(rows, test_.is_misaligned ? std::max<int64_t>(element_bytes(dtype), 1) : 0));
+        owned->table(rows, test_.is_misaligned ? std::max<int64_t>(element_bytes(dtype), 1) : 0));
     params.source_row_bytes = test_.source_row_bytes;
     params.row_bytes = test_.row_bytes;
     const auto weights =
         random_rows(random_, num_tokens * test_.num_topk * test_.weight_bytes, DType::kBytes);
-    params.weights = table(weights);
+    params.weights = owned->table(weights);
     params.weight_bytes = test_.weight_bytes;
     params.quantize = test_.quantize;
     params.num_scales = test_.num_scales;
@@ -379,7 +306,7 @@ class Rig {
     params.scale_step = 3 * test_.scale_bytes;
     params.scale_row_stride = test_.num_scales * params.scale_step + 2 * test_.scale_bytes;
     const auto scales = random_rows(random_, num_tokens * params.scale_row_stride, DType::kBytes);
-    params.scales = table(scales);
+    params.scales = owned->table(scales);
     params.arrangement = arrangement_;
     params.with_topk_idx = with_topk_idx();
     params.is_plain = test_.is_plain;
@@ -395,6 +322,72 @@ class Rig {
     kernels::launch_dispatch(launch, params);
     written_slots_.push_back(params.slots);
     expected_slots_.push_back(std::move(slots));
+  }
+
+  void fill_buffer(int rank_idx, Owned& owned, kernels::Buffer* buffer) {
+    std::vector<int32_t> by_rank;
+    std::vector<int32_t> first_of_rank = {0};
+    for (const auto& experts : placement_.local_experts) {
+      by_rank.insert(by_rank.end(), experts.begin(), experts.end());
+      first_of_rank.push_back(static_cast<int32_t>(by_rank.size()));
+    }
+    buffer->rank_idx = rank_idx;
+    buffer->num_ranks = test_.num_ranks;
+    buffer->num_experts = test_.num_experts;
+    buffer->num_local_experts =
+        static_cast<int>(placement_.local_experts[static_cast<size_t>(rank_idx)].size());
+    buffer->depth = kDepth;
+    buffer->workspaces = owned.table(workspace_bases_);
+    buffer->is_active = owned.table(std::vector<uint8_t>(static_cast<size_t>(test_.num_ranks), 1));
+    buffer->expert_rank = owned.table(placement_.expert_rank);
+    buffer->experts_by_rank = owned.table(by_rank);
+    buffer->first_of_rank = owned.table(first_of_rank);
+    states_.push_back(owned.add(Memory(sizeof(kernels::BufferState), 0)));
+    buffer->state = reinterpret_cast<kernels::BufferState*>(states_.back());
+    buffer->report =
+        reinterpret_cast<kernels::WaitReport*>(owned.add(Memory(sizeof(kernels::WaitReport), 0)));
+    buffer->abort_word = reinterpret_cast<uint32_t*>(owned.add(Memory(4, 0)));
+    buffer->stall_limit_ns = buffer->arrival_limit_ns = 60'000'000'000;
+  }
+
+  /// What the exchange leaves of all ranks.
+  void fill_tables(int rank_idx, Owned& owned, kernels::Tables* tables) {
+    std::vector<kernels::Peer> peers(static_cast<size_t>(test_.num_ranks));
+    for (int peer_rank = 0; peer_rank < test_.num_ranks; ++peer_rank) {
+      auto& peer = peers[static_cast<size_t>(peer_rank)];
+      peer.is_sent_to = kept_.to_rank(rank_idx, peer_rank) > 0;
+      peer.is_received_from = kept_.to_rank(peer_rank, rank_idx) > 0;
+      if (peer.is_sent_to || peer_rank == rank_idx)
+        peer.rows = received_[static_cast<size_t>(peer_rank)].data();
+      peer.window = windows_[static_cast<size_t>(peer_rank)];
+    }
+    const auto received = spec_->received(rank_idx);
+    tables->epoch = owned.table(std::vector<uint64_t>{kEpoch});
+    tables->may_move = owned.table(std::vector<int32_t>{1});
+    tables->peers = owned.table(peers);
+    tables->counts = owned.table(kept_.counts);
+    tables->stream_starts = owned.table(spec_->stream_starts(rank_idx));
+    tables->num_rows = owned.table(
+        std::vector<int64_t>{num_rows_[static_cast<size_t>(rank_idx)], num_recv_topk()});
+    tables->num_tokens_per_expert = owned.table(received.num_tokens_per_expert);
+    tables->expert_offsets = owned.table(
+        std::vector<int32_t>(received.expert_offsets.begin(), received.expert_offsets.end()));
+    tables->status = owned.table(std::vector<int32_t>{0, 0});
+  }
+
+  void fill_choices(int rank_idx, Owned& owned, kernels::Choices* choices) {
+    choices->num_tokens = test_.num_tokens[static_cast<size_t>(rank_idx)];
+    choices->num_topk = test_.num_topk;
+    choices->num_slots = static_cast<int32_t>(num_slots());
+    choices->is_by_rank = is_by_rank();
+    choices->topk_idx = owned.table(topk_idx_[static_cast<size_t>(rank_idx)]);
+    if (test_.is_cached)
+      return;
+    std::vector<int32_t> chunk_counts;
+    std::vector<int32_t> places;
+    count_chunks(rank_idx, choices, &chunk_counts, &places);
+    choices->chunk_counts = owned.table(chunk_counts);
+    choices->place_in_chunk = owned.table(places);
   }
 
   /// What the exchange leaves.
@@ -528,7 +521,7 @@ class Rig {
   std::mt19937 random_;
   layout::Placement placement_;
   layout::Arrangement arrangement_;
-  layout::CountMatrix asked_;
+  std::unique_ptr<const DispatchSpec> spec_;
   layout::CountMatrix kept_;
   std::vector<std::vector<int64_t>> topk_idx_;
   std::vector<int64_t> num_rows_;
@@ -538,7 +531,7 @@ class Rig {
   std::vector<Memory> workspaces_;
   std::vector<std::byte*> workspace_bases_;
   std::vector<std::byte*> states_;
-  std::vector<std::shared_ptr<std::vector<Memory>>> owned_;
+  std::vector<std::shared_ptr<Owned>> owned_;
   std::vector<int64_t*> written_slots_;
   std::vector<std::vector<int64_t>> expected_slots_;
 };

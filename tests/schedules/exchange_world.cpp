@@ -181,28 +181,11 @@ void ExchangeWorld::announce_segments() {
 
 ExchangeMemory ExchangeWorld::prepare(const ExchangeCase& expected, int rank_idx, uint64_t epoch) {
   const RankInput& input = expected.ranks[static_cast<size_t>(rank_idx)];
-  const int num_ranks = shape_.num_ranks;
-  const int num_experts = placement_.num_experts;
-  const int num_counts = Row::num_counts(num_ranks, num_experts);
-  ExchangeRank& own = rank(rank_idx);
   ExchangeMemory memory;
   memory.epoch = epoch;
-  const auto device_memory = [&]<typename T>(T*& place, int64_t count, const char* name) {
-    place = allocate_undefined<T>(count, Ownership::kDevice, rank_idx, name);
-  };
   kernels::ExchangeParams& params = memory.params;
-  params.buffer = own.buffer;
-  kernels::Tables& tables = params.tables;
-  device_memory(tables.epoch, 1, "epoch");
-  device_memory(tables.may_move, 1, "may_move");
-  device_memory(tables.peers, num_ranks, "peers");
-  device_memory(tables.counts, int64_t{num_ranks} * num_counts, "counts");
-  device_memory(tables.stream_starts, std::max(num_ranks, num_experts), "stream_starts");
-  device_memory(tables.num_rows, 2, "num_rows");
-  device_memory(tables.num_tokens_per_expert, own.buffer.num_local_experts, "tokens_per_expert");
-  device_memory(tables.expert_offsets, own.buffer.num_local_experts + 1, "expert_offsets");
-  device_memory(tables.status, 2, "status");
-
+  params.buffer = rank(rank_idx).buffer;
+  params.tables = make_tables(rank_idx);
   params.arguments = input.arguments;
   params.status = static_cast<int32_t>(input.status);
   if (input.status != RowStatus::kOk) {
@@ -227,23 +210,7 @@ ExchangeMemory ExchangeWorld::prepare(const ExchangeCase& expected, int rank_idx
         copy_of(expected.kept.counts.empty() ? expected.asked.counts : expected.kept.counts,
                 rank_idx,
                 "kept_counts");
-
-  kernels::Choices& choices = params.choices;
-  choices.asked_idx = copy_of(input.topk_idx, rank_idx, "topk_idx");
-  device_memory(choices.topk_idx, static_cast<int64_t>(input.topk_idx.size()), "copy of topk_idx");
-  choices.num_tokens = input.num_tokens;
-  choices.num_topk = input.num_topk;
-  choices.num_slots = static_cast<int32_t>(
-      layout::num_slots_per_token(expected.arrangement.layout, input.num_topk, num_ranks));
-  choices.is_by_rank = static_cast<int32_t>(expected.arrangement.is_by_rank());
-  choices.tokens_per_chunk = input.tokens_per_chunk;
-  choices.num_chunks = static_cast<int32_t>((input.num_tokens + input.tokens_per_chunk - 1) /
-                                            input.tokens_per_chunk);
-  device_memory(choices.chunk_counts,
-                int64_t{choices.num_chunks} * (num_experts + num_ranks),
-                "chunk_counts");
-  device_memory(choices.place_in_chunk, input.num_tokens * choices.num_slots, "place_in_chunk");
-  device_memory(choices.bad_choice, choices.num_chunks, "bad_choice");
+  params.choices = make_choices(expected, rank_idx);
   if (expected.arrangement.layout == layout::RowLayout::kLowLatency)
     params.is_masked = copy_of(input.is_masked, rank_idx, "is_masked");
 
@@ -255,28 +222,77 @@ ExchangeMemory ExchangeWorld::prepare(const ExchangeCase& expected, int rank_idx
       .segment_idx = (segment_idx + 1) % kNumSegments, .offset = 128, .bytes = input.second_bytes};
   params.offer = offer;
   params.weights_offer = Offer{.segment_idx = 0, .offset = 4096, .bytes = 64};
-  if (expected.has_host_read) {
-    const int64_t bytes = 64 + num_ranks * Row::stride(num_ranks, num_experts);
-    memory.host_read = reinterpret_cast<HostRead*>(
-        allocate<std::byte>(bytes, Ownership::kHost, rank_idx, "host_read"));
-    memory.second_host_read = reinterpret_cast<HostRead*>(
-        allocate<std::byte>(64 + num_ranks * 64, Ownership::kHost, rank_idx, "second_host_read"));
-    params.host_read = memory.host_read;
-    params.ticket = epoch * 10;
-    memory.offers.buffer = own.buffer;
-    memory.offers.tables = tables;
-    memory.offers.own.offer = second_offer;
-    memory.offers.own.needed_bytes = input.second_bytes + 1;
-    memory.offers.own.available_bytes = input.second_bytes;
-    if (!expected.is_short.empty()) {
-      memory.offers.is_short = expected.is_short[static_cast<size_t>(rank_idx)];
-      memory.offers.short_ranks = copy_of(expected.is_short, rank_idx, "short_ranks");
-    }
-    memory.offers.host_read = memory.second_host_read;
-    memory.offers.ticket = epoch * 10 + 1;
-  }
+  if (expected.has_host_read)
+    make_host_reads(expected, rank_idx, second_offer, &memory);
   memory.num_wrong = allocate<uint64_t>(1, Ownership::kDevice, rank_idx, "num_wrong");
   return memory;
+}
+
+kernels::Tables ExchangeWorld::make_tables(int rank_idx) {
+  const int num_ranks = shape_.num_ranks;
+  const int num_experts = placement_.num_experts;
+  const int num_local_experts = rank(rank_idx).buffer.num_local_experts;
+  kernels::Tables tables;
+  make(tables.epoch, rank_idx, 1, "epoch");
+  make(tables.may_move, rank_idx, 1, "may_move");
+  make(tables.peers, rank_idx, num_ranks, "peers");
+  make(tables.counts,
+       rank_idx,
+       int64_t{num_ranks} * Row::num_counts(num_ranks, num_experts),
+       "counts");
+  make(tables.stream_starts, rank_idx, std::max(num_ranks, num_experts), "stream_starts");
+  make(tables.num_rows, rank_idx, 2, "num_rows");
+  make(tables.num_tokens_per_expert, rank_idx, num_local_experts, "tokens_per_expert");
+  make(tables.expert_offsets, rank_idx, num_local_experts + 1, "expert_offsets");
+  make(tables.status, rank_idx, 2, "status");
+  return tables;
+}
+
+kernels::Choices ExchangeWorld::make_choices(const ExchangeCase& expected, int rank_idx) {
+  const RankInput& input = expected.ranks[static_cast<size_t>(rank_idx)];
+  const int num_columns = placement_.num_experts + shape_.num_ranks;
+  kernels::Choices choices;
+  choices.asked_idx = copy_of(input.topk_idx, rank_idx, "topk_idx");
+  make(choices.topk_idx, rank_idx, static_cast<int64_t>(input.topk_idx.size()), "copy of topk_idx");
+  choices.num_tokens = input.num_tokens;
+  choices.num_topk = input.num_topk;
+  choices.num_slots = static_cast<int32_t>(
+      layout::num_slots_per_token(expected.arrangement.layout, input.num_topk, shape_.num_ranks));
+  choices.is_by_rank = static_cast<int32_t>(expected.arrangement.is_by_rank());
+  choices.tokens_per_chunk = input.tokens_per_chunk;
+  choices.num_chunks = static_cast<int32_t>((input.num_tokens + input.tokens_per_chunk - 1) /
+                                            input.tokens_per_chunk);
+  make(choices.chunk_counts, rank_idx, int64_t{choices.num_chunks} * num_columns, "chunk_counts");
+  make(choices.place_in_chunk, rank_idx, input.num_tokens * choices.num_slots, "place_in_chunk");
+  make(choices.bad_choice, rank_idx, choices.num_chunks, "bad_choice");
+  return choices;
+}
+
+/// Where the host of a rank reads rows and second offers, and what it offers itself.
+void ExchangeWorld::make_host_reads(const ExchangeCase& expected,
+                                    int rank_idx,
+                                    const Offer& second_offer,
+                                    ExchangeMemory* memory) {
+  const int num_ranks = shape_.num_ranks;
+  const int64_t bytes = 64 + num_ranks * Row::stride(num_ranks, placement_.num_experts);
+  memory->host_read = reinterpret_cast<HostRead*>(
+      allocate<std::byte>(bytes, Ownership::kHost, rank_idx, "host_read"));
+  memory->second_host_read = reinterpret_cast<HostRead*>(
+      allocate<std::byte>(64 + num_ranks * 64, Ownership::kHost, rank_idx, "second_host_read"));
+  memory->params.host_read = memory->host_read;
+  memory->params.ticket = memory->epoch * 10;
+  kernels::OffersParams& offers = memory->offers;
+  offers.buffer = memory->params.buffer;
+  offers.tables = memory->params.tables;
+  offers.own.offer = second_offer;
+  offers.own.needed_bytes = second_offer.bytes + 1;
+  offers.own.available_bytes = second_offer.bytes;
+  if (!expected.is_short.empty()) {
+    offers.is_short = expected.is_short[static_cast<size_t>(rank_idx)];
+    offers.short_ranks = copy_of(expected.is_short, rank_idx, "short_ranks");
+  }
+  offers.host_read = memory->second_host_read;
+  offers.ticket = memory->epoch * 10 + 1;
 }
 
 void ExchangeWorld::launch(const ExchangeCase& expected,

@@ -105,6 +105,16 @@ class ExchangeWorld {
 
  private:
   template <typename T>
+  void make(T*& place, int rank_idx, int64_t count, const char* name) {
+    place = allocate_undefined<T>(count, Ownership::kDevice, rank_idx, name);
+  }
+  kernels::Tables make_tables(int rank_idx);
+  kernels::Choices make_choices(const ExchangeCase& expected, int rank_idx);
+  void make_host_reads(const ExchangeCase& expected,
+                       int rank_idx,
+                       const Offer& second_offer,
+                       ExchangeMemory* memory);
+  template <typename T>
   void expect(const std::string& what, int rank_idx, uint64_t epoch, T expected, T found);
   void check_tables(const ExchangeCase& expected, int rank_idx, const ExchangeMemory& memory);
   void check_peers(const ExchangeCase& expected, int rank_idx, const ExchangeMemory& memory);

@@ -446,6 +446,40 @@ void KernelWorld::combine(int rank_idx,
   exchange.kept_counts = handle.kept;
   launch_exchange(rank_idx, exchange);
 
+  const kernels::CombineParams params =
+      combine_rows(rank_idx, step, handle, is_weighted, pulls_weights);
+  launch_sums(rank_idx, params);
+
+  const auto sums = std::make_shared<ExpectedBytes>(
+      expected_sums(shape_, step, outputs.rows, rank_idx, is_weighted));
+  const auto pulled = std::make_shared<ExpectedBytes>(
+      pulls_weights ? expected_pulled(shape_, placement_, step, outputs.row_weights, rank_idx)
+                    : ExpectedBytes());
+  const Segment output = own.segments[static_cast<size_t>(rows_segment)];
+  const Segment row_weights = own.segments[static_cast<size_t>(weights_segment)];
+  const uint64_t epoch = ++own.epoch;
+  ++num_checks_due_;
+  own.stream->call("check of a combine",
+                   [this, rank_idx, epoch, params, sums, pulled, output, row_weights] {
+                     const kernels::Tables& tables = rank(rank_idx).tables;
+                     expect_equal(read(tables.status), int32_t{0}, "status of a combine");
+                     expect_equal(read(tables.epoch), epoch, "epoch of a combine");
+                     compare(params.sums, *sums, "sums");
+                     if (params.pulled != nullptr)
+                       compare(params.pulled, *pulled, "pulled weights");
+                     // Rows are their owner's again.
+                     overwrite(output.base, output.bytes);
+                     overwrite(row_weights.base, row_weights.bytes / 16 * 16);
+                     ++num_checks_made_;
+                   });
+  count_traffic(rank_idx, step, true, false);
+  count_puts(rank_idx, step, layout::Operation::kCombine, pulls_weights, is_weighted);
+}
+
+kernels::CombineParams KernelWorld::combine_rows(
+    int rank_idx, const Step& step, const Handle& handle, bool is_weighted, bool pulls_weights) {
+  const Rank& own = rank(rank_idx);
+  const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   kernels::CombineParams params;
   params.buffer = own.buffer;
   params.tables = own.tables;
@@ -475,43 +509,55 @@ void KernelWorld::combine(int rank_idx,
   }
   params.is_plain = shape_.is_plain;
   params.node_reduction = shape_.node_reduction ? 1 : 0;
+  return params;
+}
+
+void KernelWorld::launch_sums(int rank_idx, const kernels::CombineParams& params) {
   device::Launch launch = shape_of(rank_idx, shape_.num_blocks);
   if (has_nodes()) {
     launch.shared_bytes =
-        kernels::internode_combine_shared_bytes(params, own.rails, launch.num_threads);
-    kernels::launch_internode_combine(launch, params, own.rails);
+        kernels::internode_combine_shared_bytes(params, rank(rank_idx).rails, launch.num_threads);
+    kernels::launch_internode_combine(launch, params, rank(rank_idx).rails);
   } else {
     launch.shared_bytes = kernels::combine_shared_bytes(params, launch.num_threads);
     kernels::launch_combine(launch, params);
   }
-
-  const auto sums = std::make_shared<ExpectedBytes>(
-      expected_sums(shape_, step, outputs.rows, rank_idx, is_weighted));
-  const auto pulled = std::make_shared<ExpectedBytes>(
-      pulls_weights ? expected_pulled(shape_, placement_, step, outputs.row_weights, rank_idx)
-                    : ExpectedBytes());
-  const Segment output = own.segments[static_cast<size_t>(rows_segment)];
-  const Segment row_weights = own.segments[static_cast<size_t>(weights_segment)];
-  const uint64_t epoch = ++own.epoch;
-  ++num_checks_due_;
-  own.stream->call("check of a combine",
-                   [this, rank_idx, epoch, params, sums, pulled, output, row_weights] {
-                     const kernels::Tables& tables = rank(rank_idx).tables;
-                     expect_equal(read(tables.status), int32_t{0}, "status of a combine");
-                     expect_equal(read(tables.epoch), epoch, "epoch of a combine");
-                     compare(params.sums, *sums, "sums");
-                     if (params.pulled != nullptr)
-                       compare(params.pulled, *pulled, "pulled weights");
-                     // Rows are their owner's again.
-                     overwrite(output.base, output.bytes);
-                     overwrite(row_weights.base, row_weights.bytes / 16 * 16);
-                     ++num_checks_made_;
-                   });
-  count_traffic(rank_idx, step, true, false);
-  count_puts(rank_idx, step, layout::Operation::kCombine, pulls_weights, is_weighted);
 }
 
 // --- A host that waits for sizes ---------------------------------------------------------------
+
+/// What a host does that reads of ranks that are short. @return where rows of this rank come then.
+int KernelWorld::offer_again(int rank_idx,
+                             const Step& step,
+                             const std::vector<uint8_t>& short_ranks,
+                             bool has_memory,
+                             int segment_idx) {
+  Rank& own = rank(rank_idx);
+  kernels::OffersParams offers;
+  offers.buffer = own.buffer;
+  offers.tables = own.tables;
+  offers.is_short = short_ranks[static_cast<size_t>(rank_idx)];
+  offers.short_ranks = put(rank_idx, Ownership::kDevice, "short_ranks", short_ranks);
+  offers.host_read = reinterpret_cast<kernels::HostRead*>(own.host_read);
+  offers.ticket = ++own.ticket;
+  if (offers.is_short != 0) {
+    const ExpectedDispatch& expected = step.dispatched[static_cast<size_t>(rank_idx)];
+    offers.own.needed_bytes = static_cast<uint64_t>(expected.window.bytes);
+    if (has_memory) {
+      const int64_t bytes = expected.window.bytes;
+      segment_idx =
+          add_segment(rank_idx,
+                      unwritten<std::byte>(rank_idx, Ownership::kHeap, "second window", bytes),
+                      bytes);
+      offers.own.offer = offer_of(rank_idx, segment_idx);
+    }
+  }
+  if (has_nodes())
+    kernels::launch_internode_offers(shape_of(rank_idx, 1), offers, own.rails);
+  else
+    kernels::launch_offers(shape_of(rank_idx, 1), offers);
+  return segment_idx;
+}
 
 void KernelWorld::dispatch_by_host(
     int rank_idx, const Step& step, int64_t first_rows, bool has_memory, bool sends_ahead) {
@@ -564,29 +610,7 @@ void KernelWorld::dispatch_by_host(
                                           : kernels::OperationStatus::kOk),
                "status that the host reads");
   if (any_short) {
-    kernels::OffersParams offers;
-    offers.buffer = own.buffer;
-    offers.tables = own.tables;
-    offers.is_short = short_ranks[static_cast<size_t>(rank_idx)];
-    offers.short_ranks = put(rank_idx, Ownership::kDevice, "short_ranks", short_ranks);
-    offers.host_read = host_read;
-    offers.ticket = ++own.ticket;
-    if (offers.is_short != 0) {
-      const ExpectedDispatch& expected = step.dispatched[static_cast<size_t>(rank_idx)];
-      offers.own.needed_bytes = static_cast<uint64_t>(expected.window.bytes);
-      if (has_memory) {
-        const int64_t bytes = expected.window.bytes;
-        segment_idx =
-            add_segment(rank_idx,
-                        unwritten<std::byte>(rank_idx, Ownership::kHeap, "second window", bytes),
-                        bytes);
-        offers.own.offer = offer_of(rank_idx, segment_idx);
-      }
-    }
-    if (has_nodes())
-      kernels::launch_internode_offers(shape_of(rank_idx, 1), offers, own.rails);
-    else
-      kernels::launch_offers(shape_of(rank_idx, 1), offers);
+    segment_idx = offer_again(rank_idx, step, short_ranks, has_memory, segment_idx);
     status = await_ticket(own.ticket);
   }
   const uint64_t epoch = ++own.epoch;

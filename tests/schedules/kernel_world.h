@@ -198,6 +198,14 @@ class KernelWorld {
                                         const Inputs& place,
                                         int64_t* slots);
   void launch_rows(int rank_idx, const kernels::DispatchParams& params);
+  kernels::CombineParams combine_rows(
+      int rank_idx, const Step& step, const Handle& handle, bool is_weighted, bool pulls_weights);
+  void launch_sums(int rank_idx, const kernels::CombineParams& params);
+  int offer_again(int rank_idx,
+                  const Step& step,
+                  const std::vector<uint8_t>& short_ranks,
+                  bool has_memory,
+                  int segment_idx);
   void check_dispatch(int rank_idx, const Step& step, int segment_idx, const int64_t* slots);
   void check_tables(int rank_idx, const Step& step, uint64_t epoch, bool is_cached);
   /// Reads what has a value through the checker and compares it.
