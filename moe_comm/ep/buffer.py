@@ -233,16 +233,9 @@ class EpBuffer(Destroyable):
                 # The plan of a handle has its masks.
                 is_masking = handle is None and layout is Layout.LOW_LATENCY
                 masked = self._masked_ranks if is_masking else ()
-                options = DispatchOptions(
-                    layout,
-                    expert_alignment,
-                    quantization,
-                    capacity,
-                    masked,
-                    copy,
-                    async_op,
-                    gradients,
-                )
+                given = (layout, expert_alignment, quantization, capacity, masked, copy, async_op)
+                # By hand: the constructor of a named tuple takes twice as long.
+                options = tuple.__new__(DispatchOptions, (*given, gradients))
                 operation = self._dispatch_by_rules(x, topk_idx, topk_weights, handle, options)
             output = None if async_op else operation.early
             places = (layout, expert_alignment, self.buffer_id, self.generation)

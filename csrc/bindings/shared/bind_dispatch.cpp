@@ -48,14 +48,37 @@ void describe_scales(const ScaleArguments& scales,
   params->scale_step = scales.step;
 }
 
+/// Places in a DispatchOptions of moe_comm/ep/config.py, a tuple: to look for names takes longer
+/// than the rest of the arguments.
+enum Option {
+  kLayout,
+  kExpertAlignment,
+  kQuantization,
+  kCapacity,
+  kMaskedRanks,
+  kCopyOut,
+  kAsyncOp,
+  kGradients,
+  kNumOptions
+};
+
 /// All but quantization and capacity, whose native forms come apart.
-void read_options(const py::object& options, host::DispatchParams* params) {
-  params->layout = static_cast<layout::RowLayout>(options.attr("layout").cast<int>());
-  params->expert_alignment = options.attr("expert_alignment").cast<int64_t>();
-  params->masked_ranks = options.attr("masked_ranks").cast<std::vector<int>>();
-  params->copy_out = copy_out_of(options.attr("copy_out").cast<std::optional<bool>>());
-  params->is_async = options.attr("async_op").cast<bool>();
-  params->gradients = options.attr("gradients").cast<int32_t>();
+void read_options(const py::tuple& options, host::DispatchParams* params) {
+  MOE_CHECK(options.size() == kNumOptions,
+            "options of a dispatch must be ",
+            int{kNumOptions},
+            ", got ",
+            options.size());
+  const auto get = [&options](Option option) {
+    return py::handle(PyTuple_GET_ITEM(options.ptr(), option));
+  };
+  params->layout = static_cast<layout::RowLayout>(get(kLayout).cast<int>());
+  params->expert_alignment = get(kExpertAlignment).cast<int64_t>();
+  if (PyTuple_GET_SIZE(get(kMaskedRanks).ptr()) > 0)
+    params->masked_ranks = get(kMaskedRanks).cast<std::vector<int>>();
+  params->copy_out = copy_out_of(get(kCopyOut).cast<std::optional<bool>>());
+  params->is_async = get(kAsyncOp).cast<bool>();
+  params->gradients = get(kGradients).cast<int32_t>();
 }
 
 host::DispatchParams params_of(const TensorView& rows,

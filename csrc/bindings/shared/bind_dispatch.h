@@ -210,7 +210,7 @@ struct DispatchArguments {
   int32_t dtype;
   std::optional<py::tuple> scales;
   std::optional<py::tuple> capacity;
-  py::object options;  ///< a DispatchOptions of moe_comm/ep/config.py
+  py::tuple options;  ///< a DispatchOptions of moe_comm/ep/config.py
 };
 
 /// @param hidden  elements of a row of x
@@ -263,7 +263,7 @@ void bind_dispatch(py::module_& module,
          int32_t dtype,
          std::optional<py::tuple> scales,
          std::optional<py::tuple> capacity,
-         py::object options) {
+         py::tuple options) {
         endpoint->group().check_process("dispatch");
         DispatchArguments arguments{std::move(x),
                                     std::move(x_sf),

@@ -108,9 +108,8 @@ def dispatch(
         buffer.dispatch(x, topk_idx, topk_weights, **options)
         raise AssertionError("EpBuffer.dispatch took what the operator does not")
     if not is_watched:
-        result = operators.dispatch_rows(
-            *(buffer, data, scales, topk_idx, topk_weights), **options, gradients=word
-        )
+        options["gradients"] = word
+        result = operators.dispatch_rows(buffer, data, scales, topk_idx, topk_weights, options)
         quantized_here = quantization if scales is None else None
         return _in_graph(result, buffer, data, topk_weights, quantized_here, word)
     anchor = buffer.gradient_anchor if word else None

@@ -120,12 +120,9 @@ def _dispatch(
     gradients: int,
     anchor: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    named = decode_dispatch(options, capacity)
-    result = dispatch_rows(
-        *(resolve_buffer(int(buffer_id)), x, x_sf, topk_idx, topk_weights),
-        **named,
-        gradients=gradients,
-    )
+    named = decode_dispatch(options, capacity) | {"gradients": gradients}
+    buffer = resolve_buffer(int(buffer_id))
+    result = dispatch_rows(buffer, x, x_sf, topk_idx, topk_weights, named)
     rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
     is_quantized_here = scales is not None and x_sf is None
     outputs = [
@@ -152,9 +149,7 @@ def dispatch_rows(
     x_sf: torch.Tensor | None,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    *,
-    layout: Layout,
-    **options: Any,
+    options: dict[str, Any],
 ) -> DispatchResult:
     """What `EpBuffer.dispatch` returns for tensors of any strides, and no row of it undefined.
 
@@ -164,17 +159,15 @@ def dispatch_rows(
         x_sf: Of rows that are quantized already, or None.
         topk_idx: As in `EpBuffer.dispatch`.
         topk_weights: As in `EpBuffer.dispatch`.
-        layout: As in `EpBuffer.dispatch`.
-        options: Further keywords of `EpBuffer.dispatch`.
+        options: Keywords of `EpBuffer.dispatch`, its layout among them.
     """
     result = buffer.dispatch(
         as_bytes(x) if x_sf is None else (as_bytes(x), x_sf),
         topk_idx.contiguous(),
         None if topk_weights is None else as_bytes(topk_weights),
-        layout=layout,
         **options,
     )
-    if layout is Layout.LOW_LATENCY:
+    if options["layout"] is Layout.LOW_LATENCY:
         _zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)
     return result
 

@@ -145,7 +145,7 @@ class NativeEndpoint(Protocol):
         """Uncached with `topk_idx`, else to the places of `plan`.
 
         What the options say of quantization and capacity is read from `scales` and `capacity`, their
-        native forms; all else from the options, by name.
+        native forms; all else from the options, by place.
         """
         ...
 
