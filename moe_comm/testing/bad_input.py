@@ -93,52 +93,65 @@ class _Caller:
         self.backend.reject("dispatch", error)
 
 
-def _mistakes(bad_rank: int) -> list[_Mistake]:
-    def choose(value: int, **more: Any) -> Callable[[_Caller, bool], object]:
-        return lambda caller, is_wrong: caller.dispatch(
-            **({"topk_idx": caller.with_expert(value)} if is_wrong else {}), **more
-        )
+_Call = Callable[[_Caller, bool], object]
 
-    def reject(error: Exception) -> Callable[[_Caller, bool], object]:
-        return lambda caller, is_wrong: caller.reject(error) if is_wrong else caller.dispatch()
+_FP8, _MX = {"quantization": FP8_BLOCK128}, {"quantization": MXFP8}
+_MET = r"dispatch\(.* on rank \d met .*dispatch\(.* on rank \d"
 
-    def differ(**changes: Any) -> Callable[[_Caller, bool], object]:
-        return lambda caller, is_wrong: caller.dispatch(**(changes if is_wrong else {}))
 
-    def differ_from(
-        right: dict[str, Any], wrong: dict[str, Any]
-    ) -> Callable[[_Caller, bool], object]:
-        return lambda caller, is_wrong: caller.dispatch(**(wrong if is_wrong else right))
+def _choose(value: int, **more: Any) -> _Call:
+    """One rank has a choice of an expert that is none."""
+    return lambda caller, is_wrong: caller.dispatch(
+        **({"topk_idx": caller.with_expert(value)} if is_wrong else {}), **more
+    )
 
-    def differ_in_pairs(
-        right: tuple[Any, ...], wrong: tuple[Any, ...]
-    ) -> Callable[[_Caller, bool], object]:
-        return lambda caller, is_wrong: caller.dispatch(
-            **caller.pair(*(wrong if is_wrong else right))
-        )
 
-    def drop(most: int) -> dict[str, Any]:
-        return {"capacity": Capacity(num_rows_per_expert=most, on_overflow="drop")}
+def _reject(error: Exception) -> _Call:
+    """One rank finds its input wrong."""
+    return lambda caller, is_wrong: caller.reject(error) if is_wrong else caller.dispatch()
 
-    fp8, mx = {"quantization": FP8_BLOCK128}, {"quantization": MXFP8}
-    in_columns = {"quantization": dataclasses.replace(MXFP8, is_column_major=True)}
-    powers = {
-        "quantization": dataclasses.replace(
-            FP8_BLOCK128, scale_format=ScaleFormat.FLOAT32_POWER_OF_2
-        )
-    }
-    met = r"dispatch\(.* on rank \d met .*dispatch\(.* on rank \d"
+
+def _differ(**changes: Any) -> _Call:
+    """One rank has changed arguments."""
+    return _differ_from({}, changes)
+
+
+def _differ_from(right: dict[str, Any], wrong: dict[str, Any]) -> _Call:
+    """One rank has other arguments than the others."""
+    return lambda caller, is_wrong: caller.dispatch(**(wrong if is_wrong else right))
+
+
+def _differ_in_pairs(right: tuple[Any, ...], wrong: tuple[Any, ...]) -> _Call:
+    """One rank has other quantized rows than the others."""
+    return lambda caller, is_wrong: caller.dispatch(**caller.pair(*(wrong if is_wrong else right)))
+
+
+def _drop(most: int) -> dict[str, Any]:
+    return {"capacity": Capacity(num_rows_per_expert=most, on_overflow="drop")}
+
+
+def _own_mistakes(bad_rank: int) -> list[_Mistake]:
+    """Wrong whatever the other ranks do."""
     bad_id = rf"^rank {bad_rank}: topk_idx\[\d+, \d+\] = {{}} is not an expert id in \[-1, 8\)"
     return [
-        _Mistake("id = num_experts", choose(8), ValueError, bad_id.format("8")),
-        _Mistake("id = -2", choose(-2), ValueError, bad_id.format("-2")),
-        _Mistake("huge id", choose(1 << 40), ValueError, bad_id.format(1 << 40)),
+        _Mistake("id = num_experts", _choose(8), ValueError, bad_id.format("8")),
+        _Mistake("id = -2", _choose(-2), ValueError, bad_id.format("-2")),
+        _Mistake("huge id", _choose(1 << 40), ValueError, bad_id.format(1 << 40)),
         _Mistake(
-            "id, RANK_MAJOR", choose(9, layout=Layout.RANK_MAJOR), ValueError, bad_id.format("9")
+            "id, RANK_MAJOR", _choose(9, layout=Layout.RANK_MAJOR), ValueError, bad_id.format("9")
         ),
-        _Mistake("id, asynchronous", choose(8, async_op=True), ValueError, bad_id.format("8")),
-        _Mistake("ValueError", reject(ValueError("x has 3 rows, not 4")), ValueError, "x has 3 rows, not 4"),
-        _Mistake("TypeError", reject(TypeError("x is a list")), TypeError, "x is a list"),
+        _Mistake("id, asynchronous", _choose(8, async_op=True), ValueError, bad_id.format("8")),
+        _Mistake("id, LOW_LATENCY", _choose(9, layout=Layout.LOW_LATENCY), ValueError, bad_id.format("9")),
+        _Mistake("id, quantized", _choose(9, **_MX), ValueError, bad_id.format("9")),
+        _Mistake("id, limited", _choose(9, **_drop(1)), ValueError, bad_id.format("9")),
+        _Mistake("ValueError", _reject(ValueError("x has 3 rows, not 4")), ValueError, "x has 3 rows, not 4"),
+        _Mistake("TypeError", _reject(TypeError("x is a list")), TypeError, "x is a list"),
+    ]  # fmt: skip
+
+
+def _other_calls() -> list[_Mistake]:
+    """Operations, places, rows, weights or limits that differ between ranks."""
+    return [
         _Mistake(
             "another operation",
             lambda caller, is_wrong: caller.combine() if is_wrong else caller.dispatch(),
@@ -149,18 +162,18 @@ def _mistakes(bad_rank: int) -> list[_Mistake]:
             "cached against uncached",
             lambda caller, is_wrong: caller.cached() if is_wrong else caller.dispatch(),
             ValueError,
-            r"dispatch\(.* on rank \d met .*dispatch\(.* on rank \d",
+            _MET,
         ),
         _Mistake(
             "layouts",
-            differ(layout=Layout.RANK_MAJOR),
+            _differ(layout=Layout.RANK_MAJOR),
             ValueError,
             r"(EXPERT_MAJOR.* on rank \d met .*RANK_MAJOR|RANK_MAJOR.* on rank \d met .*EXPERT_MAJOR)",
         ),
         _Mistake(
-            "alignments", differ(expert_alignment=16), ValueError, r"(\b1\b.* met .*\b16\b|\b16\b.* met .*\b1\b)"
+            "alignments", _differ(expert_alignment=16), ValueError, r"(\b1\b.* met .*\b16\b|\b16\b.* met .*\b1\b)"
         ),
-        _Mistake("weights", differ(topk_weights=None), ValueError, r"no weights.* met .*float32 weights|float32 weights.* met .*no weights"),
+        _Mistake("weights", _differ(topk_weights=None), ValueError, r"no weights.* met .*float32 weights|float32 weights.* met .*no weights"),
         _Mistake(
             "dtypes",
             lambda caller, is_wrong: caller.cached(torch.float32 if is_wrong else torch.bfloat16),
@@ -173,46 +186,55 @@ def _mistakes(bad_rank: int) -> list[_Mistake]:
             ValueError,
             r"(\b128 bytes.* met .*\b256 bytes|\b256 bytes.* met .*\b128 bytes)",
         ),
-        _Mistake("low-latency against expert-major", differ(layout=Layout.LOW_LATENCY), ValueError, met),
-        _Mistake("quantized or not", differ(**mx), ValueError, met),
-        _Mistake("quantized formats", differ_from(fp8, mx), ValueError, met),
-        _Mistake("scale formats", differ_from(fp8, powers), ValueError, met),
-        _Mistake("order of scale factors", differ_from(mx, in_columns), ValueError, met),
-        _Mistake("numbers of scale factors", differ_in_pairs((1,), (2,)), ValueError, met),
+        _Mistake("low-latency against expert-major", _differ(layout=Layout.LOW_LATENCY), ValueError, _MET),
+        _Mistake("a limit or none", _differ(**_drop(2)), ValueError, _MET),
+        _Mistake("rows of an expert", _differ_from(_drop(2), _drop(3)), ValueError, _MET),
         _Mistake(
-            "sizes of scale factors", differ_in_pairs((2,), (2, torch.bfloat16)), ValueError, met
+            "what happens beyond a limit",
+            _differ_from(
+                {"capacity": Capacity(num_rows=8, on_overflow="drop")},
+                {"capacity": Capacity(num_rows=8, on_overflow="grow")},
+            ),
+            ValueError,
+            _MET,
+        ),
+        _Mistake(
+            "row weights in combine",
+            lambda caller, is_wrong: caller.combine(has_row_weights=is_wrong),
+            ValueError,
+            "no weights.* met .*float32 weights|float32 weights.* met .*no weights",
+        ),
+    ]  # fmt: skip
+
+
+def _other_scales() -> list[_Mistake]:
+    """Quantizations and scale factors that differ between ranks."""
+    in_columns = {"quantization": dataclasses.replace(MXFP8, is_column_major=True)}
+    powers = {
+        "quantization": dataclasses.replace(
+            FP8_BLOCK128, scale_format=ScaleFormat.FLOAT32_POWER_OF_2
+        )
+    }
+    return [
+        _Mistake("quantized or not", _differ(**_MX), ValueError, _MET),
+        _Mistake("quantized formats", _differ_from(_FP8, _MX), ValueError, _MET),
+        _Mistake("scale formats", _differ_from(_FP8, powers), ValueError, _MET),
+        _Mistake("order of scale factors", _differ_from(_MX, in_columns), ValueError, _MET),
+        _Mistake("numbers of scale factors", _differ_in_pairs((1,), (2,)), ValueError, _MET),
+        _Mistake(
+            "sizes of scale factors", _differ_in_pairs((2,), (2, torch.bfloat16)), ValueError, _MET
         ),
         _Mistake(
             "pairs against rows",
-            lambda caller, is_wrong: caller.dispatch(**(caller.pair(2) if is_wrong else fp8)),
+            lambda caller, is_wrong: caller.dispatch(**(caller.pair(2) if is_wrong else _FP8)),
             ValueError,
-            met,
+            _MET,
         ),
         _Mistake(
             "quantized or not, cached",
             lambda caller, is_wrong: caller.cached(quantization=MXFP8 if is_wrong else None),
             ValueError,
             r"cached dispatch\(.* on rank \d met .*cached dispatch\(.* on rank \d",
-        ),
-        _Mistake("a limit or none", differ(**drop(2)), ValueError, met),
-        _Mistake("rows of an expert", differ_from(drop(2), drop(3)), ValueError, met),
-        _Mistake(
-            "what happens beyond a limit",
-            differ_from(
-                {"capacity": Capacity(num_rows=8, on_overflow="drop")},
-                {"capacity": Capacity(num_rows=8, on_overflow="grow")},
-            ),
-            ValueError,
-            met,
-        ),
-        _Mistake("id, LOW_LATENCY", choose(9, layout=Layout.LOW_LATENCY), ValueError, bad_id.format("9")),
-        _Mistake("id, quantized", choose(9, **mx), ValueError, bad_id.format("9")),
-        _Mistake("id, limited", choose(9, **drop(1)), ValueError, bad_id.format("9")),
-        _Mistake(
-            "row weights in combine",
-            lambda caller, is_wrong: caller.combine(has_row_weights=is_wrong),
-            ValueError,
-            "no weights.* met .*float32 weights|float32 weights.* met .*no weights",
         ),
     ]  # fmt: skip
 
@@ -227,7 +249,7 @@ def run_bad_input(context: RankContext, target: Target) -> list[str]:
         backend = target.backend(communicator, case.config)
         caller = _Caller(backend, data, rank_idx)
         for bad_rank in {0, context.num_ranks - 1}:
-            for mistake in _mistakes(bad_rank):
+            for mistake in (*_own_mistakes(bad_rank), *_other_calls(), *_other_scales()):
                 if context.num_ranks == 1 and not mistake.pattern.startswith(("^rank", "x ")):
                     continue  # one rank cannot disagree with itself
                 what = f"{mistake.name} on rank {bad_rank}"
