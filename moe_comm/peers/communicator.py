@@ -89,6 +89,8 @@ def _reject_making(error: Exception, args: tuple[Any, ...], kwargs: dict[str, An
     agree(bootstrap.all_gather, str(error))
 
 
+_Statement = tuple[dict[str, str], node_layout.RankPlace]
+
 gathers = tells_peers(_reject_gather)
 """For collective calls that begin with an exchange of the communicator that they are given."""
 
@@ -185,20 +187,10 @@ class Communicator(ElasticRanks, Destroyable):
         """Gives the buffer that this rank has used last."""
         self._retained: list[object] = []
 
-        stated: tuple[dict[str, str], node_layout.RankPlace] | None = None
+        stated: _Statement | None = None
         try:
-            if parent is not None:
-                if not isinstance(parent, Communicator):
-                    raise TypeError(f"parent must be a Communicator, got {shown(parent)}")
-                parent.check_process("Communicator")
-            self.device = torch.device(device)
-            if num_local_ranks is not None:
-                num_local_ranks = as_int("num_local_ranks", num_local_ranks)
-            problem = problem_with_names(
-                backend, rail, self.device
-            ) or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
-            options = CommunicatorOptions.checked(
-                self.device,
+            options = self._take_arguments(
+                device,
                 stall_timeout_s=stall_timeout_s,
                 arrival_timeout_s=arrival_timeout_s,
                 max_heap_bytes=max_heap_bytes,
@@ -206,23 +198,17 @@ class Communicator(ElasticRanks, Destroyable):
                 with_huge_pages=with_huge_pages,
                 num_sms=num_sms,
             )
-            self.stall_timeout_s = options.stall_timeout_s
-            self.arrival_timeout_s = options.arrival_timeout_s
-            # For the communicator that survivors of failures go on with.
-            self._options: dict[str, Any] = dataclasses.asdict(options)
+            if num_local_ranks is not None:
+                num_local_ranks = as_int("num_local_ranks", num_local_ranks)
+            problem = problem_with_names(
+                backend, rail, self.device
+            ) or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
             if problem is None and self.device.type == "cuda":
                 self.gpu = RankGpu(self.device, num_sms, None if parent is None else parent.gpu)
                 self.device = self.gpu.device
             problem = problem or self._problem_with_parent(backend, max_heap_bytes)
-            here = node_layout.RankPlace(
-                machine=node_layout.own_machine(),
-                declared=num_local_ranks,
-                launched=node_layout.launched_num_local_ranks(self.rank_idx, self.num_ranks),
-                parent_rank=-1 if parent is None else parent.rank_idx,
-                parent_node=-1 if parent is None else parent.node_idx,
-            )
             wishes = {"backend": backend, "rail": rail, "device": self.device.type}
-            stated = (wishes, here)
+            stated = (wishes, self._place(num_local_ranks))
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = first_line(error)
         gathered = make_together(self.bootstrap.all_gather, problem, "a communicator", stated)
@@ -252,6 +238,30 @@ class Communicator(ElasticRanks, Destroyable):
         # At exit operations in flight end and peers hear of it while Python still runs; `atexit`
         # alone is not called in the children of multiprocessing.
         util.Finalize(self, _leave, (weakref.ref(self), self.native), exitpriority=100)
+
+    def _take_arguments(self, device: str | torch.device, **given: Any) -> CommunicatorOptions:
+        """Keep what needs no peer to be right, and raise where something is not."""
+        if self.parent is not None:
+            if not isinstance(self.parent, Communicator):
+                raise TypeError(f"parent must be a Communicator, got {shown(self.parent)}")
+            self.parent.check_process("Communicator")
+        self.device = torch.device(device)
+        options = CommunicatorOptions.checked(self.device, **given)
+        self.stall_timeout_s = options.stall_timeout_s
+        self.arrival_timeout_s = options.arrival_timeout_s
+        # For the communicator that survivors of failures go on with.
+        self._options: dict[str, Any] = dataclasses.asdict(options)
+        return options
+
+    def _place(self, num_local_ranks: int | None) -> node_layout.RankPlace:
+        """Where this rank is, for its peers."""
+        return node_layout.RankPlace(
+            machine=node_layout.own_machine(),
+            declared=num_local_ranks,
+            launched=node_layout.launched_num_local_ranks(self.rank_idx, self.num_ranks),
+            parent_rank=-1 if self.parent is None else self.parent.rank_idx,
+            parent_node=-1 if self.parent is None else self.parent.node_idx,
+        )
 
     def _problem_with_parent(self, backend: str, max_heap_bytes: int | None) -> str | None:
         """What keeps this communicator from being a child of its parent, or None."""
