@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.ep.autograd.options import decode_quantization
+from moe_comm.ep.autograd.options import decode_dispatch
 from moe_comm.ep.config import Layout
 from moe_comm.tensors.quantization import scale_column_stride
 
@@ -28,10 +28,12 @@ def dispatch(
     """The rows are an unbacked size, except where layout or capacity fix it."""
     num_ranks, num_experts, num_local_experts, fixed_topk, num_max_tokens = sizes
     num_tokens, num_topk = topk_idx.shape
-    layout, _, *quantization = options
-    by_rank = layout == Layout.RANK_MAJOR
+    # A capacity is read as it is: its rows may be a size of the graph.
+    named = decode_dispatch(options, ())
+    layout, how = named["layout"], named["quantization"]
+    by_rank = layout is Layout.RANK_MAJOR
     num_rows: int | torch.SymInt
-    if layout == Layout.LOW_LATENCY:
+    if layout is Layout.LOW_LATENCY:
         num_rows = num_local_experts * num_ranks * num_max_tokens
     elif capacity and capacity[0] >= 0 and capacity[2] != _GROW:
         num_rows = capacity[0]
@@ -45,7 +47,7 @@ def dispatch(
     if topk_weights is not None:
         weights = topk_weights.new_empty((num_rows, num_recv_topk) if by_rank else (num_rows,))
     shape = (num_rows, x.shape[1])
-    is_quantized = x_sf is None and len(quantization) > 0
+    is_quantized = x_sf is None and how is not None
     outputs = [
         x.new_empty_strided(shape, (0, 0)) if is_quantized else x.new_empty(shape),
         weights,
@@ -58,10 +60,9 @@ def dispatch(
         topk_idx.new_empty((num_tokens, num_topk)),
         buffer_id.new_empty(6),
     ]
-    if capacity or layout == Layout.LOW_LATENCY:
+    if capacity or layout is Layout.LOW_LATENCY:
         outputs += [buffer_id.new_empty(num_local_experts), buffer_id.new_empty(())]
-    how = decode_quantization(quantization)
-    num_experts_apart = num_local_experts if layout == Layout.LOW_LATENCY else None
+    num_experts_apart = num_local_experts if layout is Layout.LOW_LATENCY else None
     if x_sf is not None:
         is_column_major = how is not None and how.is_column_major
         outputs.append(
