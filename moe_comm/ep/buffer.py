@@ -308,7 +308,7 @@ class EpBuffer(Destroyable):
         """A dispatch that is checked rule by rule; an error on every rank where one is broken."""
         try:
             if handle is not None:
-                self._check_handle(handle)
+                validation.check_handle(handle, self.buffer_id, self.generation)
             rows, scales = validation.check_rows(x, options.quantization)
             validation.check_devices(
                 self.communicator.device,
@@ -473,7 +473,7 @@ class EpBuffer(Destroyable):
                 copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
                 if async_op is not False:
                     check_bool("async_op", async_op)
-                self._check_handle(handle)
+                validation.check_handle(handle, self.buffer_id, self.generation)
                 if gradients != 0:
                     check_word(gradients)
                 elif not self._has_warned and torch.is_grad_enabled():
@@ -519,7 +519,7 @@ class EpBuffer(Destroyable):
             if missed_calls.kept.calls:
                 self.communicator.tell_missed("combine", self._backend.reject)
             try:
-                self._check_handle(handle)
+                validation.check_handle(handle, self.buffer_id, self.generation)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
             operation = self._backend.combine_plain(
@@ -572,7 +572,7 @@ class EpBuffer(Destroyable):
             CapacityError: The heap cannot hold it.
         """
         self._check_alive()
-        self._check_handle(handle)
+        validation.check_handle(handle, self.buffer_id, self.generation)
         hidden = self.config.hidden if hidden is None else hidden
         dtype = self.config.dtype if dtype is None else dtype
         if hidden is None or dtype is None:
@@ -656,16 +656,3 @@ class EpBuffer(Destroyable):
                     stacklevel=4,  # past this, the operation, and what tells peers of wrong arguments
                 )
                 return
-
-    def _check_handle(self, handle: DispatchHandle) -> None:
-        if not isinstance(handle, DispatchHandle):
-            raise TypeError(f"handle must be a DispatchHandle, got {type(handle).__name__}")
-        if handle.buffer_id != self.buffer_id:
-            raise ValueError(
-                f"handle belongs to buffer {handle.buffer_id}, this is buffer {self.buffer_id}"
-            )
-        if handle.generation != self.generation:
-            raise ValueError(
-                f"handle is of generation {handle.generation} of this buffer, which is at "
-                f"{self.generation}"
-            )

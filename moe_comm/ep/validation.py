@@ -21,6 +21,7 @@ __all__ = [
     "check_copy_out",
     "check_devices",
     "check_dispatch",
+    "check_handle",
     "check_row",
     "check_rows",
     "check_weighted_gradient",
@@ -233,6 +234,18 @@ def check_cached_dispatch(
     elif hidden < 1:
         raise ValueError(f"x must have at least one column, got shape {tuple(x.shape)}")
     _check_weights(topk_weights, num_tokens, handle.num_topk, x.dtype)
+
+
+def check_handle(handle: object, buffer_id: int, generation: int) -> None:
+    """A handle of a buffer, in the generation that the buffer is at."""
+    if not isinstance(handle, DispatchHandle):
+        raise TypeError(f"handle must be a DispatchHandle, got {type(handle).__name__}")
+    if handle.buffer_id != buffer_id:
+        raise ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {buffer_id}")
+    if handle.generation != generation:
+        raise ValueError(
+            f"handle is of generation {handle.generation} of this buffer, which is at {generation}"
+        )
 
 
 def check_combine(

@@ -185,7 +185,7 @@ USERS_OF_NATIVE = {
         "moe_comm.peers.rank_gpu",
         "moe_comm.peers.rendezvous",
         "moe_comm.peers.survivors",
-        "moe_comm.ep.backends.admission",
+        "moe_comm.ep.backends.collective_capacity",
         "moe_comm.ep.backends.collective",
         "moe_comm.ep.backends.host",
         "moe_comm.ep.backends.native",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm import _host
-from moe_comm.ep.backends import admission, routing
+from moe_comm.ep.backends import collective_capacity, routing
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.routing import Placement
@@ -44,7 +44,7 @@ def test_slots_and_windows_are_those_of_the_definition(
     num_places = num_ranks * 6 * num_topk if is_low_latency else 0
     alignment = 1 if is_low_latency else alignment
     arrangement = _host.layout.Arrangement(int(layout), alignment, num_places)
-    counts = torch.stack([admission.ask(tensor, placement, None) for tensor in tensors])
+    counts = torch.stack([collective_capacity.ask(tensor, placement, None) for tensor in tensors])
     dispatch = Dispatch(tensors, expert_rank, layout, alignment, num_places)
     assert torch.equal(dispatch.counts, counts)
     plans = [
@@ -133,10 +133,15 @@ def test_local_topk_idx() -> None:
 def test_the_first_bad_expert_id_is_named(topk_idx: list[list[int]], found: str | None) -> None:
     placement = placement_of(0, 0, 1, 1)
     if found is None:
-        assert admission.ask(torch.tensor(topk_idx), placement, None)[:4].tolist() == [1, 1, 0, 1]
+        assert collective_capacity.ask(torch.tensor(topk_idx), placement, None)[:4].tolist() == [
+            1,
+            1,
+            0,
+            1,
+        ]
         return
     with pytest.raises(ValueError, match=re.escape(found)):
-        admission.ask(torch.tensor(topk_idx), placement, None)
+        collective_capacity.ask(torch.tensor(topk_idx), placement, None)
 
 
 COUNTS = [[1, 1, 1, 1, -1, 2], [0, 0, 0, 0, -1, 2]]

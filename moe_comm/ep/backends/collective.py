@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import _host
-from moe_comm.ep.backends import admission, local_ops, messages
-from moe_comm.ep.backends.admission import CapacityDecision
+from moe_comm.ep.backends import collective_capacity, local_ops, messages
 from moe_comm.ep.backends.agreement import Peers, agree_on_config
 from moe_comm.ep.backends.base import (
     Backend,
@@ -27,6 +26,7 @@ from moe_comm.ep.backends.base import (
     PlanTensors,
 )
 from moe_comm.ep.backends.carrier import Carrier, ProgressThread
+from moe_comm.ep.backends.collective_capacity import CapacityDecision
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
 from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
@@ -101,7 +101,7 @@ class CollectiveBackend(Backend):
         def work() -> DispatchOutput:
             asked, united = self._exchange_counts(call, choices, options)
             itemsize = x.element_size() if quantization is None else 1
-            decision = admission.decide(
+            decision = collective_capacity.decide(
                 asked,
                 self._rank_idx,
                 self._placement,
@@ -227,7 +227,9 @@ class CollectiveBackend(Backend):
         """What every rank asks for, and says of gradients; or the error that every rank raises."""
         mine, problem = None, None
         try:
-            mine = admission.ask(topk_idx, self._placement, options.capacity, options.masked_ranks)
+            mine = collective_capacity.ask(
+                topk_idx, self._placement, options.capacity, options.masked_ranks
+            )
         except ValueError as error:
             problem = error
         return self._agree(call, problem, mine, options.gradients)
@@ -244,7 +246,7 @@ class CollectiveBackend(Backend):
         Args:
             call: What ranks must agree on.
             error: Why this rank cannot take part.
-            asked: int32 `[E + R + 2]`, see `admission.ask`; None where a plan is known.
+            asked: int32 `[E + R + 2]`, see `collective_capacity.ask`; None where a plan is known.
             gradients: What this rank says of gradients.
 
         Returns:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_comm import _host
-from moe_comm.ep.backends import admission
-from moe_comm.ep.backends.admission import CapacityDecision
+from moe_comm.ep.backends import collective_capacity
+from moe_comm.ep.backends.collective_capacity import CapacityDecision
 from moe_comm.ep.backends.routing import Placement
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.errors import CapacityError
@@ -42,7 +42,7 @@ def decide(
     arrangement = _host.layout.Arrangement(int(layout), alignment, num_places)
     before = matrix.clone()
     first, second = (
-        admission.decide(
+        collective_capacity.decide(
             matrix, rank_idx, PLACEMENT, layout, arrangement, capacity, row_bytes=row_bytes
         )
         for rank_idx in range(2)
@@ -62,12 +62,20 @@ def required(decisions: tuple[CapacityDecision, CapacityDecision]) -> list[int]:
 
 def test_ask_appends_the_limit_and_the_width() -> None:
     topk_idx = torch.tensor([[0, 2], [1, -1]])
-    assert admission.ask(topk_idx, PLACEMENT, None).tolist() == [1, 1, 1, 2, 1, -1, 2]
+    assert collective_capacity.ask(topk_idx, PLACEMENT, None).tolist() == [1, 1, 1, 2, 1, -1, 2]
     limit = Capacity(num_rows=8)
-    assert admission.ask(topk_idx, PLACEMENT, limit).tolist() == [1, 1, 1, 2, 1, 8, 2]
+    assert collective_capacity.ask(topk_idx, PLACEMENT, limit).tolist() == [1, 1, 1, 2, 1, 8, 2]
     limit = Capacity(num_rows_per_expert=8, on_overflow="drop")
-    assert admission.ask(topk_idx, PLACEMENT, limit).tolist() == [1, 1, 1, 2, 1, -1, 2]
-    assert admission.ask(topk_idx, PLACEMENT, None, (0,)).tolist() == [1, 1, 1, -1, 1, -1, 2]
+    assert collective_capacity.ask(topk_idx, PLACEMENT, limit).tolist() == [1, 1, 1, 2, 1, -1, 2]
+    assert collective_capacity.ask(topk_idx, PLACEMENT, None, (0,)).tolist() == [
+        1,
+        1,
+        1,
+        -1,
+        1,
+        -1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("layout", list(Layout))
