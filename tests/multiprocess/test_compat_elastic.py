@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,109 @@ def sums_of(
     return torch.stack(rows) if rows else mine.x.clone()
 
 
+def padding_of(
+    case: Case, experts: range, num_rows: int, expanded: bool, do_cpu_sync: bool | None
+) -> list[None]:
+    """Rows behind those that arrive, where the host does not wait to know how many do."""
+    if do_cpu_sync is not False:
+        return []
+    worst = case.num_ranks * NUM_MAX
+    if expanded:
+        worst *= min(case.num_topk, len(experts))
+        worst += (UNIT - 1) * len(experts)
+        worst = -(-worst // UNIT) * UNIT
+    return [None] * (worst - num_rows)
+
+
+def check_choices(
+    case: Case,
+    inputs: list[Given],
+    places: list,
+    experts: range,
+    recv_idx: Any,
+    recv_weights: Any,
+    expanded: bool,
+) -> None:
+    if expanded:
+        assert recv_idx is None
+        for row, place in enumerate(places):
+            right = 0.0 if place is None else inputs[place[0]].topk_weights[place[1], place[2]]
+            assert recv_weights[row] == right
+    else:
+        for row, place in enumerate(places):
+            if place is None:
+                assert recv_idx[row].tolist() == [-1] * case.num_topk
+                continue
+            given = inputs[place[0]]
+            local = [
+                e - experts.start if e in experts else -1 for e in given.topk_idx[place[1]].tolist()
+            ]
+            assert recv_idx[row].tolist() == local
+            # Weights of choices that are elsewhere come too.
+            assert torch.equal(recv_weights[row], given.topk_weights[place[1]])
+
+
+def factors_of(inputs: list[Given], places: list, rank_idx: int, expanded: bool) -> list[float]:
+    """What experts multiply rows with."""
+    if expanded:
+        return [
+            1.0 if p is None else 2.0 ** (int(inputs[p[0]].topk_idx[p[1], p[2]]) % 3)
+            for p in places
+        ]
+    return [2.0**rank_idx] * len(places)
+
+
+def check_sums(
+    buffer: ElasticBuffer,
+    case: Case,
+    mine: Given,
+    out: torch.Tensor,
+    handle: deep_ep.EPHandle,
+    recv_weights: Any,
+    expanded: bool,
+    reduces: bool,
+) -> None:
+    weights_back = mine.topk_weights.masked_fill(mine.topk_idx < 0, 0.0)
+    bias = (torch.randn(mine.x.shape).to(case.dtype), mine.x)
+    for biases in ((), bias[:1], bias):
+        for is_async in (False, True):
+            sums, weights, event = buffer.combine(
+                out,
+                handle,
+                recv_weights,
+                None if not biases else biases if len(biases) == 2 else biases[0],
+                previous_event_before_epilogue=EventOverlap(EventHandle()),
+                async_with_compute_stream=is_async,
+            )
+            if is_async:
+                event.current_stream_wait()
+            assert torch.equal(sums, sums_of(case, mine, biases, expanded, reduces))
+            assert torch.equal(weights, weights_back)
+
+
+def check_cached(
+    buffer: ElasticBuffer,
+    mine: Given,
+    x: list,
+    places: list,
+    handle: deep_ep.EPHandle,
+    recv_idx: Any,
+    recv_weights: Any,
+    expanded: bool,
+) -> None:
+    """Another dtype, with and without weights."""
+    again, idx, no_weights, same, _ = buffer.dispatch(mine.x.float() * 2, handle=handle)
+    assert idx is None if expanded else torch.equal(idx, recv_idx)
+    assert no_weights is None
+    assert same is handle
+    check_rows(again, places, [each.float() * 2 for each in x])
+    again, _, new_weights, *_ = buffer.dispatch(
+        mine.x, topk_weights=mine.topk_weights * 2, handle=handle
+    )
+    check_rows(again, places, x)
+    assert torch.equal(new_weights, recv_weights * 2)
+
+
 def check_dispatch_and_combine(
     context: RankContext, case: Case, backend: str, expanded: bool, reduces: bool
 ) -> None:
@@ -118,7 +222,6 @@ def check_dispatch_and_combine(
         if expanded
         else oracle.arrivals(case, inputs, rank_idx)
     )
-    weights_back = mine.topk_weights.masked_fill(mine.topk_idx < 0, 0.0)
     with oracle.backend_of_group(context, backend):
         buffer = ElasticBuffer(
             context.group,
@@ -143,75 +246,17 @@ def check_dispatch_and_combine(
                 do_cpu_sync=do_cpu_sync,
             )
             event.current_stream_wait()
-            places: list = list(exact)
-            if do_cpu_sync is False:
-                worst = case.num_ranks * NUM_MAX
-                if expanded:
-                    worst *= min(case.num_topk, len(experts))
-                    worst += (UNIT - 1) * len(experts)
-                    worst = -(-worst // UNIT) * UNIT
-                places += [None] * (worst - len(places))
+            places = [*exact, *padding_of(case, experts, len(exact), expanded, do_cpu_sync)]
             assert recv_x.shape == (len(places), case.hidden)
             check_rows(recv_x, places, x)
             check_handle(case, inputs, rank_idx, handle, do_cpu_sync is not False)
             assert handle.num_expanded_tokens == (len(places) if expanded else 0)
-            if expanded:
-                assert recv_idx is None
-                for row, place in enumerate(places):
-                    right = (
-                        0.0 if place is None else inputs[place[0]].topk_weights[place[1], place[2]]
-                    )
-                    assert recv_weights[row] == right
-            else:
-                for row, place in enumerate(places):
-                    if place is None:
-                        assert recv_idx[row].tolist() == [-1] * case.num_topk
-                        continue
-                    given = inputs[place[0]]
-                    local = [
-                        e - experts.start if e in experts else -1
-                        for e in given.topk_idx[place[1]].tolist()
-                    ]
-                    assert recv_idx[row].tolist() == local
-                    # Weights of choices that are elsewhere come too.
-                    assert torch.equal(recv_weights[row], given.topk_weights[place[1]])
-
-            if expanded:
-                factors = [
-                    1.0 if p is None else 2.0 ** (int(inputs[p[0]].topk_idx[p[1], p[2]]) % 3)
-                    for p in places
-                ]
-            else:
-                factors = [2.0**rank_idx] * len(places)
+            check_choices(case, inputs, places, experts, recv_idx, recv_weights, expanded)
+            factors = factors_of(inputs, places, rank_idx, expanded)
             out = recv_x * torch.tensor(factors, dtype=case.dtype).reshape(-1, 1)
             out[[place is None for place in places]] = float("nan")
-            bias = (torch.randn(mine.x.shape).to(case.dtype), mine.x)
-            for biases in ((), bias[:1], bias):
-                for is_async in (False, True):
-                    sums, weights, event = buffer.combine(
-                        out,
-                        handle,
-                        recv_weights,
-                        None if not biases else biases if len(biases) == 2 else biases[0],
-                        previous_event_before_epilogue=EventOverlap(EventHandle()),
-                        async_with_compute_stream=is_async,
-                    )
-                    if is_async:
-                        event.current_stream_wait()
-                    assert torch.equal(sums, sums_of(case, mine, biases, expanded, reduces))
-                    assert torch.equal(weights, weights_back)
-
-            # Cached: another dtype, with and without weights.
-            again, idx, no_weights, same, _ = buffer.dispatch(mine.x.float() * 2, handle=handle)
-            assert idx is None if expanded else torch.equal(idx, recv_idx)
-            assert no_weights is None
-            assert same is handle
-            check_rows(again, places, [each.float() * 2 for each in x])
-            again, _, new_weights, *_ = buffer.dispatch(
-                mine.x, topk_weights=mine.topk_weights * 2, handle=handle
-            )
-            check_rows(again, places, x)
-            assert torch.equal(new_weights, recv_weights * 2)
+            check_sums(buffer, case, mine, out, handle, recv_weights, expanded, reduces)
+            check_cached(buffer, mine, x, places, handle, recv_idx, recv_weights, expanded)
         raw = [len(oracle.expert_arrivals(case, inputs, e)) for e in experts]
         assert stats.tolist() == [2 * count for count in raw]
         assert torch.equal(handle.topk_idx, mine.topk_idx)
