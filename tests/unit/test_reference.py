@@ -327,3 +327,11 @@ def test_calls_are_told_apart() -> None:
         x, None, None, plain._replace(capacity=Capacity(num_rows=8))
     )
     assert growing == calls[0]
+
+
+def test_a_backend_of_a_third_party_that_names_options_one_by_one_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Old\.dispatch takes one DispatchOptions as its last"):
+
+        class Old(ReferenceBackend):
+            def dispatch(self, *tensors: Any, layout: Any, quantization: Any, **more: Any) -> Any:
+                raise NotImplementedError
