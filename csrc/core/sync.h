@@ -59,14 +59,20 @@ struct alignas(64) Doorbell {
 };
 static_assert(sizeof(Doorbell) == 64);
 
-/// Called after the flag was stored. The fence keeps the flag ahead of the look at `waiters`:
-/// either the sleeper sees the flag, or this sees the sleeper.
-inline void ring(Doorbell& doorbell) {
-  fence_seq_cst();
+/// Called after the flag was stored, and then a fence was passed, which serves several flags. It
+/// keeps them ahead of the look at `waiters`: either the sleeper sees the flag, or this sees the
+/// sleeper.
+inline void wake(Doorbell& doorbell) {
   if (load_relaxed(doorbell.waiters) == 0)
     return;
   fetch_add(doorbell.rings, 1u);
   futex_wake_all(doorbell.rings);
+}
+
+/// wake() after a single flag was stored.
+inline void ring(Doorbell& doorbell) {
+  fence_seq_cst();
+  wake(doorbell);
 }
 
 /// Counts its thread among the sleepers while it lives.

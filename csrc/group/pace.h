@@ -14,9 +14,10 @@ struct WaitLadder {
   int num_yields;
 };
 
-/// Short spins when ranks outnumber cores: a spinning waiter then holds the core its peer needs.
-inline WaitLadder wait_ladder(bool has_spare_cores) {
-  return has_spare_cores ? WaitLadder{600, 500} : WaitLadder{20, 500};
+/// Short spins when ranks outnumber cores: a spinning waiter may hold the core its peer needs.
+/// @param has_core_alone  No peer that is waited for needs the waiter's core.
+inline WaitLadder wait_ladder(bool has_core_alone) {
+  return has_core_alone ? WaitLadder{600, 500} : WaitLadder{20, 500};
 }
 
 /// For a waiter on the very core of the peer it waits for: spinning only delays that peer. Where

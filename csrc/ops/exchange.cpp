@@ -86,8 +86,8 @@ void Exchange::store_row(int src_rank, const Row& header, StoreTail&& store_tail
     sync::write_body(row, header);
     store_tail(row);
     sync::store_release(row.epoch, epoch_);
-    sync::ring(group_.doorbell(peer_rank));
   });
+  ring_local_ranks();
 }
 
 void Exchange::store_row(int src_rank, const std::byte* image) {
@@ -168,8 +168,8 @@ void Exchange::store_second_offer(int src_rank, const SecondOffer& body) {
     auto& second = endpoint_.workspace(peer_rank).second_offer(epoch_, src_rank);
     sync::write_body(second, body);
     sync::store_release(second.epoch, epoch_);
-    sync::ring(group_.doorbell(peer_rank));
   });
+  ring_local_ranks();
 }
 
 SecondOffer Exchange::await_second_offer(int peer_rank) {
@@ -211,8 +211,14 @@ void Exchange::release_done_of(int src_rank) {
   for_local_ranks([&](int peer_rank) {
     auto& done = endpoint_.workspace(peer_rank).done(epoch_, src_rank);
     sync::store_release(done.epoch, epoch_);
-    sync::ring(group_.doorbell(peer_rank));
   });
+  ring_local_ranks();
+}
+
+void Exchange::ring_local_ranks() {
+  // A fence waits until lines of peers have come: once, where each peer has a flag of its own.
+  sync::fence_seq_cst();
+  for_local_ranks([&](int peer_rank) { sync::wake(group_.doorbell(peer_rank)); });
 }
 
 void Exchange::await_done(int peer_rank) {
@@ -250,10 +256,21 @@ std::byte* Exchange::resolve(int peer_rank, const Offer& offer) {
 // ---- What an operation waits for: rows, which may come late, and flags of peers that have
 // entered.
 
-WaitLadder Exchange::ladder_for(int peer_rank) const {
-  const uint32_t peer_core = sync::load_relaxed(endpoint_.workspace(peer_rank).activity().core);
-  return peer_core == sync::current_core() ? wait_ladder_on_core_of_peer(group_.has_spare_cores())
-                                           : wait_ladder(group_.has_spare_cores());
+template <typename IsMissing>
+WaitLadder Exchange::ladder_for(const IsMissing& is_missing) {
+  // Where ranks outnumber cores, too, this rank has its core alone once all that share it have done
+  // their part: to yield would only go round among waiters, and each turn costs them their caches.
+  const uint32_t own_core = sync::current_core();
+  bool keeps_peer = false;
+  for_local_ranks([&](int peer_rank) {
+    keeps_peer = keeps_peer ||
+                 (peer_rank != group_.rank_idx() &&
+                  sync::load_relaxed(endpoint_.workspace(peer_rank).activity().core) == own_core &&
+                  is_missing(peer_rank));
+  });
+  if (keeps_peer)
+    return wait_ladder_on_core_of_peer(group_.has_spare_cores());
+  return wait_ladder(group_.has_spare_cores() || relay_ == nullptr);  // a rail may have threads
 }
 
 void Exchange::await_row(int peer_rank) {
@@ -271,7 +288,7 @@ void Exchange::await_row(int peer_rank) {
   const WaitSite where = site(Phase::kRows);
   ArrivalWatch arrival(group_, where, peer_rank);
   GoneWatch gone;
-  await_peer(group_, ladder_for(peer_rank), where, ready, [&](int64_t now_ns) {
+  await_peer(group_, ladder_for(is_missing), where, ready, [&](int64_t now_ns) {
     show_wait(peer_rank, Phase::kRows, epoch_);
     check_closed();
     check_gone(group_, where, [&](int gone_rank) {
@@ -303,8 +320,11 @@ void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint
         sync::load_relaxed(peer_activity.phase) == static_cast<int32_t>(Phase::kGrowing);
     return is_growing ? group_.arrival_timeout_ns() : group_.stall_timeout_ns();
   };
+  const auto is_missing = [&](int rank_idx) {
+    return phase == Phase::kOffers ? rank_idx == peer_rank : !is_done(rank_idx, epoch);
+  };
   await_part(
-      peer_rank, phase, site(phase), epoch, ladder_for(peer_rank), ready, has_moved, limit_ns);
+      peer_rank, phase, site(phase), epoch, ladder_for(is_missing), ready, has_moved, limit_ns);
 }
 
 void Exchange::await_rail(int peer_rank, const std::function<bool()>& is_ready) {

@@ -96,6 +96,9 @@ class Exchange : public BufferOperation {
   template <typename StoreTail>
   void store_row(int src_rank, const layout::Row& header, StoreTail&& store_tail);
 
+  /// Wakes every active rank of this node, after its flag was stored.
+  void ring_local_ranks();
+
   /// Calls @p body(rank_idx) for every active rank of this node. Each rank starts behind itself, so
   /// that no reader gets all flags at the end.
   template <typename Body>
@@ -128,7 +131,9 @@ class Exchange : public BufferOperation {
   /// stall limit. Nobody may go before its done flag of that epoch is here.
   void await_flag(int peer_rank, layout::Phase phase, uint64_t epoch, const uint64_t& flag);
   void await_row(int peer_rank);
-  WaitLadder ladder_for(int peer_rank) const;
+  /// @param is_missing  Whether what is waited for is still to come from a rank.
+  template <typename IsMissing>
+  WaitLadder ladder_for(const IsMissing& is_missing);
   /// Waits for what a peer that has entered does in the operation of @p epoch, until @p ready().
   /// @param shown_phase  Of the flag, for peers that ask whom this rank waits for.
   /// @param has_moved  Whether the peer has shown progress since it was asked last.
