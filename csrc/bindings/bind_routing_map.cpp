@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/make_tensor.h"
+#include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "core/error.h"
@@ -17,27 +18,14 @@ namespace moe::bindings {
 namespace {
 
 py::tuple topk_of_routing_map(py::handle routing_map, py::handle probs, int32_t probs_type) {
-  const TensorView chosen = view_tensor(routing_map);
-  const TensorView dense = view_tensor(probs);
-  const layout::RoutingMap map{
-      reinterpret_cast<const uint8_t*>(chosen.data), chosen.num_rows, chosen.row_elements};
-  const int64_t num_topk = map.num_topk();
-  std::vector<int64_t> topk_idx(static_cast<size_t>(map.num_tokens * num_topk));
-  map.list(num_topk, topk_idx.data());
+  const TensorView map = view_tensor(routing_map);
+  ListedChoices listed = list_choices(map, view_tensor(probs));
   py::object values = py::none();
-  if (!probs.is_none()) {
-    std::vector<std::byte> chosen_probs(topk_idx.size() * static_cast<size_t>(dense.element_bytes));
-    layout::gather_choices(topk_idx.data(),
-                           map.num_tokens,
-                           num_topk,
-                           dense.data,
-                           map.num_experts,
-                           dense.element_bytes,
-                           chosen_probs.data());
-    values = vector_tensor(std::move(chosen_probs), {map.num_tokens, num_topk}, probs_type);
-  }
-  return py::make_tuple(vector_tensor(std::move(topk_idx), {map.num_tokens, num_topk}, kInt64),
-                        std::move(values));
+  if (!probs.is_none())
+    values = vector_tensor(std::move(listed.weights), {map.num_rows, listed.num_topk}, probs_type);
+  return py::make_tuple(
+      vector_tensor(std::move(listed.topk_idx), {map.num_rows, listed.num_topk}, kInt64),
+      std::move(values));
 }
 
 /// @param values  Null for ones of a byte each.

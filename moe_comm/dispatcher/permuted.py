@@ -14,6 +14,7 @@ from moe_comm.arguments import as_dense
 from moe_comm.dispatcher.routing_map import dense_of_topk, topk_of_routing_map
 from moe_comm.ep.autograd import formulas, operators
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
+from moe_comm.ep.backends.base import Plan
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
@@ -39,7 +40,8 @@ class PermutedHandle(NamedTuple):
     Args:
         buffer: That moved the rows.
         places: Where they went.
-        topk_idx: int64 `[num_tokens, num_topk]`, the routing map of this rank.
+        listed: int64 `[num_tokens, num_topk]`, the routing map of this rank as a list; None where the
+            plan alone has it.
         probs_dtype: Of the probabilities that travelled, or None.
         num_rows_in_full: Rows this rank would get without a budget, or None where there is none.
         overflow: int32 `[1]`: 1 where rows for this rank were dropped, else 0; without a budget the
@@ -49,10 +51,15 @@ class PermutedHandle(NamedTuple):
 
     buffer: EpBuffer
     places: DispatchHandle
-    topk_idx: torch.Tensor
+    listed: torch.Tensor | None
     probs_dtype: torch.dtype | None
     num_rows_in_full: int | None
     overflow: torch.Tensor
+
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        """int64 `[num_tokens, num_topk]`: the routing map of this rank as a list."""
+        return _listed(self.listed, self.places.plan)
 
     @property
     def num_required_rows(self) -> int:
@@ -87,7 +94,7 @@ class PendingDispatch(NamedTuple):
     Args:
         buffer: That moves the rows.
         result: What is arriving.
-        topk_idx: See `PermutedHandle`.
+        listed: See `PermutedHandle`.
         quantization: Of the rows, or None.
         probs_dtype: See `PermutedHandle`.
         has_budget: Whether rows may have been dropped.
@@ -95,7 +102,7 @@ class PendingDispatch(NamedTuple):
 
     buffer: EpBuffer
     result: DispatchResult
-    topk_idx: torch.Tensor
+    listed: torch.Tensor | None
     quantization: Quantization | None
     probs_dtype: torch.dtype | None
     has_budget: bool
@@ -107,10 +114,12 @@ class PendingDispatch(NamedTuple):
             x: As given to `start_dispatch`.
             probs: As given to `start_dispatch`.
         """
-        buffer, result, topk_idx, quantization, probs_dtype, has_budget = self
+        buffer, result, listed, quantization, probs_dtype, has_budget = self
+        plan = result.plan  # and not the result, which will hold the graph
 
         def of_choices(gradient: torch.Tensor) -> torch.Tensor:
             assert probs_dtype is not None
+            topk_idx = _listed(listed, plan)
             return dense_of_topk(gradient.to(probs_dtype), topk_idx, buffer.config.num_experts)
 
         formulas.dispatch_in_graph(result, buffer, x, probs, quantization, of_choices)
@@ -124,7 +133,7 @@ class PendingDispatch(NamedTuple):
             None if quantization is None else cast("QuantizedRows", hidden).sf,
             result.topk_weights,
             padded_tokens_per_expert(result),
-            PermutedHandle(buffer, result.handle, topk_idx, probs_dtype, num_in_full, overflow),
+            PermutedHandle(buffer, result.handle, listed, probs_dtype, num_in_full, overflow),
         )
 
 
@@ -182,6 +191,32 @@ def start_dispatch(
         ValueError: Shapes do not fit, on every rank; see also `EpBuffer.dispatch`.
         TypeError: A dtype is wrong, on every rank.
     """
+    result = listed = None
+    if num_rows is None and quantization is None and not (async_op or _is_seen(routing_map, probs)):
+        result = buffer.dispatch_plain(
+            *(x, routing_map, probs, Layout.EXPERT_MAJOR, expert_alignment, gradients), is_map=True
+        )
+    if result is None:
+        result, listed = _dispatch_list(
+            *(buffer, x, routing_map, probs, expert_alignment, num_rows),
+            *(quantization, async_op, gradients),
+        )
+    probs_dtype = None if probs is None else probs.dtype
+    return PendingDispatch(buffer, result, listed, quantization, probs_dtype, num_rows is not None)
+
+
+def _dispatch_list(
+    buffer: EpBuffer,
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    expert_alignment: int,
+    num_rows: int | None,
+    quantization: Quantization | None,
+    async_op: bool,
+    gradients: int,
+) -> tuple[DispatchResult, torch.Tensor]:
+    """`start_dispatch` of any arguments; the map as a list beside the result."""
     try:
         topk_idx, weights = _choices(buffer, x, routing_map, probs)
         capacity = None
@@ -189,26 +224,17 @@ def start_dispatch(
             capacity = Capacity(num_rows=num_rows, on_overflow="drop")
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         buffer.reject("dispatch", error)
-    result = None
-    if capacity is None and quantization is None and not async_op:
-        result = buffer.dispatch_plain(
-            x, topk_idx, weights, Layout.EXPERT_MAJOR, expert_alignment, gradients
-        )
-    if result is None:
-        result = buffer.dispatch(
-            _detached(x).contiguous(),
-            topk_idx,
-            weights,
-            expert_alignment=expert_alignment,
-            quantization=quantization,
-            capacity=capacity,
-            async_op=async_op,
-            gradients=gradients,
-        )
-    probs_dtype = None if probs is None else probs.dtype
-    return PendingDispatch(
-        buffer, result, topk_idx, quantization, probs_dtype, capacity is not None
+    result = buffer.dispatch(
+        _detached(x).contiguous(),
+        topk_idx,
+        weights,
+        expert_alignment=expert_alignment,
+        quantization=quantization,
+        capacity=capacity,
+        async_op=async_op,
+        gradients=gradients,
     )
+    return result, topk_idx
 
 
 def padded_tokens_per_expert(result: DispatchResult) -> torch.Tensor:
@@ -249,7 +275,7 @@ def gradient_of_dispatch(
     grad_rows: torch.Tensor, grad_probs: torch.Tensor | None, handle: PermutedHandle
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of x and of the dense probs; the latter None where none travelled."""
-    buffer, places, topk_idx, probs_dtype, *_ = handle
+    buffer, places, _, probs_dtype, *_ = handle
     rows = _plain(grad_rows)
     num_rows, hidden = rows.shape
     weights_dtype = None
@@ -261,7 +287,7 @@ def gradient_of_dispatch(
     )
     if probs_dtype is None:
         return grad_x, None
-    return grad_x, dense_of_topk(pulled.to(probs_dtype), topk_idx, buffer.config.num_experts)
+    return grad_x, dense_of_topk(pulled.to(probs_dtype), handle.topk_idx, buffer.config.num_experts)
 
 
 def gradient_of_combine(grad_sums: torch.Tensor, handle: PermutedHandle) -> torch.Tensor:
@@ -275,6 +301,15 @@ def check_no_transform() -> None:
     """Raise a ValueError inside a transform of torch.func."""
     if torch._C._are_functorch_transforms_active():
         raise ValueError("a transform of torch.func is active, in which no rank can call its peers")
+
+
+def _is_seen(routing_map: torch.Tensor, probs: torch.Tensor | None) -> bool:
+    """Whether the operators that list the choices of a map may be looked at."""
+    return torch.compiler.is_compiling() or formulas.is_watched(routing_map, probs)
+
+
+def _listed(listed: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+    return plan.to_tensors().topk_idx if listed is None else listed
 
 
 def _overflow_flag(is_set: bool) -> torch.Tensor:

@@ -249,16 +249,18 @@ class EpBuffer(Destroyable):
         layout: object,
         expert_alignment: object,
         gradients: int,
+        is_map: bool = False,
     ) -> DispatchResult | None:
         """`dispatch` for callers with a backward, where a glance shows that the arguments are right.
 
         Args:
             x: As in `dispatch`.
-            topk_idx: As in `dispatch`.
-            topk_weights: As in `dispatch`.
+            topk_idx: As in `dispatch`, or a routing map, bool `[num_tokens, num_experts]`.
+            topk_weights: As in `dispatch`; of a map `[num_tokens, num_experts]`, read where it is true.
             layout: As in `dispatch`.
             expert_alignment: As in `dispatch`.
             gradients: As in `dispatch`; not checked.
+            is_map: Whether `topk_idx` is a routing map: a token goes to its experts in ascending order.
 
         Returns:
             None, where nothing has been done: `dispatch` decides, and words what is wrong.
@@ -269,7 +271,7 @@ class EpBuffer(Destroyable):
             if missed_calls.kept.calls:
                 self.communicator.tell_missed("dispatch", self._backend.reject)
             operation = self._dispatch_at_a_glance(
-                x, topk_idx, topk_weights, layout, expert_alignment, gradients
+                x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map
             )
             if operation is None:
                 return None
@@ -284,6 +286,7 @@ class EpBuffer(Destroyable):
         layout: object,
         expert_alignment: object,
         gradients: int,
+        is_map: bool = False,
     ) -> Operation[DispatchOutput] | None:
         """The backend's `dispatch_plain`, of arguments of any type."""
         if (
@@ -294,7 +297,7 @@ class EpBuffer(Destroyable):
         ):
             return None
         return self._backend.dispatch_plain(
-            x, topk_idx, topk_weights, layout, expert_alignment, gradients
+            x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map
         )
 
     def _dispatch_by_rules(

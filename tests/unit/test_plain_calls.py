@@ -1,5 +1,6 @@
 """What is let through at a glance must be what the checks one by one let through."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep import validation
 from moe_comm.ep.backends.base import Operation
 from moe_comm.ep.config import DispatchOptions
@@ -197,3 +199,76 @@ def test_a_plain_combine_passes_every_check(
         validation.check_devices(torch.device("cpu"), expert_out=expert_out, topk_weights=weights)
         validation.check_combine(handle, expert_out, weights, None, None)
     assert num_plain == (1 if layout is Layout.RANK_MAJOR else 2)
+
+
+OPEN = EpConfig(num_experts=8, num_topk=None, hidden=None, num_max_tokens_per_rank=None)
+
+
+def _map() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of three experts, of none and of one; and numbers for all places."""
+    routing_map = torch.zeros(3, 8, dtype=torch.bool)
+    routing_map[0, [1, 4, 7]] = routing_map[2, 4] = True
+    return routing_map, torch.arange(1.0, 25.0).view(3, 8)
+
+
+@pytest.mark.parametrize("has_probs", [True, False])
+def test_a_map_seen_at_a_glance_is_its_list(communicator: Communicator, has_probs: bool) -> None:
+    x = torch.arange(48, dtype=torch.bfloat16).view(3, 16)
+    routing_map, dense = _map()
+    probs = dense if has_probs else None
+    with EpBuffer(communicator, OPEN) as buffer:
+        topk_idx, weights = topk_of_routing_map(routing_map, probs)
+        listed = buffer.dispatch(x, topk_idx, weights)
+        result = buffer.dispatch_plain(
+            x, routing_map, probs, Layout.EXPERT_MAJOR, 1, 0, is_map=True
+        )
+        assert result is not None
+        assert torch.equal(result.x, x[[0, 0, 2, 0]])
+        assert torch.equal(result.num_tokens_per_expert, listed.num_tokens_per_expert)
+        assert torch.equal(result.plan.to_tensors().topk_idx, topk_idx)
+        if has_probs:
+            assert result.topk_weights is not None
+            assert result.topk_weights.tolist() == [2.0, 5.0, 21.0, 8.0]
+        else:
+            assert result.topk_weights is None
+        # Without a row there is nothing to list.
+        empty = buffer.dispatch_plain(
+            x[:0], routing_map[:0], None, Layout.EXPERT_MAJOR, 1, 0, is_map=True
+        )
+        assert empty is not None
+        assert empty.x.shape == (0, 16)
+
+
+def test_a_map_is_plain_where_it_is_one(communicator: Communicator) -> None:
+    x = torch.zeros(3, 16, dtype=torch.bfloat16)
+    good, probs = _map()
+    maps = [
+        good.to(torch.uint8),
+        good[:2],
+        good[:, :4].contiguous(),
+        good.t().contiguous().t(),
+        good.to("meta"),
+        torch.zeros(3, 8, dtype=torch.int64),
+        None,
+    ]
+    numbers = [
+        probs.double(),
+        probs[:2],
+        probs[:, :4].contiguous(),
+        probs.t().contiguous().t(),
+        1.0,
+    ]
+    tried = [(good, probs), *((each, probs) for each in maps), *((good, each) for each in numbers)]
+    with EpBuffer(communicator, OPEN) as buffer:
+
+        def is_plain(routing_map: object, probs: object) -> bool:
+            look = buffer._backend.dispatch_plain
+            return look(x, routing_map, probs, Layout.EXPERT_MAJOR, 1, 0, True) is not None
+
+        assert [is_plain(*each) for each in tried] == [True] + [False] * (len(tried) - 1)
+        with pytest.raises(TypeError, match="topk_idx"):
+            buffer.dispatch(x, good)
+    # Three choices of a token.
+    with EpBuffer(communicator, dataclasses.replace(OPEN, num_topk=2)) as buffer:
+        assert not is_plain(good, None)
+        assert is_plain(good & (torch.arange(8) > 1), None)

@@ -148,6 +148,14 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
   return params;
 }
 
+py::object capsule_of(std::shared_ptr<const ListedChoices> listed) {
+  if (!listed)
+    return py::none();
+  using Held = std::shared_ptr<const ListedChoices>;
+  return py::capsule(new Held(std::move(listed)),
+                     [](void* held) { delete static_cast<Held*>(held); });
+}
+
 py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module) {
   return py::class_<SubmittedDispatch>(module, "SubmittedDispatch", py::module_local())
       .def("is_complete", &SubmittedDispatch::is_complete)

@@ -223,6 +223,9 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
                                         int64_t expert_alignment,
                                         int32_t gradients);
 
+/// A Python object that keeps @p listed.
+py::object capsule_of(std::shared_ptr<const ListedChoices> listed);
+
 /// @param tensors  tensors() are those of the call, as a tuple.
 template <typename EndpointT, typename MakeTuple>
 std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<EndpointT> endpoint,
@@ -291,20 +294,22 @@ void bind_dispatch(py::module_& module,
          py::handle topk_weights,
          int layout,
          int64_t expert_alignment,
-         int32_t gradients) -> std::unique_ptr<SubmittedDispatch> {
+         int32_t gradients,
+         bool is_map) -> std::unique_ptr<SubmittedDispatch> {
         endpoint->group().check_process("dispatch");
         const auto plain = view_plain_dispatch(*endpoint,
                                                x,
                                                topk_idx,
                                                topk_weights,
                                                static_cast<layout::RowLayout>(layout),
-                                               expert_alignment);
+                                               expert_alignment,
+                                               is_map);
         if (!plain)
           return nullptr;
         const auto params =
             dispatch_params_of(*endpoint, *plain, layout, expert_alignment, gradients);
         return submit_dispatch(std::move(endpoint), params, plain->rows.row_elements, [&] {
-          return py::make_tuple(x, topk_idx, topk_weights);
+          return py::make_tuple(x, topk_idx, topk_weights, capsule_of(plain->listed));
         });
       });
 }

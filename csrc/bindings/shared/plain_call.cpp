@@ -1,6 +1,9 @@
 #include "bindings/shared/plain_call.h"
 
+#include <utility>
+
 #include "bindings/shared/make_tensor.h"
+#include "layout/routing_map.h"
 #include "ops/dispatch.h"
 
 namespace moe::bindings {
@@ -8,6 +11,7 @@ namespace moe::bindings {
 namespace {
 
 constexpr int64_t kAnyNumber = 0;
+constexpr int32_t kBool = 6 << 8 | 8;  // DLPack's type
 
 /// A tensor of two dimensions as the operations take it, in memory of the endpoint.
 std::optional<TensorView> view_matrix(const host::EndpointBase& endpoint,
@@ -48,6 +52,32 @@ std::optional<TensorView> view_weights(const host::EndpointBase& endpoint,
   return view_per_token(endpoint, weights, dlpack_type(DType::kFloat32), num_tokens, num_topk);
 }
 
+/// The choices and weights of @p plain, whose rows are known.
+bool view_listed(const host::EndpointBase& endpoint,
+                 py::handle routing_map,
+                 py::handle probs,
+                 PlainDispatch* plain) {
+  // Kernels read choices where they lie, and a map on a device is listed there.
+  if (endpoint.dlpack_device_type() != DlpackDevice{}.type || !endpoint.is_host_caller())
+    return false;
+  const int64_t num_tokens = plain->rows.num_rows;
+  const int64_t num_experts = endpoint.config().num_experts;
+  const auto map = view_per_token(endpoint, routing_map, kBool, num_tokens, num_experts);
+  const auto dense = view_weights(endpoint, probs, num_tokens, num_experts);
+  if (!map || !dense)
+    return false;
+  auto listed = std::make_shared<ListedChoices>(list_choices(*map, *dense));
+  plain->choices = {reinterpret_cast<std::byte*>(listed->topk_idx.data()),
+                    num_tokens,
+                    listed->num_topk,
+                    sizeof(int64_t)};
+  if (dense->element_bytes > 0)
+    plain->weights = {
+        listed->weights.data(), num_tokens, plain->choices.row_elements, dense->element_bytes};
+  plain->listed = std::move(listed);
+  return true;
+}
+
 std::optional<DType> summable(int32_t type) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64})
     if (dlpack_type(dtype) == type)
@@ -85,12 +115,33 @@ std::optional<TensorView> view_rows(const host::EndpointBase& endpoint,
 
 }  // namespace
 
+ListedChoices list_choices(const TensorView& map, const TensorView& probs) {
+  const layout::RoutingMap chosen{
+      reinterpret_cast<const uint8_t*>(map.data), map.num_rows, map.row_elements};
+  ListedChoices listed;
+  listed.num_topk = chosen.num_topk();
+  listed.topk_idx.resize(static_cast<size_t>(chosen.num_tokens * listed.num_topk));
+  chosen.list(listed.num_topk, listed.topk_idx.data());
+  if (probs.element_bytes == 0)
+    return listed;
+  listed.weights.resize(listed.topk_idx.size() * static_cast<size_t>(probs.element_bytes));
+  layout::gather_choices(listed.topk_idx.data(),
+                         chosen.num_tokens,
+                         listed.num_topk,
+                         probs.data,
+                         chosen.num_experts,
+                         probs.element_bytes,
+                         listed.weights.data());
+  return listed;
+}
+
 std::optional<PlainDispatch> view_plain_dispatch(const host::EndpointBase& endpoint,
                                                  py::handle x,
                                                  py::handle topk_idx,
                                                  py::handle topk_weights,
                                                  layout::RowLayout layout,
-                                                 int64_t expert_alignment) {
+                                                 int64_t expert_alignment,
+                                                 bool is_map) {
   const host::EndpointConfig& config = endpoint.config();
   PlainDispatch plain;
   const auto rows = view_rows(endpoint, x, &plain.row_type);
@@ -102,13 +153,19 @@ std::optional<PlainDispatch> view_plain_dispatch(const host::EndpointBase& endpo
     return std::nullopt;
   if (is_low_latency && expert_alignment != 1)
     return std::nullopt;
+  plain.rows = *rows;
+  if (is_map) {
+    if (!view_listed(endpoint, topk_idx, topk_weights, &plain) ||
+        (config.num_max_topk != 0 && plain.choices.row_elements != config.num_max_topk))
+      return std::nullopt;
+    return plain;
+  }
   const auto choices = view_per_token(endpoint, topk_idx, kInt64, num_tokens, config.num_max_topk);
   if (!choices)
     return std::nullopt;
   const auto weights = view_weights(endpoint, topk_weights, num_tokens, choices->row_elements);
   if (!weights)
     return std::nullopt;
-  plain.rows = *rows;
   plain.choices = *choices;
   plain.weights = *weights;
   return plain;

@@ -163,11 +163,12 @@ class NativeBackend(Backend):
         layout: Layout,
         expert_alignment: int,
         gradients: int,
+        is_map: bool = False,
     ) -> Operation[DispatchOutput] | None:
         if not self._has_plain_calls:
             return None
         native = self._endpoint.dispatch_plain(
-            x, topk_idx, topk_weights, layout, expert_alignment, gradients
+            x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map
         )
         if native is None:
             return None

@@ -157,6 +157,7 @@ class NativeEndpoint(Protocol):
         layout: int,
         expert_alignment: int,
         gradients: int,
+        is_map: bool,
     ) -> SubmittedDispatch | None:
         """An uncached dispatch; None where a glance at the arguments does not suffice."""
         ...
