@@ -230,12 +230,23 @@ class EpBuffer(Destroyable):
                     x, topk_idx, topk_weights, layout, expert_alignment, gradients
                 )
             if operation is None:
-                # The plan of a handle has its masks.
-                is_masking = handle is None and layout is Layout.LOW_LATENCY
-                masked = self._masked_ranks if is_masking else ()
-                given = (layout, expert_alignment, quantization, capacity, masked, copy, async_op)
+                masked = self._masked_ranks
+                if masked and (handle is not None or layout is not Layout.LOW_LATENCY):
+                    masked = ()  # the plan of a handle has its masks
                 # By hand: the constructor of a named tuple takes twice as long.
-                options = tuple.__new__(DispatchOptions, (*given, gradients))
+                options = tuple.__new__(
+                    DispatchOptions,
+                    (
+                        layout,
+                        expert_alignment,
+                        quantization,
+                        capacity,
+                        masked,
+                        copy,
+                        async_op,
+                        gradients,
+                    ),
+                )
                 operation = self._dispatch_by_rules(x, topk_idx, topk_weights, handle, options)
             output = None if async_op else operation.early
             places = (layout, expert_alignment, self.buffer_id, self.generation)

@@ -29,6 +29,7 @@ __all__ = [
 
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
+_CPU = torch.device("cpu")
 
 
 def check_copy_out(copy_out: bool | Literal["auto"]) -> bool | None:
@@ -52,9 +53,10 @@ def check_apart(name: str, written: torch.Tensor, **read: torch.Tensor | None) -
 
 def check_devices(device: torch.device, **tensors: object) -> None:
     """Every tensor among `tensors`, by name, lives on `device`."""
-    is_cpu = device.type == "cpu"
+    # A device makes the text of its type anew each time, and torch looks twice at what is no tensor.
+    is_cpu = device == _CPU or device.type == "cpu"
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
+        if tensor is None or not isinstance(tensor, torch.Tensor):
             continue
         if not (tensor.is_cpu if is_cpu else tensor.device == device):
             raise ValueError(f"{name} must be on {device}, got {tensor.device}")
