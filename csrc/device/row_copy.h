@@ -12,8 +12,8 @@ namespace moe::device {
 
 /// Stages of one warp, filled by bulk copies and emptied in the same order. An mbarrier each.
 ///
-/// Lane 0 issues all copies. Piece j, counted from 0, lies in stage j % kNumStages; a stage is
-/// filled again once the stores of what was in it have read it.
+/// Lane 0 issues the loads, any lane stores. Piece j, counted from 0, lies in stage j % kNumStages;
+/// a stage is filled again once the stores of what was in it have read it, each lane's its own.
 template <int kNumStages>
 class StageRing {
   static_assert(kNumStages >= 2, "loads and stores overlap");
@@ -35,10 +35,13 @@ class StageRing {
     return stages_ + stage_of(piece) * stage_bytes_;
   }
 
-  /// Lane 0, at most one piece ahead of what was stored; every piece before has been committed,
-  /// with stores or none.
+  /// All lanes of the warp call, at most one piece ahead of what was stored; every lane has
+  /// committed every piece before, with stores or none.
   MOE_DEVICE void load(int64_t piece, const std::byte* source, uint32_t bytes) {
     await_bulk_reads<kNumStages - 2>();
+    sync_warp();
+    if (lane_idx() != 0)
+      return;
     MBarrier* const barrier = barriers_ + stage_of(piece);
     arrive_expect(barrier, bytes);
     bulk_load(stage(piece), source, bytes, barrier);
@@ -110,6 +113,22 @@ MOE_DEVICE void copy_row(
             device::store(to + first + i * kWarpSize, units[i]);
       }
     }
+  });
+}
+
+/// Lanes copy words of @p unit bytes that lie so many bytes apart. All lanes of the warp call.
+MOE_DEVICE_CALLED void copy_words(std::byte* to,
+                                  int64_t to_step,
+                                  const std::byte* from,
+                                  int64_t from_step,
+                                  int num_words,
+                                  int unit) {
+  with_unit(unit, [&](auto kind) {
+    using Word = decltype(kind);
+#pragma unroll 1
+    for (int i = lane_idx(); i < num_words; i += kWarpSize)
+      device::store(reinterpret_cast<Word*>(to + i * to_step),
+                    device::load(reinterpret_cast<const Word*>(from + i * from_step)));
   });
 }
 

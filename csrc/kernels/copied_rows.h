@@ -50,22 +50,19 @@ struct CopyShape {
 class CopyWalk {
  public:
   struct Piece {
-    int64_t row_idx = 0;
-    int64_t origin_idx = 0;  ///< the row that it is a copy of
-    int64_t piece_idx = 0;
+    uint32_t row_idx = 0;
+    uint32_t origin_idx = 0;  ///< the row that it is a copy of
+    uint32_t piece_idx = 0;
   };
 
   /// @param num_pieces  of a row
-  MOE_DEVICE CopyWalk(const ReceiveParams& params, int64_t num_pieces)
+  MOE_DEVICE CopyWalk(const ReceiveParams& params, uint32_t num_pieces)
       : params_(params),
         peer_(params.tables.peers[params.buffer.rank_idx]),
         base_(device::load_constant(&peer_.rows)),
-        origins_(reinterpret_cast<const int32_t*>(
-            base_ + device::load_constant(&peer_.window.origins_offset))),
-        num_rows_(device::load_constant(params.tables.num_rows)),
         num_pieces_(num_pieces),
-        next_row_(static_cast<int64_t>(device::warp_idx()) * device::num_blocks() +
-                  device::block_idx()) {
+        next_row_(static_cast<uint32_t>(device::warp_idx() * device::num_blocks() +
+                                        device::block_idx())) {
     piece_.piece_idx = num_pieces;
   }
 
@@ -75,14 +72,13 @@ class CopyWalk {
       ++piece_.piece_idx;
       return true;
     }
-    while (copies_ == 0) {
-      if (next_row_ >= num_rows_)
+    while (copies_ == 0)
+      if (!look_at_rows())
         return false;
-      look_at_rows();
-    }
     const int lane = device::first_bit(copies_);
     copies_ &= copies_ - 1;
-    piece_ = {device::shuffle(lane_row_, lane), device::shuffle(lane_origin_, lane), 0};
+    piece_ = {
+        next_row_ - (device::kWarpSize - lane) * step(), device::shuffle(lane_origin_, lane), 0};
     return true;
   }
   MOE_DEVICE const Piece& piece() const { return piece_; }
@@ -106,50 +102,49 @@ class CopyWalk {
     const int unit = map.is_column_major ? static_cast<int>(map.scale_bytes)
                                          : device::widest_unit(static_cast<uint64_t>(bytes));
     const int64_t step = map.is_column_major ? map.step() : unit;
-    device::with_unit(unit, [&](auto kind) {
-      using Word = decltype(kind);
-      const int64_t num_words = bytes / static_cast<int64_t>(sizeof(Word));
-#pragma unroll 1
-      for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize)
-        device::store(reinterpret_cast<Word*>(to + word * step),
-                      device::load(reinterpret_cast<const Word*>(from + word * step)));
-    });
+    device::copy_words(to, step, from, step, static_cast<int>(bytes / unit), unit);
   }
 
  private:
-  /// A lane looks at one row.
-  MOE_DEVICE void look_at_rows() {
-    const auto num_warps = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
-    lane_row_ = next_row_ + device::lane_idx() * num_warps;
-    next_row_ += device::kWarpSize * num_warps;
-    bool is_copy = false;
-    if (lane_row_ < num_rows_ && is_filled(lane_row_)) {
-      lane_origin_ = device::load(origins_ + lane_row_);
-      is_copy = lane_origin_ != lane_row_;
+  /// From a row that a warp looks at to its next.
+  static MOE_DEVICE uint32_t step() {
+    return static_cast<uint32_t>(device::num_blocks() * device::num_warps());
+  }
+
+  /// A lane looks at one row. @return false behind the last.
+  MOE_DEVICE bool look_at_rows() {
+    const auto num_rows = static_cast<uint32_t>(device::load_constant(params_.tables.num_rows));
+    if (next_row_ >= num_rows)
+      return false;
+    const uint32_t row_idx = next_row_ + device::lane_idx() * step();
+    next_row_ += device::kWarpSize * step();
+    lane_origin_ = row_idx;
+    if (row_idx < num_rows && is_filled(row_idx)) {
+      const std::byte* const origins = base_ + device::load_constant(&peer_.window.origins_offset);
+      lane_origin_ = device::load(reinterpret_cast<const uint32_t*>(origins) + row_idx);
     }
-    copies_ = device::ballot(is_copy);
+    copies_ = device::ballot(lane_origin_ != row_idx);
+    return true;
   }
 
   /// What is not filled has an origin, too, but in a low-latency window, where nobody writes it.
-  MOE_DEVICE bool is_filled(int64_t row_idx) const {
+  MOE_DEVICE bool is_filled(uint32_t row_idx) const {
     const layout::Arrangement& arrangement = params_.arrangement;
     if (arrangement.layout != layout::RowLayout::kLowLatency)
       return true;
-    const int64_t expert_idx = row_idx / arrangement.rows_per_expert;
-    return row_idx - expert_idx * arrangement.rows_per_expert <
+    const auto rows_per_expert = static_cast<uint32_t>(arrangement.rows_per_expert);
+    const uint32_t expert_idx = row_idx / rows_per_expert;
+    return row_idx - expert_idx * rows_per_expert <
            device::load_constant(params_.tables.num_tokens_per_expert + expert_idx);
   }
 
   const ReceiveParams& params_;
   const Peer& peer_;
   std::byte* base_;
-  const int32_t* origins_;
-  int64_t num_rows_;
-  int64_t num_pieces_;
-  int64_t next_row_;         ///< of lane 0, in the batch that is looked at next
-  int64_t lane_row_ = 0;     ///< of this lane, in the last
-  int64_t lane_origin_ = 0;  ///< its origin
-  uint32_t copies_ = 0;      ///< lanes of the last whose rows are still to be copied
+  uint32_t num_pieces_;
+  uint32_t next_row_;         ///< of lane 0, in the batch that is looked at next
+  uint32_t lane_origin_ = 0;  ///< of this lane's row in the last
+  uint32_t copies_ = 0;       ///< lanes of the last whose rows are still to be copied
   Piece piece_;
 };
 
@@ -158,18 +153,16 @@ MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
                                     const CopyShape& shape,
                                     std::byte* memory) {
   const BulkPieces& pieces = shape.pieces;
-  CopyWalk walk(params, pieces.num_pieces);
+  CopyWalk walk(params, static_cast<uint32_t>(pieces.num_pieces));
   device::StageRing<CopyShape::kNumStages> ring(
       memory,
       pieces.piece_bytes,
       reinterpret_cast<device::MBarrier*>(memory + shape.barriers_offset));
-  const bool is_leader = device::lane_idx() == 0;
   const auto bytes_of = [&](const CopyWalk::Piece& piece) {
     return static_cast<uint32_t>(pieces.bytes_of(piece.piece_idx, params.row_bytes));
   };
   const auto load = [&](int64_t idx, const CopyWalk::Piece& piece) {
-    if (is_leader)
-      ring.load(idx, walk.origin(piece) + piece.piece_idx * pieces.piece_bytes, bytes_of(piece));
+    ring.load(idx, walk.origin(piece) + piece.piece_idx * pieces.piece_bytes, bytes_of(piece));
   };
   // What this block acquired of its peers is what bulk copies read.
   device::fence_proxy_async();
@@ -181,7 +174,7 @@ MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
     has_piece = walk.advance();
     if (has_piece)
       load(idx + 1, walk.piece());
-    if (is_leader) {
+    if (device::lane_idx() == 0) {
       ring.await(idx);
       device::bulk_store(
           walk.row(piece) + piece.piece_idx * pieces.piece_bytes, ring.stage(idx), bytes_of(piece));

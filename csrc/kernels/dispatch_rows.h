@@ -29,53 +29,8 @@ struct WarpMemory {
   MOE_DEVICE int64_t* slots(int set_idx, int num_slots) const {
     return reinterpret_cast<int64_t*>(base + shape.slots_offset) + set_idx * num_slots;
   }
-  /// Of these slots; null where rows have no origins.
-  MOE_DEVICE int32_t* origins(int set_idx, int num_slots) const {
-    return shape.has_origins
-               ? reinterpret_cast<int32_t*>(base + shape.origins_offset) + set_idx * num_slots
-               : nullptr;
-  }
   MOE_DEVICE std::byte* scales() const { return base + shape.scales_offset; }
 };
-
-/// The slots of one token, and which of them its rank writes.
-struct TokenSlots {
-  const int64_t* slots = nullptr;    ///< [num_slots]
-  const int32_t* origins = nullptr;  ///< [num_slots], or null where it writes the row to every slot
-
-  /// Slot @p i where the row is to be written, kNone where there is none or its rank copies it.
-  MOE_DEVICE int64_t written(int i) const {
-    const int64_t slot = device::load(slots + i);
-    const bool is_copy = origins != nullptr && slot != layout::Slot::kNone &&
-                         device::load(origins + i) != layout::Slot::row_idx(slot);
-    return is_copy ? layout::Slot::kNone : slot;
-  }
-};
-
-/// Finds the origin of the row in every slot of a token: the row of its first slot on the same rank
-/// where that is on another device, so that one row crosses to it; else the slot's own. All lanes
-/// of the warp call, and may read @p origins afterwards.
-MOE_DEVICE void find_origins(const DispatchParams& params, const int64_t* slots, int32_t* origins) {
-#pragma unroll 1
-  for (int i = device::lane_idx(); i < params.choices.num_slots; i += device::kWarpSize) {
-    const int64_t slot = device::load(slots + i);
-    int64_t origin = slot;
-    if (slot != layout::Slot::kNone) {
-      const int dst_rank = layout::Slot::rank_idx(slot);
-      const bool is_elsewhere = device::load_constant(params.buffer.is_elsewhere + dst_rank) != 0;
-#pragma unroll 1
-      for (int j = 0; is_elsewhere && j < i; ++j) {
-        const int64_t earlier = device::load(slots + j);
-        if (earlier == layout::Slot::kNone || layout::Slot::rank_idx(earlier) != dst_rank)
-          continue;
-        origin = earlier;
-        break;
-      }
-    }
-    device::store(origins + i, static_cast<int32_t>(layout::Slot::row_idx(origin)));
-  }
-  device::sync_warp();
-}
 
 /// Where rows lie on the ranks they are sent to.
 class Places {
@@ -89,9 +44,9 @@ class Places {
   MOE_DEVICE std::byte* window(int64_t slot) const {
     return device::load_constant(&peer(slot).rows);
   }
-  /// Null for no slot.
+  /// Where this rank writes a row: null for no slot, and for one that its rank copies the row to.
   MOE_DEVICE std::byte* row(int64_t slot) const {
-    if (slot == layout::Slot::kNone)
+    if (!layout::Slot::is_written(slot))
       return nullptr;
     return offset_ptr(window(slot), layout::Slot::row_idx(slot), params_.row_bytes);
   }
@@ -99,6 +54,45 @@ class Places {
  private:
   const DispatchParams& params_;
 };
+
+/// Finds the origin of the row in every slot of a token: the row of its first slot on the same rank
+/// where that is on another device, so that one row crosses to it; else the slot's own. Writes it
+/// beside the row, and marks the slots that are copies. All lanes of the warp call, and may read
+/// @p slots afterwards.
+/// @param slots  shared, [num_slots]
+MOE_DEVICE void mark_copies(const DispatchParams& params, int64_t* slots) {
+  using layout::Slot;
+  const int num_slots = params.choices.num_slots;
+#pragma unroll 1
+  for (int first = 0; first < num_slots; first += device::kWarpSize) {
+    const int i = first + device::lane_idx();
+    const int64_t slot = i < num_slots ? device::load(slots + i) : Slot::kNone;
+    const int dst_rank = Slot::rank_idx(slot);
+    const uint32_t same_rank = device::match_any(static_cast<uint32_t>(dst_rank));
+    int64_t origin = device::shuffle(slot, device::first_bit(same_rank));
+    if (slot != Slot::kNone) {
+      const bool is_elsewhere = device::load_constant(params.buffer.is_elsewhere + dst_rank) != 0;
+      if (!is_elsewhere)
+        origin = slot;
+#pragma unroll 1
+      for (int j = 0; is_elsewhere && j < first; ++j) {
+        const int64_t earlier = Slot::unmarked(device::load(slots + j));
+        if (earlier == Slot::kNone || Slot::rank_idx(earlier) != dst_rank)
+          continue;
+        origin = earlier;
+        break;
+      }
+      const Peer& peer = params.tables.peers[dst_rank];
+      std::byte* const origins =
+          device::load_constant(&peer.rows) + device::load_constant(&peer.window.origins_offset);
+      device::store(reinterpret_cast<int32_t*>(origins) + Slot::row_idx(slot),
+                    static_cast<int32_t>(Slot::row_idx(origin)));
+      if (origin != slot)
+        device::store(slots + i, slot | Slot::kIsCopy);
+    }
+    device::sync_warp();
+  }
+}
 
 MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
   layout::ScaleMap map;
@@ -113,7 +107,7 @@ MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
 
 /// What travels beside the row of one token.
 struct RowMetadata {
-  TokenSlots places;
+  const int64_t* slots;  ///< [num_slots]
   int num_slots;
   const std::byte* scales;   ///< of the row, one behind the other
   const std::byte* weights;  ///< [num_topk]
@@ -147,9 +141,9 @@ class RowMetadataWriter {
   }
 
   /// What travels beside the row of @p token_idx, to all its slots.
-  MOE_DEVICE void write(int64_t token_idx, const TokenSlots& places) const {
+  MOE_DEVICE void write(int64_t token_idx, const int64_t* slots) const {
     const int num_topk = params_.choices.num_topk;
-    write({places,
+    write({slots,
            params_.choices.num_slots,
            scales_,
            params_.weight_bytes == 0
@@ -162,8 +156,6 @@ class RowMetadataWriter {
   MOE_DEVICE void write(const RowMetadata& from) const {
     if (params_.num_scales > 0)
       write_scales(from);
-    if (from.places.origins != nullptr)
-      write_origins(from);
     if (params_.arrangement.is_by_rank())
       write_choices(from);
     else if (params_.weight_bytes > 0)
@@ -179,8 +171,8 @@ class RowMetadataWriter {
   MOE_DEVICE void write_scales(const RowMetadata& from) const {
 #pragma unroll 1
     for (int i = 0; i < from.num_slots; ++i) {
-      const int64_t slot = from.places.written(i);
-      if (slot == layout::Slot::kNone)
+      const int64_t slot = device::load(from.slots + i);
+      if (!layout::Slot::is_written(slot))
         continue;
       const layout::ReceiveWindow& window = places_.peer(slot).window;
       const layout::ScaleMap map = load_scale_map(&window.scales);
@@ -191,27 +183,8 @@ class RowMetadataWriter {
                            ? params_.scale_bytes
                            : device::widest_unit(static_cast<uint64_t>(scale_row_bytes()));
       const int64_t step = map.is_column_major ? map.step() : unit;
-      device::with_unit(unit, [&](auto kind) {
-        using Word = decltype(kind);
-        const int64_t num_words = scale_row_bytes() / static_cast<int64_t>(sizeof(Word));
-#pragma unroll 1
-        for (int64_t word = device::lane_idx(); word < num_words; word += device::kWarpSize)
-          device::store(reinterpret_cast<Word*>(place + word * step),
-                        device::load(reinterpret_cast<const Word*>(from.scales) + word));
-      });
-    }
-  }
-
-  MOE_DEVICE void write_origins(const RowMetadata& from) const {
-#pragma unroll 1
-    for (int i = device::lane_idx(); i < from.num_slots; i += device::kWarpSize) {
-      const int64_t slot = device::load(from.places.slots + i);
-      if (slot == layout::Slot::kNone)
-        continue;
-      std::byte* const origins =
-          places_.window(slot) + device::load_constant(&places_.peer(slot).window.origins_offset);
-      device::store(reinterpret_cast<int32_t*>(origins) + layout::Slot::row_idx(slot),
-                    device::load(from.places.origins + i));
+      device::copy_words(
+          place, step, from.scales, unit, static_cast<int>(scale_row_bytes() / unit), unit);
     }
   }
 
@@ -221,7 +194,7 @@ class RowMetadataWriter {
       using Weight = decltype(kind);
 #pragma unroll 1
       for (int k = device::lane_idx(); k < from.num_slots; k += device::kWarpSize) {
-        const int64_t slot = device::load(from.places.slots + k);
+        const int64_t slot = layout::Slot::unmarked(device::load(from.slots + k));
         if (slot == layout::Slot::kNone)
           continue;
         const auto weight = device::load(reinterpret_cast<const Weight*>(from.weights) + k);
@@ -251,7 +224,7 @@ class RowMetadataWriter {
           weight = device::load(reinterpret_cast<const Weight*>(from.weights) + k);
 #pragma unroll 1
         for (int i = 0; i < from.num_slots; ++i) {
-          const int64_t slot = device::load(from.places.slots + i);
+          const int64_t slot = device::load(from.slots + i);
           if (slot == layout::Slot::kNone)
             continue;
           const bool is_there = owner == layout::Slot::rank_idx(slot);
@@ -300,7 +273,7 @@ class RowWalk {
   struct Piece {
     int64_t token_idx = 0;
     int64_t piece_idx = 0;
-    TokenSlots places;  ///< shared
+    const int64_t* slots = nullptr;  ///< shared; see mark_copies()
   };
 
   MOE_DEVICE RowWalk(const DispatchParams& params, const WarpMemory& memory)
@@ -322,13 +295,12 @@ class RowWalk {
       const int64_t token_idx = next_token_;
       next_token_ += static_cast<int64_t>(device::num_blocks()) * device::num_warps();
       int64_t* const slots = memory_.slots(set_idx_, params_.choices.num_slots);
-      int32_t* const origins = memory_.origins(set_idx_, params_.choices.num_slots);
       if (!finder_.find(token_idx, slots))
         continue;
-      if (origins != nullptr)
-        find_origins(params_, slots, origins);
+      if (memory_.shape.has_origins)
+        mark_copies(params_, slots);
       set_idx_ = (set_idx_ + 1) % memory_.shape.num_stages;
-      piece_ = {token_idx, 0, {slots, origins}};
+      piece_ = {token_idx, 0, slots};
       return true;
     }
     return false;
@@ -463,16 +435,14 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
       memory.base, shape.stage_bytes, memory.barriers());
   ProgressShower progress(params.buffer);
   const int num_slots = params.choices.num_slots;
-  const bool is_leader = device::lane_idx() == 0;
   const auto bytes_of = [&](const RowWalk::Piece& piece) {
     return shape.pieces.bytes_of(piece.piece_idx, params.source_row_bytes);
   };
   const auto load = [&](int64_t idx, const RowWalk::Piece& piece) {
-    if (is_leader)
-      ring.load(idx,
-                offset_ptr(params.x, piece.token_idx, params.source_row_bytes) +
-                    piece.piece_idx * shape.pieces.piece_bytes,
-                static_cast<uint32_t>(bytes_of(piece)));
+    ring.load(idx,
+              offset_ptr(params.x, piece.token_idx, params.source_row_bytes) +
+                  piece.piece_idx * shape.pieces.piece_bytes,
+              static_cast<uint32_t>(bytes_of(piece)));
   };
   // What this rank's stream and its peers wrote so far is what bulk copies read and overwrite.
   device::fence_proxy_async();
@@ -489,10 +459,10 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
     const std::byte* stored = ring.stage(idx);
     int64_t stored_bytes = bytes_of(piece);
     int64_t offset = piece.piece_idx * shape.pieces.piece_bytes;
+    ring.await(idx);
     if constexpr (kQuantizes) {
       constexpr auto kElementBytes = static_cast<int64_t>(sizeof(typename Source::Bits));
       std::byte* const codes = memory.codes(ring.stage_of(idx));
-      ring.await(idx);
       offset /= kElementBytes;
       stored_bytes /= kElementBytes;
       quantize_piece<Source>(params.quantize,
@@ -510,16 +480,14 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
     } else if (is_last && params.num_scales > 0) {
       metadata.gather_scales(piece.token_idx);
     }
-    if (is_leader) {
-      if (!kQuantizes)
-        ring.await(idx);
-      for (int i = 0; i < num_slots; ++i)
-        if (std::byte* const row = places.row(piece.places.written(i)))
-          device::bulk_store(row + offset, stored, static_cast<uint32_t>(stored_bytes));
-      device::commit_bulk_stores();
-    }
+    // A lane stores to a slot: one that stored to all would find their places one after another.
+#pragma unroll 1
+    for (int i = device::lane_idx(); i < num_slots; i += device::kWarpSize)
+      if (std::byte* const row = places.row(device::load(piece.slots + i)))
+        device::bulk_store(row + offset, stored, static_cast<uint32_t>(stored_bytes));
+    device::commit_bulk_stores();
     if (is_last) {
-      metadata.write(piece.token_idx, piece.places);
+      metadata.write(piece.token_idx, piece.slots);
       progress.tick();
     }
     // Slots, codes and scale factors may be written over.
@@ -536,8 +504,6 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
   const SlotFinder finder(params);
   ProgressShower progress(params.buffer);
   int64_t* const slots = memory.slots(0, num_slots);
-  int32_t* const origins = memory.origins(0, num_slots);
-  const TokenSlots token{slots, origins};
   const int source_unit = device::widest_unit(reinterpret_cast<uint64_t>(params.x) |
                                               static_cast<uint64_t>(params.source_row_bytes));
   const int wire_unit = device::widest_unit(static_cast<uint64_t>(params.row_bytes));
@@ -549,10 +515,10 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
        token_idx += stride) {
     if (!finder.find(token_idx, slots))
       continue;
-    if (origins != nullptr)
-      find_origins(params, slots, origins);
+    if (memory.shape.has_origins)
+      mark_copies(params, slots);
     const std::byte* const row = offset_ptr(params.x, token_idx, params.source_row_bytes);
-    const auto place_of = [&](int i) { return places.row(token.written(i)); };
+    const auto place_of = [&](int i) { return places.row(device::load(slots + i)); };
     if constexpr (std::is_same_v<Source, Bytes>) {
       const int unit = source_unit < wire_unit ? source_unit : wire_unit;
       device::copy_row(row, params.row_bytes, unit, num_slots, place_of);
@@ -572,7 +538,7 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
                              });
       device::sync_warp();
     }
-    metadata.write(token_idx, token);
+    metadata.write(token_idx, slots);
     progress.tick();
     device::sync_warp();
   }

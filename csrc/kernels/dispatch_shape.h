@@ -35,7 +35,6 @@ struct BulkPieces {
 ///   [codes_offset, ...)    S * code_bytes: what they are quantized to
 ///   [barriers_offset, ...) S mbarriers
 ///   [slots_offset, ...)    S * K slots, int64
-///   [origins_offset, ...)  S * K int32: see TokenSlots; where rows have origins
 ///   [scales_offset, ...)   scale factors of one row
 /// Without bulk copies there are no stages and no mbarriers, and the slots of one token.
 ///
@@ -58,7 +57,6 @@ struct DispatchShape {
   int64_t codes_offset = 0;
   int64_t barriers_offset = 0;
   int64_t slots_offset = 0;
-  int64_t origins_offset = 0;
   int64_t scales_offset = 0;
   int64_t warp_bytes = 0;
   int64_t scratch_bytes = 0;
@@ -84,11 +82,9 @@ struct DispatchShape {
     shape.codes_offset = stages * shape.stage_bytes;
     shape.barriers_offset = shape.codes_offset + stages * shape.code_bytes;
     shape.slots_offset = shape.barriers_offset + stages * int64_t{8};
-    const int64_t num_slots = int64_t{shape.num_stages} * params.choices.num_slots;
     shape.has_origins = params.arrangement.has_origins;
-    shape.origins_offset = shape.slots_offset + 8 * num_slots;
     shape.scales_offset =
-        round_up(shape.origins_offset + (shape.has_origins ? 4 * num_slots : 0), 16);
+        round_up(shape.slots_offset + int64_t{8} * shape.num_stages * params.choices.num_slots, 16);
     shape.warp_bytes =
         round_up(shape.scales_offset + int64_t{params.num_scales} * params.scale_bytes, 128);
     shape.scratch_bytes = round_up(num_threads / 32 * int64_t{4} + 4, 128);

@@ -389,13 +389,14 @@ class ExchangeBlock {
 #pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
-      Peer peer{};
-      peer.window = window_of(rank_idx, num_recv_topk);
-      peer.is_sent_to = static_cast<int32_t>(sends(own_rank, rank_idx));
-      peer.is_received_from = static_cast<int32_t>(sends(rank_idx, own_rank));
+      Peer* const peer = params_.tables.peers + rank_idx;
+      std::byte* rows = nullptr;
+      const layout::ReceiveWindow window = window_of(rank_idx, num_recv_topk);
+      const auto needed_bytes = static_cast<uint64_t>(window.bytes);
+      // Before any wait, during which it would lie in registers.
+      store_struct(&peer->window, window);
       if (is_active(rank_idx)) {
         const Offer offer = offer_of(rank_idx);
-        const auto needed_bytes = static_cast<uint64_t>(peer.window.bytes);
         if (needed_bytes > offer.bytes) {
           is_short = true;
           if (rank_idx == own_rank && params_.host_read != nullptr)
@@ -403,11 +404,13 @@ class ExchangeBlock {
         } else if (peers_.moves_rows(rank_idx, sends) ||
                    (rank_idx == own_rank && needed_bytes > 0)) {
           // This rank's own window has padding, whichever ranks send rows.
-          has_come = has_come &&
-                     resolve(buffer_, site(layout::Phase::kOffers), rank_idx, offer, &peer.rows);
+          has_come =
+              has_come && resolve(buffer_, site(layout::Phase::kOffers), rank_idx, offer, &rows);
         }
       }
-      store_struct(params_.tables.peers + rank_idx, peer);
+      device::store(&peer->rows, rows);
+      device::store(&peer->is_sent_to, static_cast<int32_t>(sends(own_rank, rank_idx)));
+      device::store(&peer->is_received_from, static_cast<int32_t>(sends(rank_idx, own_rank)));
     }
     counts_.fill(params_.tables, num_recv_topk);
     if (!all(has_come))

@@ -163,7 +163,7 @@ class RailPacker {
                              });
       device::sync_warp();
     }
-    metadata.write(token_idx, {local_slots_, nullptr});
+    metadata.write(token_idx, local_slots_);
 #pragma unroll 1
     for (int i = 0; i < num_nodes; ++i)
       write_beside(token_idx, static_cast<int>(device::load(nodes_ + i)), record(i));
@@ -299,7 +299,7 @@ class RailForwarder {
                      num_slots,
                      [&](int i) { return places_.row(device::load(slots + i)); });
     RowMetadataWriter(params_, nullptr)
-        .write({{slots, nullptr},
+        .write({slots,
                 num_slots,
                 from + record.scales_offset,
                 from + record.weights_offset,

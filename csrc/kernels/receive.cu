@@ -11,6 +11,16 @@ namespace moe::kernels {
 
 namespace {
 
+/// A block waits until the rows are here.
+/// @param is_booked  by one block of the rank: its threads wait for the others
+/// @return the same on every thread: false where the kernel is to leave, or nothing moves.
+MOE_DEVICE bool await_rows(const ReceiveParams& params, bool is_booked) {
+  auto* const scratch = reinterpret_cast<int32_t*>(device::shared_memory());
+  if (block_has_left(params.buffer, scratch) || device::load(params.tables.may_move) == 0)
+    return false;
+  return await_done(params.buffer, params.tables, params.operation, scratch, is_booked);
+}
+
 // Grid: one block, whose threads wait for a rank each. Where rows are copied, any number of blocks:
 //   each waits by itself for all ranks, and its warps take rows in turn.
 // Protocol: the exchange of this operation filled the tables, and nothing has written them since. A
@@ -21,21 +31,20 @@ namespace {
 // Example: 3 ranks, rank 1 sends no rows here: threads 0 and 2 wait for a flag each. Rank 2 is on
 //   another device and has sent a token to row 4, of which row 9 is to be a copy; origins 4 and 4
 //   stand beside them, and the warp that comes to row 9 copies row 4 there.
-template <bool kBulk>
 MOE_KERNEL void receive(const ReceiveParams params) {
-  std::byte* const shared = device::shared_memory();
-  auto* const scratch = reinterpret_cast<int32_t*>(shared);
-  if (block_has_left(params.buffer, scratch) || device::load(params.tables.may_move) == 0)
-    return;
-  // One thread of the rank books that it waits for another.
+  await_rows(params, true);
+}
+
+/// Apart, as ranks of one device need none of its registers.
+template <bool kBulk>
+MOE_KERNEL void receive_copies(const ReceiveParams params) {
   const bool is_booked = device::block_idx() == 0;
-  if (!await_done(params.buffer, params.tables, params.operation, scratch, is_booked) ||
-      !params.arrangement.has_origins)
+  if (!await_rows(params, is_booked))
     return;
   if constexpr (kBulk && device::kHasBulkCopies) {
     const CopyShape shape = CopyShape::make(params, device::num_threads());
-    copy_by_bulk_copies(
-        params, shape, shared + shape.scratch_bytes + device::warp_idx() * shape.warp_bytes);
+    std::byte* const stages = device::shared_memory() + shape.scratch_bytes;
+    copy_by_bulk_copies(params, shape, stages + device::warp_idx() * shape.warp_bytes);
   } else {
     copy_by_loads(params);
   }
@@ -56,10 +65,12 @@ void launch_receive(const device::Launch& launch, const ReceiveParams& params) {
     shape.num_threads = std::min(launch.num_threads, num_waiting);
   }
   shape.shared_bytes = receive_shared_bytes(params, shape.num_threads);
-  if (CopyShape::make(params, shape.num_threads).is_bulk)
-    device::launch(&receive<true>, shape, params);
+  if (!params.arrangement.has_origins)
+    device::launch(&receive, shape, params);
+  else if (CopyShape::make(params, shape.num_threads).is_bulk)
+    device::launch(&receive_copies<true>, shape, params);
   else
-    device::launch(&receive<false>, shape, params);
+    device::launch(&receive_copies<false>, shape, params);
 }
 
 }  // namespace moe::kernels

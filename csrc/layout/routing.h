@@ -16,6 +16,9 @@ struct Slot {
   /// A bit that no slot has: marks the first of a token's in the requests of a combine across
   /// nodes.
   static constexpr int64_t kFirstOfToken = int64_t{1} << 62;
+  /// The same bit of the slots of a token whose row goes once to each rank: the rank of the slot
+  /// copies the row there. kNone has it, too.
+  static constexpr int64_t kIsCopy = int64_t{1} << 62;
 
   MOE_HOST_DEVICE static int64_t pack(int rank_idx, int64_t row_idx) {
     return (static_cast<int64_t>(rank_idx) << kRowBits) | row_idx;
@@ -23,6 +26,11 @@ struct Slot {
   MOE_HOST_DEVICE static int rank_idx(int64_t slot) { return static_cast<int>(slot >> kRowBits); }
   MOE_HOST_DEVICE static int64_t row_idx(int64_t slot) {
     return slot & ((int64_t{1} << kRowBits) - 1);
+  }
+  /// Whether there is a slot, and the sender writes the row there.
+  MOE_HOST_DEVICE static bool is_written(int64_t slot) { return (slot & kIsCopy) == 0; }
+  MOE_HOST_DEVICE static int64_t unmarked(int64_t slot) {
+    return slot == kNone ? kNone : slot & ~kIsCopy;
   }
 };
 
