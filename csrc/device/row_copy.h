@@ -20,7 +20,7 @@ class StageRing {
 
  public:
   /// All lanes of the warp call. @param stages, barriers  shared memory
-  MOE_DEVICE StageRing(std::byte* stages, int64_t stage_bytes, MBarrier* barriers)
+  MOE_DEVICE StageRing(std::byte* stages, int32_t stage_bytes, MBarrier* barriers)
       : stages_(stages), stage_bytes_(stage_bytes), barriers_(barriers) {
     if (lane_idx() == 0) {
       for (int i = 0; i < kNumStages; ++i)
@@ -30,14 +30,14 @@ class StageRing {
     sync_warp();
   }
 
-  static MOE_DEVICE int stage_of(int64_t piece) { return static_cast<int>(piece % kNumStages); }
-  MOE_DEVICE std::byte* stage(int64_t piece) const {
+  static MOE_DEVICE int stage_of(uint32_t piece) { return static_cast<int>(piece % kNumStages); }
+  MOE_DEVICE std::byte* stage(uint32_t piece) const {
     return stages_ + stage_of(piece) * stage_bytes_;
   }
 
   /// All lanes of the warp call, at most one piece ahead of what was stored; every lane has
   /// committed every piece before, with stores or none.
-  MOE_DEVICE void load(int64_t piece, const std::byte* source, uint32_t bytes) {
+  MOE_DEVICE void load(uint32_t piece, const std::byte* source, uint32_t bytes) {
     await_bulk_reads<kNumStages - 2>();
     sync_warp();
     if (lane_idx() != 0)
@@ -48,8 +48,8 @@ class StageRing {
   }
 
   /// Any lane that is to read the stage, or to store from it.
-  MOE_DEVICE void await(int64_t piece) {
-    const auto parity = static_cast<uint32_t>(piece / kNumStages % 2);
+  MOE_DEVICE void await(uint32_t piece) {
+    const uint32_t parity = piece / kNumStages % 2;
     while (!try_wait(barriers_ + stage_of(piece), parity))
       pause(kPauseNs);
   }
@@ -58,7 +58,7 @@ class StageRing {
   static constexpr uint32_t kPauseNs = 32;
 
   std::byte* stages_;
-  int64_t stage_bytes_;
+  int32_t stage_bytes_;
   MBarrier* barriers_;
 };
 
@@ -117,12 +117,12 @@ MOE_DEVICE void copy_row(
 }
 
 /// Lanes copy words of @p unit bytes that lie so many bytes apart. All lanes of the warp call.
-MOE_DEVICE_CALLED void copy_words(std::byte* to,
-                                  int64_t to_step,
-                                  const std::byte* from,
-                                  int64_t from_step,
-                                  int num_words,
-                                  int unit) {
+MOE_DEVICE void copy_strided(std::byte* to,
+                             int64_t to_step,
+                             const std::byte* from,
+                             int64_t from_step,
+                             int num_words,
+                             int unit) {
   with_unit(unit, [&](auto kind) {
     using Word = decltype(kind);
 #pragma unroll 1

@@ -50,12 +50,12 @@ class PairWalk {
 };
 
 /// The work of a combine, shared out over warps: one piece of the sum of one token, after another.
-/// Warps next to each other take adjacent pieces, so that a row is read from end to end at once.
+/// Adjacent pieces go to different SMs, which take them at once: few pieces leave none idle.
 class PieceWalk {
  public:
   MOE_DEVICE PieceWalk(const CombineParams& params, const RowPieces& pieces)
       : pairs_(
-            static_cast<uint32_t>(device::block_idx() * device::num_warps() + device::warp_idx()),
+            static_cast<uint32_t>(device::warp_idx() * device::num_blocks() + device::block_idx()),
             static_cast<uint32_t>(device::num_blocks() * device::num_warps()),
             static_cast<uint32_t>(pieces.num_pieces)),
         num_tokens_(params.num_tokens),

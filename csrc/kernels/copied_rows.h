@@ -21,7 +21,7 @@ struct CopyShape {
 
   bool is_bulk = false;
   BulkPieces pieces;
-  int64_t barriers_offset = 0;
+  int32_t barriers_offset = 0;
   int64_t warp_bytes = 0;
   int64_t scratch_bytes = 0;
 
@@ -52,11 +52,11 @@ class CopyWalk {
   struct Piece {
     uint32_t row_idx = 0;
     uint32_t origin_idx = 0;  ///< the row that it is a copy of
-    uint32_t piece_idx = 0;
+    int32_t piece_idx = 0;
   };
 
   /// @param num_pieces  of a row
-  MOE_DEVICE CopyWalk(const ReceiveParams& params, uint32_t num_pieces)
+  MOE_DEVICE CopyWalk(const ReceiveParams& params, int32_t num_pieces)
       : params_(params),
         peer_(params.tables.peers[params.buffer.rank_idx]),
         base_(device::load_constant(&peer_.rows)),
@@ -102,7 +102,7 @@ class CopyWalk {
     const int unit = map.is_column_major ? static_cast<int>(map.scale_bytes)
                                          : device::widest_unit(static_cast<uint64_t>(bytes));
     const int64_t step = map.is_column_major ? map.step() : unit;
-    device::copy_words(to, step, from, step, static_cast<int>(bytes / unit), unit);
+    device::copy_strided(to, step, from, step, static_cast<int>(bytes / unit), unit);
   }
 
  private:
@@ -141,7 +141,7 @@ class CopyWalk {
   const ReceiveParams& params_;
   const Peer& peer_;
   std::byte* base_;
-  uint32_t num_pieces_;
+  int32_t num_pieces_;
   uint32_t next_row_;         ///< of lane 0, in the batch that is looked at next
   uint32_t lane_origin_ = 0;  ///< of this lane's row in the last
   uint32_t copies_ = 0;       ///< lanes of the last whose rows are still to be copied
@@ -153,7 +153,7 @@ MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
                                     const CopyShape& shape,
                                     std::byte* memory) {
   const BulkPieces& pieces = shape.pieces;
-  CopyWalk walk(params, static_cast<uint32_t>(pieces.num_pieces));
+  CopyWalk walk(params, pieces.num_pieces);
   device::StageRing<CopyShape::kNumStages> ring(
       memory,
       pieces.piece_bytes,
@@ -161,15 +161,15 @@ MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
   const auto bytes_of = [&](const CopyWalk::Piece& piece) {
     return static_cast<uint32_t>(pieces.bytes_of(piece.piece_idx, params.row_bytes));
   };
-  const auto load = [&](int64_t idx, const CopyWalk::Piece& piece) {
-    ring.load(idx, walk.origin(piece) + piece.piece_idx * pieces.piece_bytes, bytes_of(piece));
+  const auto load = [&](uint32_t idx, const CopyWalk::Piece& piece) {
+    ring.load(idx, walk.origin(piece) + pieces.offset_of(piece.piece_idx), bytes_of(piece));
   };
   // What this block acquired of its peers is what bulk copies read.
   device::fence_proxy_async();
   bool has_piece = walk.advance();
   if (has_piece)
     load(0, walk.piece());
-  for (int64_t idx = 0; has_piece; ++idx) {
+  for (uint32_t idx = 0; has_piece; ++idx) {
     const CopyWalk::Piece piece = walk.piece();
     has_piece = walk.advance();
     if (has_piece)
@@ -177,7 +177,7 @@ MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
     if (device::lane_idx() == 0) {
       ring.await(idx);
       device::bulk_store(
-          walk.row(piece) + piece.piece_idx * pieces.piece_bytes, ring.stage(idx), bytes_of(piece));
+          walk.row(piece) + pieces.offset_of(piece.piece_idx), ring.stage(idx), bytes_of(piece));
       device::commit_bulk_stores();
     }
     if (piece.piece_idx + 1 == pieces.num_pieces)

@@ -1,5 +1,7 @@
 #include "kernels/dispatch.h"
 
+#include <algorithm>
+
 #include "device/primitives.h"
 #include "kernels/dispatch_rows.h"
 #include "kernels/finish.h"
@@ -9,7 +11,8 @@ namespace moe::kernels {
 
 namespace {
 
-// Grid: any number of blocks; warps take tokens in turn, and the rows of the padding.
+// Grid: any number of blocks; warps take tokens in turn, several a row where tokens are few, and
+//   the rows of the padding.
 // Protocol: the exchange in front of this kernel acquired the rows of every peer, which hand their
 //   windows to this rank. Rows and what travels beside them are written until the blocks have
 //   counted themselves in finish_rows(), whose done flags hand the windows back. Nothing here waits
@@ -35,6 +38,21 @@ MOE_KERNEL void dispatch(const DispatchParams params) {
 }
 
 }  // namespace
+
+int num_row_parts(const device::Launch& launch, const DispatchParams& params) {
+  /// What a warp reads of a row at once, and quantizes at once.
+  constexpr int64_t kLeastBytes = 512;
+  if (params.choices.num_tokens == 0)
+    return 1;
+  const int64_t num_warps = int64_t{launch.num_blocks} * (launch.num_threads / device::kWarpSize);
+  const int64_t least_bytes =
+      params.quantize.is_on
+          ? DispatchShape::kPartElements * int64_t{element_bytes(params.quantize.dtype)}
+          : kLeastBytes;
+  const int64_t num_parts =
+      std::min(num_warps / params.choices.num_tokens, params.source_row_bytes / least_bytes);
+  return static_cast<int>(std::max<int64_t>(num_parts, 1));
+}
 
 size_t dispatch_shared_bytes(const DispatchParams& params, int num_threads) {
   return static_cast<size_t>(DispatchShape::make(params, num_threads).shared_bytes(num_threads));

@@ -40,7 +40,8 @@ struct DispatchParams {
 
   layout::Arrangement arrangement;
   int32_t with_topk_idx = 0;
-  int32_t is_plain = 0;  ///< loads and stores instead of bulk copies
+  int32_t is_plain = 0;   ///< loads and stores instead of bulk copies
+  int32_t num_parts = 1;  ///< warps that share a row, see num_row_parts()
 };
 
 /// Sends: moves rows to their final slots, zeroes this rank's padding and releases done flags.
@@ -49,6 +50,9 @@ struct DispatchParams {
 /// @param launch  num_blocks is the number of SMs to use.
 /// @throws InvalidArgument  rows of that dtype cannot be quantized.
 void launch_dispatch(const device::Launch& launch, const DispatchParams& params);
+/// Warps that are to share a row: where there are fewer rows than warps they are cut, so that all
+/// SMs have some.
+int num_row_parts(const device::Launch& launch, const DispatchParams& params);
 /// Shared memory of a block of @p num_threads for rows of that size.
 size_t dispatch_shared_bytes(const DispatchParams& params, int num_threads);
 

@@ -56,11 +56,11 @@ class Places {
 };
 
 /// Finds the origin of the row in every slot of a token: the row of its first slot on the same rank
-/// where that is on another device, so that one row crosses to it; else the slot's own. Writes it
-/// beside the row, and marks the slots that are copies. All lanes of the warp call, and may read
-/// @p slots afterwards.
+/// where that is on another device, so that one row crosses to it; else the slot's own. Marks the
+/// slots that are copies. All lanes of the warp call, and may read @p slots afterwards.
 /// @param slots  shared, [num_slots]
-MOE_DEVICE void mark_copies(const DispatchParams& params, int64_t* slots) {
+/// @param is_first  of the warps that share the row: it writes the origins beside the rows
+MOE_DEVICE void mark_copies(const DispatchParams& params, int64_t* slots, bool is_first) {
   using layout::Slot;
   const int num_slots = params.choices.num_slots;
 #pragma unroll 1
@@ -85,8 +85,9 @@ MOE_DEVICE void mark_copies(const DispatchParams& params, int64_t* slots) {
       const Peer& peer = params.tables.peers[dst_rank];
       std::byte* const origins =
           device::load_constant(&peer.rows) + device::load_constant(&peer.window.origins_offset);
-      device::store(reinterpret_cast<int32_t*>(origins) + Slot::row_idx(slot),
-                    static_cast<int32_t>(Slot::row_idx(origin)));
+      if (is_first)
+        device::store(reinterpret_cast<int32_t*>(origins) + Slot::row_idx(slot),
+                      static_cast<int32_t>(Slot::row_idx(origin)));
       if (origin != slot)
         device::store(slots + i, slot | Slot::kIsCopy);
     }
@@ -105,11 +106,10 @@ MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
   return map;
 }
 
-/// What travels beside the row of one token.
+/// What travels beside the row of one token but its scale factors.
 struct RowMetadata {
   const int64_t* slots;  ///< [num_slots]
   int num_slots;
-  const std::byte* scales;   ///< of the row, one behind the other
   const std::byte* weights;  ///< [num_topk]
   const int64_t* topk_idx;   ///< [num_topk], by rank
   int num_topk;
@@ -140,12 +140,11 @@ class RowMetadataWriter {
     device::sync_warp();
   }
 
-  /// What travels beside the row of @p token_idx, to all its slots.
+  /// What travels beside the row of @p token_idx but its scale factors, to all its slots.
   MOE_DEVICE void write(int64_t token_idx, const int64_t* slots) const {
     const int num_topk = params_.choices.num_topk;
     write({slots,
            params_.choices.num_slots,
-           scales_,
            params_.weight_bytes == 0
                ? nullptr
                : params_.weights + token_idx * num_topk * params_.weight_bytes,
@@ -154,24 +153,42 @@ class RowMetadataWriter {
            num_topk});
   }
   MOE_DEVICE void write(const RowMetadata& from) const {
-    if (params_.num_scales > 0)
-      write_scales(from);
     if (params_.arrangement.is_by_rank())
       write_choices(from);
     else if (params_.weight_bytes > 0)
       write_weights(from);
   }
 
- private:
-  MOE_DEVICE int64_t scale_row_bytes() const {
-    return int64_t{params_.num_scales} * params_.scale_bytes;
+  /// Scale factors of a row of which this warp has moved a piece: of the piece where it has
+  /// quantized it and other warps the others, else of all of it behind the last piece.
+  /// @param first, num_elements  of the piece
+  template <bool kQuantizes>
+  MOE_DEVICE void write_scales(const int64_t* slots,
+                               bool is_last,
+                               int64_t first,
+                               int32_t num_elements) const {
+    int begin = 0;
+    int end = scale_row_bytes();
+    if (kQuantizes && params_.num_parts > 1) {
+      const auto format = static_cast<device::ScaleFormat>(params_.quantize.scale_format);
+      const int factor_bytes = format == device::ScaleFormat::kUe8m0 ? 1 : 4;
+      begin = static_cast<int>(first) / params_.quantize.block * factor_bytes;
+      // What follows the factors of the last piece in their word is 0.
+      if (!is_last)
+        end = static_cast<int>(first + num_elements) / params_.quantize.block * factor_bytes;
+    } else if (!is_last) {
+      return;
+    }
+    write_scales(slots, params_.choices.num_slots, scales_, begin, end);
   }
 
-  /// Where the row goes: whoever copies it copies its factors, which are more than its origin.
-  MOE_DEVICE void write_scales(const RowMetadata& from) const {
+  /// Those bytes of the scale factors of a row, whole words, to where the row goes: whoever copies
+  /// it copies them, too.
+  MOE_DEVICE void write_scales(
+      const int64_t* slots, int num_slots, const std::byte* scales, int begin, int end) const {
 #pragma unroll 1
-    for (int i = 0; i < from.num_slots; ++i) {
-      const int64_t slot = device::load(from.slots + i);
+    for (int i = 0; i < num_slots; ++i) {
+      const int64_t slot = device::load(slots + i);
       if (!layout::Slot::is_written(slot))
         continue;
       const layout::ReceiveWindow& window = places_.peer(slot).window;
@@ -179,15 +196,20 @@ class RowMetadataWriter {
       std::byte* const place = places_.window(slot) + device::load_constant(&window.scales_offset) +
                                map.place(layout::Slot::row_idx(slot));
       // The factors of a row lie together: a few wide words do.
-      const int unit = map.is_column_major
-                           ? params_.scale_bytes
-                           : device::widest_unit(static_cast<uint64_t>(scale_row_bytes()));
+      const int unit =
+          map.is_column_major
+              ? params_.scale_bytes
+              : device::widest_unit(static_cast<uint64_t>(scale_row_bytes() | begin | end));
       const int64_t step = map.is_column_major ? map.step() : unit;
-      device::copy_words(
-          place, step, from.scales, unit, static_cast<int>(scale_row_bytes() / unit), unit);
+      device::copy_strided(
+          place + begin / unit * step, step, scales + begin, unit, (end - begin) / unit, unit);
     }
   }
 
+  /// Bytes of the scale factors of a row.
+  MOE_DEVICE int scale_row_bytes() const { return params_.num_scales * params_.scale_bytes; }
+
+ private:
   /// The weight of choice k goes to slot k.
   MOE_DEVICE void write_weights(const RowMetadata& from) const {
     device::with_unit(params_.weight_bytes, [&](auto kind) {
@@ -266,41 +288,44 @@ class RowMetadataWriter {
   std::byte* scales_;
 };
 
-/// The pieces of the rows that a warp moves, in order. Tokens without a slot are passed by: nobody
-/// reads their rows. All lanes of the warp call.
+/// The pieces of the rows that a warp moves, in order: every DispatchParams::num_parts-th of a row.
+/// Tokens without a slot are passed by: nobody reads their rows. All lanes of the warp call.
 class RowWalk {
  public:
   struct Piece {
-    int64_t token_idx = 0;
-    int64_t piece_idx = 0;
+    int32_t token_idx = 0;
+    int32_t piece_idx = 0;
     const int64_t* slots = nullptr;  ///< shared; see mark_copies()
   };
 
   MOE_DEVICE RowWalk(const DispatchParams& params, const WarpMemory& memory)
-      : params_(params),
-        finder_(params),
-        memory_(memory),
-        next_token_(static_cast<int64_t>(device::warp_idx()) * device::num_blocks() +
-                    device::block_idx()) {
+      : params_(params), finder_(params), memory_(memory) {
+    // Warps that share rows are on different SMs.
+    const int warp = device::warp_idx() * device::num_blocks() + device::block_idx();
+    part_ = warp % params.num_parts;
+    const int group = warp / params.num_parts;
+    const bool has_rows = group < num_groups() && part_ < memory.shape.pieces.num_pieces;
+    next_token_ = has_rows ? group : num_tokens();
     piece_.piece_idx = memory.shape.pieces.num_pieces;
   }
 
   /// Moves to the next piece. @return false behind the last.
   MOE_DEVICE bool advance() {
-    if (piece_.piece_idx + 1 < memory_.shape.pieces.num_pieces) {
-      ++piece_.piece_idx;
+    if (piece_.piece_idx + params_.num_parts < memory_.shape.pieces.num_pieces) {
+      piece_.piece_idx += params_.num_parts;
       return true;
     }
-    for (; next_token_ < params_.choices.num_tokens;) {
-      const int64_t token_idx = next_token_;
-      next_token_ += static_cast<int64_t>(device::num_blocks()) * device::num_warps();
+    while (next_token_ < num_tokens()) {
+      const int32_t token_idx = next_token_;
+      next_token_ += num_groups();
       int64_t* const slots = memory_.slots(set_idx_, params_.choices.num_slots);
-      if (!finder_.find(token_idx, slots))
+      const bool is_first = part_ == 0;
+      if (!finder_.find(token_idx, slots, is_first))
         continue;
-      if (memory_.shape.has_origins)
-        mark_copies(params_, slots);
+      if (params_.arrangement.has_origins)
+        mark_copies(params_, slots, is_first);
       set_idx_ = (set_idx_ + 1) % memory_.shape.num_stages;
-      piece_ = {token_idx, 0, slots};
+      piece_ = {token_idx, part_, slots};
       return true;
     }
     return false;
@@ -308,10 +333,17 @@ class RowWalk {
   MOE_DEVICE const Piece& piece() const { return piece_; }
 
  private:
+  MOE_DEVICE int32_t num_tokens() const { return static_cast<int32_t>(params_.choices.num_tokens); }
+  /// Of warps that share rows.
+  MOE_DEVICE int num_groups() const {
+    return device::num_blocks() * device::num_warps() / params_.num_parts;
+  }
+
   const DispatchParams& params_;
   SlotFinder finder_;
   const WarpMemory& memory_;
-  int64_t next_token_;
+  int32_t next_token_;
+  int32_t part_;  ///< of rows: the first piece that this warp moves
   int set_idx_ = 0;
   Piece piece_;
 };
@@ -346,7 +378,7 @@ void with_source(const Quantize& quantize, const Launch& launch) {
 /// @param unit   bytes that divide the address of every lane's first element
 template <typename Number>
 MOE_DEVICE void load_elements(const std::byte* from,
-                              int64_t num_elements,
+                              int32_t num_elements,
                               int unit,
                               float (&values)[device::kLaneElements]) {
   using Bits = typename Number::Bits;
@@ -372,7 +404,7 @@ MOE_DEVICE void load_elements(const std::byte* from,
 /// Stores a lane's codes, of which @p num_codes count. @param unit  bytes that divide the address
 MOE_DEVICE void store_codes(std::byte* to,
                             const device::Bytes16& codes,
-                            int64_t num_codes,
+                            int32_t num_codes,
                             int unit) {
   if (unit == 16 && num_codes == device::kLaneElements) {
     device::store(reinterpret_cast<device::Bytes16*>(to), codes);
@@ -400,18 +432,18 @@ template <typename Number, typename Put>
 MOE_DEVICE void quantize_piece(const Quantize& quantize,
                                const std::byte* piece,
                                int64_t first,
-                               int64_t num_elements,
+                               int32_t num_elements,
                                int unit,
                                std::byte* scales,
                                const Put& put) {
   const auto format = static_cast<device::ScaleFormat>(quantize.scale_format);
-  for (int64_t group = 0; group < num_elements; group += device::kWarpElements) {
-    const int64_t own = group + device::lane_idx() * device::kLaneElements;
-    int64_t num_own = num_elements - own;
+  for (int32_t group = 0; group < num_elements; group += device::kWarpElements) {
+    const int32_t own = group + device::lane_idx() * device::kLaneElements;
+    int32_t num_own = num_elements - own;
     num_own = num_own < 0 ? 0 : num_own < device::kLaneElements ? num_own : device::kLaneElements;
     float values[device::kLaneElements];
     load_elements<Number>(
-        piece + own * static_cast<int64_t>(sizeof(typename Number::Bits)), num_own, unit, values);
+        piece + own * static_cast<int32_t>(sizeof(typename Number::Bits)), num_own, unit, values);
     device::BlockScale scale;
     const device::Bytes16 codes = device::quantize_elements(values, quantize.block, format, &scale);
     if (num_own == 0)
@@ -438,10 +470,10 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
   const auto bytes_of = [&](const RowWalk::Piece& piece) {
     return shape.pieces.bytes_of(piece.piece_idx, params.source_row_bytes);
   };
-  const auto load = [&](int64_t idx, const RowWalk::Piece& piece) {
+  const auto load = [&](uint32_t idx, const RowWalk::Piece& piece) {
     ring.load(idx,
               offset_ptr(params.x, piece.token_idx, params.source_row_bytes) +
-                  piece.piece_idx * shape.pieces.piece_bytes,
+                  shape.pieces.offset_of(piece.piece_idx),
               static_cast<uint32_t>(bytes_of(piece)));
   };
   // What this rank's stream and its peers wrote so far is what bulk copies read and overwrite.
@@ -450,18 +482,18 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
   bool has_piece = walk.advance();
   if (has_piece)
     load(0, walk.piece());
-  for (int64_t idx = 0; has_piece; ++idx) {
+  for (uint32_t idx = 0; has_piece; ++idx) {
     const RowWalk::Piece piece = walk.piece();
     has_piece = walk.advance();
     if (has_piece)
       load(idx + 1, walk.piece());
     const bool is_last = piece.piece_idx + 1 == shape.pieces.num_pieces;
     const std::byte* stored = ring.stage(idx);
-    int64_t stored_bytes = bytes_of(piece);
-    int64_t offset = piece.piece_idx * shape.pieces.piece_bytes;
+    int32_t stored_bytes = bytes_of(piece);
+    int64_t offset = shape.pieces.offset_of(piece.piece_idx);
     ring.await(idx);
     if constexpr (kQuantizes) {
-      constexpr auto kElementBytes = static_cast<int64_t>(sizeof(typename Source::Bits));
+      constexpr auto kElementBytes = static_cast<int32_t>(sizeof(typename Source::Bits));
       std::byte* const codes = memory.codes(ring.stage_of(idx));
       offset /= kElementBytes;
       stored_bytes /= kElementBytes;
@@ -471,7 +503,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
                              stored_bytes,
                              16,
                              memory.scales(),
-                             [&](int64_t element, const device::Bytes16& own, int64_t num_own) {
+                             [&](int32_t element, const device::Bytes16& own, int32_t num_own) {
                                store_codes(codes + element, own, num_own, 16);
                              });
       stored = codes;
@@ -486,10 +518,11 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
       if (std::byte* const row = places.row(device::load(piece.slots + i)))
         device::bulk_store(row + offset, stored, static_cast<uint32_t>(stored_bytes));
     device::commit_bulk_stores();
-    if (is_last) {
+    if (params.num_scales > 0)
+      metadata.write_scales<kQuantizes>(piece.slots, is_last, offset, stored_bytes);
+    if (is_last)
       metadata.write(piece.token_idx, piece.slots);
-      progress.tick();
-    }
+    progress.tick();
     // Slots, codes and scale factors may be written over.
     device::sync_warp();
   }
@@ -498,47 +531,56 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
 /// Moves the rows of this warp's tokens by loads and stores.
 template <typename Source>
 MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& memory) {
+  constexpr bool kQuantizes = !std::is_same_v<Source, Bytes>;
+  const BulkPieces& pieces = memory.shape.pieces;
   const Places places(params);
   const RowMetadataWriter metadata(params, memory.scales());
   const int num_slots = params.choices.num_slots;
-  const SlotFinder finder(params);
+  RowWalk walk(params, memory);
   ProgressShower progress(params.buffer);
-  int64_t* const slots = memory.slots(0, num_slots);
   const int source_unit = device::widest_unit(reinterpret_cast<uint64_t>(params.x) |
                                               static_cast<uint64_t>(params.source_row_bytes));
   const int wire_unit = device::widest_unit(static_cast<uint64_t>(params.row_bytes));
   metadata.clear_scales();
-  const int64_t stride = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
-  for (int64_t token_idx =
-           static_cast<int64_t>(device::warp_idx()) * device::num_blocks() + device::block_idx();
-       token_idx < params.choices.num_tokens;
-       token_idx += stride) {
-    if (!finder.find(token_idx, slots))
-      continue;
-    if (memory.shape.has_origins)
-      mark_copies(params, slots);
-    const std::byte* const row = offset_ptr(params.x, token_idx, params.source_row_bytes);
-    const auto place_of = [&](int i) { return places.row(device::load(slots + i)); };
-    if constexpr (std::is_same_v<Source, Bytes>) {
-      const int unit = source_unit < wire_unit ? source_unit : wire_unit;
-      device::copy_row(row, params.row_bytes, unit, num_slots, place_of);
-      if (params.num_scales > 0)
-        metadata.gather_scales(token_idx);
-    } else {
+  while (walk.advance()) {
+    const RowWalk::Piece& piece = walk.piece();
+    const bool is_last = piece.piece_idx + 1 == pieces.num_pieces;
+    const int64_t source_offset = pieces.offset_of(piece.piece_idx);
+    const int32_t source_bytes = pieces.bytes_of(piece.piece_idx, params.source_row_bytes);
+    const std::byte* const source =
+        offset_ptr(params.x, piece.token_idx, params.source_row_bytes) + source_offset;
+    int64_t offset = source_offset;
+    int32_t stored_bytes = source_bytes;
+    const auto place_of = [&](int i) {
+      std::byte* const row = places.row(device::load(piece.slots + i));
+      return row == nullptr ? nullptr : row + offset;
+    };
+    if constexpr (kQuantizes) {
+      constexpr auto kElementBytes = static_cast<int32_t>(sizeof(typename Source::Bits));
+      offset /= kElementBytes;
+      stored_bytes /= kElementBytes;
       quantize_piece<Source>(params.quantize,
-                             row,
-                             0,
-                             params.row_bytes,
+                             source,
+                             offset,
+                             stored_bytes,
                              source_unit,
                              memory.scales(),
-                             [&](int64_t element, const device::Bytes16& codes, int64_t num_own) {
+                             [&](int32_t element, const device::Bytes16& codes, int32_t num_own) {
                                for (int i = 0; i < num_slots; ++i)
                                  if (std::byte* const place = place_of(i))
                                    store_codes(place + element, codes, num_own, wire_unit);
                              });
       device::sync_warp();
+    } else {
+      const int unit = source_unit < wire_unit ? source_unit : wire_unit;
+      device::copy_row(source, source_bytes, unit, num_slots, place_of);
+      if (is_last && params.num_scales > 0)
+        metadata.gather_scales(piece.token_idx);
     }
-    metadata.write(token_idx, slots);
+    if (params.num_scales > 0)
+      metadata.write_scales<kQuantizes>(piece.slots, is_last, offset, stored_bytes);
+    if (is_last)
+      metadata.write(piece.token_idx, piece.slots);
     progress.tick();
     device::sync_warp();
   }

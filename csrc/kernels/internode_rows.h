@@ -163,6 +163,9 @@ class RailPacker {
                              });
       device::sync_warp();
     }
+    if (params_.num_scales > 0)
+      metadata.write_scales(
+          local_slots_, params_.choices.num_slots, scales_, 0, metadata.scale_row_bytes());
     metadata.write(token_idx, local_slots_);
 #pragma unroll 1
     for (int i = 0; i < num_nodes; ++i)
@@ -298,13 +301,15 @@ class RailForwarder {
                      device::widest_unit(static_cast<uint64_t>(params_.row_bytes)),
                      num_slots,
                      [&](int i) { return places_.row(device::load(slots + i)); });
-    RowMetadataWriter(params_, nullptr)
-        .write({slots,
-                num_slots,
-                from + record.scales_offset,
-                from + record.weights_offset,
-                reinterpret_cast<const int64_t*>(from + record.ids_offset),
-                num_topk});
+    const RowMetadataWriter metadata(params_, nullptr);
+    if (params_.num_scales > 0)
+      metadata.write_scales(
+          slots, num_slots, from + record.scales_offset, 0, metadata.scale_row_bytes());
+    metadata.write({slots,
+                    num_slots,
+                    from + record.weights_offset,
+                    reinterpret_cast<const int64_t*>(from + record.ids_offset),
+                    num_topk});
   }
 
   const DispatchParams& params_;

@@ -23,18 +23,19 @@ class SlotFinder {
 
   /// Writes the slots of a token to @p slots (shared, [num_slots]) and, where no handle has them
   /// already, to DispatchParams::slots.
+  /// @param is_first  of the warps that ask for this token: the others leave DispatchParams::slots
   /// @return whether there are any, the same on every lane; lanes may then read @p slots.
-  MOE_DEVICE bool find(int64_t token_idx, int64_t* slots) const {
+  MOE_DEVICE bool find(int64_t token_idx, int64_t* slots, bool is_first = true) const {
     const bool has_any = params_.choices.is_by_rank != 0 && params_.is_cached == 0
-                             ? find_by_rank(token_idx, slots)
-                             : find_by_choice(token_idx, slots);
+                             ? find_by_rank(token_idx, slots, is_first)
+                             : find_by_choice(token_idx, slots, is_first);
     device::sync_warp();
     return has_any;
   }
 
  private:
   /// A lane finds the slot of one choice, or reads what the handle says.
-  MOE_DEVICE bool find_by_choice(int64_t token_idx, int64_t* slots) const {
+  MOE_DEVICE bool find_by_choice(int64_t token_idx, int64_t* slots, bool is_first) const {
     const int num_slots = params_.choices.num_slots;
     bool has_any = false;
     for (int first = 0; first < num_slots; first += device::kWarpSize) {
@@ -49,7 +50,8 @@ class SlotFinder {
               token_idx,
               i,
               device::load(params_.choices.topk_idx + token_idx * params_.choices.num_topk + i));
-          device::store(place, slot);
+          if (is_first)
+            device::store(place, slot);
         }
         device::store(slots + i, slot);
       }
@@ -66,7 +68,7 @@ class SlotFinder {
   }
 
   /// Entry i is for the i-th distinct rank, ascending: each is the least that is above the last.
-  MOE_DEVICE bool find_by_rank(int64_t token_idx, int64_t* slots) const {
+  MOE_DEVICE bool find_by_rank(int64_t token_idx, int64_t* slots, bool is_first) const {
     const int num_slots = params_.choices.num_slots;
     const int own = rank_of_choice(token_idx, device::lane_idx());
     int last = -1;
@@ -82,7 +84,8 @@ class SlotFinder {
       if (least < params_.buffer.num_ranks)
         slot = pack(token_idx, i, params_.buffer.num_experts + least, least);
       if (device::lane_idx() == 0) {
-        device::store(params_.slots + token_idx * num_slots + i, slot);
+        if (is_first)
+          device::store(params_.slots + token_idx * num_slots + i, slot);
         device::store(slots + i, slot);
       }
       last = least;

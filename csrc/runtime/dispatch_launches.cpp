@@ -168,6 +168,7 @@ void DispatchLaunches::send_rows() const {
   while (launch.num_threads > 32 && kernels::dispatch_shared_bytes(params, launch.num_threads) >
                                         endpoint_.device().max_shared_bytes())
     launch.num_threads /= 2;
+  params.num_parts = kernels::num_row_parts(launch, params);
   launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
   if (launch.shared_bytes > endpoint_.device().max_shared_bytes()) {
     params.is_plain = 1;

@@ -50,6 +50,74 @@ Case quantized(Case test, DType dtype, int64_t hidden, int block, host::ScaleFor
   return test;
 }
 
+/// The kernel on 24 SMs.
+device::Launch usual_launch() {
+  device::Launch launch;
+  launch.num_blocks = 24;
+  launch.num_threads = 256;
+  return launch;
+}
+
+int parts_of(int64_t num_tokens, int64_t row_bytes, bool is_quantized) {
+  kernels::DispatchParams params;
+  params.choices.num_tokens = num_tokens;
+  params.source_row_bytes = row_bytes;
+  params.quantize.is_on = is_quantized ? 1 : 0;
+  return kernels::num_row_parts(usual_launch(), params);
+}
+
+void expect_parts(int found, int wanted, const char* what) {
+  if (found != wanted)
+    throw InvalidArgument(concat(found, " warps share ", what, ", wanted ", wanted));
+}
+
+void check_parts() {
+  expect_parts(parts_of(4096, 14336, false), 1, "a row of many");
+  expect_parts(parts_of(128, 14336, false), 1, "a row of 128");
+  expect_parts(parts_of(96, 14336, false), 2, "a row of 96");
+  expect_parts(parts_of(8, 14336, false), 24, "a row of 8");
+  expect_parts(parts_of(1, 14336, false), 28, "the only row");
+  expect_parts(parts_of(8, 14336, true), 14, "a quantized row of 8");
+  expect_parts(parts_of(8, 1000, false), 1, "a short row");
+  expect_parts(parts_of(0, 14336, false), 1, "no row");
+}
+
+/// Stages of parts fit where those of whole rows do.
+void check_shared_bytes() {
+  constexpr size_t kMostBytes = 227 * 1024;
+  const device::Launch launch = usual_launch();
+  kernels::DispatchParams params;
+  params.choices.num_slots = 8;
+  params.quantize.is_on = 1;
+  for (const auto dtype : {DType::kBFloat16, DType::kFloat32})
+    for (int64_t hidden = 512; hidden < 20000; hidden += 504)
+      for (const int num_tokens : {1, 8, 50, 96, 192}) {
+        params.quantize.dtype = dtype;
+        params.row_bytes = hidden;
+        params.source_row_bytes = hidden * element_bytes(dtype);
+        params.choices.num_tokens = num_tokens;
+        params.num_parts = kernels::num_row_parts(launch, params);
+        const size_t bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
+        if (bytes > kMostBytes)
+          throw InvalidArgument(concat(params.num_parts,
+                                       " parts of ",
+                                       hidden,
+                                       " numbers take ",
+                                       bytes,
+                                       " bytes of shared memory, wanted at most ",
+                                       kMostBytes));
+      }
+}
+
+/// @p test with more warps than rows.
+Case few(Case test) {
+  test.num_tokens = {1, 3};
+  test.num_blocks = 5;
+  test.num_threads = 96;
+  test.name += " few";
+  return test;
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   const auto add = [&](Case test, const std::string& name) {
@@ -87,6 +155,9 @@ std::vector<Case> cases() {
       test.num_tokens = {4, 3};
       test.source_row_bytes = test.row_bytes = 3 * 8192 + 16;
       add(test, "long rows");
+      add(few(test), "long rows");
+      test.source_row_bytes = test.row_bytes = 1027;
+      add(few(test), "odd rows");
       test.source_row_bytes = test.row_bytes = 10;
       add(test, "odd rows");
       test.num_scales = 3;
@@ -97,6 +168,8 @@ std::vector<Case> cases() {
           test.scale_bytes = scale_bytes;
           test.is_column_major = is_column_major;
           add(test, concat("pairs of ", scale_bytes, " column-major ", is_column_major));
+          test.source_row_bytes = test.row_bytes = 1600;
+          add(few(test), concat("pairs of ", scale_bytes, " column-major ", is_column_major));
         }
     }
   Case limited;
@@ -125,9 +198,14 @@ std::vector<Case> cases() {
         rows.layout = is_column_major ? RowLayout::kExpertMajor : RowLayout::kRankMajor;
         rows.name = concat(is_column_major ? "columns" : "rows", rows.is_misaligned ? " off" : "");
         using Format = host::ScaleFormat;
+        const auto add_both = [&](const Case& test) {
+          add(test, "quantized");
+          if (hidden >= 640)
+            add(few(test), "quantized");
+        };
         for (const auto format : {Format::kFloat32, Format::kFloat32PowerOf2, Format::kUe8m0})
-          add(quantized(rows, dtype, hidden, 128, format), "quantized");
-        add(quantized(rows, dtype, hidden, 32, Format::kUe8m0), "quantized");
+          add_both(quantized(rows, dtype, hidden, 128, format));
+        add_both(quantized(rows, dtype, hidden, 32, Format::kUe8m0));
       }
   rows.layout = RowLayout::kLowLatency;
   rows.name = "low-latency";
@@ -142,6 +220,13 @@ int main(int argc, char** argv) {
     g_fault = argv[1];
   int num_cases = 0;
   int num_failed = 0;
+  try {
+    check_parts();
+    check_shared_bytes();
+  } catch (const std::exception& error) {
+    ++num_failed;
+    std::printf("%s\n", error.what());
+  }
   for (const Case& test : cases()) {
     ++num_cases;
     try {

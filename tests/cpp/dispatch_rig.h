@@ -310,11 +310,12 @@ class Rig {
     params.arrangement = arrangement_;
     params.with_topk_idx = with_topk_idx();
     params.is_plain = test_.is_plain;
-
-    expect(rank_idx, slots, rows, weights, scales, params);
     device::Launch launch;
     launch.num_blocks = test_.num_blocks;
     launch.num_threads = test_.num_threads;
+    params.num_parts = kernels::num_row_parts(launch, params);
+
+    expect(rank_idx, slots, rows, weights, scales, params);
     launch.shared_bytes = kernels::dispatch_shared_bytes(params, test_.num_threads);
     auto stream = std::make_shared<RankStream>(scheduler, rank_idx);
     scheduler.keep(stream);

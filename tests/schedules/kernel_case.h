@@ -28,6 +28,7 @@ struct KernelCase {
   int num_experts = 4;
   int num_blocks = 2;
   int num_threads = 32;
+  int num_parts = 1;  ///< warps that share a row of a dispatch
   int depth = 2;
   layout::RowLayout layout = layout::RowLayout::kExpertMajor;
   int64_t expert_alignment = 1;

@@ -296,6 +296,7 @@ kernels::DispatchParams KernelWorld::dispatch_rows(int rank_idx,
   params.arrangement = shape_.arrangement();
   params.with_topk_idx = shape_.is_by_rank();
   params.is_plain = shape_.is_plain;
+  params.num_parts = shape_.num_parts;
   return params;
 }
 

@@ -111,6 +111,42 @@ MOE_SCENARIO(mxfp8, "rows quantized in shared memory, scale factors of one byte"
   run_operations(run, quantized(run, 32, host::ScaleFormat::kUe8m0), 1);
 }
 
+/// @p shape with several warps to a row.
+KernelCase share_rows(Run& run, KernelCase shape) {
+  shape.num_blocks = 2;
+  shape.num_threads = 64;
+  shape.num_parts = static_cast<int>(run.random().between(2, 4));
+  shape.num_ranks = 2;
+  shape.num_experts = 4;
+  shape.num_max_tokens = 3;
+  shape.is_plain = run.random().chance(1, 4);
+  return shape;
+}
+
+MOE_SCENARIO(shared_rows, "several warps to a row, on one device or two") {
+  KernelCase shape = expert_major(run);
+  shape.with_weights = true;
+  if (run.random().chance(1, 4))
+    shape.layout = RowLayout::kRankMajor;
+  else if (run.random().chance(1, 2))
+    shape.num_devices = 2;
+  run_operations(run, share_rows(run, shape), 1);
+}
+
+MOE_SCENARIO(shared_quantized_rows, "each with the scale factors of its part") {
+  const bool is_mx = run.random().chance(1, 2);
+  KernelCase shape = quantized(
+      run, is_mx ? 32 : 128, is_mx ? host::ScaleFormat::kUe8m0 : host::ScaleFormat::kFloat32);
+  shape.hidden = 528;
+  shape.quantization.hidden = shape.hidden;
+  shape.num_topk = 2;
+  if (run.random().chance(1, 4))
+    shape.num_devices = 2;
+  shape = share_rows(run, shape);
+  shape.num_max_tokens = 2;
+  run_operations(run, shape, 1);
+}
+
 /// @p shape with limits of experts, of ranks, or of both.
 KernelCase with_drops(Run& run, KernelCase shape) {
   shape.rule.on_overflow = OnOverflow::kDrop;
@@ -173,6 +209,15 @@ MOE_SCENARIO(devices_epochs, "the same in windows that are used again") {
   shape.num_ranks = 2;
   shape.num_threads = 32;
   run_operations(run, shape, 3, true);
+}
+
+MOE_SCENARIO(devices_many_choices, "the same with more slots of a token than a warp has lanes") {
+  KernelCase shape = on_devices(run, expert_major(run));
+  shape.num_ranks = 2;
+  shape.num_experts = 36;
+  shape.num_topk = 34;
+  shape.num_max_tokens = 2;
+  run_operations(run, shape, 1);
 }
 
 MOE_SCENARIO(devices_low_latency, "the same where most rows of a window are nobody's") {

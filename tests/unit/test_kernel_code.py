@@ -23,9 +23,27 @@ ARCHITECTURES = ("sm_90a", "sm_100")
 MOST_INSTRUCTIONS = 8_000
 COMBINES = ("combine<BFloat16, false>", "combine<BFloat16, true>")
 HAVE_BULK_COPIES = (
-    *("dispatch<Bytes, true>", "dispatch<BFloat16, true>", "receive<true>", "strided_copies<true>"),
+    *(
+        "dispatch<Bytes, true>",
+        "dispatch<BFloat16, true>",
+        "receive_copies<true>",
+        "strided_copies<true>",
+    ),
     *COMBINES,
 )
+# Of a thread, by the beginning of the kernel's name. A kernel that takes more leaves experts that run
+# beside it fewer; one that waits alone takes few.
+MOST_REGISTERS = {
+    "combine<": 128,
+    "dispatch<Bytes, ": 100,
+    "dispatch<": 96,
+    "exchange_offers": 56,
+    "exchange_rows": 80,
+    "receive": 48,
+    "receive_copies<": 56,
+    "strided_copies<": 114,
+    "weighted_gradient<": 56,
+}
 
 # Taking a module apart takes some ten seconds.
 pytestmark = [pytest.mark.full, pytest.mark.parametrize("architecture", ARCHITECTURES)]
@@ -39,6 +57,7 @@ class Kernel:
     num_local: int = 0  # loads and stores of local memory
     num_bulk_copies: int = 0
     num_wide_shared_loads: int = 0  # of 16 bytes, known to be of shared memory
+    registers: int = 0  # of a thread
 
 
 @functools.cache
@@ -50,10 +69,10 @@ def kernels_of(module: str, architecture: str) -> dict[str, Kernel]:
         pytest.skip(f"moe_comm.{module} was built without nvcc")
     if triton is None or triton.origin is None:
         pytest.skip("there is no cuobjdump: triton is not installed")
-    cuobjdump = Path(triton.origin).parents[1] / FOLDER / "cuobjdump"
+    command = (Path(triton.origin).parents[1] / FOLDER / "cuobjdump", "-arch", architecture)
     found: dict[str, Kernel] = {}
     with subprocess.Popen(
-        [cuobjdump, "-sass", "-arch", architecture, built.origin], stdout=subprocess.PIPE, text=True
+        [*command, "-sass", built.origin], stdout=subprocess.PIPE, text=True
     ) as dump:
         assert dump.stdout is not None
         for line in dump.stdout:
@@ -66,6 +85,12 @@ def kernels_of(module: str, architecture: str) -> dict[str, Kernel]:
                 kernel.num_wide_shared_loads += "LDS.128" in line
     if not found:
         pytest.skip(f"moe_comm.{module} was built for other GPUs than {architecture}")
+    usage = subprocess.run(
+        [*command, "-res-usage", built.origin], capture_output=True, text=True, check=True
+    )
+    for symbol, registers in re.findall(r"Function (\S+):\s+REG:(\d+)", usage.stdout):
+        if symbol in found:
+            found[symbol].registers = int(registers)
     # Functions that kernels call take no parameters of an operation.
     kernels = {symbol: kernel for symbol, kernel in found.items() if symbol.endswith("ParamsE")}
     return dict(zip(short_names(list(kernels)), kernels.values(), strict=True))
@@ -85,6 +110,23 @@ def test_every_kernel_fits(architecture: str) -> None:
 def test_nothing_lies_in_local_memory(architecture: str) -> None:
     assert not {
         name for name, kernel in kernels_of("_cuda", architecture).items() if kernel.num_local
+    }
+
+
+def test_registers_are_within_their_budget(architecture: str) -> None:
+    kernels = kernels_of("_cuda", architecture)
+    assert all(kernel.registers > 0 for kernel in kernels.values())
+    of_kernel = {
+        name: max(
+            (known for known in MOST_REGISTERS if name.startswith(known)), key=len, default=""
+        )
+        for name in kernels
+    }
+    assert "" not in of_kernel.values(), of_kernel
+    assert not {
+        name: (kernels[name].registers, MOST_REGISTERS[known])
+        for name, known in of_kernel.items()
+        if kernels[name].registers > MOST_REGISTERS[known]
     }
 
 
