@@ -110,7 +110,9 @@ void Endpoint::retire_rail(const std::string& reason) {
 }
 
 StoreMode Endpoint::store_mode(int64_t total_bytes) const {
-  return host::store_mode(total_bytes > cache_bytes_);
+  // A caller often holds the last result while the next one is written.
+  constexpr int64_t kResultsHeld = 2;
+  return host::store_mode(total_bytes > cache_bytes_ / kResultsHeld);
 }
 
 void Endpoint::for_tokens(int64_t num_tokens,
