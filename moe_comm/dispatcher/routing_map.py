@@ -147,6 +147,7 @@ def _is_plain(ids: torch.Tensor, values: torch.Tensor | None = None) -> bool:
     return values is None or (
         values.is_cpu
         and not (values.requires_grad and torch.is_grad_enabled())
+        and not values.is_neg()
         and values.dtype in DLPACK_TYPES
     )
 

@@ -128,7 +128,7 @@ def check_dispatch(
     _check_tensor("topk_idx", topk_idx, 2)
     if not is_quantized and config.dtype is not None and x.dtype is not config.dtype:
         raise TypeError(f"x must have the configured dtype {config.dtype}, got {x.dtype}")
-    _check_bytes("x", x)
+    _check_real("x", x)
     if topk_idx.dtype is not torch.int64:
         raise TypeError(f"topk_idx must be torch.int64, got {topk_idx.dtype}")
     num_tokens, hidden = x.shape
@@ -189,13 +189,8 @@ def check_capacity(capacity: Capacity | None, layout: Layout, expert_alignment: 
         )
 
 
-def _check_bytes(name: str, rows: torch.Tensor) -> None:
-    """Rows travel as bytes, which must be their values; gradients are sums of real numbers."""
-    if rows.is_conj() or rows.is_neg():
-        raise ValueError(
-            f"{name} is a lazy conjugate or negation, got {rows.dtype} with is_conj() = "
-            f"{rows.is_conj()} and is_neg() = {rows.is_neg()}: give {name}.resolve_conj().resolve_neg()"
-        )
+def _check_real(name: str, rows: torch.Tensor) -> None:
+    """Gradients are sums of real numbers."""
     if rows.is_complex() and rows.requires_grad:
         raise TypeError(
             f"{name} must be real where it requires a gradient, got {rows.dtype}: give "
@@ -225,7 +220,7 @@ def check_cached_dispatch(
     if options.capacity is not None:
         raise ValueError(f"the capacity of the handle holds, got {options.capacity}")
     _check_tensor("x", x, 2)
-    _check_bytes("x", x)
+    _check_real("x", x)
     num_tokens, hidden = x.shape
     if num_tokens != handle.num_tokens:
         raise ValueError(
@@ -340,6 +335,12 @@ def _check_tensor(
     if not is_strided and not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+    if tensor.is_conj() or tensor.is_neg():  # what its bytes hold is not its value
+        raise ValueError(
+            f"{name} is a lazy conjugate or negation, got {tensor.dtype} with is_conj() = "
+            f"{tensor.is_conj()} and is_neg() = {tensor.is_neg()}: give "
+            f"{name}.resolve_conj().resolve_neg()"
         )
 
 

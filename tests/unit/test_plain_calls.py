@@ -81,6 +81,7 @@ def _choices() -> list[object]:
         torch.zeros(3, 3, dtype=torch.int64),
         torch.zeros(6, dtype=torch.int64),
         torch.zeros(3, 2, dtype=torch.int64, device="meta"),
+        torch._neg_view(-good),
         None,
     ]
 
@@ -93,6 +94,7 @@ def _weights() -> list[object]:
         torch.zeros(2, 3),
         torch.zeros(3, 4)[:, ::2],
         torch.zeros(3, 2, device="meta"),
+        torch._neg_view(torch.zeros(3, 2)),
         1.0,
     ]
 

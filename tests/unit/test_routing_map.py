@@ -100,6 +100,17 @@ def test_what_is_watched_goes_through_operators() -> None:
     assert "aten::gather" in {event.key for event in profile.key_averages()}
 
 
+def test_lazily_negated_probs_have_their_values() -> None:
+    routing_map = torch.tensor([[True, False, True], [False, True, True]])
+    probs = torch.rand(2, 3)
+    topk_idx, weights = topk_of_routing_map(routing_map, torch._neg_view(-probs))
+    assert weights is not None
+    assert torch.equal(weights, probs.gather(1, topk_idx))
+    _, dense = routing_map_of_topk(topk_idx, torch._neg_view(-weights), 3)
+    assert dense is not None
+    assert torch.equal(dense, probs * routing_map)
+
+
 def test_probs_get_their_gradient() -> None:
     routing_map = torch.tensor([[True, False, True], [False, True, False]])
     probs = torch.rand(2, 3, requires_grad=True)

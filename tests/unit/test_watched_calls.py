@@ -88,25 +88,26 @@ def test_whoever_may_see_operators_gets_them_with_the_same_bits(
 
 
 @pytest.mark.parametrize("lazy", ["rows", "weights", "gradient"])
-def test_lazy_negations_have_their_values(buffer: EpBuffer, lazy: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lazy_negations_have_their_values(buffer: EpBuffer, lazy: str, dtype: torch.dtype) -> None:
     def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch._neg_view(-tensor) if name == lazy else tensor
 
-    x, weights = torch.rand(2, HIDDEN, dtype=torch.float64), torch.rand(2, 1, dtype=torch.float64)
-    config = EpConfig(num_experts=1, num_topk=1, hidden=HIDDEN, dtype=torch.float64)
-    with EpBuffer(buffer.communicator, config) as doubles:
+    x, weights = torch.rand(2, HIDDEN, dtype=dtype), torch.rand(2, 1, dtype=dtype)
+    config = EpConfig(num_experts=1, num_topk=1, hidden=HIDDEN, dtype=dtype)
+    with EpBuffer(buffer.communicator, config) as of_dtype:
         leaf = x.clone().requires_grad_()
         rows = torch._neg_view(-leaf) if lazy == "rows" else leaf
         idx = torch.zeros(2, 1, dtype=torch.int64)
-        arrived = moe_comm.dispatch(rows, idx, given("weights", weights), buffer=doubles)
+        arrived = moe_comm.dispatch(rows, idx, given("weights", weights), buffer=of_dtype)
         y = moe_comm.combine(
-            arrived.x, arrived.handle, buffer=doubles, topk_weights=given("weights", weights)
+            arrived.x, arrived.handle, buffer=of_dtype, topk_weights=given("weights", weights)
         )
         assert went_around(arrived)
         assert torch.equal(arrived.x, x)
         assert torch.equal(arrived.topk_weights, weights[:, 0])
         assert torch.equal(y, x * weights)
-        gradient = torch.rand(2, HIDDEN, dtype=torch.float64)
+        gradient = torch.rand(2, HIDDEN, dtype=dtype)
         y.backward(given("gradient", gradient))
         assert torch.equal(leaf.grad, gradient * weights)
 

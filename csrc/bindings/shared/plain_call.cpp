@@ -13,6 +13,16 @@ namespace {
 constexpr int64_t kAnyNumber = 0;
 constexpr int32_t kBool = 6 << 8 | 8;  // DLPack's type
 
+/// Whether torch only remembers that these numbers are to be negated.
+bool is_negated(py::handle tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const auto answer =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
+  if (!answer)
+    throw py::error_already_set();
+  return answer.ptr() != Py_False;
+}
+
 /// A tensor of two dimensions as the operations take it, in memory of the endpoint.
 std::optional<TensorView> view_matrix(const host::EndpointBase& endpoint,
                                       py::handle tensor,
@@ -25,7 +35,8 @@ std::optional<TensorView> view_matrix(const host::EndpointBase& endpoint,
   const int64_t columns = found->shape[1];
   const bool is_in_order = (found->strides[1] == 1 || columns == 1) &&
                            (found->strides[0] == columns || found->shape[0] <= 1);
-  if (!is_in_order || columns < 1 || (num_columns != kAnyNumber && columns != num_columns))
+  if (!is_in_order || columns < 1 || (num_columns != kAnyNumber && columns != num_columns) ||
+      is_negated(tensor))
     return std::nullopt;
   return view_of(*found);
 }
@@ -85,16 +96,6 @@ std::optional<DType> summable(int32_t type) {
   return std::nullopt;
 }
 
-/// Whether torch only remembers that these numbers are to be negated.
-bool is_negated(py::handle rows) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
-  const auto answer =
-      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(rows.ptr(), name));
-  if (!answer)
-    throw py::error_already_set();
-  return answer.ptr() != Py_False;
-}
-
 /// Rows that the configuration allows.
 /// @param type  Written: that of an element.
 std::optional<TensorView> view_rows(const host::EndpointBase& endpoint,
@@ -108,7 +109,7 @@ std::optional<TensorView> view_rows(const host::EndpointBase& endpoint,
   *type = found.type();
   const bool is_known =
       config.row_type == 0 ? summable(*type).has_value() : *type == config.row_type;
-  if (!is_known || is_negated(rows))
+  if (!is_known)
     return std::nullopt;
   return view;
 }
