@@ -7,6 +7,8 @@
 #include <memory>
 #include <string>
 
+#include "device/launch.h"
+
 namespace moe::runtime {
 
 /// A point in a stream. Copyable; outlives its stream.
@@ -94,5 +96,17 @@ class Device {
   /// The same while the result lives, for a thread of the caller's.
   virtual std::shared_ptr<void> activate_for_now() = 0;
 };
+
+/// Gives blocks the shared memory that they need, and half as many threads, and half again, until
+/// it is there or a warp is left.
+/// @param bytes_of  (int num_threads) -> what a block of so many needs
+template <typename BytesOf>
+void fit_shared_memory(const Device& device, device::Launch& launch, const BytesOf& bytes_of) {
+  launch.shared_bytes = bytes_of(launch.num_threads);
+  while (launch.shared_bytes > device.max_shared_bytes() && launch.num_threads > 32) {
+    launch.num_threads = launch.num_threads / 64 * 32;
+    launch.shared_bytes = bytes_of(launch.num_threads);
+  }
+}
 
 }  // namespace moe::runtime

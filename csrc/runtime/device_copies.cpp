@@ -74,11 +74,9 @@ void strided_copies(Device& device,
   launch.num_blocks =
       static_cast<int>(std::min<int64_t>(num_blocks, (num_pieces + kNumWarps - 1) / kNumWarps));
   launch.num_threads = kernels::kMaxStridedCopyThreads;
-  launch.shared_bytes = kernels::strided_copies_shared_bytes(params, launch.num_threads);
-  while (launch.shared_bytes > device.max_shared_bytes() && launch.num_threads > 32) {
-    launch.num_threads /= 2;
-    launch.shared_bytes = kernels::strided_copies_shared_bytes(params, launch.num_threads);
-  }
+  fit_shared_memory(device, launch, [&](int num_threads) {
+    return kernels::strided_copies_shared_bytes(params, num_threads);
+  });
   launch.stream = stream.handle();
   kernels::launch_strided_copies(launch, params);
 }

@@ -357,9 +357,9 @@ void DeviceEndpoint::launch_offers(const kernels::OffersParams& params) const {
 void DeviceEndpoint::launch_receive(kernels::ReceiveParams params) const {
   params.buffer = buffer();
   device::Launch shape = launch(num_sms_);
-  while (shape.num_threads > 32 &&
-         kernels::receive_shared_bytes(params, shape.num_threads) > device_->max_shared_bytes())
-    shape.num_threads /= 2;
+  fit_shared_memory(*device_, shape, [&](int num_threads) {
+    return kernels::receive_shared_bytes(params, num_threads);
+  });
   kernels::launch_receive(shape, params);
 }
 

@@ -155,19 +155,16 @@ void DispatchLaunches::send_rows() const {
   if (const Internode* const internode = endpoint_.internode()) {
     const InternodeKernels& kernels = internode->kernels();
     device::Launch launch = endpoint_.launch(endpoint_.num_sms());
-    while (launch.num_threads > 32 &&
-           kernels.dispatch_shared_bytes(params, internode->rails(), launch.num_threads) >
-               endpoint_.device().max_shared_bytes())
-      launch.num_threads = launch.num_threads / 64 * 32;
-    launch.shared_bytes =
-        kernels.dispatch_shared_bytes(params, internode->rails(), launch.num_threads);
+    fit_shared_memory(endpoint_.device(), launch, [&](int num_threads) {
+      return kernels.dispatch_shared_bytes(params, internode->rails(), num_threads);
+    });
     kernels.dispatch(launch, params, internode->rails());
     return;
   }
   device::Launch launch = endpoint_.launch(endpoint_.num_sms());
-  while (launch.num_threads > 32 && kernels::dispatch_shared_bytes(params, launch.num_threads) >
-                                        endpoint_.device().max_shared_bytes())
-    launch.num_threads /= 2;
+  fit_shared_memory(endpoint_.device(), launch, [&](int num_threads) {
+    return kernels::dispatch_shared_bytes(params, num_threads);
+  });
   params.num_parts = kernels::num_row_parts(launch, params);
   launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
   if (launch.shared_bytes > endpoint_.device().max_shared_bytes()) {

@@ -167,27 +167,11 @@ std::string GuestMemory::describe(const void* address) {
                 offset >= nearest->bytes ? concat(" (which has ", nearest->bytes, " bytes)") : "");
 }
 
-int64_t GuestMemory::bytes_loaded(const std::string& name) const {
+int64_t GuestMemory::sum(const std::string& name, int64_t Region::* counted) const {
   int64_t total = 0;
   for (const Region& region : regions_)
     if (region.name.starts_with(name))
-      total += region.bytes_loaded;
-  return total;
-}
-
-int64_t GuestMemory::bytes_stored(const std::string& name) const {
-  int64_t total = 0;
-  for (const Region& region : regions_)
-    if (region.name.starts_with(name))
-      total += region.bytes_stored;
-  return total;
-}
-
-int64_t GuestMemory::bytes_stored_across(const std::string& name) const {
-  int64_t total = 0;
-  for (const Region& region : regions_)
-    if (region.name.starts_with(name))
-      total += region.bytes_stored_across;
+      total += region.*counted;
   return total;
 }
 

@@ -98,11 +98,14 @@ class GuestMemory {
 
   std::vector<Region>& regions() { return regions_; }
   /// Bytes of regions whose name begins with @p name.
-  int64_t bytes_loaded(const std::string& name) const;
-  int64_t bytes_stored(const std::string& name) const;
-  int64_t bytes_stored_across(const std::string& name) const;
+  int64_t bytes_loaded(const std::string& name) const { return sum(name, &Region::bytes_loaded); }
+  int64_t bytes_stored(const std::string& name) const { return sum(name, &Region::bytes_stored); }
+  int64_t bytes_stored_across(const std::string& name) const {
+    return sum(name, &Region::bytes_stored_across);
+  }
 
  private:
+  int64_t sum(const std::string& name, int64_t Region::* counted) const;
   std::byte* take(int64_t bytes);
   std::byte* enter(std::byte* address, Region region, int fill);
 
