@@ -132,7 +132,9 @@ class Progress:
                         break
                     if not chunk:
                         break
-                    *lines, pending = re.split(rb"(?<=[\r\n])", pending + chunk)
+                    # In this order: where setuptools runs this file by itself, it takes the two
+                    # escapes the other way round for the end of a line, and drops the first.
+                    *lines, pending = re.split(rb"(?<=[\n\r])", pending + chunk)
                     # A status has no end until the next comes.
                     if pending.endswith(b"\x1b[K"):
                         lines.append(pending)

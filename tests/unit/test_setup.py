@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,15 @@ VARIABLES = ("MOE_COMM_MODULES", "MOE_COMM_CUDA", "MOE_COMM_NVSHMEM", "MOE_COMM_
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What setup.py defines, without a build."""
+    """What setup.py defines, without a build; its text as setuptools changes it for a wheel."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    return runpy.run_path(str(ROOT / "setup.py"))
+    path = ROOT / "setup.py"
+    defined: dict[str, Any] = {"__file__": str(path), "__name__": "__main__"}
+    text = path.read_text().replace(r"\r\n", r"\n")
+    exec(compile(text, str(path), "exec"), defined)
+    return defined
 
 
 @pytest.mark.parametrize(
@@ -74,17 +77,15 @@ NINJA = """
 import os, sys, time
 def status(started, finished, what):
     text = os.environ["NINJA_STATUS"].replace("%s", str(started)).replace("%f", str(finished))
-    sys.stdout.write("\\r" + text.replace("%t", "2") + what + "\\x1b[K")
-    sys.stdout.flush()
+    return "\\r" + text.replace("%t", "2") + what + "\\x1b[K"
+def tell(text):  # as one piece
+    os.write(1, text.encode())
 objects = ["Building CXX object CMakeFiles/x.dir/Unity/unity_a_cxx.cxx.o", "Building CXX object CMakeFiles/x.dir/b.cpp.o"]
-status(1, 0, objects[0])
-status(1, 1, objects[0])
-print("\\na.cpp:1: warning: what a compiler says")
-status(2, 1, objects[1])
+tell(status(1, 0, objects[0]) + "\\na.cpp:1: warning: what a compiler says\\n")
+tell(status(1, 1, objects[0]) + status(2, 1, objects[1]))
 while os.path.exists(sys.argv[1]):
     time.sleep(0.01)
-status(2, 2, objects[1])
-print()
+tell(status(2, 2, objects[1]) + "\\n")
 sys.exit(int(sys.argv[2]))
 """
 
