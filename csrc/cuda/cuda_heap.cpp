@@ -125,6 +125,22 @@ struct CudaCore : HeapCore {
                     });
     return !retired.is_empty();
   }
+
+  /// Throws @p error, which is being handled, with where memory is that its user believes to be
+  /// free.
+  [[noreturn]] void throw_with_retired(const CapacityError& error) const {
+    const uint64_t bytes = retired_bytes.load(std::memory_order_relaxed);
+    if (bytes == 0)
+      throw;
+    throw CapacityError(concat(error.what(),
+                               ", of which ",
+                               bytes,
+                               " were given back and are still held, after ",
+                               kRetiredLimit.count(),
+                               " s, by work that was in the streams of this process by then"),
+                        error.needed_bytes,
+                        error.available_bytes);
+  }
 };
 
 using CudaWindow = HeapWindow<CudaCore>;
@@ -311,11 +327,11 @@ std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
       try {
         add_segment(heap::WindowAllocator::rounded_bytes(bytes), bytes + bytes / 8);
         num_growths_.fetch_add(1, std::memory_order_relaxed);
-      } catch (const CapacityError&) {
+      } catch (const CapacityError& error) {
         // What was given back is free once the streams come to it, and that is no lack of memory.
         block = await_retired(bytes);
         if (block == nullptr)
-          throw;
+          core_->throw_with_retired(error);
         break;
       }
     }

@@ -24,6 +24,7 @@ CASES = (
     "first_operation_beside_create_on_two_devices",
     "foreign_kernel_that_is_loaded",
     "last_buffer_ends_beside_a_kernel",
+    "memory_that_a_kernel_holds",
     "nothing_waits_for_large_operations",
     "nothing_waits_in_operations",
     "operation_behind_a_graph",

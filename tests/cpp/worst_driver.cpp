@@ -171,6 +171,36 @@ void second_buffer_beside_a_kernel() {
   });
 }
 
+/// A window that was given back is not free while a kernel of any stream runs that was put there
+/// before, and who asks for its memory is told so.
+void memory_that_a_kernel_holds() {
+  constexpr uint64_t kWindowBytes = 6 << 20;
+  heap::HeapOptions options;
+  options.limit_bytes = 8 << 20;
+  std::vector<host::ThreadRank> others(1);
+  others[0].connect(0, host::make_meshes(&others));
+  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    if (rank_idx == 1) {
+      const auto heap = cuda::CudaHeap::create(others[0].mesh, gpu.device, options);
+      auto window = heap->allocate(kWindowBytes);
+      rank.group->all_gather("", {});
+      await_kernel();
+      window.reset();
+      expect_error(message_of<CapacityError>([&] { heap->allocate(kWindowBytes); }),
+                   {concat("a window of ", kWindowBytes),
+                    concat(kWindowBytes, " were given back and are still held")});
+      caller.check_rows(caller.dispatch());
+      caller.stream.synchronize();
+      expect(heap->allocate(kWindowBytes) != nullptr, "memory is held when kernels have ended");
+    } else {
+      rank.group->all_gather("", {});
+      caller.check_rows(caller.dispatch());
+    }
+    caller.endpoint->destroy({});
+  });
+}
+
 /// Ranks leave a communicator with its last buffer while a kernel of another waits for them.
 void last_buffer_ends_beside_a_kernel() {
   std::vector<host::ThreadRank> others(2);
@@ -476,6 +506,7 @@ int main(int argc, char** argv) {
           {"host_calls_on_two_devices", host_calls_on_two_devices},
           {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
           {"nothing_waits_in_operations", nothing_waits_in_operations},
+          {"memory_that_a_kernel_holds", memory_that_a_kernel_holds},
           {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},
           {"operation_behind_a_graph", operation_behind_a_graph},
           {"processes", processes},
