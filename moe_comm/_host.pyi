@@ -233,6 +233,10 @@ class layout:
         node_reduction: bool,
     ) -> int: ...
     @staticmethod
+    def rank_sums_bytes(
+        *, num_tokens: int, num_slots: int, number_bytes: int, num_rows: int, row_bytes: int
+    ) -> int: ...
+    @staticmethod
     def window_bytes(num_bytes: int) -> int: ...
     @staticmethod
     def scale_region_bytes(

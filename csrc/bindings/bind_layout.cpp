@@ -10,6 +10,7 @@
 #include "layout/capacity.h"
 #include "layout/control.h"
 #include "layout/rail_region.h"
+#include "layout/rank_sums.h"
 #include "layout/row_streams.h"
 #include "layout/window.h"
 #include "layout/workspace.h"
@@ -231,6 +232,22 @@ void bind_sizes(py::module_& sizes) {
       py::arg("num_max_topk"),
       py::arg("max_row_bytes"),
       py::arg("node_reduction"));
+  sizes.def(
+      "rank_sums_bytes",
+      [](int64_t num_tokens,
+         int64_t num_slots,
+         int64_t number_bytes,
+         int64_t num_rows,
+         int64_t row_bytes) {
+        return layout::RankSumsMap::make(num_tokens, num_slots, number_bytes)
+            .bytes(num_rows, row_bytes);
+      },
+      py::kw_only(),
+      py::arg("num_tokens"),
+      py::arg("num_slots"),
+      py::arg("number_bytes"),
+      py::arg("num_rows"),
+      py::arg("row_bytes"));
   sizes.def("window_bytes", &heap::WindowAllocator::rounded_bytes, py::arg("num_bytes"));
   sizes.def(
       "scale_region_bytes",

@@ -347,6 +347,8 @@ size_t combine_shared_bytes(const CombineParams& params, int num_threads) {
 void launch_combine(const device::Launch& launch, const CombineParams& params) {
   const int64_t num_warps = int64_t{launch.num_blocks} * (launch.num_threads / device::kWarpSize);
   CombineParams cut = params;
+  if (cut.row_slots == nullptr)
+    cut.row_slots = cut.slots;
   if (params.hidden > 0)
     cut.pieces = cut_rows(params.hidden * element_bytes(params.dtype),
                           params.is_plain != 0 ? kPartBytes : kMostPieceBytes,

@@ -39,6 +39,8 @@ struct CombineParams {
   RowPieces pieces;             ///< of rows in units of 16 bytes; launch_combine() fills it in
   /// Across nodes: every other node adds a token's rows there, and one row of it travels.
   int32_t node_reduction = 0;
+  /// device or heap [num_tokens, num_slots]: of the rows that are added, where not `slots`
+  const int64_t* row_slots = nullptr;
 };
 
 /// Threads of a block, at most; registers do not reach for more.

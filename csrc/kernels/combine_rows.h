@@ -118,8 +118,8 @@ class TokenRows {
     const int slot_idx = group_ + device::lane_idx();
     bool has_row = false;
     if (slot_idx < params_.num_slots) {
-      const int64_t slot =
-          device::load_constant(params_.slots + walk.token_idx() * params_.num_slots + slot_idx);
+      const int64_t slot = device::load_constant(params_.row_slots +
+                                                 walk.token_idx() * params_.num_slots + slot_idx);
       has_row = slot != Slot::kNone;
       if constexpr (kFindsRows)
         if (has_row) {
@@ -235,5 +235,16 @@ class LaneSums {
 
   Scalar sums_[kUnitsPerLane][kElements] = {};
 };
+
+/// Calls @p function(offset, num_units) for the pieces of a row, one after another.
+template <typename Unit, typename Function>
+MOE_DEVICE void for_pieces(int64_t row_bytes, const Function& function) {
+#pragma unroll 1
+  for (int64_t offset = 0; offset < row_bytes; offset += kPieceBytes<Unit>) {
+    const int64_t left = row_bytes - offset;
+    const int64_t bytes = left < kPieceBytes<Unit> ? left : kPieceBytes<Unit>;
+    function(offset, static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit))));
+  }
+}
 
 }  // namespace moe::kernels

@@ -75,6 +75,8 @@ struct ExchangeParams {
   int32_t is_column_major = 0;
   int32_t with_topk_idx = 0;
   const int32_t* kept_counts = nullptr;  ///< device: matrix of the handle, without counts
+  /// A combine: every rank adds rows for those that sent them, and needs what these offer.
+  int32_t adds_for_peers = 0;
 
   /// device: status of the captured dispatch that made the handle, or null. Where that is not ok,
   /// which all ranks know alike, nothing moves here either.

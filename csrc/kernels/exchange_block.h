@@ -455,7 +455,8 @@ class ExchangeBlock {
       peer.is_received_from =
           static_cast<int32_t>(is_active(rank_idx) && sends(rank_idx, buffer_.rank_idx));
       const bool has_offers = is_active(rank_idx) && peers_.moves_rows(rank_idx, sends);
-      if (has_offers && params_.arguments.row_bytes > 0)
+      const bool is_asking = params_.adds_for_peers != 0 && peer.is_received_from != 0;
+      if ((has_offers || is_asking) && params_.arguments.row_bytes > 0)
         has_come = has_come && resolve(buffer_, where, rank_idx, offer_of(rank_idx), &peer.rows);
       if (has_offers && params_.arguments.weight_bytes > 0) {
         const Offer offer = load_struct(&own_.row(epoch_, rank_idx).weights_offer);

@@ -34,17 +34,6 @@ MOE_DEVICE bool is_aligned(uint64_t bits) {
   return device::all(bits % sizeof(device::Bytes16) == 0);
 }
 
-/// Calls @p function(offset, num_units) for the pieces of a row, one after another.
-template <typename Unit, typename Function>
-MOE_DEVICE void for_pieces(int64_t row_bytes, const Function& function) {
-#pragma unroll 1
-  for (int64_t offset = 0; offset < row_bytes; offset += kPieceBytes<Unit>) {
-    const int64_t left = row_bytes - offset;
-    const int64_t bytes = left < kPieceBytes<Unit> ? left : kPieceBytes<Unit>;
-    function(offset, static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit))));
-  }
-}
-
 /// Sums of rows on this node that a rank of another node asked for, one token after another. All
 /// lanes of a warp call.
 template <typename Number>

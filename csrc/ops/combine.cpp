@@ -31,6 +31,8 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
 
   void begin() {}
   std::string find_problem() const { return ""; }
+  /// All ranks read all memory alike: who adds for a token adds for its ranks, too.
+  bool offers_sums(Offer* /*offer*/) const { return false; }
 
   void copy_in(std::byte* target, const std::byte* source, int64_t bytes) {
     const auto& kernels = endpoint_.kernels();
@@ -127,6 +129,8 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
       const FloatingPointScope scope;
       if (remote_ && is_reduced())
         add_tokens_by_node(first + begin, first + end, begin == 0, mode);
+      else if (adds_by_rank(endpoint_.config(), params_))
+        add_tokens_by_rank(first + begin, first + end, begin == 0, mode);
       else
         add_tokens(first + begin, first + end, begin == 0, mode);
     });
@@ -202,6 +206,69 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
                                            params_.hidden,
                                            offset_ptr(sums_, token_idx, row_bytes_),
                                            mode);
+      if (!go_on(token_idx, shows_progress))
+        break;
+    }
+    endpoint_.kernels().store_fence();
+  }
+
+  /// With EpConfig.rank_reduction: the rows of each rank, rounded as where only their sum crosses;
+  /// these in the order of the ranks.
+  void add_tokens_by_rank(int64_t begin, int64_t end, bool shows_progress, StoreMode mode) {
+    const auto num_slots = static_cast<size_t>(plan_.num_slots);
+    std::vector<std::pair<int, int64_t>> by_rank;  ///< rank and position of a slot
+    std::vector<const std::byte*> rows(num_slots);
+    std::vector<std::byte> weights(
+        added_weights_ != nullptr ? num_slots * static_cast<size_t>(added_bytes()) : 0);
+    std::vector<std::byte> sums(num_slots * static_cast<size_t>(row_bytes_));
+    std::vector<const std::byte*> terms;
+    for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
+      const int64_t* const slots = plan_.slots.data() + token_idx * plan_.num_slots;
+      by_rank.clear();
+      for (int64_t i = 0; i < plan_.num_slots; ++i)
+        if (slots[i] != Slot::kNone)
+          by_rank.emplace_back(Slot::rank_idx(slots[i]), i);
+      std::sort(by_rank.begin(), by_rank.end());
+      terms.clear();
+      for (size_t first = 0; first < by_rank.size();) {
+        const int rank_idx = by_rank[first].first;
+        int num_rows = 0;
+        for (; first < by_rank.size() && by_rank[first].first == rank_idx; ++first, ++num_rows) {
+          const int64_t i = by_rank[first].second;
+          rows[static_cast<size_t>(num_rows)] = offset_ptr(
+              bases_.rows[static_cast<size_t>(rank_idx)], Slot::row_idx(slots[i]), row_bytes_);
+          if (added_weights_ != nullptr)
+            std::memcpy(weights.data() + num_rows * added_bytes(),
+                        offset_ptr(added_weights_, token_idx * plan_.num_topk + i, added_bytes()),
+                        static_cast<size_t>(added_bytes()));
+        }
+        // A row alone is its sum.
+        if (num_rows == 1 && added_weights_ == nullptr) {
+          terms.push_back(rows[0]);
+          continue;
+        }
+        std::byte* const sum =
+            offset_ptr(sums.data(), static_cast<int64_t>(terms.size()), row_bytes_);
+        endpoint_.kernels().sum_rows(params_.dtype,
+                                     rows.data(),
+                                     weights.empty() ? nullptr : weights.data(),
+                                     num_rows,
+                                     params_.hidden,
+                                     sum,
+                                     StoreMode::kCached,
+                                     nullptr,
+                                     0);
+        terms.push_back(sum);
+      }
+      endpoint_.kernels().sum_rows(params_.dtype,
+                                   terms.data(),
+                                   nullptr,
+                                   static_cast<int>(terms.size()),
+                                   params_.hidden,
+                                   offset_ptr(sums_, token_idx, row_bytes_),
+                                   mode,
+                                   nullptr,
+                                   0);
       if (!go_on(token_idx, shows_progress))
         break;
     }

@@ -8,6 +8,11 @@ int64_t combined_row_bytes(const CombineParams& params) {
   return params.has_rows ? params.hidden * element_bytes(params.dtype) : 0;
 }
 
+bool adds_by_rank(const EndpointConfig& config, const CombineParams& params) {
+  return config.rank_reduction && !params.plan->arrangement.is_by_rank() &&
+         combined_row_bytes(params) > 0;
+}
+
 layout::OperationArguments combine_arguments(const CombineParams& params) {
   const PlanHeader& plan = *params.plan;
   layout::OperationArguments arguments;

@@ -22,12 +22,18 @@ std::string find_failed_sources(const PlanHeader& plan, const Group& group);
 /// Weights that peers pull from this rank, all together.
 int64_t num_row_weights(const PlanHeader& plan);
 
+/// Whether every rank adds the rows of a token that lie with it before their sum crosses, as all
+/// find alike. By rank there is one row of a token on each.
+bool adds_by_rank(const EndpointConfig& config, const CombineParams& params);
+
 /// Says where peers pull rows and weights from: in place where they lie in this rank's heap
 /// already, else copied there, once.
+/// @param row_bytes  0 where peers pull no rows of these
 /// @param copy  copy(source, bytes): copies rows or weights to a window, and offers that.
 /// @return whether rows were copied.
 template <typename Copy>
 bool offer_rows(const CombineParams& params,
+                int64_t row_bytes,
                 const SymmetricMemory& memory,
                 Copy&& copy,
                 Offer* rows,
@@ -39,7 +45,7 @@ bool offer_rows(const CombineParams& params,
     return true;
   };
   const PlanHeader& plan = *params.plan;
-  const bool was_copied = offer(params.x, plan.num_rows() * combined_row_bytes(params), rows);
+  const bool was_copied = offer(params.x, plan.num_rows() * row_bytes, rows);
   offer(params.row_weights, num_row_weights(plan) * params.row_weight_bytes, weights);
   return was_copied;
 }

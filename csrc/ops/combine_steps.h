@@ -17,6 +17,8 @@ namespace moe::host {
 /// @tparam Mover   Derives from this, and says how its engine does the parts, in this order:
 ///   - begin(): before anything else
 ///   - find_problem(): what is wrong with this combine for this engine alone, "" for nothing
+///   - offers_sums(offer): where rows are added on this rank before peers pull them, offers where
+///     their sums will lie; false where the rows themselves are pulled
 ///   - copy_in(target, source, bytes): rows from outside the heap
 ///   - publish(message): writes this rank's row; may let sums follow before a row has been read
 ///   - move(rows): the sums, until what this engine's caller waits for is there; not where rows are
@@ -33,8 +35,10 @@ class CombineSteps {
     exchange_.reject_if(mover().find_problem(), message.arguments);
     message.num_tokens = plan_.num_tokens;
     try {
+      const bool offers_sums = mover().offers_sums(&message.offer);
       outcome_.was_copied_in = offer_rows(
           params_,
+          offers_sums ? 0 : row_bytes_,
           endpoint_.memory(),
           [this](const std::byte* source, int64_t bytes) { return copy_to_window(source, bytes); },
           &message.offer,

@@ -29,6 +29,8 @@ struct EndpointConfig {
   int depth = 4;
   /// Rows are added on the node they lie on before they cross; see docs/nodes.md.
   bool node_reduction = false;
+  /// The same on the rank they lie on; see docs/gpu.md. Of ranks of one node.
+  bool rank_reduction = false;
   std::string isa;             ///< of row kernels on the CPU; empty for the best of this machine
   std::shared_ptr<Rail> rail;  ///< between nodes; null for the communicator's own sockets
   /// Everything that must be equal on every rank, as (name, value); compared when it is made.

@@ -189,9 +189,16 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
   host::CombineOutcome outcome;
   kernels::ExchangeParams row = combine_row(endpoint, params);
   outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
+  std::byte* requests = nullptr;
+  if (row.adds_for_peers != 0) {
+    const auto window = capture.allocate(rank_sums_bytes(params));
+    row.offer = launch_requests(endpoint, params, *window);
+    requests = window->data();
+  }
   // What is copied is copied in each run.
   outcome.was_copied_in = host::offer_rows(
       params,
+      requests == nullptr ? host::combined_row_bytes(params) : 0,
       endpoint.memory(),
       [&](const std::byte* source, int64_t bytes) {
         const auto window = capture.allocate(bytes);
@@ -209,7 +216,7 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
   host::point_into_sums(params, memory.get(), &outcome);
   kernels::Tables tables = row.tables;
   tables.status = capture.status().get();
-  launch_sums(endpoint, params, tables, outcome.sums, pulled);
+  launch_sums(endpoint, params, tables, requests, outcome.sums, pulled);
   endpoint.lead_caller();
   outcome.waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
   return outcome;

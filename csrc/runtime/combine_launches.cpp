@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/rank_sums.h"
 #include "ops/combine_rules.h"
 
 namespace moe::runtime {
@@ -30,7 +31,64 @@ kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const host::Combi
   return kernel;
 }
 
+/// Of a number of the type that rows are added in.
+int32_t added_bytes(const host::CombineParams& params) {
+  return params.dtype == DType::kFloat64 ? 8 : 4;
+}
+
+layout::RankSumsMap rank_sums_map(const host::CombineParams& params) {
+  return layout::RankSumsMap::make(
+      params.plan->num_tokens, params.plan->num_slots, added_bytes(params));
+}
+
+/// Adds the rows that lie here, and has the combine pull the sums of the others.
+/// @param kernel  of the combine
+void launch_rank_sums(DeviceEndpoint& endpoint,
+                      const host::CombineParams& params,
+                      std::byte* requests,
+                      kernels::CombineParams* kernel) {
+  kernels::RankSumsParams sums;
+  sums.buffer = kernel->buffer;
+  sums.tables = kernel->tables;
+  sums.dtype = params.dtype;
+  sums.hidden = params.hidden;
+  sums.rows = params.x;
+  sums.sums = requests + rank_sums_map(params).sums_offset;
+  // Rows and sums are this rank's own, and no block but the last waits: all SMs, for a short time,
+  // have as many loads under way as memory needs.
+  device::Launch launch = endpoint.launch(endpoint.device().num_sms(), kernels::kMaxCombineThreads);
+  launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
+  kernels::launch_rank_sums(launch, sums);
+  kernel->row_slots = reinterpret_cast<const int64_t*>(requests);
+  kernel->weights = nullptr;
+  kernel->weight_bytes = 0;
+}
+
 }  // namespace
+
+int64_t rank_sums_bytes(const host::CombineParams& params) {
+  return rank_sums_map(params).bytes(params.plan->num_rows(), host::combined_row_bytes(params));
+}
+
+Offer launch_requests(DeviceEndpoint& endpoint,
+                      const host::CombineParams& params,
+                      const Window& window) {
+  const auto& plan = static_cast<const DevicePlan&>(*params.plan);
+  kernels::RankRequestsParams requests;
+  requests.num_tokens = plan.num_tokens;
+  requests.num_slots = static_cast<int32_t>(plan.num_slots);
+  requests.slots = plan.slots;
+  requests.weights = params.weights;
+  requests.weight_bytes = params.weight_bytes;
+  requests.number_bytes = added_bytes(params);
+  requests.window = window.data();
+  kernels::launch_rank_requests(endpoint.launch(endpoint.num_sms()), requests);
+  const auto sums_offset = static_cast<uint64_t>(rank_sums_map(params).sums_offset);
+  Offer sums = window.offer();
+  sums.offset += sums_offset;
+  sums.bytes -= sums_offset;
+  return sums;
+}
 
 std::string find_shortage(DeviceEndpoint& endpoint, const host::CombineParams& params) {
   const Internode* const internode = endpoint.internode();
@@ -51,12 +109,14 @@ kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
   row.num_tokens = static_cast<int32_t>(plan.num_tokens);
   row.arrangement = plan.arrangement;
   row.kept_counts = plan.device_counts;
+  row.adds_for_peers = host::adds_by_rank(endpoint.config(), params) ? 1 : 0;
   return row;
 }
 
 void launch_sums(DeviceEndpoint& endpoint,
                  const host::CombineParams& params,
                  const kernels::Tables& tables,
+                 std::byte* requests,
                  std::byte* sums,
                  std::byte* pulled) {
   kernels::CombineParams kernel = kernel_params(endpoint, params);
@@ -75,6 +135,8 @@ void launch_sums(DeviceEndpoint& endpoint,
     kernels.combine(launch, kernel, internode->rails());
     return;
   }
+  if (requests != nullptr)
+    launch_rank_sums(endpoint, params, requests, &kernel);
   device::Launch launch = endpoint.launch(endpoint.num_sms(), kernels::kMaxCombineThreads);
   launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
   while (launch.num_threads > 32 && kernels::combine_shared_bytes(kernel, launch.num_threads) >

@@ -16,12 +16,23 @@ std::string find_shortage(DeviceEndpoint& endpoint, const host::CombineParams& p
 kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
                                     const host::CombineParams& params);
 
+/// Of the window that a rank offers where host::adds_by_rank(): see layout::RankSumsMap.
+int64_t rank_sums_bytes(const host::CombineParams& params);
+
+/// Launches what writes the requests of such a window, in front of the exchange. @return what
+/// peers are told of it.
+Offer launch_requests(DeviceEndpoint& endpoint,
+                      const host::CombineParams& params,
+                      const Window& window);
+
 /// Launches what pulls and adds the rows of a combine, behind its exchange.
+/// @param requests  the window of launch_requests(), or null
 /// @param sums    [num_tokens, hidden]
 /// @param pulled  [num_tokens, num_topk], where weights are pulled
 void launch_sums(DeviceEndpoint& endpoint,
                  const host::CombineParams& params,
                  const kernels::Tables& tables,
+                 std::byte* requests,
                  std::byte* sums,
                  std::byte* pulled);
 

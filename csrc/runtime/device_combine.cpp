@@ -31,6 +31,17 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
   }
   std::string find_problem() const { return find_shortage(endpoint_, params_); }
 
+  bool offers_sums(Offer* offer) {
+    if (!host::adds_by_rank(endpoint_.config(), params_))
+      return false;
+    const auto window = exchange_.allocate(static_cast<uint64_t>(rank_sums_bytes(params_)));
+    exchange_.offer(window);
+    *offer = launch_requests(endpoint_, params_, *window);
+    requests_ = window->data();
+    copied_in_.push_back(window);
+    return true;
+  }
+
   void copy_in(std::byte* target, const std::byte* source, int64_t bytes) {
     endpoint_.stream().copy(target, source, bytes);
   }
@@ -45,6 +56,7 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
     launch_sums(endpoint_,
                 params_,
                 endpoint_.tables(),
+                requests_,
                 sums(),
                 window_->data() + sums_window_.weights_offset);
   }
@@ -76,6 +88,8 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
     std::vector<std::shared_ptr<Window>> copied_in;
     std::shared_ptr<const host::PlanHeader> plan;
   };
+
+  std::byte* requests_ = nullptr;  ///< where rows are added on their rank first
 };
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "core/error.h"
 #include "core/sync.h"
 #include "core/text.h"
+#include "layout/rank_sums.h"
 #include "runtime/device_plan.h"
 #include "runtime/dispatch_launches.h"
 #include "runtime/late_verdict.h"
@@ -202,6 +203,9 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
   if (const int64_t low_latency = num_low_latency * config().max_row_bytes;
       low_latency <= kMostLowLatencyBytes)
     bytes = std::max(bytes, low_latency);
+  // A combine then has a row more for each that came.
+  if (config().rank_reduction)
+    bytes = 2 * bytes + layout::RankSumsMap::make(num_tokens, num_topk, sizeof(double)).sums_offset;
   try {
     return memory_->allocate(static_cast<uint64_t>(bytes));
   } catch (const CapacityError&) {  // where it is short, operations say so

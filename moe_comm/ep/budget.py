@@ -230,6 +230,31 @@ def round_window_bytes(num_bytes: int) -> int:
     return _sizes().window_bytes(num_bytes)
 
 
+def rank_sums_bytes(
+    num_tokens: int, num_topk: int, num_rows: int, row_bytes: int, number_bytes: int = 4
+) -> int:
+    """What a rank offers in a combine with `rank_reduction` on GPUs: what it asks for, and sums for others.
+
+    Args:
+        num_tokens: T.
+        num_topk: K.
+        num_rows: M.
+        row_bytes: Of a row that is added.
+        number_bytes: Of the type that rows are added in: 4, or 8 for float64.
+
+    Example:
+        3 tokens of 2 choices, 5 rows of 32 bytes: two times 48 bytes of slots and 24 of weights, each in 64,
+        64 to say how many, 160 of sums: 416.
+    """
+    return _sizes().rank_sums_bytes(
+        num_tokens=num_tokens,
+        num_slots=num_topk,
+        number_bytes=number_bytes,
+        num_rows=num_rows,
+        row_bytes=row_bytes,
+    )
+
+
 def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int:
     """Control area of one buffer on one rank.
 
@@ -317,7 +342,7 @@ class WindowSizes:
         dispatched: Received rows with their scale factors, weights and ids.
         gradients: The same of a backward, whose rows are not quantized.
         expert_output: Rows of the experts, written in place or copied in.
-        sums: Sums of a combine.
+        sums: Sums of a combine, with `rank_reduction` also those that its rank made for others.
         control: Workspace of the buffer and control block of the rank.
     """
 
@@ -349,6 +374,7 @@ def window_sizes(
     capacity_rows_per_expert: int | None = None,
     can_grow: bool = False,
     spans_devices: bool = False,
+    rank_reduction: bool = False,
 ) -> WindowSizes:
     """Bytes of every kind of window.
 
@@ -372,6 +398,7 @@ def window_sizes(
         capacity_rows_per_expert: Not LOW_LATENCY.
         can_grow: Not LOW_LATENCY.
         spans_devices: See `receive_window_bytes`.
+        rank_reduction: As in `EpConfig`, on GPUs; the CPU takes nothing for it.
     """
     has_capacity = capacity_rows is not None or capacity_rows_per_expert is not None
     if layout == "low_latency" and has_capacity:
@@ -424,12 +451,17 @@ def window_sizes(
             (row_bytes, None),
         )
     ]
+    sums = round_window_bytes(num_tokens * row_bytes)
+    if rank_reduction and layout != "rank_major":
+        sums += round_window_bytes(
+            rank_sums_bytes(num_tokens, num_topk, num_rows, row_bytes, max(weight_bytes, 4))
+        )
     return WindowSizes(
         num_recv_rows=num_rows,
         dispatched=round_window_bytes(windows[0]),
         gradients=round_window_bytes(windows[1]),
         expert_output=round_window_bytes(num_rows * row_bytes),
-        sums=round_window_bytes(num_tokens * row_bytes),
+        sums=sums,
         control=round_window_bytes(workspace_bytes(num_ranks, num_experts, depth))
         + round_window_bytes(_sizes().CONTROL_BLOCK_BYTES),
     )

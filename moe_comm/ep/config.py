@@ -176,10 +176,14 @@ class EpConfig:
             token's: one partial sum, rounded to the rows' dtype, crosses instead of every row, in
             combine and in the backward of dispatch. Sums have other bits, equal for equal layouts of
             ranks and nodes. Nothing changes where there is one node.
+        rank_reduction: Whether the same is done on each rank, of ranks that share a node: of a token's
+            rows on a rank, its own rank too, one sum crosses. Sums have other bits, equal for equal
+            placements of experts. RANK_MAJOR has one row there, so that nothing changes.
 
     Raises:
-        ValueError: A size breaks a rule above; the message has the value.
-        TypeError: `dtype` is not a `torch.dtype`, or `node_reduction` not a bool.
+        ValueError: A size breaks a rule above; the message has the value. Or both reductions are
+            asked for.
+        TypeError: `dtype` is not a `torch.dtype`, or a reduction not a bool.
     """
 
     num_experts: int
@@ -190,6 +194,7 @@ class EpConfig:
     expert_rank: torch.Tensor | Sequence[int] | None = None
     num_max_in_flight: int = 4
     node_reduction: bool = False
+    rank_reduction: bool = False
 
     def __post_init__(self) -> None:
         for name, minimum, is_optional in (
@@ -206,6 +211,12 @@ class EpConfig:
                     object.__setattr__(self, name, checked)
         check_num_experts(self.num_experts)
         check_bool("node_reduction", self.node_reduction)
+        check_bool("rank_reduction", self.rank_reduction)
+        if self.node_reduction and self.rank_reduction:
+            raise ValueError(
+                "rows are added on their node or on their rank: node_reduction and rank_reduction "
+                "must not both be True, got True and True"
+            )
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {self.dtype!r}")
         if (
@@ -305,6 +316,7 @@ class EpConfig:
             capacity_rows_per_expert=None if capacity is None else capacity.num_rows_per_expert,
             can_grow=capacity is not None and capacity.on_overflow == "grow",
             spans_devices=spans_devices,
+            rank_reduction=self.rank_reduction,
         )
 
     def heap_bytes(

@@ -428,6 +428,7 @@ class Dispatch:
         topk_weights: torch.Tensor | None = None,
         *,
         num_local_ranks: int | None = None,
+        rank_reduction: bool = False,
     ) -> torch.Tensor:
         """The sums `[T, hidden]` that a rank gets from a combine.
 
@@ -436,9 +437,10 @@ class Dispatch:
             expert_out: `[M, hidden]` of every rank.
             topk_weights: `[T, K]` of the rank, which its rows are multiplied by, or None.
             num_local_ranks: Ranks of a node where rows are added on their node first; else None.
+            rank_reduction: Rows are added on their rank first, and every such sum is rounded.
         """
-        num_node_ranks = num_local_ranks or self.num_ranks
-        own_node = rank_idx // num_node_ranks
+        num_node_ranks = 1 if rank_reduction else num_local_ranks or self.num_ranks
+        own_node = None if rank_reduction else rank_idx // num_node_ranks
         first = _starts([len(out) for out in expert_out])
         rows = torch.cat(list(expert_out))
         terms, dtype, hidden = self.terms(rank_idx), rows.dtype, rows.shape[1]
@@ -477,7 +479,7 @@ class Dispatch:
 
 
 def sum_in_order(
-    terms: Sequence[torch.Tensor], nodes: Sequence[int], own_node: int, dtype: torch.dtype
+    terms: Sequence[torch.Tensor], nodes: Sequence[int], own_node: int | None, dtype: torch.dtype
 ) -> torch.Tensor | float:
     """The sum of one token: its rows, weighted already, added one after the other.
 
@@ -488,7 +490,7 @@ def sum_in_order(
     Args:
         terms: `[hidden]` each, of `arithmetic.accumulator_dtype`, in order.
         nodes: The node of every term.
-        own_node: Of the token.
+        own_node: Of the token; None where each sum is rounded.
         dtype: Of the rows.
 
     Returns:

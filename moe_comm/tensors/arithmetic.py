@@ -123,7 +123,7 @@ def sum_rows_by_node(
     rows: torch.Tensor,
     positions: torch.Tensor,
     node_idx: torch.Tensor,
-    own_node: int,
+    own_node: int | None,
     weights: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
@@ -138,7 +138,7 @@ def sum_rows_by_node(
         rows: `[N, hidden]`, one of `ADDABLE_DTYPES`.
         positions: int64 `[T, K]`, -1 where there is nothing to add.
         node_idx: int64 `[T, K]`, the node of every row; anything where there is none.
-        own_node: Of the tokens.
+        own_node: Of the tokens; None where each sum is rounded.
         weights: None or `[T, K]`, of `accumulator_dtype`.
         out: None, or where to write.
 

@@ -88,7 +88,11 @@ class CaseData:
         """What a rank gets back from the expert outputs of every rank."""
         num_local_ranks = self.case.num_local_ranks if self.case.node_reduction else None
         return self.dispatch.sums(
-            rank_idx, expert_out, topk_weights, num_local_ranks=num_local_ranks
+            rank_idx,
+            expert_out,
+            topk_weights,
+            num_local_ranks=num_local_ranks,
+            rank_reduction=self.case.rank_reduction,
         )
 
     def rows(self, key: object, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:

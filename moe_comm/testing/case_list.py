@@ -19,7 +19,7 @@ from moe_comm.tensors.quantization import (
 )
 from moe_comm.testing.cases import ROUTINGS, Case
 
-__all__ = ["CASES", "NODE_REDUCTION_CASES", "in_layout"]
+__all__ = ["CASES", "NODE_REDUCTION_CASES", "RANK_REDUCTION_CASES", "in_layout"]
 
 _RAGGED = (5, 0, 9, 3, 17, 1, 0, 4)
 
@@ -245,11 +245,17 @@ CASES: tuple[Case, ...] = (
 
 
 def _reduced(name: str, num_nodes: int, num_local_ranks: int, **fields: Any) -> Case:
-    case = _case(
-        f"node-reduction-{num_nodes}x{num_local_ranks}-{name}", num_nodes * num_local_ranks,
-        **{"num_topk": 5, "num_experts": 13, **fields}, num_local_ranks=num_local_ranks,
+    return _with_sums(
+        f"node-reduction-{num_nodes}x{num_local_ranks}-{name}",
+        num_nodes * num_local_ranks,
+        num_local_ranks=num_local_ranks,
         node_reduction=True,
-    )  # fmt: skip
+        **fields,
+    )
+
+
+def _with_sums(name: str, num_ranks: int, **fields: Any) -> Case:
+    case = _case(name, num_ranks, **{"num_topk": 5, "num_experts": 13, **fields})
     if case.layout is Layout.LOW_LATENCY:
         case = dataclasses.replace(in_layout(case, case.layout), name=case.name)
     return case
@@ -283,5 +289,42 @@ def _node_reduction_cases() -> Iterator[Case]:
     yield _reduced("mask-a-node", 3, 1, layout=Layout.LOW_LATENCY, masked_ranks=((1,), (), ()))
 
 
+def _added_by_rank(name: str, num_ranks: int, **fields: Any) -> Case:
+    return _with_sums(
+        f"rank-reduction-{num_ranks}-{name}", num_ranks, rank_reduction=True, **fields
+    )
+
+
+def _rank_reduction_cases() -> Iterator[Case]:
+    for num_ranks in (1, 2, 3, 4):
+        for layout in Layout:
+            yield _added_by_rank(_dashed(layout.name), num_ranks, layout=layout)
+    for dtype in ADDABLE_DTYPES:
+        yield _added_by_rank(_short(dtype), 3, dtype=dtype, routing="masked")
+        yield _added_by_rank(f"special-{_short(dtype)}", 2, dtype=dtype, has_special_values=True)
+    yield _added_by_rank("as-bytes", 2, dtype=torch.uint8, routing="masked")
+    for routing in ("one_rank", "one_expert", "repeated", "nothing", "skewed"):
+        yield _added_by_rank(_dashed(routing), 3, routing=routing, hidden=1000)
+    yield _added_by_rank("odd-rows", 2, hidden=1208, expert_alignment=4)
+    yield _added_by_rank("one-token", 3, num_tokens=(0, 1, 0))
+    yield _added_by_rank("empty-everywhere", 2, num_tokens=(0, 0))
+    yield _added_by_rank("rank-without-experts", 3, expert_rank=(0, 2) * 6 + (0,))
+    yield _added_by_rank("interleaved-experts", 4,
+                         expert_rank=(3, 0, 2, 1, 2, 3, 0, 1, 1, 2, 3, 0, 2))  # fmt: skip
+    for layout in (Layout.EXPERT_MAJOR, Layout.LOW_LATENCY):
+        yield _added_by_rank(f"ragged-topk-{_dashed(layout.name)}", 3, num_topk=6, layout=layout,
+                             num_topk_per_rank=(1, 6, 3), is_elastic=True)  # fmt: skip
+    yield _added_by_rank("top-64", 3, num_topk=64, num_tokens=(9, 0, 4))
+    drop = Capacity(num_rows=16, num_rows_per_expert=6, on_overflow="drop")
+    yield _added_by_rank("drop", 3, capacities=(drop,) * 3)
+    yield _added_by_rank("mask", 3, layout=Layout.LOW_LATENCY, masked_ranks=((), (2,), (2,)))
+    for quantization in (FP8_BLOCK128, MXFP8):
+        yield _added_by_rank(f"quantized-{quantization.format.name.lower()}", 2, hidden=1024,
+                             quantization=quantization)  # fmt: skip
+
+
 NODE_REDUCTION_CASES: tuple[Case, ...] = tuple(_node_reduction_cases())
 """What a backend must get right that has `EpConfig.node_reduction`; every case says its nodes."""
+
+RANK_REDUCTION_CASES: tuple[Case, ...] = tuple(_rank_reduction_cases())
+"""What a backend must get right that has `EpConfig.rank_reduction`."""

@@ -53,6 +53,7 @@ class Case:
         is_elastic: The configuration leaves open what every call brings.
         num_local_ranks: Ranks of a node; None where no result depends on it.
         node_reduction: As in `EpConfig`; with `num_local_ranks`.
+        rank_reduction: As in `EpConfig`.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Case:
     is_elastic: bool = False
     num_local_ranks: int | None = None
     node_reduction: bool = False
+    rank_reduction: bool = False
 
     @property
     def config(self) -> EpConfig:
@@ -90,6 +92,7 @@ class Case:
                 dtype=None,
                 expert_rank=self.expert_rank,
                 node_reduction=self.node_reduction,
+                rank_reduction=self.rank_reduction,
             )
         return EpConfig(
             num_experts=self.num_experts,
@@ -99,6 +102,7 @@ class Case:
             dtype=self.dtype,
             expert_rank=self.expert_rank,
             node_reduction=self.node_reduction,
+            rank_reduction=self.rank_reduction,
         )
 
     @property

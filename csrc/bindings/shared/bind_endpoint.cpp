@@ -21,6 +21,7 @@ host::EndpointConfig endpoint_config_of(py::handle settings) {
   config.expert_rank = settings.attr("expert_rank").cast<std::vector<int32_t>>();
   config.depth = settings.attr("depth").cast<int>();
   config.node_reduction = settings.attr("node_reduction").cast<bool>();
+  config.rank_reduction = settings.attr("rank_reduction").cast<bool>();
   config.agreed = settings.attr("agreed").cast<std::vector<std::pair<std::string, std::string>>>();
   return config;
 }

@@ -47,6 +47,16 @@ class Communicators(Protocol):
         """Its name, the same on every rank."""
         ...
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the communicator."""
+        ...
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks of a node."""
+        ...
+
     def exchange(self, call: str, payload: bytes) -> list[bytes]:
         """Every rank's payload in rank order, empty for ranks that failed before a recovery."""
         ...
@@ -93,9 +103,16 @@ def agree_on_backend(communicator: Communicators, config: object) -> type[Backen
         if not isinstance(config, EpConfig):
             raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
         backend_class = load_backend(name)
-        if config.node_reduction and not backend_class.has_node_reduction:
+        for reduction in ("node_reduction", "rank_reduction"):
+            if getattr(config, reduction) and not getattr(backend_class, f"has_{reduction}"):
+                raise ValueError(
+                    f"the {name} backend has no {reduction}: it must be False, got True"
+                )
+        num_local_ranks, num_ranks = communicator.num_local_ranks, communicator.num_ranks
+        if config.rank_reduction and num_local_ranks != num_ranks:
             raise ValueError(
-                f"the {name} backend has no node_reduction: it must be False, got True"
+                "rank_reduction is of ranks that share a node: a node must have all "
+                f"{num_ranks} ranks, got {num_local_ranks}"
             )
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         communicator.reject(error)

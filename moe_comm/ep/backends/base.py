@@ -251,8 +251,9 @@ class Backend(abc.ABC):
     """
 
     name: str
-    # Whether `EpConfig.node_reduction` does what it says; else a buffer with it is refused.
+    # Whether these of `EpConfig` do what they say; else a buffer with them is refused.
     has_node_reduction = False
+    has_rank_reduction = False
 
     def __init_subclass__(cls) -> None:
         for method in (cls.dispatch, cls.dispatch_cached):

@@ -65,6 +65,7 @@ class CollectiveBackend(Backend):
 
     name = "collective"
     has_node_reduction = True
+    has_rank_reduction = True
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)

@@ -41,17 +41,21 @@ class ArrivedRows:
 class NodeReduction:
     """Rows are added on the node they lie on before they cross; see `EpConfig.node_reduction`.
 
+    With `rank_reduction` each rank is as a node, and its own sums are as those of others.
+
     Args:
         num_local_ranks: Ranks of a node; consecutive ones share it.
-        own_node: Node of the rank that gets the sums.
+        own_node: Node of the rank that gets the sums, where its sum is not rounded.
     """
 
     num_local_ranks: int
-    own_node: int
+    own_node: int | None
 
     @classmethod
     def of(cls, peers: Peers, config: EpConfig) -> NodeReduction | None:
         """How this rank's sums are added, None for row by row."""
+        if config.rank_reduction:
+            return cls(1, None)
         if not config.node_reduction or peers.num_local_ranks == peers.num_ranks:
             return None
         return cls(peers.num_local_ranks, peers.rank_idx // peers.num_local_ranks)

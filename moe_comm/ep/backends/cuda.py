@@ -29,6 +29,7 @@ class CudaBackend(StreamCallersBackend):
 
     name = "cuda"
     has_node_reduction = True  # of one node, where it changes nothing
+    has_rank_reduction = True
 
     def __init__(self, communicator: Communicator, config: EpConfig) -> None:
         self._gpu = communicator.require_gpu()

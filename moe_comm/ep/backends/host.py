@@ -22,6 +22,7 @@ class HostBackend(NativeBackend):
 
     name = "host"
     has_node_reduction = True
+    has_rank_reduction = True
     _endpoint: _host.Endpoint
     _rail_engine: RailEngine | None = None
 

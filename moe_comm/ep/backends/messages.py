@@ -83,6 +83,7 @@ def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -
         "dtype": str(config.dtype),
         "num_max_in_flight": str(config.num_max_in_flight),
         "node_reduction": str(config.node_reduction),
+        "rank_reduction": str(config.rank_reduction),
         "expert_rank": str(expert_rank.tolist()),
     }
 

@@ -77,6 +77,7 @@ class NativeBackend(Backend):
                 expert_rank=placement.tolist(),
                 depth=config.num_max_in_flight,
                 node_reduction=config.node_reduction,
+                rank_reduction=config.rank_reduction,
                 agreed=list(agreed.items()),
                 num_max_topk=config.num_topk or 0,
                 max_row_bytes=config.rail_row_bytes,

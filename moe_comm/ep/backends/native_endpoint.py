@@ -254,6 +254,7 @@ class Settings:
         expert_rank: Rank of every expert.
         depth: Operations in flight.
         node_reduction: See `EpConfig`.
+        rank_reduction: See `EpConfig`.
         agreed: What must be equal on every rank, as (name, value).
         num_max_topk: Choices of a token; 0 for any.
         max_row_bytes: Of a row with its scale factors; 0 for any.
@@ -267,6 +268,7 @@ class Settings:
     expert_rank: list[int]
     depth: int
     node_reduction: bool
+    rank_reduction: bool
     agreed: list[tuple[str, str]]
     num_max_topk: int = 0
     max_row_bytes: int = 0

@@ -82,6 +82,7 @@ class ReferenceBackend(Backend):
 
     name = "reference"
     has_node_reduction = True
+    has_rank_reduction = True
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)
@@ -183,7 +184,11 @@ class ReferenceBackend(Backend):
         if x is not None:
             expert_out = [_present(rank.x) for rank in gathered]
             sums = dispatch.sums(
-                rank_idx, expert_out, topk_weights, num_local_ranks=self._num_local_ranks
+                rank_idx,
+                expert_out,
+                topk_weights,
+                num_local_ranks=self._num_local_ranks,
+                rank_reduction=self.config.rank_reduction,
             )
             sums = sums if out is None else out.copy_(sums)
         if row_weights is not None:

@@ -85,6 +85,7 @@ class SimtBackend(StreamCallersBackend):
 
     name = "simt"
     has_node_reduction = True
+    has_rank_reduction = True
 
     def __init__(self, communicator: Communicator, config: EpConfig) -> None:
         # Meant where none is current any more.
