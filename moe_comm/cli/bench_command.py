@@ -171,6 +171,12 @@ def dispatch_combine(
             "--node-reduction", help="Add rows on their node before they cross; compared with not."
         ),
     ] = False,
+    rank_reduction: Annotated[
+        bool,
+        typer.Option(
+            "--rank-reduction", help="Add rows on their rank before they cross; compared with not."
+        ),
+    ] = False,
     mode: Annotated[
         RankMode, typer.Option(help="Ranks are processes, or threads of one process.")
     ] = RankMode.PROCESSES,
@@ -187,8 +193,8 @@ def dispatch_combine(
 ) -> None:
     """Dispatch and combine between ranks on this machine.
 
-    With --quantization, --node-reduction, --api hybrid-ep or --layout low-latency the same input is also exchanged
-    without it, in turns, and the table has the ratio.
+    With --quantization, --node-reduction, --rank-reduction, --api hybrid-ep or --layout low-latency the same input is
+    also exchanged without it, in turns, and the table has the ratio.
     """
     with in_a_sentence("bench"):
         check_output("--json", json_path)
@@ -214,6 +220,7 @@ def dispatch_combine(
             routing=routing,
             with_huge_page_x=huge_page_x,
             reduced_local_ranks=reduced_ranks(local_ranks, node_reduction),
+            rank_reduction=rank_reduction,
             seed=seed,
         )
         options = BenchOptions(

@@ -74,6 +74,9 @@ def budget(
     node_reduction: Annotated[
         bool, typer.Option("--node-reduction", help="Rows are added on their node first.")
     ] = False,
+    rank_reduction: Annotated[
+        bool, typer.Option("--rank-reduction", help="Rows are added on their rank first, by GPUs.")
+    ] = False,
     across_gpus: Annotated[
         bool, typer.Option("--across-gpus", help="Ranks lie on several GPUs of one node.")
     ] = False,
@@ -93,6 +96,7 @@ def budget(
             quantization=quantization_of(quantization, scale_format, column_major_scales, dtype),
             expert_alignment=alignment,
             reduced_local_ranks=reduced_ranks(local_ranks, node_reduction),
+            rank_reduction=rank_reduction,
         )
         check_options(case, BenchOptions(num_local_ranks=local_ranks))
         capacity = None

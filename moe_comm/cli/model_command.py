@@ -67,6 +67,9 @@ def model(
     node_reduction: Annotated[
         bool, typer.Option(help="Nodes add a token's rows before combine sends them: other bits.")
     ] = False,
+    rank_reduction: Annotated[
+        bool, typer.Option(help="On one node ranks add a token's rows first: other bits.")
+    ] = False,
     chunks: Annotated[int, typer.Option(min=1, help="Pieces of what a rank sends to a node.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the routing that is drawn.")] = 0,
     published: Annotated[
@@ -88,6 +91,8 @@ def model(
         stated = Cluster(machine=machine, num_nodes=nodes, num_local_ranks=local_ranks)
         if stated.num_ranks > MAX_RANKS:
             raise ValueError(f"at most {MAX_RANKS} ranks are simulated, got {stated.num_ranks}")
+        if rank_reduction and nodes > 1:
+            raise ValueError(f"--rank-reduction is of one node, got {nodes} nodes")
         workload = Workload(
             num_tokens=tokens,
             hidden=hidden,
@@ -102,7 +107,7 @@ def model(
             combine=Movement(
                 element_bytes=2.0,
                 is_once_per_node=node_reduction,
-                is_once_per_rank=node_reduction,
+                is_once_per_rank=node_reduction or rank_reduction,
             ),
             max_nodes=max_nodes,
         )
@@ -152,12 +157,19 @@ def _heap_bytes(workload: Workload, cluster: Cluster, wire: WireName) -> int:
         scales=scales,
         spans_devices=cluster.num_nodes == 1 < cluster.num_local_ranks,
     )
+    row_bytes = workload.hidden * 2
+    rank_sums = 0
+    if cluster.num_nodes == 1 and workload.combine.is_once_per_rank:
+        rank_sums = formulas.rank_sums_bytes(
+            workload.num_tokens, workload.num_topk, num_rows, row_bytes
+        )
     return sum(
         formulas.round_window_bytes(num_bytes)
         for num_bytes in (
             window,
-            num_rows * workload.hidden * 2,
-            workload.num_tokens * workload.hidden * 2,
+            num_rows * row_bytes,
+            workload.num_tokens * row_bytes,
+            rank_sums,
             formulas.workspace_bytes(cluster.num_ranks, workload.num_experts, 4),
         )
     )

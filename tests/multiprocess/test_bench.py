@@ -199,6 +199,19 @@ def test_node_reduction_is_checked_and_compared_with_none(tmp_path: Path) -> Non
     assert row["baseline"]["name"] == "unreduced"
 
 
+def test_rank_reduction_is_checked_and_compared_with_none(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *("--ranks", "3", "--rank-reduction", "--tokens", "40", "--hidden", "256"),
+        *("--topk", "4", "--experts", "6", "--repeats", "1", "--operations", "combine"),
+    )
+    row = rows["combine"]
+    assert row["rank_reduction"]
+    assert row["check"] == "ok"
+    assert row["baseline"]["name"] == "unreduced"
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",

@@ -172,6 +172,8 @@ REFUSED = [
     ("--hidden", "7"),
     ("--ranks", "3", "--local-ranks", "2"),
     ("--node-reduction",),
+    ("--ranks", "4", "--local-ranks", "2", "--node-reduction", "--rank-reduction"),
+    ("--ranks", "4", "--local-ranks", "2", "--rank-reduction"),
     ("--layout", "low-latency", "--alignment", "16"),
     ("--quantization", "fp8_block128", "--dtype", "fp64"),
     ("--quantization", "mxfp8", "--scale-format", "float32"),
@@ -181,6 +183,7 @@ REFUSED = [
 ]
 TAKEN = [
     ("--ranks", "4", "--local-ranks", "2", "--node-reduction"),
+    ("--ranks", "4", "--rank-reduction"),
     ("--layout", "low-latency"),
     ("--quantization", "fp8_block128"),
     ("--tokens", "0"),

@@ -58,7 +58,14 @@ def test_memory_bytes_of_one_pass() -> None:
         assert Bytes.of_dispatch(reference(per_slot), one).memory == pytest.approx(
             4096 * 7168 * (2 + 8 * element_bytes)
         )
-    assert Bytes.of_combine(reference(ONCE), one).memory == 4096 * 2 * 7168 * (8 + 1)
+    row_bytes = 4096 * 2 * 7168
+    per_slot = dataclasses.replace(ONCE, is_once_per_rank=False)
+    every_row = dataclasses.replace(reference(ONCE), combine=per_slot)
+    assert Bytes.of_combine(every_row, one).memory == row_bytes * (8 + 1)
+    # A sum for each rank of a token is written and read.
+    assert Bytes.of_combine(reference(ONCE), one).memory == pytest.approx(
+        row_bytes * (8 + 1 + 2 * expected_distinct(8, 256, 8))
+    )
 
 
 def test_link_bytes() -> None:
@@ -185,16 +192,22 @@ def test_bad_arguments_are_named(arguments: list[str], words: tuple[str, ...]) -
 
 
 def test_rows_cross_nvlink_once_for_each_rank_of_one_node() -> None:
-    def rows_a_token(*arguments: str) -> float:
+    def rows_a_token(operation_idx: int, *arguments: str) -> float:
         sizes = "--tokens 1000 --hidden 100 --topk 8 --experts 64"
         result = CliRunner().invoke(app, ["model", *arguments, *sizes.split(), "--json"])
         assert result.exit_code == 0
-        dispatch = json.loads(result.output)["operations"][0]
-        return float(dispatch["mean_bytes"]["nvlink"]) / (1000 * 100 * 2)
+        of_operation = json.loads(result.output)["operations"][operation_idx]
+        return float(of_operation["mean_bytes"]["nvlink"]) / (1000 * 100 * 2)
 
-    assert rows_a_token("--nodes", "1", "--local-ranks", "8") == pytest.approx(4.75, abs=5e-3)
+    node = ("--nodes", "1", "--local-ranks", "8")
+    assert rows_a_token(0, *node) == pytest.approx(4.75, abs=5e-3)
+    assert rows_a_token(1, *node) == pytest.approx(7.0)
+    assert rows_a_token(1, *node, "--rank-reduction") == rows_a_token(0, *node)
     # Between nodes rows are fanned out into every slot.
-    assert rows_a_token("--nodes", "2", "--local-ranks", "4") == pytest.approx(8 * 3 / 4)
+    assert rows_a_token(0, "--nodes", "2", "--local-ranks", "4") == pytest.approx(8 * 3 / 4)
+    refused = CliRunner().invoke(app, ["model", "--nodes", "2", "--rank-reduction"])
+    assert refused.exit_code == 1
+    assert "of one node, got 2 nodes" in refused.output
 
 
 def test_json_holds_what_the_table_shows() -> None:

@@ -57,6 +57,7 @@ class BenchCase:
         with_huge_page_x: x lies in 2 MiB pages instead of wherever torch puts it.
         reduced_local_ranks: Ranks of a node where combine adds rows on their node first
             (`EpConfig.node_reduction`); None where it does not.
+        rank_reduction: Combine adds rows on their rank first (`EpConfig.rank_reduction`).
         seed: Of data and routing.
     """
 
@@ -75,6 +76,7 @@ class BenchCase:
     routing: Path | None = None
     with_huge_page_x: bool = False
     reduced_local_ranks: int | None = None
+    rank_reduction: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -105,8 +107,9 @@ class BenchCase:
     def _check_hybrid_ep(self) -> None:
         if self.layout is not Layout.EXPERT_MAJOR:
             raise ValueError(f"HybridEP permutes rows by expert, got layout {self.layout.name}")
-        if self.reduced_local_ranks is not None:
-            raise ValueError("HybridEP is compared without node_reduction, got it")
+        if self.is_reduced:
+            which = "rank_reduction" if self.rank_reduction else "node_reduction"
+            raise ValueError(f"HybridEP is compared unreduced, got {which}")
         if self.quantization is not None:
             raise ValueError(
                 f"HybridEP is compared unquantized, got {self.quantization.format.name}"
@@ -116,6 +119,11 @@ class BenchCase:
                 f"HybridEP has as many experts on every rank, got {self.num_experts} experts on "
                 f"{self.num_ranks} ranks"
             )
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether combine adds rows where they lie first."""
+        return self.rank_reduction or self.reduced_local_ranks is not None
 
     @property
     def sends_weights(self) -> bool:
@@ -131,8 +139,9 @@ class BenchCase:
             return "unquantized", dataclasses.replace(self, quantization=None)
         if self.layout is Layout.LOW_LATENCY:
             return "expert_major", dataclasses.replace(self, layout=Layout.EXPERT_MAJOR)
-        if self.reduced_local_ranks is not None:
-            return "unreduced", dataclasses.replace(self, reduced_local_ranks=None)
+        if self.is_reduced:
+            plain = dataclasses.replace(self, reduced_local_ranks=None, rank_reduction=False)
+            return "unreduced", plain
         return None
 
     @property
@@ -165,6 +174,7 @@ class BenchCase:
             num_max_tokens_per_rank=self.num_tokens,
             dtype=self.torch_dtype,
             node_reduction=self.reduced_local_ranks is not None,
+            rank_reduction=self.rank_reduction,
         )
 
 

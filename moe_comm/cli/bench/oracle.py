@@ -284,7 +284,8 @@ def _blocks(num_rows: int) -> list[slice]:
 def _sums(case: BenchCase, rank_idx: int, x: torch.Tensor, tokens: slice) -> torch.Tensor:
     """What experts make of rows `[n, hidden]` of some tokens, added."""
     rows = _rows_of(case, rank_idx)
-    num_node_ranks = case.reduced_local_ranks or case.num_ranks
+    num_node_ranks = 1 if case.rank_reduction else case.reduced_local_ranks or case.num_ranks
+    own_node = None if case.rank_reduction else rank_idx // num_node_ranks
     wide = x.to(arithmetic.accumulator_dtype(x.dtype))
     terms, nodes = [], []
     for label, rank in zip(rows.added_label[tokens].T, rows.added_rank[tokens].T, strict=True):
@@ -299,7 +300,7 @@ def _sums(case: BenchCase, rank_idx: int, x: torch.Tensor, tokens: slice) -> tor
                     output if bool(is_here.all()) else torch.where(is_here[:, None], output, 0.0)
                 )
                 nodes.append(node)
-    total = sum_in_order(terms, nodes, rank_idx // num_node_ranks, x.dtype)
+    total = sum_in_order(terms, nodes, own_node, x.dtype)
     return torch.as_tensor(total).expand(x.shape).to(x.dtype)
 
 

@@ -84,6 +84,7 @@ class BenchRow:
             "routing": None if case.routing is None else case.routing.name,
             "huge_page_x": case.with_huge_page_x,
             "node_reduction": case.reduced_local_ranks is not None,
+            "rank_reduction": case.rank_reduction,
             "seed": case.seed,
             **values,
             **self.extra,

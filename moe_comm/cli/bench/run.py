@@ -152,6 +152,11 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
     if "collective" in options.peers and options.backend == "collective":
         raise ValueError("the collective backend is not compared with itself")
     _check_nodes(case, options)
+    if case.rank_reduction and options.num_local_ranks not in (None, case.num_ranks):
+        raise ValueError(
+            f"rank_reduction is of ranks that share a node: a node must have all {case.num_ranks} "
+            f"ranks, got {options.num_local_ranks}"
+        )
     if options.peers and case.baseline is not None:
         raise ValueError(
             f"a case is compared with peers or with its baseline ({case.baseline[0]}), got peers "

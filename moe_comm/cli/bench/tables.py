@@ -344,6 +344,8 @@ def _asked_for(case: Case) -> str:
         words.append(
             f"`node_reduction`, {nodes} nodes of {case['local_ranks']} ranks over {case['rail']}"
         )
+    if case.get("rank_reduction"):
+        words.append("`rank_reduction`")
     return "; ".join(words)
 
 

@@ -156,10 +156,18 @@ class Bytes:
 
     @staticmethod
     def of_combine(workload: Workload, cluster: Cluster) -> Bytes:
-        """K rows of every token are read, one sum is written (`2 H (K + 1)`)."""
+        """K rows of every token are read, one sum is written (`2 H (K + 1)`).
+
+        On one node, where ranks add first, they write a sum for each rank and token, which is read again.
+        """
         row = workload.hidden * workload.combine.element_bytes
+        num_moved: float = workload.num_topk + 1
+        if workload.combine.is_once_per_rank and cluster.num_nodes == 1:
+            num_moved += 2 * expected_distinct(
+                cluster.num_ranks, workload.num_experts, workload.num_topk
+            )
         return Bytes(
-            memory=workload.num_tokens * (workload.num_topk + 1) * row,
+            memory=workload.num_tokens * num_moved * row,
             nvlink=_nvlink_rows(workload, cluster, workload.combine) * row,
             nic=_nic_rows(workload, cluster, workload.combine) * row,
             count_rows=cluster.num_ranks
