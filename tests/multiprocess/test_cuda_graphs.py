@@ -42,7 +42,7 @@ class Inputs:
 
 
 def _buffer(
-    context: RankContext, num_local_ranks: int | None = None, node_reduction: bool = False
+    context: RankContext, num_local_ranks: int | None = None, reduction: str = ""
 ) -> EpBuffer:
     comm = Communicator(
         context.group, backend="simt", num_local_ranks=num_local_ranks, arrival_timeout_s=60.0
@@ -54,7 +54,8 @@ def _buffer(
             num_topk=NUM_TOPK,
             hidden=HIDDEN,
             num_max_tokens_per_rank=NUM_TOKENS,
-            node_reduction=node_reduction,
+            node_reduction=reduction == "node",
+            rank_reduction=reduction == "rank",
         ),
     )
 
@@ -98,9 +99,11 @@ def _check_replay(
                 wanted[token] += own.x[token].float() * own.weights[token, k]
                 rows[token, k] = token
     sums = wanted.to(torch.bfloat16)
-    if buffer.config.node_reduction:
-        communicator = buffer.communicator
-        ranks = torch.cat((buffer.expert_rank, torch.tensor([-1])))[own.topk_idx]
+    communicator = buffer.communicator
+    ranks = torch.cat((buffer.expert_rank, torch.tensor([-1])))[own.topk_idx]
+    if buffer.config.rank_reduction:
+        sums = sum_rows_by_node(own.x, rows, ranks, None, own.weights)
+    elif buffer.config.node_reduction:
         nodes = ranks // communicator.num_local_ranks
         sums = sum_rows_by_node(own.x, rows, nodes, communicator.node_idx, own.weights)
     assert torch.equal(y, sums)
@@ -110,9 +113,9 @@ def _replay_often(
     context: RankContext,
     num_replays: int,
     num_local_ranks: int | None = None,
-    node_reduction: bool = False,
+    reduction: str = "",
 ) -> list[str]:
-    buffer = _buffer(context, num_local_ranks, node_reduction)
+    buffer = _buffer(context, num_local_ranks, reduction)
     rank_idx = context.rank_idx
     everyone = [Inputs(r) for r in range(context.num_ranks)]
     own = everyone[rank_idx]
@@ -167,9 +170,13 @@ def test_replays_advance_by_themselves(mode: str) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("node_reduction", [False, True])
-def test_replays_across_nodes(node_reduction: bool) -> None:
-    run_ranks(_replay_often, 4, 20, 2, node_reduction, mode="threads", timeout_s=240)
+@pytest.mark.parametrize("reduction", ["", "node"])
+def test_replays_across_nodes(reduction: str) -> None:
+    run_ranks(_replay_often, 4, 20, 2, reduction, mode="threads", timeout_s=240)
+
+
+def test_replays_where_ranks_add_first() -> None:
+    run_ranks(_replay_often, 3, 20, None, "rank", mode="threads", timeout_s=240)
 
 
 def _overflow(context: RankContext) -> None:

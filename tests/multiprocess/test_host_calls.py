@@ -32,6 +32,8 @@ DISPATCH = {**NOTHING, "unset_allocations": 2, "launches": 3}
 CACHED_DISPATCH = {**NOTHING, "unset_allocations": 1, "launches": 3}
 # The exchange of rows and the sums, which lie in a window.
 COMBINE = {**NOTHING, "launches": 2}
+# What ranks ask of each other, and what they add, in a further window.
+REDUCED_COMBINE = {**NOTHING, "launches": 4}
 
 
 def _calls_per_step(buffer: EpBuffer, step: Any) -> Calls:
@@ -52,13 +54,16 @@ def _calls_per_step(buffer: EpBuffer, step: Any) -> Calls:
     return {name: (after[name] - before[name]) / NUM_STEPS for name in before}
 
 
-def _count_calls(context: RankContext, layout: Layout, num_devices: int) -> dict[str, Calls]:
+def _count_calls(
+    context: RankContext, layout: Layout, num_devices: int, rank_reduction: bool = False
+) -> dict[str, Calls]:
     comm = Communicator(context.group, backend="simt", arrival_timeout_s=60.0)
     config = EpConfig(
         num_experts=NUM_EXPERTS,
         num_topk=NUM_TOPK,
         hidden=HIDDEN,
         num_max_tokens_per_rank=NUM_TOKENS,
+        rank_reduction=rank_reduction,
     )
     generator = torch.Generator().manual_seed(context.rank_idx)
     x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
@@ -110,3 +115,19 @@ def test_operations_make_few_calls_of_the_device(
                 assert host_waits <= 2, operation
             else:
                 assert host_waits <= (operation == "dispatch"), operation
+
+
+@pytest.mark.parametrize("caller", ["host", "stream"])
+def test_ranks_that_add_first_launch_two_kernels_more(caller: str) -> None:
+    """And the host waits no more often for them."""
+    call = (Layout.EXPERT_MAJOR, 2, True)
+    if caller == "host":
+        found = run_ranks(_count_calls, 2, *call)
+    else:
+        found = run_ranks(in_stream, 2, _count_calls, *call)
+    for calls in found:
+        combine = calls["combine"]
+        host_waits, events = combine.pop("host_waits"), combine.pop("events")
+        assert combine == REDUCED_COMBINE
+        assert 1 <= events <= 2
+        assert host_waits <= (2 if caller == "host" else 0)

@@ -28,7 +28,8 @@ struct Region {
 
   int64_t bytes_loaded = 0;
   int64_t bytes_stored = 0;
-  int64_t bytes_stored_across = 0;  ///< of these, by kernels on another device
+  int64_t bytes_loaded_across = 0;  ///< of these, by kernels on another device
+  int64_t bytes_stored_across = 0;
 };
 
 /// Memory of all emulated ranks. The addresses that kernels hold have nothing mapped at them: an
@@ -100,6 +101,9 @@ class GuestMemory {
   /// Bytes of regions whose name begins with @p name.
   int64_t bytes_loaded(const std::string& name) const { return sum(name, &Region::bytes_loaded); }
   int64_t bytes_stored(const std::string& name) const { return sum(name, &Region::bytes_stored); }
+  int64_t bytes_loaded_across(const std::string& name) const {
+    return sum(name, &Region::bytes_loaded_across);
+  }
   int64_t bytes_stored_across(const std::string& name) const {
     return sum(name, &Region::bytes_stored_across);
   }

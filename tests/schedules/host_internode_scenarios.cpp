@@ -65,7 +65,7 @@ MOE_SCENARIO(host_internode_reduced, "CPU: two nodes; combines that add rows on 
     shape.with_factors = run.random().chance(3, 4);
   }
   world.run([&](HostRank& rank) {
-    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2, true), shape);
+    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2, Reduction::kNodes), shape);
     for (int64_t step = 0; step < 3; ++step)
       layer.run(step);
     world.meet();  // nothing that follows wakes anybody

@@ -205,13 +205,18 @@ float HostLayer::sum_of(const Tokens& tokens,
                         int64_t token_idx,
                         const std::vector<Term>& terms) const {
   const NodeLayout& nodes = endpoint_->group().nodes();
+  const bool by_rank = endpoint_->config().rank_reduction;
   const bool by_node = endpoint_->config().node_reduction;
+  const int num_parts = by_rank ? endpoint_->num_ranks() : by_node ? nodes.num_nodes() : 1;
+  const auto part_of = [&](int rank_idx) {
+    return by_rank ? rank_idx : by_node ? nodes.node_idx(rank_idx) : 0;
+  };
   const float value = tokens.x[static_cast<size_t>(token_idx * shape_.hidden)];
   float sum = 0.0f;
-  for (int node_idx = 0; node_idx < (by_node ? nodes.num_nodes() : 1); ++node_idx) {
+  for (int part_idx = 0; part_idx < num_parts; ++part_idx) {
     float partial = 0.0f;
     for (const Term& term : terms)
-      if (!by_node || nodes.node_idx(term.rank_idx) == node_idx)
+      if (part_of(term.rank_idx) == part_idx)
         partial += shape_.with_factors
                        ? value * factor_of(token_idx * shape_.num_topk + term.topk_pos)
                        : value;

@@ -79,7 +79,7 @@ class HostLayer {
                     int64_t row_idx,
                     const std::byte* expected) const;
   void combine(const host::DispatchOutcome& outcome, int64_t step, const Tokens& tokens);
-  /// The sum of @p terms, by the rules of EndpointConfig::node_reduction where that is on.
+  /// The sum of @p terms, by the rules of the reduction that EndpointConfig has on, if any.
   float sum_of(const Tokens& tokens, int64_t token_idx, const std::vector<Term>& terms) const;
   int rank_of(int64_t expert_idx) const {
     return endpoint_->placement().expert_rank[static_cast<size_t>(expert_idx)];

@@ -47,6 +47,19 @@ void check_names(const HostRank& rank, const FailureSite& site, int failed_rank)
 
 }  // namespace
 
+MOE_SCENARIO(host_rank_reduction, "CPU: combines that add the rows of each rank first") {
+  HostWorld world(run, draw_options(run, 3));
+  HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());
+  shape.num_topk = run.random().between(3, 5);
+  shape.with_factors = true;
+  world.run([&](HostRank& rank) {
+    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, 2, Reduction::kRanks), shape);
+    for (int64_t step = 0; step < 3; ++step)
+      layer.run(step);
+    world.meet();  // nothing that follows wakes anybody
+  });
+}
+
 MOE_SCENARIO(host_layer, "CPU: dispatch and combine, ragged, more epochs than the ring holds") {
   HostWorld world(run, draw_options(run, 4));
   HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());

@@ -31,9 +31,10 @@ SymmetricMemory& HostRank::heap() const {
 
 std::shared_ptr<host::Endpoint> HostRank::make_endpoint(int num_experts,
                                                         int depth,
-                                                        bool node_reduction) {
+                                                        Reduction reduction) {
   host::EndpointConfig config;
-  config.node_reduction = node_reduction;
+  config.node_reduction = reduction == Reduction::kNodes;
+  config.rank_reduction = reduction == Reduction::kRanks;
   config.num_experts = num_experts;
   config.depth = depth;
   // Experts in turn, so that every rank owns some wherever there are enough.

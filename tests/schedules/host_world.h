@@ -18,6 +18,9 @@ class HostWorld;
 class WorldHeap;
 class WorldLink;
 
+/// Where combines add first: of EndpointConfig.
+enum class Reduction { kNone, kNodes, kRanks };
+
 /// One rank of a HostWorld, for the thread that runs on it.
 class HostRank {
  public:
@@ -32,7 +35,7 @@ class HostRank {
   /// Collective.
   std::shared_ptr<host::Endpoint> make_endpoint(int num_experts,
                                                 int depth,
-                                                bool node_reduction = false);
+                                                Reduction reduction = Reduction::kNone);
   /// Ends a buffer before its rank does.
   void destroy(const std::shared_ptr<host::Endpoint>& endpoint);
 

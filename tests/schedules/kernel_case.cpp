@@ -423,6 +423,7 @@ struct NodeRows {
 };
 
 /// Sums of other nodes are rounded, the own one is not.
+/// @param own_node  -1 where each is rounded
 Sum add_nodes(const KernelCase& shape,
               const std::vector<NodeRows>& nodes,
               int own_node,
@@ -460,8 +461,12 @@ ExpectedBytes expected_sums(const KernelCase& shape,
   const host::FloatingPointScope floating_point;
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const int64_t row_bytes = shape.source_row_bytes();
-  // Without node_reduction all ranks are as one node.
-  const int num_local_ranks = shape.node_reduction ? shape.num_local_ranks : shape.num_ranks;
+  // Without a reduction all ranks are as one node, with that of ranks each is one.
+  const int num_local_ranks = shape.adds_by_rank()   ? 1
+                              : shape.node_reduction ? shape.num_local_ranks
+                                                     : shape.num_ranks;
+  const bool is_reduced = shape.adds_by_rank() || shape.node_reduction;
+  const int own_node = shape.adds_by_rank() ? -1 : rank_idx / num_local_ranks;
   ExpectedBytes sums(inputs.num_tokens * row_bytes);
   for (int64_t token_idx = 0; token_idx < inputs.num_tokens; ++token_idx) {
     std::vector<NodeRows> nodes(static_cast<size_t>(shape.num_ranks / num_local_ranks));
@@ -472,12 +477,11 @@ ExpectedBytes expected_sums(const KernelCase& shape,
       node.weights.push_back(
           inputs.weights[static_cast<size_t>(token_idx * shape.num_topk + term.topk_pos)]);
     }
-    const Sum sum = shape.node_reduction
-                        ? add_nodes(shape, nodes, rank_idx / num_local_ranks, is_weighted)
-                        : add(shape.dtype,
-                              nodes[0].rows,
-                              is_weighted ? &nodes[0].weights : nullptr,
-                              shape.hidden);
+    const Sum sum = is_reduced ? add_nodes(shape, nodes, own_node, is_weighted)
+                               : add(shape.dtype,
+                                     nodes[0].rows,
+                                     is_weighted ? &nodes[0].weights : nullptr,
+                                     shape.hidden);
     sums.set(token_idx * row_bytes, sum.data(), row_bytes);
   }
   return sums;

@@ -25,6 +25,7 @@ struct KernelCase {
   int64_t tokens_per_chunk = 1;  ///< of rows between nodes
   int64_t num_reply_places = 1;  ///< of a combine between nodes: the least a rail region has
   bool node_reduction = false;   ///< a node sends one sum for a token of another
+  bool rank_reduction = false;   ///< a rank adds a token's rows before another pulls their sum
   int num_experts = 4;
   int num_blocks = 2;
   int num_threads = 32;
@@ -58,6 +59,7 @@ struct KernelCase {
     return rank_idx % num_devices != other_rank % num_devices;
   }
   bool has_origins() const { return !is_by_rank() && num_devices > 1 && num_ranks > 1; }
+  bool adds_by_rank() const { return rank_reduction && !is_by_rank(); }
   /// The row that brings slot @p i of a token of @p rank_idx its bytes.
   int64_t origin_of(int rank_idx, const int64_t* slots, int64_t i) const;
   layout::Arrangement arrangement() const;
@@ -118,8 +120,8 @@ Step draw_cached_step(const KernelCase& shape,
 /// Rows of numbers whose sums depend on their order.
 std::vector<std::byte> draw_rows(DType dtype, int64_t num_elements, Random* random);
 
-/// What combine makes of @p outputs ([num_rows, hidden] by rank) on @p rank_idx. With
-/// node_reduction rows are float32, bfloat16 or float16.
+/// What combine makes of @p outputs ([num_rows, hidden] by rank) on @p rank_idx. With a reduction
+/// rows are float32, bfloat16 or float16.
 /// @param is_weighted  the weights of the step are applied
 ExpectedBytes expected_sums(const KernelCase& shape,
                             const Step& step,

@@ -204,6 +204,37 @@ void KernelWorld::count_crossing(int rank_idx, const ExpectedDispatch& expected)
   traffic_.window_loaded += shape_.has_origins() ? 4 * num_rows : 0;
 }
 
+/// Of a token's rows on a rank of another device each crosses; where ranks add first their sum
+/// alone, and before it, to every such rank, all slots and the weights of those there.
+void KernelWorld::count_pulled_across(int rank_idx, const ExpectedDispatch& expected) {
+  const auto num_slots = static_cast<size_t>(expected.num_slots);
+  for (int other_rank = 0; other_rank < shape_.num_ranks; ++other_rank) {
+    if (!shape_.is_elsewhere(rank_idx, other_rank))
+      continue;
+    int64_t num_rows = 0;
+    int64_t num_tokens = 0;
+    for (size_t first = 0; first < expected.slots.size(); first += num_slots) {
+      const auto begin = expected.slots.begin() + static_cast<ptrdiff_t>(first);
+      const auto num_there =
+          std::count_if(begin, begin + static_cast<ptrdiff_t>(num_slots), [&](int64_t slot) {
+            return slot != layout::Slot::kNone && layout::Slot::rank_idx(slot) == other_rank;
+          });
+      num_rows += num_there;
+      num_tokens += num_there > 0;
+    }
+    if (!shape_.adds_by_rank()) {
+      traffic_.outputs_loaded_across += num_rows * shape_.source_row_bytes();
+      continue;
+    }
+    if (num_rows == 0)
+      continue;
+    const int64_t header_bytes = int64_t{shape_.num_blocks} * shape_.num_threads * 16;
+    const auto slot_bytes = static_cast<int64_t>(expected.slots.size()) * 8;
+    traffic_.sums_loaded_across +=
+        num_tokens * shape_.source_row_bytes() + header_bytes + slot_bytes + num_rows * 4;
+  }
+}
+
 void KernelWorld::count_traffic(int rank_idx, const Step& step, bool is_combine, bool is_dispatch) {
   if (step.status != kernels::OperationStatus::kOk)
     return;
@@ -230,6 +261,7 @@ void KernelWorld::count_traffic(int rank_idx, const Step& step, bool is_combine,
   if (is_combine) {
     traffic_.outputs_loaded += num_rows * shape_.source_row_bytes();
     traffic_.sums_stored += num_tokens * shape_.source_row_bytes();
+    count_pulled_across(rank_idx, expected);
   }
 }
 

@@ -81,6 +81,14 @@ void run_operations(Run& run, const KernelCase& shape, int num_rounds, bool has_
   if (!shape.has_bad_choice)
     expect_bytes("put to other nodes", put_bytes, traffic.put);
   expect_bytes("rows pulled", run.guest().bytes_loaded("expert output"), traffic.outputs_loaded);
+  if (shape.num_local_ranks > 0)
+    return;
+  expect_bytes("rows pulled from other devices",
+               run.guest().bytes_loaded_across("expert output"),
+               traffic.outputs_loaded_across);
+  expect_bytes("sums of rows pulled from other devices",
+               run.guest().bytes_loaded_across("rank sums"),
+               traffic.sums_loaded_across);
 }
 
 void run_host_reads(Run& run, const KernelCase& shape) {

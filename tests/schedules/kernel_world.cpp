@@ -394,6 +394,14 @@ void KernelWorld::dispatch_cached(int rank_idx, const Step& cached, const Handle
 
 // --- Combine -----------------------------------------------------------------------------------
 
+namespace {
+
+layout::RankSumsMap rank_sums_map(const kernels::CombineParams& combine) {
+  return layout::RankSumsMap::make(combine.num_tokens, combine.num_slots, sizeof(float));
+}
+
+}  // namespace
+
 KernelWorld::Outputs KernelWorld::draw_outputs(const Step& step) {
   Outputs outputs;
   for (int rank_idx = 0; rank_idx < shape_.num_ranks; ++rank_idx) {
@@ -445,10 +453,19 @@ void KernelWorld::combine(int rank_idx,
   exchange.num_topk = shape_.num_topk;
   exchange.arrangement = shape_.arrangement();
   exchange.kept_counts = handle.kept;
+  kernels::CombineParams params = combine_rows(rank_idx, step, handle, is_weighted, pulls_weights);
+  int requests_segment = -1;
+  if (shape_.adds_by_rank()) {
+    requests_segment = launch_rank_requests(rank_idx, step, params);
+    exchange.adds_for_peers = 1;
+    exchange.offer = offer_of(rank_idx, requests_segment);
+    const int64_t sums_offset = rank_sums_map(params).sums_offset;
+    exchange.offer.offset += static_cast<uint64_t>(sums_offset);
+    exchange.offer.bytes -= static_cast<uint64_t>(sums_offset);
+  }
   launch_exchange(rank_idx, exchange);
-
-  const kernels::CombineParams params =
-      combine_rows(rank_idx, step, handle, is_weighted, pulls_weights);
+  if (shape_.adds_by_rank())
+    launch_rank_sums(rank_idx, outputs, requests_segment, &params);
   launch_sums(rank_idx, params);
 
   const auto sums = std::make_shared<ExpectedBytes>(
@@ -458,10 +475,12 @@ void KernelWorld::combine(int rank_idx,
                     : ExpectedBytes());
   const Segment output = own.segments[static_cast<size_t>(rows_segment)];
   const Segment row_weights = own.segments[static_cast<size_t>(weights_segment)];
+  const Segment requests =
+      requests_segment < 0 ? Segment{} : own.segments[static_cast<size_t>(requests_segment)];
   const uint64_t epoch = ++own.epoch;
   ++num_checks_due_;
   own.stream->call("check of a combine",
-                   [this, rank_idx, epoch, params, sums, pulled, output, row_weights] {
+                   [this, rank_idx, epoch, params, sums, pulled, output, row_weights, requests] {
                      const kernels::Tables& tables = rank(rank_idx).tables;
                      expect_equal(read(tables.status), int32_t{0}, "status of a combine");
                      expect_equal(read(tables.epoch), epoch, "epoch of a combine");
@@ -471,6 +490,7 @@ void KernelWorld::combine(int rank_idx,
                      // Rows are their owner's again.
                      overwrite(output.base, output.bytes);
                      overwrite(row_weights.base, row_weights.bytes / 16 * 16);
+                     overwrite(requests.base, requests.bytes / 16 * 16);
                      ++num_checks_made_;
                    });
   count_traffic(rank_idx, step, true, false);
@@ -511,6 +531,46 @@ kernels::CombineParams KernelWorld::combine_rows(
   params.is_plain = shape_.is_plain;
   params.node_reduction = shape_.node_reduction ? 1 : 0;
   return params;
+}
+
+int KernelWorld::launch_rank_requests(int rank_idx,
+                                      const Step& step,
+                                      const kernels::CombineParams& combine) {
+  const ExpectedDispatch& expected = step.dispatched[static_cast<size_t>(rank_idx)];
+  const int64_t bytes =
+      rank_sums_map(combine).bytes(expected.received.num_rows, shape_.source_row_bytes());
+  auto* const window = unwritten<std::byte>(rank_idx, Ownership::kHeap, "rank sums", bytes);
+  kernels::RankRequestsParams params;
+  params.num_tokens = combine.num_tokens;
+  params.num_slots = combine.num_slots;
+  params.slots = combine.slots;
+  params.weights = combine.weights;
+  params.weight_bytes = combine.weight_bytes;
+  params.window = window;
+  kernels::launch_rank_requests(shape_of(rank_idx, shape_.num_blocks), params);
+  return add_segment(rank_idx, window, bytes);
+}
+
+void KernelWorld::launch_rank_sums(int rank_idx,
+                                   const Outputs& outputs,
+                                   int requests_segment,
+                                   kernels::CombineParams* combine) {
+  const Rank& own = rank(rank_idx);
+  const auto segment = [&](int segment_idx) {
+    return own.segments[static_cast<size_t>(segment_idx)].base;
+  };
+  std::byte* const requests = segment(requests_segment);
+  kernels::RankSumsParams params;
+  params.buffer = own.buffer;
+  params.tables = own.tables;
+  params.dtype = shape_.dtype;
+  params.hidden = shape_.hidden;
+  params.rows = segment(outputs.rows_segment[static_cast<size_t>(rank_idx)]);
+  params.sums = requests + rank_sums_map(*combine).sums_offset;
+  kernels::launch_rank_sums(shape_of(rank_idx, shape_.num_blocks), params);
+  combine->row_slots = reinterpret_cast<const int64_t*>(requests);
+  combine->weights = nullptr;
+  combine->weight_bytes = 0;
 }
 
 void KernelWorld::launch_sums(int rank_idx, const kernels::CombineParams& params) {

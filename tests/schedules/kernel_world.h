@@ -11,6 +11,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
 #include "kernels/internode.h"
+#include "kernels/rank_sums.h"
 #include "layout/control.h"
 #include "schedules/kernel_case.h"
 #include "schedules/run.h"
@@ -109,6 +110,8 @@ class KernelWorld {
     int64_t window_stored_across = 0;  ///< from other devices: see docs/emulator.md
     int64_t window_loaded = 0;         ///< by who copies rows, then by the host
     int64_t outputs_loaded = 0;
+    int64_t outputs_loaded_across = 0;  ///< what a combine pulls from other devices
+    int64_t sums_loaded_across = 0;     ///< the same where ranks add first, with what they ask
     int64_t sums_stored = 0;
     int64_t put = 0;  ///< to ranks of other nodes, signals not counted
   };
@@ -201,6 +204,12 @@ class KernelWorld {
   kernels::CombineParams combine_rows(
       int rank_idx, const Step& step, const Handle& handle, bool is_weighted, bool pulls_weights);
   void launch_sums(int rank_idx, const kernels::CombineParams& params);
+  /// What is asked for where ranks add first. @return the segment that it lies in.
+  int launch_rank_requests(int rank_idx, const Step& step, const kernels::CombineParams& combine);
+  void launch_rank_sums(int rank_idx,
+                        const Outputs& outputs,
+                        int requests_segment,
+                        kernels::CombineParams* combine);
   int offer_again(int rank_idx,
                   const Step& step,
                   const std::vector<uint8_t>& short_ranks,
@@ -213,6 +222,7 @@ class KernelWorld {
   void overwrite(std::byte* to, int64_t bytes);
   template <typename T>
   void expect_equal(const T& got, const T& expected, const std::string& what);
+  void count_pulled_across(int rank_idx, const ExpectedDispatch& expected);
   void count_crossing(int rank_idx, const ExpectedDispatch& expected);
   void count_traffic(int rank_idx, const Step& step, bool is_combine, bool is_dispatch);
 

@@ -154,9 +154,8 @@ bool RaceChecker::access(Actor& actor, const void* address, int64_t bytes, Manne
     return false;
   Region& region = *memory_.find(address, 1);
   (manner.is_write ? region.bytes_stored : region.bytes_loaded) += bytes;
-  if (manner.is_write && !actor.place.is_host &&
-      memory_.is_of_other_device(region.rank_idx, actor.place.rank_idx))
-    region.bytes_stored_across += bytes;
+  if (!actor.place.is_host && memory_.is_of_other_device(region.rank_idx, actor.place.rank_idx))
+    (manner.is_write ? region.bytes_stored_across : region.bytes_loaded_across) += bytes;
   const auto* place = static_cast<const std::byte*>(address);
   while (bytes > 0) {
     const int64_t granule_idx = memory_.granule(place);

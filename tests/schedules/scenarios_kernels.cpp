@@ -242,6 +242,53 @@ MOE_SCENARIO(devices_drops, "the same where the first slots of tokens are droppe
   run_operations(run, with_drops(run, on_devices(run, expert_major(run))), 1);
 }
 
+MOE_SCENARIO(rank_reduction, "ranks add the rows of a token before their sum is pulled") {
+  KernelCase shape = expert_major(run);
+  shape.rank_reduction = true;
+  shape.is_plain = run.random().chance(1, 4);
+  shape.with_weights = run.random().chance(1, 2);
+  constexpr DType kAll[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
+  shape.dtype = kAll[run.random().below(3)];
+  run_operations(run, shape, 1);
+}
+
+MOE_SCENARIO(rank_reduction_epochs, "the same in memory of rings and flags that is used again") {
+  KernelCase shape = expert_major(run);
+  shape.rank_reduction = true;
+  shape.num_ranks = 2;
+  shape.num_threads = 32;
+  shape.num_max_tokens = 3;
+  run_operations(run, shape, 3);
+}
+
+MOE_SCENARIO(devices_rank_reduction, "the same on two devices, between which a sum crosses once") {
+  KernelCase shape = on_devices(run, expert_major(run));
+  shape.rank_reduction = true;
+  if (run.random().chance(1, 4))
+    shape = with_drops(run, shape);
+  run_operations(run, shape, 1);
+}
+
+MOE_SCENARIO(rank_reduction_low_latency, "the same where most rows of a window are nobody's") {
+  KernelCase shape;
+  shape.layout = RowLayout::kLowLatency;
+  shape.with_masks = true;
+  shape.rank_reduction = true;
+  shape.hidden = run.random().chance(1, 4) ? 9 : 16;
+  run_operations(run, on_devices(run, draw_case(run, shape)), 1);
+}
+
+MOE_SCENARIO(rank_reduction_many_choices, "the same with more slots of a token than lanes") {
+  KernelCase shape = expert_major(run);
+  shape.rank_reduction = true;
+  shape.num_ranks = 2;
+  shape.num_experts = 36;
+  shape.num_topk = 34;
+  shape.num_max_tokens = 2;
+  shape.hidden = 8;
+  run_operations(run, shape, 1);
+}
+
 MOE_SCENARIO(devices_host_read, "the same where hosts wait for sizes and offer again") {
   run_host_reads(run, on_devices(run, expert_major(run)));
 }

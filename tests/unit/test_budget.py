@@ -76,6 +76,25 @@ def test_window_says_whose_copies_rows_are_where_devices_differ() -> None:
     assert dispatched[1] - dispatched[0] == 4 * 4096 * 8
 
 
+def test_ranks_that_add_first_hold_sums_for_others() -> None:
+    assert budget.rank_sums_bytes(3, 2, 5, 32) == 64 + 64 + 64 + 64 + 5 * 32
+    assert budget.rank_sums_bytes(3, 2, 5, 32, number_bytes=8) == 64 + 64 + 64 + 64 + 5 * 32
+    assert budget.rank_sums_bytes(9, 2, 0, 32, number_bytes=8) == 3 * 192 + 64
+    plain = EpConfig(num_experts=8, num_topk=2, hidden=64, num_max_tokens_per_rank=4096)
+    adding = dataclasses.replace(plain, rank_reduction=True)
+    for layout in Layout:
+        sizes, without = (config.window_sizes(2, layout=layout) for config in (adding, plain))
+        asked = 2 * 4096 * 2 * 8 + 4096 * 2 * 4 + 64
+        more = budget.round_window_bytes(asked + sizes.num_recv_rows * 128)
+        assert sizes.sums - without.sums == (0 if layout is Layout.RANK_MAJOR else more)
+        assert dataclasses.replace(sizes, sums=0) == dataclasses.replace(without, sums=0)
+    documents = [
+        json.loads(CliRunner().invoke(app, ["budget", "--json", *arguments]).output)
+        for arguments in ([], ["--rank-reduction"])
+    ]
+    assert documents[1]["sizes"]["sums"] > 8 * documents[0]["sizes"]["sums"]
+
+
 def test_rows_of_the_other_layouts() -> None:
     assert budget.rank_major_recv_rows(8, 4096, 2) == 8192
     assert budget.rank_major_recv_rows(8, 4096, 16) == 8 * 4096

@@ -34,6 +34,7 @@ HAVE_BULK_COPIES = (
 # Of a thread, by the beginning of the kernel's name. A kernel that takes more leaves experts that run
 # beside it fewer; one that waits alone takes few.
 MOST_REGISTERS = {
+    "add_rank_sums<": 128,
     "combine<": 128,
     "dispatch<Bytes, ": 100,
     "dispatch<": 96,
@@ -43,6 +44,7 @@ MOST_REGISTERS = {
     "receive_copies<": 56,
     "strided_copies<": 114,
     "weighted_gradient<": 56,
+    "write_rank_requests": 32,
 }
 
 # Taking a module apart takes some ten seconds.

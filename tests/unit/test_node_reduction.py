@@ -23,12 +23,15 @@ BIG = 2.0**24  # BIG + 1 is BIG in float32
 def sum_of(
     terms: list[float],
     nodes: list[int],
-    own_node: int,
+    own_node: int | None,
     *,
     dtype: torch.dtype = torch.bfloat16,
     weights: list[float] | None = None,
 ) -> float:
-    """The sum of one token whose row k holds `terms[k]` and lies on `nodes[k]`."""
+    """The sum of one token whose row k holds `terms[k]` and lies on `nodes[k]`.
+
+    With `rank_reduction` nodes are ranks, and none is the own one.
+    """
     rows = torch.tensor(terms, dtype=dtype).unsqueeze(1).expand(-1, 8).contiguous()
     wide = arithmetic.accumulator_dtype(dtype)
     sums = arithmetic.sum_rows_by_node(
@@ -55,6 +58,7 @@ def sum_of(
         pytest.param(0, 260, id="own-sum-is-not-rounded"),  # 257 + 2 = 259
         pytest.param(1, 258, id="other-sum-is-rounded"),  # 256 + 2
         pytest.param(2, 258, id="both-are-rounded"),
+        pytest.param(None, 258, id="so-they-are-by-rank"),
     ],
 )
 def test_what_crosses_is_rounded_once(own_node: int, expected: float) -> None:
@@ -121,6 +125,10 @@ def test_ranks_that_differ_are_told() -> None:
         )
     with pytest.raises(TypeError, match="node_reduction must be a bool, got 1"):
         dataclasses.replace(plain, node_reduction=1)
+    with pytest.raises(TypeError, match="rank_reduction must be a bool, got 'yes'"):
+        dataclasses.replace(plain, rank_reduction="yes")
+    with pytest.raises(ValueError, match="must not both be True, got True and True"):
+        dataclasses.replace(reduced, rank_reduction=True)
 
 
 @pytest.mark.parametrize(

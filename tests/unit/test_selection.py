@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_comm.testing.case_list import CASES, NODE_REDUCTION_CASES
+from moe_comm.testing.case_list import CASES, NODE_REDUCTION_CASES, RANK_REDUCTION_CASES
 from moe_comm.testing.dispatcher_cases import DISPATCHER_CASES
 from tests.helpers.selection import (
     ALONE,
@@ -32,6 +32,7 @@ def drawn(seed: int) -> Attributes:
 PRODUCTS: dict[str, list[Attributes]] = {
     "cases": [attributes_of({"case": case}) for case in CASES],
     "cases of node reduction": [attributes_of({"case": case}) for case in NODE_REDUCTION_CASES],
+    "cases of rank reduction": [attributes_of({"case": case}) for case in RANK_REDUCTION_CASES],
     "cases of dispatchers": [
         attributes_of({"target": target, "case": case})
         for target in ("plain", "megatron", "deep_ep")
