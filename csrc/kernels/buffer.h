@@ -101,8 +101,9 @@ struct Peer {
 struct Tables {
   uint64_t* epoch = nullptr;    ///< [1]
   int32_t* may_move = nullptr;  ///< [1] 1 when rows may move: no rank rejected, all have room
-  Peer* peers = nullptr;        ///< [num_ranks]
-  int32_t* counts = nullptr;    ///< [num_ranks, Row::num_counts]: the count matrix that was kept
+  /// [2, num_ranks]: the second part is where add_rank_sums says that rows lie that are alone.
+  Peer* peers = nullptr;
+  int32_t* counts = nullptr;  ///< [num_ranks, Row::num_counts]: the count matrix that was kept
   int64_t* stream_starts = nullptr;  ///< by expert [num_experts], by rank [num_ranks]: first row
                                      ///< that this rank writes there
   int64_t* num_rows = nullptr;       ///< [2]: rows of this rank's window, num_recv_topk

@@ -13,7 +13,11 @@ namespace moe::kernels {
 namespace {
 
 /// Of the slots of one token the first on each rank, ranks ascending, then none.
-MOE_DEVICE void list_first_slots(const int64_t* slots, int num_slots, int64_t* first_slots) {
+/// @param alone_rank  added to the rank of a slot that has no other on its rank
+MOE_DEVICE void list_first_slots(const int64_t* slots,
+                                 int num_slots,
+                                 int alone_rank,
+                                 int64_t* first_slots) {
   using layout::Slot;
   int last_rank = -1;
   int num_listed = 0;
@@ -21,6 +25,7 @@ MOE_DEVICE void list_first_slots(const int64_t* slots, int num_slots, int64_t* f
   for (bool has_more = true; has_more;) {
     int next_rank = INT_MAX;
     int64_t next_slot = Slot::kNone;
+    bool is_alone = true;
 #pragma unroll 1
     for (int i = 0; i < num_slots; ++i) {
       const int64_t slot = device::load_constant(slots + i);
@@ -28,11 +33,15 @@ MOE_DEVICE void list_first_slots(const int64_t* slots, int num_slots, int64_t* f
       if (rank_idx > last_rank && rank_idx < next_rank) {
         next_rank = rank_idx;
         next_slot = slot;
+        is_alone = true;
+      } else if (rank_idx == next_rank) {
+        is_alone = false;
       }
     }
     has_more = next_slot != Slot::kNone;
     if (has_more)
-      device::store(first_slots + num_listed++, next_slot);
+      device::store(first_slots + num_listed++,
+                    next_slot + (is_alone ? Slot::pack(alone_rank, 0) : 0));
     last_rank = next_rank;
   }
 #pragma unroll 1
@@ -67,19 +76,22 @@ MOE_DEVICE void write_requests(const RankRequestsParams& params, const layout::R
   for (int64_t token_idx = first; token_idx < params.num_tokens; token_idx += step)
     list_first_slots(params.slots + token_idx * params.num_slots,
                      params.num_slots,
+                     params.weights == nullptr ? params.num_ranks : 0,
                      reinterpret_cast<int64_t*>(params.window) + token_idx * params.num_slots);
   if (first == 0) {
     auto* const header =
         reinterpret_cast<layout::RankSumsMap::Header*>(params.window + map.header_offset);
     device::store(&header->num_tokens, params.num_tokens);
     device::store(&header->num_slots, int64_t{params.num_slots});
+    device::store(&header->is_weighted, int64_t{params.weights != nullptr});
+    store_struct(&header->rows, params.rows);
   }
 }
 
 // Grid: any number of blocks, whose threads take slots and tokens in turn. Waits for nobody; the
 //   exchange behind it releases what it wrote.
-// Example: a token has slots [2:5, 0:1, 2:3, none] (rank:row). Peers read them as they are; its own
-//   list is [0:1, 2:5, none, none].
+// Example: a token of 4 ranks has slots [2:5, 0:1, 2:3, none] (rank:row) and no weights. Peers read
+//   them as they are; its own list is [4:1, 2:5, none, none].
 MOE_KERNEL void write_rank_requests(const RankRequestsParams params) {
   const auto map =
       layout::RankSumsMap::make(params.num_tokens, params.num_slots, params.number_bytes);
@@ -94,6 +106,7 @@ template <typename Scalar>
 struct RankRequests {
   int64_t num_tokens;
   int64_t num_slots;
+  bool is_weighted;
   const int64_t* slots;
   const Scalar* weights;
 
@@ -106,6 +119,7 @@ struct RankRequests {
     const std::byte* const window = sums - map.sums_offset;
     return {num_tokens,
             num_slots,
+            device::load(&header->is_weighted) != 0,
             reinterpret_cast<const int64_t*>(window + map.slots_offset),
             reinterpret_cast<const Scalar*>(window + map.weights_offset)};
   }
@@ -188,12 +202,15 @@ MOE_DEVICE void add_for_ranks(const RankSumsParams& params, int64_t row_bytes) {
       continue;
     const auto requests =
         RankRequests<typename Number::Scalar>::of(device::load_constant(&peer->rows));
+    const bool skips_alone = params.offers_rows != 0 && !requests.is_weighted;
 #pragma unroll 1
     for (; token_idx < requests.num_tokens; token_idx += step) {
       rows.begin(requests, token_idx);
       if (!rows.next(requests, token_idx))
         continue;
       std::byte* const to = params.sums + rows.offset();
+      if (skips_alone && !rows.next(requests, token_idx))
+        continue;
       for_pieces<Unit>(row_bytes, [&](int64_t offset, int num_units) {
         const std::byte* const from = params.rows + offset;
         LaneSums<Number, Unit> sums;
@@ -246,9 +263,30 @@ MOE_DEVICE bool await_sums(const RankSumsParams& params, int32_t* scratch) {
       [&](int rank_idx) { return &own.second_offer(epoch, rank_idx).epoch; });
 }
 
-// Grid: any number of blocks; a warp takes a token of some rank at a time, those of all ranks in
-// one
-//   sequence.
+/// Says where rows lie that are alone on their rank, in the second part of Tables::peers. By all
+/// threads of a block. @return false when the kernel is to leave.
+MOE_DEVICE bool find_rows(const RankSumsParams& params, int32_t* scratch) {
+  const Buffer& buffer = params.buffer;
+  const WaitSite site{layout::Phase::kOffers,
+                      static_cast<int32_t>(layout::Operation::kCombine),
+                      device::load(params.tables.epoch)};
+  bool has_come = true;
+#pragma unroll 1
+  for (int rank_idx = device::thread_idx(); rank_idx < buffer.num_ranks;
+       rank_idx += device::num_threads()) {
+    const Peer* const peer = params.tables.peers + rank_idx;
+    if (device::load(&peer->is_sent_to) == 0)
+      continue;
+    std::byte* rows = device::load(&peer->rows);
+    const Offer offer = load_struct(&layout::RankSumsMap::header(rows)->rows);
+    if (offer.bytes > 0)
+      has_come = has_come && resolve(buffer, site, rank_idx, offer, &rows);
+    device::store(&params.tables.peers[buffer.num_ranks + rank_idx].rows, rows);
+  }
+  return device::block_all(has_come, scratch);
+}
+
+// Grid: any number of blocks; a warp takes a token at a time, those of all ranks in one sequence.
 // Protocol: the exchange in front acquired the requests of every peer. Sums are stored before the
 //   blocks have counted themselves; the last one releases the flags, and waits for those of the
 //   ranks that this rank pulls from, so that the combine behind this kernel may read there. No
@@ -272,7 +310,8 @@ void add_rank_sums(const RankSumsParams params) {
     release_sums(params, epoch);
     return true;
   });
-  if (is_last && !await_sums(params, scratch) && device::thread_idx() == 0)
+  if (is_last && !(await_sums(params, scratch) && find_rows(params, scratch)) &&
+      device::thread_idx() == 0)
     device::store(params.tables.status, static_cast<int32_t>(OperationStatus::kLeft));
 }
 

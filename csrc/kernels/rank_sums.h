@@ -13,12 +13,14 @@
 namespace moe::kernels {
 
 struct RankRequestsParams {
+  int32_t num_ranks = 0;
   int64_t num_tokens = 0;
   int32_t num_slots = 0;
   const int64_t* slots = nullptr;      ///< device [num_tokens, num_slots]
   const std::byte* weights = nullptr;  ///< device [num_tokens, num_slots], or null for none
   int32_t weight_bytes = 0;            ///< 4, or 8 with float64 rows
   int32_t number_bytes = 4;            ///< of the type that rows are added in
+  Offer rows;                          ///< see layout::RankSumsMap::Header
   std::byte* window = nullptr;         ///< heap: layout::RankSumsMap
 };
 
@@ -32,12 +34,14 @@ struct RankSumsParams {
   DType dtype = DType::kBFloat16;
   int64_t hidden = 0;
   const std::byte* rows = nullptr;  ///< device or heap: this rank's rows
+  int32_t offers_rows = 0;          ///< as RankRequestsParams::rows, which has bytes
   std::byte* sums = nullptr;        ///< heap: of this rank's window
 };
 
 /// Behind the exchange, which has found what the peers offer: adds the rows that lie here for each
 /// token that has some, in the order of its slots, rounds once, and tells who pulls. Ends when the
-/// sums that this rank pulls are there. Returns at once unless Tables::may_move.
+/// sums that this rank pulls are there, and Tables::peers has a second part: where each rank's rows
+/// lie that are alone. Returns at once unless Tables::may_move.
 void launch_rank_sums(const device::Launch& launch, const RankSumsParams& params);
 
 }  // namespace moe::kernels

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/math.h"
+#include "core/symmetric_memory.h"
 
 namespace moe::layout {
 
@@ -12,12 +13,14 @@ namespace moe::layout {
 /// Byte map, T tokens of S slots, numbers of b bytes in which rows are added (regions start at
 /// multiples of 64):
 ///   [0, 8 T S)            of every token the first slot on each rank, ranks ascending, then
-///                         Slot::kNone: where its sums lie. Only this rank reads it
+///                         Slot::kNone: where its sums lie. A row without a weight that is alone on
+///                         its rank is its own sum: its slot names rank R + r of R ranks. Only
+///                         this rank reads it
 ///   [slots_offset, ...)   T S slots, as in the plan
 ///   [weights_offset, ...) T S weights of b bytes, 1 where none is applied
 ///   [header_offset, ...)  Header
 ///   [sums_offset, ...)    a row for each row of this rank: the sum of a token's rows here, in the
-///                         place of the first of them
+///                         place of the first of them. Not of one alone that Header::rows has
 /// What is offered is the sums; peers find the rest from there.
 ///
 /// Example: T = 3, S = 2, b = 4: slots_offset 64, weights_offset 128, header_offset 192,
@@ -26,7 +29,12 @@ struct RankSumsMap {
   struct Header {
     int64_t num_tokens;
     int64_t num_slots;
+    int64_t is_weighted;
+    /// Where rows without a weight that are alone are pulled, as they lie in this rank's heap; 0
+    /// bytes where they do not.
+    Offer rows;
   };
+  static_assert(sizeof(Header) <= 64);
 
   int64_t slots_offset = 0;
   int64_t weights_offset = 0;

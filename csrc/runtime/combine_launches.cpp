@@ -53,6 +53,7 @@ void launch_rank_sums(DeviceEndpoint& endpoint,
   sums.dtype = params.dtype;
   sums.hidden = params.hidden;
   sums.rows = params.x;
+  sums.offers_rows = find_own_rows(endpoint, params).bytes > 0 ? 1 : 0;
   sums.sums = requests + rank_sums_map(params).sums_offset;
   // Rows and sums are this rank's own, and no block but the last waits: all SMs, for a short time,
   // have as many loads under way as memory needs.
@@ -66,6 +67,15 @@ void launch_rank_sums(DeviceEndpoint& endpoint,
 
 }  // namespace
 
+Offer find_own_rows(const DeviceEndpoint& endpoint, const host::CombineParams& params) {
+  Offer offer;
+  const auto bytes =
+      static_cast<uint64_t>(params.plan->num_rows() * host::combined_row_bytes(params));
+  const bool is_found = bytes > 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0 &&
+                        endpoint.memory().find(params.x, bytes, &offer);
+  return is_found ? offer : Offer{};
+}
+
 int64_t rank_sums_bytes(const host::CombineParams& params) {
   return rank_sums_map(params).bytes(params.plan->num_rows(), host::combined_row_bytes(params));
 }
@@ -75,12 +85,14 @@ Offer launch_requests(DeviceEndpoint& endpoint,
                       const Window& window) {
   const auto& plan = static_cast<const DevicePlan&>(*params.plan);
   kernels::RankRequestsParams requests;
+  requests.num_ranks = endpoint.num_ranks();
   requests.num_tokens = plan.num_tokens;
   requests.num_slots = static_cast<int32_t>(plan.num_slots);
   requests.slots = plan.slots;
   requests.weights = params.weights;
   requests.weight_bytes = params.weight_bytes;
   requests.number_bytes = added_bytes(params);
+  requests.rows = find_own_rows(endpoint, params);
   requests.window = window.data();
   kernels::launch_rank_requests(endpoint.launch(endpoint.num_sms()), requests);
   const auto sums_offset = static_cast<uint64_t>(rank_sums_map(params).sums_offset);

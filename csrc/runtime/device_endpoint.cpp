@@ -284,7 +284,7 @@ void DeviceEndpoint::make_tables() {
   const auto lay_tables = [&](Carver carver) {
     tables_.epoch = carver.take<uint64_t>(1);
     tables_.may_move = carver.take<int32_t>(1);
-    tables_.peers = carver.take<kernels::Peer>(count);
+    tables_.peers = carver.take<kernels::Peer>(2 * count);
     tables_.stream_starts = carver.take<int64_t>(num_experts + count);
     tables_.num_rows = carver.take<int64_t>(2);
     tables_.status = carver.take<int32_t>(2);

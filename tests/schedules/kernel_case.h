@@ -26,6 +26,7 @@ struct KernelCase {
   int64_t num_reply_places = 1;  ///< of a combine between nodes: the least a rail region has
   bool node_reduction = false;   ///< a node sends one sum for a token of another
   bool rank_reduction = false;   ///< a rank adds a token's rows before another pulls their sum
+  bool offers_rows = false;      ///< a row that is alone is pulled where it lies
   int num_experts = 4;
   int num_blocks = 2;
   int num_threads = 32;

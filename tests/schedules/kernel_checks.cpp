@@ -205,14 +205,19 @@ void KernelWorld::count_crossing(int rank_idx, const ExpectedDispatch& expected)
 }
 
 /// Of a token's rows on a rank of another device each crosses; where ranks add first their sum
-/// alone, and before it, to every such rank, all slots and the weights of those there.
-void KernelWorld::count_pulled_across(int rank_idx, const ExpectedDispatch& expected) {
+/// alone, or a row that is alone, and before it, to every such rank, all slots and the weights of
+/// those there. What each rank says of itself crosses once for each thread, and where its rows lie
+/// once.
+void KernelWorld::count_pulled_across(int rank_idx,
+                                      const ExpectedDispatch& expected,
+                                      bool is_weighted) {
   const auto num_slots = static_cast<size_t>(expected.num_slots);
   for (int other_rank = 0; other_rank < shape_.num_ranks; ++other_rank) {
     if (!shape_.is_elsewhere(rank_idx, other_rank))
       continue;
     int64_t num_rows = 0;
     int64_t num_tokens = 0;
+    int64_t num_alone = 0;
     for (size_t first = 0; first < expected.slots.size(); first += num_slots) {
       const auto begin = expected.slots.begin() + static_cast<ptrdiff_t>(first);
       const auto num_there =
@@ -221,6 +226,7 @@ void KernelWorld::count_pulled_across(int rank_idx, const ExpectedDispatch& expe
           });
       num_rows += num_there;
       num_tokens += num_there > 0;
+      num_alone += num_there == 1;
     }
     if (!shape_.adds_by_rank()) {
       traffic_.outputs_loaded_across += num_rows * shape_.source_row_bytes();
@@ -228,10 +234,13 @@ void KernelWorld::count_pulled_across(int rank_idx, const ExpectedDispatch& expe
     }
     if (num_rows == 0)
       continue;
-    const int64_t header_bytes = int64_t{shape_.num_blocks} * shape_.num_threads * 16;
+    if (!shape_.offers_rows || is_weighted)
+      num_alone = 0;
+    traffic_.outputs_loaded_across += num_alone * shape_.source_row_bytes();
+    const int64_t header_bytes = int64_t{shape_.num_blocks} * shape_.num_threads * 24 + 24;
     const auto slot_bytes = static_cast<int64_t>(expected.slots.size()) * 8;
-    traffic_.sums_loaded_across +=
-        num_tokens * shape_.source_row_bytes() + header_bytes + slot_bytes + num_rows * 4;
+    traffic_.sums_loaded_across += (num_tokens - num_alone) * shape_.source_row_bytes() +
+                                   header_bytes + slot_bytes + num_rows * 4;
   }
 }
 
@@ -261,7 +270,6 @@ void KernelWorld::count_traffic(int rank_idx, const Step& step, bool is_combine,
   if (is_combine) {
     traffic_.outputs_loaded += num_rows * shape_.source_row_bytes();
     traffic_.sums_stored += num_tokens * shape_.source_row_bytes();
-    count_pulled_across(rank_idx, expected);
   }
 }
 

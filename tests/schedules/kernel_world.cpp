@@ -167,7 +167,7 @@ void KernelWorld::make_tables(int rank_idx) {
   kernels::Tables& tables = own.tables;
   make(&tables.epoch, "table of the epoch", 1);
   make(&tables.may_move, "may_move", 1);
-  make(&tables.peers, "peers", num_ranks);
+  make(&tables.peers, "peers", 2 * num_ranks);
   make(&tables.counts, "counts", num_ranks * layout::Row::num_counts(num_ranks, num_experts));
   make(&tables.stream_starts, "stream_starts", num_experts + num_ranks);
   make(&tables.num_rows, "num_rows", 2);
@@ -456,7 +456,7 @@ void KernelWorld::combine(int rank_idx,
   kernels::CombineParams params = combine_rows(rank_idx, step, handle, is_weighted, pulls_weights);
   int requests_segment = -1;
   if (shape_.adds_by_rank()) {
-    requests_segment = launch_rank_requests(rank_idx, step, params);
+    requests_segment = launch_rank_requests(rank_idx, step, outputs, params);
     exchange.adds_for_peers = 1;
     exchange.offer = offer_of(rank_idx, requests_segment);
     const int64_t sums_offset = rank_sums_map(params).sums_offset;
@@ -494,6 +494,7 @@ void KernelWorld::combine(int rank_idx,
                      ++num_checks_made_;
                    });
   count_traffic(rank_idx, step, true, false);
+  count_pulled_across(rank_idx, step.dispatched[static_cast<size_t>(rank_idx)], is_weighted);
   count_puts(rank_idx, step, layout::Operation::kCombine, pulls_weights, is_weighted);
 }
 
@@ -535,18 +536,22 @@ kernels::CombineParams KernelWorld::combine_rows(
 
 int KernelWorld::launch_rank_requests(int rank_idx,
                                       const Step& step,
+                                      const Outputs& outputs,
                                       const kernels::CombineParams& combine) {
   const ExpectedDispatch& expected = step.dispatched[static_cast<size_t>(rank_idx)];
   const int64_t bytes =
       rank_sums_map(combine).bytes(expected.received.num_rows, shape_.source_row_bytes());
   auto* const window = unwritten<std::byte>(rank_idx, Ownership::kHeap, "rank sums", bytes);
   kernels::RankRequestsParams params;
+  params.num_ranks = shape_.num_ranks;
   params.num_tokens = combine.num_tokens;
   params.num_slots = combine.num_slots;
   params.slots = combine.slots;
   params.weights = combine.weights;
   params.weight_bytes = combine.weight_bytes;
   params.window = window;
+  if (shape_.offers_rows)
+    params.rows = offer_of(rank_idx, outputs.rows_segment[static_cast<size_t>(rank_idx)]);
   kernels::launch_rank_requests(shape_of(rank_idx, shape_.num_blocks), params);
   return add_segment(rank_idx, window, bytes);
 }
@@ -566,6 +571,7 @@ void KernelWorld::launch_rank_sums(int rank_idx,
   params.dtype = shape_.dtype;
   params.hidden = shape_.hidden;
   params.rows = segment(outputs.rows_segment[static_cast<size_t>(rank_idx)]);
+  params.offers_rows = shape_.offers_rows ? 1 : 0;
   params.sums = requests + rank_sums_map(*combine).sums_offset;
   kernels::launch_rank_sums(shape_of(rank_idx, shape_.num_blocks), params);
   combine->row_slots = reinterpret_cast<const int64_t*>(requests);

@@ -205,7 +205,10 @@ class KernelWorld {
       int rank_idx, const Step& step, const Handle& handle, bool is_weighted, bool pulls_weights);
   void launch_sums(int rank_idx, const kernels::CombineParams& params);
   /// What is asked for where ranks add first. @return the segment that it lies in.
-  int launch_rank_requests(int rank_idx, const Step& step, const kernels::CombineParams& combine);
+  int launch_rank_requests(int rank_idx,
+                           const Step& step,
+                           const Outputs& outputs,
+                           const kernels::CombineParams& combine);
   void launch_rank_sums(int rank_idx,
                         const Outputs& outputs,
                         int requests_segment,
@@ -222,7 +225,7 @@ class KernelWorld {
   void overwrite(std::byte* to, int64_t bytes);
   template <typename T>
   void expect_equal(const T& got, const T& expected, const std::string& what);
-  void count_pulled_across(int rank_idx, const ExpectedDispatch& expected);
+  void count_pulled_across(int rank_idx, const ExpectedDispatch& expected, bool is_weighted);
   void count_crossing(int rank_idx, const ExpectedDispatch& expected);
   void count_traffic(int rank_idx, const Step& step, bool is_combine, bool is_dispatch);
 

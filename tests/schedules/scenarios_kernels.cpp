@@ -245,6 +245,7 @@ MOE_SCENARIO(devices_drops, "the same where the first slots of tokens are droppe
 MOE_SCENARIO(rank_reduction, "ranks add the rows of a token before their sum is pulled") {
   KernelCase shape = expert_major(run);
   shape.rank_reduction = true;
+  shape.offers_rows = run.random().chance(1, 2);
   shape.is_plain = run.random().chance(1, 4);
   shape.with_weights = run.random().chance(1, 2);
   constexpr DType kAll[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
@@ -255,6 +256,7 @@ MOE_SCENARIO(rank_reduction, "ranks add the rows of a token before their sum is 
 MOE_SCENARIO(rank_reduction_epochs, "the same in memory of rings and flags that is used again") {
   KernelCase shape = expert_major(run);
   shape.rank_reduction = true;
+  shape.offers_rows = run.random().chance(1, 2);
   shape.num_ranks = 2;
   shape.num_threads = 32;
   shape.num_max_tokens = 3;
@@ -264,6 +266,7 @@ MOE_SCENARIO(rank_reduction_epochs, "the same in memory of rings and flags that 
 MOE_SCENARIO(devices_rank_reduction, "the same on two devices, between which a sum crosses once") {
   KernelCase shape = on_devices(run, expert_major(run));
   shape.rank_reduction = true;
+  shape.offers_rows = run.random().chance(1, 2);
   if (run.random().chance(1, 4))
     shape = with_drops(run, shape);
   run_operations(run, shape, 1);
@@ -274,6 +277,7 @@ MOE_SCENARIO(rank_reduction_low_latency, "the same where most rows of a window a
   shape.layout = RowLayout::kLowLatency;
   shape.with_masks = true;
   shape.rank_reduction = true;
+  shape.offers_rows = run.random().chance(1, 2);
   shape.hidden = run.random().chance(1, 4) ? 9 : 16;
   run_operations(run, on_devices(run, draw_case(run, shape)), 1);
 }
@@ -281,6 +285,7 @@ MOE_SCENARIO(rank_reduction_low_latency, "the same where most rows of a window a
 MOE_SCENARIO(rank_reduction_many_choices, "the same with more slots of a token than lanes") {
   KernelCase shape = expert_major(run);
   shape.rank_reduction = true;
+  shape.offers_rows = run.random().chance(1, 2);
   shape.num_ranks = 2;
   shape.num_experts = 36;
   shape.num_topk = 34;
