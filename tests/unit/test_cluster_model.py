@@ -20,6 +20,7 @@ from moe_comm.cli.model.workload import (
     Movement,
     Workload,
     count_row_bytes,
+    expected_alone,
     expected_distinct,
 )
 
@@ -62,10 +63,14 @@ def test_memory_bytes_of_one_pass() -> None:
     per_slot = dataclasses.replace(ONCE, is_once_per_rank=False)
     every_row = dataclasses.replace(reference(ONCE), combine=per_slot)
     assert Bytes.of_combine(every_row, one).memory == row_bytes * (8 + 1)
-    # A sum for each rank of a token is written and read.
+    # 5.295 of 8 ranks hit, 3.192 by one expert: a sum is written and read for the others.
+    assert expected_alone(8, 256, 8) == pytest.approx(3.192, abs=5e-4)
     assert Bytes.of_combine(reference(ONCE), one).memory == pytest.approx(
-        row_bytes * (8 + 1 + 2 * expected_distinct(8, 256, 8))
+        row_bytes * (8 + 1 + 2 * (5.295 - 3.192)), rel=1e-4
     )
+    assert expected_alone(2, 4, 1) == 1.0
+    assert expected_alone(2, 2, 2) == 2.0
+    assert expected_alone(2, 4, 4) == 0.0
 
 
 def test_link_bytes() -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "Movement",
     "Workload",
     "count_row_bytes",
+    "expected_alone",
     "expected_distinct",
     "expected_distinct_limited",
 ]
@@ -106,6 +107,16 @@ def expected_distinct(num_groups: int, num_experts: int, num_topk: int) -> float
     return num_groups * (1.0 - math.comb(rest, num_topk) / math.comb(num_experts, num_topk))
 
 
+def expected_alone(num_groups: int, num_experts: int, num_topk: int) -> float:
+    """Groups that exactly one of K of E experts hits on average: `E C(E - E/G, K - 1) / C(E, K)`.
+
+    Example:
+        E = 256, K = 8: 3.192 of 8 groups.
+    """
+    rest = num_experts - num_experts // num_groups
+    return num_experts * math.comb(rest, num_topk - 1) / math.comb(num_experts, num_topk)
+
+
 def expected_distinct_limited(
     num_groups: int, num_experts: int, num_topk: int, max_groups: int | None
 ) -> float:
@@ -158,14 +169,14 @@ class Bytes:
     def of_combine(workload: Workload, cluster: Cluster) -> Bytes:
         """K rows of every token are read, one sum is written (`2 H (K + 1)`).
 
-        On one node, where ranks add first, they write a sum for each rank and token, which is read again.
+        On one node, where ranks add first, they write a sum where a token has several rows, which is read
+        again.
         """
         row = workload.hidden * workload.combine.element_bytes
         num_moved: float = workload.num_topk + 1
         if workload.combine.is_once_per_rank and cluster.num_nodes == 1:
-            num_moved += 2 * expected_distinct(
-                cluster.num_ranks, workload.num_experts, workload.num_topk
-            )
+            shape = (cluster.num_ranks, workload.num_experts, workload.num_topk)
+            num_moved += 2 * (expected_distinct(*shape) - expected_alone(*shape))
         return Bytes(
             memory=workload.num_tokens * num_moved * row,
             nvlink=_nvlink_rows(workload, cluster, workload.combine) * row,
