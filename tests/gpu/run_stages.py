@@ -499,6 +499,7 @@ def across_gpus(num_gpus: int) -> list[Stage]:
         "kernels": kernel_times(num_gpus, 4096),
         "kernels-low-latency": kernel_times(num_gpus, 128, "--layout", "low-latency"),
         "bench-fp8": bench(num_gpus, 4096, *FP8, mode="processes"),
+        "bench-rank-reduction": bench(num_gpus, 4096, "--rank-reduction", mode="processes"),
         "deep-ep": deep_ep(num_gpus, 4096),
         "deep-ep-low-latency": deep_ep(num_gpus, 128, "--layout", "low-latency"),
         "conformance-processes": conformance((num_gpus,), "processes"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_comm.testing.case_list import CASES
+from moe_comm.testing.case_list import CASES, RANK_REDUCTION_CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import CHECKS, check_case
 from moe_comm.testing.target import Target
@@ -17,7 +17,11 @@ pytestmark = pytest.mark.gpu(1)
 
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"ranks{case.num_ranks}-{case.name}") for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=f"ranks{case.num_ranks}-{case.name}")
+        for case in (*CASES, *RANK_REDUCTION_CASES)
+    ],
 )
 def test_case(case: Case, mode: str) -> None:
     check_case(TARGET, case, mode=mode)
