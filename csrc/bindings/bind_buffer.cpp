@@ -19,7 +19,9 @@ std::shared_ptr<host::Endpoint> create_endpoint(py::handle settings,
   config.isa = std::move(isa);
   config.rail = std::move(rail);
   const py::gil_scoped_release no_gil;
-  return drop_without_gil(host::Endpoint::create(native->group, std::move(config), signal_check()));
+  auto endpoint = host::Endpoint::create(native->group, std::move(config), signal_check());
+  endpoint->put_beside(native->kept);
+  return drop_without_gil(std::move(endpoint));
 }
 
 void weighted_gradient(host::Endpoint& endpoint,

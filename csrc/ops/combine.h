@@ -23,6 +23,7 @@ struct CombineParams {
   std::byte* out = nullptr;                ///< [num_tokens, row_bytes], or null
   int32_t gradients = 0;                   ///< layout::GradientWord without bytes of weights
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
+  std::shared_ptr<Window> window;          ///< for what sums_window() lays out; null for a new one
   CopyOut copy_out = CopyOut::kAuto;
   std::shared_ptr<const void> caller_mark;  ///< as in DispatchParams
 };

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "bindings/shared/kept_results.h"
 #include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
@@ -22,31 +23,31 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
                    bool is_async)
       : Submitted(std::move(endpoint), std::move(inputs), body, is_async), params_(params) {}
 
-  /// (sums or None, pulled weights or None); sums is None where the caller gave `out`.
+  /// (sums or None, pulled weights or None, what all ranks say of gradients, see
+  /// layout::GradientWord); sums is None where the caller gave `out`.
   py::tuple result() {
     const host::CombineOutcome& outcome = wait();
     const int64_t num_tokens = params_.plan->num_tokens;
     py::object sums = py::none();
     py::object weights = py::none();
-    if (params_.has_rows && params_.out == nullptr)
-      sums = make_tensor(outcome.owner,
-                         outcome.sums,
-                         {num_tokens, params_.hidden},
-                         dlpack_type(params_.dtype),
-                         device());
+    if (params_.has_rows && params_.out == nullptr) {
+      const TensorForm form({num_tokens, params_.hidden}, dlpack_type(params_.dtype));
+      // Sums that were copied out of the window lie elsewhere.
+      sums = params_.window != nullptr && outcome.owner == params_.window
+                 ? kept_results_of(*endpoint())
+                       ->sums.tensor(params_.window, outcome.sums, form, device())
+                 : make_tensor(outcome.owner, outcome.sums, form, device());
+    }
     if (params_.row_weight_bytes > 0)
       weights = make_tensor(outcome.owner,
                             outcome.weights,
                             {num_tokens, params_.plan->num_topk},
                             weight_type(params_.row_weight_bytes),
                             device());
-    return py::make_tuple(sums, weights);
+    return py::make_tuple(sums, weights, outcome.gradients);
   }
 
   bool was_copied_in() { return wait().was_copied_in; }
-
-  /// As SubmittedDispatch has it.
-  int32_t gradients() { return wait().gradients; }
 
   py::object wait_ns() {
     const auto& waited_ns = wait().waited_ns;
@@ -60,12 +61,16 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
 /// Adds SubmittedCombine to @p module, known to no other.
 void bind_submitted_combine(py::module_& module);
 
+/// Sums of low-latency rows have the size of those before.
+void take_sums_window(host::EndpointBase& endpoint, host::CombineParams* params);
+
 /// @param tensors  tensors() are those of the call, as a tuple.
 template <typename EndpointT, typename MakeTuple>
 std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<EndpointT> endpoint,
-                                                 const host::CombineParams& params,
+                                                 host::CombineParams params,
                                                  bool is_async,
                                                  const MakeTuple& tensors) {
+  take_sums_window(*endpoint, &params);
   std::shared_ptr<void> inputs = keep_inputs(*endpoint, is_async, tensors);
   auto* const raw = endpoint.get();
   return std::make_unique<SubmittedCombine>(

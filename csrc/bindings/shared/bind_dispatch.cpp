@@ -14,6 +14,7 @@ struct ScaleArguments {
   int32_t scale_bytes;
   int64_t row_stride;  ///< bytes, of rows that are quantized already
   int64_t step;
+  TensorTypes types;
 };
 
 ScaleArguments scale_arguments_of(const py::tuple& values) {
@@ -24,13 +25,15 @@ ScaleArguments scale_arguments_of(const py::tuple& values) {
           values[4].cast<int64_t>(),
           values[5].cast<int32_t>(),
           values[6].cast<int64_t>(),
-          values[7].cast<int64_t>()};
+          values[7].cast<int64_t>(),
+          {values[8].cast<int32_t>(), values[9].cast<int32_t>()}};
 }
 
-void describe_scales(const ScaleArguments& scales,
-                     const TensorView& rows,
-                     const TensorView& given,
-                     host::DispatchParams* params) {
+TensorTypes describe_scales(const py::tuple& arguments,
+                            const TensorView& rows,
+                            const TensorView& given,
+                            host::DispatchParams* params) {
+  const ScaleArguments scales = scale_arguments_of(arguments);
   params->quantization_code = scales.code;
   params->num_scales = scales.num_scales;
   params->scale_bytes = scales.scale_bytes;
@@ -41,11 +44,12 @@ void describe_scales(const ScaleArguments& scales,
     params->row_quantization.block = scales.block;
     params->row_quantization.scale_format = static_cast<host::ScaleFormat>(scales.scale_format);
     params->row_quantization.hidden = rows.row_elements;
-    return;
+    return scales.types;
   }
   params->scales = given.data;
   params->scale_row_stride = scales.row_stride;
   params->scale_step = scales.step;
+  return scales.types;
 }
 
 /// Places in a DispatchOptions of moe_comm/ep/config.py, a tuple: to look for names takes longer
@@ -99,11 +103,18 @@ host::DispatchParams params_of(const TensorView& rows,
 /// The window of a low-latency dispatch does not wait for counts.
 void take_window(host::EndpointBase& endpoint, host::DispatchParams* params) {
   const layout::RowLayout layout = params->plan ? params->plan->layout() : params->layout;
-  if (layout != layout::RowLayout::kLowLatency)
+  KeptResults* const kept = kept_results_of(endpoint);
+  if (layout != layout::RowLayout::kLowLatency) {
+    if (kept != nullptr)
+      kept->give_back();  // rows of other layouts may need the memory
     return;
+  }
+  const auto bytes = static_cast<uint64_t>(host::low_latency_window(endpoint, *params).bytes);
   try {
-    params->window = endpoint.memory().allocate(
-        static_cast<uint64_t>(host::low_latency_window(endpoint, *params).bytes));
+    // What may become part of a graph is not kept: it would keep the graph.
+    params->window = kept != nullptr && params->gradients == 0
+                         ? kept->rows.take(endpoint.memory(), bytes)
+                         : endpoint.memory().allocate(bytes);
   } catch (const CapacityError&) {
     // The operation finds the same, and tells the peers.
   }
@@ -113,16 +124,15 @@ void take_window(host::EndpointBase& endpoint, host::DispatchParams* params) {
 
 host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
                                         DispatchArguments& arguments,
-                                        int64_t* hidden) {
+                                        TensorTypes* types) {
   const TensorView rows = view_tensor(arguments.x);
-  *hidden = rows.row_elements;
   host::DispatchParams params =
       params_of(rows, view_tensor(arguments.topk_idx), view_tensor(arguments.topk_weights));
   params.dtype = arguments.dtype;
   read_options(arguments.options, &params);
+  types->rows = params.dtype >= kFirstOpaqueType ? dlpack_type(DType::kBytes) : params.dtype;
   if (arguments.scales)
-    describe_scales(
-        scale_arguments_of(*arguments.scales), rows, view_tensor(arguments.x_sf), &params);
+    *types = describe_scales(*arguments.scales, rows, view_tensor(arguments.x_sf), &params);
   if (arguments.capacity) {
     const py::tuple& capacity = *arguments.capacity;
     params.fixed_rows = capacity[0].cast<int64_t>();
@@ -138,12 +148,17 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
                                         const PlainDispatch& plain,
                                         int layout,
                                         int64_t expert_alignment,
-                                        int32_t gradients) {
+                                        int32_t gradients,
+                                        const std::optional<py::tuple>& scales,
+                                        TensorTypes* types) {
   host::DispatchParams params = params_of(plain.rows, plain.choices, plain.weights);
   params.dtype = plain.row_type;
   params.layout = static_cast<layout::RowLayout>(layout);
   params.expert_alignment = expert_alignment;
   params.gradients = gradients;
+  types->rows = plain.row_type;
+  if (scales)
+    *types = describe_scales(*scales, plain.rows, {}, &params);
   take_window(endpoint, &params);
   return params;
 }

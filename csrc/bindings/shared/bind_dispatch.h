@@ -1,10 +1,12 @@
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "bindings/shared/kept_results.h"
 #include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
@@ -12,6 +14,13 @@
 #include "ops/dispatch.h"
 
 namespace moe::bindings {
+
+/// DLPack's types of what a dispatch hands out. What DLPack cannot name is handed out as bytes,
+/// scale factors as integers of their size.
+struct TensorTypes {
+  int32_t rows = 0;
+  int32_t scales = 0;
+};
 
 /// A dispatch as Python holds it. The window of a low-latency dispatch is known before its rows
 /// are, so its tensors can be had at once.
@@ -22,15 +31,13 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
                     std::shared_ptr<void> inputs,
                     const Body& body,
                     const host::DispatchParams& params,
-                    int64_t hidden,
+                    const TensorTypes& types,
                     bool is_async)
       : Submitted(std::move(endpoint), std::move(inputs), body, is_async, true),
-        hidden_(hidden),
         row_bytes_(params.row_bytes),
-        dtype_(params.dtype),
         weight_bytes_(params.weight_bytes),
         num_scales_(params.num_scales),
-        is_bytes_(params.is_quantized_here || params.dtype >= kFirstOpaqueType),
+        types_(types),
         window_(params.window) {
     if (!window_)
       return;
@@ -41,26 +48,27 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   /// Of the endpoint's own kind.
   std::shared_ptr<const host::PlanHeader> plan() { return wait().plan; }
 
-  /// `[M, hidden]`, or bytes `[M, row_bytes]` where DLPack cannot name the dtype.
+  /// `[M, hidden]`, or bytes `[M, row_bytes]`.
   py::object x() {
     if (window_)
-      return rows_tensor(window_, window_->data(), num_window_rows_);
+      return window_tensor(0, rows_form(num_window_rows_));
     const host::DispatchOutcome& outcome = wait();
-    return rows_tensor(outcome.owner, outcome.rows, outcome.plan->num_rows());
+    return make_tensor(outcome.owner, outcome.rows, rows_form(outcome.plan->num_rows()), device());
   }
 
-  /// Scale factors as they lie in memory, `[elements]` of an integer type of their size, or None.
+  /// `[M, num_scales]`, low-latency `[num_local_experts, M / num_local_experts, num_scales]`, or
+  /// None.
   py::object x_sf() {
     if (num_scales_ == 0)
       return py::none();
     if (window_)
-      return scales_tensor(window_,
-                           window_->data() + window_layout_.scales_offset,
-                           window_layout_.scales,
-                           num_window_rows_);
+      return window_tensor(window_layout_.scales_offset,
+                           scales_form(window_layout_.scales, num_window_rows_));
     const host::DispatchOutcome& outcome = wait();
-    return scales_tensor(
-        outcome.owner, outcome.scales, outcome.scale_map, outcome.plan->num_rows());
+    return make_tensor(outcome.owner,
+                       outcome.scales,
+                       scales_form(outcome.scale_map, outcome.plan->num_rows()),
+                       device());
   }
 
   py::object topk_idx() {
@@ -79,11 +87,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
       return py::none();
     const int32_t type = weight_type(weight_bytes_);
     if (window_)
-      return make_tensor(window_,
-                         window_->data() + window_layout_.weights_offset,
-                         {num_window_rows_},
-                         type,
-                         device());
+      return window_tensor(window_layout_.weights_offset, {{num_window_rows_}, type});
     const host::DispatchOutcome& outcome = wait();
     const int64_t num_rows = outcome.plan->num_rows();
     if (outcome.plan->arrangement.is_by_rank())
@@ -102,7 +106,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
                          {static_cast<int64_t>(counts.size())},
                          kInt64,
                          device());
-    return vector_tensor(counts, {static_cast<int64_t>(counts.size())}, kInt64);
+    return numbers_tensor(kTokensPerExpert, counts, kInt64);
   }
 
   py::object expert_offsets() {
@@ -114,9 +118,8 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
                          {static_cast<int64_t>(starts.size())},
                          kInt32,
                          device());
-    return vector_tensor(std::vector<int32_t>(starts.begin(), starts.end()),
-                         {static_cast<int64_t>(starts.size())},
-                         kInt32);
+    return numbers_tensor(
+        kExpertOffsets, std::vector<int32_t>(starts.begin(), starts.end()), kInt32);
   }
 
   py::object num_dropped_per_expert() {
@@ -171,30 +174,53 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
               " of a dispatch in a capture: DispatchResult.status says it, on the device");
   }
 
-  /// Rows of a dtype that DLPack cannot name are handed out as bytes.
-  py::object rows_tensor(std::shared_ptr<void> owner, std::byte* rows, int64_t num_rows) const {
-    if (is_bytes_)
-      return make_tensor(
-          std::move(owner), rows, {num_rows, row_bytes_}, dlpack_type(DType::kBytes), device());
-    return make_tensor(std::move(owner), rows, {num_rows, hidden_}, dtype_, device());
+  TensorForm rows_form(int64_t num_rows) const {
+    const int bits = types_.rows & 0xFF;
+    return {{num_rows, row_bytes_ * 8 / bits}, types_.rows};
   }
 
-  py::object scales_tensor(std::shared_ptr<void> owner,
-                           std::byte* scales,
-                           const layout::ScaleMap& map,
-                           int64_t num_rows) const {
-    const auto bits = static_cast<int32_t>(map.scale_bytes * 8);
-    const int32_t type = bits == 8 ? dlpack_type(DType::kBytes) : bits;
-    return make_tensor(
-        std::move(owner), scales, {map.bytes(num_rows) / map.scale_bytes}, type, device());
+  TensorForm scales_form(const layout::ScaleMap& map, int64_t num_rows) const {
+    if (window_) {
+      const auto arrangement = host::arrangement_of(*endpoint(), layout::RowLayout::kLowLatency, 1);
+      const int64_t num_places = arrangement.rows_per_expert;
+      const auto& local_experts = endpoint()->placement().local_experts;
+      const auto num_local_experts =
+          static_cast<int64_t>(local_experts[static_cast<size_t>(endpoint()->rank_idx())].size());
+      if (map.is_column_major)
+        return {{num_local_experts, num_places, num_scales_},
+                {num_places * num_scales_, 1, num_places},
+                types_.scales};
+      return {{num_local_experts, num_places, num_scales_}, types_.scales};
+    }
+    // Where there are no rows, torch wants a stride all the same.
+    if (map.is_column_major)
+      return {{num_rows, num_scales_}, {1, std::max<int64_t>(map.group_stride, 1)}, types_.scales};
+    return {{num_rows, num_scales_}, types_.scales};
   }
 
-  int64_t hidden_;
+  /// Of a part of the low-latency window.
+  py::object window_tensor(int64_t offset, const TensorForm& form) const {
+    std::byte* const data = window_->data() + offset;
+    if (KeptResults* const kept = kept_results_of(*endpoint()))
+      return kept->rows.tensor(window_, data, form, device());
+    return make_tensor(window_, data, form, device());
+  }
+
+  /// What goes with a low-latency window.
+  enum Numbers { kTokensPerExpert, kExpertOffsets };
+
+  template <typename Value>
+  py::object numbers_tensor(Numbers kind, std::vector<Value> values, int32_t type) const {
+    if (KeptResults* const kept = kept_results_of(*endpoint()); kept != nullptr && window_)
+      return kept->rows.numbers(window_.get(), kind, values, type);
+    const auto size = static_cast<int64_t>(values.size());
+    return vector_tensor(std::move(values), {size}, type);
+  }
+
   int64_t row_bytes_;
-  int32_t dtype_;
   int32_t weight_bytes_;
   int64_t num_scales_;
-  bool is_bytes_;
+  TensorTypes types_;
   std::shared_ptr<Window> window_;
   layout::ReceiveWindow window_layout_;
   int64_t num_window_rows_ = 0;
@@ -213,15 +239,17 @@ struct DispatchArguments {
   py::tuple options;  ///< a DispatchOptions of moe_comm/ep/config.py
 };
 
-/// @param hidden  elements of a row of x
+/// @param types  written: of what it hands out
 host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
                                         DispatchArguments& arguments,
-                                        int64_t* hidden);
+                                        TensorTypes* types);
 host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
                                         const PlainDispatch& plain,
                                         int layout,
                                         int64_t expert_alignment,
-                                        int32_t gradients);
+                                        int32_t gradients,
+                                        const std::optional<py::tuple>& scales,
+                                        TensorTypes* types);
 
 /// A Python object that keeps @p listed.
 py::object capsule_of(std::shared_ptr<const ListedChoices> listed);
@@ -230,7 +258,7 @@ py::object capsule_of(std::shared_ptr<const ListedChoices> listed);
 template <typename EndpointT, typename MakeTuple>
 std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<EndpointT> endpoint,
                                                    const host::DispatchParams& params,
-                                                   int64_t hidden,
+                                                   const TensorTypes& types,
                                                    const MakeTuple& tensors) {
   std::shared_ptr<void> inputs = keep_inputs(*endpoint, params.is_async, tensors);
   auto* const raw = endpoint.get();
@@ -239,7 +267,7 @@ std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<EndpointT> en
       std::move(inputs),
       [raw, params](const host::InterruptCheck& check) { return dispatch(*raw, params, check); },
       params,
-      hidden,
+      types,
       params.is_async);
 }
 
@@ -252,9 +280,18 @@ py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module);
 template <typename EndpointT, typename PlanT>
 void bind_dispatch(py::module_& module,
                    py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
-  bind_submitted_dispatch(module).def("plan", [](SubmittedDispatch& self) {
+  const auto plan_of = [](SubmittedDispatch& self) {
     return std::static_pointer_cast<PlanT>(std::const_pointer_cast<host::PlanHeader>(self.plan()));
-  });
+  };
+  bind_submitted_dispatch(module)
+      .def("plan", plan_of)
+      .def("brought", [plan_of](SubmittedDispatch& self, bool with_counts) {
+        return py::make_tuple(plan_of(self),
+                              self.x(),
+                              self.topk_weights(),
+                              with_counts ? self.num_tokens_per_expert() : py::none(),
+                              self.gradients());
+      });
   endpoint_class.def(
       "dispatch",
       [](std::shared_ptr<EndpointT> endpoint,
@@ -277,11 +314,11 @@ void bind_dispatch(py::module_& module,
                                     std::move(scales),
                                     std::move(capacity),
                                     std::move(options)};
-        int64_t hidden = 0;
-        host::DispatchParams params = dispatch_params_of(*endpoint, arguments, &hidden);
+        TensorTypes types;
+        host::DispatchParams params = dispatch_params_of(*endpoint, arguments, &types);
         if (params.is_async)
           params.caller_mark = endpoint->mark_caller();
-        return submit_dispatch(std::move(endpoint), params, hidden, [&] {
+        return submit_dispatch(std::move(endpoint), params, types, [&] {
           return py::make_tuple(
               arguments.x, arguments.x_sf, arguments.topk_idx, arguments.topk_weights);
         });
@@ -295,7 +332,8 @@ void bind_dispatch(py::module_& module,
          int layout,
          int64_t expert_alignment,
          int32_t gradients,
-         bool is_map) -> std::unique_ptr<SubmittedDispatch> {
+         bool is_map,
+         const std::optional<py::tuple>& scales) -> std::unique_ptr<SubmittedDispatch> {
         endpoint->group().check_process("dispatch");
         const auto plain = view_plain_dispatch(*endpoint,
                                                x,
@@ -306,9 +344,10 @@ void bind_dispatch(py::module_& module,
                                                is_map);
         if (!plain)
           return nullptr;
-        const auto params =
-            dispatch_params_of(*endpoint, *plain, layout, expert_alignment, gradients);
-        return submit_dispatch(std::move(endpoint), params, plain->rows.row_elements, [&] {
+        TensorTypes types;
+        const auto params = dispatch_params_of(
+            *endpoint, *plain, layout, expert_alignment, gradients, scales, &types);
+        return submit_dispatch(std::move(endpoint), params, types, [&] {
           return py::make_tuple(x, topk_idx, topk_weights, capsule_of(plain->listed));
         });
       });

@@ -24,8 +24,7 @@ constexpr const char* kCapsuleName = "dltensor";
 template <typename Managed>
 struct Holder {
   Managed managed{};
-  int64_t shape[2];
-  int64_t strides[2];
+  TensorForm form;
   std::shared_ptr<void> owner;
 
   static void drop(Managed* managed) { delete static_cast<Holder*>(managed->context); }
@@ -37,25 +36,19 @@ alignas(64) std::byte no_elements[64];
 template <typename Managed>
 Managed* hold(std::shared_ptr<void> owner,
               void* data,
-              std::initializer_list<int64_t> shape,
-              int32_t dlpack_type,
+              const TensorForm& form,
               DlpackDevice device) {
-  auto* const holder = new Holder<Managed>;
-  std::copy(shape.begin(), shape.end(), holder->shape);
-  int64_t stride = 1;
-  for (size_t dim = shape.size(); dim-- > 0; stride *= holder->shape[dim])
-    holder->strides[dim] = stride;
-  holder->owner = std::move(owner);
+  auto* const holder = new Holder<Managed>{{}, form, std::move(owner)};
   DlpackTensor& tensor = holder->managed.tensor;
   tensor.data = data != nullptr ? data : no_elements;
   tensor.device_type = device.type;
   tensor.device_id = device.idx;
-  tensor.num_dims = static_cast<int32_t>(shape.size());
-  tensor.type_code = static_cast<uint8_t>(dlpack_type >> 8);
-  tensor.type_bits = static_cast<uint8_t>(dlpack_type);
+  tensor.num_dims = form.num_dims;
+  tensor.type_code = static_cast<uint8_t>(form.dlpack_type >> 8);
+  tensor.type_bits = static_cast<uint8_t>(form.dlpack_type);
   tensor.type_lanes = 1;
-  tensor.shape = holder->shape;
-  tensor.strides = holder->strides;
+  tensor.shape = holder->form.shape;
+  tensor.strides = holder->form.strides;
   holder->managed.context = holder;
   holder->managed.deleter = Holder<Managed>::drop;
   return &holder->managed;
@@ -85,15 +78,29 @@ py::object take(const ExchangeApi& api, DlpackManagedTensor* managed) {
 
 }  // namespace
 
+TensorForm::TensorForm(std::initializer_list<int64_t> sizes, int32_t type)
+    : dlpack_type(type), num_dims(static_cast<int>(sizes.size())) {
+  std::ranges::copy(sizes, shape);
+  int64_t step = 1;
+  for (int dim = num_dims; dim-- > 0; step *= shape[dim])
+    strides[dim] = step;
+}
+
+TensorForm::TensorForm(std::initializer_list<int64_t> sizes,
+                       std::initializer_list<int64_t> steps,
+                       int32_t type)
+    : dlpack_type(type), num_dims(static_cast<int>(sizes.size())) {
+  std::ranges::copy(sizes, shape);
+  std::ranges::copy(steps, strides);
+}
+
 py::object make_tensor(std::shared_ptr<void> owner,
                        void* data,
-                       std::initializer_list<int64_t> shape,
-                       int32_t dlpack_type,
+                       const TensorForm& form,
                        DlpackDevice device) {
   if (const ExchangeApi* const api = exchange_api())
-    return take(*api,
-                hold<DlpackManagedTensor>(std::move(owner), data, shape, dlpack_type, device));
-  return take(hold<UnversionedTensor>(std::move(owner), data, shape, dlpack_type, device));
+    return take(*api, hold<DlpackManagedTensor>(std::move(owner), data, form, device));
+  return take(hold<UnversionedTensor>(std::move(owner), data, form, device));
 }
 
 }  // namespace moe::bindings

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <utility>
 
 namespace moe::bindings {
 
@@ -18,15 +19,37 @@ struct DlpackDevice {
   int32_t idx = 0;
 };
 
+/// Dtype, shape and strides of a tensor of at most 3 dimensions.
+struct TensorForm {
+  static constexpr int kMostDims = 3;
+
+  int32_t dlpack_type = 0;  ///< `code << 8 | bits`
+  int num_dims = 0;
+  int64_t shape[kMostDims] = {};
+  int64_t strides[kMostDims] = {};  ///< in elements
+
+  /// Elements lie in order.
+  TensorForm(std::initializer_list<int64_t> sizes, int32_t type);
+  TensorForm(std::initializer_list<int64_t> sizes,
+             std::initializer_list<int64_t> steps,
+             int32_t type);
+
+  friend bool operator==(const TensorForm&, const TensorForm&) = default;
+};
+
 /// A torch tensor over memory that @p owner keeps alive, without a copy.
 ///
 /// What torch calls at its end only drops @p owner: it needs no GIL and may run on any thread.
-/// @param shape        At most 2 dimensions; contiguous.
-/// @param dlpack_type  `code << 8 | bits`.
 pybind11::object make_tensor(std::shared_ptr<void> owner,
                              void* data,
-                             std::initializer_list<int64_t> shape,
-                             int32_t dlpack_type,
+                             const TensorForm& form,
                              DlpackDevice device = {});
+inline pybind11::object make_tensor(std::shared_ptr<void> owner,
+                                    void* data,
+                                    std::initializer_list<int64_t> shape,
+                                    int32_t dlpack_type,
+                                    DlpackDevice device = {}) {
+  return make_tensor(std::move(owner), data, TensorForm(shape, dlpack_type), device);
+}
 
 }  // namespace moe::bindings

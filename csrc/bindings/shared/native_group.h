@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "bindings/shared/kept_results.h"
 #include "group/group.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
@@ -14,6 +15,7 @@ struct NativeGroup {
   std::shared_ptr<heap::ShmHeap> heap;
   std::shared_ptr<host::Group> group;
   bool owns_mesh = false;
+  std::shared_ptr<KeptResults> kept = make_kept_results();
 };
 
 }  // namespace moe::bindings

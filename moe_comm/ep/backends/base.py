@@ -296,11 +296,12 @@ class Backend(abc.ABC):
         expert_alignment: int,
         gradients: int,
         is_map: bool = False,
+        quantization: object = None,
     ) -> Operation[DispatchOutput] | None:
         """`dispatch` of arguments that nobody has checked, where a glance shows that they are right.
 
         For decode steps, which take longer to check one by one than their rows take to travel.
-        Without scale factors, quantization, capacity and masks; not asynchronous. With `is_map`,
+        Without scale factors, capacity and masks; not asynchronous. With `is_map`,
         `topk_idx` is a routing map, bool `[num_tokens, num_experts]`, and `topk_weights` has a number
         for each of its places, or is None.
 

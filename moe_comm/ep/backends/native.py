@@ -42,10 +42,10 @@ from moe_comm.ep.config import (
     EpConfig,
     Layout,
     default_expert_rank,
-    num_places_per_expert,
     numbers_of,
 )
 from moe_comm.ep.tracing import PhaseRecord, check_trace_path, write_trace
+from moe_comm.ep.validation import QUANTIZABLE
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["NativeBackend", "NativeEndpoint", "NativePlan", "Settings"]
@@ -94,8 +94,7 @@ class NativeBackend(Backend):
             communicator.device.type in ("cpu", "cuda") and config.num_max_tokens_per_rank != 0
         )
         self._rank_idx = communicator.rank_idx
-        self._num_ranks = communicator.num_ranks
-        self._num_local_experts = int((placement == communicator.rank_idx).sum())
+        self._latest_scales: tuple[Quantization, torch.dtype, int, Scales] | None = None
         self._write_trace: Callable[[], object] | None = None
         path = env.trace_path()
         if path is not None:
@@ -141,7 +140,9 @@ class NativeBackend(Backend):
         layout: Layout,
         options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
-        scales = self._describe_scales(x, x_sf, options.quantization, layout)
+        scales = None
+        if x_sf is not None or options.quantization is not None:
+            scales = describe_scales(x, x_sf, options.quantization)
         native = self._endpoint.dispatch(
             x,
             x_sf,
@@ -165,31 +166,45 @@ class NativeBackend(Backend):
         expert_alignment: int,
         gradients: int,
         is_map: bool = False,
+        quantization: object = None,
     ) -> Operation[DispatchOutput] | None:
         if not self._has_plain_calls:
             return None
+        scales = None
+        if quantization is not None:
+            scales = self._scales_at_a_glance(x, quantization)
+            if scales is None:
+                return None
         native = self._endpoint.dispatch_plain(
-            x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map
+            x,
+            topk_idx,
+            topk_weights,
+            layout,
+            expert_alignment,
+            gradients,
+            is_map,
+            None if scales is None else scales.arguments,
         )
         if native is None:
             return None
         assert isinstance(x, torch.Tensor)
-        return NativeDispatchOutput(native, self._endpoint, x.dtype, None)  # type: ignore[return-value]
+        output = NativeDispatchOutput(native, self._endpoint, x.dtype, scales)
+        if is_map or gradients:
+            output.look_at_all(with_counts=is_map)
+        return output  # type: ignore[return-value]
 
-    def _describe_scales(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor | None,
-        quantization: Quantization | None,
-        layout: Layout,
-    ) -> Scales | None:
-        if x_sf is None and quantization is None:
+    def _scales_at_a_glance(self, x: object, quantization: object) -> Scales | None:
+        """What quantizing x makes; None where a glance does not show that it can be quantized."""
+        if type(x) is not torch.Tensor or type(quantization) is not Quantization:
             return None
-        by_expert = None
-        if layout is Layout.LOW_LATENCY:
-            num_places = num_places_per_expert(self.config, layout, self._num_ranks)
-            by_expert = (self._num_local_experts, num_places)
-        return describe_scales(x, x_sf, quantization, by_expert)
+        if x.dtype not in QUANTIZABLE or x.dim() != 2:
+            return None
+        hidden = x.shape[1]
+        latest = self._latest_scales
+        if latest is None or latest[:3] != (quantization, x.dtype, hidden):
+            scales = describe_scales(x, None, quantization)
+            latest = self._latest_scales = (quantization, x.dtype, hidden, scales)
+        return latest[3]
 
     def combine(
         self,

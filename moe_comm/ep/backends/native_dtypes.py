@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import zlib
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-__all__ = ["DLPACK_TYPES", "SUMMABLE_TYPES", "as_dtype", "dlpack_type"]
+__all__ = ["DLPACK_TYPES", "SUMMABLE_TYPES", "as_dtype", "dlpack_type", "tensor_type"]
 
 # DLPack's `type code << 8 | bits`. Other dtypes travel as bytes and are viewed afterwards.
 DLPACK_TYPES: dict[torch.dtype, int] = {
@@ -38,6 +41,30 @@ def dlpack_type(dtype: torch.dtype) -> int:
     return (0x100 + zlib.crc32(str(dtype).encode()) % 0x7FFF00) << 8
 
 
-def as_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of a native operation, which are bytes where DLPack cannot name `dtype`."""
-    return rows if rows.dtype is dtype else rows.view(dtype)
+# Named by later versions of DLPack, which not every torch takes.
+_LATER_TYPES: dict[torch.dtype, int] = {
+    torch.float8_e4m3fn: 10 << 8 | 8,
+    torch.float8_e5m2: 12 << 8 | 8,
+    torch.float8_e8m0fnu: 14 << 8 | 8,
+}
+
+
+@functools.cache
+def tensor_type(dtype: torch.dtype) -> int:
+    """The number of what a native operation hands out, for `as_dtype`.
+
+    That of `dtype` where the DLPack of this torch can name it, else of integers of its size.
+    """
+    known = DLPACK_TYPES.get(dtype)
+    if known is not None:
+        return known
+    if dtype in _LATER_TYPES:
+        with contextlib.suppress(BufferError, RuntimeError, TypeError):
+            from_dlpack(torch.empty(1, dtype=dtype, device="cpu"))
+            return _LATER_TYPES[dtype]
+    return DLPACK_TYPES[torch.uint8] if dtype.itemsize == 1 else dtype.itemsize * 8
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a native operation handed out, which is of integers where DLPack cannot name `dtype`."""
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)

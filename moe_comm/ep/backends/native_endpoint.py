@@ -62,11 +62,11 @@ class SubmittedDispatch(PendingNative, Protocol):
         ...
 
     def x(self) -> torch.Tensor:
-        """Rows, as bytes where DLPack cannot name their dtype."""
+        """Rows, of the type that `scales` gave, or bytes where DLPack cannot name their dtype."""
         ...
 
     def x_sf(self) -> torch.Tensor | None:
-        """Scale factors as they lie in memory, or None."""
+        """Scale factors as `DispatchResult.x_sf`, of the type that `scales` gave, or None."""
         ...
 
     def topk_idx(self) -> torch.Tensor | None:
@@ -105,16 +105,18 @@ class SubmittedDispatch(PendingNative, Protocol):
         """What all ranks say of gradients."""
         ...
 
+    def brought(
+        self, with_counts: bool
+    ) -> tuple[EndpointPlan, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
+        """Plan, x, topk_weights, num_tokens_per_expert (`with_counts`, else None) and gradients."""
+        ...
+
 
 class SubmittedCombine(PendingNative, Protocol):
     """A combine; its tensors are made at every call."""
 
-    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(sums or None, pulled weights or None); blocks until the end."""
-        ...
-
-    def gradients(self) -> int:
-        """What all ranks say of gradients."""
+    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        """(sums or None, pulled weights or None, what all ranks say of gradients) at the end."""
         ...
 
     def wait_ns(self) -> torch.Tensor:
@@ -158,8 +160,12 @@ class NativeEndpoint(Protocol):
         expert_alignment: int,
         gradients: int,
         is_map: bool,
+        scales: tuple[int, ...] | None,
     ) -> SubmittedDispatch | None:
-        """An uncached dispatch; None where a glance at the arguments does not suffice."""
+        """An uncached dispatch; None where a glance at the arguments does not suffice.
+
+        `scales` are those that quantizing rows of such a dtype and hidden makes.
+        """
         ...
 
     def combine(

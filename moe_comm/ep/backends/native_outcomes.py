@@ -106,7 +106,7 @@ class NativeDispatchOutput(_Issued):
         is_early: See `Operation.early`: False where shapes are not known before the end.
     """
 
-    __slots__ = ("_dtype", "_endpoint", "_made", "_plan", "_scales", "_x")
+    __slots__ = ("_dtype", "_endpoint", "_gradients", "_made", "_plan", "_scales", "_x")
 
     _native: SubmittedDispatch
 
@@ -126,6 +126,20 @@ class NativeDispatchOutput(_Issued):
         self._x: torch.Tensor | None = None
         self._made: dict[str, torch.Tensor | None] = {}
         self._plan: NativePlan | None = None
+        self._gradients: int | None = None
+
+    def look_at_all(self, *, with_counts: bool) -> None:
+        """Make what a caller with a backward looks at in one native call: each by itself takes as long.
+
+        Args:
+            with_counts: `num_tokens_per_expert`, too.
+        """
+        plan, x, weights, counts, self._gradients = self._native.brought(with_counts)
+        self._plan = NativePlan(plan, self._endpoint)
+        self._x = as_dtype(x, self._dtype)
+        self._made["topk_weights"] = weights
+        if with_counts:
+            self._made["num_tokens_per_expert"] = counts
 
     @property
     def plan(self) -> NativePlan:
@@ -146,9 +160,9 @@ class NativeDispatchOutput(_Issued):
             return None
         x_sf = self._made.get("x_sf")
         if x_sf is None:
-            flat = self._native.x_sf()
-            assert flat is not None
-            self._made["x_sf"] = x_sf = self._scales.view(flat, self.x.shape[0])
+            factors = self._native.x_sf()
+            assert factors is not None
+            self._made["x_sf"] = x_sf = as_dtype(factors, self._scales.dtype)
         return x_sf
 
     @property
@@ -185,7 +199,7 @@ class NativeDispatchOutput(_Issued):
 
     @property
     def gradients(self) -> int:
-        return self._native.gradients()
+        return self._native.gradients() if self._gradients is None else self._gradients
 
     def _present(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         tensor = self._optional(name, make)
@@ -217,20 +231,21 @@ class NativeCombineOutput(_Issued):
         self._native = native
         self._is_early = is_early
         self._out = out
-        self._result: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+        self._result: tuple[torch.Tensor | None, torch.Tensor | None, int] | None = None
+
+    def _read(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        if self._result is None:
+            self._result = self._native.result()
+        return self._result
 
     @property
     def x(self) -> torch.Tensor | None:
-        if self._result is None:
-            self._result = self._native.result()
-        sums = self._result[0]
+        sums = self._read()[0]
         return self._out if sums is None else sums
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        if self._result is None:
-            self._result = self._native.result()
-        return self._result[1]
+        return self._read()[1]
 
     @property
     def wait_ns(self) -> torch.Tensor:
@@ -238,4 +253,4 @@ class NativeCombineOutput(_Issued):
 
     @property
     def gradients(self) -> int:
-        return self._native.gradients()
+        return self._read()[2]

@@ -1,4 +1,4 @@
-"""Scale factors of a native dispatch: what the call is told, and how its answer is read."""
+"""Scale factors of a native dispatch: what the call is told, and what it hands out."""
 
 from __future__ import annotations
 
@@ -6,43 +6,25 @@ import dataclasses
 
 import torch
 
-from moe_comm.ep.backends.native_dtypes import SUMMABLE_TYPES
-from moe_comm.tensors.quantization import Quantization, scale_column_stride
+from moe_comm.ep.backends.native_dtypes import SUMMABLE_TYPES, tensor_type
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["Scales", "describe_scales"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scales:
-    """Scale factors of a dispatch: what the native call is told, and how to read its answer."""
+    """Scale factors of a dispatch: what the native call is told, and dtypes of what it hands out."""
 
     arguments: tuple[int, ...]
     dtype: torch.dtype
     data_dtype: torch.dtype
-    num_scales: int
-    is_column_major: bool
-    by_expert: tuple[int, int] | None  # LOW_LATENCY: local experts, and places of each
-
-    def view(self, flat: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """`x_sf` over the elements as they lie in memory."""
-        elements = flat if flat.dtype is self.dtype else flat.view(self.dtype)
-        if self.by_expert is not None:
-            num_experts, num_places = self.by_expert
-            if self.is_column_major:
-                return elements.view(num_experts, self.num_scales, num_places).transpose(1, 2)
-            return elements.view(num_experts, num_places, self.num_scales)
-        if self.is_column_major:
-            # Where there are no rows, torch wants a stride all the same.
-            stride = max(scale_column_stride(num_rows, self.dtype.itemsize), 1)
-            return elements.as_strided((num_rows, self.num_scales), (1, stride))
-        return elements.view(num_rows, self.num_scales)
 
 
 def describe_scales(
     x: torch.Tensor,
     x_sf: torch.Tensor | None,
     quantization: Quantization | None,
-    by_expert: tuple[int, int] | None,
 ) -> Scales:
     """The scale factors that travel with `x`: `x_sf`, or those that quantizing it makes.
 
@@ -50,7 +32,6 @@ def describe_scales(
         x: Rows.
         x_sf: Of rows that are quantized already, or None.
         quantization: None: `x_sf` travels as it is.
-        by_expert: See `Scales`.
     """
     is_column_major = quantization is not None and quantization.is_column_major
     code = 1 | is_column_major << 1
@@ -58,12 +39,12 @@ def describe_scales(
         num_scales, itemsize = x_sf.shape[1], x_sf.dtype.itemsize
         row_stride, step = x_sf.stride()
         return Scales(
-            (code, 0, 0, 0, num_scales, itemsize, row_stride * itemsize, step * itemsize),
+            (
+                *(code, 0, 0, 0, num_scales, itemsize, row_stride * itemsize, step * itemsize),
+                *(tensor_type(x.dtype), tensor_type(x_sf.dtype)),
+            ),
             dtype=x_sf.dtype,
             data_dtype=x.dtype,
-            num_scales=num_scales,
-            is_column_major=is_column_major,
-            by_expert=by_expert,
         )
     assert quantization is not None
     scale_format = quantization.scale_format
@@ -80,10 +61,9 @@ def describe_scales(
             quantization.sf_dtype.itemsize,
             0,
             0,
+            tensor_type(quantization.data_dtype),
+            tensor_type(quantization.sf_dtype),
         ),
         dtype=quantization.sf_dtype,
         data_dtype=quantization.data_dtype,
-        num_scales=num_scales,
-        is_column_major=is_column_major,
-        by_expert=by_expert,
     )
