@@ -219,15 +219,10 @@ class EpBuffer(Destroyable):
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
             operation = None
-            if (
-                handle is None
-                and quantization is None
-                and capacity is None
-                and copy is None
-                and async_op is False
-            ):
+            if handle is None and capacity is None and copy is None and async_op is False:
                 operation = self._dispatch_at_a_glance(
-                    x, topk_idx, topk_weights, layout, expert_alignment, gradients
+                    *(x, topk_idx, topk_weights, layout, expert_alignment, gradients),
+                    quantization=quantization,
                 )
             if operation is None:
                 masked = self._masked_ranks
@@ -261,6 +256,7 @@ class EpBuffer(Destroyable):
         expert_alignment: object,
         gradients: int,
         is_map: bool = False,
+        quantization: object = None,
     ) -> DispatchResult | None:
         """`dispatch` for callers with a backward, where a glance shows that the arguments are right.
 
@@ -272,6 +268,7 @@ class EpBuffer(Destroyable):
             expert_alignment: As in `dispatch`.
             gradients: As in `dispatch`; not checked.
             is_map: Whether `topk_idx` is a routing map: a token goes to its experts in ascending order.
+            quantization: As in `dispatch`.
 
         Returns:
             None, where nothing has been done: `dispatch` decides, and words what is wrong.
@@ -282,7 +279,9 @@ class EpBuffer(Destroyable):
             if missed_calls.kept.calls:
                 self.communicator.tell_missed("dispatch", self._backend.reject)
             operation = self._dispatch_at_a_glance(
-                x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map
+                *(x, topk_idx, topk_weights, layout, expert_alignment, gradients),
+                is_map=is_map,
+                quantization=quantization,
             )
             if operation is None:
                 return None
@@ -297,7 +296,9 @@ class EpBuffer(Destroyable):
         layout: object,
         expert_alignment: object,
         gradients: int,
+        *,
         is_map: bool = False,
+        quantization: object = None,
     ) -> Operation[DispatchOutput] | None:
         """The backend's `dispatch_plain`, of arguments of any type."""
         if (
@@ -308,7 +309,8 @@ class EpBuffer(Destroyable):
         ):
             return None
         return self._backend.dispatch_plain(
-            x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map
+            *(x, topk_idx, topk_weights, layout, expert_alignment, gradients),
+            *(is_map, quantization),
         )
 
     def _dispatch_by_rules(

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm import (
+    FP8_BLOCK128,
+    MXFP8,
+    Capacity,
+    Communicator,
+    EpBuffer,
+    EpConfig,
+    Layout,
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+)
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep import validation
 from moe_comm.ep.backends.base import Operation
@@ -121,6 +132,86 @@ def test_a_plain_dispatch_passes_every_check(buffer: EpBuffer, plain: list[bool]
     assert num_plain == (3 + 2) * 2 + (3 + 2) * 1
 
 
+QUANTIZATIONS = [
+    FP8_BLOCK128,
+    MXFP8,
+    Quantization(format=QuantizationFormat.FP8_BLOCK128, scale_format=ScaleFormat.UE8M0),
+    Quantization(format=QuantizationFormat.MXFP8, is_column_major=True),
+]
+
+
+def test_a_plain_dispatch_that_quantizes_passes_every_check(
+    buffer: EpBuffer, plain: list[bool]
+) -> None:
+    num_plain = 0
+    for x, topk_idx, layout, quantization in itertools.product(
+        _rows(), _choices(), Layout, [*QUANTIZATIONS, "MXFP8", 1]
+    ):
+        plain.clear()
+        try:
+            buffer.dispatch(x, topk_idx, layout=layout, quantization=quantization)
+        except (ValueError, TypeError):
+            assert not any(plain)
+            continue
+        if not any(plain):
+            continue
+        num_plain += 1
+        validation.check_rows(x, quantization)
+        validation.check_devices(torch.device("cpu"), x=x, topk_idx=topk_idx)
+        options = DispatchOptions(layout, 1, quantization)
+        validation.check_dispatch(CONFIG, x, topk_idx, None, options, is_quantized=False)
+    # Rows of every layout, and none.
+    assert num_plain == 2 * len(Layout) * len(QUANTIZATIONS)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("hidden", [16, 192, 640])
+def test_a_plain_dispatch_quantizes_like_one_that_is_checked(
+    communicator: Communicator, layout: Layout, hidden: int
+) -> None:
+    config = dataclasses.replace(CONFIG, hidden=None, dtype=None)
+    topk_idx = torch.tensor([[0, 1], [5, 7], [1, -1]])
+    with EpBuffer(communicator, config) as buffer:
+        look = buffer._backend.dispatch_plain
+        # Each shape, dtype and quantization behind another.
+        for dtype, quantization in itertools.product(
+            (torch.bfloat16, torch.float16, torch.float32), QUANTIZATIONS
+        ):
+            x = torch.randn(3, hidden).to(dtype)
+            options = {"layout": layout, "quantization": quantization}
+            checked = buffer.dispatch(x, topk_idx, copy_out=False, **options)
+            assert look(x, topk_idx, None, layout, 1, 0, False, quantization) is not None
+            result = buffer.dispatch(x, topk_idx, **options)
+            assert result.x.dtype is checked.x.dtype is torch.float8_e4m3fn
+            sf, checked_sf = result.x_sf, checked.x_sf
+            assert sf is not None
+            assert checked_sf is not None
+            assert (sf.shape, sf.stride(), sf.dtype) == (
+                checked_sf.shape,
+                checked_sf.stride(),
+                quantization.sf_dtype,
+            )
+            filled = result.num_tokens_per_expert.tolist()
+            rows = [result.x, checked.x, sf, checked_sf]
+            if layout is Layout.LOW_LATENCY:
+                rows = [
+                    torch.cat(
+                        [
+                            each[:count]
+                            for each, count in zip(
+                                t.unflatten(0, (8, -1)) if t.dim() == 2 else t, filled, strict=True
+                            )
+                        ]
+                    )
+                    for t in rows
+                ]
+            x_bytes, checked_bytes, sf, checked_sf = (
+                t.contiguous().view(torch.uint8) for t in rows
+            )
+            assert torch.equal(x_bytes, checked_bytes)
+            assert torch.equal(sf, checked_sf)
+
+
 @pytest.mark.parametrize("most_tokens", [None, 0, 2, 3])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_any_number_of_tokens_is_plain_where_none_is_configured(
@@ -169,8 +260,9 @@ def test_what_is_asked_for_besides_is_not_plain(buffer: EpBuffer, plain: list[bo
     buffer.dispatch(x, topk_idx, copy_out=True)
     buffer.dispatch(x, topk_idx, async_op=True).event.wait()
     buffer.dispatch(x, topk_idx, capacity=Capacity(num_rows=8))
-    buffer.dispatch(x, topk_idx, quantization=FP8_BLOCK128)
-    assert plain == []
+    buffer.dispatch((x.to(torch.uint8), torch.ones(3, 1)), topk_idx)
+    assert plain == [False]
+    plain.clear()
     handle = buffer.dispatch(x, topk_idx, expert_alignment=4).handle
     assert plain == [True]
     plain.clear()
