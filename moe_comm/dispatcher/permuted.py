@@ -15,6 +15,7 @@ from moe_comm.dispatcher.routing_map import dense_of_topk, topk_of_routing_map
 from moe_comm.ep.autograd import formulas, operators
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.backends.base import Plan
+from moe_comm.ep.backends.gradients import NEEDS_ANY
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
@@ -115,6 +116,31 @@ class PendingDispatch(NamedTuple):
             probs: As given to `start_dispatch`.
         """
         buffer, result, listed, quantization, probs_dtype, has_budget = self
+        if quantization is not None or result.gradients & NEEDS_ANY:
+            self._put_in_graph(x, probs)
+        num_in_full, overflow = None, _no_overflow()
+        if has_budget:
+            num_in_full = int(result.num_required_rows)
+            overflow = _overflow_flag(bool(result.has_overflow))
+        hidden = result.x
+        # By hand: the constructors of named tuples take twice as long.
+        handle = tuple.__new__(
+            PermutedHandle,
+            (buffer, result.handle, listed, probs_dtype, num_in_full, overflow),
+        )
+        return tuple.__new__(
+            PermutedRows,
+            (
+                hidden,
+                None if quantization is None else cast("QuantizedRows", hidden).sf,
+                result.topk_weights,
+                padded_tokens_per_expert(result),
+                handle,
+            ),
+        )
+
+    def _put_in_graph(self, x: torch.Tensor, probs: torch.Tensor | None) -> None:
+        buffer, result, listed, quantization, probs_dtype, _ = self
         plan = result.plan  # and not the result, which will hold the graph
 
         def of_choices(gradient: torch.Tensor) -> torch.Tensor:
@@ -123,18 +149,6 @@ class PendingDispatch(NamedTuple):
             return dense_of_topk(gradient.to(probs_dtype), topk_idx, buffer.config.num_experts)
 
         formulas.dispatch_in_graph(result, buffer, x, probs, quantization, of_choices)
-        num_in_full, overflow = None, _no_overflow()
-        if has_budget:
-            num_in_full = int(result.num_required_rows)
-            overflow = _overflow_flag(bool(result.has_overflow))
-        hidden = result.x
-        return PermutedRows(
-            hidden,
-            None if quantization is None else cast("QuantizedRows", hidden).sf,
-            result.topk_weights,
-            padded_tokens_per_expert(result),
-            PermutedHandle(buffer, result.handle, listed, probs_dtype, num_in_full, overflow),
-        )
 
 
 class PendingCombine(NamedTuple):
@@ -192,9 +206,11 @@ def start_dispatch(
         TypeError: A dtype is wrong, on every rank.
     """
     result = listed = None
-    if num_rows is None and quantization is None and not (async_op or _is_seen(routing_map, probs)):
+    if num_rows is None and not (async_op or _is_seen(routing_map, probs)):
         result = buffer.dispatch_plain(
-            *(x, routing_map, probs, Layout.EXPERT_MAJOR, expert_alignment, gradients), is_map=True
+            *(x, routing_map, probs, Layout.EXPERT_MAJOR, expert_alignment, gradients),
+            is_map=True,
+            quantization=quantization,
         )
     if result is None:
         result, listed = _dispatch_list(
@@ -202,7 +218,10 @@ def start_dispatch(
             *(quantization, async_op, gradients),
         )
     probs_dtype = None if probs is None else probs.dtype
-    return PendingDispatch(buffer, result, listed, quantization, probs_dtype, num_rows is not None)
+    return tuple.__new__(
+        PendingDispatch,
+        (buffer, result, listed, quantization, probs_dtype, num_rows is not None),
+    )
 
 
 def _dispatch_list(

@@ -54,7 +54,8 @@ class _Dispatch(Function):
     autograd: an output costs time.
 
     Kept are the buffer and the parts of the handle, both None where `handle` has it as tensors; shape
-    and dtype of the rows, dtype of their weights; and `of_choices` of `dispatch_in_graph`.
+    and dtype of the rows, dtype of their weights; whether `source` is x; and `of_choices` of
+    `dispatch_in_graph`. `source`: see `_source_of`.
     """
 
     @staticmethod
@@ -64,8 +65,7 @@ class _Dispatch(Function):
         kept: tuple[Any, ...],
         handle: Sequence[torch.Tensor],
         word: int,
-        anchor: torch.Tensor | None,
-        x: torch.Tensor,
+        source: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         ctx.kept = kept
@@ -86,7 +86,7 @@ class _Dispatch(Function):
         _: torch.Tensor | None,
         grad_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        buffer, parts, shape, dtype, weights_dtype, of_choices = ctx.kept
+        buffer, parts, shape, dtype, weights_dtype, is_of_x, of_choices = ctx.kept
         tensors = ctx.saved_tensors
         rows = (*shape, dtype, weights_dtype)
         handle = None if parts is None else DispatchHandle(*parts)
@@ -100,14 +100,13 @@ class _Dispatch(Function):
             grad_x, grad_weights = operators.dispatch_backward(
                 buffer, handle, grad_rows, grad_weights, *rows
             )
-        *_, needs_x, needs_topk_weights = ctx.needs_input_grad
-        if not needs_topk_weights:
+        if not ctx.needs_input_grad[-1]:
             grad_weights = None
         elif of_choices is not None:
             grad_weights = of_choices(grad_weights)
         # Rows whose gradients combine cannot add have none.
-        grad_x = grad_x if needs_x and dtype in SUMMABLE else None
-        return None, None, None, None, None, grad_x, grad_weights
+        grad_x = grad_x if is_of_x and dtype in SUMMABLE else None
+        return None, None, None, None, grad_x, grad_weights
 
 
 class _Combine(Function):
@@ -180,11 +179,24 @@ def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
     rows, weights, link, *others = brought
     outputs = (rows, link) if topk_weights is None else (rows, link, weights)
     weights_dtype = None if topk_weights is None else weights.dtype
-    kept = (None, None, rows.shape, rows.dtype, weights_dtype, None)
+    source = _source_of(x, topk_weights, anchor)
+    kept = (None, None, rows.shape, rows.dtype, weights_dtype, source is x, None)
     rows, link, *has_weights = _Dispatch.apply(
-        outputs, kept, others[3:7], word, anchor, x, topk_weights
+        outputs, kept, others[3:7], word, source, topk_weights
     )  # type: ignore[no-untyped-call]
     return [rows, *(has_weights or [weights]), link, *others]
+
+
+def _source_of(
+    x: torch.Tensor, topk_weights: torch.Tensor | None, anchor: torch.Tensor | None
+) -> torch.Tensor | None:
+    """What makes a dispatch a part of the graph, besides its weights: x, or the anchor of its buffer.
+
+    The anchor where neither needs a gradient on this rank. Autograd looks at each argument of a node.
+    """
+    if x.requires_grad:
+        return x
+    return None if topk_weights is not None and topk_weights.requires_grad else anchor
 
 
 def dispatch_in_graph(
@@ -223,8 +235,9 @@ def dispatch_in_graph(
             (rows, link) if weights is None else (rows, link, weights)
         )
         weights_dtype = None if weights is None else weights.dtype
-        kept = (buffer, parts, rows.shape, rows.dtype, weights_dtype, of_choices)
-        outputs = _apply_dispatch(outputs, kept, (), word, buffer.gradient_anchor, x, topk_weights)
+        source = _source_of(x, topk_weights, buffer.gradient_anchor)
+        kept = (buffer, parts, rows.shape, rows.dtype, weights_dtype, source is x, of_choices)
+        outputs = _apply_dispatch(outputs, kept, (), word, source, topk_weights)
         rows = outputs[0]
         handle = DispatchHandle(*parts, outputs[1])
         if weights is not None:
