@@ -1,5 +1,6 @@
 #include "schedules/kernel_program.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -116,6 +117,49 @@ void run_host_reads(Run& run, const KernelCase& shape) {
   world.run_all();
 }
 
+namespace {
+
+/// A thread of the host aborts all ranks at some moment.
+void start_abort(Run& run, KernelWorld& world, int rank_idx) {
+  run.start_host(rank_idx, "aborts", [&] {
+    const uint32_t num_steps = run.random().below(3000);
+    for (uint32_t i = 0; i < num_steps; ++i)
+      run.scheduler().yield();
+    for (int i = 0; i < world.shape().num_ranks; ++i)
+      world.abort(i);
+  });
+}
+
+}  // namespace
+
+void run_to_an_early_end_of_sums(Run& run, const KernelCase& shape, bool is_aborted) {
+  KernelWorld world(run, shape);
+  const int missing = static_cast<int>(run.random().below(2));
+  const auto waiting = static_cast<size_t>(1 - missing);
+  // Whoever has rows on the missing rank waits for their sums.
+  const auto is_served_by_missing = [&](const Step& step) {
+    const std::vector<int64_t>& slots = step.dispatched[waiting].slots;
+    return std::any_of(slots.begin(), slots.end(), [&](int64_t slot) {
+      return slot != layout::Slot::kNone && layout::Slot::rank_idx(slot) == missing;
+    });
+  };
+  Step step = draw_step(shape, world.placement(), &run.random());
+  for (int i = 0; i < 20 && !is_served_by_missing(step); ++i)
+    step = draw_step(shape, world.placement(), &run.random());
+  if (!is_served_by_missing(step))
+    return;  // a rank without experts
+  const KernelWorld::Outputs outputs = world.draw_outputs(step);
+  for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx)
+    run.start_host(rank_idx, "launches", [&, rank_idx] {
+      const auto handle = world.dispatch_unchecked(rank_idx, step);
+      world.launch_combine(
+          rank_idx, step, handle, outputs, run.random().chance(1, 2), false, rank_idx == missing);
+    });
+  if (is_aborted)
+    start_abort(run, world, missing);
+  world.run_until_left(is_aborted ? kernels::Cause::kAborted : kernels::Cause::kTimedOut, missing);
+}
+
 void run_to_an_early_end(Run& run, const KernelCase& shape, bool is_aborted) {
   KernelWorld world(run, shape);
   const int missing = static_cast<int>(run.random().below(static_cast<uint32_t>(shape.num_ranks)));
@@ -130,13 +174,7 @@ void run_to_an_early_end(Run& run, const KernelCase& shape, bool is_aborted) {
           world.dispatch_unchecked(rank_idx, steps[i]);
     });
   if (is_aborted)
-    run.start_host(missing, "aborts", [&] {
-      const uint32_t num_steps = run.random().below(3000);
-      for (uint32_t i = 0; i < num_steps; ++i)
-        run.scheduler().yield();
-      for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx)
-        world.abort(rank_idx);
-    });
+    start_abort(run, world, missing);
   world.run_until_left(is_aborted ? kernels::Cause::kAborted : kernels::Cause::kTimedOut, missing);
 }
 

@@ -17,4 +17,8 @@ void run_host_reads(Run& run, const KernelCase& shape);
 /// Dispatches of all ranks but one, which never comes, or until they are aborted.
 void run_to_an_early_end(Run& run, const KernelCase& shape, bool is_aborted);
 
+/// A combine of two ranks, one of which does nothing more behind its exchange, or until they are
+/// aborted.
+void run_to_an_early_end_of_sums(Run& run, const KernelCase& shape, bool is_aborted);
+
 }  // namespace moe::simt::checker

@@ -427,12 +427,13 @@ KernelWorld::Outputs KernelWorld::draw_outputs(const Step& step) {
   return outputs;
 }
 
-void KernelWorld::combine(int rank_idx,
-                          const Step& step,
-                          const Handle& handle,
-                          const Outputs& outputs,
-                          bool is_weighted,
-                          bool pulls_weights) {
+KernelWorld::Combined KernelWorld::launch_combine(int rank_idx,
+                                                  const Step& step,
+                                                  const Handle& handle,
+                                                  const Outputs& outputs,
+                                                  bool is_weighted,
+                                                  bool pulls_weights,
+                                                  bool ends_behind_exchange) {
   Rank& own = rank(rank_idx);
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const int rows_segment = outputs.rows_segment[static_cast<size_t>(rank_idx)];
@@ -453,46 +454,64 @@ void KernelWorld::combine(int rank_idx,
   exchange.num_topk = shape_.num_topk;
   exchange.arrangement = shape_.arrangement();
   exchange.kept_counts = handle.kept;
-  kernels::CombineParams params = combine_rows(rank_idx, step, handle, is_weighted, pulls_weights);
-  int requests_segment = -1;
+  Combined combined;
+  kernels::CombineParams& params = combined.params;
+  params = combine_rows(rank_idx, step, handle, is_weighted, pulls_weights);
   if (shape_.adds_by_rank()) {
-    requests_segment = launch_rank_requests(rank_idx, step, outputs, params);
+    combined.requests_segment = launch_rank_requests(rank_idx, step, outputs, params);
     exchange.adds_for_peers = 1;
-    exchange.offer = offer_of(rank_idx, requests_segment);
+    exchange.offer = offer_of(rank_idx, combined.requests_segment);
     const int64_t sums_offset = rank_sums_map(params).sums_offset;
     exchange.offer.offset += static_cast<uint64_t>(sums_offset);
     exchange.offer.bytes -= static_cast<uint64_t>(sums_offset);
   }
   launch_exchange(rank_idx, exchange);
+  if (ends_behind_exchange)
+    return combined;
   if (shape_.adds_by_rank())
-    launch_rank_sums(rank_idx, outputs, requests_segment, &params);
+    launch_rank_sums(rank_idx, outputs, combined.requests_segment, &params);
   launch_sums(rank_idx, params);
+  return combined;
+}
 
+void KernelWorld::combine(int rank_idx,
+                          const Step& step,
+                          const Handle& handle,
+                          const Outputs& outputs,
+                          bool is_weighted,
+                          bool pulls_weights) {
+  const auto [params, requests_segment] =
+      launch_combine(rank_idx, step, handle, outputs, is_weighted, pulls_weights, false);
+  Rank& own = rank(rank_idx);
   const auto sums = std::make_shared<ExpectedBytes>(
       expected_sums(shape_, step, outputs.rows, rank_idx, is_weighted));
   const auto pulled = std::make_shared<ExpectedBytes>(
       pulls_weights ? expected_pulled(shape_, placement_, step, outputs.row_weights, rank_idx)
                     : ExpectedBytes());
-  const Segment output = own.segments[static_cast<size_t>(rows_segment)];
-  const Segment row_weights = own.segments[static_cast<size_t>(weights_segment)];
+  const auto segment = [&](const std::vector<int>& segments) {
+    return own.segments[static_cast<size_t>(segments[static_cast<size_t>(rank_idx)])];
+  };
+  const Segment output = segment(outputs.rows_segment);
+  const Segment row_weights = segment(outputs.weights_segment);
   const Segment requests =
       requests_segment < 0 ? Segment{} : own.segments[static_cast<size_t>(requests_segment)];
   const uint64_t epoch = ++own.epoch;
   ++num_checks_due_;
-  own.stream->call("check of a combine",
-                   [this, rank_idx, epoch, params, sums, pulled, output, row_weights, requests] {
-                     const kernels::Tables& tables = rank(rank_idx).tables;
-                     expect_equal(read(tables.status), int32_t{0}, "status of a combine");
-                     expect_equal(read(tables.epoch), epoch, "epoch of a combine");
-                     compare(params.sums, *sums, "sums");
-                     if (params.pulled != nullptr)
-                       compare(params.pulled, *pulled, "pulled weights");
-                     // Rows are their owner's again.
-                     overwrite(output.base, output.bytes);
-                     overwrite(row_weights.base, row_weights.bytes / 16 * 16);
-                     overwrite(requests.base, requests.bytes / 16 * 16);
-                     ++num_checks_made_;
-                   });
+  own.stream->call(
+      "check of a combine",
+      [this, rank_idx, epoch, params = params, sums, pulled, output, row_weights, requests] {
+        const kernels::Tables& tables = rank(rank_idx).tables;
+        expect_equal(read(tables.status), int32_t{0}, "status of a combine");
+        expect_equal(read(tables.epoch), epoch, "epoch of a combine");
+        compare(params.sums, *sums, "sums");
+        if (params.pulled != nullptr)
+          compare(params.pulled, *pulled, "pulled weights");
+        // Rows are their owner's again.
+        overwrite(output.base, output.bytes);
+        overwrite(row_weights.base, row_weights.bytes / 16 * 16);
+        overwrite(requests.base, requests.bytes / 16 * 16);
+        ++num_checks_made_;
+      });
   count_traffic(rank_idx, step, true, false);
   count_pulled_across(rank_idx, step.dispatched[static_cast<size_t>(rank_idx)], is_weighted);
   count_puts(rank_idx, step, layout::Operation::kCombine, pulls_weights, is_weighted);

@@ -86,6 +86,20 @@ class KernelWorld {
                bool is_weighted,
                bool pulls_weights);
 
+  /// Its kernels without checks: the operation may end early.
+  struct Combined {
+    kernels::CombineParams params;
+    int requests_segment = -1;  ///< where ranks add first
+  };
+  /// @param ends_behind_exchange  the rank launches nothing more
+  Combined launch_combine(int rank_idx,
+                          const Step& step,
+                          const Handle& handle,
+                          const Outputs& outputs,
+                          bool is_weighted,
+                          bool pulls_weights,
+                          bool ends_behind_exchange);
+
   /// A dispatch whose host waits for sizes: polls for the rows, obtains a window where this rank is
   /// short, and launches the rest. Called by a thread of the host. @p first_rows: rows that the
   /// window offered first has room for. @p sends_ahead: what sends rows is launched before the host

@@ -319,6 +319,16 @@ MOE_SCENARIO(devices_early_end,
   run_to_an_early_end(run, shape, run.random().chance(1, 2));
 }
 
+MOE_SCENARIO(rank_reduction_early_end,
+             "a rank never adds: who pulls its sums names it and leaves") {
+  KernelCase shape = expert_major(run);
+  shape.rank_reduction = true;
+  shape.offers_rows = run.random().chance(1, 2);
+  shape.num_ranks = 2;
+  shape.num_experts = 4;
+  run_to_an_early_end_of_sums(run, shape, run.random().chance(1, 2));
+}
+
 MOE_SCENARIO(aborted, "the communicator is aborted at some moment: everybody leaves") {
   run_to_an_early_end(run, two_or_three_ranks(run), true);
 }
