@@ -480,10 +480,11 @@ def _hybrid_dispatch(
 ) -> HybridDispatched:
     """`hybrid_ep_dispatch` with the arguments of main."""
     held = _hybrid_buffer(group)
-    try:
-        check_count("num_local_experts", num_local_experts, minimum=1)
-    except (TypeError, ValueError) as error:
-        held.reject("dispatch", error)
+    if type(num_local_experts) is not int or num_local_experts < 1:
+        try:
+            check_count("num_local_experts", num_local_experts, minimum=1)
+        except (TypeError, ValueError) as error:
+            held.reject("dispatch", error)
     buffer = held.ep_buffer(num_local_experts * held.group_size, x)
     try:
         check_tuning(
@@ -494,10 +495,7 @@ def _hybrid_dispatch(
             num_blocks_unpermute,
             num_sms_preprocessing_api,
         )
-        num_tokens, hidden = as_dense("x", x).shape[0], x.shape[-1]
-        held.hidden_dim = max(held.hidden_dim, hidden)
-        held.max_num_of_tokens_per_rank = max(held.max_num_of_tokens_per_rank, num_tokens)
-        held.num_local_experts = num_local_experts
+        held.see(as_dense("x", x).shape, num_local_experts)
         num_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
         if num_rows is not None and num_rows % (pad_multiple or 1):
             raise ValueError(
@@ -549,7 +547,8 @@ def hybrid_ep_combine(
         next(iter(_hybrid_ep_buffers.values())).reject("combine", error)
     places = handle.places
     try:
-        check_tuning(fused)
+        if fused is not False:
+            check_tuning(fused)
         if pad_multiple and pad_multiple != places.expert_alignment:
             raise ValueError(
                 f"pad_multiple is {pad_multiple}, the handle's is {places.expert_alignment}"

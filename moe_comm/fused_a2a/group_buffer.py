@@ -63,6 +63,15 @@ class GroupBuffer:
             return False
         return self._shared is self._first or self._shared.is_current()
 
+    def see(self, shape: torch.Size, num_local_experts: int) -> None:
+        """What a HybridEP call brings: rows of such a shape, for so many experts a rank."""
+        num_tokens, hidden = shape[0], shape[-1]
+        if hidden > self.hidden_dim:
+            self.hidden_dim = hidden
+        if num_tokens > self.max_num_of_tokens_per_rank:
+            self.max_num_of_tokens_per_rank = num_tokens
+        self.num_local_experts = num_local_experts
+
     def ep_buffer(self, num_experts: int, x: torch.Tensor) -> EpBuffer:
         """The buffer beneath for so many experts of the group; collective on first use.
 
