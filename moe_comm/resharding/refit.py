@@ -14,7 +14,7 @@ from moe_comm.resharding.hold.refit_models import (
     _needs_mxfp8_conversion,
     _setup_mxfp8_transform_on_plan,
 )
-from moe_comm.resharding.hold.refit_pass import Verify
+from moe_comm.resharding.hold.refit_options import Verify
 from moe_comm.resharding.hold.refit_services import (
     RefitBackendName,
     clear_service_cache,

@@ -10,6 +10,7 @@ from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import ModuleState
 from moe_comm.resharding.hold.refit_group import MAX_PLANS, RefitGroup, identity_of
 from moe_comm.resharding.hold.refit_models import Models
+from moe_comm.resharding.hold.refit_options import RefitOptions
 from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform
@@ -64,7 +65,7 @@ def _sizes_of(core: torch.nn.Module | None) -> Sizes | None:
 
 
 def build_plan_cache_key(
-    models: Models, group: RefitGroup, rank_offsets: tuple[int, int], pool_index: int
+    models: Models, group: RefitGroup, options: RefitOptions, pool_index: int
 ) -> PlanCacheKey:
     """The key of a refit between these models."""
     return PlanCacheKey(
@@ -73,8 +74,8 @@ def build_plan_cache_key(
         dst_config=_sizes_of(models.target),
         num_experts=models.num_experts,
         world_size=group.num_ranks,
-        src_rank_offset=rank_offsets[0],
-        dst_rank_offset=rank_offsets[1],
+        src_rank_offset=options.src_rank_offset,
+        dst_rank_offset=options.dst_rank_offset,
         pool_index=pool_index,
         src_model=identity_of(models.source),
         dst_model=identity_of(models.target),

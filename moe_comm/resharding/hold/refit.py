@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from moe_comm.arguments import as_int
 from moe_comm.peers.agree import FirstError
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.hold.plan_cache import plan_cache
 from moe_comm.resharding.hold.refit_group import RefitGroup, agree
 from moe_comm.resharding.hold.refit_models import Model
-from moe_comm.resharding.hold.refit_pass import Group, RefitPass, Verify
+from moe_comm.resharding.hold.refit_options import Group, RefitOptions, Verify
+from moe_comm.resharding.hold.refit_pass import RefitPass
 from moe_comm.resharding.hold.refit_services import (
     RefitBackendName,
     check_backend,
@@ -132,12 +132,16 @@ class Refit:
             src_model,
             target_model,
             *_service_of(refit_method),
-            group,
-            (src_rank_offset, dst_rank_offset),
-            transform,
-            (num_dst_pools, dst_pool_index),
-            verify,
-            strict,
+            RefitOptions(
+                group,
+                src_rank_offset,
+                dst_rank_offset,
+                transform,
+                num_dst_pools,
+                dst_pool_index,
+                verify,
+                strict,
+            ),
         ):
             # The plans of all ranks have the same id, by which they tell this refit from another.
             plan_id = each.prepare()
@@ -200,12 +204,16 @@ def prepare_swap_model_weights(
         target_model,
         None,
         FirstError(),
-        group,
-        (src_rank_offset, dst_rank_offset),
-        transform,
-        (num_dst_pools, dst_pool_index),
-        verify,
-        strict,
+        RefitOptions(
+            group,
+            src_rank_offset,
+            dst_rank_offset,
+            transform,
+            num_dst_pools,
+            dst_pool_index,
+            verify,
+            strict,
+        ),
     ):
         each.prepare()
 
@@ -268,12 +276,16 @@ def swap_model_weights(
         src_model,
         target_model,
         *_service_of(refit_method),
-        group,
-        (src_rank_offset, dst_rank_offset),
-        transform,
-        (num_dst_pools, dst_pool_index),
-        verify,
-        strict,
+        RefitOptions(
+            group,
+            src_rank_offset,
+            dst_rank_offset,
+            transform,
+            num_dst_pools,
+            dst_pool_index,
+            verify,
+            strict,
+        ),
     ):
         each.run()
 
@@ -320,13 +332,11 @@ def reshard_model_weights(
         src_model,
         target_model,
         given,
-        group,
-        (src_rank_offset, dst_rank_offset),
-        transform,
-        verify,
-        strict,
-        pool_index=pool_index,
-        problem=problem,
+        RefitOptions(
+            group, src_rank_offset, dst_rank_offset, transform, verify=verify, strict=strict
+        ),
+        pool_index,
+        problem,
     ).run()
 
 
@@ -350,34 +360,12 @@ def _passes(
     target_model: Model,
     service: CopyService | str | None,
     problem: FirstError,
-    group: Group,
-    rank_offsets: tuple[int, int],
-    transform: Any,
-    pools: tuple[int, int],
-    verify: Verify,
-    strict: bool,
+    options: RefitOptions,
 ) -> Iterator[RefitPass]:
     """One for each pool of targets, of which the first raises what is wrong, on every rank."""
-    num_dst_pools, dst_pool_index = pools
     with problem:
-        as_int("num_dst_pools", num_dst_pools, 1)
-        if not 0 <= as_int("dst_pool_index", dst_pool_index) < num_dst_pools:
-            raise ValueError(
-                f"dst_pool_index must be in [0, {num_dst_pools}), got {dst_pool_index}"
-            )
+        options.check_pools()
     # Made one by one: a number of pools that other ranks do not share may be any number.
-    for pool_index in range(1 if problem else num_dst_pools):
-        yield RefitPass(
-            function,
-            src_model,
-            target_model if pool_index == dst_pool_index else None,
-            service,
-            group,
-            rank_offsets,
-            transform,
-            verify,
-            strict,
-            num_dst_pools,
-            pool_index,
-            problem,
-        )
+    for pool_index in range(1 if problem else options.num_dst_pools):
+        target = target_model if pool_index == options.dst_pool_index else None
+        yield RefitPass(function, src_model, target, service, options, pool_index, problem)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
-from typing import Any, Literal, TypeAlias
 
-import torch.distributed as dist
-
-from moe_comm.arguments import as_int, check_bool, shown
+from moe_comm.arguments import shown
 from moe_comm.peers.agree import FirstError
-from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
 from moe_comm.resharding.describe.metadata import ParameterMetadata
@@ -35,6 +31,7 @@ from moe_comm.resharding.hold.refit_models import (
     planned_destinations,
     unwrap_models,
 )
+from moe_comm.resharding.hold.refit_options import RefitOptions
 from moe_comm.resharding.hold.refit_services import check_serves, create_service, find_service
 from moe_comm.resharding.hold.verification import verify_refit
 from moe_comm.resharding.move import stale
@@ -43,14 +40,7 @@ from moe_comm.resharding.plan.planner import build_local_reshard_plan
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transform_protocol import as_reshard_transform
 
-__all__ = ["VERIFY", "Group", "RefitPass", "Verify"]
-
-Verify = Literal["plan", "checksum"] | None
-"""None; "plan": a plan is verified when it is made; "checksum": and every refit after it ran."""
-
-VERIFY = (None, "plan", "checksum")
-
-Group: TypeAlias = "dist.ProcessGroup | Bootstrap | None"
+__all__ = ["RefitPass"]
 
 
 def _lines(**asked: object) -> str:
@@ -80,16 +70,11 @@ class RefitPass:
 
     Args:
         function: What the caller called.
-        src_model: As the caller gave it, like most that follows.
+        src_model: As the caller gave it.
         target_model: None on ranks whose target is of another pool.
         service: A service or the name of one; None where there is none.
-        group: The ranks.
-        rank_offsets: Of the source and the target.
-        transform: Handles the parameters that it names; None for that of the plan.
-        verify: What is verified.
-        strict: Whether source parameters may be without a destination.
-        num_dst_pools: Of how many passes this is one.
-        pool_index: Which one.
+        options: As the caller gave them.
+        pool_index: Of the passes of a refit, one for each pool, which one this is.
         problem: What is wrong with an argument, for all ranks to hear of.
         refit: Which `Refit` runs, empty for none.
     """
@@ -98,25 +83,17 @@ class RefitPass:
     src_model: Model
     target_model: Model
     service: CopyService | str | None
-    group: Group
-    rank_offsets: tuple[int, int]
-    transform: Any
-    verify: Verify
-    strict: bool
-    num_dst_pools: int = 1
-    pool_index: int = 0
-    problem: FirstError = dataclasses.field(default_factory=FirstError)
+    options: RefitOptions
+    pool_index: int
+    problem: FirstError
     refit: str = ""
 
     def __post_init__(self) -> None:
         with self.problem:
-            if not (self.verify is None or self.verify in VERIFY):
-                raise ValueError(f"verify must be one of {VERIFY}, got {self.verify!r}")
-            check_bool("strict", self.strict)
-            for side, offset in zip(("src", "dst"), self.rank_offsets, strict=True):
-                as_int(f"{side}_rank_offset", offset, 0)
-            if self.transform is not None:
-                self.transform = as_reshard_transform(self.transform)
+            self.options.check()
+            if self.options.transform is not None:
+                transform = as_reshard_transform(self.options.transform)
+                self.options = self.options._replace(transform=transform)
 
     def prepare(self) -> int:
         """Make the plan, and convert a target that asks for it.
@@ -127,7 +104,7 @@ class RefitPass:
         group = self.ranks()
         sides, agreement = self._agree(group, *find_service(self.service, group))
         cached = sides.plans.find(agreement.plan_id) or self._plan(sides, agreement, group)
-        if self.transform is None:
+        if self.options.transform is None:
             _setup_mxfp8_transform_on_plan(cached.plan, self.target_model)
         # The target may have been converted just now.
         cached.states = cached.states[0], module_state(sides.models.target)
@@ -160,7 +137,7 @@ class RefitPass:
         service = self.service if isinstance(self.service, CopyService) else None
         # Only a preparation is without a service.
         is_in_doubt = self.service is None and self.function != "prepare_swap_model_weights"
-        return RefitGroup(self.group, service, is_in_doubt=is_in_doubt)
+        return RefitGroup(self.options.group, service, is_in_doubt=is_in_doubt)
 
     def _agree(
         self, group: RefitGroup, backend: str, service: CopyService | None, refit_method: str
@@ -184,8 +161,10 @@ class RefitPass:
             else:
                 group.check(service)
             sides = self._look(group)
-            plan_ids = sides.plans.fitting(sides.states, self.transform, is_strict=self.strict)
-        own, of_refit = self._options
+            plan_ids = sides.plans.fitting(
+                sides.states, self.options.transform, is_strict=self.options.strict
+            )
+        own, of_refit = self._compared
         agreement = agree(
             group,
             problem=problem,
@@ -198,13 +177,13 @@ class RefitPass:
         return sides, agreement
 
     @functools.cached_property
-    def _options(self) -> tuple[str, str]:
+    def _compared(self) -> tuple[str, str]:
         """What ranks compare of a pass in every run alike, before and after what may differ."""
         own = _lines(
             function=self.function,
-            verify=self.verify,
-            strict=self.strict,
-            num_dst_pools=self.num_dst_pools,
+            verify=self.options.verify,
+            strict=self.options.strict,
+            num_dst_pools=self.options.num_dst_pools,
             pool_index=self.pool_index,
         )
         return own, _lines(refit=self.refit)
@@ -219,7 +198,7 @@ class RefitPass:
         source = models.source
         if source is not None and (reason := stale.stale_reason(source, look_again=False)):
             raise ValueError(f"the source model is stale and must not be read: {reason}")
-        key = build_plan_cache_key(models, group, self.rank_offsets, self.pool_index)
+        key = build_plan_cache_key(models, group, self.options, self.pool_index)
         return _Sides(models, states, key, plan_cache.get(key) or CachedPlans())
 
     def _plan(self, sides: _Sides, agreement: Agreement, group: RefitGroup) -> CachedPlan:
@@ -228,7 +207,7 @@ class RefitPass:
         # What a transform has taken out of the target is planned as it was the last time.
         old = sides.plans.last
         known = {} if old is None else old.destinations
-        transform = self.transform or (None if old is None else old.plan.transform)
+        transform = self.options.transform or (None if old is None else old.plan.transform)
         planned: dict[str, ParameterMetadata] = {}
 
         def adjust(metas: list[ParameterMetadata]) -> list[ParameterMetadata]:
@@ -241,10 +220,10 @@ class RefitPass:
             target,
             num_experts=sides.models.num_experts,
             group=group.handle,
-            src_rank_offset=self.rank_offsets[0],
-            dst_rank_offset=self.rank_offsets[1],
-            strict=self.strict,
-            verify=self.verify is not None,
+            src_rank_offset=self.options.src_rank_offset,
+            dst_rank_offset=self.options.dst_rank_offset,
+            strict=self.options.strict,
+            verify=self.options.verify is not None,
             adjust_destination=adjust,
         )
         if old is not None:
@@ -252,7 +231,7 @@ class RefitPass:
         _harmonize_buffer_dtypes(plan, source, target, group.handle)
         # Buffers may have another dtype by now.
         states = module_state(source), module_state(target)
-        cached = CachedPlan(plan, agreement.new_plan_id, states, planned, self.strict)
+        cached = CachedPlan(plan, agreement.new_plan_id, states, planned, self.options.strict)
         sides.plans.put(cached)
         plan_cache.put(sides.key, sides.plans, (source, target, group.key))
         return cached
@@ -265,11 +244,11 @@ class RefitPass:
         service: CopyService,
         group: RefitGroup,
     ) -> None:
-        transform = self.transform or plan.transform
+        transform = self.options.transform or plan.transform
         modules = models.source, models.target
         asked = plan, modules, states, service, group.handle, transform
         # What has been planned is there, so `strict`.
-        if self.verify != "checksum":
+        if self.options.verify != "checksum":
             execute(*asked, strict=True)
             return
         problem = FirstError()

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from moe_comm.arguments import shown
-from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nccl_copy_service import NCCLCopyService
@@ -17,6 +16,7 @@ from moe_comm.resharding.copy_services.nixl_copy_service import NO_NIXL
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.hold.refit_group import RefitGroup, agree, identity_of
+from moe_comm.resharding.hold.refit_options import Group
 
 __all__ = [
     "RefitBackendName",
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 RefitBackendName = Literal["gloo", "nccl", "nvshmem", "symmetric"]
-Group = dist.ProcessGroup | Bootstrap | None
 
 _SERVICES: dict[str, Callable[[Any], CopyService]] = {
     "gloo": GlooCopyService,
