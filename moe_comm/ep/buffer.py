@@ -244,8 +244,8 @@ class EpBuffer(Destroyable):
                 )
                 operation = self._dispatch_by_rules(x, topk_idx, topk_weights, handle, options)
             output = None if async_op else operation.early
-            places = (layout, expert_alignment, self.buffer_id, self.generation)
-        return DispatchResult(operation, output, capacity, places=places, handle=handle)
+            maker = (self.buffer_id, self.generation)
+        return DispatchResult(operation, output, capacity, maker=maker, handle=handle)
 
     def dispatch_plain(
         self,
@@ -285,8 +285,8 @@ class EpBuffer(Destroyable):
             )
             if operation is None:
                 return None
-            places = (layout, expert_alignment, self.buffer_id, self.generation)
-        return DispatchResult(operation, operation.early, places=places)  # type: ignore[arg-type]
+            maker = (self.buffer_id, self.generation)
+        return DispatchResult(operation, operation.early, maker=maker)
 
     def _dispatch_at_a_glance(
         self,
@@ -629,10 +629,7 @@ class EpBuffer(Destroyable):
 
     def import_handle(self, tensors: PlanTensors) -> DispatchHandle:
         """The handle that a plan of this buffer was exported from (`handle.plan.to_tensors()`)."""
-        plan = self._backend.import_plan(tensors)
-        return DispatchHandle(
-            plan, tensors.layout, tensors.expert_alignment, self.buffer_id, self.generation
-        )
+        return DispatchHandle(self._backend.import_plan(tensors), self.buffer_id, self.generation)
 
     def internode_bytes(self) -> tuple[int, int]:
         """Bytes of messages between nodes so far: out of this rank, and into it. ValueError without."""

@@ -77,21 +77,27 @@ class DispatchHandle:
     destroyed. Holds places relative to a window, never an address. Made by a dispatch, never changed.
 
     Attributes:
+        plan: Where the rows went; belongs to the backend.
         buffer_id: Of the buffer that made it.
         generation: Of that buffer when it made it.
-        layout: Order of received rows.
-        expert_alignment: Rows per local expert are padded to a multiple of this.
-        plan: Belongs to the backend.
         link: float32 `[0]`. Carries no data; ties the backward of a combine to that of the dispatch, so
             that every rank runs both even where a caller skipped its experts.
     """
 
     plan: Plan
-    layout: Layout
-    expert_alignment: int
     buffer_id: int
     generation: int
     link: torch.Tensor = _NO_LINK
+
+    @property
+    def layout(self) -> Layout:
+        """Order of received rows."""
+        return self.plan.layout
+
+    @property
+    def expert_alignment(self) -> int:
+        """Rows per local expert are padded to a multiple of this."""
+        return self.plan.expert_alignment
 
     @property
     def num_tokens(self) -> int:
@@ -119,8 +125,8 @@ class DispatchHandle:
         return (tensors.topk_idx >= 0) & ~tensors.is_kept()
 
 
-Places: TypeAlias = tuple[Layout, int, int, int]
-"""Of a `DispatchHandle`, what its plan does not say: layout, expert_alignment, buffer_id, generation."""
+Maker: TypeAlias = tuple[int, int]
+"""Of a `DispatchHandle`, what its plan does not say: buffer_id and generation."""
 
 
 class DispatchResult:
@@ -140,7 +146,7 @@ class DispatchResult:
         "_output",
         "_topk_weights",
         "_x",
-        "places",
+        "maker",
     )
 
     def __init__(
@@ -149,13 +155,13 @@ class DispatchResult:
         output: DispatchOutput | None,
         capacity: Capacity | None = None,
         *,
-        places: Places | None = None,
+        maker: Maker | None = None,
         handle: DispatchHandle | None = None,
     ) -> None:
         self._operation = operation
         self._output = output  # of an operation that was not asynchronous
         self._capacity = capacity
-        self.places = places  # for a handle, where there is none yet
+        self.maker = maker  # for a handle, where there is none yet
         self._handle = handle
         self._event: CommEvent | None = None
         self._x: torch.Tensor | None = None
@@ -305,8 +311,8 @@ class DispatchResult:
     def handle(self) -> DispatchHandle:
         """For `combine` and cached `dispatch`."""
         if self._handle is None:
-            assert self.places is not None
-            self._handle = DispatchHandle(self.arrived().plan, *self.places)
+            assert self.maker is not None
+            self._handle = DispatchHandle(self.arrived().plan, *self.maker)
         return self._handle
 
 

@@ -227,9 +227,9 @@ def dispatch_in_graph(
     rows = arrived if quantization is None else x.new_empty_strided(arrived.shape, (0, 0))
     handle = None
     if word & NEEDS_ANY:
-        assert result.places is not None
+        assert result.maker is not None
         # Without the link: what a link comes from must not hold it.
-        parts = (output.plan, *result.places)
+        parts = (output.plan, *result.maker)
         link = new_link()
         outputs: tuple[torch.Tensor, ...] = (
             (rows, link) if weights is None else (rows, link, weights)

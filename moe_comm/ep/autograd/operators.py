@@ -105,7 +105,7 @@ def local_handle(
     plan = PlanTensors(counts, slots, topk_idx, Layout(layout), expert_alignment, num_recv_tokens)
     if buffer_id == buffer.buffer_id and generation == buffer.generation:
         return buffer.import_handle(plan)
-    return DispatchHandle(plan, plan.layout, expert_alignment, buffer_id, generation)
+    return DispatchHandle(plan, buffer_id, generation)
 
 
 def _dispatch(

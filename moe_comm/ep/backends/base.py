@@ -100,6 +100,16 @@ class Plan(Protocol):
         """Largest number of choices per token of all ranks."""
         ...
 
+    @property
+    def layout(self) -> Layout:
+        """Order of received rows."""
+        ...
+
+    @property
+    def expert_alignment(self) -> int:
+        """Rows per local expert are padded to a multiple of this."""
+        ...
+
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
         ...

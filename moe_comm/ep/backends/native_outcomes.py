@@ -56,6 +56,14 @@ class NativePlan:
     def num_recv_topk(self) -> int:
         return self._read()[3]
 
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.native.layout)
+
+    @property
+    def expert_alignment(self) -> int:
+        return self.native.expert_alignment
+
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
         counts, slots, topk_idx = self._endpoint.export_plan(self.native)
@@ -63,8 +71,8 @@ class NativePlan:
             counts=counts,
             slots=slots,
             topk_idx=topk_idx,
-            layout=Layout(self.native.layout),
-            expert_alignment=self.native.expert_alignment,
+            layout=self.layout,
+            expert_alignment=self.expert_alignment,
             num_recv_tokens=self.num_recv_tokens,
         )
 
